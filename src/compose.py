@@ -1,0 +1,105 @@
+"""The command line → one composed config. Imports Hydra only, so that --help and --cfg job answer at once."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from errors import UserError
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+CONFIGS = REPOSITORY / "configs"
+
+
+def compose(config_name: str, overrides: list[str]) -> Any:
+    """The composed DictConfig with Hydra's own node (`hydra.runtime.choices` names the chosen options).
+
+    Raises:
+        UserError: a misspelt group, option or key, or a value of the wrong form.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    register_resolvers()
+    try:
+        with initialize_config_dir(str(CONFIGS), job_name=config_name, version_base="1.3"):
+            return hydra_compose(config_name, overrides, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_one_sentence(error, overrides)) from None
+
+
+def register_resolvers() -> None:
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY), replace=True)
+
+
+def run_door(config_name: str, argv: list[str], task: Callable[[Any], int], description: str) -> int:
+    """Compose what the command line says and hand it to `task`; returns the exit code.
+
+    `--help` and `--cfg job` answer without the task; `-m`, `--info` and completion are Hydra's own.
+    """
+    if "--help" in argv or "-h" in argv:
+        from options import help_text
+
+        print(help_text(CONFIGS, config_name, description))
+        return 0
+    try:
+        if not [word for word in argv if word.startswith("-")]:
+            return task(compose(config_name, argv))
+        return _through_hydra(config_name, task)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _through_hydra(config_name: str, task: Callable[[Any], int]) -> int:
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf, open_dict
+
+    codes: list[int] = []
+
+    def job(cfg):
+        whole = OmegaConf.create(cfg)
+        with open_dict(whole):
+            whole.hydra = HydraConfig.get()
+        if whole.hydra.mode.name == "MULTIRUN":
+            from sweep import run_job
+
+            return run_job(whole, codes)
+        codes.append(task(whole))
+        return None
+
+    register_resolvers()
+    hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
+    return max(codes, default=0)
+
+
+def _one_sentence(error: Exception, overrides: list[str]) -> str:
+    """Hydra's message without its line breaks, ANSI colours and advice about tracebacks."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type=")))
+    cause = error.__cause__
+    if cause is not None and str(cause) and str(cause).splitlines()[0] not in text:
+        text += f" ({str(cause).splitlines()[0]})"
+    said = f" (from the overrides: {' '.join(overrides)})" if overrides else ""
+    return f"{text}{said}; python src/train.py --help lists what there is."
+
+
+def plain(cfg: Any) -> dict[str, Any]:
+    """The config without Hydra's node, every interpolation resolved, as plain dicts and lists.
+
+    Raises:
+        UserError: an interpolation that leads nowhere.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    own = OmegaConf.create({key: value for key, value in cfg.items_ex(resolve=False) if key != "hydra"})
+    try:
+        return OmegaConf.to_container(own, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(_one_sentence(error, [])) from None

@@ -1,0 +1,70 @@
+"""Where a run came from: commit, the state of the code, package versions, host. Imports no torch."""
+
+import hashlib
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+CODE = ("src", "configs", "requirements.txt")
+PACKAGES = ("torch", "torchvision", "lightning", "hydra-core", "timm", "numpy", "boto3", "tensorboard")
+DIFF_LIMIT_BYTES = 200_000
+
+
+def code_state(repository: Path) -> dict[str, Any]:
+    """{commit, dirty, tree_hash}: pages of the logbook do not make a run dirty, src, configs and requirements do."""
+    commit = _git(repository, "rev-parse", "HEAD")
+    changed = _git(repository, "status", "--porcelain", "--", *CODE)
+    return {"commit": commit, "dirty": bool(changed) if commit else None, "tree_hash": tree_hash(repository)}
+
+
+def tree_hash(repository: Path) -> str:
+    """Sha256 over the names and bytes of all code and config files: equal on every node that runs the same code."""
+    digest = hashlib.sha256()
+    for name in CODE:
+        top = repository / name
+        files = sorted(top.rglob("*")) if top.is_dir() else [top]
+        for path in files:
+            if path.suffix in (".py", ".yaml", ".txt") and path.is_file():
+                digest.update(f"{path.relative_to(repository)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def code_diff(repository: Path) -> str:
+    """`git diff HEAD` of the code, cut at DIFF_LIMIT_BYTES; empty where nothing differs or there is no git."""
+    diff = _git(repository, "diff", "HEAD", "--", *CODE) or ""
+    return diff if len(diff) <= DIFF_LIMIT_BYTES else diff[:DIFF_LIMIT_BYTES] + "\n… cut here\n"
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def host(node_rank: int) -> dict[str, Any]:
+    return {"node_rank": node_rank, "host": platform.node(), "cores": available_cores(), "system": platform.platform()}
+
+
+def available_cores() -> int:
+    """Cores that this process may use: affinity counts, and a container's CPU quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return cores
+
+
+def _git(repository: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
