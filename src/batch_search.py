@@ -1,0 +1,165 @@
+"""The largest batch that fits, in few probes: a pure search over `fits(batch)` and a linear model of memory.
+
+A probe says, for every rank and phase of a step, which share of that rank's limit was used; or that a rank ran out.
+Two small probes give one line per rank and phase; the smallest batch at which a line reaches its limit is verified.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+MAX_PROBES = 6
+MAX_OUT_OF_MEMORY = 2
+CLOSE_ENOUGH = 0.98  # stop where the verified batch is this near to the predicted maximum, or to one that ran out
+MOST_BELOW = 0.95  # what the search promises
+STEP_BACK = 0.88  # of a batch that ran out although the model said that it fits
+MARGIN = 0.01  # left below a predicted maximum, so that noise does not cost an out-of-memory
+LEVER = 0.25  # of the memory that the first probe left free is what the second one may take
+HELD = "held"  # the phase that stands for what is held between steps, whatever the batch
+FAR = 4  # predictions of more than this many times the largest batch that was run are approached in two steps
+
+Shares = Sequence[Mapping[str, float]]  # per rank: phase → share of the limit
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One batch that was run. `shares` is None where any rank ran out of memory."""
+
+    batch: int
+    shares: Shares | None
+
+    @property
+    def fits(self) -> bool:
+        return self.shares is not None and self.largest_share <= 1.0
+
+    @property
+    def largest_share(self) -> float:
+        return max((share for rank in self.shares or () for share in rank.values()), default=0.0)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search ended with. `batch` is 0 where not even one image fits; else it has run."""
+
+    batch: int
+    probes: tuple[Probe, ...]
+    at_bound: bool = field(default=False)  # the data set, not the memory, ended the search
+
+    @property
+    def out_of_memory(self) -> int:
+        return sum(probe.shares is None for probe in self.probes)
+
+    @property
+    def prediction_error(self) -> float | None:
+        """How far the two small probes' lines were off at the batch that was found, as a share of the limit."""
+        found = next((probe for probe in self.probes if probe.batch == self.batch), None)
+        points = [probe for probe in self.probes if probe.shares is not None][:2]
+        if found is None or len(points) < 2:
+            return None
+        return _share_at(sorted(points, key=lambda probe: probe.batch), self.batch) - found.largest_share
+
+
+def largest_batch(fits: Callable[[int], Shares | None], *, bound: int, start: int = 8) -> Found:
+    """Search with at most 6 probes, at most two of them out of memory.
+
+    Args:
+        fits: runs a batch; returns the shares of memory per rank and phase, or None where any rank ran out.
+        bound: the largest batch that makes sense (the images that a rank has).
+        start: the first batch to try.
+    """
+    probes: list[Probe] = []
+    while (batch := next_batch(probes, bound=bound, start=start)) is not None:
+        probes.append(Probe(batch, fits(batch)))
+    return found(probes, bound)
+
+
+def found(probes: Sequence[Probe], bound: int) -> Found:
+    """The result that a finished list of probes stands for."""
+    best = max((probe.batch for probe in probes if probe.fits), default=0)
+    return Found(best, tuple(probes), at_bound=best == bound)
+
+
+def next_batch(probes: Sequence[Probe], *, bound: int, start: int = 8) -> int | None:
+    """The batch to probe after these, or None where the search is over. Depends on nothing else: it can be resumed."""
+    if not probes:
+        return max(1, min(start, bound))
+    good = max((probe.batch for probe in probes if probe.fits), default=0)
+    bad = min((probe.batch for probe in probes if not probe.fits), default=bound + 1)
+    ran_out = sum(probe.shares is None for probe in probes)
+    if len(probes) >= MAX_PROBES or ran_out >= MAX_OUT_OF_MEMORY or bad - good <= 1:
+        return None
+    points = sorted((probe for probe in probes if probe.shares is not None), key=lambda probe: probe.batch)
+    if len(points) < 2:
+        return _second_point(points, good, bad)
+    if bad <= bound and good >= CLOSE_ENOUGH * (bad - 1):
+        return None
+    return _aim(points, good, bad, bound)
+
+
+def _second_point(points: list[Probe], good: int, bad: int) -> int:
+    """Another point for the line: far enough to extrapolate from, and safe where memory grows no faster than it."""
+    if not points:
+        return 1  # the first one ran out
+    batch, share = points[0].batch, points[0].largest_share
+    held = max((rank.get(HELD, 0.0) for rank in points[0].shares or ()), default=0.0)
+    growth = max(share - held, 1e-9) / batch
+    wanted = min(batch + int(LEVER * max(1.0 - share, 0.0) / growth), 16 * batch)
+    if batch > 1 and (wanted < 2 * batch or bad <= wanted):
+        return batch // 2
+    return max(good + 1, min(wanted, bad - 1))
+
+
+def _aim(points: list[Probe], good: int, bad: int, bound: int) -> int | None:
+    """A batch between the largest that fits and the smallest that does not; None where the model expects no more."""
+    predicted = _predicted(points)
+    if predicted < bad:
+        if good >= CLOSE_ENOUGH * predicted:
+            return None
+        if len(points) == 2 and predicted > FAR * points[-1].batch:
+            return predicted // 2  # too far to trust two small points
+        return max(good + 1, predicted - int(MARGIN * predicted))
+    if bad > bound:
+        return bound
+    if good >= MOST_BELOW * (bad - 1):
+        return None
+    if good < 0.45 * bad:
+        return max(good + 1, int(0.6 * bad))  # a second out-of-memory here would end the search far below
+    back = STEP_BACK if good < STEP_BACK * (bad - 1) else MOST_BELOW
+    return min(max(good + 1, math.ceil(back * (bad - 1))), bad - 1)
+
+
+def _predicted(points: list[Probe]) -> int:
+    """The largest batch at which no rank and no phase is over its limit, from the last two or three points."""
+    points = points[-3:]
+    limit = 2 * points[-1].batch
+    while limit < 2**40 and _share_at(points, limit) <= 1.0:
+        limit *= 2
+    low, high = 0, limit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _share_at(points, middle) <= 1.0 else (low, middle)
+    last = points[-1]
+    proportional = int(last.batch / max(last.largest_share, 1e-9))
+    return min(low, max(proportional, last.batch) * 16)
+
+
+def _share_at(points: Sequence[Probe], batch: float) -> float:
+    """The largest predicted share over ranks and phases."""
+    last = points[-1].shares or ()
+    return max(
+        _curve([(probe.batch, probe.shares[rank].get(phase, 0.0)) for probe in points if probe.shares], batch)
+        for rank, phases in enumerate(last)
+        for phase in phases
+    )
+
+
+def _curve(points: list[tuple[int, float]], batch: float) -> float:
+    """The line through the last two points; bent upwards where three points show that it bends."""
+    (b1, s1), (b2, s2) = points[-2:]
+    slope = max((s2 - s1) / (b2 - b1), 0.0)
+    value = s2 + slope * (batch - b2)
+    if len(points) < 3:
+        return value
+    b0, s0 = points[-3]
+    bend = max((slope - (s1 - s0) / (b1 - b0)) / (b2 - b0), 0.0)
+    return value + bend * max((batch - b1) * (batch - b2), 0.0)
