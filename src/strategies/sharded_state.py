@@ -1,0 +1,61 @@
+"""Full tensors ↔ shards, for weights and for optimizer states of any optimizer, empty ones too.
+
+A full optimizer state looks as an unsharded optimizer's own state_dict: states by the parameter's number. Torch's
+`get_optimizer_state_dict` is not used: it takes a step with an optimizer whose state is empty.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+
+def full(value: Any, keep: bool) -> Any:
+    """The whole of a sharded tensor in CPU memory where `keep`, else None; a collective that every rank must join.
+
+    Tensors that are not sharded come back as CPU copies, anything else as it is.
+    """
+    if isinstance(value, DTensor):
+        whole = value.detach().full_tensor()
+        return whole.cpu() if keep else None
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def full_state_dict(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+    """Each tensor whole, one after the other; empty where not `keep`, but every rank must call it."""
+    whole = {name: full(value, keep) for name, value in state.items()}
+    return whole if keep else {}
+
+
+def full_optimizer_state(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+    """What an unsharded optimizer's state_dict() would be."""
+    states = {number: full_state_dict(values, keep) for number, values in state["state"].items()}
+    return {"state": states if keep else {}, "param_groups": state["param_groups"]}
+
+
+def like(value: Any, own: Any) -> Any:
+    """`value` (whole, the same on every rank) in the form that `own` has: sharded as it is, else unchanged."""
+    if not isinstance(own, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor) or value.dim() == 0:
+        return value
+    # Another shape than the parameter's (factored states): whole on every rank.
+    placements = own.placements if value.shape == own.shape else [Replicate()] * own.device_mesh.ndim
+    device = torch.device(own.device_mesh.device_type)
+    shard = distribute_tensor(value.detach().to(device), own.device_mesh, placements, src_data_rank=None)
+    return shard.to(own.dtype) if value.shape == own.shape else shard
+
+
+def sharded_state_dict(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A full state dict in the shards of `own`; names that `own` lacks stay, so that a strict load names them."""
+    return {name: like(value, own.get(name)) for name, value in state.items()}
+
+
+def sharded_optimizer_state(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """A full optimizer state in the shards of this optimizer's parameters."""
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    states = {
+        number: {name: like(value, parameters.get(number)) for name, value in values.items()}
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": states}
