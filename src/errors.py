@@ -16,3 +16,7 @@ class UserError(Exception):
 
 class Interrupted(Exception):
     """Raised on every rank at the same step boundary once a stop was asked for and the checkpoint is complete."""
+
+
+class Diverged(Exception):
+    """The loss or a weight became nan or inf; raised on every rank at the same step."""

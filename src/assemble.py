@@ -1,0 +1,304 @@
+"""Config → Run(trainer, module, data): the only place where the rooms meet, and the only caller of instantiate."""
+
+import importlib
+import inspect
+import warnings
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import hydra.utils
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
+
+from callbacks.checkpoint_io import CheckpointFiles
+from callbacks.checkpoints import Checkpoints
+from callbacks.interruption import silence_lightning
+from callbacks.run_recorder import RunRecorder
+from callbacks.training_log import TrainingLog
+from classifier import ImageClassifier
+from cluster import Cluster
+from errors import UserError
+from provenance import available_cores
+from run_files import RunFolder
+
+OWN_TRAINER_KEYS = (
+    "launch", "strategy", "timeout_s", "sync_batchnorm", "channels_last", "compile", "ema_decay", "num_threads",
+    "memory_limit_gib", "memory_fraction", "accelerator", "devices", "num_nodes", "precision", "deterministic",
+)  # fmt: skip
+ROOMS = ("models", "data", "strategies", "callbacks", "optimizers", "schedulers")
+LIBRARIES = (
+    "torch.optim", "torch.nn", "lightning.pytorch.callbacks", "lightning.pytorch.loggers",
+    "lightning.pytorch.profilers", "lightning.pytorch.strategies",
+)  # fmt: skip
+
+
+@dataclass
+class Run:
+    """Everything that a door needs to fit or test."""
+
+    trainer: pl.Trainer
+    module: ImageClassifier
+    data: Any
+    recorder: RunRecorder | None = None
+    checkpoints: Checkpoints | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class StartedRanks(ClusterEnvironment):
+    """Tells Lightning what the Cluster knows, so that it neither launches nor detects anything by itself."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__()
+        self.cluster = cluster
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return self.cluster.master_addr
+
+    @property
+    def main_port(self) -> int:
+        return self.cluster.master_port or 0
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self.cluster.world_size
+
+    def set_world_size(self, size: int) -> None:
+        assert size == self.cluster.world_size, (size, self.cluster)
+
+    def global_rank(self) -> int:
+        return self.cluster.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        assert rank == self.cluster.rank, (rank, self.cluster)
+
+    def local_rank(self) -> int:
+        return self.cluster.local_rank or 0
+
+    def node_rank(self) -> int:
+        return self.cluster.node_rank
+
+
+def check_targets(config: Any, where: str = "config") -> None:
+    """Refuse any `_target_` outside our rooms and the libraries above, looked up to the object it really names.
+
+    Raises:
+        UserError: names the key and the target.
+    """
+    if isinstance(config, dict):
+        if "_target_" in config:
+            resolve_target(config["_target_"], f"{where}._target_")
+        for key, value in config.items():
+            check_targets(value, f"{where}.{key}")
+    elif isinstance(config, list):
+        for index, value in enumerate(config):
+            check_targets(value, f"{where}[{index}]")
+
+
+def resolve_target(target: Any, where: str) -> Any:
+    """The class or function that a `_target_` names."""
+    refused = UserError(
+        f"{where}={target!r} is not allowed: a config builds only classes of {', '.join(ROOMS)} "
+        f"and of {', '.join(LIBRARIES)}."
+    )
+    if not isinstance(target, str) or not _inside(target):
+        raise refused
+    module_name, _, name = target.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{where}={target!r} cannot be found: {error}.") from None
+    if not (inspect.isclass(found) or inspect.isfunction(found)) or not _inside(f"{found.__module__}.x"):
+        raise refused
+    return found
+
+
+def _inside(dotted: str) -> bool:
+    return any(dotted.startswith(f"{home}.") for home in ROOMS + LIBRARIES)
+
+
+def build(node: dict[str, Any], known: dict[str, Any] | None = None, **extra: Any) -> Any:
+    """Instantiate one config node.
+
+    Args:
+        known: what the run knows (folder, run_id, …): passed where the constructor has a parameter of that name.
+        extra: always passed.
+    """
+    node = {key: value for key, value in node.items() if key != "name" or "name" in _parameters(node)}
+    wanted = _parameters(node)
+    given = {key: value for key, value in (known or {}).items() if key in wanted and key not in node}
+    try:
+        return hydra.utils.instantiate({"_convert_": "all", **node}, **given, **extra)
+    except hydra.errors.InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, UserError):
+            raise cause from None
+        if isinstance(cause, TypeError) and "argument" in str(cause):
+            raise UserError(f"{node['_target_']}: {cause}.") from None
+        raise
+
+
+def _parameters(node: dict[str, Any]) -> set[str]:
+    return set(inspect.signature(resolve_target(node["_target_"], "_target_")).parameters)
+
+
+def build_data(config: dict[str, Any], cluster: Cluster, device: torch.device) -> Any:
+    data = build(config["data"], {"seed": config["seed"]})
+    data.prepare()
+    data.place(
+        rank=cluster.rank,
+        world_size=cluster.world_size,
+        accumulate_grad_batches=config["trainer"]["accumulate_grad_batches"],
+        device=device,
+    )
+    return data
+
+
+def build_module(config: dict[str, Any], facts: dict[str, Any], *, trainable: bool = True) -> ImageClassifier:
+    """The classifier for data with these facts (num_classes, image_size, channels).
+
+    The same seed gives every rank the same weights, whatever was drawn before.
+    """
+    torch.manual_seed(config["seed"])
+    shape = {name: facts[name] for name in ("num_classes", "image_size", "channels")}
+    net = build(config["model"], **shape)
+    if config["trainer"].get("channels_last"):
+        net = net.to(memory_format=torch.channels_last)
+    schedule = config.get("scheduler") or {}
+    return ImageClassifier(
+        net,
+        build(config["optimizer"]) if trainable else None,
+        build(schedule) if trainable and "_target_" in schedule else None,
+        num_classes=facts["num_classes"],
+        **config["classifier"],
+    )
+
+
+def data_facts(data: Any) -> dict[str, Any]:
+    """What a checkpoint says of the data it was trained on, as plain values."""
+    return {
+        "class_names": list(data.class_names),
+        "num_classes": int(data.num_classes),
+        "image_size": int(data.image_size),
+        "channels": int(data.channels),
+        "mean": [float(value) for value in data.mean],
+        "std": [float(value) for value in data.std],
+        "data_hash": str(data.data_hash),
+    }
+
+
+def device_of(config: dict[str, Any], cluster: Cluster) -> torch.device:
+    if config["trainer"]["accelerator"] == "gpu":
+        return torch.device("cuda", cluster.local_rank or 0)
+    return torch.device("cpu")
+
+
+def precision_of(config: dict[str, Any]) -> str:
+    """auto: bf16 where the hardware has it, else fp16 with scaling on a GPU, fp32 on the CPU."""
+    stated = config["trainer"]["precision"]
+    if stated != "auto":
+        return stated
+    if config["trainer"]["accelerator"] != "gpu":
+        return "32-true"
+    return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "16-mixed"
+
+
+def build_trainer(
+    config: dict[str, Any], cluster: Cluster, callbacks: list[Any], loggers: list[Any], root: Path
+) -> pl.Trainer:
+    own = config["trainer"]
+    arguments = {key: value for key, value in own.items() if key not in OWN_TRAINER_KEYS}
+    timeout = timedelta(seconds=own["timeout_s"])
+    strategy = _strategy(own, cluster, timeout)
+    trainer = pl.Trainer(
+        accelerator=own["accelerator"],
+        devices=cluster.devices if own["launch"] == "process_per_device" else own["devices"],
+        num_nodes=cluster.num_nodes,
+        strategy=strategy,
+        precision=precision_of(config),
+        plugins=[StartedRanks(cluster), CheckpointFiles()],
+        callbacks=callbacks,
+        logger=loggers,
+        deterministic=own["accelerator"] == "cpu" if own["deterministic"] == "auto" else own["deterministic"],
+        default_root_dir=str(root),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **arguments,
+    )
+    silence_lightning(trainer)
+    return trainer
+
+
+def _strategy(own: dict[str, Any], cluster: Cluster, timeout: timedelta) -> Any:
+    known = {"timeout": timeout, "sync_batchnorm": own["sync_batchnorm"]}
+    if own["strategy"]:
+        return build(own["strategy"], known)
+    if cluster.world_size > 1:
+        return build({"_target_": "strategies.ddp.DDP"}, known)
+    return "auto"
+
+
+def build_run(
+    config: dict[str, Any], cluster: Cluster, folder: RunFolder, resume_step: int | None, *, trainable: bool = True
+) -> Run:
+    """Data, module and trainer of one rank.
+
+    Args:
+        config: composed, plain, `trainer` resolved for this machine.
+        resume_step: the optimizer step that this run goes on from in its folder; None for a new run.
+    """
+    check_targets(config)
+    _prepare_process(config, cluster)
+    device = device_of(config, cluster)
+    data = build_data(config, cluster, device)
+    facts = data_facts(data)
+    module = build_module(config, facts, trainable=trainable)
+    if trainable and hasattr(module.net, "init_from_images"):
+        module.net.init_from_images(data.sample_images(5000))
+    torch.manual_seed(config["seed"] + 7919 * cluster.rank)  # dropout differs between ranks
+    known = {
+        "folder": folder.checkpoints, "run_folder": folder.path, "run_id": folder.run_id,
+        "path": folder.metrics, "resume_step": resume_step, "global_batch_size": data.global_batch_size,
+        "node_rank": cluster.node_rank, "local_rank": cluster.local_rank or 0, "cluster": cluster,
+        "contents": {"config": config, "data": facts},
+    }  # fmt: skip
+    recorder = RunRecorder(folder.record, data.global_batch_size)
+    chosen = [build(node, known) for node in (config["callbacks"] or {}).values() if node]
+    callbacks = [TrainingLog(data.global_batch_size), *chosen, recorder]
+    if config["trainer"]["ema_decay"]:
+        from lightning.pytorch.callbacks import EMAWeightAveraging
+
+        callbacks.insert(0, EMAWeightAveraging(decay=config["trainer"]["ema_decay"]))
+    loggers = []
+    if trainable:
+        known["folder"] = folder.tensorboard
+        loggers = [build(node, known) for node in (config["logger"] or {}).values() if node]
+    trainer = build_trainer(config, cluster, callbacks, loggers, folder.path)
+    checkpoints = next((c for c in chosen if isinstance(c, Checkpoints)), None)
+    return Run(trainer, module, data, recorder, checkpoints, facts)
+
+
+def _prepare_process(config: dict[str, Any], cluster: Cluster) -> None:
+    threads = config["trainer"]["num_threads"]
+    if threads == "auto":
+        threads = max(1, available_cores() // cluster.devices)
+    torch.set_num_threads(threads)
+    torch.manual_seed(config["seed"])
+    if config["trainer"]["accelerator"] == "gpu":
+        torch.set_float32_matmul_precision("high")
+    # Counts are reduced by the module itself, before they are logged.
+    warnings.filterwarnings("ignore", ".*recommended to use `self.log.*sync_dist=True.*")
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*smaller than the logging interval.*")

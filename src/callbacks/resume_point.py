@@ -1,0 +1,49 @@
+"""Where in training a checkpoint stands, and Lightning's loop state rewritten to start again exactly there.
+
+Lightning infers from five counters which hook a checkpoint was written in, and skips or repeats validation by
+what it infers; with another accumulation the counters mean something else. A checkpoint here states its place in
+plain words, and the counters are made from them when it is loaded.
+"""
+
+from typing import Any
+
+TRAINING, VALIDATION, EPOCH_END = "training", "validation", "epoch_end"
+
+
+def resume_point(epoch: int, batches_done: int, batches_per_epoch: int, phase: str) -> dict[str, Any]:
+    """
+    Args:
+        epoch: counted from 0, the one that is under way (in EPOCH_END: the one that has just ended).
+        batches_done: global batches (optimizer steps) of that epoch.
+    """
+    return {"epoch": epoch, "batches_done": batches_done, "batches_per_epoch": batches_per_epoch, "phase": phase}
+
+
+def loop_state(fit_loop: dict[str, Any], point: dict[str, Any], accumulate: int) -> dict[str, Any]:
+    """Lightning's `loops.fit_loop` state that continues at `point` with `accumulate` micro-batches per step.
+
+    TRAINING goes on after the last batch; VALIDATION runs the whole validation of that epoch again; EPOCH_END
+    starts the next epoch.
+    """
+    epoch, micro = point["epoch"], point["batches_done"] * accumulate
+    if point["phase"] == EPOCH_END:
+        epochs, batches, last = _counts(epoch + 1, epoch + 1), _counts(0, 0), False
+    elif point["phase"] == VALIDATION:
+        epochs, batches, last = _counts(epoch + 1, epoch), _counts(micro, micro), True
+    else:
+        epochs, batches, last = _counts(epoch + 1, epoch), _counts(micro, micro, completed=micro - 1), False
+    validation = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+    if point["phase"] != VALIDATION:
+        validation = dict.fromkeys(validation, 0)
+    state = dict(fit_loop)
+    state["epoch_progress"] = {"total": dict(epochs), "current": dict(epochs)}
+    state["epoch_loop.batch_progress"] = {"total": dict(batches), "current": dict(batches), "is_last_batch": last}
+    state["epoch_loop.val_loop.batch_progress"] = {
+        "total": dict(validation), "current": dict(validation), "is_last_batch": False
+    }  # fmt: skip
+    return state
+
+
+def _counts(started: int, processed: int, completed: int | None = None) -> dict[str, int]:
+    completed = processed if completed is None else completed
+    return {"ready": started, "started": started, "processed": processed, "completed": completed}

@@ -1,0 +1,106 @@
+"""Keeps run.json true while the run lives: at the start, after every epoch, and as a heartbeat in between."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
+from run_files import HEARTBEAT_INTERVAL_S, read_record, write_record
+
+
+class RunRecorder(Callback):
+    """Writes on rank zero only, and never calls a collective.
+
+    Args:
+        path: run.json, which the launch has begun.
+        global_batch_size: images per optimizer step.
+    """
+
+    def __init__(self, path: str | Path, global_batch_size: int) -> None:
+        self.path, self.global_batch_size = Path(path), global_batch_size
+        self.written_at = 0.0
+        self.fit_started_at: float | None = None
+        self.fit_before_s = 0.0  # seconds of fit in earlier starts of this run
+        self.best_metrics: dict[str, float] = {}
+
+    def write(self, trainer: pl.Trainer | None = None, **fields: Any) -> None:
+        """Merge fields, and what every callback contributes, into the record."""
+        if trainer is not None and not trainer.is_global_zero:
+            return
+        record = read_record(self.path)
+        if trainer is not None:
+            record["metrics"] = {**record.get("metrics", {}), **self._metrics(trainer)}
+            record["epochs"] = max(record.get("epochs", 0), trainer.current_epoch)
+            record["steps"] = max(record.get("steps", 0), trainer.global_step)
+            for callback in trainer.callbacks:
+                if callback is not self and hasattr(callback, "record_fields"):
+                    record.update(callback.record_fields())
+        record.update(self._fit(), **fields)
+        write_record(self.path, record)
+        self.written_at = time.monotonic()
+
+    def _metrics(self, trainer: pl.Trainer) -> dict[str, Any]:
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        for callback in trainer.callbacks:
+            values.update({n: v for n, v in getattr(callback, "latest", {}).items() if n.startswith("train/")})
+        values.update(self.best_metrics)
+        return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
+
+    def _fit(self) -> dict[str, float]:
+        if self.fit_started_at is None:
+            return {}
+        return {"fit_seconds": round(self.fit_before_s + time.monotonic() - self.fit_started_at, 3)}
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            self.fit_before_s = float(read_record(self.path).get("fit_seconds") or 0.0)
+            self.fit_started_at = time.monotonic()
+            self.write(trainer, phase="start")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.begun_at, self.begun_step = time.monotonic(), trainer.global_step
+        self.write(trainer, phase="training")
+
+    def _beat(self, trainer: pl.Trainer, phase: str) -> None:
+        if trainer.is_global_zero and time.monotonic() - self.written_at > HEARTBEAT_INTERVAL_S:
+            self.write(trainer, phase=phase)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._beat(trainer, "training")
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._beat(trainer, "validation")
+
+    def on_test_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._beat(trainer, "test")
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.write(trainer, phase="validation")
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            self.write(trainer, phase="training")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        accuracy = trainer.callback_metrics.get("val/acc")
+        if accuracy is not None:
+            best = max(float(accuracy), self.best_metrics.get("val/acc_best", 0.0))
+            self.best_metrics = {"val/acc_best": best}
+
+    def on_checkpoint_complete(self, path: Path, facts: dict[str, Any], kind: str) -> None:
+        """A best that is not yet in the record would be lost with the process."""
+        if kind == "best":
+            fields = {"path": f"checkpoints/{path.name}", "bytes": facts["bytes"], "sha256": facts["sha256"],
+                      "epoch": facts["epoch"], "step": facts["step"], "metric": facts["metric"]}  # fmt: skip
+            self.write(None, best_checkpoint=fields)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            self.write(trainer, phase="trained", epochs=trainer.current_epoch, steps=trainer.global_step)
+            self.fit_before_s, self.fit_started_at = self._fit()["fit_seconds"], None
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.write(trainer, phase="test")

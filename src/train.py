@@ -1,0 +1,61 @@
+"""Train a classifier, test its best checkpoint, write its record.
+
+    python src/train.py [group=option …] [key=value …]      --help lists them all
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import cluster as world
+from compose import run_door
+from launch import launch, resume_in_rank
+
+
+def train(config: dict[str, Any], cluster: Any, folder: Any) -> int:
+    """One rank's whole run: fit, test the best checkpoint, finish the record."""
+    from assemble import build_run
+
+    run = build_run(config, cluster, folder, config.get("resume_step"))
+    if cluster.is_rank_zero:
+        run.recorder.write(**_known_at_start(run))
+    run.trainer.fit(run.module, datamodule=run.data, ckpt_path=config.get("ckpt_path"), weights_only=True)
+    if config["test"]:
+        _test(run, folder)
+    if cluster.is_rank_zero:
+        from run_files import utc_now
+
+        run.recorder.write(run.trainer, status="finished", phase="end", exit_code=0, finished_at=utc_now(), error=None)
+    return 0
+
+
+def _known_at_start(run: Any) -> dict[str, Any]:
+    return {
+        "num_parameters": sum(p.numel() for p in run.module.net.parameters()),
+        "num_train": run.data.num_train,
+        "num_val": run.data.num_val,
+        "num_test": run.data.num_test,
+        "left_out_per_epoch": run.data.left_out_per_epoch,
+        "data_hash": run.facts["data_hash"],
+    }
+
+
+def _test(run: Any, folder: Any) -> None:
+    """Test the best checkpoint (the last weights where nothing was validated) and keep the confusion matrix."""
+    best: Path | None = run.checkpoints.best_path if run.checkpoints else None
+    run.trainer.test(run.module, datamodule=run.data, ckpt_path=best, weights_only=True, verbose=False)
+    if run.trainer.is_global_zero:
+        from callbacks.confusion import write_confusion
+
+        per_class = write_confusion(run.module.test_confusion, run.facts["class_names"], folder)
+        run.recorder.write(run.trainer, test_acc_per_class=per_class)
+
+
+def main(argv: list[str]) -> int:
+    if config := world.supervised_config():
+        return resume_in_rank(config, train)
+    return run_door("train", argv, lambda cfg: launch(cfg, train), (__doc__ or "").splitlines()[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
