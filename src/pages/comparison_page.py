@@ -1,0 +1,172 @@
+"""`logbook/compare-<name>.md`: chosen runs side by side, each number beside its ratio to the first run's."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pages import formats as f
+from pages.entry import Entry
+from pages.facts import RunFacts, as_text, items, mapping
+from pages.index_page import GENERATED, status_cell
+from pages.markdown import blocks, code, code_block, plain, slug, table
+from pages.run_details import value_text
+from pages.source import NOT_COMPARED, write_if_changed
+
+Reader = Callable[[RunFacts], float | None]
+MAX_KEYS = 80
+
+
+def measured_rows() -> list[tuple[str, Reader, Callable[[float | None], str], Callable[..., str]]]:
+    """(what, how it is read, how it is shown, how it stands to the first run's)."""
+
+    def at(*path: str) -> Reader:
+        return lambda run: run.number(*path)
+
+    def none(value: float | None, base: float | None) -> str:
+        return ""
+
+    return [
+        ("Training time", lambda run: run.seconds, f.duration, f.ratio),
+        ("Epochs", at("epochs"), f.rate, none),
+        ("Images/s", lambda run: run.images_per_s, f.rate, f.ratio),
+        ("Images/s per device", at("throughput", "images_per_s_per_device"), f.rate, f.ratio),
+        ("Step, p50", at("throughput", "step_seconds", "p50"), f.milliseconds, f.ratio),
+        ("Step, p95", at("throughput", "step_seconds", "p95"), f.milliseconds, f.ratio),
+        ("Waiting for data", at("throughput", "data_wait_share"), lambda v: f.percent(v, 1), none),
+        ("MFU", at("throughput", "mfu"), lambda v: f.percent(v, 1), f.ratio),
+        ("Peak memory", lambda run: run.peak_memory_gib, f.gib, f.ratio),
+        ("Global batch", at("global_batch_size"), f.whole, f.ratio),
+        ("Per-device batch", at("per_device_batch_size"), f.whole, f.ratio),
+        ("Largest batch per device", at("largest_batch", "per_device"), f.whole, f.ratio),
+        ("Largest global batch", at("largest_batch", "global"), f.whole, f.ratio),
+        ("Peak memory at the largest batch", at("largest_batch", "peak_memory_gib"), f.gib, f.ratio),
+        ("Best validation accuracy", lambda run: run.best_val_acc, f.percent, f.points),
+        ("Test accuracy", lambda run: run.test_acc, f.percent, f.points),
+        ("Test loss", at("metrics", "test/loss"), f.decimal, f.ratio),
+        ("Cost", at("cost", "usd"), f.dollars, f.ratio),
+    ]
+
+
+def comparison_page(title: str, entries: Sequence[Entry], labels: Sequence[str], figure_file: str) -> str:
+    """
+    Args:
+        entries: in the order they were asked for; the first is what the others are measured against.
+        figure_file: the picture, or empty where nothing was logged.
+    """
+    return blocks(
+        [
+            f"# {plain(title)}",
+            GENERATED,
+            "[← all runs](README.md)",
+            caution(entries),
+            numbers_table(entries, labels),
+            f"×: times {plain(labels[0])}; for accuracies the difference in percentage points." if entries[1:] else "",
+            f"![Curves side by side]({figure_file})" if figure_file else "",
+            "## What differs in the settings\n",
+            settings_table(entries, labels) or "Nothing: the same settings.",
+            "## How each was started\n",
+            *(started_with(entry, label) for entry, label in zip(entries, labels, strict=True)),
+        ]
+    )
+
+
+def started_with(entry: Entry, label: str) -> str:
+    command = code_block(entry.facts.text("command") or "# the command is not in the record", "sh", 3000)
+    return f"{plain(label)}, {entry.link}:\n\n{command}"
+
+
+def labels_for(entries: Sequence[Entry]) -> list[str]:
+    """The shortest words that tell the runs apart: a person's names, else the strategies, else the run ids."""
+    for candidates in (
+        [entry.note.name for entry in entries],
+        [entry.facts.strategy for entry in entries],
+        [f"{entry.facts.strategy} {entry.facts.text('model')}".strip() for entry in entries],
+    ):
+        if all(candidates) and len(set(candidates)) == len(candidates):
+            return list(candidates)
+    return [entry.title for entry in entries]
+
+
+def numbers_table(entries: Sequence[Entry], labels: Sequence[str]) -> str:
+    rows = [
+        ["Run", *(entry.link for entry in entries)],
+        ["Status", *(status_cell(entry) for entry in entries)],
+        ["Model", *(plain(entry.facts.text("model"), 60) for entry in entries)],
+        ["Data", *(plain(entry.facts.text("data"), 60) for entry in entries)],
+        ["World", *(plain(entry.facts.world, 40) for entry in entries)],
+    ]
+    for name, read, show, against in measured_rows():
+        values = [read(entry.facts) for entry in entries]
+        if any(value is not None for value in values):
+            rows.append([name, *(cell(value, values[0], i, show, against) for i, value in enumerate(values))])
+    head = ("", *(plain(label, 60) for label in labels))
+    return table(head, rows, "l" + "r" * len(entries))
+
+
+def cell(value: float | None, base: float | None, place: int, show: Callable, against: Callable) -> str:
+    compared = against(value, base) if place else ""
+    return f"{show(value)} ({compared})" if compared else show(value)
+
+
+def caution(entries: Sequence[Entry]) -> str:
+    """Says where the runs are not alike in what a fair comparison holds fixed."""
+    held: list[tuple[str, Callable[[RunFacts], Any]]] = [
+        ("the data", lambda run: first_text(run.text("data_hash"), run.text("data"))),
+        ("the model", lambda run: run.text("model")),
+        ("the number of epochs", lambda run: run.number("epochs")),
+        ("the precision", lambda run: run.text("precision")),
+        ("the seed", lambda run: run.text("seed")),
+        ("the hardware", hardware_name),
+        ("the code", lambda run: first_text(run.text("code", "tree_hash"), run.text("code", "commit"))),
+    ]
+    unlike = [name for name, read in held if len({read(entry.facts) for entry in entries}) > 1]
+    return f"**Not held fixed between these runs:** {', '.join(unlike)}." if unlike else ""
+
+
+def first_text(*texts: str) -> str:
+    return next(filter(None, texts), "")
+
+
+def hardware_name(run: RunFacts) -> str:
+    names = {as_text(node.get("gpus")) or as_text(node.get("cpu")) for node in run.nodes}
+    return ", ".join(sorted(names))
+
+
+def settings_table(entries: Sequence[Entry], labels: Sequence[str]) -> str:
+    """Only the keys that are not equal in all runs."""
+    configs = [entry.facts.config for entry in entries]
+    keys = sorted({key for config in configs for key in config if key.split(".")[0] not in NOT_COMPARED})
+    rows = []
+    for key in keys:
+        values = [value_text(config.get(key)) for config in configs]
+        if len(set(values)) > 1:
+            rows.append([code(key, 100), *(code(value, 80) for value in values)])
+    if len(rows) > MAX_KEYS:
+        rows = [*rows[:MAX_KEYS], [f"… and {len(rows) - MAX_KEYS} more", *("" for _ in entries)]]
+    return table(("key", *(plain(label, 60) for label in labels)), rows)
+
+
+# --- which comparisons a logbook has: logbook/comparisons/<name>.json ---
+
+
+def save_comparison(logbook: Path, title: str, run_ids: Sequence[str]) -> str:
+    """Remember it, so that every rebuild writes its page again; returns its name."""
+    name = slug(title)
+    text = json.dumps({"title": title, "runs": list(run_ids)}, indent=1)
+    write_if_changed(logbook / "comparisons" / f"{name}.json", text + "\n")
+    return name
+
+
+def saved_comparisons(logbook: Path) -> dict[str, dict[str, Any]]:
+    """{name: {"title", "runs"}} in alphabetical order; what is no such file is passed over."""
+    found = {}
+    for path in sorted((logbook / "comparisons").glob("*.json")):
+        try:
+            held = mapping(json.loads(path.read_text()))
+        except (OSError, ValueError):
+            continue
+        runs = [run for run in items(held.get("runs")) if isinstance(run, str)]
+        if runs:
+            found[path.stem] = {"title": as_text(held.get("title")) or path.stem, "runs": runs}
+    return found

@@ -1,0 +1,236 @@
+"""What the pages say of one run, read from its source with every field taken for missing or wrong until seen.
+
+Records of older and newer schema versions come through here: a field that is not there is None, never an error.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+from pages.curves import number
+from run_files import SCHEMA_VERSION, seconds_between, status_of
+
+
+class RunFacts:
+    """One run of the logbook.
+
+    Args:
+        source: what `logbook/runs/<run_id>.json` holds.
+        now: UTC, as in a record; decides whether a run that says running is lost.
+    """
+
+    def __init__(self, source: dict[str, Any], now: str | None = None):
+        self.source = source
+        self.record = mapping(source.get("record"))
+        self.run_id: str = source["run_id"]
+        self.status = status_of(self.record, now)
+
+    # --- tolerant readers ---
+    def number(self, *path: str) -> float | None:
+        """The finite number at a path of the record."""
+        return finite(self.at(*path))
+
+    def text(self, *path: str) -> str:
+        """The text at a path of the record; a mapping gives its name, a list its items."""
+        return as_text(self.at(*path))
+
+    def at(self, *path: str) -> Any:
+        value: Any = self.record
+        for key in path:
+            value = mapping(value).get(key)
+        return value
+
+    # --- what it was ---
+    @cached_property
+    def schema_version(self) -> int:
+        version = self.record.get("schema_version")
+        return version if isinstance(version, int) and not isinstance(version, bool) else 0
+
+    @property
+    def is_newer_than_this_program(self) -> bool:
+        return self.schema_version > SCHEMA_VERSION
+
+    @cached_property
+    def date(self) -> str:
+        return self.text("started_at")[:16].replace("T", " ")
+
+    @cached_property
+    def experiment(self) -> str:
+        return self.text("experiment") or self.text("task_name") or "other"
+
+    @cached_property
+    def tags(self) -> list[str]:
+        return [text for text in map(as_text, items(self.at("tags"))) if text]
+
+    @cached_property
+    def strategy(self) -> str:
+        return self.text("strategy") or self.text("trainer")
+
+    @cached_property
+    def world(self) -> str:
+        """`4 = 2 nodes × 2`, or only the world size."""
+        size, nodes = self.number("world_size"), self.number("num_nodes")
+        if size is None:
+            return ""
+        return f"{size:.0f} = {nodes:.0f} nodes × {size / nodes:.0f}" if nodes and nodes > 1 else f"{size:.0f}"
+
+    @cached_property
+    def batch_formula(self) -> str:
+        """`256 = 64 per device × 2 devices × 2 accumulated`."""
+        total, each = self.number("global_batch_size"), self.number("per_device_batch_size")
+        size, accumulated = self.number("world_size") or 1, self.number("accumulate_grad_batches") or 1
+        if total is None or each is None:
+            return "" if total is None else f"{total:.0f}"
+        return f"{total:.0f} = {each:.0f} per device × {size:.0f} devices × {accumulated:.0f} accumulated"
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return mapping(self.source.get("config"))
+
+    @cached_property
+    def changed(self) -> dict[str, tuple[Any, Any]] | None:
+        """Config keys that differ from the defaults; None where the run folder did not hold the defaults."""
+        if not isinstance(self.source.get("changed"), dict):
+            return None
+        pairs = mapping(self.source["changed"]).items()
+        return {key: (pair[0], pair[1]) if is_pair(pair) else (None, pair) for key, pair in pairs}
+
+    # --- what came of it ---
+    @cached_property
+    def best_val_acc(self) -> float | None:
+        """The highest of all epochs, not the last."""
+        values = self.curve("val/acc")[1]
+        return max(values) if values else self.number("metrics", "val/acc")
+
+    @cached_property
+    def test_acc(self) -> float | None:
+        return self.number("metrics", "test/acc")
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        found = {key: self.number("metrics", key) for key in mapping(self.at("metrics"))}
+        return {key: value for key, value in sorted(found.items()) if value is not None}
+
+    @cached_property
+    def seconds(self) -> float | None:
+        """Training time; where the record has none, from the first start to the last sign of life."""
+        if (fit := self.number("fit_seconds")) is not None:
+            return fit
+        try:
+            return seconds_between(self.text("started_at"), self.text("finished_at") or self.text("updated_at"))
+        except (ValueError, TypeError):
+            return None
+
+    @cached_property
+    def images_per_s(self) -> float | None:
+        return first(self.number("throughput", "images_per_s"), self.number("images_per_s"))
+
+    @cached_property
+    def peak_memory_gib(self) -> float | None:
+        return self.number("peak_memory_gib")
+
+    @cached_property
+    def restarts(self) -> list[dict[str, Any]]:
+        return [mapping(entry) for entry in items(self.at("restarts"))]
+
+    @cached_property
+    def restart_summary(self) -> str:
+        """`2 (37 steps lost, 94 s down)`."""
+        if not self.restarts:
+            return ""
+        lost = sum(finite(entry.get("lost_steps")) or 0 for entry in self.restarts)
+        down = sum(finite(entry.get("downtime_s")) or 0 for entry in self.restarts)
+        return f"{len(self.restarts)} ({lost:.0f} steps lost, {down:.0f} s down)"
+
+    @cached_property
+    def is_out_of_memory(self) -> bool:
+        message = self.error.lower()
+        return "out of memory" in message or "outofmemory" in message or "cannot allocate memory" in message
+
+    @cached_property
+    def error(self) -> str:
+        return self.text("error", "message") or (self.text("error") if isinstance(self.at("error"), str) else "")
+
+    @cached_property
+    def nodes(self) -> list[dict[str, Any]]:
+        return [mapping(entry) for entry in items(self.at("hardware", "nodes"))]
+
+    @cached_property
+    def device_stats(self) -> list[tuple[str, str, dict]]:
+        """(node rank, series, {p10, p50, p90, max}): the record's, and what only the samples know."""
+        return sorted(self._device_stats(), key=lambda entry: entry[:2])
+
+    def _device_stats(self) -> Iterator[tuple[str, str, dict]]:
+        seen = set()
+        for place, node in enumerate(self.nodes):
+            rank = as_text(node.get("node_rank")) or str(place)
+            for name, stats in mapping(node.get("stats")).items():
+                seen.add((rank, name))
+                yield rank, name, mapping(stats)
+        for rank, node in mapping(self.source.get("hardware")).items():
+            for name, stats in mapping(mapping(node).get("stats")).items():
+                if (rank, name) not in seen:
+                    yield rank, name, mapping(stats)
+
+    # --- curves ---
+    def curve(self, name: str) -> tuple[list[float], list[float]]:
+        """(steps, values) without gaps; two empty lists where there is none."""
+        return numeric_pair(mapping(self.source.get("curves")).get(name))
+
+    def hardware_series(self) -> Iterator[tuple[str, str, tuple[list[float], list[float]]]]:
+        """(node rank, series, (seconds, values))."""
+        for rank, node in sorted(mapping(self.source.get("hardware")).items()):
+            for name, pair in sorted(mapping(mapping(node).get("series")).items()):
+                yield rank, name, numeric_pair(pair)
+
+    @cached_property
+    def confusion(self) -> tuple[list[str], list[list[int]]] | None:
+        """(class names, counts); the counts are square."""
+        held = mapping(self.source.get("confusion"))
+        counts = [items(row) for row in items(held.get("counts"))]
+        whole = all(len(row) == len(counts) and all(type(cell) is int and cell >= 0 for cell in row) for row in counts)
+        if not counts or not whole:
+            return None
+        names = [as_text(name) for name in items(held.get("names")) or items(self.at("class_names"))]
+        return (names if len(names) == len(counts) else [str(i) for i in range(len(counts))]), counts
+
+
+def mapping(value: Any) -> dict:
+    return value if isinstance(value, dict) else {}
+
+
+def finite(value: Any) -> float | None:
+    """A number that is one, not a text, a truth value or infinity."""
+    return number(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def items(value: Any) -> list:
+    """A list as it is, nothing for None, and anything else as the only item."""
+    if isinstance(value, list):
+        return value
+    return [] if value is None or value == "" else [value]
+
+
+def is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2
+
+
+def as_text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return as_text(value.get("name") or value.get("message"))
+    if isinstance(value, list):
+        return ", ".join(filter(None, map(as_text, value)))
+    return str(value)
+
+
+def first(*values: float | None) -> float | None:
+    return next((value for value in values if value is not None), None)
+
+
+def numeric_pair(pair: Any) -> tuple[list[float], list[float]]:
+    if not is_pair(pair) or not all(isinstance(side, list) for side in pair):
+        return [], []
+    both = [(x, y) for x, y in zip(pair[0], pair[1], strict=False) if finite(x) is not None and finite(y) is not None]
+    return [x for x, _ in both], [y for _, y in both]

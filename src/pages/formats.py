@@ -1,0 +1,77 @@
+"""Numbers as a reader wants them; an en dash where there is none."""
+
+NONE = "–"
+
+
+def percent(share: float | None, digits: int = 2) -> str:
+    """0.9722 as `97.22 %`."""
+    return NONE if share is None else f"{share * 100:.{digits}f} %"
+
+
+def percent_value(value: float | None) -> str:
+    """What is counted from 0 to 100 already."""
+    return NONE if value is None else f"{value:.0f} %"
+
+
+def decimal(value: float | None, digits: int = 4) -> str:
+    return NONE if value is None else f"{value:.{digits}f}"
+
+
+def whole(value: float | None) -> str:
+    return NONE if value is None else f"{round(value):,}"
+
+
+def rate(value: float | None) -> str:
+    """Three digits at least: 9.81, 98.1, 12,345."""
+    if value is None:
+        return NONE
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def gib(value: float | None) -> str:
+    if value is None:
+        return NONE
+    return f"{value:.2f} GiB" if value < 100 else f"{value:.0f} GiB"
+
+
+def megabytes(num_bytes: float | None) -> str:
+    return NONE if num_bytes is None else f"{num_bytes / 1e6:,.1f} MB"
+
+
+def milliseconds(seconds: float | None) -> str:
+    return NONE if seconds is None else f"{rate(seconds * 1000)} ms"
+
+
+def dollars(value: float | None) -> str:
+    if value is None:
+        return NONE
+    return f"${value:.2f}" if value >= 0.1 or value == 0 else f"${value:.2g}"
+
+
+def duration(seconds: float | None) -> str:
+    """48 s, 4 min 12 s, 3 h 07 min, 2 d 04 h."""
+    if seconds is None or seconds < 0:
+        return NONE
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02d} s"
+    if total < 48 * 3600:
+        return f"{total // 3600} h {total % 3600 // 60:02d} min"
+    return f"{total // 86400} d {total % 86400 // 3600:02d} h"
+
+
+def ratio(value: float | None, base: float | None) -> str:
+    """How many times the base: ×0.52; nothing where either is missing."""
+    if value is None or not base:
+        return ""
+    quotient = value / base
+    return f"×{quotient:.2f}" if quotient < 100 else f"×{quotient:,.0f}"
+
+
+def points(value: float | None, base: float | None) -> str:
+    """The difference of two shares in percentage points."""
+    return "" if value is None or base is None else f"{(value - base) * 100:+.2f}"

@@ -1,0 +1,126 @@
+"""`logbook/README.md`: one row a run, newest first, and above it what a reviewer asks for first."""
+
+from collections.abc import Sequence
+
+from pages import formats as f
+from pages.entry import Entry
+from pages.markdown import blocks, code, code_block, plain, quote, table
+
+HEAD = (
+    "Date", "Run", "Experiment", "Tags", "Status", "Model", "Data", "Strategy", "World", "Global batch", "Epochs",
+    "Best val acc", "Test acc", "Time", "Images/s", "Peak memory", "Cost", "Restarts",
+)  # fmt: skip
+ALIGN = "llllllllrrrrrrrrrl"
+ROWS_PER_PAGE = 300
+GENERATED = (
+    "<!-- Written by `make logbook` from runs/*.json: edits here are lost. Your own words go into notes/ "
+    '(`python src/logbook.py note RUN "text"`). -->'
+)
+MARKS = {"finished": "✅ finished", "failed": "❌ failed", "interrupted": "⏸ interrupted", "running": "▶ running"}
+
+
+def index_page(
+    entries: Sequence[Entry], shown: Sequence[Entry], preface: str, links: str, older_pages: Sequence[str]
+) -> str:
+    """
+    Args:
+        entries: all runs, newest first.
+        shown: those whose row stands on this page.
+        preface: a person's own words (notes/README.md).
+        links: the comparisons and reports.
+    """
+    older = ", ".join(f"[{page}]({page})" for page in older_pages)
+    return blocks(
+        [
+            "# Logbook",
+            GENERATED,
+            quote(preface) if preface else "",
+            best_runs(entries),
+            links,
+            "## All runs\n",
+            runs_table(shown) or "No runs yet: `python src/train.py` writes the first.",
+            f"Older runs: {older}" if older else "",
+        ]
+    )
+
+
+def older_page(entries: Sequence[Entry], number: int) -> str:
+    return blocks([f"# Logbook, older runs {number}", GENERATED, "[Newest runs](README.md)", runs_table(entries)])
+
+
+def runs_table(entries: Sequence[Entry]) -> str:
+    return table(HEAD, map(run_row, entries), ALIGN)
+
+
+def run_row(entry: Entry) -> list[str]:
+    run = entry.facts
+    return [
+        plain(run.date) or f.NONE,
+        entry.link,
+        plain(run.experiment, 40),
+        plain(", ".join(entry.tags), 60),
+        status_cell(entry),
+        plain(run.text("model"), 40),
+        plain(run.text("data"), 40),
+        plain(run.strategy, 30),
+        plain(run.world, 30),
+        f.whole(run.number("global_batch_size")),
+        f.rate(run.number("epochs")),
+        f.percent(run.best_val_acc),
+        f.percent(run.test_acc),
+        f.duration(run.seconds),
+        f.rate(run.images_per_s),
+        f.gib(run.peak_memory_gib),
+        f.dollars(run.number("cost", "usd")),
+        plain(run.restart_summary),
+    ]
+
+
+def status_cell(entry: Entry) -> str:
+    run = entry.facts
+    if run.status == "failed" and run.is_out_of_memory:
+        return "❌ out of memory"
+    return MARKS.get(run.status, "❔ lost")
+
+
+def best_runs(entries: Sequence[Entry]) -> str:
+    """Of each data set the finished run with the highest test accuracy: its command, cost and checkpoint."""
+    best: dict[str, Entry] = {}
+    for entry in entries:
+        run = entry.facts
+        data = run.text("data") or f.NONE
+        if run.status == "finished" and run.test_acc is not None:
+            kept = best.get(data)
+            if kept is None or run.test_acc > (kept.facts.test_acc or 0):
+                best[data] = entry
+    if not best:
+        return ""
+    rows = [best_row(data, entry) for data, entry in sorted(best.items())]
+    head = ("Data", "Run", "Model", "Strategy", "Test acc", "Val acc", "Time", "Cost", "Best checkpoint")
+    commands = [
+        f"{plain(data)}, {entry.link}:\n\n{code_block(entry.facts.text('command'), 'sh', 2000)}"
+        for data, entry in sorted(best.items())
+        if entry.facts.text("command")
+    ]
+    return blocks(["## Best run on each data set", table(head, rows, "llllrrrrl"), "How they were started:", *commands])
+
+
+def best_row(data: str, entry: Entry) -> list[str]:
+    run = entry.facts
+    return [
+        plain(data, 40),
+        entry.link,
+        plain(run.text("model"), 40),
+        plain(run.strategy, 30),
+        f"**{f.percent(run.test_acc)}**",
+        f.percent(run.best_val_acc),
+        f.duration(run.seconds),
+        f.dollars(run.number("cost", "usd")),
+        code(checkpoint_place(entry)) or f.NONE,
+    ]
+
+
+def checkpoint_place(entry: Entry) -> str:
+    """Where the best checkpoint lies: its S3 address, or the path on the machine that trained."""
+    run = entry.facts
+    return run.text("best_checkpoint", "s3_uri") or run.text("upload", "uri") or run.text("best_checkpoint", "path")
