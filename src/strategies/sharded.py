@@ -70,9 +70,10 @@ class Sharded(ModelParallelStrategy):
         self.sharded_checkpoint = sharded_checkpoint
         self.reshard_after_forward = reshard_after_forward
 
-    def precision_for(self, precision: str) -> Precision:
+    @staticmethod
+    def precision_for(precision: str, device_type: str) -> Precision:
         """The plugin to give to the Trainer in place of `precision=`, whose fp16 Lightning refuses here."""
-        return precision_for(precision, self.root_device.type)
+        return precision_for(precision, device_type)
 
     def _configure_launcher(self) -> None:
         """The ranks are there already: Lightning starts none."""

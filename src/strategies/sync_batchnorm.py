@@ -78,7 +78,7 @@ def has_batch_norm(module: nn.Module) -> bool:
 
 
 class CpuSyncBatchNorm(LayerSync):
-    """Turns every BatchNorm of a model into the SyncBatchNorm above, in place: names, weights and lists of layers stay."""
+    """Turns every BatchNorm of a model into the SyncBatchNorm above, in place: names and weights stay."""
 
     def apply(self, model: nn.Module) -> nn.Module:
         for layer in model.modules():

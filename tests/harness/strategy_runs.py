@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from strategies.started_ranks import StartedRanks
+from assemble import StartedRanks
+from cluster import Cluster
 
 CLASSES, FEATURES = 7, 12
 CPU = torch.device("cpu")
@@ -32,13 +33,14 @@ class TinyNet(nn.Module):
 
     def __init__(self, batch_norm: bool = False, width: int = 10) -> None:
         super().__init__()
-        self.embed = nn.Sequential(nn.Linear(FEATURES, width), nn.BatchNorm1d(width) if batch_norm else nn.Identity())
+        norm = nn.BatchNorm1d(width) if batch_norm else nn.Identity()
+        self.embed = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, width), norm)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(3)))
         self.token = Shift(width)
         self.head = nn.Linear(width, CLASSES)
 
     def forward(self, x):
-        return self.head(self.token(self.blocks(self.embed(x.flatten(1)))))
+        return self.head(self.token(self.blocks(self.embed(x))))
 
     def shard_units(self):
         return list(self.blocks)
@@ -102,8 +104,9 @@ class Batches:
 
 def started_ranks(nodes: int = 1) -> StartedRanks:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    per_node = world // nodes
-    return StartedRanks(rank, rank % per_node, rank // per_node, world, "127.0.0.1", int(os.environ["MASTER_PORT"]))
+    node_rank, local_rank = divmod(rank, world // nodes)
+    port = int(os.environ["MASTER_PORT"])
+    return StartedRanks(Cluster("supervisor", nodes, world // nodes, node_rank, local_rank, "127.0.0.1", port))
 
 
 def sgd(parameters):
@@ -167,7 +170,7 @@ def fit(
     plugins: list[Any] = [layer_sync(device.type)] if sync_batchnorm else []
     given: dict[str, Any] = {"precision": precision}
     if hasattr(strategy, "precision_for"):
-        plugins.append(strategy.precision_for(precision))
+        plugins.append(strategy.precision_for(precision, device.type))
         given = {}
     trainer = pl.Trainer(
         accelerator="cpu" if device.type == "cpu" else "gpu",
@@ -212,6 +215,11 @@ def fit(
     if inspect is not None:
         result["inspect"] = inspect(trainer)
     return result
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
 
 
 def worst(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
