@@ -1,0 +1,60 @@
+# `make train` and `make test` set everything up by themselves; `make` alone lists the targets.
+SHELL := /bin/bash
+VENV := .venv
+PY := $(VENV)/bin/python
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help train test install install-dev check docs lock parity bench soak logbook completion clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+train: install  ## train and test a small model on real digits (no download), in about a minute
+	$(PY) src/train.py experiment=quickstart
+
+test: install-dev  ## run all tests; needs no network, no GPU
+	$(PY) -m pytest
+
+install: $(VENV)/.installed  ## make .venv with the pinned, hash-checked requirements
+
+install-dev: $(VENV)/.installed-dev  ## the same with what tests and checks need
+
+$(VENV)/bin/python:
+	@python=$$(for p in python3.12 python3.11 python3; do \
+	  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && { command -v $$p; break; }; done); \
+	[ -n "$$python" ] || { echo "Lockstep needs Python 3.11 or 3.12, and there is none on the PATH."; exit 1; }; \
+	"$$python" -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "$$python has no venv: install it first, e.g. apt-get install python3-venv"; exit 1; }; \
+	"$$python" -m venv $(VENV)
+
+$(VENV)/.installed: requirements.txt | $(VENV)/bin/python
+	@bash launch/install.sh requirements.txt
+	@touch $@
+
+$(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
+	@bash launch/install.sh requirements-dev.txt
+	@touch $@
+
+check: install-dev  ## format, lint, types: what CI runs beside the tests
+	$(VENV)/bin/ruff format --check src tests benchmarks
+	$(VENV)/bin/ruff check src tests benchmarks
+	$(VENV)/bin/mypy
+
+docs: install  ## write docs/options.md from the comments in configs/
+	$(PY) docs/make_options.py
+
+lock: install  ## resolve requirements*.txt anew from pyproject.toml
+	$(VENV)/bin/uv pip compile $(LOCK) pyproject.toml -o requirements.txt
+	$(VENV)/bin/uv pip compile $(LOCK) --group dev -c requirements.txt -o requirements-dev.txt
+LOCK := -q -p 3.11 --universal --generate-hashes --no-header --no-annotate --no-emit-index-url --no-emit-find-links
+
+logbook: install  ## build the pages in logbook/ from the runs
+	$(PY) src/logbook.py build
+
+completion:  ## print the line that turns on tab completion in this shell
+	@echo 'alias train="$(PY) src/train.py"; eval "$$($(PY) src/train.py -sc install=bash)"'
+
+clean:  ## remove caches; runs and .venv stay
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -r {} +
+	rm -rf .pytest_cache .ruff_cache .mypy_cache

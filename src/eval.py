@@ -1,0 +1,134 @@
+"""Test a checkpoint: the same counts as its run, from the checkpoint alone.
+
+    python src/eval.py ckpt_path=logs/train/runs/<run_id>/checkpoints/best-step00000460.ckpt [key=value …]
+
+The checkpoint carries its composed config; what the command line says wins. ckpt_path also takes a run id and s3://….
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import cluster as world
+from compose import CONFIGS, run_door
+from errors import UserError
+from launch import launch_config, resume_in_rank
+
+FROM_COMMAND_LINE = ("paths", "tags", "ckpt_path", "run_id", "test", "resume", "sweep_dir")
+
+
+def evaluate(config: dict[str, Any], cluster: Any, folder: Any) -> int:
+    """One rank's evaluation."""
+    from assemble import build_run
+    from callbacks.checkpoint_io import read_checkpoint
+    from callbacks.confusion import write_confusion
+    from run_files import utc_now
+
+    run = build_run(config, cluster, folder, None, trainable=False)
+    check_fits(run.module, read_checkpoint(config["ckpt_path"]), config)
+    run.trainer.test(run.module, datamodule=run.data, ckpt_path=config["ckpt_path"], weights_only=True, verbose=False)
+    if cluster.is_rank_zero:
+        per_class = write_confusion(run.module.test_confusion, run.facts["class_names"], folder)
+        run.recorder.write(
+            run.trainer,
+            status="finished",
+            exit_code=0,
+            finished_at=utc_now(),
+            phase="end",
+            test_acc_per_class=per_class,
+        )
+        metrics = {name: float(value) for name, value in run.trainer.callback_metrics.items()}
+        print(" · ".join(f"{name} {value:.10g}" for name, value in metrics.items()), flush=True)
+    return 0
+
+
+def check_fits(module: Any, checkpoint: dict[str, Any], config: dict[str, Any]) -> None:
+    """Compare keys and shapes before anything is loaded.
+
+    Raises:
+        UserError: the checkpoint is of another model.
+    """
+    wanted = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    found = {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()}
+    if wanted == found:
+        return
+    wrong = next((name for name in sorted(wanted.keys() | found.keys()) if wanted.get(name) != found.get(name)), None)
+    raise UserError(
+        f"The checkpoint {config['ckpt_path']} is of another model than model={config['model']['name']}: "
+        f"{wrong} is {found.get(wrong, 'missing')} there and {wanted.get(wrong, 'missing')} here."
+    )
+
+
+def config_of(cfg: Any) -> dict[str, Any]:
+    """The checkpoint's config with the command line's choices over it."""
+    from callbacks.checkpoint_io import read_checkpoint
+    from compose import plain
+
+    composed = plain(cfg)
+    if not composed["ckpt_path"]:
+        raise UserError("eval needs to know which checkpoint: ckpt_path=FILE, ckpt_path=<run_id> or ckpt_path=s3://….")
+    path = locate(composed)
+    own = read_checkpoint(path).get("lockstep")
+    if own is None:
+        raise UserError(f"{path} carries no config: it was not written by this project.")
+    overrides = list(cfg.hydra.overrides.task)
+    config = overlay(own["config"], composed, overrides)
+    config.update(
+        ckpt_path=str(path), task_name="eval", resume=None, logger={}, scheduler={}, test=True, resume_step=None
+    )
+    config["callbacks"] = {name: composed["callbacks"][name] for name in ("interruption", "progress")}
+    if not any(word.startswith("trainer=") for word in overrides):
+        config["trainer"].update(launch="one_process", accelerator=composed["trainer"]["accelerator"], devices=1,
+                                 num_nodes=1, strategy=None)  # fmt: skip
+    config["trainer"]["accumulate_grad_batches"] = 1
+    if "choices" in config:
+        config["choices"] = {**config["choices"], "trainer": cfg.hydra.runtime.choices["trainer"]}
+    config["overrides"] = overrides
+    return config
+
+
+def overlay(base: dict[str, Any], composed: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """`base` with everything that an override names taken from `composed`: whole groups, or single values."""
+    config = {**base, **{key: composed[key] for key in FROM_COMMAND_LINE if key in composed}}
+    groups = {path.name for path in CONFIGS.iterdir() if path.is_dir()}
+    for word in overrides:
+        key = word.split("=")[0].lstrip("+~").split("@")[0]
+        if key == "experiment":
+            raise UserError("eval takes its experiment from the checkpoint: leave experiment= out.")
+        if key in groups:
+            config[key] = composed[key]
+            continue
+        target, source = config, composed
+        *parents, last = key.split(".")
+        for parent in parents:
+            target, source = target.setdefault(parent, {}), source[parent]
+        target[last] = source[last]
+    return config
+
+
+def locate(config: dict[str, Any]) -> Path:
+    """The local file that ckpt_path means: a path, or a run id (its best checkpoint)."""
+    from checkpoint_files import complete
+    from run_files import RUN_ID_PATTERN, find_run
+
+    named = str(config["ckpt_path"])
+    path = Path(named)
+    if not path.exists() and RUN_ID_PATTERN.fullmatch(named) and not path.suffix == ".ckpt":
+        folder = find_run(Path(config["paths"]["log_dir"]), named)
+        best = next((found for found, _ in complete(folder.checkpoints, "best")), None)
+        if best is None:
+            raise UserError(f"The run {named} has no complete best checkpoint.")
+        return best
+    if not path.exists():
+        raise UserError(f"There is no checkpoint {named}.")
+    return path.resolve()
+
+
+def main(argv: list[str]) -> int:
+    if config := world.supervised_config():
+        return resume_in_rank(config, evaluate)
+    return run_door("train", argv, lambda cfg: launch_config(config_of(cfg), evaluate), (__doc__ or "").splitlines()[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
