@@ -1,0 +1,36 @@
+"""scikit-learn's handwritten digits: 1,797 real images of 8×8 pixels inside the package, so no download."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.image_datamodule import ImageDataModule
+from data.image_set import ImageSet
+
+NUM_TEST = 360
+
+
+class DigitsDataModule(ImageDataModule):
+    """Ten digits in grey; the last 360 of one fixed permutation are the test set.
+
+    Source: UCI Optical Recognition of Handwritten Digits, as in `sklearn.datasets.load_digits`.
+    """
+
+    channels = 1
+    own_mean, own_std = (0.3052,), (0.3761,)
+
+    def __init__(self, *, name: str = "digits", image_size: int = 8, **options: Any) -> None:
+        super().__init__(name=name, image_size=image_size, **options)
+
+    def identity(self) -> str:
+        return "sklearn digits"
+
+    def read(self, scratch: Path) -> ImageSet:
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        order = np.random.default_rng(0).permutation(len(digits.target))
+        images = np.round(digits.images * (255 / 16)).astype(np.uint8)[order, :, :, None]
+        names = [str(name) for name in digits.target_names]
+        return ImageSet(images, digits.target[order], names, num_fit=len(images) - NUM_TEST, num_test=NUM_TEST)

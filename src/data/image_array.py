@@ -1,0 +1,125 @@
+"""All images of a data set in one flat uint8 array, laid out so that a batch of random crops and flips is one gather.
+
+Rows of pixels (height, width, channel) lie behind one another with a border of black pixels between them: the right
+border of a row is the left border of the next, and the bottom border of an image the top border of the next. A crop
+that starts anywhere in the border is then a strided window of the array, and `index_select` over all overlapping
+windows cuts a whole batch at once, on the CPU and on a GPU. Where there is room a mirrored copy stands behind the
+images, so that a flip is another start and costs nothing.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each image lies in the flat array.
+
+    Args:
+        size: side of an image.
+        padding: width of the black border that a crop may reach into.
+        num_mirrored: how many of the first images have a mirrored copy.
+    """
+
+    size: int
+    channels: int
+    num_images: int
+    padding: int = 0
+    num_mirrored: int = 0
+
+    @property
+    def row_pixels(self) -> int:
+        return self.size + self.padding
+
+    @property
+    def image_pixels(self) -> int:
+        return self.row_pixels * self.row_pixels
+
+    @property
+    def first_pixel(self) -> int:
+        """Where the first image's own pixels start, behind its border."""
+        return self.padding * self.row_pixels + self.padding
+
+    @property
+    def num_bytes(self) -> int:
+        return ((self.num_images + self.num_mirrored) * self.image_pixels + self.first_pixel) * self.channels
+
+
+def write_images(flat: np.ndarray, images: np.ndarray, layout: Layout) -> None:
+    """Fill a zeroed flat array (layout.num_bytes,) with images (n, size, size, channels)."""
+    row, channels = layout.row_pixels * layout.channels, layout.channels
+    own = np.lib.stride_tricks.as_strided(
+        flat[layout.first_pixel * channels :],
+        (layout.num_images + layout.num_mirrored, layout.size, layout.size, channels),
+        (layout.row_pixels * row, row, channels, 1),
+    )
+    own[: layout.num_images] = images
+    own[layout.num_images :] = images[: layout.num_mirrored, :, ::-1]
+
+
+class ImageArray:
+    """The flat array of a layout, from which windows of one size are cut.
+
+    Args:
+        flat: (layout.num_bytes,) uint8.
+        window: side of a window; starts range from 0 to size + 2·padding − window.
+    """
+
+    def __init__(self, flat: Tensor, layout: Layout, window: int) -> None:
+        self.flat, self.layout, self.window = flat, layout, window
+        row_bytes, window_bytes = layout.row_pixels * layout.channels, window * layout.channels
+        num_starts = (flat.numel() - (window - 1) * row_bytes - window_bytes) // layout.channels + 1
+        self._windows = flat.as_strided((num_starts, window, window_bytes), (layout.channels, row_bytes, 1))
+
+    @classmethod
+    def open(cls, path: Path, layout: Layout, window: int) -> "ImageArray":
+        """Map a file; all ranks of a node share its pages. (Copy-on-write, as torch warns of read-only arrays.)"""
+        return cls(torch.from_numpy(np.memmap(path, np.uint8, "c")), layout, window)
+
+    @classmethod
+    def of_batch(cls, images: Tensor, padding: int, window: int) -> "ImageArray":
+        """A batch (n, size, size, channels) uint8 laid out on its own device, without a mirrored copy."""
+        n, size, _, channels = images.shape
+        layout = Layout(size, channels, n, padding)
+        if padding:
+            bordered = images.new_zeros(n, layout.row_pixels, layout.row_pixels, channels)
+            bordered[:, :size, :size] = images
+            flat = torch.cat([images.new_zeros(layout.first_pixel * channels), bordered.flatten()])
+        else:
+            flat = images.flatten()
+        return cls(flat, layout, window)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.flat.numel()
+
+    def to(self, device: torch.device) -> "ImageArray":
+        return ImageArray(self.flat.to(device), self.layout, self.window)
+
+    def windows(self, index: Tensor, draws: Tensor) -> Tensor:
+        """(n, window, window, channels) uint8, cut and flipped.
+
+        Args:
+            index: (n,) int64 images; those with a flip must have a mirrored copy, or none has one.
+            draws: (3, n) int64 rows dy, dx (starts within the bordered image) and flip (0 or 1).
+        """
+        dy, dx, flip = draws
+        layout = self.layout
+        if layout.num_mirrored:
+            index, dx = index + flip * layout.num_images, self._mirrored_start(dx, flip)
+        start = index * layout.image_pixels + dy * layout.row_pixels + dx
+        cut = self._windows.index_select(0, start).view(-1, self.window, self.window, layout.channels)
+        if not layout.num_mirrored:
+            flipped = flip.nonzero().squeeze(1)
+            if len(flipped):
+                cut[flipped] = cut[flipped].flip(2)
+        return cut
+
+    def _mirrored_start(self, dx: Tensor, flip: Tensor) -> Tensor:
+        """Crop, then flip, as torchvision's usual order has it: the mirror image's window starts at the other end."""
+        last = self.layout.size + 2 * self.layout.padding - self.window
+        return dx + flip * (last - 2 * dx)

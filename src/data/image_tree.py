@@ -1,0 +1,126 @@
+"""Folders of images, one folder per class: list them, and decode them in parallel into one uint8 array."""
+
+import re
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from data.progress import progress
+from errors import UserError
+
+SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+MAX_PIXELS = 2**26  # of one image file: what claims more is refused, as it would fill the memory
+THREADS = 8  # Pillow decodes and resizes without Python's lock
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The images of one folder of classes: files and labels (n,) int64, by class, then in natural order."""
+
+    class_names: list[str]
+    files: list[Path]
+    labels: np.ndarray
+
+
+class CorruptImage(Exception):
+    """An image file that cannot be decoded; says which and why."""
+
+
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """Sorts img9 before img10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
+
+
+def list_split(folder: Path, key: str = "data.root") -> Listing:
+    """Every image below folder/<class>/, at any depth.
+
+    Raises:
+        UserError: the folder is missing or empty, or a class has no images.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} does not exist: {key} must be a folder with one folder of images per class.")
+    classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not classes:
+        raise UserError(f"{folder} has no class folders: put the images into {folder}/<class>/.")
+    files: list[Path] = []
+    labels: list[int] = []
+    for label, path in enumerate(classes):
+        found = [file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()]
+        if not found:
+            raise UserError(f"{path} holds no images ({', '.join(sorted(SUFFIXES))}): add some or remove the folder.")
+        files += sorted(found, key=lambda file: natural_key(str(file.relative_to(path))))
+        labels += [label] * len(found)
+    return Listing([path.name for path in classes], files, np.array(labels, np.int64))
+
+
+def decode(path: Path, size: int, channels: int) -> np.ndarray:
+    """(size, size, channels) uint8; resized to a square (bilinear, antialiased) where it has another size.
+
+    Raises:
+        CorruptImage: truncated, not an image, or too large to be true.
+    """
+    try:
+        with Image.open(path) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise CorruptImage(f"{path} claims {image.width}×{image.height} pixels, more than {MAX_PIXELS}")
+            if image.mode == "P":  # a palette may hold transparency, which Pillow wants resolved first
+                image = image.convert("RGBA")
+            image = image.convert("L" if channels == 1 else "RGB")
+            if image.size != (size, size):
+                image = image.resize((size, size), Image.Resampling.BILINEAR)
+            return np.asarray(image).reshape(size, size, channels)
+    except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
+        raise CorruptImage(f"{path} cannot be decoded ({error})") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise CorruptImage(f"{path} claims too many pixels ({error})") from None
+
+
+def common_size(files: Sequence[Path]) -> int | None:
+    """The side that all images have, where they are squares of one size."""
+    sizes = set()
+    for path in files:
+        try:
+            with Image.open(path) as image:
+                sizes.add(image.size)
+        except (OSError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning):
+            continue  # `decode` names it
+        if len(sizes) > 1:
+            return None
+    return next((w for w, h in sizes if w == h), None)
+
+
+def decode_all(
+    files: Sequence[Path], size: int, channels: int, *, skip_corrupt: bool = False, out: np.ndarray | None = None
+) -> tuple[np.ndarray, dict[int, str]]:
+    """All images (n, size, size, channels) uint8, and for each skipped position what was wrong.
+
+    Args:
+        out: where to decode to; None: a new array. Skipped positions keep what they held.
+    Raises:
+        UserError: names the first image that cannot be decoded, unless `skip_corrupt`.
+    """
+    images = np.zeros((len(files), size, size, channels), np.uint8) if out is None else out
+    failures: dict[int, str] = {}
+
+    def work(i: int) -> None:
+        try:
+            images[i] = decode(files[i], size, channels)
+        except CorruptImage as error:
+            if not skip_corrupt:
+                raise
+            failures[i] = str(error)
+        advance(1)
+
+    with progress(f"Decoding {len(files)} images", len(files)) as advance, ThreadPoolExecutor(THREADS) as pool:
+        try:
+            for _ in pool.map(work, range(len(files))):
+                pass
+        except CorruptImage as error:
+            pool.shutdown(cancel_futures=True)
+            raise UserError(f"{error}: mend or remove it, or skip such files with data.skip_corrupt=true.") from None
+    return images, failures
