@@ -1,0 +1,91 @@
+"""AlexNet as torchvision has it ("One weird trick", arXiv 1404.5997), and a variant with BatchNorm.
+
+python src/train.py model=alexnet data=cifar10 data.image_size=64
+"""
+
+from torch import Tensor, nn
+
+from errors import UserError
+
+# width, kernel, stride, padding
+CONVOLUTIONS = ((64, 11, 4, 2), (192, 5, 1, 2), (384, 3, 1, 1), (256, 3, 1, 1), (256, 3, 1, 1))
+
+
+def _side_after(image_size: int, pooled: tuple[int, ...]) -> int:
+    """Side in pixels of what the convolutions leave of an image; 0 or less where nothing is left."""
+    side = image_size
+    for number, (_, kernel, stride, padding) in enumerate(CONVOLUTIONS, start=1):
+        side = (side + 2 * padding - kernel) // stride + 1
+        if number in pooled:
+            side = (side - 3) // 2 + 1
+    return side
+
+
+class AlexNet(nn.Module):
+    """logits (B, num_classes) of images (B, channels, image_size, image_size).
+
+    The state dict has torchvision's keys and shapes (features.0 … classifier.6), so its weights load here.
+
+    Raises:
+        UserError: an image size of which the poolings leave nothing.
+    """
+
+    option = "alexnet"
+    pooled = (1, 2, 5)  # a 3/2 max-pooling follows these convolutions
+    batch_norm = False
+
+    def __init__(self, num_classes: int, image_size: int, channels: int, dropout: float = 0.5) -> None:
+        super().__init__()
+        self._check_image_size(image_size)
+        self.blocks_end: list[int] = []
+        layers: list[nn.Module] = []
+        for number, (width, kernel, stride, padding) in enumerate(CONVOLUTIONS, start=1):
+            layers += [nn.Conv2d(channels, width, kernel, stride, padding), nn.ReLU(inplace=True)]
+            if number in self.pooled:
+                layers.append(nn.MaxPool2d(3, 2))
+            if self.batch_norm:
+                layers.append(nn.BatchNorm2d(width))
+            channels = width
+            self.blocks_end.append(len(layers))
+        self.features = nn.Sequential(*layers)
+        self.avgpool = nn.AdaptiveAvgPool2d(6)
+        self.classifier = nn.Sequential(
+            nn.Dropout(dropout),
+            nn.Linear(256 * 6 * 6, 4096),
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout),
+            nn.Linear(4096, 4096),
+            nn.ReLU(inplace=True),
+            nn.Linear(4096, num_classes),
+        )
+
+    def _check_image_size(self, image_size: int) -> None:
+        if _side_after(image_size, self.pooled) >= 1:
+            return
+        smallest = next(size for size in range(1, 1000) if _side_after(size, self.pooled) >= 1)
+        raise UserError(
+            f"model={self.option} takes images of {smallest} px or more, not {image_size}: "
+            f"set data.image_size={max(smallest, 64)} or higher."
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.classifier(self.avgpool(self.features(images)).flatten(1))
+
+    def shard_units(self) -> list[nn.Module]:
+        """Each convolution and each linear layer: the three linear ones hold 94 % of the parameters."""
+        return [layer for layer in (*self.features, *self.classifier) if isinstance(layer, nn.Conv2d | nn.Linear)]
+
+    def stages(self) -> list[nn.Module]:
+        """The five convolution blocks, then the head's three linear layers."""
+        starts = [0, *self.blocks_end[:-1]]
+        blocks = [self.features[start:end] for start, end in zip(starts, self.blocks_end, strict=True)]
+        first_linear = nn.Sequential(self.avgpool, nn.Flatten(), *self.classifier[:3])
+        return [*blocks, first_linear, self.classifier[3:6], self.classifier[6:]]
+
+
+class AlexNetBN(AlexNet):
+    """AlexNet with one more pooling, after the third convolution, and BatchNorm at the end of each block."""
+
+    option = "alexnet_bn"
+    pooled = (1, 2, 3, 5)
+    batch_norm = True

@@ -1,0 +1,29 @@
+"""Learning rate that rises over the warm-up and then falls along half a cosine.
+
+python src/train.py scheduler=cosine scheduler.warmup_epochs=5
+"""
+
+import math
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def cosine(
+    optimizer: Optimizer,
+    *,
+    total_steps: int,
+    steps_per_epoch: int,
+    warmup_epochs: float = 0.0,
+    final_share: float = 0.0,
+) -> LambdaLR:
+    """Stepped after each optimizer step: from near 0 up to lr in the warm-up, down to final_share of it at the end."""
+    warmup = round(warmup_epochs * steps_per_epoch)
+
+    def share(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        return final_share + (1 - final_share) * 0.5 * (1 + math.cos(math.pi * done))
+
+    return LambdaLR(optimizer, share)

@@ -1,0 +1,39 @@
+import torch
+
+from models.airbench import Airbench
+
+
+def patches(images):
+    return images.unfold(2, 2, 1).unfold(3, 2, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, images.shape[1] * 4)
+
+
+def correlated_images(count=64, channels=3):
+    images = torch.randn(count, channels, 12, 12)
+    return images.cumsum(2).cumsum(3) / 8 + 0.3 * images.mean(1, keepdim=True)
+
+
+def test_whitening_gives_uncorrelated_outputs_of_equal_power():
+    torch.manual_seed(0)
+    net, images = Airbench(num_classes=10, image_size=12, channels=3), correlated_images()
+    net.init_from_images(images)
+    out = patches(images) @ net.whiten.weight.flatten(1).T
+    half = out[:, :12]
+    second_moment = half.T @ half / len(half)
+    assert torch.allclose(second_moment, torch.diag(second_moment.diag()), atol=1e-2)
+    assert second_moment.diag().min() > 0.5 and second_moment.diag().max() < 1.01
+    assert torch.equal(out[:, 12:], -half)
+
+
+def test_whitening_is_the_same_each_time_and_is_not_trained():
+    images = correlated_images()
+    nets = [Airbench(num_classes=10, image_size=12, channels=3) for _ in range(2)]
+    for net in nets:
+        net.init_from_images(images)
+    assert torch.equal(nets[0].whiten.weight, nets[1].whiten.weight)
+    assert not nets[0].whiten.weight.requires_grad and nets[0].whiten.bias.requires_grad
+
+
+def test_convolutions_start_by_passing_their_inputs_through():
+    conv = Airbench(num_classes=10, image_size=32, channels=3, widths=(32, 48), depth=2).groups[1][0]
+    images = torch.randn(1, 32, 5, 5)
+    assert torch.allclose(conv(images)[:, :32], images, atol=1e-6)

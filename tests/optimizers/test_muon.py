@@ -1,0 +1,133 @@
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from optimizers.muon import Muon, orthogonalise
+from ranks import run_ranks
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "optimizer" / "muon.yaml"
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Linear(128, 12),
+        nn.GELU(),
+        nn.Linear(12, 3),
+    )
+
+
+def train(net, optimizer, steps, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        images = torch.randn(16, 2, 6, 6, generator=generator)
+        labels = (images[:, 0].mean((1, 2)) > 0).long() + (images[:, 1].mean((1, 2)) > 0).long()
+        loss = nn.functional.cross_entropy(net(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("shape", [(8, 20), (20, 8), (12, 12)])
+def test_orthogonalise_makes_singular_values_alike(shape):
+    torch.manual_seed(0)
+    matrix = torch.randn(shape, dtype=torch.float64)
+    values = torch.linalg.svdvals(orthogonalise(matrix, iterations=6))
+    assert values.min() > 0.6 and values.max() < 1.3
+    u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+    inner = u.T @ orthogonalise(matrix, iterations=6) @ vh.T
+    assert torch.allclose(inner, torch.diag(inner.diag()), atol=1e-9)  # the directions stay
+
+
+def test_hidden_matrices_take_muon_head_and_vectors_take_sgd():
+    net = network()
+    optimizer = Muon(net.named_parameters(), lr=0.1, head_lr=0.2, vector_lr=0.3)
+    names = {id(p): name for name, p in net.named_parameters()}
+    groups = [({names[id(p)] for p in group["params"]}, group["kind"], group["lr"]) for group in optimizer.param_groups]
+    assert groups == [
+        ({"0.weight", "4.weight"}, "muon", 0.1),
+        ({"6.weight"}, "sgd", 0.2),
+        ({"0.bias", "1.weight", "1.bias", "4.bias", "6.bias"}, "sgd", 0.3),
+    ]
+
+
+def test_a_step_by_hand():
+    head, hidden = nn.Parameter(torch.tensor([[2.0, 1.0]])), nn.Parameter(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
+    optimizer = Muon(
+        [("hidden", hidden), ("head", head)], lr=0.5, head_lr=0.1, sgd_momentum=0.5, weight_decay=0.2, iterations=0
+    )
+    hidden.grad, head.grad = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0, -1.0]])
+    optimizer.step()
+    assert torch.allclose(head, torch.tensor([[2.0, 1.0]]) * 0.98 - 0.1 * torch.tensor([[1.5, -1.5]]))
+    held = torch.tensor([[3.0, 0.0], [0.0, 4.0]]) * 2**0.5 / 5  # norm held at sqrt(outputs)
+    assert torch.allclose(hidden, held - 0.5 * torch.eye(2) / 2**0.5, atol=1e-6)
+
+
+def test_it_learns():
+    net = network()
+    optimizer = Muon(net.named_parameters(), lr=0.02)
+    losses = [train(net, optimizer, 1, seed=1) for _ in range(30)]  # the same 16 images each time
+    assert losses[0] > 0.8 and losses[-1] < 0.05
+
+
+def test_resume_is_bit_equal(tmp_path):
+    whole, half = network(), network()
+    optimizer = Muon(whole.named_parameters())
+    train(whole, optimizer, 5, seed=1)
+    train(whole, optimizer, 5, seed=2)
+    first = Muon(half.named_parameters())
+    train(half, first, 5, seed=1)
+    torch.save({"net": half.state_dict(), "optimizer": first.state_dict()}, tmp_path / "half.pt")
+    saved = torch.load(tmp_path / "half.pt", weights_only=True)
+    resumed = network()
+    second = Muon(resumed.named_parameters(), lr=0.9)
+    resumed.load_state_dict(saved["net"])
+    second.load_state_dict(saved["optimizer"])
+    train(resumed, second, 5, seed=2)
+    for one, other in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def weights_after_sharded_training():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net = network().double()
+    fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = Muon(net.named_parameters())
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        net(torch.randn(8, 2, 6, 6, generator=generator, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.full_tensor().tolist() for name, value in net.named_parameters()}
+
+
+def test_sharded_parameters_train_as_whole_ones():
+    net = network().double()
+    optimizer = Muon(net.named_parameters())
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        net(torch.randn(8, 2, 6, 6, generator=generator, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for sharded in run_ranks(weights_after_sharded_training, 2):
+        for name, value in net.named_parameters():
+            assert torch.allclose(torch.tensor(sharded[name], dtype=torch.float64), value, rtol=1e-9, atol=1e-12), name
+
+
+def test_yaml_states_what_the_signature_does():
+    config = yaml.safe_load(CONFIG.read_text())
+    defaults = {k: p.default for k, p in inspect.signature(Muon).parameters.items()}
+    assert {key: value for key, value in config.items() if not key.startswith("_")} == {
+        key: value for key, value in defaults.items() if key != "named_parameters"
+    }

@@ -1,0 +1,86 @@
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hydra import compose, initialize_config_dir
+
+from schedulers.cosine import cosine
+from schedulers.linear import linear
+from schedulers.step import step
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+def rates(scheduler, steps, *, lr=2.0, **own):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    schedule = scheduler(optimizer, **own)
+    seen = []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return seen
+
+
+def test_cosine_without_warmup():
+    seen = rates(cosine, 5, total_steps=4, steps_per_epoch=2)
+    assert seen == pytest.approx([2.0, 1 + 0.5**0.5, 1.0, 1 - 0.5**0.5, 0.0])
+
+
+def test_cosine_with_warmup_and_floor():
+    seen = rates(cosine, 9, total_steps=7, steps_per_epoch=3, warmup_epochs=1.0, final_share=0.1)
+    assert seen == pytest.approx([0.5, 1.0, 1.5, 2.0, 1.1 + 0.9 * 0.5**0.5, 1.1, 1.1 - 0.9 * 0.5**0.5, 0.2, 0.2])
+
+
+def test_linear_triangle():
+    seen = rates(linear, 8, total_steps=6, steps_per_epoch=2, warmup_epochs=0.5)
+    assert seen == pytest.approx([1.0, 2.0, 1.6, 1.2, 0.8, 0.4, 0.0, 0.0])
+
+
+def test_linear_from_full_rate():
+    assert rates(linear, 5, total_steps=4, steps_per_epoch=4, final_share=0.5) == pytest.approx([2, 1.75, 1.5, 1.25, 1])
+
+
+def test_step_falls_at_the_end_of_epochs():
+    assert rates(step, 6, total_steps=6, steps_per_epoch=2) == pytest.approx([2, 2, 1.4, 1.4, 0.98, 0.98])
+    assert rates(step, 5, total_steps=6, steps_per_epoch=2, gamma=0.1, every_n_epochs=2) == pytest.approx(
+        [2] * 4 + [0.2]
+    )
+
+
+@pytest.mark.parametrize("scheduler", [cosine, linear, step])
+def test_a_restored_schedule_goes_on(scheduler):
+    own = {"total_steps": 10, "steps_per_epoch": 2}
+    whole = rates(scheduler, 10, **own)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule = scheduler(optimizer, **own)
+    for _ in range(5):
+        optimizer.step()
+        schedule.step()
+    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    restored = scheduler(other, **own)
+    other.load_state_dict(optimizer.state_dict())
+    restored.load_state_dict(schedule.state_dict())
+    for expected in whole[5:]:
+        assert other.param_groups[0]["lr"] == pytest.approx(expected)
+        other.step()
+        restored.step()
+
+
+@pytest.mark.parametrize("scheduler", [cosine, linear, step])
+def test_yaml_states_what_the_signature_does(scheduler):
+    config = yaml.safe_load((CONFIGS / "scheduler" / f"{scheduler.__name__}.yaml").read_text())
+    assert config.pop("_target_") == f"{scheduler.__module__}.{scheduler.__name__}" and config.pop("_partial_")
+    parameters = inspect.signature(scheduler).parameters.values()
+    assert config == {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def test_none_composes_to_null(tmp_path):
+    (tmp_path / "root.yaml").write_text(
+        f"defaults:\n  - _self_\n  - scheduler: cosine\nhydra:\n  searchpath: [{CONFIGS.as_uri()}]\n"
+    )
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        assert compose("root").scheduler.warmup_epochs == 0.0
+        assert compose("root", ["scheduler=none"]).scheduler is None
