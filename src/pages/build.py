@@ -5,29 +5,15 @@ A page depends on the sources and notes alone, so a rebuild without news changes
 
 import fcntl
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from errors import UserError
-from pages import figures
-from pages.comparison_page import comparison_page, labels_for, saved_comparisons
-from pages.entry import Entry, experiment_slug
-from pages.experiment_page import RUNS_PER_PAGE, experiment_page
 from pages.facts import RunFacts
-from pages.index_page import GENERATED, ROWS_PER_PAGE, index_page, older_page
-from pages.markdown import plain
-from pages.notes import read_note, run_note_path
-from pages.publish import report_links, saved_reports
+from pages.page_set import write_pages
 from pages.source import dump, import_run, read_source, read_sources, read_yaml, source_path, write_if_changed
 from run_files import RunFolder, read_record, status_of
-
-GIT_ATTRIBUTES = """\
-# Pages are generated: where two branches added runs, take both and run `make logbook`
-/*.md merge=union linguist-generated
-/figures/*.svg linguist-generated
-/runs/*.json linguist-generated
-"""
 
 
 def record_run(run_folder: Path, logbook_dir: Path) -> None:
@@ -42,16 +28,34 @@ def record_run(run_folder: Path, logbook_dir: Path) -> None:
         write_pages(logbook_dir, {run_id for run_id in changed if run_id})
 
 
-def build(logbook_dir: Path, run_folders: Iterable[Path] = (), now: str | None = None) -> list[Path]:
+def build(
+    logbook_dir: Path,
+    run_folders: Iterable[Path] = (),
+    now: str | None = None,
+    shown_as: Mapping[Path, str] | None = None,
+) -> list[Path]:
     """Import the given run folders and write every page; returns the files that changed.
 
+    Args:
+        shown_as: for a folder that is only a copy, the address that the pages name instead.
     Raises:
         UserError: a folder is no run folder, or a source under runs/ cannot be read.
     """
     with locked(logbook_dir):
         for folder in run_folders:
-            import_folder(folder, logbook_dir)
+            import_folder(folder, logbook_dir, (shown_as or {}).get(folder))
         return write_pages(logbook_dir, None, now)
+
+
+def write_some_pages(logbook_dir: Path, changed_runs: set[str]) -> list[Path]:
+    """After a note, a comparison or a report: the pages that show one of these runs."""
+    with locked(logbook_dir):
+        return write_pages(logbook_dir, changed_runs)
+
+
+def known_runs(logbook: Path) -> dict[str, str]:
+    """Run id → when its record was last written."""
+    return {source["run_id"]: _updated_at(source) for source in read_sources(logbook)}
 
 
 @contextmanager
@@ -66,9 +70,11 @@ def locked(logbook: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def import_folder(folder: Path, logbook: Path) -> str | None:
+def import_folder(folder: Path, logbook: Path, shown_as: str | None = None) -> str | None:
     """The run's id; None where the logbook holds a newer state of it than the folder does."""
     source = import_run(folder)
+    if shown_as is not None:
+        source["folder"] = shown_as
     path = source_path(logbook, source["run_id"])
     if path.exists() and _updated_at(read_source(path)) > _updated_at(source):
         return None
@@ -109,138 +115,3 @@ def lost_beside(run_folder: Path, logbook: Path) -> list[Path]:
         if is_lost and belongs_here(path.parent, logbook):
             lost.append(path.parent)
     return lost
-
-
-# --- pages ---
-
-
-def load_entries(logbook: Path, now: str | None = None) -> list[Entry]:
-    """Every run of the logbook, oldest first."""
-    links = report_links(saved_reports(logbook))
-    entries = []
-    for source in read_sources(logbook):
-        facts = RunFacts(source, now)
-        note = read_note(run_note_path(logbook, facts.run_id))
-        entries.append(Entry(facts, note, reports=tuple(links.get(facts.run_id, ()))))
-    return entries
-
-
-def write_pages(logbook: Path, changed_runs: set[str] | None, now: str | None = None) -> list[Path]:
-    """Write what differs; returns the files that changed.
-
-    Args:
-        changed_runs: only pages and pictures that show one of these; None for all, and for removing what is stale.
-    """
-    entries = load_entries(logbook, now)
-    pages = dict(all_pages(logbook, entries, changed_runs))
-    if not (logbook / ".gitattributes").exists():
-        pages[".gitattributes"] = GIT_ATTRIBUTES
-    changed = [logbook / name for name, text in pages.items() if write_if_changed(logbook / name, text)]
-    return changed + (remove_stale(logbook, set(pages)) if changed_runs is None else [])
-
-
-def all_pages(logbook: Path, entries: Sequence[Entry], changed_runs: set[str] | None) -> Iterator[tuple[str, str]]:
-    """(path within the logbook, text)."""
-    by_experiment: dict[str, list[Entry]] = {}
-    for entry in entries:
-        by_experiment.setdefault(experiment_slug(entry.facts), []).append(entry)
-    for name, members in by_experiment.items():
-        place_on_pages(name, members)
-    for name, members in by_experiment.items():
-        if changed_runs is None or any(entry.run_id in changed_runs for entry in members):
-            yield from experiment_pages(logbook, name, members)
-    for entry in entries:
-        if changed_runs is None or entry.run_id in changed_runs:
-            yield from run_figures(entry)
-    yield from comparison_pages(logbook, entries, changed_runs)
-    yield from index_pages(logbook, entries)
-
-
-def archived(entries: Sequence[Entry], size: int) -> tuple[list[Sequence[Entry]], Sequence[Entry]]:
-    """Full pages of the oldest runs, which never change again, and the newest one to two pages of them.
-
-    Args:
-        entries: oldest first.
-    """
-    num_full = max(0, len(entries) // size - 1)
-    return [entries[i * size : (i + 1) * size] for i in range(num_full)], entries[num_full * size :]
-
-
-def place_on_pages(name: str, members: Sequence[Entry]) -> None:
-    older, newest = archived(members, RUNS_PER_PAGE)
-    for number, page in enumerate(older, 1):
-        for entry in page:
-            entry.page = f"{name}-older-{number}.md"
-    for entry in newest:
-        entry.page = f"{name}.md"
-
-
-def experiment_pages(logbook: Path, name: str, members: Sequence[Entry]) -> Iterator[tuple[str, str]]:
-    before = {after.run_id: earlier for earlier, after in zip(members, members[1:], strict=False)}
-    older, newest = archived(members, RUNS_PER_PAGE)
-    title = members[-1].facts.experiment
-    older_names = [f"{name}-older-{number}.md" for number in range(len(older), 0, -1)]
-    preface = read_note(logbook / "notes" / "experiments" / f"{name}.md").text
-    yield f"{name}.md", experiment_page(title, newest[::-1], before, preface, older_names)
-    for number, page in enumerate(older, 1):
-        heading = f"{title}, older runs {number}"
-        yield f"{name}-older-{number}.md", experiment_page(heading, page[::-1], before, "", [f"{name}.md"])
-
-
-def run_figures(entry: Entry) -> Iterator[tuple[str, str]]:
-    if entry.has_curves:
-        yield entry.curves_file, figures.run_figure(entry.facts)
-    if entry.has_confusion:
-        yield entry.confusion_file, figures.confusion_figure(entry.facts)
-
-
-def comparison_pages(
-    logbook: Path, entries: Sequence[Entry], changed_runs: set[str] | None
-) -> Iterator[tuple[str, str]]:
-    """The pages of saved comparisons; runs that the logbook no longer holds are left out."""
-    known = {entry.run_id: entry for entry in entries}
-    for name, held in saved_comparisons(logbook).items():
-        chosen = [known[run_id] for run_id in held["runs"] if run_id in known]
-        if not chosen or (changed_runs is not None and not changed_runs & set(held["runs"])):
-            continue
-        labels = labels_for(chosen)
-        picture = figures.comparison_figure([entry.facts for entry in chosen], labels)
-        file = f"figures/compare-{name}.svg"
-        yield f"compare-{name}.md", comparison_page(held["title"], chosen, labels, file if picture else "")
-        if picture:
-            yield file, picture
-
-
-def index_pages(logbook: Path, entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
-    older, newest = archived(entries, ROWS_PER_PAGE)
-    older_names = [f"older-runs-{number}.md" for number in range(len(older), 0, -1)]
-    preface = read_note(logbook / "notes" / "README.md").text
-    yield "README.md", index_page(entries[::-1], newest[::-1], preface, links_block(logbook, entries), older_names)
-    for number, page in enumerate(older, 1):
-        yield f"older-runs-{number}.md", older_page(page[::-1], number)
-
-
-def links_block(logbook: Path, entries: Sequence[Entry]) -> str:
-    known = {entry.run_id for entry in entries}
-    compared = [
-        f"- [{plain(held['title'])}](compare-{name}.md)"
-        for name, held in saved_comparisons(logbook).items()
-        if known & set(held["runs"])
-    ]
-    reports = [f"- {link}, {num} runs" if num != 1 else f"- {link}" for link, num in report_lines(logbook)]
-    parts = (("## Comparisons", compared), ("## Interactive reports", reports))
-    return "\n\n".join(f"{title}\n\n" + "\n".join(lines) for title, lines in parts if lines)
-
-
-def report_lines(logbook: Path) -> list[tuple[str, int]]:
-    return [(report.link, len(report.runs)) for report in saved_reports(logbook)]
-
-
-def remove_stale(logbook: Path, current: set[str]) -> list[Path]:
-    """Delete pictures and pages that we wrote once and that no source calls for any more."""
-    pictures = [path for path in (logbook / "figures").glob("*.svg")]
-    pages = [path for path in logbook.glob("*.md") if GENERATED in path.read_text(errors="replace")[:2000]]
-    stale = sorted(path for path in pictures + pages if str(path.relative_to(logbook)) not in current)
-    for path in stale:
-        path.unlink()
-    return stale

@@ -96,12 +96,19 @@ def numbers_table(entries: Sequence[Entry], labels: Sequence[str]) -> str:
         ["Data", *(plain(entry.facts.text("data"), 60) for entry in entries)],
         ["World", *(plain(entry.facts.world, 40) for entry in entries)],
     ]
+    rows.extend([name, *cells] for name, cells in measured_values(entries))
+    head = ("", *(plain(label, 60) for label in labels))
+    return table(head, rows, "l" + "r" * len(entries))
+
+
+def measured_values(entries: Sequence[Entry]) -> list[tuple[str, list[str]]]:
+    """(what, one cell a run) for what at least one run has measured."""
+    rows = []
     for name, read, show, against in measured_rows():
         values = [read(entry.facts) for entry in entries]
         if any(value is not None for value in values):
-            rows.append([name, *(cell(value, values[0], i, show, against) for i, value in enumerate(values))])
-    head = ("", *(plain(label, 60) for label in labels))
-    return table(head, rows, "l" + "r" * len(entries))
+            rows.append((name, [cell(value, values[0], i, show, against) for i, value in enumerate(values)]))
+    return rows
 
 
 def cell(value: float | None, base: float | None, place: int, show: Callable, against: Callable) -> str:
@@ -133,17 +140,19 @@ def hardware_name(run: RunFacts) -> str:
     return ", ".join(sorted(names))
 
 
-def settings_table(entries: Sequence[Entry], labels: Sequence[str]) -> str:
-    """Only the keys that are not equal in all runs."""
+def differing_settings(entries: Sequence[Entry]) -> list[tuple[str, list[str]]]:
+    """(key, one value a run): only the keys that are not equal in all runs."""
     configs = [entry.facts.config for entry in entries]
     keys = sorted({key for config in configs for key in config if key.split(".")[0] not in NOT_COMPARED})
-    rows = []
-    for key in keys:
-        values = [value_text(config.get(key)) for config in configs]
-        if len(set(values)) > 1:
-            rows.append([code(key, 100), *(code(value, 80) for value in values)])
-    if len(rows) > MAX_KEYS:
-        rows = [*rows[:MAX_KEYS], [f"… and {len(rows) - MAX_KEYS} more", *("" for _ in entries)]]
+    rows = [(key, [value_text(config.get(key)) for config in configs]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def settings_table(entries: Sequence[Entry], labels: Sequence[str]) -> str:
+    found = differing_settings(entries)
+    rows = [[code(key, 100), *(code(value, 80) for value in values)] for key, values in found[:MAX_KEYS]]
+    if len(found) > MAX_KEYS:
+        rows.append([f"… and {len(found) - MAX_KEYS} more", *("" for _ in entries)])
     return table(("key", *(plain(label, 60) for label in labels)), rows)
 
 

@@ -100,7 +100,8 @@ class RunFacts:
     def best_val_acc(self) -> float | None:
         """The highest of all epochs, not the last."""
         values = self.curve("val/acc")[1]
-        return max(values) if values else self.number("metrics", "val/acc")
+        best = self.number("metrics", "val/acc_best")
+        return max([*values, *([best] if best is not None else [])], default=self.number("metrics", "val/acc"))
 
     @cached_property
     def test_acc(self) -> float | None:
@@ -166,11 +167,11 @@ class RunFacts:
             rank = as_text(node.get("node_rank")) or str(place)
             for name, stats in mapping(node.get("stats")).items():
                 seen.add((rank, name))
-                yield rank, name, mapping(stats)
+                yield rank, name, numbers(stats)
         for rank, node in mapping(self.source.get("hardware")).items():
             for name, stats in mapping(mapping(node).get("stats")).items():
                 if (rank, name) not in seen:
-                    yield rank, name, mapping(stats)
+                    yield rank, name, numbers(stats)
 
     # --- curves ---
     def curve(self, name: str) -> tuple[list[float], list[float]]:
@@ -204,6 +205,10 @@ def finite(value: Any) -> float | None:
     return number(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
+def numbers(value: Any) -> dict[str, float | None]:
+    return {key: finite(item) for key, item in mapping(value).items()}
+
+
 def items(value: Any) -> list:
     """A list as it is, nothing for None, and anything else as the only item."""
     if isinstance(value, list):
@@ -219,7 +224,7 @@ def as_text(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, dict):
-        return as_text(value.get("name") or value.get("message"))
+        return as_text(next(filter(None, (value.get(key) for key in ("name", "host", "message"))), None))
     if isinstance(value, list):
         return ", ".join(filter(None, map(as_text, value)))
     return str(value)

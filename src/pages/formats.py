@@ -1,16 +1,17 @@
 """Numbers as a reader wants them; an en dash where there is none."""
 
 NONE = "–"
+NB = "\N{NO-BREAK SPACE}"  # a number and its unit stay on one line
 
 
 def percent(share: float | None, digits: int = 2) -> str:
     """0.9722 as `97.22 %`."""
-    return NONE if share is None else f"{share * 100:.{digits}f} %"
+    return NONE if share is None else f"{share * 100:.{digits}f}{NB}%"
 
 
 def percent_value(value: float | None) -> str:
     """What is counted from 0 to 100 already."""
-    return NONE if value is None else f"{value:.0f} %"
+    return NONE if value is None else f"{value:.0f}{NB}%"
 
 
 def decimal(value: float | None, digits: int = 4) -> str:
@@ -31,15 +32,15 @@ def rate(value: float | None) -> str:
 def gib(value: float | None) -> str:
     if value is None:
         return NONE
-    return f"{value:.2f} GiB" if value < 100 else f"{value:.0f} GiB"
+    return f"{value:.2f}{NB}GiB" if value < 100 else f"{value:.0f}{NB}GiB"
 
 
 def megabytes(num_bytes: float | None) -> str:
-    return NONE if num_bytes is None else f"{num_bytes / 1e6:,.1f} MB"
+    return NONE if num_bytes is None else f"{num_bytes / 1e6:,.1f}{NB}MB"
 
 
 def milliseconds(seconds: float | None) -> str:
-    return NONE if seconds is None else f"{rate(seconds * 1000)} ms"
+    return NONE if seconds is None else f"{rate(seconds * 1000)}{NB}ms"
 
 
 def dollars(value: float | None) -> str:
@@ -53,15 +54,15 @@ def duration(seconds: float | None) -> str:
     if seconds is None or seconds < 0:
         return NONE
     if seconds < 9.95:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.1f}{NB}s"
     total = round(seconds)
     if total < 60:
-        return f"{total} s"
+        return f"{total}{NB}s"
     if total < 3600:
-        return f"{total // 60} min {total % 60:02d} s"
+        return f"{total // 60}{NB}min{NB}{total % 60:02d}{NB}s"
     if total < 48 * 3600:
-        return f"{total // 3600} h {total % 3600 // 60:02d} min"
-    return f"{total // 86400} d {total % 86400 // 3600:02d} h"
+        return f"{total // 3600}{NB}h{NB}{total % 3600 // 60:02d}{NB}min"
+    return f"{total // 86400}{NB}d{NB}{total % 86400 // 3600:02d}{NB}h"
 
 
 def ratio(value: float | None, base: float | None) -> str:

@@ -7,11 +7,12 @@ from pages.entry import Entry
 from pages.markdown import blocks, code, code_block, plain, quote, table
 
 HEAD = (
-    "Date", "Run", "Experiment", "Tags", "Status", "Model", "Data", "Strategy", "World", "Global batch", "Epochs",
-    "Best val acc", "Test acc", "Time", "Images/s", "Peak memory", "Cost", "Restarts",
+    "Date", "Run", "Status", "Test acc", "Best val acc", "Model", "Data", "Strategy", "World", "Global batch", "Epochs",
+    "Time", "Images/s", "Peak memory", "Cost", "Restarts", "Experiment", "Tags",
 )  # fmt: skip
-ALIGN = "llllllllrrrrrrrrrl"
+ALIGN = "lllrrlllrrrrrrrlll"
 ROWS_PER_PAGE = 300
+UNBROKEN = {ord(" "): "\N{NO-BREAK SPACE}", ord("-"): "\N{NON-BREAKING HYPHEN}"}  # a date stays on one line
 GENERATED = (
     "<!-- Written by `make logbook` from runs/*.json: edits here are lost. Your own words go into notes/ "
     '(`python src/logbook.py note RUN "text"`). -->'
@@ -55,24 +56,24 @@ def runs_table(entries: Sequence[Entry]) -> str:
 def run_row(entry: Entry) -> list[str]:
     run = entry.facts
     return [
-        plain(run.date) or f.NONE,
+        plain(run.date).translate(UNBROKEN) or f.NONE,
         entry.link,
-        plain(run.experiment, 40),
-        plain(", ".join(entry.tags), 60),
         status_cell(entry),
+        f.percent(run.test_acc),
+        f.percent(run.best_val_acc),
         plain(run.text("model"), 40),
         plain(run.text("data"), 40),
         plain(run.strategy, 30),
         plain(run.world, 30),
         f.whole(run.number("global_batch_size")),
         f.rate(run.number("epochs")),
-        f.percent(run.best_val_acc),
-        f.percent(run.test_acc),
         f.duration(run.seconds),
         f.rate(run.images_per_s),
         f.gib(run.peak_memory_gib),
         f.dollars(run.number("cost", "usd")),
         plain(run.restart_summary),
+        plain(run.experiment, 40),
+        plain(", ".join(entry.tags), 60),
     ]
 
 
@@ -123,4 +124,6 @@ def best_row(data: str, entry: Entry) -> list[str]:
 def checkpoint_place(entry: Entry) -> str:
     """Where the best checkpoint lies: its S3 address, or the path on the machine that trained."""
     run = entry.facts
-    return run.text("best_checkpoint", "s3_uri") or run.text("upload", "uri") or run.text("best_checkpoint", "path")
+    path = run.text("best_checkpoint", "path")
+    local = f"{entry.folder}/{path}" if path and not path.startswith("/") and entry.folder else path
+    return run.text("best_checkpoint", "s3_uri") or run.text("upload", "uri") or local

@@ -1,15 +1,22 @@
-"""Which reports were published, and the link to each: `logbook/reports/<name>.json`."""
+"""Publishing a report, and which were published: `logbook/reports/<name>.json` holds the link to each."""
 
+import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from errors import UserError
+from pages.comparison_page import labels_for
+from pages.entry import Entry
 from pages.facts import as_text, items, mapping
-from pages.markdown import code, plain
+from pages.markdown import code, plain, slug
 from pages.redact import redact_text
+from pages.report import report_html
 from pages.source import write_if_changed
+from run_files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,73 @@ class Report:
         if self.address.startswith("/"):
             return f"{plain(self.title)}: {code(self.address)}"
         return f"[{plain(self.title)}]({quote(redact_text(self.address), safe=':/%@?=&+,;~-._')})"
+
+
+def publish_report(
+    logbook: Path,
+    entries: Sequence[Entry],
+    to: str,
+    title: str | None = None,
+    endpoint_url: str | None = None,
+    base: str | None = None,
+) -> Report:
+    """Write the report of these runs to a bucket or a folder and remember its link.
+
+    Args:
+        to: s3://bucket/prefix, or a folder.
+        base: the web address under which readers see that place.
+    Raises:
+        UserError, StoreError: the place cannot be written.
+    """
+    labels = labels_for(entries)
+    title = title or (" beside ".join(labels) if len(labels) <= 4 else f"{labels[0]} and {len(labels) - 1} more")
+    name = slug(title)
+    page = report_html(title, entries, labels).encode()
+    if to.startswith("s3://"):
+        uri, address = put_report(page, f"{name}.html", to, endpoint_url)
+    else:
+        uri, address = write_report(page, f"{name}.html", Path(to), logbook)
+    if base:
+        address = f"{base.rstrip('/')}/{name}.html"
+    report = Report(title, tuple(entry.run_id for entry in entries), redact_text(address), uri)
+    save_report(logbook, name, report)
+    return report
+
+
+def put_report(page: bytes, file_name: str, to: str, endpoint_url: str | None) -> tuple[str, str]:
+    """(s3:// address, web address); a browser can read the latter where the bucket's policy lets it."""
+    import base64
+
+    from s3_client import S3Options, make_client, translated
+
+    options = S3Options(to, endpoint_url=endpoint_url)
+    key = f"{options.prefix}/{file_name}".lstrip("/")
+    checksum = base64.b64encode(hashlib.sha256(page).digest()).decode()
+    client = make_client(options)
+    with translated(options):
+        client.put_object(
+            Bucket=options.bucket, Key=key, Body=page, ContentType="text/html; charset=utf-8",
+            CacheControl="no-cache", ChecksumSHA256=checksum, **options.put_arguments(),
+        )  # fmt: skip
+    host = f"{endpoint_url.rstrip('/')}/{options.bucket}" if endpoint_url else amazon_host(options.bucket)
+    return f"s3://{options.bucket}/{key}", f"{host}/{key}"
+
+
+def amazon_host(bucket: str) -> str:
+    """A name with dots does not fit Amazon's certificate."""
+    return f"https://s3.amazonaws.com/{bucket}" if "." in bucket else f"https://{bucket}.s3.amazonaws.com"
+
+
+def write_report(page: bytes, file_name: str, folder: Path, logbook: Path) -> tuple[str, str]:
+    """The place twice, as a page of the logbook links it: relative where it stays within the same repository."""
+    path = (folder / file_name).resolve()
+    try:
+        write_atomically(path, lambda file: file.write(page), binary=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror}): give another folder or s3://….") from None
+    inside = path.is_relative_to(logbook.resolve().parent)
+    place = os.path.relpath(path, logbook.resolve()) if inside else str(path)
+    return place, place
 
 
 def saved_reports(logbook: Path) -> list[Report]:

@@ -76,7 +76,7 @@ def hardware_block(entry: Entry) -> str:
     run = entry.facts
     nodes = table(("node", "host", "GPUs", "CPU", "cores", "memory"), map(node_row, run.nodes[:64]), "llllrr")
     stats = [
-        [plain(rank), code(name, 60), *(f.rate(finite(stats.get(key))) for key in ("p10", "p50", "p90", "max"))]
+        [plain(rank), code(name, 60), *(f.rate(stats.get(key)) for key in ("p10", "p50", "p90", "max"))]
         for rank, name, stats in run.device_stats[:MAX_DEVICE_ROWS]
     ]
     left_out = len(run.device_stats) - len(stats)

@@ -24,7 +24,10 @@ MAX_READ = 400_000
 MAX_ITEMS = 400
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Different in every run by nature, or of no interest to a reader
-NOT_COMPARED = ("paths", "hydra", "run_id", "resume", "task_name", "tags", "ckpt_path", "experiment", "notes")
+NOT_COMPARED = (
+    "paths", "hydra", "run_id", "resume", "resume_step", "task_name", "tags", "ckpt_path", "overrides", "sweep_dir",
+    "experiment_name", "optimized_metric",
+)  # fmt: skip
 
 
 def import_run(folder: Path) -> dict[str, Any]:

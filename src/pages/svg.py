@@ -12,8 +12,8 @@ from pages.markdown import one_line
 
 LIGHT = ("#2271d1", "#c4530f", "#15805a", "#a2389a", "#806400", "#5a4fcf", "#c22745", "#3d7489")
 DARK = ("#6cb2f7", "#f2995a", "#4fcb9c", "#e18ad6", "#d9bb4a", "#aaa1f8", "#f7849a", "#8fc3d7")
-PANEL_WIDTH, PANEL_HEIGHT, GAP = 468, 236, 24
-LEFT, RIGHT, BELOW = 52, 12, 34
+PANEL_WIDTH, PANEL_HEIGHT, GAP = 468, 244, 24
+LEFT, RIGHT, BELOW = 52, 12, 36
 LEGEND_LINE = 17
 
 
@@ -35,6 +35,11 @@ class Panel:
     unit: str = ""
     x_label: str = "step"
     empty: str = "nothing logged"
+
+    @property
+    def is_plain(self) -> bool:
+        """One line that the title names: a legend would only repeat it."""
+        return len(self.series) == 1 and self.series[0].label.lower() == self.title.lower()
 
 
 def style() -> str:
@@ -95,12 +100,14 @@ def legend_entries(panel: Panel) -> list[tuple[int, int, Series]]:
 
 
 def legend_height(panel: Panel) -> int:
+    if panel.is_plain:
+        return 0
     entries = legend_entries(panel)
     return (entries[-1][1] + 1) * LEGEND_LINE if entries else 0
 
 
 def draw_panel(panel: Panel, legend: int) -> str:
-    top = 22 + legend
+    top = 30 + legend
     bottom = PANEL_HEIGHT + legend - BELOW
     parts = [f'<text class="t" x="0" y="12">{escaped(panel.title)}</text>', draw_legend(panel)]
     drawn = [series for series in panel.series if len(series.x)]
@@ -109,7 +116,13 @@ def draw_panel(panel: Panel, legend: int) -> str:
         parts.append(f'<text class="m" x="{PANEL_WIDTH / 2:g}" y="{middle:g}">{escaped(panel.empty)}</text>')
         return "".join(parts)
     x_axis = Axis([v for s in drawn for v in (s.x[0], s.x[-1])], LEFT, PANEL_WIDTH - RIGHT, fitted=True)
-    y_axis = Axis([v for s in drawn for v in s.y], bottom, top, log=panel.unit == "log")
+    y_axis = Axis(
+        [v for s in drawn for v in s.y] + ([0, 100] if panel.unit == "100" else []),
+        bottom,
+        top,
+        log=panel.unit == "log",
+        ceiling={"%": 1.0, "100": 100.0}.get(panel.unit),
+    )
     parts.append(draw_axes(panel, x_axis, y_axis, bottom))
     parts.extend(draw_series(series, x_axis, y_axis) for series in drawn)
     return "".join(parts)
@@ -117,7 +130,7 @@ def draw_panel(panel: Panel, legend: int) -> str:
 
 def draw_legend(panel: Panel) -> str:
     parts = []
-    for x, line, series in legend_entries(panel):
+    for x, line, series in [] if panel.is_plain else legend_entries(panel):
         y = 30 + line * LEGEND_LINE
         dash = " d" if series.dashed else ""
         parts.append(
@@ -156,9 +169,20 @@ class Axis:
     Args:
         values: what must lie on it.
         fitted: ends at the values themselves, not at the next round tick.
+        ceiling: no value is drawn higher than this.
     """
 
-    def __init__(self, values: Sequence[float], start: float, stop: float, *, fitted: bool = False, log: bool = False):
+    def __init__(
+        self,
+        values: Sequence[float],
+        start: float,
+        stop: float,
+        *,
+        fitted: bool = False,
+        log: bool = False,
+        ceiling: float | None = None,
+    ):
+        values = [min(value, ceiling) for value in values] if ceiling is not None else values
         self.log = log and min(values) > 0
         low, high = (math.log10(min(values)), math.log10(max(values))) if self.log else (min(values), max(values))
         if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
@@ -168,7 +192,7 @@ class Axis:
         if self.log:
             self.step = max(1.0, self.step)
         if not fitted:
-            low, high = math.floor(low / self.step) * self.step, math.ceil(high / self.step) * self.step
+            low, high = math.floor(low / self.step) * self.step, math.ceil(high / self.step - 1e-9) * self.step
         self.low, self.high, self.start, self.stop = low, high, start, stop
 
     @property
@@ -178,7 +202,7 @@ class Axis:
         return [10**value for value in values] if self.log else values
 
     def place(self, value: float) -> float:
-        at = math.log10(max(value, 1e-300)) if self.log else value
+        at = math.log10(max(value, 1e-300)) if self.log else min(value, self.high)
         return round(self.start + (at - self.low) / (self.high - self.low) * (self.stop - self.start), 1)
 
 
