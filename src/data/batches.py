@@ -13,7 +13,7 @@ from torch.utils.data import SequentialSampler
 
 from errors import UserError
 
-SPLIT, ORDER, AUGMENTATION = 0, 1, 2  # keep the random streams of one seed apart
+SPLIT, ORDER, AUGMENTATION, TEST = 0, 1, 2, 3  # keep the random streams of one seed apart
 
 
 class Selection(NamedTuple):

@@ -13,6 +13,7 @@ from data.download import download
 from data.image_datamodule import ImageDataModule
 from data.image_set import ImageSet
 from data.image_tree import decode_all, list_split, natural_key
+from data.node_cache import file_identity
 from errors import UserError
 
 ARCHIVE, FOLDER = "cifar-10-python.tar.gz", "cifar-10-batches-py"
@@ -68,11 +69,6 @@ class CIFAR10DataModule(ImageDataModule):
 
     def _fetch(self) -> Path:
         return download(self._urls, self._download_dir / ARCHIVE, md5=MD5)
-
-
-def file_identity(path: Path) -> list[Any]:
-    stat = path.stat()
-    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
 
 
 def _locate(root: Path) -> Path:

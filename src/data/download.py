@@ -1,6 +1,7 @@
 """Fetch a file from the first of several addresses that has it: continued after an interruption, verified, atomic."""
 
 import hashlib
+import http.client
 import os
 import urllib.error
 import urllib.request
@@ -15,7 +16,7 @@ OFFLINE_OPTIONS = "data=digits and data=synthetic need no download"
 CHUNK_BYTES = 2**20
 
 
-def download(urls: Sequence[str], target: Path, *, md5: str, attempts: int = 2, timeout_s: float = 20.0) -> Path:
+def download(urls: Sequence[str], target: Path, *, md5: str, attempts: int = 3, timeout_s: float = 20.0) -> Path:
     """`target`, fetched unless it is there; one process per node does it while others wait.
 
     A part that was left behind is continued where the server allows it. (MD5 is what the sources publish; it guards
@@ -33,15 +34,22 @@ def download(urls: Sequence[str], target: Path, *, md5: str, attempts: int = 2, 
         failures = []
         for url in urls:
             for _ in range(attempts):
+                before = _size(part)
                 failure = _try(url, part, md5, timeout_s)
                 if failure is None:
                     os.replace(part, target)
                     return target
+                if _size(part) == before:  # nothing came: this address will not do better at once
+                    break
             failures.append(f"{url} ({failure})")
     raise UserError(
         f"{target.name} could not be downloaded; tried {', '.join(failures)}. Put it into {target.parent} yourself, "
         f"give data.root=FOLDER with the data, or work offline: {OFFLINE_OPTIONS}."
     )
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _try(url: str, part: Path, md5: str, timeout_s: float) -> str | None:
@@ -52,7 +60,7 @@ def _try(url: str, part: Path, md5: str, timeout_s: float) -> str | None:
         if error.code == 416:  # the part is as long as the file, or longer: not a part of it
             part.unlink(missing_ok=True)
         return f"HTTP {error.code}"
-    except (urllib.error.URLError, OSError, ValueError) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:
         return str(getattr(error, "reason", None) or error)
     with part.open("rb") as file:
         found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
@@ -63,7 +71,7 @@ def _try(url: str, part: Path, md5: str, timeout_s: float) -> str | None:
 
 
 def _receive(url: str, part: Path, timeout_s: float) -> None:
-    have = part.stat().st_size if part.exists() else 0
+    have = _size(part)
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     with urllib.request.urlopen(request, timeout=timeout_s) as response:
         continued = response.status == 206

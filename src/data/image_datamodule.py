@@ -1,7 +1,5 @@
 """The base of all data modules: facts, split, a per-node image array, loaders, and batches made on the device."""
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from torch import Tensor
 from data.batch_transforms import BatchTransforms, check_sizes
 from data.batches import SPLIT, EvalBatches, Selection, TrainBatches, per_device_batch_size, random_stream
 from data.image_array import ImageArray, Layout
-from data.image_set import IMAGES, LABELS, ImageSet
+from data.image_set import IMAGES, LABELS, ImageSet, fingerprint
 from data.node_cache import cached
 from errors import UserError
 
@@ -103,8 +101,7 @@ class ImageDataModule(LightningDataModule):
         if self._meta is not None:
             return
         options = [CACHE_VERSION, type(self).__name__, self.resize, self.image_size, self.crop_padding, self.flip]
-        key = hashlib.sha256(json.dumps([*options, self.identity()]).encode()).hexdigest()[:16]
-        self._cache = self.cache_dir / f"{self.name}-{key}"
+        self._cache = self.cache_dir / f"{self.name}-{fingerprint([*options, self.identity()])[:16]}"
         self._meta = cached(self._cache, self._build)
         self._labels = np.load(self._cache / LABELS)
         self._read_facts(self._meta)
@@ -154,8 +151,11 @@ class ImageDataModule(LightningDataModule):
         images = self.read(part)
         images.check(self.name)
         layout = images.layout(self._transforms(images.images.shape[1]).array_padding, mirrored=self.flip)
-        data_hash = images.content_hash()
+        content = self._content(images, layout, images.content_hash())
         images.write(part, layout)
+        return content
+
+    def _content(self, images: ImageSet, layout: Layout, data_hash: str) -> dict[str, Any]:
         return {
             "class_names": images.class_names,
             "num_fit": images.num_fit,
@@ -242,17 +242,19 @@ class ImageDataModule(LightningDataModule):
 
     def _deliver(self, selections: Iterable[Selection]) -> Iterator[dict[str, Tensor]]:
         for selection in selections:
-            index, draws = torch.from_numpy(selection.index), torch.from_numpy(selection.draws)
-            batch = {"draws": draws, "labels": self._labels_of(selection)}
+            batch, index = self._common(selection), torch.from_numpy(selection.index)
             if self._resident:
                 batch["index"] = index
             else:
-                batch["windows"] = self._batch_transforms.cut(self._array, index, draws).pin_memory()
+                batch["windows"] = self._batch_transforms.cut(self._array, index, batch["draws"]).pin_memory()
             yield batch
 
-    def _labels_of(self, selection: Selection) -> Tensor:
+    def _common(self, selection: Selection) -> dict[str, Tensor]:
+        """What every batch holds, however its images come."""
         labels = self._labels[selection.index]
-        return torch.from_numpy(labels if selection.counted is None else np.where(selection.counted, labels, -1))
+        if selection.counted is not None:
+            labels = np.where(selection.counted, labels, -1)
+        return {"draws": torch.from_numpy(selection.draws), "labels": torch.from_numpy(labels)}
 
     # Batches
 

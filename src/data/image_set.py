@@ -4,6 +4,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,11 @@ from errors import UserError
 WIDE_LIMIT_BYTES = 2**31  # above this, borders and a mirrored copy are not worth their room
 IMAGES, LABELS = "images.bin", "labels.npy"
 DECODED = "decoded.bin"  # where a source may leave images that are too many for the memory
+
+
+def fingerprint(value: Any) -> str:
+    """Hex over JSON values."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 @dataclass
@@ -41,7 +47,9 @@ class ImageSet:
             raise UserError(f"{name} holds {self.num_fit} training and {self.num_test} test images: it needs both.")
         wrong = labels[(labels < 0) | (labels >= num_classes)]
         if len(wrong):
-            raise UserError(f"{name} has a label {wrong[0]}, but its {num_classes} classes go from 0 to {num_classes - 1}.")
+            raise UserError(
+                f"{name} has a label {wrong[0]}, but its {num_classes} classes go from 0 to {num_classes - 1}."
+            )
 
     def content_hash(self) -> str:
         """Hex over names, labels and pixels, independent of the files that they came in."""

@@ -95,11 +95,18 @@ def common_size(files: Sequence[Path]) -> int | None:
 
 
 def decode_all(
-    files: Sequence[Path], size: int, channels: int, *, skip_corrupt: bool = False, out: np.ndarray | None = None
+    files: Sequence[Path],
+    size: int,
+    channels: int,
+    *,
+    skip_corrupt: bool = False,
+    out: np.ndarray | None = None,
+    hint: str = "",
 ) -> tuple[np.ndarray, dict[int, str]]:
     """All images (n, size, size, channels) uint8, and for each skipped position what was wrong.
 
     Args:
+        hint: what else would help, for the error.
         out: where to decode to; None: a new array. Skipped positions keep what they held.
     Raises:
         UserError: names the first image that cannot be decoded, unless `skip_corrupt`.
@@ -122,5 +129,5 @@ def decode_all(
                 pass
         except CorruptImage as error:
             pool.shutdown(cancel_futures=True)
-            raise UserError(f"{error}: mend or remove it, or skip such files with data.skip_corrupt=true.") from None
+            raise UserError(f"{error}: mend or remove it{hint}.") from None
     return images, failures

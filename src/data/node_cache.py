@@ -80,6 +80,12 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
     return None
 
 
+def file_identity(path: Path) -> list[Any]:
+    """What tells, without reading it, that a file is the same as before."""
+    stat = path.stat()
+    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
+
+
 def require_space(folder: Path, num_bytes: int) -> None:
     """Raises UserError where `folder`'s disk cannot hold that many bytes more."""
     free = shutil.disk_usage(folder).free

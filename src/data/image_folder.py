@@ -1,0 +1,193 @@
+"""Images of one's own, one folder per class: decoded once into an array, or streamed where that would be too large."""
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from data.batches import TEST, Selection, random_stream
+from data.image_array import Layout
+from data.image_datamodule import ImageDataModule
+from data.image_set import DECODED, LABELS, ImageSet, fingerprint
+from data.image_tree import Listing, common_size, decode_all, list_split
+from data.node_cache import file_identity, require_space
+from data.streaming import stream
+from errors import UserError
+
+FILES = "files.json"
+HINT = ", or skip such files with data.skip_corrupt=true"
+
+
+class ImageFolderDataModule(ImageDataModule):
+    """root/train/<class>/ and root/test/<class>/ (and root/val/<class>/ where it exists), or only root/<class>/.
+
+    Images that are not all small squares of one size are resized to `resize` when they are decoded.
+
+    Args:
+        root: the folder.
+        channels: 3 for colour, 1 for grey.
+        test_fraction: where there is no test folder: part of all images, drawn from the seed.
+        skip_corrupt: leave out images that cannot be decoded, and count them, instead of ending with an error.
+        memory_limit_gib: beyond this array size images are streamed from their files.
+        num_workers: processes per rank that decode streamed images, at most one per core.
+    """
+
+    own_mean, own_std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+
+    def __init__(
+        self,
+        *,
+        root: str | Path | None = None,
+        name: str = "image_folder",
+        image_size: int = 224,
+        channels: int = 3,
+        test_fraction: float = 0.1,
+        skip_corrupt: bool = False,
+        memory_limit_gib: float = 16.0,
+        num_workers: int = 4,
+        **options: Any,
+    ) -> None:
+        if not root:
+            raise UserError("data=image_folder needs data.root=FOLDER, with one folder of images per class.")
+        if channels not in (1, 3):
+            raise UserError(f"data.channels={channels} must be 3 (colour) or 1 (grey).")
+        self.channels = channels
+        if channels == 1:
+            self.own_mean, self.own_std = (0.449,), (0.226,)
+        super().__init__(name=name, image_size=image_size, **options)
+        self._root, self._test_fraction = Path(root), test_fraction
+        self._skip_corrupt, self._memory_limit_gib, self._num_workers = skip_corrupt, memory_limit_gib, num_workers
+
+    def identity(self) -> Any:
+        self._listing, self._counts = self._list()
+        options = [
+            self.channels,
+            self._skip_corrupt,
+            self._memory_limit_gib,
+            self._counts,
+            self._listing.labels.tolist(),
+        ]
+        return [*options, [file_identity(path) for path in self._listing.files]]
+
+    def _list(self) -> tuple[Listing, tuple[int, int, int]]:
+        """All images, and how many are to fit on, to validate and to test on, in this order."""
+        if not (self._root / "train").is_dir():
+            return self._drawn()
+        parts = [list_split(self._root / split) for split in ("train", "val", "test") if self._has(split)]
+        for part in parts[1:]:
+            if part.class_names != parts[0].class_names:
+                different = sorted(set(part.class_names) ^ set(parts[0].class_names))
+                raise UserError(
+                    f"{self._root}: not every part has the classes {', '.join(different)}: give all the same."
+                )
+        counts = [len(part.files) for part in parts]
+        files = [file for part in parts for file in part.files]
+        listing = Listing(parts[0].class_names, files, np.concatenate([part.labels for part in parts]))
+        return listing, (counts[0], counts[1] if len(parts) == 3 else 0, counts[-1])
+
+    def _has(self, split: str) -> bool:
+        return split != "val" or (self._root / split).is_dir()
+
+    def _drawn(self) -> tuple[Listing, tuple[int, int, int]]:
+        """root/<class>/ alone: the test images are drawn from the seed."""
+        listing = list_split(self._root)
+        n = len(listing.files)
+        num_test = round(self._test_fraction * n)
+        if not 1 <= num_test < n:
+            raise UserError(
+                f"data.test_fraction={self._test_fraction} of {n} images leaves {n - num_test} to train and {num_test} "
+                "to test on: both need one at least."
+            )
+        order = random_stream(self.seed, TEST).permutation(n)
+        order = np.concatenate([np.sort(order[num_test:]), np.sort(order[:num_test])])
+        files = [listing.files[i] for i in order]
+        return Listing(listing.class_names, files, listing.labels[order]), (n - num_test, 0, num_test)
+
+    # In one array
+
+    def read(self, scratch: Path) -> ImageSet:
+        n, size = len(self._listing.files), self._stored_size
+        shape = (n, size, size, self.channels)
+        require_space(scratch, int(np.prod(shape)))
+        images = np.memmap(scratch / DECODED, np.uint8, "w+", shape=shape)
+        failures = self._decode(images)
+        kept = self._kept(failures)
+        for position, i in enumerate(kept):
+            if position != i:
+                images[position] = images[i]
+        images.flush()
+        os.truncate(scratch / DECODED, len(kept) * images[0].nbytes)
+        return self._image_set(images[: len(kept)], kept, failures)
+
+    def _decode(self, out: np.ndarray | None) -> dict[int, str]:
+        """Decode everything; without `out` only to see whether it can be decoded."""
+        files = self._listing.files
+        hint = "" if self._skip_corrupt else HINT
+        _, failures = decode_all(
+            files, self._stored_size, self.channels, skip_corrupt=self._skip_corrupt, out=out, hint=hint
+        )
+        if failures:
+            first = next(iter(failures.values()))
+            print(f"Skipped {len(failures)} of {len(files)} images: {first}; …", file=sys.stderr)
+        return failures
+
+    def _kept(self, failures: dict[int, str]) -> np.ndarray:
+        kept = np.array([i for i in range(len(self._listing.files)) if i not in failures], np.int64)
+        left = np.unique(self._listing.labels[kept[kept < self._counts[0]]])
+        for label, name in enumerate(self._listing.class_names):
+            if label not in left:
+                raise UserError(f"{self._root}: the class {name} has no training image that can be decoded: add some.")
+        return kept
+
+    def _image_set(self, images: np.ndarray, kept: np.ndarray, failures: dict[int, str]) -> ImageSet:
+        ends = np.searchsorted(kept, np.cumsum(self._counts))
+        num_fit, num_val, num_test = (int(n) for n in np.diff(ends, prepend=0))
+        labels, names = self._listing.labels[kept], self._listing.class_names
+        return ImageSet(images, labels, names, num_fit, num_test, num_val, list(failures.values()))
+
+    # Streamed
+
+    def _build(self, part: Path) -> dict[str, Any]:
+        files = self._listing.files
+        size = common_size(files)
+        self._stored_size = size if size and size <= self.resize else self.resize
+        if len(files) * self._stored_size**2 * self.channels <= self._memory_limit_gib * 2**30:
+            return {**super()._build(part), "streamed": False}
+        failures = self._decode(None)
+        kept = self._kept(failures)
+        images = self._image_set(np.zeros((0, self._stored_size, self._stored_size, self.channels)), kept, failures)
+        names = [str(files[i].relative_to(self._root)) for i in kept]
+        (part / FILES).write_text(json.dumps(names))
+        np.save(part / LABELS, images.labels)
+        layout = Layout(self._stored_size, self.channels, len(kept))
+        sizes = [files[i].stat().st_size for i in kept]
+        return {**self._content(images, layout, fingerprint([names, sizes])), "streamed": True}
+
+    def _open_array(self) -> None:
+        if not self._meta["streamed"]:
+            super()._open_array()
+            return
+        self._stored_size = self._meta["layout"]["size"]
+        self._batch_transforms = self._transforms(self._stored_size).to(self._device)
+        self._files = [self._root / name for name in json.loads((self._cache / FILES).read_text())]
+
+    def _deliver(self, selections: Iterable[Selection]) -> Iterator[dict[str, Tensor]]:
+        if not self._meta["streamed"]:
+            yield from super()._deliver(selections)
+            return
+        options = {
+            "num_workers": min(self._num_workers, len(os.sched_getaffinity(0))),
+            "pin_memory": self._device.type == "cuda",
+        }
+        for selection, images in stream(selections, self._files, self._stored_size, self.channels, **options):
+            yield {"images": images, **self._common(selection)}
+
+    def _windows_of(self, batch: dict[str, Tensor]) -> Tensor:
+        if "images" in batch:
+            return self._batch_transforms.cut_batch(batch["images"], batch["draws"])
+        return super()._windows_of(batch)
