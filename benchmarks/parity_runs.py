@@ -1,0 +1,173 @@
+"""One training run of the parity table, in a rank or in this process: 20 steps on the same images in the same order."""
+
+import logging
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from assemble import StartedRanks
+from classifier import ImageClassifier
+from cluster import Cluster
+from data.synthetic import SyntheticDataModule
+from models.alexnet import AlexNet, AlexNetBN
+from models.small_cnn import SmallCNN
+from models.timm_vit import TimmViT
+from strategies.allreduce import AllReduce
+from strategies.ddp import DDP
+from strategies.model_parallel import ModelParallel
+from strategies.sharded import Sharded
+from strategies.sync_batchnorm import layer_sync
+
+STEPS, EPOCHS, GLOBAL_BATCH, CLASSES, SEED = 20, 2, 16, 4, 5
+MODELS = ("vit", "alexnet", "alexnet_bn", "small_cnn")
+FAULTS = ("gradients not divided", "one parameter not reduced", "one rank's batch repeated", "a stale gradient")
+IMAGE_SIZE = {"vit": 16, "alexnet": 64, "alexnet_bn": 128, "small_cnn": 16}
+LEARNING_RATE = {"vit": 0.005, "alexnet": 0.0003, "alexnet_bn": 0.0003, "small_cnn": 0.05}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table for one model and precision."""
+
+    model: str
+    precision: str  # 64-true or 32-true
+    strategy: str  # bare, one_process, ddp, fsdp, allreduce, model_parallel
+    accumulate: int = 1
+    fault: str = ""
+    cache_dir: str = ""
+
+
+def build_net(model: str) -> nn.Module:
+    """The template's models with dropout off (its random numbers differ between ranks) and AlexNet's head narrowed."""
+    torch.manual_seed(SEED)
+    shape: dict[str, Any] = {"num_classes": CLASSES, "image_size": IMAGE_SIZE[model], "channels": 3}
+    if model == "vit":
+        small = {"embed_dim": 192, "depth": 2, "num_heads": 3, "patch_size": 4}
+        return TimmViT(**shape, timm_name="vit_tiny_patch16_224", pretrained=False, **small)
+    if model == "small_cnn":
+        return SmallCNN(**shape, dropout=0.0, head_dropout=0.0)
+    net = (AlexNetBN if model == "alexnet_bn" else AlexNet)(**shape, dropout=0.0)
+    wide, middle, last = 256 * 6 * 6, 96, CLASSES
+    for place, (inputs, outputs) in {1: (wide, middle), 4: (middle, middle), 6: (middle, last)}.items():
+        net.classifier[place] = nn.Linear(inputs, outputs)
+    for layer in net.modules():  # PyTorch's own initialisation lets AlexNet's loss stand still for hundreds of steps
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    return net
+
+
+def build_data(case: Case, rank: int = 0, world_size: int = 1) -> SyntheticDataModule:
+    size = IMAGE_SIZE[case.model]
+    data = SyntheticDataModule(
+        image_size=size, num_classes=CLASSES, num_images=GLOBAL_BATCH * STEPS // EPOCHS + 8, num_val=8, noise=0.5,
+        num_test_images=8, global_batch_size=GLOBAL_BATCH, crop_padding=2, flip=True, seed=SEED, cache_dir=case.cache_dir,
+    )  # fmt: skip
+    data.prepare()
+    if case.fault == "one rank's batch repeated":
+        rank = 0
+    data.place(rank=rank, world_size=world_size, accumulate_grad_batches=case.accumulate)
+    return data
+
+
+def sgd(case: Case) -> partial:
+    return partial(torch.optim.SGD, lr=LEARNING_RATE[case.model], momentum=0.9)
+
+
+def bare_loop(case: Case) -> dict[str, Any]:
+    """What the strategies must reproduce: plain PyTorch over the same batches, without Lightning."""
+    dtype = torch.float64 if case.precision == "64-true" else torch.float32
+    net, data = build_net(case.model).to(dtype), build_data(case)
+    optimizer, losses = sgd(case)(net.parameters()), []
+    loader = data.train_dataloader()
+    for epoch in range(EPOCHS):
+        loader.set_epoch(epoch)
+        for index, batch in enumerate(loader):
+            images, labels = data.on_after_batch_transfer(batch, 0)
+            loss = F.cross_entropy(net(images.to(dtype)), labels)
+            (loss / case.accumulate).backward()
+            losses.append(float(loss.detach()))
+            if (index + 1) % case.accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return {"losses": losses, "weights": as_arrays(net.state_dict())}
+
+
+class Losses(pl.Callback):
+    """The loss of each micro-batch on this rank."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        self.values.append(float(pl_module.take_loss_sum()[0]))
+
+
+class FaultyAllReduce(AllReduce):
+    """Gradients averaged wrongly in one of the ways that the table must notice."""
+
+    fault = ""
+    previous: torch.Tensor | None = None
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        first = next(self.model.parameters())
+        before = first.grad.clone()
+        super().post_backward(closure_loss)
+        if self.fault == "gradients not divided":
+            for parameter in self.model.parameters():
+                parameter.grad *= self.world_size
+        elif self.fault == "one parameter not reduced":
+            first.grad.copy_(before)
+        elif self.fault == "a stale gradient":
+            current = first.grad.clone()
+            first.grad.copy_(current if self.previous is None else self.previous)
+            self.previous = current
+
+
+def build_strategy(case: Case, cluster: Cluster) -> Any:
+    if case.strategy == "one_process":
+        return "auto"
+    if case.strategy == "model_parallel":
+        return ModelParallel(stage_devices=["cpu", "cpu"])
+    cls = {"ddp": DDP, "fsdp": Sharded, "allreduce": FaultyAllReduce if case.fault else AllReduce}[case.strategy]
+    strategy = cls(timeout=timedelta(seconds=60))
+    if isinstance(strategy, FaultyAllReduce):
+        strategy.fault = case.fault
+    return strategy
+
+
+def lightning_run(cluster: Cluster, case: Case) -> dict[str, Any]:
+    """20 steps through the Trainer; this rank's losses, and on rank 0 the whole final weights."""
+    logging.getLogger("lightning").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    data = build_data(case, cluster.rank, cluster.world_size)
+    net = ImageClassifier(build_net(case.model), sgd(case), num_classes=CLASSES)
+    strategy, losses = build_strategy(case, cluster), Losses()
+    plugins: list[Any] = [StartedRanks(cluster)]
+    if case.model == "alexnet_bn" and cluster.world_size > 1:
+        plugins.append(layer_sync("cpu"))
+    given = {"precision": case.precision}
+    if isinstance(strategy, Sharded):
+        plugins.append(strategy.precision_for(given.pop("precision"), "cpu"))
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=cluster.devices, strategy=strategy, plugins=plugins, callbacks=[losses],
+        max_epochs=EPOCHS, accumulate_grad_batches=case.accumulate, limit_val_batches=0, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, **given,
+    )  # fmt: skip
+    trainer.fit(net, datamodule=data)
+    assert trainer.global_step == STEPS, trainer.global_step
+    state = trainer.strategy.lightning_module_state_dict()
+    weights = {name.removeprefix("net."): value for name, value in state.items()}
+    return {"losses": losses.values, "weights": as_arrays(weights)}
+
+
+def as_arrays(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    return {name: value.detach().cpu().numpy().copy() for name, value in state.items()}
