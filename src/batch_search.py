@@ -16,6 +16,7 @@ STEP_BACK = 0.88  # of a batch that ran out although the model said that it fits
 MARGIN = 0.01  # left below a predicted maximum, so that noise does not cost an out-of-memory
 LEVER = 0.25  # of the memory that the first probe left free is what the second one may take
 HELD = "held"  # the phase that stands for what is held between steps, whatever the batch
+FIXED = (HELD, "validation")  # phases that do not grow with the batch
 FAR = 4  # predictions of more than this many times the largest batch that was run are approached in two steps
 
 Shares = Sequence[Mapping[str, float]]  # per rank: phase → share of the limit
@@ -100,8 +101,9 @@ def _second_point(points: list[Probe], good: int, bad: int) -> int:
     """Another point for the line: far enough to extrapolate from, and safe where memory grows no faster than it."""
     if not points:
         return 1  # the first one ran out
-    batch, share = points[0].batch, points[0].largest_share
-    held = max((rank.get(HELD, 0.0) for rank in points[0].shares or ()), default=0.0)
+    batch, shares = points[0].batch, points[0].shares or ()
+    held = max((rank.get(HELD, 0.0) for rank in shares), default=0.0)
+    share = max((s for rank in shares for phase, s in rank.items() if not phase.startswith(FIXED)), default=held)
     growth = max(share - held, 1e-9) / batch
     wanted = min(batch + int(LEVER * max(1.0 - share, 0.0) / growth), 16 * batch)
     if batch > 1 and (wanted < 2 * batch or bad <= wanted):

@@ -1,0 +1,207 @@
+"""Runs the probes of a batch search in fresh child processes that end together; imports no torch.
+
+A session is one child for each rank of this node (one for this rank where something outside starts the ranks). The
+children probe batch after batch until one of them runs out of memory; then all end, and the next session goes on.
+Every node does the same by itself: what to probe follows from the probes so far.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batch_search import MAX_OUT_OF_MEMORY, Found, Probe, found, next_batch
+from cluster import Cluster
+from errors import EXIT_OK, EXIT_USER_ERROR, UserError
+from run_files import write_atomically
+from supervisor import free_port
+
+EXIT_OUT_OF_MEMORY = 77
+EXIT_PEER_ENDED = 78  # another rank is gone: it ran out, or its node failed and the next session will not begin
+POLL_S = 0.02
+DOOR = Path(__file__).resolve().parent / "find_batch_size.py"
+
+
+@dataclass(frozen=True)
+class SessionFiles:
+    """What parent and children tell each other through."""
+
+    folder: Path
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "config.yaml"
+
+    @property
+    def state(self) -> Path:
+        """{probes, bound, limit_gib, attempt}: written by the children's first local rank."""
+        return self.folder / "state.json"
+
+    @property
+    def error(self) -> Path:
+        """The sentence of a UserError in a child."""
+        return self.folder / "error.txt"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "ranks.log"
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The result of a search, as it goes into a record."""
+
+    found: Found
+    per_device: int
+    global_batch_size: int
+    seconds: float
+    limit_gib: float
+
+    def record(self) -> dict[str, Any]:
+        best = max((p.largest_share for p in self.found.probes if p.batch == self.per_device), default=0.0)
+        error = self.found.prediction_error
+        return {
+            "per_device": self.per_device,
+            "global": self.global_batch_size,
+            "probes": len(self.found.probes),
+            "out_of_memory": self.found.out_of_memory,
+            "seconds": round(self.seconds, 2),
+            "peak_memory_gib": round(best * self.limit_gib, 4),
+            "limit_gib": round(self.limit_gib, 4),
+            "prediction_error": None if error is None else round(error, 5),
+            "bounded_by": "data set" if self.found.at_bound else "memory",
+            "tried": [[probe.batch, round(probe.largest_share, 4) if probe.shares else None] for probe in self.found.probes],
+        }
+
+
+def find_largest(
+    config: dict[str, Any], cluster: Cluster, environment: dict[str, str], command: list[str] | None = None
+) -> Largest:
+    """The largest batch that a training with this config can take on this cluster.
+
+    Args:
+        config: composed, plain, `trainer` resolved for this machine; its `data.global_batch_size` is not used.
+        command: what a child is started with.
+    Raises:
+        UserError: not one image fits, or what the config asks for cannot be.
+        SystemExit: a signal asked to stop; no child lives any more.
+    """
+    began = time.perf_counter()
+    files = SessionFiles(Path(tempfile.mkdtemp(prefix="lockstep-batch-")))
+    command = command or [sys.executable, str(DOOR), "--probe"]
+    try:
+        with stopped_by_signals():
+            state = _search(config, cluster, environment, command, files)
+    finally:
+        shutil.rmtree(files.folder, ignore_errors=True)
+    result = found([from_json(probe) for probe in state["probes"]], state["bound"])
+    if result.batch == 0:
+        raise UserError(_nothing_fits(state, config))
+    parts = cluster.world_size * config["trainer"]["accumulate_grad_batches"]
+    seconds = time.perf_counter() - began
+    return Largest(result, result.batch, result.batch * parts, seconds, state["limit_gib"])
+
+
+def _search(
+    config: dict[str, Any], cluster: Cluster, environment: dict[str, str], command: list[str], files: SessionFiles
+) -> dict[str, Any]:
+    import yaml
+
+    write_atomically(files.config, lambda file: yaml.safe_dump(config, file, sort_keys=False))
+    write_state(files, {"probes": [], "bound": None, "limit_gib": None, "attempt": None})
+    for session in range(MAX_OUT_OF_MEMORY + 1):
+        codes = _run_session(cluster, environment, command, files, session)
+        state = read_state(files)
+        if all(code == EXIT_OK for code in codes):
+            return state
+        _check(codes, state, files)
+        state["probes"].append({"batch": state["attempt"], "shares": None})
+        write_state(files, state)
+        if next_batch([from_json(probe) for probe in state["probes"]], bound=state["bound"]) is None:
+            return state
+    return state
+
+
+def _run_session(
+    cluster: Cluster, environment: dict[str, str], command: list[str], files: SessionFiles, session: int
+) -> list[int]:
+    """Start the children, end all as soon as one has failed; their exit codes, the first failure first."""
+    port = free_port() if cluster.master_port is None else cluster.master_port + 1 + session
+    inherited = {name: value for name, value in environment.items() if not name.startswith("TORCHELASTIC_")}
+    local_ranks = range(cluster.devices) if cluster.is_supervisor else [cluster.local_rank or 0]
+    children: list[subprocess.Popen] = []
+    try:
+        with files.log.open("ab") as log:
+            for local_rank in local_ranks:
+                own = cluster.rank_environment(local_rank, port) | {"LOCKSTEP_CONFIG": str(files.config)}
+                own["LOCKSTEP_SUPERVISOR"] = str(os.getpid())
+                children.append(
+                    subprocess.Popen(
+                        command, env=inherited | own, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
+                    )
+                )
+        codes: list[int] = []
+        while len(codes) < len(children) and all(code == EXIT_OK for code in codes):
+            time.sleep(POLL_S)
+            codes = [child.returncode for child in children if child.poll() is not None]
+        return sorted(codes, key=lambda code: (code == EXIT_OK, code != EXIT_OUT_OF_MEMORY))
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+        for child in children:
+            child.wait()
+
+
+def _check(codes: list[int], state: dict[str, Any], files: SessionFiles) -> None:
+    """Return where the session ended by a rank that ran out of memory; raise what ended it otherwise."""
+    killed_by_kernel = -signal.SIGKILL in codes
+    if state["attempt"] is not None and (codes[0] in (EXIT_OUT_OF_MEMORY, EXIT_PEER_ENDED) or killed_by_kernel):
+        return
+    if codes[0] == EXIT_USER_ERROR and files.error.exists():
+        raise UserError(files.error.read_text())
+    tail = "\n".join(files.log.read_text(errors="replace").splitlines()[-30:])
+    raise RuntimeError(f"A probe of the batch search ended with exit code {codes[0]}:\n{tail}")
+
+
+def _nothing_fits(state: dict[str, Any], config: dict[str, Any]) -> str:
+    return (
+        f"Not even one image for each device fits into {state['limit_gib']:.3g} GiB with "
+        f"model={config['model'].get('name')} and data.eval_batch_size={config['data'].get('eval_batch_size')}: "
+        "take a smaller model or eval batch, trainer=fsdp over more devices, or more memory."
+    )
+
+
+class stopped_by_signals:
+    """A context in which SIGTERM, SIGINT and SIGHUP raise SystemExit, so that what it holds is ended and removed."""
+
+    def __enter__(self) -> None:
+        def stop(number: int, _frame: Any) -> None:
+            raise SystemExit(128 + number)
+
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        self.previous: dict[int, Callable[..., Any] | int | None] = {n: signal.signal(n, stop) for n in numbers}
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+
+def write_state(files: SessionFiles, state: dict[str, Any]) -> None:
+    write_atomically(files.state, lambda file: json.dump(state, file))
+
+
+def read_state(files: SessionFiles) -> dict[str, Any]:
+    return json.loads(files.state.read_text())
+
+
+def from_json(probe: dict[str, Any]) -> Probe:
+    return Probe(probe["batch"], probe["shares"])
