@@ -95,13 +95,17 @@ class BatchTransforms(nn.Module):
         start = self.crop_padding + round((self.resize - self.image_size) / 2)
         return np.array([start, start, 0], np.int64)
 
+    def whole_images(self, layout: Layout) -> bool:
+        """Whether an array of this layout lacks the border, so that whole images are taken and cut afterwards."""
+        return layout.padding != self.array_padding
+
     def window_in(self, layout: Layout) -> int:
-        """Side of the windows to cut from an array of this layout: whole images where it lacks the border."""
-        return self.window if layout.padding == self.array_padding else layout.size
+        """Side of the windows to cut from an array of this layout."""
+        return layout.size if self.whole_images(layout) else self.window
 
     def cut(self, array: ImageArray, index: Tensor, draws: Tensor) -> Tensor:
         """The part that happens in uint8, on the device where the array lies: (n, window, window, channels)."""
-        if array.window != self.window:
+        if self.whole_images(array.layout):
             return self.cut_batch(array.windows(index, torch.zeros_like(draws)), draws)
         if self.resizes:
             draws = torch.stack([torch.zeros_like(draws[0]), torch.zeros_like(draws[1]), draws[2]])

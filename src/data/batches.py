@@ -120,7 +120,7 @@ class TrainBatches:
             self.steps_per_epoch,
             self._global_batch_size,
         )
-        if not same_steps and 0 < done and not finished:
+        if not same_steps and done > 0 and not finished:
             raise UserError(
                 f"The checkpoint stands at step {done} of {state['steps_per_epoch']} within an epoch at "
                 f"data.global_batch_size={state['global_batch_size']}: go on with the same batch and data "
@@ -192,17 +192,17 @@ class EvalBatches:
 
 
 def fit_progress_to_accumulation(checkpoint: dict[str, Any], accumulate_grad_batches: int) -> None:
-    """Rewrite Lightning's count of micro-batches within the epoch for another accumulation than it was saved with.
+    """Rewrite Lightning's count of micro-batches within the epoch for this run's accumulation.
 
-    Lightning counts an epoch's progress in micro-batches; our loader's state says how many made a step. Call it on
-    the loaded checkpoint before the Trainer restores its loops (e.g. in `on_load_checkpoint`). Without a mid-epoch
-    state, or at equal accumulation, nothing changes.
+    Lightning counts an epoch's progress in micro-batches, our loader's state in global batches. Call it on the loaded
+    checkpoint before the Trainer restores its loops (e.g. in `on_load_checkpoint`). Where the checkpoint was saved in
+    the middle of a global batch, that batch is done again as a whole. Without a loader's state nothing changes.
     """
     fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
     states = fit_loop.get("state_dict", {}).get("combined_loader", [])
-    if not states or states[0].get("accumulate_grad_batches", accumulate_grad_batches) == accumulate_grad_batches:
+    if not states or "global_batches" not in states[0]:
         return
-    saved = states[0]["accumulate_grad_batches"]
     current = fit_loop["epoch_loop.batch_progress"]["current"]
-    for name, count in current.items():
-        current[name] = count // saved * accumulate_grad_batches + count % saved
+    too_many = current["ready"] - states[0]["global_batches"] * accumulate_grad_batches
+    for name in current:
+        current[name] -= too_many
