@@ -7,11 +7,12 @@ from typing import Any
 
 from pages import formats as f
 from pages.entry import Entry
-from pages.facts import RunFacts, as_text, items, mapping
+from pages.facts import RunFacts
 from pages.index_page import GENERATED, status_cell
 from pages.markdown import blocks, code, code_block, plain, slug, table
 from pages.run_details import value_text
 from pages.source import NOT_COMPARED, write_if_changed
+from pages.tolerant import as_text, items, mapping
 
 Reader = Callable[[RunFacts], float | None]
 MAX_KEYS = 80

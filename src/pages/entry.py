@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from pages.facts import RunFacts, as_text
+from pages.facts import RunFacts
 from pages.figures import has_curves
 from pages.markdown import plain, slug
 from pages.notes import Note
+from pages.tolerant import as_text
 
 RESERVED_PAGES = ("readme", "older-runs", "notes", "runs", "figures")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-from pages.curves import number
+from pages.tolerant import as_text, finite, first, is_pair, items, mapping, numbers, numeric_pair
 from run_files import SCHEMA_VERSION, seconds_between, status_of
 
 
@@ -24,6 +24,7 @@ class RunFacts:
         self.record = mapping(source.get("record"))
         self.run_id: str = source["run_id"]
         self.status = status_of(self.record, now)
+        self._curves: dict[str, tuple[list[float], list[float]]] = {}
 
     # --- tolerant readers ---
     def number(self, *path: str) -> float | None:
@@ -176,7 +177,9 @@ class RunFacts:
     # --- curves ---
     def curve(self, name: str) -> tuple[list[float], list[float]]:
         """(steps, values) without gaps; two empty lists where there is none."""
-        return numeric_pair(mapping(self.source.get("curves")).get(name))
+        if name not in self._curves:
+            self._curves[name] = numeric_pair(mapping(self.source.get("curves")).get(name))
+        return self._curves[name]
 
     def hardware_series(self) -> Iterator[tuple[str, str, tuple[list[float], list[float]]]]:
         """(node rank, series, (seconds, values))."""
@@ -194,48 +197,3 @@ class RunFacts:
             return None
         names = [as_text(name) for name in items(held.get("names")) or items(self.at("class_names"))]
         return (names if len(names) == len(counts) else [str(i) for i in range(len(counts))]), counts
-
-
-def mapping(value: Any) -> dict:
-    return value if isinstance(value, dict) else {}
-
-
-def finite(value: Any) -> float | None:
-    """A number that is one, not a text, a truth value or infinity."""
-    return number(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def numbers(value: Any) -> dict[str, float | None]:
-    return {key: finite(item) for key, item in mapping(value).items()}
-
-
-def items(value: Any) -> list:
-    """A list as it is, nothing for None, and anything else as the only item."""
-    if isinstance(value, list):
-        return value
-    return [] if value is None or value == "" else [value]
-
-
-def is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2
-
-
-def as_text(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, dict):
-        return as_text(next(filter(None, (value.get(key) for key in ("name", "host", "message"))), None))
-    if isinstance(value, list):
-        return ", ".join(filter(None, map(as_text, value)))
-    return str(value)
-
-
-def first(*values: float | None) -> float | None:
-    return next((value for value in values if value is not None), None)
-
-
-def numeric_pair(pair: Any) -> tuple[list[float], list[float]]:
-    if not is_pair(pair) or not all(isinstance(side, list) for side in pair):
-        return [], []
-    both = [(x, y) for x, y in zip(pair[0], pair[1], strict=False) if finite(x) is not None and finite(y) is not None]
-    return [x for x, _ in both], [y for _, y in both]

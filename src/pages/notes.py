@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from pages.facts import as_text, items
 from pages.redact import redact, redact_text
+from pages.tolerant import as_text, items
 from run_files import write_atomically
 
 

@@ -43,7 +43,7 @@ def write_pages(logbook: Path, changed_runs: set[str] | None, now: str | None = 
     pages = dict(all_pages(logbook, entries, changed_runs))
     if not (logbook / ".gitattributes").exists():
         pages[".gitattributes"] = GIT_ATTRIBUTES
-    changed = [logbook / name for name, text in pages.items() if write_if_changed(logbook / name, text)]
+    changed = [logbook / name for name, text in pages.items() if write_if_changed(logbook / name, text, kept=False)]
     return changed + (remove_stale(logbook, set(pages)) if changed_runs is None else [])
 
 

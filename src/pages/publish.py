@@ -11,11 +11,11 @@ from urllib.parse import quote
 from errors import UserError
 from pages.comparison_page import labels_for
 from pages.entry import Entry
-from pages.facts import as_text, items, mapping
 from pages.markdown import code, plain, slug
 from pages.redact import redact_text
 from pages.report import report_html
 from pages.source import write_if_changed
+from pages.tolerant import as_text, items, mapping
 from run_files import write_atomically
 
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from pages import formats as f
 from pages.entry import Entry
-from pages.facts import as_text, finite, items, mapping
 from pages.index_page import checkpoint_place
 from pages.markdown import blocks, code, code_block, details, plain, table
 from pages.source import differences
+from pages.tolerant import as_text, finite, items, mapping
 
 MAX_ROWS = 60
 FOLDED_FROM = 10

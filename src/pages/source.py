@@ -5,6 +5,7 @@ Secrets are taken out here, so none is ever written under logbook/.
 """
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -152,15 +153,25 @@ def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def write_if_changed(path: Path, text: str) -> bool:
-    """Leaves an equal file alone, its time stamp too."""
+def write_if_changed(path: Path, text: str, *, kept: bool = True) -> bool:
+    """Leaves an equal file alone, its time stamp too.
+
+    Args:
+        kept: written to last through a power cut; a page can be generated again and need not wait for the disk.
+    """
     data = text.encode()
     try:
         if path.read_bytes() == data:
             return False
     except OSError:
         pass
-    write_atomically(path, lambda file: file.write(data), binary=True)
+    if kept:
+        write_atomically(path, lambda file: file.write(data), binary=True)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.part")
+        part.write_bytes(data)
+        os.replace(part, path)
     return True
 
 

@@ -54,7 +54,7 @@ def example_config(**changes: Any) -> dict[str, Any]:
     config = {
         "model": {"name": "vit_tiny_32"}, "data": {"name": "cifar10", "global_batch_size": 256},
         "trainer": {"devices": 2, "accumulate_grad_batches": 2, "max_epochs": 12}, "optimizer": {"lr": 0.0005},
-        "seed": 42, "paths": {"output_dir": "logs/somewhere"},
+        "choices": {"trainer": "ddp"}, "seed": 42, "paths": {"output_dir": "logs/somewhere"},
     }  # fmt: skip
     for key, value in changes.items():
         group, _, name = key.partition("__")
