@@ -1,19 +1,20 @@
 """Config → Run(trainer, module, data): the only place where the rooms meet, and the only caller of instantiate."""
 
+import functools
 import importlib
 import inspect
+import logging
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import hydra.utils
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
-from callbacks.checkpoint_io import CheckpointFiles
+from callbacks.checkpoint_io import CheckpointFiles, read_checkpoint
 from callbacks.checkpoints import Checkpoints
 from callbacks.interruption import silence_lightning
 from callbacks.run_recorder import RunRecorder
@@ -33,6 +34,15 @@ LIBRARIES = (
     "torch.optim", "torch.nn", "lightning.pytorch.callbacks", "lightning.pytorch.loggers",
     "lightning.pytorch.profilers", "lightning.pytorch.strategies",
 )  # fmt: skip
+
+EXPECTED_WARNINGS = (
+    ".*recommended to use `self.log.*sync_dist=True.*",  # the module reduces its counts before it logs them
+    ".*smaller than the logging interval.*",  # every epoch's last step is a log point too
+    ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6 on torch 2.14
+    ".*`broadcast_buffers` is deprecated.*",  # Lightning 2.6 on torch 2.14
+    ".*Grad strides do not match bucket view strides.*",  # (n, 1, h, w) weights: both layouts mean the same there
+    ".*Found .* module\\(s\\) in eval mode at the start of training.*",
+)
 
 
 @dataclass
@@ -127,29 +137,36 @@ def _inside(dotted: str) -> bool:
     return any(dotted.startswith(f"{home}.") for home in ROOMS + LIBRARIES)
 
 
-def build(node: dict[str, Any], known: dict[str, Any] | None = None, **extra: Any) -> Any:
-    """Instantiate one config node.
+def build(node: Any, known: dict[str, Any] | None = None) -> Any:
+    """What a config node describes: `_target_` called with the other keys, or a partial of it with `_partial_`.
+
+    This is hydra.utils.instantiate cut down to plain values: nothing but `_target_` chooses code, and what the run
+    knows is handed over as it is, never searched for more nodes.
 
     Args:
         known: what the run knows (folder, run_id, …): passed where the constructor has a parameter of that name.
-        extra: always passed.
+    Raises:
+        UserError: an option that the target does not have.
     """
-    node = {key: value for key, value in node.items() if key != "name" or "name" in _parameters(node)}
-    wanted = _parameters(node)
-    given = {key: value for key, value in (known or {}).items() if key in wanted and key not in node}
-    try:
-        return hydra.utils.instantiate({"_convert_": "all", **node}, **given, **extra)
-    except hydra.errors.InstantiationException as error:
-        cause = error.__cause__
-        if isinstance(cause, UserError):
-            raise cause from None
-        if isinstance(cause, TypeError) and "argument" in str(cause):
-            raise UserError(f"{node['_target_']}: {cause}.") from None
-        raise
-
-
-def _parameters(node: dict[str, Any]) -> set[str]:
-    return set(inspect.signature(resolve_target(node["_target_"], "_target_")).parameters)
+    if isinstance(node, list):
+        return [build(value) for value in node]
+    if not isinstance(node, dict):
+        return node
+    if "_target_" not in node:
+        return {key: build(value) for key, value in node.items()}
+    target = resolve_target(node["_target_"], "_target_")
+    parameters = inspect.signature(target).parameters
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    stated = {key: build(value) for key, value in node.items() if key not in ("_target_", "_partial_")}
+    if "name" not in parameters and not any_name:
+        stated.pop("name", None)  # the display name of a model
+    given = {key: value for key, value in (known or {}).items() if key in parameters and key not in stated}
+    unknown = stated.keys() - parameters.keys()
+    if unknown and not any_name:
+        raise UserError(f"{node['_target_']} has no option {sorted(unknown)[0]!r}; it has {', '.join(parameters)}.")
+    if node.get("_partial_"):
+        return functools.partial(target, **stated)
+    return target(**stated, **given)
 
 
 def build_data(config: dict[str, Any], cluster: Cluster, device: torch.device) -> Any:
@@ -171,7 +188,7 @@ def build_module(config: dict[str, Any], facts: dict[str, Any], *, trainable: bo
     """
     torch.manual_seed(config["seed"])
     shape = {name: facts[name] for name in ("num_classes", "image_size", "channels")}
-    net = build(config["model"], **shape)
+    net = build(config["model"], shape)
     if config["trainer"].get("channels_last"):
         net = net.to(memory_format=torch.channels_last)
     schedule = config.get("scheduler") or {}
@@ -182,6 +199,28 @@ def build_module(config: dict[str, Any], facts: dict[str, Any], *, trainable: bo
         num_classes=facts["num_classes"],
         **config["classifier"],
     )
+
+
+def load_weights(module: ImageClassifier, path: str, model_name: str) -> None:
+    """Put a checkpoint's weights into the module, before a strategy takes it.
+
+    Raises:
+        UserError: the checkpoint is of another model; names the first parameter that differs.
+    """
+    found = read_checkpoint(path)["state_dict"]
+    check_fits(module, found, path, model_name)
+    module.load_state_dict(found)
+
+
+def check_fits(module: ImageClassifier, found: dict[str, torch.Tensor], path: str, model_name: str) -> None:
+    """Compare keys and shapes before anything is loaded."""
+    wanted = module.state_dict()
+    for name in sorted(wanted.keys() | found.keys()):
+        here, there = (tuple(state[name].shape) if name in state else "missing" for state in (wanted, found))
+        if here != there:
+            raise UserError(
+                f"The checkpoint {path} is of another model than model={model_name}: {name} is {there} there, {here} here."
+            )
 
 
 def data_facts(data: Any) -> dict[str, Any]:
@@ -298,7 +337,6 @@ def _prepare_process(config: dict[str, Any], cluster: Cluster) -> None:
     torch.manual_seed(config["seed"])
     if config["trainer"]["accelerator"] == "gpu":
         torch.set_float32_matmul_precision("high")
-    # Counts are reduced by the module itself, before they are logged.
-    warnings.filterwarnings("ignore", ".*recommended to use `self.log.*sync_dist=True.*")
-    warnings.filterwarnings("ignore", ".*does not have many workers.*")
-    warnings.filterwarnings("ignore", ".*smaller than the logging interval.*")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for message in EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message)

@@ -192,10 +192,14 @@ def _from_srun(environ, devices, num_nodes, several_processes) -> Cluster:
     tasks = _integer(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS")
     given_nodes = int(environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES", 1))
     if tasks % given_nodes:
-        raise UserError(f"SLURM runs {tasks} tasks on {given_nodes} nodes: give every node as many (--ntasks-per-node).")
+        raise UserError(
+            f"SLURM runs {tasks} tasks on {given_nodes} nodes: give every node as many (--ntasks-per-node)."
+        )
     given_devices = tasks // given_nodes
     if not several_processes:
-        raise UserError(f"SLURM started {tasks} tasks, but this trainer runs in one process: choose trainer=ddp or fsdp.")
+        raise UserError(
+            f"SLURM started {tasks} tasks, but this trainer runs in one process: choose trainer=ddp or fsdp."
+        )
     if devices is not None and devices * (num_nodes or given_nodes) != tasks:
         raise UserError(
             f"SLURM started {tasks} tasks, but trainer.devices={devices} × trainer.num_nodes={num_nodes or given_nodes} "
@@ -203,7 +207,9 @@ def _from_srun(environ, devices, num_nodes, several_processes) -> Cluster:
         )
     _agree("num_nodes", num_nodes, given_nodes, "SLURM")
     node_rank, local_rank = _integer(environ, "SLURM_NODEID"), _integer(environ, "SLURM_LOCALID")
-    address = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", environ["SLURM_JOB_NODELIST"]))
+    address = environ.get("MASTER_ADDR") or first_host(
+        environ.get("SLURM_STEP_NODELIST", environ["SLURM_JOB_NODELIST"])
+    )
     port = int(environ.get("MASTER_PORT") or 20000 + int(environ["SLURM_JOB_ID"]) % 20000)
     return Cluster("slurm", given_nodes, given_devices, node_rank, local_rank, address, port)
 
@@ -237,7 +243,9 @@ def _from_nodes(environ, devices, num_nodes, machine) -> Cluster:
         )
     node_rank = _integer(environ, "NODE_RANK")
     if not 0 <= node_rank < num_nodes:
-        raise UserError(f"NODE_RANK={node_rank}, but trainer.num_nodes={num_nodes}: it counts from 0 to {num_nodes - 1}.")
+        raise UserError(
+            f"NODE_RANK={node_rank}, but trainer.num_nodes={num_nodes}: it counts from 0 to {num_nodes - 1}."
+        )
     port = _integer(environ, "MASTER_PORT")
     cluster = Cluster("nodes", num_nodes, devices, node_rank, None, environ["MASTER_ADDR"], port)
     return replace(cluster, local_rank=0) if cluster.world_size == 1 else cluster

@@ -19,14 +19,13 @@ FROM_COMMAND_LINE = ("paths", "tags", "ckpt_path", "run_id", "test", "resume", "
 
 def evaluate(config: dict[str, Any], cluster: Any, folder: Any) -> int:
     """One rank's evaluation."""
-    from assemble import build_run
-    from callbacks.checkpoint_io import read_checkpoint
+    from assemble import build_run, load_weights
     from callbacks.confusion import write_confusion
     from run_files import utc_now
 
     run = build_run(config, cluster, folder, None, trainable=False)
-    check_fits(run.module, read_checkpoint(config["ckpt_path"]), config)
-    run.trainer.test(run.module, datamodule=run.data, ckpt_path=config["ckpt_path"], weights_only=True, verbose=False)
+    load_weights(run.module, config["ckpt_path"], config["model"]["name"])
+    run.trainer.test(run.module, datamodule=run.data, verbose=False)
     if cluster.is_rank_zero:
         per_class = write_confusion(run.module.test_confusion, run.facts["class_names"], folder)
         run.recorder.write(
@@ -40,23 +39,6 @@ def evaluate(config: dict[str, Any], cluster: Any, folder: Any) -> int:
         metrics = {name: float(value) for name, value in run.trainer.callback_metrics.items()}
         print(" · ".join(f"{name} {value:.10g}" for name, value in metrics.items()), flush=True)
     return 0
-
-
-def check_fits(module: Any, checkpoint: dict[str, Any], config: dict[str, Any]) -> None:
-    """Compare keys and shapes before anything is loaded.
-
-    Raises:
-        UserError: the checkpoint is of another model.
-    """
-    wanted = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    found = {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()}
-    if wanted == found:
-        return
-    wrong = next((name for name in sorted(wanted.keys() | found.keys()) if wanted.get(name) != found.get(name)), None)
-    raise UserError(
-        f"The checkpoint {config['ckpt_path']} is of another model than model={config['model']['name']}: "
-        f"{wrong} is {found.get(wrong, 'missing')} there and {wanted.get(wrong, 'missing')} here."
-    )
 
 
 def config_of(cfg: Any) -> dict[str, Any]:

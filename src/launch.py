@@ -42,10 +42,15 @@ def launch(cfg: Any, work: Work) -> int:
         The exit code.
     """
     config = plain(cfg)
-    environment = world.environment()
-    cluster = resolve_cluster(config, environment)
     choices = {key: value for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")}
     config["choices"], config["overrides"] = choices, list(cfg.hydra.overrides.task)
+    return launch_config(config, work)
+
+
+def launch_config(config: dict[str, Any], work: Work) -> int:
+    """The same from a plain config that also holds `choices` (option by group) and `overrides`."""
+    environment = world.environment()
+    cluster = resolve_cluster(config, environment)
     describe_batch(config, cluster)
     folder, fresh = run_folder(config, cluster, environment)
     if cluster.is_rank_zero or cluster.local_rank in (0, None):
@@ -170,7 +175,9 @@ def _runs(config: dict[str, Any], logs: Path) -> Path:
 
 def _restarted_from_outside(environment: dict[str, str]) -> bool:
     """torchrun started its workers again, or SLURM requeued the job: the same run goes on by itself."""
-    return int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or int(environment.get("SLURM_RESTART_COUNT", 0)) > 0
+    return (
+        int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or int(environment.get("SLURM_RESTART_COUNT", 0)) > 0
+    )
 
 
 def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bool) -> None:

@@ -1,6 +1,6 @@
 """Train a classifier, test its best checkpoint, write its record.
 
-    python src/train.py [group=option …] [key=value …]      --help lists them all
+python src/train.py [group=option …] [key=value …]      --help lists them all
 """
 
 import sys
@@ -14,9 +14,12 @@ from launch import launch, resume_in_rank
 
 def train(config: dict[str, Any], cluster: Any, folder: Any) -> int:
     """One rank's whole run: fit, test the best checkpoint, finish the record."""
-    from assemble import build_run
+    from assemble import build_run, check_fits
+    from callbacks.checkpoint_io import read_checkpoint
 
     run = build_run(config, cluster, folder, config.get("resume_step"))
+    if path := config.get("ckpt_path"):
+        check_fits(run.module, read_checkpoint(path)["state_dict"], path, config["model"]["name"])
     if cluster.is_rank_zero:
         run.recorder.write(**_known_at_start(run))
     run.trainer.fit(run.module, datamodule=run.data, ckpt_path=config.get("ckpt_path"), weights_only=True)

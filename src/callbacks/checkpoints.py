@@ -62,7 +62,12 @@ class Checkpoints(Callback):
         self.best_value, self.best = state["best_value"], state["best"]
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint["lockstep"] = {**self.contents, "point": self._point(trainer), "random": self._random_states}
+        checkpoint["lockstep"] = {
+            **self.contents,
+            "point": self._point(trainer),
+            "loader": trainer.train_dataloader.state_dict(),
+            "random": self._random_states,
+        }
 
     def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         own = checkpoint.get("lockstep")
@@ -83,6 +88,8 @@ class Checkpoints(Callback):
         self.saved_at = time.monotonic()
         if self.loaded is not None:
             self.saved_step = trainer.global_step
+            # Lightning forgets the loader's state where something asked for the number of steps before fit began.
+            trainer.train_dataloader.load_state_dict(self.loaded["loader"])
             states = self.loaded["random"]
             if len(states) == trainer.world_size:
                 set_random_state(states[trainer.global_rank])
@@ -204,7 +211,9 @@ def refuse_non_finite(trainer: pl.Trainer) -> None:
     local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
     finite = all(bool(torch.isfinite(total)) for total in _sums(local))
     if not trainer.strategy.reduce_boolean_decision(finite, all=True):
-        raise Diverged(f"weights became nan or inf by step {trainer.global_step}: nothing was saved; lower optimizer.lr")
+        raise Diverged(
+            f"weights became nan or inf by step {trainer.global_step}: nothing was saved; lower optimizer.lr"
+        )
 
 
 def _sums(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

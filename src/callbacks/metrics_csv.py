@@ -48,20 +48,26 @@ class MetricsCsv(Logger):
                 reader = csv.DictReader(file)
                 self.columns = list(reader.fieldnames or KEYS)
                 rows = [row for row in reader if (row["step"] or "").isdigit() and int(row["step"]) <= resume_step]
+        if rows and int(rows[-1]["step"]) == resume_step:
+            last = rows.pop()  # its validation may be still to come
+            self.row = {**{name: value for name, value in last.items() if value}, "step": resume_step}
         self._write_all(rows)
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Values of one step share a row, however many calls bring them."""
         if self.row and self.row["step"] != step:
-            self.save()
+            self.end_row()
         if not self.row:
             self.row = {"step": step}
         self.row.update(metrics)
 
     @rank_zero_only
-    def save(self) -> None:
-        """Append the current row; a new column rewrites the file, once."""
+    def end_row(self) -> None:
+        """Append the current row; a new column rewrites the file, once.
+
+        Not `save`: Lightning calls that at its own times, when values of the same step may be still to come.
+        """
         if not self.row:
             return
         new = [name for name in self.row if name not in self.columns]
@@ -83,4 +89,4 @@ class MetricsCsv(Logger):
         write_atomically(self.path, write)
 
     def finalize(self, status: str) -> None:
-        self.save()
+        self.end_row()

@@ -92,10 +92,19 @@ class RunRecorder(Callback):
 
     def on_checkpoint_complete(self, path: Path, facts: dict[str, Any], kind: str) -> None:
         """A best that is not yet in the record would be lost with the process."""
+        fields: dict[str, Any] = {"steps": facts["step"]}
         if kind == "best":
-            fields = {"path": f"checkpoints/{path.name}", "bytes": facts["bytes"], "sha256": facts["sha256"],
-                      "epoch": facts["epoch"], "step": facts["step"], "metric": facts["metric"]}  # fmt: skip
-            self.write(None, best_checkpoint=fields)
+            named = {key: facts[key] for key in ("bytes", "sha256", "epoch", "step", "metric")}
+            fields["best_checkpoint"] = {"path": f"{path.parent.name}/{path.name}", **named}
+        self.write(None, **fields)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """How far it came; who started the run writes how it ended."""
+        if trainer.is_global_zero:
+            self.write(None, steps=trainer.global_step if trainer.state.fn == "fit" else self._steps_so_far())
+
+    def _steps_so_far(self) -> int:
+        return int(read_record(self.path).get("steps") or 0)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:

@@ -54,7 +54,9 @@ class TrainingLog(Callback):
         }
         self._mark(trainer)
         if not math.isfinite(loss):
-            raise Diverged(f"train/loss became {loss} by step {step}: lower optimizer.lr or set trainer.gradient_clip_val")
+            raise Diverged(
+                f"train/loss became {loss} by step {step}: lower optimizer.lr or set trainer.gradient_clip_val"
+            )
         self._write(trainer, self.latest, step)
 
     @staticmethod
@@ -75,7 +77,7 @@ class TrainingLog(Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for logger in trainer.loggers:
-            logger.save()
+            getattr(logger, "end_row", logger.save)()
 
     @staticmethod
     def _evaluated(trainer: pl.Trainer, prefix: str) -> dict[str, float]:

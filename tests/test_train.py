@@ -1,0 +1,111 @@
+"""train.py from the command line: what it writes, how it resumes, what it refuses."""
+
+import csv
+import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from faults import signal_at_step
+from callbacks.checkpoint_io import read_checkpoint
+from checkpoint_files import complete, fault_of
+from runs import run_door, start_door
+
+SMALL = ["experiment=quickstart", "trainer.max_epochs=3", "trainer.log_every_n_steps=4"]
+
+
+def weights(folder, kind="last"):
+    path, _ = next(complete(folder.checkpoints, kind))
+    return read_checkpoint(path)["state_dict"]
+
+
+def assert_equal(a, b):
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def rows(folder):
+    with folder.metrics.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    done = run_door("train", *SMALL, logs=tmp_path_factory.mktemp("uninterrupted"))
+    assert done.code == 0, done.output
+    return done
+
+
+def test_a_run_leaves_its_whole_folder(uninterrupted):
+    folder, record = uninterrupted.folder, uninterrupted.record
+    assert record["status"] == "finished" and record["exit_code"] == 0 and record["error"] is None
+    assert record["model"] == "small_cnn" and record["data"] == "digits" and record["trainer"] == "default"
+    assert record["global_batch_size"] == 64 == record["per_device_batch_size"]
+    assert record["num_train"] + record["num_val"] == 1437 and record["num_test"] == 360
+    assert record["epochs"] == 3 and record["steps"] == 3 * (record["num_train"] // 64)
+    assert record["left_out_per_epoch"] == record["num_train"] % 64
+    assert record["metrics"]["test/images"] == 360
+    assert record["metrics"]["test/acc"] == record["metrics"]["test/correct"] / 360 > 0.85
+    best = record["best_checkpoint"]
+    assert fault_of(folder.path / best["path"]) is None
+    assert best["bytes"] == (folder.path / best["path"]).stat().st_size
+    assert {"code", "versions", "hosts", "command", "overrides", "seed", "fit_seconds"} <= record.keys()
+    assert folder.confusion_matrix_image.stat().st_size > 1000
+    counts = [list(map(int, line.split(",")[1:])) for line in folder.confusion_matrix.read_text().splitlines()[1:]]
+    assert sum(map(sum, counts)) == 360
+    assert sum(counts[i][i] for i in range(10)) == record["metrics"]["test/correct"]
+    assert list(folder.tensorboard.glob("events*"))
+    assert not list(folder.path.rglob("*.part"))
+
+
+def test_metrics_rows_have_unique_rising_steps(uninterrupted):
+    steps = [int(row["step"]) for row in rows(uninterrupted.folder)]
+    assert steps == sorted(set(steps)) and steps[-1] == uninterrupted.record["steps"]
+    assert [row["val/acc"] for row in rows(uninterrupted.folder) if row["val/acc"]][-1]
+
+
+def test_headline_and_last_line(uninterrupted):
+    lines = uninterrupted.output.strip().splitlines()
+    assert lines[0].endswith("small_cnn · digits · default · global batch 64 = 64 × 1 × 1")
+    assert lines[-1].startswith("finished") and uninterrupted.folder.run_id in lines[-1]
+
+
+def test_eval_counts_the_same_and_its_loss_is_bit_equal(uninterrupted):
+    best = uninterrupted.folder.path / uninterrupted.record["best_checkpoint"]["path"]
+    done = run_door("eval", f"ckpt_path={best}", logs=uninterrupted.logs.parent / "evaluated")
+    assert done.code == 0, done.output
+    wanted = {name: value for name, value in uninterrupted.record["metrics"].items() if name.startswith("test/")}
+    assert {name: done.record["metrics"][name] for name in wanted} == wanted
+
+
+def test_a_checkpoint_is_plain_and_carries_its_config(uninterrupted):
+    path, facts = next(complete(uninterrupted.folder.checkpoints, "best"))
+    checkpoint = torch.load(path, weights_only=True)
+    own = checkpoint["lockstep"]
+    assert own["config"]["model"]["_target_"] == "models.small_cnn.SmallCNN"
+    assert own["data"]["class_names"] == [str(i) for i in range(10)]
+    assert own["data"]["image_size"] == 8 and own["data"]["channels"] == 1 and len(own["data"]["mean"]) == 1
+    assert facts["world_size"] == 1 and facts["epoch"] in (0, 1, 2)
+
+
+@pytest.mark.parametrize("stop_after", [3, 20, 21, 30])
+def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(uninterrupted, tmp_path, stop_after):
+    """Mid-epoch, at an epoch's last step (20 of 20), just after it, and later; dropout and shuffling on."""
+    done = run_door("train", *SMALL, "run_id=r", logs=tmp_path, before=partial(signal_at_step, stop_after))
+    assert done.code == 75, done.output
+    assert done.record["status"] == "interrupted" and done.record["steps"] == stop_after
+    done = run_door("train", *SMALL, "resume=r", logs=tmp_path)
+    assert done.code == 0, done.output
+    assert_equal(weights(done.folder), weights(uninterrupted.folder))
+    assert_equal(weights(done.folder, "best"), weights(uninterrupted.folder, "best"))
+    kept = [{k: v for k, v in row.items() if k not in ("time_s", "images_per_s")} for row in rows(done.folder)]
+    wanted = [{k: v for k, v in row.items() if k not in ("time_s", "images_per_s")} for row in rows(uninterrupted.folder)]
+    assert [r["step"] for r in kept] == sorted({r["step"] for r in kept}, key=int)
+    validated = [(r["step"], r["val/acc"], r["val/loss"]) for r in kept if r["val/acc"]]
+    assert validated == [(r["step"], r["val/acc"], r["val/loss"]) for r in wanted if r["val/acc"]]
+    assert done.record["restarts"][0]["resumed_step"] == stop_after
+    assert done.record["restarts"][0]["lost_steps"] == 0
+    assert done.record["metrics"]["test/correct"] == uninterrupted.record["metrics"]["test/correct"]
