@@ -80,12 +80,14 @@ def chosen_runs(options: argparse.Namespace) -> list[Any]:
         UserError: no such run, or more than one.
     """
     from pages.build import build as build_pages
+    from pages.build import run_folders_under
     from pages.page_set import load_entries
 
     known = {entry.run_id for entry in load_entries(options.logbook)}
-    folders = {path.parent.name: path.parent for path in options.logs.glob("train/**/run.json")}
-    if wanted := [folders[run] for run in options.runs if run in folders and run not in known]:
-        build_pages(options.logbook, wanted)
+    folders = {path.name: path for path in run_folders_under(options.logs)}
+    asked = {name for name in folders for word in options.runs if word in name}
+    if missing := sorted(asked - known):
+        build_pages(options.logbook, [folders[name] for name in missing])
     entries = load_entries(options.logbook)
     return [one_run(entries, word) for word in options.runs]
 

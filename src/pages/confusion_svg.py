@@ -49,7 +49,7 @@ def _row(line: Sequence[int], row: int, left: int, y: int, cell: int, numbered: 
                 f'<text class="m" x="{x + cell / 2 - 0.5:g}" y="{y + cell / 2 + 4:g}" style="fill:{ink}{size}">'
                 f"{count}</text>"
             )
-    if numbered and sum(line):
+    if numbered and any(line):
         x = left + len(line) * cell + 8
         parts.append(f'<text x="{x}" y="{y + cell / 2 + 4:g}">{line[row] / total * 100:.1f} %</text>')
     return "".join(parts)

@@ -69,7 +69,7 @@ def training_curves(path: Path) -> dict[str, list[list]]:
     for name, values in columns.items():
         points = [(s, v) for s, v in zip(steps, values, strict=True) if s is not None and v is not None]
         if points:
-            x, y = thin(*map(list, zip(*points, strict=True)))
+            x, y = thin([s for s, _ in points], [v for _, v in points])
             curves[name] = [[shortened(v, 9) for v in x], [shortened(v) for v in y]]
     return curves
 
@@ -99,7 +99,7 @@ def _one_node(columns: dict[str, Column], limit: int) -> dict:
     for name, values in columns.items():
         points = [(t, v) for t, v in zip(times, values, strict=False) if t is not None and v is not None]
         if points:
-            x, y = average_in_slices(*map(list, zip(*points, strict=True)), limit)
+            x, y = average_in_slices([t for t, _ in points], [v for _, v in points], limit)
             series[name] = [[shortened(v) for v in x], [shortened(v, 4) for v in y]]
             stats[name] = percentiles([v for _, v in points])
     return {"series": series, "stats": stats}

@@ -176,7 +176,8 @@ function showAll() { state.zoom = null; draw(); }
 let touched = null;
 function touch(plot) {
   const pass = (type, event) => plot.over.dispatchEvent(new MouseEvent(type, {
-    bubbles: true, clientX: event.clientX, clientY: event.clientY, button: 0, detail: 1, view: window}));
+    bubbles: true, clientX: event.clientX, clientY: event.clientY, movementX: 1, button: 0, // uPlot drops moves of no length
+    detail: 1, view: window}));
   const on = (type, act) => plot.over.addEventListener(type, event => { if (event.pointerType === "touch") act(event); });
   on("pointerdown", event => { touched = plot.root.parentNode; pass("mouseenter", event); pass("mousemove", event); pass("mousedown", event); });
   on("pointermove", event => pass("mousemove", event));

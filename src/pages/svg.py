@@ -188,9 +188,9 @@ class Axis:
         if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
             pad = 0.5 if fitted or self.log or abs(low) < 1e-100 else abs(low) * 0.1
             low, high = low - pad, high + pad
-        self.step = round_step((high - low) / (5 if fitted else 4))
-        if self.log:
-            self.step = max(1.0, self.step)
+        self.step = (
+            max(1.0, round_step((high - low) / 6)) if self.log else round_step((high - low) / (5 if fitted else 4))
+        )
         if not fitted:
             low, high = math.floor(low / self.step) * self.step, math.ceil(high / self.step - 1e-9) * self.step
         self.low, self.high, self.start, self.stop = low, high, start, stop

@@ -1,0 +1,174 @@
+"""The logbook's door: build, compare, publish, note; from folders and from a real S3 server."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from example_runs import write_run
+from logbook import main
+from object_store import shared_store
+
+SRC = Path(__file__).resolve().parents[1] / "src"
+
+
+@pytest.fixture
+def door(tmp_path):
+    """Calls the door with its own logs and logbook; returns the exit code."""
+    for i, trainer in enumerate(("ddp", "fsdp")):
+        started = f"2026-11-20T2{i}:00:00Z"
+        write_run(tmp_path / "logs" / "train" / "runs", f"run-{trainer}", trainer=trainer, started_at=started)
+
+    def call(*arguments: str, **options: str) -> int:
+        named = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", value)]
+        return main(
+            ["--logbook", str(tmp_path / "logbook"), "--logs", str(tmp_path / "logs"), *named, *map(str, arguments)]
+        )
+
+    return call
+
+
+def test_build_takes_every_run_of_the_logs(door, tmp_path, capsys):
+    assert door("build") == 0
+    page = (tmp_path / "logbook" / "README.md").read_text()
+    assert page.count("](vit_ddp.md#run-run-") >= 2 and "run-ddp" in page and "run-fsdp" in page
+    assert door("build") == 0
+    assert capsys.readouterr().out.endswith("up to date\n")
+
+
+def test_build_check_changes_nothing_and_says_what_is_old(door, tmp_path, capsys):
+    door("build")
+    assert door("build", "--check") == 0
+    (tmp_path / "logbook" / "README.md").write_text("edited")
+    assert door("build", "--check") == 2
+    assert "README.md" in capsys.readouterr().err
+    assert (tmp_path / "logbook" / "README.md").read_text() == "edited"
+
+
+def test_compare_writes_a_page_that_later_builds_keep(door, tmp_path, capsys):
+    assert door("compare", "run-ddp", "fsdp", "--title", "DDP beside FSDP") == 0
+    page = tmp_path / "logbook" / "compare-ddp-beside-fsdp.md"
+    assert capsys.readouterr().out.strip() == str(page)
+    text = page.read_text()
+    assert "|  | ddp | fsdp |" in text and "(×1.00)" in text and "figures/compare-ddp-beside-fsdp.svg" in text
+    page.unlink()
+    door("build")
+    assert page.read_text() == text
+    assert "[DDP beside FSDP](compare-ddp-beside-fsdp.md)" in (tmp_path / "logbook" / "README.md").read_text()
+
+
+def test_note_names_and_tags_a_run(door, tmp_path):
+    assert door("note", "run-ddp", "Good *curve*.", "--name", "the good one", "--tag", "a|b", "--tag", "c") == 0
+    assert door("note", "the good one", "More.") == 0
+    page = (tmp_path / "logbook" / "vit_ddp.md").read_text()
+    assert "## the good one" in page and "> Good *curve*.\n>\n> More." in page and "<code>a&#124;b</code> `c`" in page
+    assert "a\\|b, c" in (tmp_path / "logbook" / "README.md").read_text()
+
+
+def test_a_note_keeps_no_secret(door, tmp_path):
+    door("note", "run-ddp", "used AKIAIOSFODNN7EXAMPLE")
+    assert "AKIA" not in (tmp_path / "logbook" / "notes" / "run-ddp.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["compare", "run-ddp"], "takes two runs or more"),
+        (["compare", "run", "run-ddp"], "'run' means 2 runs"),
+        (["note", "run-dpd", "x"], "has no run 'run-dpd'; the newest are: run-ddp, run-fsdp."),
+        (["note", "run-ddp"], "Nothing to note"),
+        (["build", "/no/such/folder"], "holds no run"),
+        (["publish", "run-ddp", "--to", "s3:///x"], "cannot name a bucket"),
+        (["publish", "run-ddp", "--to", "/dev/null/x"], "cannot be written"),
+    ],
+)
+def test_bad_input_is_one_sentence(door, capsys, arguments, said):
+    door("build")
+    assert door(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1
+
+
+def test_publish_into_a_folder_links_the_report(door, tmp_path):
+    assert door("publish", "run-ddp", "run-fsdp", "--to", tmp_path / "reports", "--title", "Two ways") == 0
+    page = (tmp_path / "reports" / "two-ways.html").read_text()
+    assert "<title>Two ways</title>" in page
+    logbook = tmp_path / "logbook"
+    assert "[Two ways](../reports/two-ways.html), 2 runs" in (logbook / "README.md").read_text()
+    assert (logbook / "vit_ddp.md").read_text().count("[Two ways](../reports/two-ways.html)") == 2
+
+
+def test_publish_to_s3_can_be_read_back_and_is_linked_without_a_signature(door, tmp_path, monkeypatch, capsys):
+    store = shared_store()
+    for name, value in store.environment().items():
+        monkeypatch.setenv(name, value)
+    bucket = store.new_bucket()
+    assert (
+        door("publish", "run-ddp", "--to", f"s3://{bucket}/a/b", "--title", "One", endpoint_url=store.endpoint_url) == 0
+    )
+    address = f"{store.endpoint_url}/{bucket}/a/b/one.html"
+    assert capsys.readouterr().out.split() == [f"s3://{bucket}/a/b/one.html", address]
+    held = store.client().get_object(Bucket=bucket, Key="a/b/one.html")
+    assert held["ContentType"] == "text/html; charset=utf-8" and b"<title>One</title>" in held["Body"].read()
+    assert f"[One]({address})" in (tmp_path / "logbook" / "README.md").read_text()
+
+
+def test_a_base_address_is_what_readers_see(door, tmp_path):
+    door("publish", "run-ddp", "--to", tmp_path / "x", "--title", "One", "--base", "https://pages.example/r/?token=abc")
+    page = (tmp_path / "logbook" / "README.md").read_text()
+    assert "https://pages.example/r/" in page and "abc" not in page
+
+
+def test_build_from_a_bucket(door, tmp_path, monkeypatch, capsys):
+    store = shared_store()
+    for name, value in store.environment().items():
+        monkeypatch.setenv(name, value)
+    bucket, folder = store.new_bucket(), write_run(tmp_path / "gone", "run-far", experiment="far")
+    for path in sorted(folder.glob("*.*")):
+        store.client().put_object(Bucket=bucket, Key=f"p/run-far/{path.name}", Body=path.read_bytes())
+    for key in (
+        "p/run-far/tensorboard/events.1",
+        "p/run-far/checkpoints/best.ckpt",
+        "p/bad/run.json",
+    ):
+        store.client().put_object(Bucket=bucket, Key=key, Body=b"[")
+    assert door("build", f"s3://{bucket}/p", endpoint_url=store.endpoint_url) == 0
+    assert "1 runs that the logbook did not have" in capsys.readouterr().out
+    page = (tmp_path / "logbook" / "far.md").read_text()
+    assert f"tensorboard --logdir s3://{bucket}/p/run-far/tensorboard" in page
+    assert (tmp_path / "logbook" / "figures" / "run-far-confusion.svg").exists()
+    assert door("build", f"s3://{bucket}/p", endpoint_url=store.endpoint_url) == 0
+    assert "0 runs that the logbook did not have" in capsys.readouterr().out
+
+
+def test_a_bucket_that_is_not_there_is_said(door, tmp_path, monkeypatch, capsys):
+    store = shared_store()
+    for name, value in store.environment().items():
+        monkeypatch.setenv(name, value)
+    assert door("build", "s3://no-such-bucket-here/p", endpoint_url=store.endpoint_url) == 2
+    assert "no-such-bucket-here" in capsys.readouterr().err
+
+
+def test_the_door_and_the_pages_import_no_torch():
+    code = (
+        "import sys, pages.build, pages.report, logbook;"
+        "print(sorted({'torch', 'lightning', 'hydra', 'boto3'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=SRC, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("build", "compare", "publish", "note"))
+
+
+def test_two_comparisons_of_the_same_runs_have_two_pages(door, tmp_path):
+    door("compare", "run-ddp", "run-fsdp", "--title", "one")
+    door("compare", "run-fsdp", "run-ddp", "--title", "two")
+    held = {path.stem: json.loads(path.read_text())["runs"] for path in (tmp_path / "logbook/comparisons").iterdir()}
+    assert held == {"one": ["run-ddp", "run-fsdp"], "two": ["run-fsdp", "run-ddp"]}
