@@ -1,5 +1,6 @@
 """CIFAR-10: 50,000 + 10,000 colour images of 32×32 in ten classes, from the official files or folders of images."""
 
+import io
 import tarfile
 import zlib
 from collections.abc import Sequence
@@ -102,7 +103,7 @@ def _read_archive(path: Path) -> dict[str, Any]:
             for member in archive:
                 name = Path(member.name).name
                 if name in (*TRAIN_FILES, "test_batch") and (file := archive.extractfile(member)):
-                    content[name] = load_arrays(file, f"{path}:{name}")
+                    content[name] = load_arrays(io.BytesIO(file.read()), f"{path}:{name}")
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         raise UserError(f"{path} is truncated or no tar.gz file ({error}): delete it and fetch it again.") from None
     missing = [name for name in (*TRAIN_FILES, "test_batch") if name not in content]

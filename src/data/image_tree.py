@@ -31,9 +31,10 @@ class CorruptImage(Exception):
     """An image file that cannot be decoded; says which and why."""
 
 
-def natural_key(name: str) -> list[tuple[int, str]]:
+def natural_key(name: str) -> list[tuple[int, int, str]]:
     """Sorts img9 before img10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
+    parts = re.split(r"([0-9]+)", name)
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts if part]
 
 
 def list_split(folder: Path, key: str = "data.root") -> Listing:

@@ -1,0 +1,34 @@
+"""The yaml of each data set states every argument of the class that it builds, and no other."""
+
+import inspect
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "data").glob("*.yaml"))
+
+
+def arguments(cls):
+    names = set()
+    for base in cls.__mro__:
+        if base.__module__.startswith("data."):
+            parameters = inspect.signature(base.__init__).parameters.values()
+            names |= {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    return names - {"self"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_and_class_have_the_same_options(path):
+    config = yaml.safe_load(path.read_text())
+    module, name = config.pop("_target_").rsplit(".", 1)
+    assert arguments(getattr(import_module(module), name)) - {"urls"} == set(config)
+    assert config["name"] == path.stem and config["seed"] == "${seed}"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_option_is_explained(path):
+    first, *lines = path.read_text().splitlines()
+    assert first.startswith("# ")
+    assert all("  # " in line for line in lines if not line.startswith("_target_"))

@@ -1,0 +1,218 @@
+"""Folders of images: parts, damage, and streaming that equals the array."""
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data.image_folder import ImageFolderDataModule
+from data.image_tree import CorruptImage, decode, natural_key
+from errors import UserError
+
+RNG = np.random.default_rng(0)
+
+
+def write(folder, counts, size=None):
+    """counts: {class: images}; odd sizes unless stated."""
+    for name, n in counts.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for i in range(n):
+            shape = size or tuple(RNG.integers(20, 60, 2))
+            image = Image.fromarray(RNG.integers(0, 256, (*shape, 3), dtype=np.uint8))
+            image.save(folder / name / f"{i}.{'jpg' if i % 2 else 'png'}")
+
+
+def module(tmp_path, root, **options):
+    options = {"image_size": 24, "global_batch_size": 8, "eval_batch_size": 5, "num_workers": 2, **options}
+    return ImageFolderDataModule(root=root, cache_dir=tmp_path / "cache", **options)
+
+
+@pytest.fixture
+def root(tmp_path):
+    write(tmp_path / "images", {"cat": 30, "dog": 25})
+    return tmp_path / "images"
+
+
+def facts(dm):
+    dm.prepare()
+    return dm.num_train, dm.num_val, dm.num_test
+
+
+def batches(dm, loader):
+    return [dm.on_after_batch_transfer(batch, 0) for batch in loader]
+
+
+def test_classes_alone_are_split_by_the_seed(tmp_path, root):
+    dm = module(tmp_path, root, test_fraction=0.2)
+    assert facts(dm) == (40, 4, 11) and dm.class_names == ["cat", "dog"]
+    assert dm.data_hash != seeded(tmp_path, root, 1) and dm.data_hash == seeded(tmp_path, root, 0)
+
+
+def seeded(tmp_path, root, seed):
+    dm = module(tmp_path, root, test_fraction=0.2, seed=seed)
+    dm.prepare()
+    return dm.data_hash
+
+
+def test_given_parts_stay_as_they_are(tmp_path):
+    write(tmp_path / "set" / "train", {"a": 12, "b": 9})
+    write(tmp_path / "set" / "test", {"a": 3, "b": 4})
+    assert facts(module(tmp_path, tmp_path / "set", num_val=5)) == (16, 5, 7)
+    write(tmp_path / "set" / "val", {"a": 2, "b": 1})
+    dm = module(tmp_path, tmp_path / "set", num_val=5)
+    assert facts(dm) == (21, 3, 7)
+    assert dm._labels[dm._val_index].tolist() == [0, 0, 1] and dm._labels[dm._test_index].tolist() == [0] * 3 + [1] * 4
+
+
+def test_pixels_are_pillows_resized_images(tmp_path, root):
+    dm = module(tmp_path, root, mean=0, std=1)
+    dm.place()
+    assert facts(dm)[2] == 6
+    (images, labels), _ = batches(dm, dm.test_dataloader())
+    files = [dm._listing.files[i] for i in dm._test_index]
+    for image, label, path in zip(images, labels, files):
+        expected = Image.open(path).convert("RGB").resize((24, 24), Image.Resampling.BILINEAR)
+        assert np.array_equal((image.permute(1, 2, 0) * 255).round().numpy(), np.asarray(expected))
+        assert dm.class_names[label] == path.parent.name
+
+
+@pytest.mark.parametrize("size", [None, (16, 16)])
+@pytest.mark.parametrize("options", [{"crop_padding": 2}, {"image_size": 20, "resize": 24}])
+def test_streaming_gives_the_same_batches(tmp_path, size, options):
+    write(tmp_path / "images", {"cat": 30, "dog": 25}, size)
+    options = {"flip": True, **options}
+    array = module(tmp_path, tmp_path / "images", **options)
+    streamed = module(tmp_path, tmp_path / "images", memory_limit_gib=1e-9, **options)
+    for dm in (array, streamed):
+        dm.place(rank=1, world_size=2, accumulate_grad_batches=2)
+    assert streamed._meta["streamed"] and not array._meta["streamed"]
+    assert array._meta["layout"]["size"] == (16 if size else 24)
+    assert facts(array) == facts(streamed)
+    for loader in ("train_dataloader", "val_dataloader", "test_dataloader"):
+        expected, found = (batches(dm, getattr(dm, loader)()) for dm in (array, streamed))
+        assert len(found) == len(expected) > 0
+        for (images, labels), (other, truth) in zip(found, expected):
+            assert torch.allclose(images, other, atol=1e-6) and torch.equal(labels, truth)
+    assert [path.name for path in streamed._cache.iterdir() if path.suffix == ".bin"] == []
+
+
+def test_streaming_leaves_the_random_state_alone(tmp_path, root):
+    dm = module(tmp_path, root, memory_limit_gib=1e-9)
+    dm.place()
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    batches(dm, dm.val_dataloader())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def damage(root):
+    path = root / "cat" / "7.jpg"
+    path.write_bytes(path.read_bytes()[:300])
+    (root / "dog" / "note.png").write_text("no image")
+    return path
+
+
+@pytest.mark.parametrize("limit", [16, 1e-9])
+def test_an_image_that_cannot_be_decoded_is_named_or_skipped_and_counted(tmp_path, root, capsys, limit):
+    damage(root)
+    with pytest.raises(UserError, match=r"(7.jpg|note.png) cannot be decoded .*data.skip_corrupt=true"):
+        module(tmp_path, root, memory_limit_gib=limit).prepare()
+    assert not any(path.is_dir() for path in (tmp_path / "cache").iterdir())
+    dm = module(tmp_path, root, skip_corrupt=True, memory_limit_gib=limit, test_fraction=0.2)
+    assert sum(facts(dm)) == 54 and len(dm.skipped) == 2
+    assert {name in "".join(dm.skipped) for name in ("7.jpg", "note.png")} == {True}
+    assert "Skipped 2 of 56 images" in capsys.readouterr().err
+    dm.place()
+    labels = torch.cat([y for _, y in batches(dm, dm.test_dataloader())])
+    assert (labels >= 0).sum() == dm.num_test
+
+
+def test_skipping_keeps_images_and_labels_together(tmp_path, root):
+    damage(root)
+    dm = module(tmp_path, root, skip_corrupt=True, mean=0, std=1)
+    dm.place()
+    files = [f for f in dm._listing.files if (f.parent.name, f.name) not in (("cat", "7.jpg"), ("dog", "note.png"))]
+    selection = next(iter(dm.train_dataloader()._selections(0)))
+    images, labels = batches(dm, dm.train_dataloader())[0]
+    for i, image, label in zip(selection.index, images, labels):
+        assert np.array_equal((image.permute(1, 2, 0) * 255).round().numpy(), decode(files[i], 24, 3))
+        assert dm.class_names[label] == files[i].parent.name
+
+
+def test_a_class_of_which_nothing_is_left(tmp_path, root):
+    for path in (root / "dog").iterdir():
+        path.write_bytes(b"damaged")
+    with pytest.raises(UserError, match="class dog has no training image"):
+        module(tmp_path, root, skip_corrupt=True).prepare()
+
+
+def test_folders_that_are_missing_or_empty(tmp_path, root):
+    with pytest.raises(UserError, match=r"needs data.root=FOLDER"):
+        module(tmp_path, None)
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        module(tmp_path, tmp_path / "nowhere").prepare()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="empty has no class folders"):
+        module(tmp_path, tmp_path / "empty").prepare()
+    (root / "bird").mkdir()
+    with pytest.raises(UserError, match="bird holds no images"):
+        module(tmp_path, root).prepare()
+
+
+def test_parts_with_different_classes(tmp_path):
+    write(tmp_path / "set" / "train", {"a": 3, "b": 3})
+    with pytest.raises(UserError, match="test does not exist"):
+        module(tmp_path, tmp_path / "set").prepare()
+    write(tmp_path / "set" / "test", {"a": 3, "c": 3})
+    with pytest.raises(UserError, match="not every part has the classes b, c"):
+        module(tmp_path, tmp_path / "set").prepare()
+
+
+def test_too_few_images_to_test_on(tmp_path, root):
+    with pytest.raises(UserError, match="test_fraction=0.001 of 55 images"):
+        module(tmp_path, root, test_fraction=0.001).prepare()
+
+
+def test_grey_images(tmp_path, root):
+    dm = module(tmp_path, root, channels=1)
+    dm.place()
+    images, _ = batches(dm, dm.val_dataloader())[0]
+    assert images.shape[1:] == (1, 24, 24) and dm.mean == [0.449]
+    with pytest.raises(UserError, match="channels=2 must be 3"):
+        module(tmp_path, root, channels=2)
+
+
+def test_a_changed_file_makes_a_new_array(tmp_path, root):
+    first = module(tmp_path, root)
+    first.prepare()
+    Image.new("RGB", (40, 40)).save(root / "cat" / "0.png")
+    second = module(tmp_path, root)
+    second.prepare()
+    assert first.data_hash != second.data_hash
+
+
+def chunk(kind, data):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+@pytest.mark.parametrize("side", [9000, 12_000, 60_000])
+def test_an_image_that_claims_to_be_huge_is_refused(tmp_path, side):
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0))
+    path = tmp_path / "bomb.png"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b""))
+    with pytest.raises(CorruptImage, match="claims"):
+        decode(path, 24, 3)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16", "F"])
+def test_every_mode_becomes_colour(tmp_path, mode):
+    path = tmp_path / ("image.tif" if mode in ("F", "CMYK") else "image.png")
+    Image.new(mode, (30, 20)).save(path, **({"transparency": b"\x00\x7f"} if mode == "P" else {}))
+    assert decode(path, 24, 3).shape == (24, 24, 3) and decode(path, 24, 1).shape == (24, 24, 1)
+
+
+def test_names_sort_as_people_count():
+    assert sorted(["img10", "img9", "a", "00002"], key=natural_key) == ["00002", "a", "img9", "img10"]
