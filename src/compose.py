@@ -25,9 +25,44 @@ def compose(config_name: str, overrides: list[str]) -> Any:
     register_resolvers()
     try:
         with initialize_config_dir(str(CONFIGS), job_name=config_name, version_base="1.3"):
-            return hydra_compose(config_name, overrides, return_hydra_config=True)
+            cfg = hydra_compose(config_name, overrides, return_hydra_config=True)
+            check_types(cfg, hydra_compose(config_name, [w for w in overrides if _is_choice(w)]), overrides)
+            return cfg
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_one_sentence(error, overrides)) from None
+
+
+def _is_choice(override: str) -> bool:
+    """A group's option (`model=alexnet`), not a value."""
+    key = override.split("=")[0]
+    return "=" in override and not key.startswith(("+", "~")) and (CONFIGS / key).is_dir()
+
+
+WORDS = {"data.global_batch_size": ("max",)}  # words that stand where a number does
+
+
+def check_types(cfg: Any, defaults: Any, overrides: list[str]) -> None:
+    """An overridden number stays a number, a switch a switch.
+
+    Raises:
+        UserError: names the key, its default and what was given.
+    """
+    from omegaconf import OmegaConf
+
+    for word in overrides:
+        key = word.split("=")[0]
+        if "=" not in word or key.startswith(("+", "~")) or _is_choice(word) or key.startswith("hydra"):
+            continue
+        before, now = OmegaConf.select(defaults, key), OmegaConf.select(cfg, key)
+        if now is None or now == before or now in WORDS.get(key, ()):
+            continue
+        if isinstance(before, bool) and not isinstance(now, bool):
+            raise UserError(f"{key}={now!r}: give true or false (the default is {before}).")
+        number = int if isinstance(before, int) else int | float
+        if isinstance(before, int | float) and not isinstance(before, bool):
+            if isinstance(now, bool) or not isinstance(now, number):
+                kind = "a whole number" if isinstance(before, int) else "a number"
+                raise UserError(f"{key}={now!r}: give {kind} (the default is {before}).")
 
 
 def register_resolvers() -> None:

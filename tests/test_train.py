@@ -109,3 +109,81 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(uninterrupted,
     assert done.record["restarts"][0]["resumed_step"] == stop_after
     assert done.record["restarts"][0]["lost_steps"] == 0
     assert done.record["metrics"]["test/correct"] == uninterrupted.record["metrics"]["test/correct"]
+
+
+def test_a_killed_rank_is_named_and_the_run_resumes_to_the_same_weights(uninterrupted, tmp_path):
+    two = [*SMALL, "trainer=ddp_sim", "data.global_batch_size=128", "callbacks.checkpoints.every_n_epochs=1"]
+    whole = run_door("train", *two, logs=tmp_path / "whole")
+    assert whole.code == 0 and whole.record["world_size"] == 2, whole.output
+    kill = partial(signal_at_step, 15, number=signal.SIGKILL, rank=1)
+    died = run_door("train", *two, "run_id=r", logs=tmp_path / "killed", before=kill)
+    assert died.code == 1
+    assert died.record["status"] == "failed" and died.record["error"]["rank"] == 1
+    assert "SIGKILL" in died.output.strip().splitlines()[-1]
+    resumed = run_door("train", *two, "resume=r", logs=tmp_path / "killed")
+    assert resumed.code == 0, resumed.output
+    assert_equal(weights(resumed.folder), weights(whole.folder))
+    assert resumed.record["restarts"][0]["resumed_step"] == 10 and len(resumed.record["restarts"]) == 1
+
+
+def test_a_sweep_of_two_rank_jobs_makes_four_runs_and_survives_a_failing_one(tmp_path):
+    done = run_door(
+        "train", "-m", "experiment=quickstart", "trainer=ddp_sim", "trainer.max_epochs=1", "hydra.sweep.dir=" + str(tmp_path / "train/multiruns/s"),
+        "optimizer.lr=0.001,1e30", "seed=1,2", logs=tmp_path,
+    )  # fmt: skip
+    records = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("train/multiruns/s/*/run.json")}
+    assert sorted(records) == ["s_0", "s_1", "s_2", "s_3"], done.output
+    assert [records[f"s_{i}"]["status"] for i in range(4)] == ["finished", "finished", "failed", "failed"], done.output
+    assert {r["world_size"] for r in records.values()} == {2}
+    assert "nan" in records["s_2"]["error"]["message"] or "inf" in records["s_2"]["error"]["message"]
+    assert done.code == 1
+
+
+BAD = {
+    "data.global_batch_size=0": "from 1 on",
+    "data.global_batch_size=-64": "from 1 on",
+    "data.global_batch_size=5000": "5000",
+    "data.global_batch_size=65 trainer.accumulate_grad_batches=2": "64 and 66",
+    "trainer=ddp": "trainer=ddp_sim works here",
+    "trainer=gpu": "trainer=cpu works here",
+    "trainer.max_epochs=many": "trainer.max_epochs",
+    "optimizer.lr=fast": "optimizer.lr",
+    "optimizer.learning_rate=1": "optimizer.learning_rate",
+    "model=alexnett": "alexnet",
+    "ckpt_path=nowhere.ckpt": "nowhere.ckpt",
+    "resume=nothing": "No run 'nothing'",
+    "resume=auto": "run_id=",
+    "run_id=../x": "run_id",
+    "model=alexnet": "image",
+    "+callbacks.x._target_=os.system": "not allowed",
+    "+callbacks.x._target_=callbacks.checkpoints.link": "not allowed",
+    "+callbacks.x._target_=models.small_cnn.nn.Linear": "cannot be found",
+}
+
+
+@pytest.mark.parametrize("overrides", BAD)
+def test_bad_input_ends_with_one_sentence_and_exit_code_2(overrides, tmp_path):
+    done = run_door("train", *overrides.split(), logs=tmp_path)
+    assert done.code == 2, done.output
+    last = done.output.strip().splitlines()[-1]
+    assert last.startswith("error: ") and BAD[overrides] in last, done.output
+    assert "Traceback" not in done.output
+
+
+def test_a_file_that_is_no_checkpoint_and_one_of_another_model(uninterrupted, tmp_path):
+    rubbish = tmp_path / "rubbish.ckpt"
+    rubbish.write_bytes(b"not a checkpoint")
+    done = run_door("train", f"ckpt_path={rubbish}", logs=tmp_path)
+    assert done.code == 2 and "no checkpoint" in done.output, done.output
+    other = uninterrupted.folder.path / uninterrupted.record["best_checkpoint"]["path"]
+    done = run_door("train", f"ckpt_path={other}", "model.width=7", logs=tmp_path)
+    assert done.code == 2, done.output
+
+
+def test_a_finished_run_and_another_config_are_not_overwritten(uninterrupted, tmp_path):
+    run_id, logs = uninterrupted.folder.run_id, uninterrupted.logs
+    assert "exists already" in run_door("train", *SMALL, f"run_id={run_id}", logs=logs).output
+    assert "is finished" in run_door("train", *SMALL, f"resume={run_id}", logs=logs).output
+    done = run_door("train", *SMALL, f"resume={run_id}", "trainer.max_epochs=4", "optimizer.lr=1", logs=logs)
+    assert done.code == 2 and "lr was 0.003, now 1" in done.output
+    assert uninterrupted.record["status"] == "finished"
