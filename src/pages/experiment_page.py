@@ -96,11 +96,11 @@ def summary_rows(entry: Entry) -> list[list[str]]:
     """(what, value) for what is known; unknown rows are left out."""
     run = entry.facts
     rows = {
-        "Test accuracy": f"**{f.percent(run.test_acc)}**" if run.test_acc is not None else "",
+        "Test accuracy": test_text(entry),
         "Best validation accuracy": f.percent(run.best_val_acc) if run.best_val_acc is not None else "",
         "Training": training_text(entry),
         "Model": model_text(entry),
-        "Data": plain(run.text("data")),
+        "Data": data_text(entry),
         "Strategy": strategy_text(entry),
         "Global batch": plain(run.batch_formula),
         "Largest batch": largest_batch_text(entry),
@@ -114,6 +114,24 @@ def summary_rows(entry: Entry) -> list[list[str]]:
         "Started on": hosts_text(entry),
     }
     return [[name, value] for name, value in rows.items() if value]
+
+
+def test_text(entry: Entry) -> str:
+    run = entry.facts
+    correct, images = run.number("metrics", "test/correct"), run.number("metrics", "test/images")
+    counted = f" ({f.whole(correct)} of {f.whole(images)} images)" if correct is not None and images is not None else ""
+    return f"**{f.percent(run.test_acc)}**{counted}" if run.test_acc is not None else ""
+
+
+def data_text(entry: Entry) -> str:
+    run = entry.facts
+    return joined(
+        plain(run.text("data")),
+        unit(run.number("num_train"), " training", f.whole),
+        unit(run.number("num_val"), " validation", f.whole),
+        unit(run.number("num_test"), " test images", f.whole),
+        f"hash {code(run.text('data_hash')[:12])}" if run.text("data_hash") else "",
+    )
 
 
 def joined(*parts: str) -> str:

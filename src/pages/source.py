@@ -80,12 +80,17 @@ def _smi_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("nvidia-smi-node*-*.txt"))[:12]
 
 
+def cleaned(text: str) -> str:
+    """Without secrets and without where this clone lies; before any cut, as half a key is no longer recognised."""
+    return redact_text(text[:MAX_READ]).replace(f"{REPOSITORY}/", "").replace(str(REPOSITORY), ".")
+
+
 def read_text(path: Path, limit: int) -> str:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    text = redact_text(text[:MAX_READ])  # before it is cut: half a key is no longer recognised
+    text = cleaned(text)
     return text if len(text) <= limit else f"{text[:limit]}\n… {len(text) - limit:,} more characters in {path.name}"
 
 
@@ -129,7 +134,7 @@ def limited(value: Any, depth: int = 0) -> Any:
         return {redact_text(str(key)[:2000])[:200]: limited(item, depth + 1) for key, item in kept}
     if isinstance(value, list | tuple):
         return [limited(item, depth + 1) for item in value[:MAX_ITEMS]]
-    text = redact_text(str(value)[:MAX_READ])
+    text = cleaned(str(value))
     return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
 
 

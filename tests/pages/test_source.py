@@ -5,7 +5,7 @@ import json
 import pytest
 
 from example_runs import example_config, write_run
-from pages.source import differences, flatten, import_run, read_source, write_if_changed
+from pages.source import REPOSITORY, differences, flatten, import_run, read_source, write_if_changed
 
 
 def test_changed_keys_are_those_that_differ_from_the_defaults(tmp_path):
@@ -58,6 +58,14 @@ def test_a_secret_that_the_cut_would_halve_is_found_before_it(tmp_path):
     secret = "AKIAIOSFODNN7EXAMPLE"
     folder = write_run(tmp_path, "run-1", error={"message": "x" * 3989 + " " + secret})
     assert "AKIA" not in import_run(folder)["record"]["error"]["message"]
+
+
+def test_where_the_clone_lies_is_nobody_s_business(tmp_path):
+    config = example_config(data__cache_dir=str(REPOSITORY / "data" / "cache"), data__root=str(REPOSITORY))
+    folder = write_run(tmp_path, "run-1", config=config, error={"message": f"{REPOSITORY}/src/train.py broke"})
+    source = import_run(folder)
+    assert (source["config"]["data.cache_dir"], source["config"]["data.root"]) == ("data/cache", ".")
+    assert source["record"]["error"]["message"] == "src/train.py broke"
 
 
 def test_the_file_name_decides_the_run_id(tmp_path):
