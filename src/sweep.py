@@ -30,9 +30,13 @@ def run_job(cfg: Any, codes: list[int]) -> float | None:
         f"sweep_dir={sweep_dir}",
     ]
     print(f"\njob {cfg.hydra.job.num}: {' '.join(overrides)}", flush=True)
-    code = subprocess.run(command, stdin=subprocess.DEVNULL).returncode
+    code = run_child(command)
     codes.append(code if code >= 0 else 128 - code)
     record = RunFolder(sweep_dir / run_id).record
     metrics = read_record(record).get("metrics", {}) if record.exists() else {}
     value = metrics.get(f"{cfg.optimized_metric}_best", metrics.get(cfg.optimized_metric))
     return float(value) if code == 0 and value is not None else float("nan")
+
+
+def run_child(command: list[str]) -> int:
+    return subprocess.run(command, stdin=subprocess.DEVNULL).returncode

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,7 +44,14 @@ class ForkedRank:
                     handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                     os.dup2(handle, 1)
                     os.dup2(handle, 2)
-                code = _main(Path(command[1]).stem, [])
+                sys.argv = command[1:]
+                if "hydra" in sys.modules:  # a sweep's own, inherited by the fork
+                    from hydra.core.global_hydra import GlobalHydra
+
+                    GlobalHydra.instance().clear()
+                code = _main(Path(command[1]).stem, command[2:])
+            except BaseException:
+                traceback.print_exc()
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -68,7 +76,9 @@ class ForkedRank:
 
 def _main(door: str, argv: list[str]) -> int:
     import supervisor
+    import sweep
 
+    sweep.run_child = lambda command: ForkedRank(command, dict(os.environ), None).wait()
     supervisor.Supervisor._popen = staticmethod(ForkedRank)
     return importlib.import_module(door).main(argv)
 
@@ -90,8 +100,6 @@ def _process(door: str, argv: list[str], environment: dict[str, str], output: st
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     finally:
         sys.stdout.flush()
