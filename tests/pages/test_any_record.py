@@ -92,7 +92,8 @@ def test_any_record_any_source(tmp_path_factory, record, curves, config):
     check_pages(tmp_path_factory.getbasetemp() / "none", entries)
     html = report_html("any", entries, ["</script><b>", "x"])
     assert html.count("</script>") == 3
-    json.loads(html.split('id="data">')[1].split("</script>")[0])
+    data = html.split('id="data">')[1].split("</script>")[0]
+    assert "<" not in data and json.loads(data)["runs"][0]["label"] == "</script><b>"
 
 
 @settings(deadline=None, database=None, max_examples=100)
