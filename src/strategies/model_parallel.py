@@ -123,13 +123,14 @@ def count_flops(stages: list[nn.Module], shape: tuple[int, ...]) -> list[int]:
 
     parameter = next(p for stage in stages for p in stage.parameters())
     x = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+    modes = [(module, module.training) for stage in stages for module in stage.modules()]
     counts = []
     for stage in stages:
-        was_training = stage.training
         with FlopCounterMode(display=False) as counter:
             x = stage.eval()(x)
-        stage.train(was_training)
         counts.append(counter.get_total_flops())
+    for module, training in modes:
+        module.training = training
     return counts
 
 

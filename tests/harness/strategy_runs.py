@@ -1,6 +1,6 @@
 """A tiny classifier trained under any strategy, in this process or in ranks: what tests of strategies compare."""
 
-import os
+import logging
 import warnings
 from datetime import timedelta
 from functools import partial
@@ -9,11 +9,14 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import nn
 from torch.nn import functional as F
 
 from assemble import StartedRanks
 from cluster import Cluster
+from local_ranks import local_cluster, run_ranks
+from strategies.sharded_checkpoint import load_checkpoint
 
 CLASSES, FEATURES = 7, 12
 CPU = torch.device("cpu")
@@ -73,7 +76,7 @@ class Classifier(pl.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         images, labels = batch
-        self.log("val/loss", F.cross_entropy(self.net(images), labels), sync_dist=True)
+        self.log("held_out_loss", F.cross_entropy(self.net(images), labels), sync_dist=True)
 
     test_step = validation_step
 
@@ -102,13 +105,6 @@ class Batches:
         return len(self.parts)
 
 
-def started_ranks(nodes: int = 1) -> StartedRanks:
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    node_rank, local_rank = divmod(rank, world // nodes)
-    port = int(os.environ["MASTER_PORT"])
-    return StartedRanks(Cluster("supervisor", nodes, world // nodes, node_rank, local_rank, "127.0.0.1", port))
-
-
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
@@ -121,10 +117,10 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-def strategy_of(name: str, device: torch.device = CPU, nodes: int = 1, **own: Any):
-    """None, or one of the strategies that run in several ranks, built as assemble does."""
+def strategy_of(name: str, **own: Any) -> Any:
+    """One of ours with its own options; Lightning's default for "one"."""
     if name == "one":
-        return None
+        return "auto"
     if name == "model_parallel":
         from strategies.model_parallel import ModelParallel
 
@@ -134,51 +130,46 @@ def strategy_of(name: str, device: torch.device = CPU, nodes: int = 1, **own: An
     from strategies.sharded import Sharded
 
     cls = {"ddp": DDP, "fsdp": Sharded, "allreduce": AllReduce}[name]
-    environment = started_ranks(nodes)
-    devices = [device] * (environment.world_size() // nodes)
-    return cls(parallel_devices=devices, cluster_environment=environment, timeout=timedelta(seconds=60), **own)
+    return cls(timeout=timedelta(seconds=60), **own)
 
 
-def fit(
+class FilesAndFolders(TorchCheckpointIO):
+    def load_checkpoint(self, path, map_location=None, weights_only=None):
+        return load_checkpoint(path)
+
+
+def trainer_of(
+    cluster: Cluster,
     name: str,
     *,
     precision: str = "64-true",
-    steps: int = 6,
+    epochs: int = 1,
     accumulate: int = 1,
-    optimizer=sgd,
-    batch_norm: bool = False,
-    sync_batchnorm: bool = False,
     clip: float | None = None,
-    save: str | None = None,
-    resume: str | None = None,
-    overflow_at: int | None = None,
     device: torch.device = CPU,
-    nodes: int = 1,
-    test: bool = False,
-    inspect: Any = None,
+    sync_batchnorm: bool = False,
     own: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Train; returns this rank's losses, the whole weights (rank 0) and what `inspect(trainer)` says."""
+) -> pl.Trainer:
     from strategies.sync_batchnorm import layer_sync
 
     warnings.filterwarnings("ignore", module="lightning")
-    torch.manual_seed(3)
-    module = Classifier(TinyNet(batch_norm), optimizer)
-    module.overflow_at = overflow_at
-    strategy = strategy_of(name, device, nodes, **(own or {}))
-    world = 1 if name in ("one", "model_parallel") else strategy.world_size
-    plugins: list[Any] = [layer_sync(device.type)] if sync_batchnorm else []
+    for library in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    strategy = strategy_of(name, **(own or {}))
+    plugins: list[Any] = [StartedRanks(cluster), FilesAndFolders()]
+    if sync_batchnorm:
+        plugins.append(layer_sync(device.type))
     given: dict[str, Any] = {"precision": precision}
     if hasattr(strategy, "precision_for"):
         plugins.append(strategy.precision_for(precision, device.type))
         given = {}
-    trainer = pl.Trainer(
+    return pl.Trainer(
         accelerator="cpu" if device.type == "cpu" else "gpu",
-        devices=1 if strategy is None or world == 1 else world // nodes,
-        num_nodes=nodes,
-        strategy=strategy or "auto",
+        devices=cluster.devices,
+        num_nodes=cluster.num_nodes,
+        strategy=strategy,
         plugins=plugins,
-        max_epochs=1,
+        max_epochs=epochs,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=clip,
         logger=False,
@@ -189,29 +180,56 @@ def fit(
         num_sanity_val_steps=0,
         **given,
     )
-    rank = trainer.global_rank
-    train = Batches(steps, rank, world, accumulate)
-    held_out = Batches(2, rank, world, 1)
+
+
+def fit(
+    cluster: Cluster,
+    name: str,
+    *,
+    precision: str = "64-true",
+    steps: int = 6,
+    epochs: int = 1,
+    accumulate: int = 1,
+    optimizer=sgd,
+    batch_norm: bool = False,
+    sync_batchnorm: bool = False,
+    clip: float | None = None,
+    save: str | None = None,
+    resume: str | None = None,
+    overflow_at: int | None = None,
+    device: torch.device = CPU,
+    test: bool = False,
+    inspect: Any = None,
+    own: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train; returns this rank's losses, the whole weights (rank 0) and what `inspect(trainer)` says."""
+    torch.manual_seed(3)
+    module = Classifier(TinyNet(batch_norm), optimizer)
+    if precision == "64-true":
+        module.double()  # Lightning restores weights before it converts the module
+    module.overflow_at = overflow_at
+    trainer = trainer_of(
+        cluster, name, precision=precision, epochs=epochs, accumulate=accumulate, clip=clip, device=device,
+        sync_batchnorm=sync_batchnorm, own=own,
+    )  # fmt: skip
+    rank = cluster.rank
+    train = Batches(steps, rank, cluster.world_size, accumulate)
+    held_out = Batches(2, rank, cluster.world_size, 1)
     result: dict[str, Any] = {}
     if test:
-        result["test"] = trainer.test(module, held_out, ckpt_path=resume, verbose=False, weights_only=True)
+        [values] = trainer.test(module, held_out, ckpt_path=resume, verbose=False, weights_only=True)
+        result["test"] = values["held_out_loss"]
     else:
         trainer.fit(module, train, held_out, ckpt_path=resume, weights_only=True)
-        result["val"] = float(trainer.callback_metrics["val/loss"])
+        result["val"] = float(trainer.callback_metrics["held_out_loss"])
     if save:
         trainer.save_checkpoint(save)
     state = trainer.strategy.lightning_module_state_dict()
-    if getattr(strategy, "sharded_checkpoint", False):
+    if getattr(trainer.strategy, "sharded_checkpoint", False):
         from strategies.sharded_state import full_state_dict
 
         state = full_state_dict(state, keep=rank == 0)
-    result |= {
-        "losses": module.losses,
-        "weights": {
-            k: v.detach().cpu().float().numpy() if v.dtype == torch.bfloat16 else v.detach().cpu().numpy().copy()
-            for k, v in state.items()
-        },
-    }
+    result |= {"losses": module.losses, "weights": {name: as_array(value) for name, value in state.items()}}
     if inspect is not None:
         result["inspect"] = inspect(trainer)
     return result
@@ -229,10 +247,23 @@ def worst(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
     return max(float(norm(np.ravel(a[k] - b[k])) / max(norm(np.ravel(b[k])), 1e-12)) for k in a)
 
 
-def mean_losses(ranks: list[dict[str, Any]], accumulate: int = 1) -> list[float]:
+def mean_losses(found: list[dict[str, Any]], accumulate: int = 1) -> list[float]:
     """The loss of each global batch from the ranks' losses of their parts."""
-    per_step = torch.tensor([r["losses"] for r in ranks], dtype=torch.float64).mean(0)
+    per_step = torch.tensor([r["losses"] for r in found], dtype=torch.float64).mean(0)
     return per_step.view(-1, accumulate).mean(1).tolist()
 
 
-fit_fsdp = partial(fit, "fsdp")
+def one(**settings: Any) -> dict[str, Any]:
+    """The same in this process."""
+    return fit(local_cluster(0, 1, 0), "one", **settings)
+
+
+def ranks(name: str, world_size: int, num_nodes: int = 1, **settings: Any) -> list[dict[str, Any]]:
+    """Each rank's result."""
+    return run_ranks(partial(fit, name=name, **settings), world_size, num_nodes=num_nodes, timeout_s=120)
+
+
+def difference(found: list[dict[str, Any]], expected: dict[str, Any], accumulate: int = 1) -> float:
+    """The largest relative difference of losses and final weights."""
+    pairs = zip(mean_losses(found, accumulate), expected["losses"], strict=True)
+    return max(*(abs(a - b) / b for a, b in pairs), worst(found[0]["weights"], expected["weights"]))

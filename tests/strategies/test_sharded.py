@@ -1,0 +1,142 @@
+"""Sharded trains as one process does, keeps only its shards, and scales losses in float16."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from errors import UserError
+from local_ranks import run_ranks
+from strategies.sharded import Sharded
+from strategies.sharded_precision import precision_for
+from strategy_runs import adamw, difference, fit, mean_losses, one, ranks, worst
+
+
+@pytest.mark.parametrize(
+    ("world_size", "nodes", "settings"),
+    [
+        (2, 1, {}),
+        (4, 1, {}),
+        (2, 1, {"accumulate": 2}),
+        (2, 1, {"clip": 0.5}),
+        (2, 1, {"optimizer": adamw}),
+        (2, 1, {"batch_norm": True, "sync_batchnorm": True}),
+        (2, 1, {"own": {"activation_checkpointing": True}}),
+        (2, 1, {"own": {"reshard_after_forward": False}}),
+        (4, 2, {"own": {"shard_within_node": True}}),
+        (4, 2, {"own": {"shard_within_node": True}, "accumulate": 2}),
+    ],
+    ids=lambda value: str(value),
+)
+def test_equals_one_process_in_float64(world_size, nodes, settings):
+    same = {key: settings[key] for key in ("clip", "optimizer", "batch_norm") if key in settings}
+    found = ranks("fsdp", world_size, nodes, **settings)
+    assert difference(found, one(**same), settings.get("accumulate", 1)) < 1e-12
+
+
+def describe_shards(trainer):
+    parameters = list(trainer.lightning_module.net.parameters())
+    optimizer = trainer.optimizers[0]
+    momentum = [optimizer.state[p]["momentum_buffer"] for p in parameters]
+    mesh = trainer.strategy.device_mesh
+    return {
+        "own": sum(p.to_local().numel() for p in parameters),
+        "whole": sum(p.numel() for p in parameters),
+        "momentum": sum(m.to_local().numel() for m in momentum),
+        "mesh": {name: mesh[name].size() for name in mesh.mesh_dim_names},
+    }
+
+
+def test_each_rank_keeps_its_part_of_weights_and_optimizer_state():
+    parts = [r["inspect"] for r in ranks("fsdp", 2, steps=1, inspect=describe_shards)]
+    assert sum(part["own"] for part in parts) == parts[0]["whole"]
+    assert max(part["own"] for part in parts) < 0.55 * parts[0]["whole"]
+    assert [part["momentum"] for part in parts] == [part["own"] for part in parts]
+    assert parts[0]["mesh"] == {"shard": 2}
+
+
+def test_shard_within_node_replicates_over_nodes():
+    parts = [
+        r["inspect"] for r in ranks("fsdp", 4, 2, steps=1, inspect=describe_shards, own={"shard_within_node": True})
+    ]
+    assert parts[0]["mesh"] == {"replicate": 2, "shard": 2}
+    assert [part["own"] for part in parts[:2]] == [part["own"] for part in parts[2:]]
+    assert parts[0]["own"] + parts[1]["own"] == parts[0]["whole"]
+
+
+def count_reductions(cluster, accumulate):
+    counted = []
+
+    def counting(original):
+        return lambda *args, **kwargs: (counted.append(1), original(*args, **kwargs))[1]
+
+    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # torch 2.11, torch 2.14
+        if hasattr(dist, name):
+            setattr(dist, name, counting(getattr(dist, name)))
+    fit(cluster, "fsdp", steps=3, accumulate=accumulate)
+    return len(counted)
+
+
+def test_no_gradient_is_reduced_on_inner_micro_batches():
+    plain, accumulated = (run_ranks(count_reductions, 2, accumulate)[0] for accumulate in (1, 4))
+    assert plain == accumulated == 3 * 4  # steps × (three blocks and the root)
+
+
+def scale(trainer):
+    return trainer.precision_plugin.scaler.get_scale()
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_low_precision_stays_close_and_keeps_float32_weights(precision, batch_norm):
+    found = ranks("fsdp", 2, precision=precision, batch_norm=batch_norm, sync_batchnorm=batch_norm)
+    expected = one(precision="32-true", batch_norm=batch_norm)
+    np.testing.assert_allclose(mean_losses(found), expected["losses"], rtol=5e-3)
+    assert {str(w.dtype) for w in found[0]["weights"].values()} <= {"float32", "int64"}
+
+
+@pytest.mark.parametrize(("world_size", "nodes", "own"), [(2, 1, {}), (4, 2, {"shard_within_node": True})])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(world_size, nodes, own):
+    run = partial(ranks, "fsdp", world_size, nodes, precision="16-mixed", inspect=scale, own=own)
+    skipped, without = run(steps=6, overflow_at=5), run(steps=5)
+    assert worst(skipped[0]["weights"], without[0]["weights"]) == 0
+    assert [r["inspect"] for r in skipped] == [32768.0] * world_size
+    assert [r["inspect"] for r in without] == [65536.0] * world_size
+
+
+def test_batchnorm_of_rank_zero_is_evaluated_everywhere():
+    def settings(name):
+        return {"batch_norm": True, "steps": 2, "inspect": running_mean, "precision": "64-true", "name": name}
+
+    for name in ("fsdp", "ddp", "allreduce"):
+        first, second = (r["inspect"] for r in ranks(world_size=2, **settings(name)))
+        np.testing.assert_array_equal(first, second)
+
+
+def running_mean(trainer):
+    return trainer.lightning_module.net.embed[2].running_mean.numpy().copy()
+
+
+class Scalar(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+
+class Norms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.BatchNorm1d(3)])
+
+
+def test_what_cannot_be_sharded_is_said_before_it_begins():
+    with pytest.raises(UserError, match="temperature is a scalar.*trainer=ddp"):
+        Sharded()._check(Scalar(), [])
+    net = Norms()
+    with pytest.raises(UserError, match="activation_checkpointing"):
+        Sharded(activation_checkpointing=True)._check(net, list(net.blocks))
+    with pytest.raises(UserError, match="precision=8-bit is unknown.*bf16-mixed"):
+        precision_for("8-bit", "cpu")
