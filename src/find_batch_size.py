@@ -62,6 +62,15 @@ def find(cfg: Any) -> int:
     return EXIT_OK
 
 
+def two_steps(accumulate: int, steps_per_epoch: int) -> dict[str, Any]:
+    """The trainer's options for two optimizer steps and a validation batch."""
+    return {
+        "accumulate_grad_batches": accumulate, "max_epochs": 2 // steps_per_epoch, "max_steps": -1,
+        "limit_train_batches": accumulate * steps_per_epoch, "limit_val_batches": 1, "num_sanity_val_steps": 0,
+        "check_val_every_n_epoch": 1,
+    }  # fmt: skip
+
+
 def sentence(fields: dict[str, Any], config: dict[str, Any], cluster: Any) -> str:
     """What was found, in one line."""
     accumulate = config["trainer"]["accumulate_grad_batches"]
@@ -97,39 +106,48 @@ class Prober:
 
     def __init__(self, config: dict[str, Any], cluster: Any, files: SessionFiles) -> None:
         self.config, self.cluster, self.files = config, cluster, files
+        self.num_train = 0
         self.parts = cluster.world_size * config["trainer"]["accumulate_grad_batches"]
         self.writes = cluster.local_rank in (0, None)
 
     def run(self) -> int:
-        import assemble
-
-        assemble.check_targets(self.config)
-        assemble._prepare_process(self.config, self.cluster)
-        self._join()
-        device = assemble.device_of(self.config, self.cluster)
-        num_train = assemble.build_data(self._of_batch(1), self.cluster, device).num_train
-        self.meter = self._meter(device)
+        """The whole session; returns the exit code."""
+        self.prepare()
         state = self._agree(read_state(self.files))
-        state["bound"] = num_train // self.parts
+        state["bound"] = self.num_train // self.parts
         if state["bound"] < 1:
-            raise UserError(f"{num_train} training images are fewer than the {self.parts} parts of a global batch.")
+            raise UserError(
+                f"{self.num_train} training images are fewer than the {self.parts} parts of a global batch."
+            )
         state["limit_gib"] = min(self._gather(self.meter.limit)) / GIB
         probes: list[Probe] = [from_json(probe) for probe in state["probes"]]
         while (batch := next_batch(probes, bound=state["bound"])) is not None:
             state["attempt"] = batch
             self._keep(state)
+            self._gather(None)  # nobody runs out before it is written down at what
             shares = self._probe(batch)
             probes.append(Probe(batch, shares))
             state["probes"].append({"batch": batch, "shares": shares})
             self._keep(state)
         return EXIT_OK
 
+    def prepare(self) -> None:
+        """Meet the other ranks, open the data, find the limit."""
+        import assemble
+
+        assemble.check_targets(self.config)
+        assemble._prepare_process(self.config, self.cluster)
+        self._join()
+        device = assemble.device_of(self.config, self.cluster)
+        self.num_train = assemble.build_data(self._of_batch(1), self.cluster, device).num_train
+        self.meter = self._meter(device)
+
     def _probe(self, batch: int) -> list[dict[str, float]]:
         """Two steps and two validation batches under the real trainer; every rank's shares of its limit."""
         from callbacks.memory_phases import ran_out
 
         try:
-            mine = self._train(batch)
+            mine = self.train(batch)
         except Exception as error:
             if ran_out(error):
                 self._end(EXIT_OUT_OF_MEMORY, f"{batch} images: {type(error).__name__}")
@@ -138,7 +156,8 @@ class Prober:
             raise
         return self._gather(mine)
 
-    def _train(self, batch: int) -> dict[str, float]:
+    def train(self, batch: int) -> dict[str, float]:
+        """Two optimizer steps at this batch for each device; this rank's shares."""
         import assemble
         from callbacks.memory_phases import MemoryPhases, TrackedBytes, untracked
 
@@ -159,14 +178,17 @@ class Prober:
         return phases.shares
 
     def _of_batch(self, batch: int) -> dict[str, Any]:
-        """The config whose steps are those of the training, cut down to two; two accumulated batches hold as many."""
+        """The config whose steps are those of the training, cut down to two.
+
+        The second begins with the gradients of the first, and DDP lays out its buckets anew. Two accumulated
+        batches hold as much as many.
+        """
         config = copy.deepcopy(self.config)
         accumulate = min(config["trainer"]["accumulate_grad_batches"], 2)
-        config["data"]["global_batch_size"] = batch * self.cluster.world_size * accumulate
-        config["trainer"].update(
-            accumulate_grad_batches=accumulate, max_epochs=2, max_steps=-1, limit_train_batches=accumulate,
-            limit_val_batches=1, num_sanity_val_steps=0, check_val_every_n_epoch=1,
-        )  # fmt: skip
+        size = batch * self.cluster.world_size * accumulate
+        steps = 2 if 2 * size <= self.num_train else 1
+        config["data"]["global_batch_size"] = size
+        config["trainer"].update(two_steps(accumulate, steps))
         if config["trainer"]["accelerator"] == "cpu":
             config["trainer"]["compile"] = False  # the tracker sees operations one by one
         strategy = config["trainer"].get("strategy") or {}
@@ -268,7 +290,13 @@ def _averaging(config: dict[str, Any]) -> list[Any]:
 
 def _peer_is_gone(error: BaseException) -> bool:
     """What gloo and NCCL say when the other end of a connection has closed."""
-    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "ncclRemote")
+    words = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "remote process exited",
+        "ncclRemote",
+    )
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
