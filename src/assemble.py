@@ -1,10 +1,12 @@
 """Config → Run(trainer, module, data): the only place where the rooms meet, and the only caller of instantiate."""
 
+import contextlib
 import functools
 import importlib
 import inspect
 import logging
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -14,14 +16,17 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
+import provenance
 from callbacks.checkpoint_io import CheckpointFiles, read_checkpoint
 from callbacks.checkpoints import Checkpoints
-from callbacks.interruption import silence_lightning
+from callbacks.interruption import Interruption, silence_lightning
 from callbacks.run_recorder import RunRecorder
 from callbacks.training_log import TrainingLog
+from callbacks.watch import SILENT_AFTER_S, Watch, own_connection
 from classifier import ImageClassifier
 from cluster import Cluster
 from errors import UserError
+from join import check_all_equal, join, share_checkpoint
 from provenance import available_cores
 from run_files import RunFolder
 
@@ -43,6 +48,15 @@ EXPECTED_WARNINGS = (
     ".*Grad strides do not match bucket view strides.*",  # (n, 1, h, w) weights: both layouts mean the same there
     ".*Found .* module\\(s\\) in eval mode at the start of training.*",
 )
+
+
+@dataclass
+class World:
+    """What watches over a run from before its parts are built: hosts, signals, and with several ranks heartbeats."""
+
+    hosts: list[dict[str, Any]]
+    interruption: Interruption = field(default_factory=Interruption)
+    watch: Watch | None = None
 
 
 @dataclass
@@ -289,8 +303,45 @@ def _strategy(own: dict[str, Any], cluster: Cluster, timeout: timedelta) -> Any:
     return "auto"
 
 
+@contextlib.contextmanager
+def enter_world(config: dict[str, Any], cluster: Cluster, folder: RunFolder) -> Iterator[World]:
+    """Meet the other ranks, watch over each other until the block ends, and leave together.
+
+    An exception that leaves the block carries `culprit`: which rank failed first, on which host, in which phase.
+    """
+    check_targets(config)
+    _prepare_process(config, cluster)
+    if cluster.world_size == 1:
+        yield World([provenance.host(cluster.node_rank)])
+        return
+    timeout_s = config["trainer"]["timeout_s"]
+    join(cluster, device_of(config, cluster), timeout_s)
+    world = World([], Interruption(), Watch(folder.path, timeout_s))
+    connection = own_connection(cluster.master_addr, cluster.master_port, SILENT_AFTER_S)
+    world.watch.begin(connection, cluster.rank, cluster.world_size, world.interruption)
+    try:
+        everyone = check_all_equal(config, cluster)
+        world.hosts = [dict(list(host.items())[3:]) for host in everyone[:: cluster.devices]]
+        share_checkpoint(config, cluster, folder)
+        yield world
+        torch.distributed.barrier()
+    except BaseException as error:
+        if not hasattr(error, "culprit"):
+            error.culprit = world.watch.explain(error)
+        raise
+    finally:
+        world.watch.end()
+    torch.distributed.destroy_process_group()
+
+
 def build_run(
-    config: dict[str, Any], cluster: Cluster, folder: RunFolder, resume_step: int | None, *, trainable: bool = True
+    config: dict[str, Any],
+    cluster: Cluster,
+    folder: RunFolder,
+    world: World,
+    resume_step: int | None,
+    *,
+    trainable: bool = True,
 ) -> Run:
     """Data, module and trainer of one rank.
 
@@ -298,8 +349,6 @@ def build_run(
         config: composed, plain, `trainer` resolved for this machine.
         resume_step: the optimizer step that this run goes on from in its folder; None for a new run.
     """
-    check_targets(config)
-    _prepare_process(config, cluster)
     device = device_of(config, cluster)
     data = build_data(config, cluster, device)
     facts = data_facts(data)
@@ -315,7 +364,9 @@ def build_run(
     }  # fmt: skip
     recorder = RunRecorder(folder.record, data.global_batch_size)
     chosen = [build(node, known) for node in (config["callbacks"] or {}).values() if node]
-    callbacks = [TrainingLog(data.global_batch_size), *chosen, recorder]
+    callbacks = [TrainingLog(data.global_batch_size), *chosen, world.interruption, recorder]
+    if world.watch is not None:
+        callbacks.insert(0, world.watch)
     if config["trainer"]["ema_decay"]:
         from lightning.pytorch.callbacks import EMAWeightAveraging
 

@@ -19,25 +19,26 @@ FROM_COMMAND_LINE = ("paths", "tags", "ckpt_path", "run_id", "test", "resume", "
 
 def evaluate(config: dict[str, Any], cluster: Any, folder: Any) -> int:
     """One rank's evaluation."""
-    from assemble import build_run, load_weights
+    from assemble import build_run, enter_world, load_weights
     from callbacks.confusion import write_confusion
     from run_files import utc_now
 
-    run = build_run(config, cluster, folder, None, trainable=False)
-    load_weights(run.module, config["ckpt_path"], config["model"]["name"])
-    run.trainer.test(run.module, datamodule=run.data, verbose=False)
-    if cluster.is_rank_zero:
-        per_class = write_confusion(run.module.test_confusion, run.facts["class_names"], folder)
-        run.recorder.write(
-            run.trainer,
-            status="finished",
-            exit_code=0,
-            finished_at=utc_now(),
-            phase="end",
-            test_acc_per_class=per_class,
-        )
-        metrics = {name: float(value) for name, value in run.trainer.callback_metrics.items()}
-        print(" · ".join(f"{name} {value:.10g}" for name, value in metrics.items()), flush=True)
+    with enter_world(config, cluster, folder) as world:
+        run = build_run(config, cluster, folder, world, None, trainable=False)
+        load_weights(run.module, config["ckpt_path"], config["model"]["name"])
+        run.trainer.test(run.module, datamodule=run.data, verbose=False)
+        if cluster.is_rank_zero:
+            per_class = write_confusion(run.module.test_confusion, run.facts["class_names"], folder)
+            run.recorder.write(
+                run.trainer,
+                status="finished",
+                exit_code=0,
+                finished_at=utc_now(),
+                phase="end",
+                test_acc_per_class=per_class,
+            )
+            metrics = {name: float(value) for name, value in run.trainer.callback_metrics.items()}
+            print(" · ".join(f"{name} {value:.10g}" for name, value in metrics.items()), flush=True)
     return 0
 
 
@@ -58,7 +59,7 @@ def config_of(cfg: Any) -> dict[str, Any]:
     config.update(
         ckpt_path=str(path), task_name="eval", resume=None, logger={}, scheduler={}, test=True, resume_step=None
     )
-    config["callbacks"] = {name: composed["callbacks"][name] for name in ("interruption", "progress")}
+    config["callbacks"] = {}
     if not any(word.startswith("trainer=") for word in overrides):
         config["trainer"].update(launch="one_process", accelerator=composed["trainer"]["accelerator"], devices=1,
                                  num_nodes=1, strategy=None)  # fmt: skip

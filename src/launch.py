@@ -52,6 +52,8 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     environment = world.environment()
     cluster = resolve_cluster(config, environment)
     describe_batch(config, cluster)
+    if cluster.is_supervisor and cluster.num_nodes > 1:
+        meet(config, cluster, environment)
     folder, fresh = run_folder(config, cluster, environment)
     if cluster.is_rank_zero or cluster.local_rank in (0, None):
         begin(config, cluster, folder, fresh)
@@ -65,6 +67,35 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     if cluster.is_rank_zero:
         conclude(config, folder, code)
     return code
+
+
+def meet(config: dict[str, Any], cluster: Cluster, environment: dict[str, str]) -> None:
+    """The supervisors of all nodes agree on the run id, which goes into config, and on code and options."""
+    from rendezvous import agree
+
+    run_id = config.get("resume") or config.get("run_id") or world.outside_run_id(environment)
+    if cluster.node_rank == 0 and run_id in (None, "auto"):
+        run_id = config.get("run_id") or new_run_id()
+    mine = {
+        "run_id": run_id, "host": socket.gethostname(), "tree_hash": provenance.tree_hash(REPOSITORY),
+        "config_hash": config_hash(config), "versions": provenance.versions(),
+    }  # fmt: skip
+    answer = agree(cluster, mine, config["trainer"]["timeout_s"], lambda text: print(text, flush=True))
+    if not config.get("resume"):
+        config["run_id"] = answer["run_id"]
+
+
+RANK_OWN_KEYS = ("paths", "run_id", "resume", "ckpt_path", "resume_step", "overrides", "sweep_dir")
+
+
+def config_hash(config: dict[str, Any]) -> str:
+    """Equal where the options are, whatever folders a node has."""
+    import hashlib
+
+    text = json.dumps({k: v for k, v in config.items() if k not in RANK_OWN_KEYS}, sort_keys=True, default=str)
+    for folder in config["paths"].values():
+        text = text.replace(str(folder), "")
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def resume_in_rank(config_path: str, work: Work) -> int:
@@ -156,8 +187,10 @@ def run_folder(config: dict[str, Any], cluster: Cluster, environment: dict[str, 
             raise UserError("resume=auto needs to know which run: give run_id=… (or RUN_ID), or resume=<run_id>.")
         folder = RunFolder(_runs(config, logs) / checked_run_id(named))
         return folder, not folder.record.exists()
-    if resume:
+    if resume and cluster.node_rank == 0:
         return find_run(logs, resume), False
+    if resume:  # this node may never have had the folder
+        return RunFolder(_runs(config, logs) / checked_run_id(resume)), True
     folder = RunFolder(_runs(config, logs) / checked_run_id(named or new_run_id()))
     makes_it = cluster.local_rank in (0, None)
     if makes_it and folder.record.exists():
@@ -191,8 +224,12 @@ def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bo
         config["ckpt_path"] = str(checkpoint) if checkpoint else None
         config["resume_step"] = (read_sidecar(checkpoint) or {}).get("step") if checkpoint else 0
         print(f"Resuming {folder.run_id} from {checkpoint.name if checkpoint else 'its start: no whole checkpoint'}.")
+    if cluster.world_size > 1 and config.get("ckpt_path") and cluster.node_rank == 0:
+        config["ckpt_path"] = str(Path(config["ckpt_path"]).resolve())
     folder.path.mkdir(parents=True, exist_ok=True)
     write_atomically(folder.config, lambda file: yaml.safe_dump(config, file, sort_keys=False))
+    if cluster.node_rank > 0:
+        return
     record = first_record(config, cluster, folder)
     if previous is not None:
         record = continued(previous, record, config)
@@ -314,6 +351,7 @@ def in_this_process(config: dict[str, Any], cluster: Cluster, folder: RunFolder,
     """Call work and turn how it ends into an exit code, a record, and one error file a rank."""
     world.adopt(cluster)
     _dump_stack_on_signal(folder, cluster)
+    _stop_at_once_on_signal()
     try:
         return work(config, cluster, folder)
     except Interrupted as error:
@@ -325,11 +363,25 @@ def in_this_process(config: dict[str, Any], cluster: Cluster, folder: RunFolder,
         return _failed(folder, cluster, error, EXIT_USER_ERROR)
     except Diverged as error:
         return _failed(folder, cluster, error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        _end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
+        return EXIT_INTERRUPTED
     except Exception as error:
         import traceback
 
         traceback.print_exc()
         return _failed(folder, cluster, error, EXIT_FAILED)
+
+
+def _stop_at_once_on_signal() -> None:
+    """Before there is anything to save, a signal just ends the run; Interruption takes over in training."""
+    import signal
+
+    def stop(number: int, _frame: Any) -> None:
+        raise Interrupted(signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, stop)
 
 
 def _failed(folder: RunFolder, cluster: Cluster, error: Exception, code: int) -> int:
@@ -339,13 +391,15 @@ def _failed(folder: RunFolder, cluster: Cluster, error: Exception, code: int) ->
         "rank": cluster.rank, "host": socket.gethostname(), "phase": phase, "message": message,
         "kind": type(error).__name__, "time": time.time(),
     }  # fmt: skip
+    facts = getattr(error, "culprit", None) or facts
     write_atomically(folder.rank_error(cluster.rank), lambda file: file.write(json.dumps(facts)))
     if cluster.launcher != "supervisor":
         if cluster.is_rank_zero and code != EXIT_USER_ERROR:
             complete_record(folder, facts, code)
         if code == EXIT_USER_ERROR and cluster.is_rank_zero:
             _end(folder, cluster, "failed", code, facts)
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        where = "" if code == EXIT_USER_ERROR else f"rank {facts['rank']} on {facts['host']}, in {facts['phase']}: "
+        print(f"error: {where}{facts['message']}", file=sys.stderr, flush=True)
     return code
 
 

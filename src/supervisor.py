@@ -24,6 +24,7 @@ from run_files import RunFolder, read_record, utc_now, write_record
 POLL_S = 0.05
 GRACE_AFTER_FAILURE_S = 8.0  # for the others to notice by themselves and write their stacks
 GRACE_AFTER_STOP_S = 100.0  # for a coordinated checkpoint and its upload after SIGTERM
+GRACE_AFTER_PEER_STOPPED_S = 25.0  # for the others once one rank has stopped by itself
 PR_SET_PDEATHSIG = 1
 
 
@@ -132,6 +133,9 @@ class Supervisor:
         deadline = None
         while self.ranks.poll():
             now = time.monotonic()
+            if self.stop_asked_at is None and EXIT_INTERRUPTED in self.ranks.exit_codes.values():
+                self.stop_asked_at = now - GRACE_AFTER_STOP_S + GRACE_AFTER_PEER_STOPPED_S
+                self.ranks.signal(signal.SIGTERM)
             if self.ranks.first_failed is not None and deadline is None:
                 deadline = now + GRACE_AFTER_FAILURE_S
             stopped_at = self.stop_asked_at
@@ -165,7 +169,8 @@ class Supervisor:
         error = None if all(code == EXIT_OK for code in codes.values()) else self._first_error()
         if error is None:
             return EXIT_OK
-        if EXIT_INTERRUPTED in codes.values() and all(c in (EXIT_OK, EXIT_INTERRUPTED) for c in codes.values()):
+        if EXIT_INTERRUPTED in codes.values() and self.ranks.first_failed is None:
+            self._record_interruption()
             return EXIT_INTERRUPTED
         user_error = error.get("kind") == "UserError"
         code = EXIT_USER_ERROR if user_error else max((c for c in codes.values() if c > 0), default=EXIT_FAILED)
@@ -175,6 +180,14 @@ class Supervisor:
         where = "" if user_error else f"rank {error['rank']} on {error['host']}, in {error['phase']}: "
         print(f"error: {where}{error['message']}", file=sys.stderr)
         return code
+
+    def _record_interruption(self) -> None:
+        """Ranks that were stopped before they could write it themselves."""
+        if self.cluster.node_rank == 0 and self.folder.record.exists():
+            record = read_record(self.folder.record)
+            if record.get("status") == "running":
+                record.update(status="interrupted", exit_code=EXIT_INTERRUPTED, finished_at=utc_now())
+                write_record(self.folder.record, record)
 
     def _first_error(self) -> dict[str, Any]:
         """What the rank that failed first wrote, or how it died where it wrote nothing."""

@@ -14,21 +14,22 @@ from launch import launch, resume_in_rank
 
 def train(config: dict[str, Any], cluster: Any, folder: Any) -> int:
     """One rank's whole run: fit, test the best checkpoint, finish the record."""
-    from assemble import build_run, check_fits
+    from assemble import build_run, check_fits, enter_world
     from callbacks.checkpoint_io import read_checkpoint
+    from run_files import utc_now
 
-    run = build_run(config, cluster, folder, config.get("resume_step"))
-    if path := config.get("ckpt_path"):
-        check_fits(run.module, read_checkpoint(path)["state_dict"], path, config["model"]["name"])
-    if cluster.is_rank_zero:
-        run.recorder.write(**_known_at_start(run))
-    run.trainer.fit(run.module, datamodule=run.data, ckpt_path=config.get("ckpt_path"), weights_only=True)
-    if config["test"]:
-        _test(run, folder)
-    if cluster.is_rank_zero:
-        from run_files import utc_now
-
-        run.recorder.write(run.trainer, status="finished", phase="end", exit_code=0, finished_at=utc_now(), error=None)
+    with enter_world(config, cluster, folder) as world:
+        run = build_run(config, cluster, folder, world, config.get("resume_step"))
+        if path := config.get("ckpt_path"):
+            check_fits(run.module, read_checkpoint(path)["state_dict"], path, config["model"]["name"])
+        if cluster.is_rank_zero:
+            run.recorder.write(**_known_at_start(run), hosts=world.hosts)
+        run.trainer.fit(run.module, datamodule=run.data, ckpt_path=config.get("ckpt_path"), weights_only=True)
+        if config["test"]:
+            _test(run, cluster, folder)
+        if cluster.is_rank_zero:
+            ended = {"status": "finished", "phase": "end", "exit_code": 0, "finished_at": utc_now(), "error": None}
+            run.recorder.write(run.trainer, **ended)
     return 0
 
 
@@ -43,9 +44,13 @@ def _known_at_start(run: Any) -> dict[str, Any]:
     }
 
 
-def _test(run: Any, folder: Any) -> None:
+def _test(run: Any, cluster: Any, folder: Any) -> None:
     """Test the best checkpoint (the last weights where nothing was validated) and keep the confusion matrix."""
     best: Path | None = run.checkpoints.best_path if run.checkpoints else None
+    if best is not None and cluster.num_nodes > 1:
+        from join import fetch_from_rank_zero
+
+        best = fetch_from_rank_zero(best, cluster, folder.path / "from-rank-0")
     run.trainer.test(run.module, datamodule=run.data, ckpt_path=best, weights_only=True, verbose=False)
     if run.trainer.is_global_zero:
         from callbacks.confusion import write_confusion
