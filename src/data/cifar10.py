@@ -126,14 +126,20 @@ def _from_batches(content: dict[str, Any]) -> ImageSet:
 def _batch(content: Any, name: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Images (n, 32, 32, 3), labels (n,) and file names without their ending."""
     try:
-        rows, labels = content[b"data"], np.asarray(content[b"labels"], np.int64)
+        content = {_text(key): value for key, value in content.items()}
+        rows, labels = content["data"], np.asarray(content["labels"], np.int64)
         complete = rows.dtype == np.uint8 and rows.shape == (len(labels), 3 * SIZE * SIZE)
-        files = [Path(f.decode()).stem for f in content.get(b"filenames", [])]
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, UnicodeDecodeError):
+        files = [Path(_text(file)).stem for file in content.get("filenames", [])]
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
         complete = False
     if not complete:
         raise UserError(f"{name} is not a CIFAR-10 file: it must hold data (n, 3072) uint8 and n labels.")
     return rows.reshape(-1, 3, SIZE, SIZE).transpose(0, 2, 3, 1), labels, files
+
+
+def _text(value: str | bytes) -> str:
+    """A string of Python 3, or of Python 2, which comes as bytes."""
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def _from_tree(root: Path) -> ImageSet:
