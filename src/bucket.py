@@ -258,7 +258,7 @@ class Bucket:
             if error.kind != "conflict" or self.read_small(key)[0] != data:
                 raise
 
-    def probe(self, prefix: str, writers: int = 4) -> None:
+    def probe(self, prefix: str, writers: int = 3) -> None:
         """Put, read back and delete a small object; sets `conditional` by letting a few writers race.
 
         Raises:

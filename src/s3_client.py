@@ -158,7 +158,7 @@ def _check_endpoint(endpoint_url: str) -> None:
 
 
 def make_client(options: S3Options) -> Any:
-    """A boto3 client; thread-safe. Its debug log, which quotes signed requests, stays off whatever the root's level.
+    """A boto3 client; thread-safe. Its own log, which can quote signed requests, stays off whatever the root's level.
 
     Raises:
         UserError: boto3's configuration on this machine cannot be read.
@@ -168,7 +168,7 @@ def make_client(options: S3Options) -> Any:
 
     for name in ("boto3", "botocore", "s3transfer", "urllib3"):
         logger = logging.getLogger(name)
-        logger.setLevel(max(logger.level, logging.INFO))
+        logger.setLevel(max(logger.level, logging.WARNING))
     config = Config(
         connect_timeout=options.connect_timeout_s,
         read_timeout=options.read_timeout_s,

@@ -17,7 +17,7 @@ from small_files import SmallFiles
 from spool import Spool
 from uploader import Uploader
 
-MIN_TIMEOUT_S = 5.0
+MIN_TIMEOUT_S = 3.0
 
 
 def finish_upload(
@@ -66,10 +66,10 @@ def upload_left(
     spool = Spool(folder.path / "upload")
     run.generation = int(spool.notes().get("generation", 0))
     run.prepared = run.generation > 0  # of the process that ended: a newer start elsewhere stays the newest
+    if has_rank_zero:
+        _add_best(spool, run, folder, say)
     ranks = sorted(set(spool.ranks()) | ({0} if has_rank_zero else set()))
     uploaders = {rank: Uploader(run, folder, rank=rank, say=say) for rank in ranks}
-    if has_rank_zero:
-        _add_best(uploaders[0], run, folder, say)
     deadline = time.monotonic() + timeout_s
     for uploader in uploaders.values():
         uploader.start()
@@ -91,10 +91,10 @@ def _conclude(uploader: Uploader, run: RunBucket, folder: RunFolder, say: Callab
     return status["error"]
 
 
-def _add_best(uploader: Uploader, run: RunBucket, folder: RunFolder, say: Callable[[str], None]) -> None:
+def _add_best(spool: Spool, run: RunBucket, folder: RunFolder, say: Callable[[str], None]) -> None:
     """A best that was saved but never offered (its process was killed in between) is not in the spool."""
     newest = next(iter(complete(folder.checkpoints, "best")), None)
-    if newest is None or any(item.kind == "best" and item.step >= newest[1]["step"] for item in uploader.spool.left()):
+    if newest is None or any(item.kind == "best" and item.step >= newest[1]["step"] for item in spool.left()):
         return
     try:
         pointer, _ = run.read_pointer("best")
@@ -102,7 +102,7 @@ def _add_best(uploader: Uploader, run: RunBucket, folder: RunFolder, say: Callab
         say(f"s3: {error}.")
         pointer = None
     if pointer is None or pointer.step < newest[1]["step"]:
-        uploader.spool.add("best", newest[0], newest[1], run.generation)
+        spool.add("best", newest[0], newest[1], run.generation)
 
 
 def _complete_record(folder: RunFolder, status: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ class Uploader:
         clock: Callable[[], float] = time.monotonic,
         say: Callable[[str], None] = print,
     ) -> None:
-        self.run, self.rank, self.clock, self.say = run, rank, clock, say
+        self.run, self.rank, self.clock, self._print = run, rank, clock, say
         self.last_interval_s, self.files_interval_s, self.retry_delays_s = (
             last_interval_s, files_interval_s, retry_delays_s,
         )  # fmt: skip
@@ -63,12 +63,12 @@ class Uploader:
         self._sent: dict[str, dict[str, Any]] = {}
         self._errors: dict[str, str] = {}
         self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Take up what an earlier process of this run left in the spool, and begin."""
         for item in self.spool.left():
             self._waiting[item.kind] = item
             self._errors[item.kind] = "not uploaded yet"
+
+    def start(self) -> None:
+        """Begin, with what an earlier process of this run left in the spool."""
         if self.small_files:
             self._waiting["files"] = Item("files")
         self._thread = threading.Thread(target=self._work, name="s3-upload", daemon=True)
@@ -102,7 +102,7 @@ class Uploader:
                 return
             if item.entry is None:
                 self.say("s3: the disk is full; uploading the checkpoint from where it lies.")
-            item.urgent = urgent or self._urgent
+            item.urgent = urgent or (kind == "last" and self._urgent)
             if kind == "last" and not item.urgent and not self._flushing:
                 item.not_before = self._sent.get("last", {}).get("at", self._started_at) + self.last_interval_s
             self._waiting[kind] = item
@@ -116,8 +116,9 @@ class Uploader:
     def hurry(self) -> None:
         """From now on `last` is sent at once and before anything else: this machine is about to go."""
         with self._wake:
-            self._urgent = True
-            self._retry_at = 0.0
+            self._urgent, self._retry_at = True, 0.0
+            if "last" in self._waiting:
+                self._waiting["last"].urgent, self._waiting["last"].not_before = True, 0.0
             self._wake.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
@@ -162,6 +163,12 @@ class Uploader:
                 "left": sorted(left),
             }
 
+    def say(self, line: str) -> None:
+        try:
+            self._print(line)
+        except (OSError, ValueError):  # whoever read our output is gone; the uploads go on, the record says the rest
+            self._print = lambda _: None
+
     # The thread
 
     def _work(self) -> None:
@@ -180,6 +187,7 @@ class Uploader:
                 self._failed(item, StoreError("busy", f"the uploader failed ({place})"))
             else:
                 self._done(item, result, self.clock() - started)
+                self.run.bucket.retry_aborts()
 
     def _take(self) -> Item | None:
         """The most important item that is due; waits for it. None: stop."""

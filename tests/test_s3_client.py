@@ -5,11 +5,11 @@ import logging
 import socket
 
 import pytest
-from object_store import KEY_IDS, SECRETS, shared_store
 
 from bucket import Bucket
 from errors import UserError
-from s3_client import S3Options, StoreError, make_client, options_from, parse_uri
+from object_store import KEY_IDS, SECRETS, shared_store
+from s3_client import S3Options, StoreError, make_client, options_from, parse_uri, translated
 
 
 @pytest.fixture
@@ -151,3 +151,26 @@ def test_the_libraries_debug_log_stays_off(store, bucket_name, caplog):
     with caplog.at_level(logging.DEBUG):
         Bucket(S3Options(f"s3://{bucket_name}", store.endpoint_url)).put_bytes("a", b"x")
     assert not any(word in caplog.text for word in (*SECRETS, *KEY_IDS, "Signature", "Authorization"))
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "words"),
+    [(403, "QuotaExceeded", "full", "bucket runs is full"), (507, "XMinioStorageFull", "full", "the store is full"),
+     (507, "", "full", "the store is full"), (503, "SlowDown", "busy", "too busy"),
+     (400, "ExpiredToken", "refused", "renew"), (301, "PermanentRedirect", "refused", "another region"), (500, "Internal<Error>", "busy", "HTTP 500, no code"),
+     (418, "Teapot", "refused", "HTTP 418, Teapot")],
+)  # fmt: skip
+def test_what_other_stores_answer(status, code, kind, words):
+    from botocore.exceptions import ClientError
+
+    answer = {
+        "Error": {"Code": code, "Message": f"key {SECRETS[0]}"}, "ResponseMetadata": {"HTTPStatusCode": status},
+    }  # fmt: skip
+    with pytest.raises(StoreError, match=words) as caught, translated(S3Options("s3://runs")):
+        raise ClientError(answer, "PutObject")
+    assert caught.value.kind == kind and SECRETS[0] not in str(caught.value)
+
+
+def test_a_full_disk_on_this_machine():
+    with pytest.raises(StoreError, match="this machine's disk is full"), translated(S3Options("s3://runs")):
+        raise OSError(28, "No space left on device")

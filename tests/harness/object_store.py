@@ -8,6 +8,8 @@ It checks signatures, clocks, checksums and permissions as S3 does; a mock that 
 
 import atexit
 import contextlib
+import ctypes
+import hashlib
 import json
 import os
 import secrets
@@ -40,6 +42,12 @@ def weed_binary() -> str | None:
     return str(beside) if beside.exists() else shutil.which("weed")
 
 
+def _die_with_parent() -> None:
+    """A test run that is killed leaves no server behind (Linux; elsewhere a no-op)."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 def free_ports(count: int) -> list[int]:
     """Ports that are free now, together with port + 10000 (SeaweedFS puts its gRPC there)."""
     found: list[int] = []
@@ -60,7 +68,7 @@ class ObjectStore:
     folder: Path
     binary: str
     volume_limit_mb: int = 256
-    max_volumes: int = 20
+    max_volumes: int = 500  # each bucket takes several
     process: subprocess.Popen | None = None
     ports: list[int] = field(default_factory=lambda: free_ports(4))
 
@@ -78,15 +86,18 @@ class ObjectStore:
         s3, volume, master, filer = self.ports
         command = [
             self.binary, "-logtostderr=true", "server", f"-dir={self.folder / 'data'}", "-ip=127.0.0.1",
-            "-ip.bind=127.0.0.1", "-master.telemetry=false", f"-master.volumeSizeLimitMB={self.volume_limit_mb}",
+            "-ip.bind=127.0.0.1", "-master.telemetry=false", "-master.electionTimeout=1s",
+            "-master.heartbeatInterval=200ms",
+            "-volume.preStopSeconds=0", f"-master.volumeSizeLimitMB={self.volume_limit_mb}",
             f"-volume.max={self.max_volumes}", f"-volume.port={volume}", f"-master.port={master}", "-filer",
             f"-filer.port={filer}", "-s3", f"-s3.port={s3}", "-s3.port.iceberg=0", "-s3.port.lance=0",
             f"-s3.config={self.folder / 'identities.json'}", "-s3.autoCreateBucket=false",
         ]  # fmt: skip
         with open(self.folder / "weed.log", "ab") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**os.environ, "WEED_S3_SSE_KEK": "5a" * 32}, cwd=self.folder
-            )
+                command, stdout=log, stderr=log, env={**os.environ, "WEED_S3_SSE_KEK": "5a" * 32}, cwd=self.folder,
+                preexec_fn=_die_with_parent,
+            )  # fmt: skip
         self._wait_until_ready()
         return self
 
@@ -168,3 +179,16 @@ def object_store(folder: Path, **settings: Any) -> Iterator[ObjectStore]:
         yield store.start()
     finally:
         store.stop()
+
+
+def sharded(folder: Path, world_size: int = 2) -> dict[str, Any]:
+    """A sharded checkpoint as strategies/sharded_checkpoint.py writes it: shards, the rest, the manifest."""
+    folder.mkdir(parents=True)
+    names = [f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors" for rank in range(world_size)] + ["rest.pt"]
+    files = {}
+    for number, name in enumerate(names):
+        data = hashlib.shake_128(str(number).encode()).digest(1000)
+        (folder / name).write_bytes(data)
+        files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps({"format": 1, "world_size": world_size, "files": files}))
+    return files

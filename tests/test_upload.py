@@ -1,0 +1,277 @@
+"""What is left when a process is gone: kills in the middle of uploads, the door, secrets; against a real S3 server."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import upload
+import upload_left as upload_left_module
+from bucket import Bucket
+from errors import EXIT_NOT_UPLOADED, EXIT_OK
+from object_store import KEY_IDS, SECRETS, object_store, sharded, shared_store
+from run_bucket import OBJECT_NAME, RunBucket
+from run_files import RunFolder, read_record, write_record
+from s3_client import S3Options
+from spool import Spool
+from storage import fetch_run
+from upload_left import finish_upload, upload_left
+
+MIB = 2**20
+SRC = Path(__file__).resolve().parents[1] / "src"
+
+# One process of a run: offers better and better checkpoints, slowly sent, until it is killed
+CHILD = """
+import hashlib, os, sys, time
+from pathlib import Path
+from bucket import Bucket
+from checkpoint_files import write_sidecar
+from run_bucket import RunBucket
+from run_files import RunFolder
+from s3_client import S3Options
+from uploader import Uploader
+
+uri, endpoint_url, path, first = sys.argv[1:]
+folder = RunFolder(Path(path))
+call = Bucket._call
+def slow(self, method, **arguments):
+    answer = call(self, method, **arguments)
+    if method == "upload_part":
+        os.write(2, b"part\\n")
+        time.sleep(0.03)
+    return answer
+Bucket._call = slow
+options = S3Options(uri, endpoint_url)
+uploader = Uploader(RunBucket(Bucket(options, part_bytes=5 << 20), options.prefix, folder.run_id), folder)
+uploader.start()
+for step in range(int(first), int(first) + 3):
+    data = hashlib.shake_128(str(step).encode()).digest(64) * (40 << 14)
+    best = folder.checkpoints / f"best-step{step:08d}.ckpt"
+    best.parent.mkdir(parents=True, exist_ok=True)
+    best.write_bytes(data)
+    facts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), "epoch": 0, "step": step}
+    facts["metric"] = {"val/acc": step / 100}
+    write_sidecar(best, facts)
+    uploader.offer("best", best, facts)
+    uploader.flush(60)
+"""
+
+
+class Setting:
+    def __init__(self, tmp_path, server):
+        self.server = server
+        self.options = S3Options(f"s3://{server.new_bucket()}/runs", server.endpoint_url, connect_timeout_s=1)
+        self.folder = RunFolder(tmp_path / "logs" / "train" / "runs" / "the-run")
+        self.folder.checkpoints.mkdir(parents=True)
+        write_record(self.folder.record, {"run_id": "the-run", "status": "failed"})
+        s3 = {"uri": self.options.uri, "endpoint_url": server.endpoint_url, "flush_timeout_s": 5.0}
+        self.folder.config.write_text(json.dumps({"s3": s3}))
+        self.s3 = s3
+
+    def run(self) -> RunBucket:
+        return RunBucket(Bucket(self.options), self.options.prefix, "the-run")
+
+    def child(self, first: int) -> subprocess.Popen:
+        environment = {**os.environ, **self.server.environment(), "PYTHONPATH": str(SRC)}
+        arguments = [sys.executable, "-c", CHILD, self.options.uri, self.server.endpoint_url]
+        return subprocess.Popen(
+            [*arguments, str(self.folder.path), str(first)], env=environment, stderr=subprocess.PIPE, text=True
+        )
+
+    def best(self, step: int):
+        data = hashlib.shake_128(str(step).encode()).digest(1000)
+        path = self.folder.checkpoints / f"best-step{step:08d}.ckpt"
+        path.write_bytes(data)
+        facts = {"bytes": 1000, "sha256": hashlib.sha256(data).hexdigest(), "epoch": 0, "step": step, "metric": {}}
+        Path(f"{path}.json").write_text(json.dumps(facts))
+        record = read_record(self.folder.record)
+        record["best_checkpoint"] = {"path": f"checkpoints/{path.name}", "step": step, "sha256": facts["sha256"]}
+        write_record(self.folder.record, record)
+        return "best", path, facts
+
+
+@pytest.fixture
+def setting(monkeypatch, tmp_path):
+    server = shared_store()
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(upload_left_module, "MIN_TIMEOUT_S", 0.5)
+    return Setting(tmp_path, server)
+
+
+def check_the_pointer(setting) -> int | None:
+    """best.json, if there is one, names a complete object whose sha256 fits; its step."""
+    pointer, etag = setting.run().read_pointer("best")
+    assert (pointer is None) == (etag is None)
+    if pointer is None:
+        return None
+    bucket = setting.run().bucket
+    assert bucket.head(pointer.key)["ContentLength"] == pointer.bytes
+    assert bucket.sha256_of(pointer.key) == pointer.sha256
+    return pointer.step
+
+
+def test_five_kills_in_the_middle_of_an_upload(setting, tmp_path):
+    reached = []
+    for kill, parts in enumerate((2, 5, 11, 14, 3)):
+        child = setting.child(first=10 * (kill + 1))
+        for _ in range(parts):
+            assert child.stderr.readline() == "part\n"
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stderr.close()
+        reached.append(check_the_pointer(setting))
+    assert reached[-1] is not None and reached == sorted(reached, key=lambda step: step or 0)
+
+    assert finish_upload(setting.s3, setting.folder, 0, say=lambda _: None) == EXIT_OK
+    run = setting.run()
+    assert check_the_pointer(setting) >= 50
+    run.prepare()
+    uploads = run.bucket.client.list_multipart_uploads(Bucket=setting.options.bucket).get("Uploads", [])
+    assert uploads == [], "no orphan part is left after the next start"
+    objects = [key.removeprefix(f"{run.root}checkpoints/") for key, _ in run.bucket.keys(f"{run.root}checkpoints/")]
+    assert len(objects) <= 2 and all(OBJECT_NAME.fullmatch(name) for name in objects)
+
+    elsewhere = RunFolder(tmp_path / "elsewhere" / "the-run")
+    fetched = fetch_run(setting.options, elsewhere, lambda _: None)
+    assert fetched is not None and fetched.name.startswith("best-step0000005")
+
+
+def test_the_end_of_a_run_sends_what_its_process_left(setting):
+    Spool(setting.folder.path / "upload").add(*setting.best(10))
+    said = []
+    assert finish_upload(setting.s3, setting.folder, 0, say=said.append) == EXIT_OK
+    assert check_the_pointer(setting) == 10 and said == []
+    record = read_record(setting.folder.record)
+    uri = record["upload"]["uri"]
+    assert uri.startswith(f"{setting.options.uri}/the-run/checkpoints/best-step00000010-g0001-")
+    assert (record["upload"]["error"], record["best_checkpoint"]["s3_uri"]) == (None, uri)
+    run = setting.run()
+    assert run.bucket.read_small(f"{run.root}run.json")[0] == setting.folder.record.read_bytes(), "the final record"
+
+
+def test_a_best_that_was_saved_but_never_offered_is_sent_too(setting):
+    setting.best(10)
+    assert finish_upload(setting.s3, setting.folder, 1, say=lambda _: None) == 1
+    assert check_the_pointer(setting) == 10
+
+
+def test_a_best_that_never_arrived_is_said_in_the_record_and_by_the_exit_code(setting, capsys):
+    setting.best(10)
+    said = []
+    s3 = {**setting.s3, "endpoint_url": "http://127.0.0.1:9", "flush_timeout_s": 0.1}
+    assert finish_upload(s3, setting.folder, 0, say=said.append) == EXIT_NOT_UPLOADED
+    assert said[-1].startswith(
+        "s3: the best checkpoint is NOT in the bucket: the store at http://127.0.0.1:9 cannot be"
+    )
+    assert said[-1].endswith("python src/upload.py the-run sends it.")
+    assert "cannot be reached" in read_record(setting.folder.record)["upload"]["error"]
+    assert finish_upload(s3, setting.folder, 75, say=said.append) == 75
+
+    logs = setting.folder.path.parents[2]
+    assert upload.main(["the-run", f"paths.log_dir={logs}"]) == EXIT_OK
+    assert check_the_pointer(setting) == 10
+    assert read_record(setting.folder.record)["upload"]["error"] is None
+    assert capsys.readouterr().out.endswith(f"the-run is in {setting.options.uri}.\n")
+
+
+def test_a_run_without_s3_is_left_alone(setting):
+    before = setting.folder.record.read_text()
+    assert finish_upload({"uri": None}, setting.folder, 0) == 0
+    assert finish_upload(None, setting.folder, 1) == 1
+    assert setting.folder.record.read_text() == before
+
+
+def test_what_is_left_of_an_older_start_does_not_go_over_a_newer_one(setting):
+    older = setting.run()
+    older.prepare()
+    spool = Spool(setting.folder.path / "upload")
+    spool.note(generation=older.generation)
+    spool.add(*setting.best(99), older.generation)
+    setting.run().prepare()
+    error = upload_left(setting.options, setting.folder, 5.0, say=lambda _: None)
+    assert "a newer start of this run (number 2) has taken over" in error
+    assert check_the_pointer(setting) is None
+
+
+def test_sharded_checkpoints_of_all_ranks_of_this_machine(setting, tmp_path):
+    folder = setting.folder.checkpoints / "best-step00000010.ckpt"
+    sharded(folder)
+    for rank in (0, 1):
+        Spool(setting.folder.path / "upload", rank).add("best", folder, {"step": 10, "epoch": 0, "metric": {}})
+    assert upload_left(setting.options, setting.folder, 20.0, say=lambda _: None) is None
+    assert check_the_pointer(setting) == 10
+    assert not list(setting.folder.path.glob("upload/rank*"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [(["nobody"], "No run 'nobody'"), (["the-run", "s4.uri=x"], "is no option"), (["a", "b"], "Name one run"),
+     (["the-run", "s3.uri=x"], "An S3 address is"), (["../x"], "cannot name a folder")],
+)  # fmt: skip
+def test_the_doors_bad_input(setting, capsys, argv, sentence):
+    assert upload.main([*argv, f"paths.log_dir={setting.folder.path.parents[2]}"]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err and err.count("\n") == 1
+
+
+def test_the_door_leaves_a_run_that_still_trains_alone(setting, capsys):
+    write_record(setting.folder.record, {"status": "running"})
+    assert upload.main(["the-run", f"paths.log_dir={setting.folder.path.parents[2]}"]) == 2
+    assert "still training" in capsys.readouterr().err
+
+
+def test_the_doors_help_comes_without_torch_and_boto3():
+    code = "import sys, upload; upload.main(['--help']); assert not {'torch', 'boto3'} & set(sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SRC)}, capture_output=True
+    )
+    assert result.returncode == 0 and b"python src/upload.py RUN_ID" in result.stdout
+
+
+def test_no_secret_reaches_a_file_or_the_output(setting, capfd, caplog, monkeypatch):
+    """Normal and failing ways, with every logger at its loudest."""
+    import logging
+
+    with caplog.at_level(logging.DEBUG):
+        Spool(setting.folder.path / "upload").add(*setting.best(10))
+        finish_upload(setting.s3, setting.folder, 0)
+        for name, value in (("AWS_SECRET_ACCESS_KEY", SECRETS[1]), ("AWS_ACCESS_KEY_ID", "NOBODY0000000000")):
+            with monkeypatch.context() as patched:
+                patched.setenv(name, value)
+                setting.best(20)
+                finish_upload({**setting.s3, "flush_timeout_s": 0.2}, setting.folder, 0)
+        finish_upload({**setting.s3, "endpoint_url": "http://127.0.0.1:9", "flush_timeout_s": 0.2}, setting.folder, 0)
+    out, err = capfd.readouterr()
+    text = out + err + caplog.text
+    assert text.count("NOT in the bucket") == 3
+    for path in setting.folder.path.rglob("*"):
+        text += path.read_bytes().decode("latin-1") if path.is_file() else ""
+    for key, _ in setting.run().bucket.keys(""):
+        text += (setting.run().bucket.read_small(key)[0] or b"").decode("latin-1")
+    found = [secret for secret in [*SECRETS, *KEY_IDS, "X-Amz-Signature", "AWS4-HMAC"] if secret in text]
+    assert found == []
+
+
+@pytest.mark.soak
+def test_a_store_whose_disk_is_full(tmp_path, monkeypatch):
+    """The checkpoint stays in the spool, the sentence says what is wrong, and it arrives once there is room."""
+    with object_store(tmp_path / "store", max_volumes=1) as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        setting, said = Setting(tmp_path, server), []
+        server.client().put_object(Bucket=server.new_bucket(), Key="takes-the-only-volume", Body=b"x" * 100_000)
+        Spool(setting.folder.path / "upload").add(*setting.best(10))
+        assert finish_upload({**setting.s3, "flush_timeout_s": 0.1}, setting.folder, 0, say=said.append) == 3
+        assert "failed (HTTP 500, InternalError); its disk may be full" in said[-1]
+        assert [item.step for item in Spool(setting.folder.path / "upload").left()] == [10]
+        server.stop()
+        server.max_volumes = 100
+        server.start()
+        assert finish_upload(setting.s3, setting.folder, 0, say=said.append) == EXIT_OK
+        assert check_the_pointer(setting) == 10
