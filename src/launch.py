@@ -64,6 +64,9 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
         code = Supervisor(cluster, folder, command, environment).run()
     else:
         code = in_this_process(config, cluster, folder, work)
+    for path in folder.path.glob("stack-rank*.txt"):
+        if path.stat().st_size == 0:
+            path.unlink()
     if cluster.is_rank_zero:
         conclude(config, folder, code)
     return code
@@ -423,9 +426,6 @@ def _dump_stack_on_signal(folder: RunFolder, cluster: Cluster) -> None:
 
 def conclude(config: dict[str, Any], folder: RunFolder, code: int) -> None:
     """The last line of a run, and its page in the logbook; nothing here changes the exit code."""
-    for path in folder.path.glob("stack-rank*.txt"):
-        if path.stat().st_size == 0:
-            path.unlink()
     record = read_record(folder.record)
     if code == EXIT_OK and record["status"] == "finished":
         shown = {name: value for name, value in record["metrics"].items() if name in ("val/acc_best", "test/acc")}

@@ -116,7 +116,7 @@ class Supervisor:
         }
         rank = self.cluster.node_rank * self.cluster.devices + local_rank
         self.folder.rank_error(rank).unlink(missing_ok=True)
-        output = None if rank == 0 else self.folder.path / f"rank{rank}.log"
+        output = None if local_rank == 0 else self.folder.path / f"rank{rank}.log"
         return self.start(self.command, environment, output)
 
     @staticmethod
