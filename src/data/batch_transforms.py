@@ -37,6 +37,10 @@ class BatchTransforms(nn.Module):
         UserError: the sizes contradict each other.
     """
 
+    scale: Tensor
+    shift: Tensor
+    crops: Tensor
+
     def __init__(
         self,
         *,

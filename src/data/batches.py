@@ -19,11 +19,11 @@ SPLIT, ORDER, AUGMENTATION, TEST = 0, 1, 2, 3  # keep the random streams of one 
 class Selection(NamedTuple):
     """What one rank takes next.
 
-    index: (n,) int64 positions in the image array; draws: (3, n) int64 rows dy, dx, flip;
+    positions: (n,) int64 places in the image array; draws: (3, n) int64 rows dy, dx, flip;
     counted: (n,) bool, False where an image only fills the batch up, or None where all count.
     """
 
-    index: np.ndarray
+    positions: np.ndarray
     draws: np.ndarray
     counted: np.ndarray | None = None
 

@@ -41,6 +41,7 @@ class ImageDataModule(LightningDataModule):
         seed: of split, order and augmentation.
     """
 
+    name: str
     channels = 3
     own_mean: Sequence[float] = (0.5,)
     own_std: Sequence[float] = (0.5,)
@@ -77,8 +78,8 @@ class ImageDataModule(LightningDataModule):
         self.std = _per_channel("std", self.own_std if std is None else std, self.channels)
         if min(self.std) <= 0:
             raise UserError(f"data.std={self.std} must be positive.")
-        self._meta: dict[str, Any] | None = None
-        self._placed: dict[str, Any] | None = None
+        self._meta: dict[str, Any] = {}  # empty: not prepared yet
+        self._placed: dict[str, int] = {}  # empty: not placed yet
 
     # What a subclass says
 
@@ -98,7 +99,7 @@ class ImageDataModule(LightningDataModule):
         Raises:
             UserError: the source is missing, broken, or does not fit the options.
         """
-        if self._meta is not None:
+        if self._meta:
             return
         options = [CACHE_VERSION, type(self).__name__, self.resize, self.image_size, self.crop_padding, self.flip]
         self._cache = self.cache_dir / f"{self.name}-{fingerprint([*options, self.identity()])[:16]}"
@@ -207,7 +208,7 @@ class ImageDataModule(LightningDataModule):
         self._array = array.to(self._device) if self._resident else array
 
     def setup(self, stage: str | None = None) -> None:
-        if self._placed is None:
+        if not self._placed:
             trainer = self.trainer
             self.place(
                 rank=trainer.global_rank,
@@ -226,7 +227,7 @@ class ImageDataModule(LightningDataModule):
             global_batch_size=self.global_batch_size,
             accumulate_grad_batches=self._accumulate,
             seed=self.seed,
-            fixed=bool(self.trainer is not None and self.trainer.overfit_batches),
+            fixed=bool(getattr(self.trainer, "overfit_batches", 0)),
             **self._placed,
         )
 
@@ -242,7 +243,7 @@ class ImageDataModule(LightningDataModule):
 
     def _deliver(self, selections: Iterable[Selection]) -> Iterator[dict[str, Tensor]]:
         for selection in selections:
-            batch, index = self._common(selection), torch.from_numpy(selection.index)
+            batch, index = self._common(selection), torch.from_numpy(selection.positions)
             if self._resident:
                 batch["index"] = index
             else:
@@ -251,7 +252,7 @@ class ImageDataModule(LightningDataModule):
 
     def _common(self, selection: Selection) -> dict[str, Tensor]:
         """What every batch holds, however its images come."""
-        labels = self._labels[selection.index]
+        labels = self._labels[selection.positions]
         if selection.counted is not None:
             labels = np.where(selection.counted, labels, -1)
         return {"draws": torch.from_numpy(selection.draws), "labels": torch.from_numpy(labels)}

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ class ImageFolderDataModule(ImageDataModule):
         num_workers: processes per rank that decode streamed images, at most one per core.
     """
 
-    own_mean, own_std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+    own_mean: Sequence[float] = (0.485, 0.456, 0.406)  # of ImageNet
+    own_std: Sequence[float] = (0.229, 0.224, 0.225)
 
     def __init__(
         self,
@@ -180,11 +181,11 @@ class ImageFolderDataModule(ImageDataModule):
         if not self._meta["streamed"]:
             yield from super()._deliver(selections)
             return
-        options = {
-            "num_workers": min(self._num_workers, len(os.sched_getaffinity(0))),
-            "pin_memory": self._device.type == "cuda",
-        }
-        for selection, images in stream(selections, self._files, self._stored_size, self.channels, **options):
+        workers = min(self._num_workers, len(os.sched_getaffinity(0)))
+        pin_memory = self._device.type == "cuda"
+        for selection, images in stream(
+            selections, self._files, self._stored_size, self.channels, num_workers=workers, pin_memory=pin_memory
+        ):
             yield {"images": images, **self._common(selection)}
 
     def _windows_of(self, batch: dict[str, Tensor]) -> Tensor:

@@ -54,9 +54,9 @@ class ImageSet:
     def content_hash(self) -> str:
         """Hex over names, labels and pixels, independent of the files that they came in."""
         digest = hashlib.sha256(json.dumps([self.class_names, self.num_fit, self.num_val]).encode())
-        digest.update(np.ascontiguousarray(self.labels, np.int64))
+        digest.update(np.ascontiguousarray(self.labels, np.int64).data)
         for start in range(0, len(self.images), 4096):
-            digest.update(np.ascontiguousarray(self.images[start : start + 4096]))
+            digest.update(np.ascontiguousarray(self.images[start : start + 4096]).data)
         return digest.hexdigest()
 
     def layout(self, padding: int, mirrored: bool) -> Layout:

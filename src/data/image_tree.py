@@ -69,12 +69,12 @@ def decode(path: Path, size: int, channels: int) -> np.ndarray:
         with Image.open(path) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise CorruptImage(f"{path} claims {image.width}×{image.height} pixels, more than {MAX_PIXELS}")
-            if image.mode == "P":  # a palette may hold transparency, which Pillow wants resolved first
-                image = image.convert("RGBA")
-            image = image.convert("L" if channels == 1 else "RGB")
-            if image.size != (size, size):
-                image = image.resize((size, size), Image.Resampling.BILINEAR)
-            return np.asarray(image).reshape(size, size, channels)
+            # A palette may hold transparency, which Pillow wants resolved first.
+            plain = image.convert("RGBA") if image.mode == "P" else image
+            pixels = plain.convert("L" if channels == 1 else "RGB")
+            if pixels.size != (size, size):
+                pixels = pixels.resize((size, size), Image.Resampling.BILINEAR)
+            return np.asarray(pixels).reshape(size, size, channels)
     except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
         raise CorruptImage(f"{path} cannot be decoded ({error})") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

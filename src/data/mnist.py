@@ -31,7 +31,7 @@ class MNISTDataModule(ImageDataModule):
     own_mean, own_std = (0.1307,), (0.3081,)
     title = "MNIST"
     class_list = tuple("0123456789")
-    mirrors = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/")
+    mirrors: tuple[str, ...] = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/")
     md5 = (  # of the .gz files, in the order of FILES, as torchvision has them
         "f68b3c2dcbeaaa9fbdd348bbdeb94873",
         "d53e105ee54ea40749a09fcbcd1e9432",

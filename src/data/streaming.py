@@ -4,6 +4,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ def stream(
     def positions() -> Iterator[list[int]]:
         for selection in selections:
             waiting.append(selection)
-            yield selection.index.tolist()
+            yield selection.positions.tolist()
 
     loader = DataLoader(
         _Files(files, size, channels),
@@ -60,5 +61,5 @@ def stream(
         raise UserError(f"{error}: it has changed since the images were checked; start again.") from None
 
 
-def _as_it_is(batch: Tensor) -> Tensor:
+def _as_it_is(batch: Any) -> Any:
     return batch

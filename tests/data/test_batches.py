@@ -22,7 +22,7 @@ def train(global_batch_size=24, rank=0, world_size=1, accumulate=1, **options):
 
 def pixels(selections):
     """What decides the pixels of each image: its index and draws, as one array (4, n)."""
-    return np.concatenate([np.vstack([s.index, s.draws]) for s in selections], axis=1)
+    return np.concatenate([np.vstack([s.positions, s.draws]) for s in selections], axis=1)
 
 
 def test_per_device_batch_size_divides_by_devices_and_accumulation():
@@ -67,7 +67,7 @@ def test_ranks_and_micro_batches_share_out_the_same_global_batch(world_size, acc
     for step, expected in enumerate(whole):
         # Micro-batch after micro-batch, and within each rank after rank, is the global batch in its order.
         parts = [ranks[r][step * accumulate + j] for j in range(accumulate) for r in range(world_size)]
-        assert {len(part.index) for part in parts} == {24 // world_size // accumulate}
+        assert {len(part.positions) for part in parts} == {24 // world_size // accumulate}
         assert np.array_equal(pixels(parts), expected)
 
 
@@ -137,8 +137,8 @@ def test_evaluation_counts_each_of_197_images_once_on_any_number_of_ranks(world_
     selections = [list(loader) for loader in loaders]
     assert len({len(batches) for batches in selections}) == 1 and len(selections[0]) == len(loaders[0])
     flat = [s for batches in selections for s in batches]
-    assert len({len(s.index) for s in flat}) == 1 and len(flat[0].index) <= batch_size
-    counted = np.concatenate([s.index[s.counted] for s in flat])
+    assert len({len(s.positions) for s in flat}) == 1 and len(flat[0].positions) <= batch_size
+    counted = np.concatenate([s.positions[s.counted] for s in flat])
     assert np.array_equal(np.sort(counted), INDICES)
     assert all((s.draws == centre[:, None]).all() for s in flat)
     padding = sum(int((~s.counted).sum()) for s in flat)

@@ -137,7 +137,7 @@ def test_skipping_keeps_images_and_labels_together(tmp_path, root):
     files = [f for f in dm._listing.files if (f.parent.name, f.name) not in (("cat", "7.jpg"), ("dog", "note.png"))]
     selection = next(iter(dm.train_dataloader()._selections(0)))
     images, labels = batches(dm, dm.train_dataloader())[0]
-    for i, image, label in zip(selection.index, images, labels):
+    for i, image, label in zip(selection.positions, images, labels):
         assert np.array_equal((image.permute(1, 2, 0) * 255).round().numpy(), decode(files[i], 24, 3))
         assert dm.class_names[label] == files[i].parent.name
 
