@@ -202,7 +202,8 @@ def build_module(config: dict[str, Any], facts: dict[str, Any], *, trainable: bo
     """
     torch.manual_seed(config["seed"])
     shape = {name: facts[name] for name in ("num_classes", "image_size", "channels")}
-    net = build(config["model"], shape)
+    own = {key: value for key, value in config["model"].items() if key != "name"}  # a display name, not timm's
+    net = build(own, shape)
     if config["trainer"].get("channels_last"):
         net = net.to(memory_format=torch.channels_last)
     schedule = config.get("scheduler") or {}
@@ -364,6 +365,10 @@ def build_run(
     }  # fmt: skip
     recorder = RunRecorder(folder.record, data.global_batch_size)
     chosen = [build(node, known) for node in (config["callbacks"] or {}).values() if node]
+    if trainable and (config.get("s3") or {}).get("uri"):
+        from callbacks.s3_upload import S3Upload
+
+        chosen.append(S3Upload(folder.path, **config["s3"]))
     callbacks = [TrainingLog(data.global_batch_size), *chosen, world.interruption, recorder]
     if world.watch is not None:
         callbacks.insert(0, world.watch)
