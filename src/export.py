@@ -1,0 +1,190 @@
+"""Give a trained model away: safetensors, ONNX, torch.export and a model card, each compared with the net itself.
+
+    python src/export.py ckpt_path=<run_id | FILE | s3://…> [out=exports/<run_id>] [formats=safetensors,onnx,pt2]
+
+A timm model's safetensors load with timm.create_model(NAME, checkpoint_path="model.safetensors", num_classes=N, …), or
+from the folder with timm.create_model("local-dir:" + out). ONNX needs onnx, onnxscript and onnxruntime.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
+
+USAGE = "python src/export.py ckpt_path=…"
+FORMATS = ("safetensors", "onnx", "pt2")
+OPTIONS: dict[str, str | None] = {
+    "ckpt_path": None, "out": "", "formats": ",".join(FORMATS), "log_dir": "", "endpoint_url": "",
+}  # fmt: skip
+TOLERANCE = 1e-4  # of the largest logit: kernels of another runtime sum in another order
+NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "safetensors": ("safetensors",), "pt2": ()}
+
+
+class Differs(Exception):
+    """An exported model does not say what the net says."""
+
+
+def chosen_formats(text: str) -> list[str]:
+    """
+    Raises:
+        UserError: an unknown format, or one whose packages are missing.
+    """
+    from importlib.util import find_spec
+
+    formats = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in formats if name not in FORMATS]
+    if unknown or not formats:
+        raise UserError(f"formats={text} must name some of {', '.join(FORMATS)}.")
+    for name in formats:
+        missing = [package for package in NEEDED[name] if find_spec(package) is None]
+        if missing:
+            others = ",".join(other for other in formats if other != name) or "pt2"
+            raise UserError(f"formats={name} needs {', '.join(missing)}: pip install them, or take formats={others}.")
+    return formats
+
+
+def example_images(facts: dict[str, Any], num: int) -> Any:
+    """(num, C, H, W) float32 of the size of normalised pixels; always the same."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    size = facts["image_size"]
+    return torch.randn((num, facts["channels"], size, size), generator=generator)
+
+
+def largest_difference(model: Any, answer: Any) -> float:
+    """Largest |difference| of the logits over the largest |logit|, for batches of 1 and 3 images.
+
+    Args:
+        answer: images → logits by the exported model.
+    """
+    import torch
+
+    worst = 0.0
+    with torch.inference_mode():
+        for num in (1, 3):
+            images = example_images(model.facts, num)
+            wanted = model.net(images)
+            worst = max(worst, float((answer(images) - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6)))
+    return worst
+
+
+def timm_backbone(model: Any) -> Any:
+    """The timm model inside, or None for a net of our own."""
+    backbone = getattr(model.net, "backbone", None)
+    return backbone if hasattr(backbone, "pretrained_cfg") else None
+
+
+def export_safetensors(model: Any, out: Path) -> Any:
+    """model.safetensors and config.json in timm's form; a net of our own keeps its own names of weights."""
+    import copy
+
+    from safetensors.torch import load_file, save_file
+
+    net = timm_backbone(model) if timm_backbone(model) is not None else model.net
+    state = {name: value.detach().clone().contiguous() for name, value in net.state_dict().items()}
+    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(timm_config(model), indent=2) + "\n")
+    again = copy.deepcopy(net)
+    again.load_state_dict(load_file(out / "model.safetensors"))
+    return again
+
+
+def timm_config(model: Any) -> dict[str, Any]:
+    """config.json as timm writes it for the hub."""
+    facts, own = model.facts, model.config["model"]
+    backbone = timm_backbone(model)
+    size = [facts["channels"], facts["image_size"], facts["image_size"]]
+    config = {
+        "architecture": own.get("timm_name", "vit_base_patch32_224") if backbone is not None else own["name"],
+        "num_classes": facts["num_classes"],
+        "num_features": int(getattr(backbone, "num_features", 0)),
+        "label_names": facts["class_names"],
+        "pretrained_cfg": {
+            "tag": model.record.get("run_id", "local"), "custom_load": False, "input_size": size,
+            "fixed_input_size": True, "interpolation": "bilinear", "crop_mode": "center",
+            "crop_pct": facts["image_size"] / model.resize, "mean": facts["mean"], "std": facts["std"],
+            "num_classes": facts["num_classes"],
+        },
+    }  # fmt: skip
+    if backbone is not None:
+        known = ("_target_", "name", "timm_name", "pretrained", "weights")
+        arguments = {key: value for key, value in own.items() if key not in known and value is not None}
+        for key in ("first_conv", "classifier"):
+            config["pretrained_cfg"][key] = backbone.pretrained_cfg.get(key)
+        config["model_args"] = {"img_size": facts["image_size"], "in_chans": facts["channels"], **arguments}
+    return config
+
+
+def export_pt2(model: Any, out: Path) -> Any:
+    """model.pt2: torch.export, any batch size from 1."""
+    import torch
+
+    batch = torch.export.Dim("batch", min=1, max=4096)
+    program = torch.export.export(model.net, (example_images(model.facts, 2),), dynamic_shapes=({0: batch},))
+    torch.export.save(program, out / "model.pt2")
+    return torch.export.load(out / "model.pt2").module()
+
+
+def export_onnx(model: Any, out: Path) -> Any:
+    """model.onnx: input `images`, output `logits`, any batch size."""
+    import numpy as np
+    import onnxruntime
+    import torch
+
+    batch = torch.export.Dim("batch", min=1, max=4096)
+    torch.onnx.export(
+        model.net, (example_images(model.facts, 2),), str(out / "model.onnx"), dynamo=True, verbose=False,
+        input_names=["images"], output_names=["logits"], dynamic_shapes=({0: batch},), external_data=False,
+    )  # fmt: skip
+    session = onnxruntime.InferenceSession(str(out / "model.onnx"), providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(np.asarray(session.run(["logits"], {"images": images.numpy()})[0]))
+
+
+def export(argv: list[str]) -> None:
+    import warnings
+
+    from finished_model import REPOSITORY, load_finished, read_words
+    from model_card import card_text
+
+    options = read_words(argv, OPTIONS, USAGE)
+    formats = chosen_formats(options["formats"])
+    logs = Path(options["log_dir"] or REPOSITORY / "logs")
+    model = load_finished(options["ckpt_path"], logs, {"endpoint_url": options["endpoint_url"] or None})
+    out = Path(options["out"] or Path("exports") / (model.record.get("run_id") or model.path.stem))
+    out.mkdir(parents=True, exist_ok=True)
+    makers = {"safetensors": export_safetensors, "onnx": export_onnx, "pt2": export_pt2}
+    compared = {}
+    for name in formats:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the exporters' own, about their internals
+            compared[name] = largest_difference(model, makers[name](model, out))
+        print(f"{name}: logits within {compared[name]:.1e} of the net's")
+    worst = max(compared, key=lambda name: compared[name])
+    if not compared[worst] <= TOLERANCE:
+        raise Differs(
+            f"{worst} differs from the net by {compared[worst]:.1e} of the largest logit; nothing in {out} is good."
+        )
+    (out / "README.md").write_text(card_text(model, timm_config(model), compared))
+    print(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+
+
+def main(argv: list[str]) -> int:
+    if not argv or "--help" in argv or "-h" in argv:
+        print(__doc__)
+        return EXIT_OK
+    try:
+        export(argv)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except Differs as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,122 @@
+"""A trained net out of its checkpoint alone, for predict.py and export.py."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from assemble import build_module, check_fits, check_targets
+from callbacks.checkpoint_io import read_checkpoint
+from checkpoint_files import complete
+from data.batch_transforms import BatchTransforms
+from errors import UserError
+from run_files import RUN_ID_PATTERN, find_run, read_record
+from storage import resolve_checkpoint
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class FinishedModel:
+    """
+    Args:
+        net: in evaluation mode, on the CPU; (B, C, H, W) float32 normalised → (B, classes) logits.
+        config: the run's whole config.
+        facts: class_names, num_classes, image_size, channels, mean, std, data_hash.
+        record: the run's record where it lies beside the checkpoint, else empty.
+    """
+
+    net: nn.Module
+    config: dict[str, Any]
+    facts: dict[str, Any]
+    path: Path
+    record: dict[str, Any]
+
+    @property
+    def resize(self) -> int:
+        """Side that an image is resized to before the centre is cut out."""
+        return self.config["data"].get("resize") or self.facts["image_size"]
+
+    def transforms(self) -> BatchTransforms:
+        return BatchTransforms(
+            stored_size=self.resize,
+            image_size=self.facts["image_size"],
+            resize=self.resize,
+            mean=self.facts["mean"],
+            std=self.facts["std"],
+        )
+
+    def prepared(self, images: Tensor) -> Tensor:
+        """(B, C, H, W) normalised, from (B, resize, resize, C) uint8: what evaluation feeds the net."""
+        transforms = self.transforms()
+        draws = torch.from_numpy(transforms.centre())[:, None].expand(3, len(images)).contiguous()
+        return transforms(transforms.cut_batch(images, draws), draws).clone()
+
+    def logits(self, images: Tensor) -> Tensor:
+        """What the run's own test took for its answer: with test-time flip the mean over an image and its mirror."""
+        logits = self.net(images)
+        if self.config["classifier"].get("test_time_flip"):
+            logits = (logits + self.net(images.flip(-1))) / 2
+        return logits
+
+    def sha256(self) -> str:
+        return hashlib.sha256(self.path.read_bytes()).hexdigest()
+
+
+def load_finished(address: str, logs: Path, s3: dict[str, Any] | None = None) -> FinishedModel:
+    """
+    Args:
+        address: a checkpoint file, a run id (its best), or s3://….
+    Raises:
+        UserError: there is none, or it was not written by this project.
+    """
+    path = _locate(address, logs, s3)
+    checkpoint = read_checkpoint(path)
+    own = checkpoint.get("lockstep")
+    if not isinstance(own, dict) or not {"config", "data"} <= own.keys():
+        raise UserError(f"{path} carries no config: it was not written by this project.")
+    config, facts = own["config"], own["data"]
+    check_targets(config)
+    for key, value in (("pretrained", False), ("weights", None)):  # the checkpoint brings all weights
+        if key in config["model"]:
+            config["model"][key] = value
+    module = build_module(config, facts, trainable=False)
+    check_fits(module, checkpoint["state_dict"], str(path), config["model"]["name"])
+    module.load_state_dict(checkpoint["state_dict"])
+    run_file = path.parent.parent / "run.json"
+    record = read_record(run_file) if run_file.exists() else {}
+    return FinishedModel(module.net.eval().float(), config, facts, path, record)
+
+
+def _locate(address: str, logs: Path, s3: dict[str, Any] | None) -> Path:
+    path = Path(address)
+    if path.exists() or not RUN_ID_PATTERN.fullmatch(address) or path.suffix == ".ckpt":
+        return resolve_checkpoint(address, s3, REPOSITORY / "data" / "checkpoints")
+    folder = find_run(logs, address)
+    best = next((found for found, _ in complete(folder.checkpoints, "best")), None)
+    if best is None:
+        raise UserError(f"The run {address} has no complete best checkpoint.")
+    return best
+
+
+def read_words(argv: list[str], known: dict[str, str | None], usage: str) -> dict[str, str]:
+    """key=value words over defaults; None marks a key that must be given.
+
+    Raises:
+        UserError: an unknown key, or one that is missing.
+    """
+    given = dict(known)
+    for word in argv:
+        key, sign, value = word.partition("=")
+        if not sign or key not in known:
+            raise UserError(
+                f"{word!r} is not understood; it takes {', '.join(f'{name}=' for name in known)} ({usage})."
+            )
+        given[key] = value
+    missing = [key for key, default in known.items() if default is None and not given[key]]
+    if missing:
+        raise UserError(f"{missing[0]}= is missing: {usage}.")
+    return {key: value for key, value in given.items() if value is not None}

@@ -1,0 +1,117 @@
+"""export.py: what is given away says what the net says, and others' tools take it."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import export
+from errors import UserError
+from export import chosen_formats, example_images, main
+from finished_model import load_finished
+from runs import run_door
+
+HAS_ONNX = all(find_spec(name) for name in export.NEEDED["onnx"])
+SMALL_VIT = ["model=vit_tiny_32", "model.depth=2", "model.embed_dim=48", "data=synthetic", "data.num_images=300",
+             "data.num_test_images=100", "data.image_size=16", "trainer=cpu", "trainer.max_epochs=1"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory):
+    done = run_door("train", *SMALL_VIT, "tags=[a|b]", logs=tmp_path_factory.mktemp("vit"))
+    assert done.code == 0, done.output
+    return done
+
+
+@pytest.fixture(scope="module")
+def exported(vit, tmp_path_factory):
+    out = tmp_path_factory.mktemp("exported")
+    formats = "safetensors,pt2" + (",onnx" if HAS_ONNX else "")
+    ask = [f"ckpt_path={vit.record['run_id']}", f"log_dir={vit.logs}", f"out={out}", f"formats={formats}"]
+    assert main(ask) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def answers(vit):
+    model = load_finished(vit.record["run_id"], vit.logs)
+    images = example_images(model.facts, 5)
+    with torch.inference_mode():
+        return images, model.net(images)
+
+
+def test_timm_loads_the_safetensors(exported, answers):
+    import timm
+
+    config = json.loads((exported / "config.json").read_text())
+    net = timm.create_model(
+        config["architecture"], checkpoint_path=str(exported / "model.safetensors"), num_classes=config["num_classes"],
+        **config["model_args"],
+    ).eval()  # fmt: skip
+    images, wanted = answers
+    with torch.inference_mode():
+        assert torch.equal(net(images), wanted)
+    assert config["pretrained_cfg"]["input_size"] == [3, 16, 16] and len(config["label_names"]) == 10
+
+
+def test_timm_loads_the_folder(exported, answers):
+    import timm
+
+    net = timm.create_model(f"local-dir:{exported}", pretrained=True).eval()
+    images, wanted = answers
+    with torch.inference_mode():
+        assert torch.equal(net(images), wanted)
+
+
+def test_torch_export_takes_any_batch(exported, answers):
+    images, wanted = answers
+    program = torch.export.load(exported / "model.pt2").module()
+    torch.testing.assert_close(program(images), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(program(images[:1]), wanted[:1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not HAS_ONNX, reason="onnx, onnxscript and onnxruntime are not installed")
+def test_onnx_takes_any_batch(exported, answers):
+    import onnxruntime
+
+    images, wanted = answers
+    session = onnxruntime.InferenceSession(str(exported / "model.onnx"), providers=["CPUExecutionProvider"])
+    (logits,) = session.run(["logits"], {"images": images.numpy()})
+    torch.testing.assert_close(torch.from_numpy(logits), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_hub_s_tools_read_the_card(exported, vit):
+    from huggingface_hub import ModelCard
+
+    card = ModelCard.load(exported / "README.md")
+    assert card.data.library_name == "timm" and card.data.pipeline_tag == "image-classification"
+    (result,) = card.data.eval_results
+    assert result.metric_type == "accuracy" and result.dataset_name == "synthetic"
+    assert result.metric_value == pytest.approx(vit.record["metrics"]["test/acc"], abs=1e-6)
+    text = card.text
+    for fact in (vit.record["run_id"], vit.record["data_hash"][:16], vit.record["best_checkpoint"]["sha256"], "Commit"):
+        assert fact in text
+    assert "timm.create_model(" in text
+
+
+def test_an_export_that_differs_is_not_good(vit, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(export, "export_pt2", lambda model, out: lambda images: model.net(images) * 1.01)
+    ask = [f"ckpt_path={vit.record['run_id']}", f"log_dir={vit.logs}", f"out={tmp_path}", "formats=pt2"]
+    assert main(ask) == 1
+    assert "pt2 differs from the net by" in capsys.readouterr().err
+    assert not (tmp_path / "README.md").exists()
+
+
+def test_missing_packages_are_named_with_what_works_here(monkeypatch):
+    monkeypatch.setitem(export.NEEDED, "onnx", ("no_such_package",))
+    with pytest.raises(UserError, match="needs no_such_package: pip install them, or take formats=safetensors,pt2"):
+        chosen_formats("safetensors,onnx,pt2")
+    with pytest.raises(UserError, match="must name some of"):
+        chosen_formats("tflite")
+
+
+def test_a_file_that_is_no_checkpoint(tmp_path, capsys):
+    (tmp_path / "x.ckpt").write_bytes(b"nothing")
+    assert main([f"ckpt_path={tmp_path / 'x.ckpt'}", f"out={tmp_path / 'out'}"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "out").exists()

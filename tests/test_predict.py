@@ -1,0 +1,74 @@
+"""predict.py: the run's own test images get the run's own answers."""
+
+import csv
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data.digits import DigitsDataModule
+from predict import main
+from runs import run_door
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run on the digits, and its 360 test images as files named after their class."""
+    root = tmp_path_factory.mktemp("trained")
+    done = run_door("train", "experiment=quickstart", "trainer.max_epochs=2", logs=root / "logs")
+    assert done.code == 0, done.output
+    held = DigitsDataModule(name="digits", image_size=8).read(root)
+    (root / "images" / "part").mkdir(parents=True)
+    for i in range(len(held.images) - held.num_test, len(held.images)):
+        folder = root / "images" / ("part" if i % 2 else ".")
+        Image.fromarray(np.asarray(held.images[i])[:, :, 0]).save(folder / f"{i:04d}_{held.labels[i]}.png")
+    return done, root
+
+
+def test_as_many_test_images_are_right_as_in_the_run(trained, tmp_path, capsys):
+    done, root = trained
+    out = tmp_path / "found" / "p.csv"
+    ask = [f"ckpt_path={done.record['run_id']}", f"images={root / 'images'}", f"out={out}", "top=3"]
+    assert main([*ask, f"log_dir={done.logs}", "batch=50"]) == 0
+    assert capsys.readouterr().out.startswith("360 images · ")
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    right = sum(row["file"].removesuffix(".png").split("_")[-1] == row["class"] for row in rows)
+    assert len(rows) == 360 and right == done.record["metrics"]["test/correct"]
+    assert list(rows[0]) == ["file", "class", "probability", "class_2", "probability_2", "class_3", "probability_3"]
+    first, second = float(rows[0]["probability"]), float(rows[0]["probability_2"])
+    assert 1 >= first >= second >= 0 and sum(row["file"].startswith("part/") for row in rows) == 180
+    with Image.open(out.with_suffix(".png")) as sheet:
+        assert sheet.size == (6 * 136 + 8, 8 * 168 + 8)
+        assert len(sheet.convert("L").getcolors()) > 10
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"images": "{root}/none"}, "is no folder"),
+        ({"images": "{root}/empty"}, "holds no image"),
+        ({"top": "0"}, "top=0 must be a whole number from 1"),
+        ({"images": ""}, "images= is missing"),
+        ({"ckpt_path": "no-such-run"}, "no-such-run"),
+        ({"colour": "red"}, "'colour=red' is not understood; it takes ckpt_path=, images="),
+        ({"images": "{root}/broken"}, "cannot be decoded"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(trained, tmp_path, capsys, change, said):
+    done, root = trained
+    (root / "empty").mkdir(exist_ok=True)
+    (root / "broken").mkdir(exist_ok=True)
+    (root / "broken" / "x.png").write_bytes(b"no image")
+    words = {"ckpt_path": done.record["run_id"], "images": str(root / "images"), "log_dir": str(done.logs), **change}
+    words["out"] = str(tmp_path / "p.csv")
+    assert main([f"{key}={value.format(root=root)}" for key, value in words.items()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_missing_is_named(capsys):
+    assert main(["images=x"]) == 2
+    assert "ckpt_path= is missing" in capsys.readouterr().err
+    assert main(["--help"]) == 0 and "contact sheet" in capsys.readouterr().out
