@@ -29,11 +29,10 @@ from errors import UserError
 from join import check_all_equal, join, share_checkpoint
 from provenance import available_cores
 from run_files import RunFolder
+from strategies.sharded_checkpoint import read as read_shards
+from strategies.sync_batchnorm import batch_norm_warnings, layer_sync
 
-OWN_TRAINER_KEYS = (
-    "launch", "strategy", "timeout_s", "sync_batchnorm", "channels_last", "compile", "ema_decay", "num_threads",
-    "memory_limit_gib", "memory_fraction", "accelerator", "devices", "num_nodes", "precision", "deterministic",
-)  # fmt: skip
+OWN_TRAINER_KEYS = ("accelerator", "devices", "num_nodes", "strategy", "precision", "sync_batchnorm", "deterministic")
 ROOMS = ("models", "data", "strategies", "callbacks", "optimizers", "schedulers")
 LIBRARIES = (
     "torch.optim", "torch.nn", "lightning.pytorch.callbacks", "lightning.pytorch.loggers",
@@ -227,6 +226,11 @@ def load_weights(module: ImageClassifier, path: str, model_name: str) -> None:
     module.load_state_dict(found)
 
 
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """A file, or a folder of shards, as tensors and plain values in CPU memory."""
+    return checkpoint_io.read_checkpoint(path, read_folder=read_shards)
+
+
 def check_fits(module: ImageClassifier, found: dict[str, torch.Tensor], path: str, model_name: str) -> None:
     """Compare keys and shapes before anything is loaded."""
     wanted = module.state_dict()
@@ -271,16 +275,24 @@ def build_trainer(
     config: dict[str, Any], cluster: Cluster, callbacks: list[Any], loggers: list[Any], root: Path
 ) -> pl.Trainer:
     own = config["trainer"]
-    arguments = {key: value for key, value in own.items() if key not in OWN_TRAINER_KEYS}
-    timeout = timedelta(seconds=own["timeout_s"])
-    strategy = _strategy(own, cluster, timeout)
+    # What Lightning's Trainer does not know is ours or the strategy's.
+    known = inspect.signature(pl.Trainer).parameters.keys() - set(OWN_TRAINER_KEYS)
+    arguments = {key: value for key, value in own.items() if key in known}
+    strategy = _strategy(config, cluster)
+    plugins: list[Any] = [StartedRanks(cluster), CheckpointFiles(read_folder=read_shards)]
+    if own["sync_batchnorm"] and cluster.world_size > 1:
+        plugins.append(layer_sync("cuda" if own["accelerator"] == "gpu" else "cpu"))
+    precision = precision_of(config)
+    if hasattr(strategy, "precision_for"):
+        plugins.append(strategy.precision_for(precision, "cuda" if own["accelerator"] == "gpu" else "cpu"))
+        precision = None
     trainer = pl.Trainer(
         accelerator=own["accelerator"],
         devices=cluster.devices if own["launch"] == "process_per_device" else own["devices"],
         num_nodes=cluster.num_nodes,
         strategy=strategy,
-        precision=precision_of(config),
-        plugins=[StartedRanks(cluster), CheckpointFiles()],
+        precision=precision,
+        plugins=plugins,
         callbacks=callbacks,
         logger=loggers,
         deterministic=own["accelerator"] == "cpu" if own["deterministic"] == "auto" else own["deterministic"],
@@ -295,13 +307,17 @@ def build_trainer(
     return trainer
 
 
-def _strategy(own: dict[str, Any], cluster: Cluster, timeout: timedelta) -> Any:
-    known = {"timeout": timeout, "sync_batchnorm": own["sync_batchnorm"]}
-    if own["strategy"]:
-        return build(own["strategy"], known)
-    if cluster.world_size > 1:
-        return build({"_target_": "strategies.ddp.DDP"}, known)
-    return "auto"
+def _strategy(config: dict[str, Any], cluster: Cluster) -> Any:
+    own = config["trainer"]
+    known = {"timeout": timedelta(seconds=own["timeout_s"]), "device": device_of(config, cluster)}
+    node = own["strategy"] or ({"_target_": "strategies.ddp.DDP"} if cluster.world_size > 1 else None)
+    strategy = build(node, known) if node else "auto"
+    if own["ema_decay"] and not getattr(strategy, "supports_ema", True):
+        raise UserError(
+            f"trainer.ema_decay={own['ema_decay']} cannot average weights under {type(strategy).__name__}: "
+            "leave it out, or choose trainer=ddp (on CPUs ddp_sim)."
+        )
+    return strategy
 
 
 @contextlib.contextmanager
@@ -356,6 +372,13 @@ def build_run(
     module = build_module(config, facts, trainable=trainable)
     if trainable and hasattr(module.net, "init_from_images"):
         module.net.init_from_images(data.sample_images(5000))
+    if cluster.is_rank_zero:
+        trainer_config = config["trainer"]
+        for sentence in batch_norm_warnings(
+            module.net, world_size=cluster.world_size, synchronised=trainer_config["sync_batchnorm"],
+            micro_batches=trainer_config["accumulate_grad_batches"] * (trainer_config.get("micro_batches") or 1),
+        ):  # fmt: skip
+            print(sentence, flush=True)
     torch.manual_seed(config["seed"] + 7919 * cluster.rank)  # dropout differs between ranks
     known = {
         "folder": folder.checkpoints, "run_folder": folder.path, "run_id": folder.run_id,

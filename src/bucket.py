@@ -102,8 +102,9 @@ class Bucket:
         self, file: BinaryIO, size: int, key: str, sha256: str | None, cancelled: Callable[[], bool]
     ) -> Checksums:
         self.retry_aborts()
-        arguments = {"Metadata": {"sha256": sha256}} if sha256 else {}
-        arguments.update(self.options.put_arguments())
+        arguments: dict[str, Any] = dict(self.options.put_arguments())
+        if sha256:
+            arguments["Metadata"] = {"sha256": sha256}
         upload = self._call("create_multipart_upload", Key=key, ChecksumAlgorithm="SHA256", **arguments)["UploadId"]
         try:
             parts, whole = self._send_parts(file, size, key, upload, cancelled)
@@ -214,7 +215,8 @@ class Bucket:
 
     def abort_unfinished(self, prefix: str) -> int:
         """Abort every unfinished upload under `prefix`; returns how many there were."""
-        count, marker = 0, {}
+        count = 0
+        marker: dict[str, str] = {}
         while True:
             page = self._call("list_multipart_uploads", Prefix=prefix, **marker)
             for upload in page.get("Uploads", []):

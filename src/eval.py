@@ -44,7 +44,7 @@ def evaluate(config: dict[str, Any], cluster: Any, folder: Any) -> int:
 
 def config_of(cfg: Any) -> dict[str, Any]:
     """The checkpoint's config with the command line's choices over it."""
-    from callbacks.checkpoint_io import read_checkpoint
+    from assemble import read_checkpoint
     from compose import plain
 
     composed = plain(cfg)
@@ -95,6 +95,10 @@ def locate(config: dict[str, Any]) -> Path:
     from run_files import RUN_ID_PATTERN, find_run
 
     named = str(config["ckpt_path"])
+    if named.startswith("s3:"):
+        from storage import resolve_checkpoint
+
+        return resolve_checkpoint(named, config.get("s3"), Path(config["paths"]["log_dir"]) / "cache").resolve()
     path = Path(named)
     if not path.exists() and RUN_ID_PATTERN.fullmatch(named) and not path.suffix == ".ckpt":
         folder = find_run(Path(config["paths"]["log_dir"]), named)

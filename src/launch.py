@@ -52,6 +52,7 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     environment = world.environment()
     cluster = resolve_cluster(config, environment)
     describe_batch(config, cluster)
+    _fetch_checkpoint(config)
     if cluster.is_supervisor and cluster.num_nodes > 1:
         meet(config, cluster, environment)
     folder, fresh = run_folder(config, cluster, environment)
@@ -67,9 +68,33 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     for path in folder.path.glob("stack-rank*.txt"):
         if path.stat().st_size == 0:
             path.unlink()
+    if cluster.is_supervisor or cluster.local_rank == 0:
+        code = _finish_upload(config, folder, code, cluster)
     if cluster.is_rank_zero:
         conclude(config, folder, code)
     return code
+
+
+def _fetch_checkpoint(config: dict[str, Any]) -> None:
+    """Check the bucket's settings before anything is written; make ckpt_path=s3://… a file of this machine."""
+    s3 = config.get("s3") or {}
+    if s3.get("uri"):
+        from s3_client import options_from
+
+        options_from(s3)
+    if str(config.get("ckpt_path") or "").startswith("s3:"):
+        from storage import resolve_checkpoint
+
+        cache = Path(config["paths"]["log_dir"]) / "cache"
+        config["ckpt_path"] = str(resolve_checkpoint(config["ckpt_path"], s3, cache).resolve())
+
+
+def _finish_upload(config: dict[str, Any], folder: RunFolder, code: int, cluster: Cluster) -> int:
+    if not (config.get("s3") or {}).get("uri"):
+        return code
+    from upload_left import finish_upload
+
+    return finish_upload(config["s3"], folder, code, has_rank_zero=cluster.is_rank_zero)
 
 
 def meet(config: dict[str, Any], cluster: Cluster, environment: dict[str, str]) -> None:
@@ -121,19 +146,21 @@ def resolve_cluster(config: dict[str, Any], environment: dict[str, str]) -> Clus
     trainer = config["trainer"]
     name = config.get("choices", {}).get("trainer", "this trainer")
     gpus = world.visible_gpus(environment)
+    if trainer.get("stage_devices"):
+        trainer["accelerator"] = "cpu" if str(trainer["stage_devices"][0]).startswith("cpu") else "gpu"
     if trainer["accelerator"] == "auto":
         trainer["accelerator"] = "gpu" if gpus else "cpu"
     stated = None if trainer["devices"] == "auto" else trainer["devices"]
     if stated is not None and (not isinstance(stated, int) or stated < 1):
         raise UserError(f"trainer.devices={stated!r}: give a number from 1 on, or auto.")
     if trainer["accelerator"] == "gpu":
-        needed = stated or 1
+        needed = (trainer["num_gpus"] or 2) if "num_gpus" in trainer else stated or 1  # dp: several in one process
         if gpus < needed:
-            simulated = {"ddp": "ddp_sim", "fsdp": "fsdp_sim", "allreduce": "allreduce_sim"}.get(name, "cpu")
+            simulated = {"ddp": "ddp_sim", "fsdp": "fsdp_sim", "allreduce": "allreduce_sim", "dp": "ddp_sim"}
             has = "no GPU" if gpus == 0 else f"{gpus} GPU{'s' if gpus > 1 else ''}"
             raise UserError(
                 f"trainer={name} asks for {needed} GPU{'s' if needed > 1 else ''} and this machine has {has}: "
-                f"trainer={simulated} works here."
+                f"trainer={simulated.get(name, 'cpu')} works here."
             )
     cluster = world.describe(
         environment,
@@ -189,6 +216,11 @@ def run_folder(config: dict[str, Any], cluster: Cluster, environment: dict[str, 
         if not named:
             raise UserError("resume=auto needs to know which run: give run_id=… (or RUN_ID), or resume=<run_id>.")
         folder = RunFolder(_runs(config, logs) / checked_run_id(named))
+        if (config.get("s3") or {}).get("uri") and cluster.local_rank in (0, None):
+            from s3_client import options_from
+            from storage import fetch_run
+
+            fetch_run(options_from(config["s3"]), folder)
         return folder, not folder.record.exists()
     if resume and cluster.node_rank == 0:
         return find_run(logs, resume), False
@@ -437,3 +469,10 @@ def conclude(config: dict[str, Any], folder: RunFolder, code: int) -> None:
         record_run(folder.path, Path(config["paths"]["logbook_dir"]))
     except Exception as error:  # the pages never change how a run ends
         print(f"The logbook page was not written ({type(error).__name__}: {error}); make logbook tries again.")
+    upload = record.get("upload") or {}
+    if upload.get("error"):
+        print(
+            f"The best checkpoint is NOT in the bucket: {upload['error']}; "
+            f"python src/upload.py {folder.run_id} sends it.",
+            flush=True,
+        )

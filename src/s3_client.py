@@ -18,6 +18,8 @@ from errors import UserError
 BUCKET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 KEY = re.compile(r"[^\x00-\x1f\x7f?#\\]*")
 PARALLEL_PARTS = 4
+# Of the group s3, what says when to upload, not where: arguments of callbacks/s3_upload.py
+UPLOAD_OPTIONS = {"required", "flush_timeout_s", "last_interval_s", "files_interval_s"}
 
 # kind: what the caller can do about it. "refused" and "missing_bucket" need the user; "busy" and "unreachable" pass.
 SENTENCES: dict[str, tuple[str, str]] = {
@@ -114,8 +116,14 @@ class S3Options:
 
 
 def options_from(s3: Mapping[str, Any], uri: str | None = None) -> S3Options:
-    """S3Options out of the config group s3; `uri` in place of its own."""
+    """S3Options out of the config group s3; `uri` in place of its own.
+
+    Raises:
+        UserError: an unknown option; credentials have no place in a config, which is written to files.
+    """
     names = {field.name for field in fields(S3Options)}
+    for name in s3.keys() - names - UPLOAD_OPTIONS:
+        raise UserError(f"s3.{name} is no option; credentials are found by boto3 itself (environment, profile, role).")
     given = {name: value for name, value in s3.items() if name in names and value is not None}
     return S3Options(**{**given, **({"uri": uri} if uri else {})})
 

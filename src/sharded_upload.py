@@ -64,7 +64,7 @@ def read_manifest(data: bytes) -> dict[str, dict[str, Any]]:
     """{file name: {bytes, sha256}}; names that could leave the folder are refused."""
     try:
         files = json.loads(data)["files"]
-        checked = {
+        checked: dict[str, dict[str, Any]] = {
             str(name): {"bytes": int(facts["bytes"]), "sha256": str(facts["sha256"])} for name, facts in files.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

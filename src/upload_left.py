@@ -28,7 +28,7 @@ def finish_upload(
     has_rank_zero: bool = True,
     say: Callable[[str], None] = print,
 ) -> int:
-    """At the end of a run, once per node: send what is left, complete the record, say what is missing.
+    """At the end of a run, once per node: send what is left and complete the record, which says what is missing.
 
     Returns:
         The exit code: EXIT_NOT_UPLOADED where it was EXIT_OK and the best checkpoint is not in the bucket.
@@ -42,7 +42,6 @@ def finish_upload(
     error = upload_left(options_from(s3), folder, max(MIN_TIMEOUT_S, left_s), has_rank_zero=has_rank_zero, say=say)
     if error is None:
         return code
-    say(f"s3: the best checkpoint is NOT in the bucket: {error}; python src/upload.py {folder.run_id} sends it.")
     return EXIT_NOT_UPLOADED if code == EXIT_OK else code
 
 

@@ -67,6 +67,12 @@ def test_options_from_the_config_group():
     assert options_from(group, uri="s3://ccc").bucket == "ccc"
 
 
+def test_a_key_among_the_options_is_refused_and_not_repeated():
+    with pytest.raises(UserError, match="s3.aws_secret_access_key is no option") as caught:
+        options_from({"uri": "s3://bbb", "aws_secret_access_key": "5ecre7"})
+    assert "5ecre7" not in str(caught.value)
+
+
 def test_encryption_needs_to_make_sense():
     with pytest.raises(UserError, match="AES256"):
         S3Options("s3://bbb", server_side_encryption="rot13")
@@ -153,13 +159,19 @@ def test_the_libraries_debug_log_stays_off(store, bucket_name, caplog):
     assert not any(word in caplog.text for word in (*SECRETS, *KEY_IDS, "Signature", "Authorization"))
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "kind", "words"),
-    [(403, "QuotaExceeded", "full", "bucket runs is full"), (507, "XMinioStorageFull", "full", "the store is full"),
-     (507, "", "full", "the store is full"), (503, "SlowDown", "busy", "too busy"),
-     (400, "ExpiredToken", "refused", "renew"), (301, "PermanentRedirect", "refused", "another region"), (500, "Internal<Error>", "busy", "HTTP 500, no code"),
-     (418, "Teapot", "refused", "HTTP 418, Teapot")],
-)  # fmt: skip
+ANSWERS = [
+    (403, "QuotaExceeded", "full", "bucket runs is full"),
+    (507, "XMinioStorageFull", "full", "the store is full"),
+    (507, "", "full", "the store is full"),
+    (503, "SlowDown", "busy", "too busy"),
+    (400, "ExpiredToken", "refused", "renew"),
+    (301, "PermanentRedirect", "refused", "another region"),
+    (500, "Internal<Error>", "busy", "HTTP 500, no code"),
+    (418, "Teapot", "refused", "HTTP 418, Teapot"),
+]
+
+
+@pytest.mark.parametrize(("status", "code", "kind", "words"), ANSWERS)
 def test_what_other_stores_answer(status, code, kind, words):
     from botocore.exceptions import ClientError
 

@@ -161,6 +161,10 @@ class Checkpoints(Callback):
         self.stalled_s += time.monotonic() - started
         if trainer.is_global_zero:
             self._announce(trainer, path, kind)
+        elif path.is_dir():
+            for callback in trainer.callbacks:
+                if hasattr(callback, "on_shards_complete"):
+                    callback.on_shards_complete(path, kind, trainer.global_step)
 
     def _announce(self, trainer: pl.Trainer, path: Path, kind: str) -> None:
         """Only now may the one before go; whoever sends checkpoints elsewhere hears of the new one first."""

@@ -38,6 +38,7 @@ class RunRecorder(Callback):
             for callback in trainer.callbacks:
                 if callback is not self and hasattr(callback, "record_fields"):
                     record.update(callback.record_fields())
+            _add_uri(record)
         record.update(self._fit(), **fields)
         write_record(self.path, record)
         self.written_at = time.monotonic()
@@ -113,3 +114,10 @@ class RunRecorder(Callback):
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.write(trainer, phase="test")
+
+
+def _add_uri(record: dict[str, Any]) -> None:
+    """Where the best checkpoint lies in the bucket, once this one is there."""
+    best, upload = record.get("best_checkpoint") or {}, record.get("upload") or {}
+    if upload.get("uri") and upload.get("step") == best.get("step"):
+        best["s3_uri"] = upload["uri"]

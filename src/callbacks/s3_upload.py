@@ -19,6 +19,7 @@ from uploader import Uploader
 # Where one rank fails, the supervisor ends the others soon; what is left then, upload_left.py sends in their place
 FLUSH_BESIDE_OTHER_RANKS_S = 3.0
 FLUSH_WHEN_INTERRUPTED_S = 60.0
+FLUSH_BEFORE_TEST_S = 30.0  # the other ranks wait in a collective meanwhile
 
 
 class S3Upload(Callback):
@@ -88,9 +89,13 @@ class S3Upload(Callback):
             self.uploader.offer(kind, path, facts)
             self.stalled_s += time.monotonic() - started
 
+    def on_shards_complete(self, path: Path, kind: str, step: int) -> None:
+        """On every other rank, once a sharded checkpoint is complete: this rank sends the shards that it holds."""
+        self.on_checkpoint_complete(path, {"step": step, "epoch": 0}, kind)
+
     def expect_end(self, seconds: float) -> None:
         """This machine goes in so many seconds: the next `last` is sent first, and nothing waits longer."""
-        self.deadline = time.time() + seconds
+        self.deadline = min(self.deadline or float("inf"), time.time() + seconds)
         if self.uploader is not None:
             self.uploader.spool.note(deadline=self.deadline)
             self.uploader.hurry()
@@ -99,12 +104,13 @@ class S3Upload(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if isinstance(exception, Interrupted):
+            self.expect_end(FLUSH_WHEN_INTERRUPTED_S)
             self.flush(FLUSH_WHEN_INTERRUPTED_S)
         else:
             self.flush(FLUSH_BESIDE_OTHER_RANKS_S if trainer.world_size > 1 else self.flush_left_s)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.flush(self.flush_left_s)
+        self.flush(FLUSH_BEFORE_TEST_S if trainer.world_size > 1 else self.flush_left_s)
 
     def flush(self, timeout_s: float) -> None:
         """Wait for what is not yet there, then end the thread; the spool keeps the rest for upload_left.py."""
