@@ -1,6 +1,6 @@
 """How long the logbook takes for 10, 100 and 1,000 runs: a whole build, a rebuild without news, and one run that ends.
 
-    python benchmarks/logbook_build.py          writes benchmarks/results/logbook_build.json
+python benchmarks/logbook_build.py          writes benchmarks/results/logbook_build.json
 """
 
 import json
@@ -15,7 +15,7 @@ sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent / "tests" / "harness")
 
 
 def measure(num_runs: int) -> dict[str, float]:
-    """Seconds on the wall, and of this process alone (cpu); the runs have curves of 160 points, hardware samples and a matrix."""
+    """Seconds on the wall and of this process alone (cpu); each run has curves, hardware samples and a matrix."""
     from example_runs import write_run
     from pages.build import build, record_run
     from pages.source import dump, read_source
