@@ -78,7 +78,9 @@ class Largest:
             "limit_gib": round(self.limit_gib, 4),
             "prediction_error": None if error is None else round(error, 5),
             "bounded_by": "data set" if self.found.at_bound else "memory",
-            "tried": [[probe.batch, round(probe.largest_share, 4) if probe.shares else None] for probe in self.found.probes],
+            "tried": [
+                [probe.batch, round(probe.largest_share, 4) if probe.shares else None] for probe in self.found.probes
+            ],
         }
 
 

@@ -262,6 +262,11 @@ def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bo
     if cluster.world_size > 1 and config.get("ckpt_path") and cluster.node_rank == 0:
         config["ckpt_path"] = str(Path(config["ckpt_path"]).resolve())
     folder.path.mkdir(parents=True, exist_ok=True)
+    if config["task_name"] == "train":
+        from compose import compose
+
+        defaults = plain(compose("train", []))
+        write_atomically(folder.defaults, lambda file: yaml.safe_dump(defaults, file, sort_keys=False))
     write_atomically(folder.config, lambda file: yaml.safe_dump(config, file, sort_keys=False))
     if cluster.node_rank > 0:
         return

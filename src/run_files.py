@@ -39,6 +39,11 @@ class RunFolder:
         return self.path / "config.yaml"
 
     @property
+    def defaults(self) -> Path:
+        """The config that no override would have composed: what differs from it is what the user chose."""
+        return self.path / "defaults.yaml"
+
+    @property
     def record(self) -> Path:
         return self.path / "run.json"
 

@@ -25,7 +25,7 @@ class SmallFiles:
             try:
                 facts = path.stat()
                 state = (facts.st_mtime_ns, facts.st_size)
-                if self._sent.get(relative) == state or cancelled():
+                if self._sent.get(relative) == state or not facts.st_size or cancelled():
                     continue
                 self.run.bucket.put_file(path, self.run.file_key(relative), cancelled=cancelled)
             except FileNotFoundError:

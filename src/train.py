@@ -14,8 +14,7 @@ from launch import launch, resume_in_rank
 
 def train(config: dict[str, Any], cluster: Any, folder: Any) -> int:
     """One rank's whole run: fit, test the best checkpoint, finish the record."""
-    from assemble import build_run, check_fits, enter_world
-    from callbacks.checkpoint_io import read_checkpoint
+    from assemble import build_run, check_fits, enter_world, read_checkpoint
     from run_files import utc_now
 
     with enter_world(config, cluster, folder) as world:
@@ -51,6 +50,8 @@ def _test(run: Any, cluster: Any, folder: Any) -> None:
         from join import fetch_from_rank_zero
 
         best = fetch_from_rank_zero(best, cluster, folder.path / "from-rank-0")
+    # A checkpoint's weights are the averaged ones where there is an average; the callback would swap them away.
+    run.trainer.callbacks = [callback for callback in run.trainer.callbacks if not hasattr(callback, "_average_model")]
     run.trainer.test(run.module, datamodule=run.data, ckpt_path=best, weights_only=True, verbose=False)
     if run.trainer.is_global_zero:
         from callbacks.confusion import write_confusion

@@ -4,6 +4,7 @@ import hashlib
 import os
 import pickle
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,13 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     return facts
 
 
-def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
+def read_checkpoint(
+    path: str | Path, map_location: Any = "cpu", read_folder: Callable[[Path], dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """A checkpoint's tensors and plain values; nothing in the file chooses code to run.
+
+    Args:
+        read_folder: reads a folder of shards.
 
     Raises:
         UserError: there is no such file, or it is no checkpoint.
@@ -53,6 +59,8 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     if not path.exists():
         raise UserError(f"There is no checkpoint {path}.")
     try:
+        if path.is_dir() and read_folder is not None:
+            return read_folder(path)
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except (pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, EOFError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -65,14 +73,15 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
 class CheckpointFiles(CheckpointIO):
     """Remembers size and hash of the file it wrote last, for the small file beside it."""
 
-    def __init__(self) -> None:
+    def __init__(self, read_folder: Callable[[Path], dict[str, Any]] | None = None) -> None:
+        self.read_folder = read_folder
         self.written: dict[str, dict[str, Any]] = {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         self.written = {os.fspath(path): write_checkpoint(checkpoint, Path(path))}
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        return read_checkpoint(path, map_location or "cpu")
+        return read_checkpoint(path, map_location or "cpu", self.read_folder)
 
     def remove_checkpoint(self, path: Any) -> None:
         remove(Path(path))

@@ -35,9 +35,9 @@ class RunRecorder(Callback):
             record["metrics"] = {**record.get("metrics", {}), **self._metrics(trainer)}
             record["epochs"] = max(record.get("epochs", 0), trainer.current_epoch)
             record["steps"] = max(record.get("steps", 0), trainer.global_step)
-            for callback in trainer.callbacks:
-                if callback is not self and hasattr(callback, "record_fields"):
-                    record.update(callback.record_fields())
+            for part in (*trainer.callbacks, trainer.strategy):
+                if part is not self and hasattr(part, "record_fields"):
+                    record.update(part.record_fields())
             _add_uri(record)
         record.update(self._fit(), **fields)
         write_record(self.path, record)

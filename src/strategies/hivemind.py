@@ -178,7 +178,7 @@ class Hivemind(SingleDeviceStrategy):
 
 
 class OwnOrder:
-    """A train loader whose epochs are other ones of the same images."""
+    """A train loader whose epochs are other ones of the same images; to the outside they count from 0."""
 
     def __init__(self, loader: Any, offset: int) -> None:
         self.loader, self.offset, self.sampler = loader, offset, self
@@ -189,8 +189,18 @@ class OwnOrder:
     def __len__(self) -> int:
         return len(self.loader)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
     def set_epoch(self, epoch: int) -> None:
         self.loader.set_epoch(epoch + self.offset)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self.loader.state_dict()
+        return {**state, "epoch": state["epoch"] - self.offset}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict({**state, "epoch": state["epoch"] + self.offset})
 
 
 def start_dht(initial_peers: list[str], **network: Any) -> Any:

@@ -114,13 +114,13 @@ class Done:
     code: int
     output: str
     logs: Path
+    path: Path | None
 
     @property
     def folder(self) -> RunFolder:
-        """The only run of its logs, or the newest."""
-        records = sorted(self.logs.glob("*/*runs/**/run.json"), key=lambda p: p.stat().st_mtime)
-        assert records, self.output
-        return RunFolder(records[-1].parent)
+        """The run that this door has written."""
+        assert self.path, self.output
+        return RunFolder(self.path)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -154,7 +154,8 @@ class Started:
             self.process.kill()
             self.process.join()
             raise AssertionError(f"did not end within {timeout_s} s:\n{self.text()}")
-        return Done(self.process.exitcode, self.text(), self.logs)
+        records = sorted(self.logs.glob("*/*runs/**/run.json"), key=lambda p: p.stat().st_mtime)
+        return Done(self.process.exitcode, self.text(), self.logs, records[-1].parent if records else None)
 
 
 def start_door(
