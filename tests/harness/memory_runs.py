@@ -18,8 +18,6 @@ def composed(overrides: list[str], folder: Path) -> dict[str, Any]:
     config = plain(cfg)
     config["choices"] = {key: value for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")}
     resolve_cluster(config, {})
-    for k in ('shard_within_node','sharded_checkpoint','activation_checkpointing','cpu_offload','reshard_after_forward'): config['trainer'].pop(k,None)  # TEMP
-    config['model'].pop('name')  # TEMP
     return config
 
 

@@ -1,0 +1,74 @@
+"""Estimates on fake tensors against the tracked bytes of real ranks."""
+
+import pytest
+
+import estimate
+from batch_search import HELD
+from cluster import Cluster
+from errors import UserError
+from memory_runs import composed, peaks
+
+FACTS = {"num_classes": 10, "image_size": 32, "channels": 3}
+TINY = ["data=synthetic", "data.num_images=300", "data.num_test_images=20", "data.eval_batch_size=4"]
+
+
+def world(size):
+    return Cluster("none", 1, size, 0, 0, "127.0.0.1", None)
+
+
+def peak(phases):
+    return max(phases.values())
+
+
+@pytest.mark.parametrize(
+    ("trainer", "ranks", "options"),
+    [
+        ("cpu", 1, ["optimizer=adamw"]),
+        ("cpu", 1, ["trainer.accumulate_grad_batches=2"]),
+        ("ddp_sim", 2, []),
+        ("allreduce_sim", 2, ["optimizer=sgd"]),
+        ("fsdp_sim", 2, []),
+        ("fsdp_sim", 4, ["trainer.devices=4"]),
+    ],
+)
+def test_within_one_percent_of_a_real_run(trainer, ranks, options, tmp_path):
+    config = composed([*TINY, "model=vit_tiny_32", "model.depth=2", f"trainer={trainer}", *options], tmp_path)
+    [first, *_] = peaks(config, tmp_path, ranks, [16])
+    if ranks > 1:
+        estimate.peak_bytes(config, FACTS, world(ranks), 1)
+    estimated = estimate.peak_bytes(config, FACTS, world(ranks), 16)
+    assert peak(estimated) == pytest.approx(peak(first[0]), rel=0.01)
+    assert estimated[HELD] == pytest.approx(first[0][HELD], rel=0.02)
+
+
+def test_more_ranks_hold_less_each_under_fsdp(tmp_path):
+    config = composed([*TINY, "model=small_cnn", "trainer=fsdp_sim"], tmp_path)
+    held = {}
+    for ranks in (2, 8, 32):
+        estimate.peak_bytes(config, FACTS, world(ranks), 1)
+        held[ranks] = estimate.peak_bytes(config, FACTS, world(ranks), 1)[HELD]
+    assert held[2] / held[8] == pytest.approx(4, rel=0.05) and held[8] / held[32] == pytest.approx(4, rel=0.2)
+
+
+def test_buckets_are_those_of_ddp():
+    import torch
+    from torch import nn
+
+    megabyte = 2**18
+    parameters = [nn.Parameter(torch.empty(int(size * megabyte))) for size in (0.5, 0.4, 0.3, 20, 4, 2, 1)]
+    grouped = [[p.numel() / megabyte for p in bucket] for bucket in estimate.in_buckets(parameters, 25)]
+    assert [[round(size, 1) for size in bucket] for bucket in grouped] == [[0.5, 0.4, 0.3], [20, 4, 2], [1]]
+
+
+def test_the_world_and_the_limit_come_from_the_options(tmp_path):
+    options = ["model=small_cnn", "data=synthetic", "trainer=cpu", "hardware=g4dn.12xlarge"]
+    config = composed(options, tmp_path)
+    config["trainer"].update(launch="process_per_device", devices="auto", num_nodes=8, accelerator="gpu")
+    assert estimate.stated_cluster(config).world_size == 32
+    assert estimate.stated_limit_gib(config) == pytest.approx(15.0 - estimate.RUNTIME_GIB)
+    config["trainer"]["devices"] = 8
+    with pytest.raises(UserError, match="trainer.devices=8, but a g4dn.12xlarge has 4"):
+        estimate.stated_cluster(config)
+    config["hardware"] = {}
+    with pytest.raises(UserError, match="--estimate needs to know the memory"):
+        estimate.stated_limit_gib(config)
