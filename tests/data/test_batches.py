@@ -58,6 +58,8 @@ def test_order_and_augmentation_follow_seed_and_epoch_only():
     assert np.array_equal(pixels(first), pixels(again))
     assert not np.array_equal(pixels(first)[0], pixels(other)[0])
     assert not np.array_equal(pixels(train())[1:], pixels(other)[1:])
+    draws = pixels(train())[1:]
+    assert len({draws[:, i : i + 12].tobytes() for i in range(0, 192, 12)}) == 16  # no part repeats another
 
 
 @pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (3, 2), (4, 3), (1, 8)])

@@ -135,11 +135,12 @@ def test_skipping_keeps_images_and_labels_together(tmp_path, root):
     dm = module(tmp_path, root, skip_corrupt=True, mean=0, std=1)
     dm.place()
     files = [f for f in dm._listing.files if (f.parent.name, f.name) not in (("cat", "7.jpg"), ("dog", "note.png"))]
-    selection = next(iter(dm.train_dataloader()._selections(0)))
-    images, labels = batches(dm, dm.train_dataloader())[0]
-    for i, image, label in zip(selection.positions, images, labels):
-        assert np.array_equal((image.permute(1, 2, 0) * 255).round().numpy(), decode(files[i], 24, 3))
-        assert dm.class_names[label] == files[i].parent.name
+    selections = list(dm.train_dataloader()._selections(0)) + list(dm.val_dataloader()._selections())
+    found = batches(dm, dm.train_dataloader()) + batches(dm, dm.val_dataloader())
+    for selection, (images, labels) in zip(selections, found, strict=True):
+        for i, image, label in zip(selection.positions, images, labels, strict=True):
+            assert np.array_equal((image.permute(1, 2, 0) * 255).round().numpy(), decode(files[i], 24, 3))
+            assert label == -1 or dm.class_names[label] == files[i].parent.name
 
 
 def test_a_class_of_which_nothing_is_left(tmp_path, root):
