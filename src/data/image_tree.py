@@ -1,5 +1,6 @@
 """Folders of images, one folder per class: list them, and decode them in parallel into one uint8 array."""
 
+import os
 import re
 import struct
 from collections.abc import Sequence
@@ -51,12 +52,22 @@ def list_split(folder: Path, key: str = "data.root") -> Listing:
     files: list[Path] = []
     labels: list[int] = []
     for label, path in enumerate(classes):
-        found = [file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()]
+        found = _images_below(path)
         if not found:
             raise UserError(f"{path} holds no images ({', '.join(sorted(SUFFIXES))}): add some or remove the folder.")
-        files += sorted(found, key=lambda file: natural_key(str(file.relative_to(path))))
+        files += [path / name for name in sorted(found, key=natural_key)]
         labels += [label] * len(found)
     return Listing([path.name for path in classes], files, np.array(labels, np.int64))
+
+
+def _images_below(folder: Path) -> list[str]:
+    """Relative names, by their endings; a folder of a million images is listed without a look at each."""
+    return [
+        os.path.relpath(os.path.join(place, name), folder) if place != str(folder) else name
+        for place, _, names in os.walk(folder)
+        for name in names
+        if os.path.splitext(name)[1].lower() in SUFFIXES
+    ]
 
 
 def decode(path: Path, size: int, channels: int) -> np.ndarray:

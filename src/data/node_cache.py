@@ -82,8 +82,8 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
 
 def file_identity(path: Path) -> list[Any]:
     """What tells, without reading it, that a file is the same as before."""
-    stat = path.stat()
-    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
+    stat = os.stat(path)
+    return [str(path), stat.st_size, stat.st_mtime_ns]
 
 
 def require_space(folder: Path, num_bytes: int) -> None:
