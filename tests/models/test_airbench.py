@@ -30,6 +30,8 @@ def test_whitening_is_the_same_each_time_and_is_not_trained():
     for net in nets:
         net.init_from_images(images)
     assert torch.equal(nets[0].whiten.weight, nets[1].whiten.weight)
+    rows = nets[0].whiten.weight.flatten(1)[:12]  # an eigenvector's sign is fixed by its largest entry
+    assert (rows.gather(1, rows.abs().argmax(1, keepdim=True)) > 0).all()
     assert not nets[0].whiten.weight.requires_grad and nets[0].whiten.bias.requires_grad
 
 
