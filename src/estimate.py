@@ -18,7 +18,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -185,13 +185,20 @@ def peak_bytes(config: dict[str, Any], facts: dict[str, Any], cluster: Cluster, 
         phases = MemoryPhases(tracker)
         trainer = assemble.build_trainer(config, cluster, [phases], [], Path(folder))
         adapt(trainer.strategy)
-        module.on_validation_epoch_end = lambda: None
-        module._apply = lambda function, recurse=True: module  # everything is where it belongs
+        stay_in_place(module)
+        average = [torch.empty_like(p) for p in module.parameters()] if config["trainer"]["ema_decay"] else []
         trainer.fit(module, datamodule=FakeImages(shape, batch, eval_batch, 2 * accumulate, facts["num_classes"]))
+        del average
     return {phase: int(share) for phase, share in phases.shares.items()}
 
 
-def adapt(strategy: Strategy) -> None:
+def stay_in_place(module: Any) -> None:
+    """Everything is on its device and in its precision already, and the counts of an evaluation have no values."""
+    module._apply = lambda function, recurse=True: module
+    module.on_validation_epoch_end = lambda: None
+
+
+def adapt(strategy: Any) -> None:
     """What a strategy does with real values or in C++, in a form that shapes suffice for."""
     make_mesh = strategy.setup_environment
 
@@ -275,10 +282,10 @@ def in_buckets(parameters: list[nn.Parameter], cap_mb: float) -> Iterator[list[n
 def materialise(module: nn.Module) -> None:
     """Replace parameters and buffers on the meta device by fake ones on the CPU."""
     for owner in module.modules():
-        for name, value in list(owner.named_parameters(recurse=False)):
-            setattr(owner, name, nn.Parameter(torch.empty_like(value, device="cpu"), value.requires_grad))
+        for name, weight in list(owner.named_parameters(recurse=False)):
+            setattr(owner, name, nn.Parameter(torch.empty_like(weight, device="cpu"), weight.requires_grad))
         for name, value in list(owner.named_buffers(recurse=False)):
-            owner._buffers[name] = torch.empty_like(value, device="cpu")
+            setattr(owner, name, torch.empty_like(value, device="cpu"))
 
 
 @contextmanager

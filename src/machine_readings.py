@@ -159,13 +159,17 @@ class GpuReader:
             self._once("a GPU is in MIG mode without an instance: CUDA cannot use it")
         for found in instances if divided else [handle]:
             gpu = Gpu(len(self.gpus), found, self._parent(found))
-            gpu.facts = {
-                "name": self._ask(gpu, "name", lambda gpu=gpu: text(nvml.nvmlDeviceGetName(gpu.handle))),
-                "memory_gib": self._ask(
-                    gpu, "total memory", lambda gpu=gpu: round(nvml.nvmlDeviceGetMemoryInfo(gpu.handle).total / GIB, 2)
-                ),
-            }
+            gpu.facts = self._facts_of(gpu)
             self.gpus.append(gpu)
+
+    def _facts_of(self, gpu: Gpu) -> dict[str, Any]:
+        nvml, handle = self.nvml, gpu.handle
+        return {
+            "name": self._ask(gpu, "name", lambda: text(nvml.nvmlDeviceGetName(handle))),
+            "memory_gib": self._ask(
+                gpu, "total memory", lambda: round(nvml.nvmlDeviceGetMemoryInfo(handle).total / GIB, 2)
+            ),
+        }
 
     def _mig_instances(self, handle: Any) -> list[Any]:
         found = []

@@ -11,7 +11,7 @@ def derived_fields(record: dict[str, Any], hardware: dict[str, Any] | None = Non
         hardware: configs/hardware/<instance>.yaml as a dict.
     """
     fields: dict[str, Any] = {"goodput": goodput(record)}
-    if (hardware or {}).get("price_per_hour_usd") is not None:
+    if hardware and hardware.get("price_per_hour_usd") is not None:
         fields["cost"] = cost(record, hardware)
     return fields
 

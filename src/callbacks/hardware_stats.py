@@ -155,8 +155,9 @@ class HardwareStats(pl.Callback):
         if self.sampler is None or not trainer.is_global_zero or now < self.logged_at + self.tensorboard_interval_s:
             return
         self.logged_at = now
+        read = list(self.sampler.last.items())
         scalars = {
-            f"hardware/{name}": value for name, value in list(self.sampler.last.items()) if _is_scalar(name, value)
+            f"hardware/{name}": float(value) for name, value in read if value is not None and _is_scalar(name, value)
         }
         for logger in trainer.loggers:
             if logger.name == "tensorboard":  # the table of metrics has its own columns

@@ -10,7 +10,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -48,9 +48,10 @@ class Throughput(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
         """Before the strategy wraps or shards the net."""
-        if stage == "fit" and self.flops_per_image is None and hasattr(trainer.datamodule, "image_size"):
-            shape = (trainer.datamodule.channels, trainer.datamodule.image_size, trainer.datamodule.image_size)
-            self.flops_per_image = flops_per_image(module.net, shape)
+        data: Any = getattr(trainer, "datamodule", None)
+        if stage == "fit" and self.flops_per_image is None and hasattr(data, "image_size"):
+            shape = (data.channels, data.image_size, data.image_size)
+            self.flops_per_image = flops_per_image(cast(nn.Module, module.net), shape)
 
     def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.world_size = trainer.world_size
@@ -66,7 +67,11 @@ class Throughput(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.steps.pause()
 
-    on_validation_start = on_validation_end = on_train_epoch_start
+    def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.steps.pause()
+
+    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.steps.pause()
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         self.steps.pause()
