@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 from background import in_parallel
 from s3_client import PARALLEL_PARTS, S3Options, StoreError, make_client, translated
 
-PART_BYTES = 16 * 2**20
+PART_BYTES = 16 * 2**20  # a larger file goes in parts of at least this, so that 4 of them are under way at once
+LARGE_PART_BYTES = 64 * 2**20  # fewer requests for a large one; costs 6 parts of memory
 MAX_PARTS = 10_000
 MAX_SMALL_BYTES = 2**20
 READ_BYTES = 2**20
@@ -142,7 +143,7 @@ class Bucket:
             return {"PartNumber": number, "ETag": answer["ETag"], "ChecksumSHA256": checksum}
 
         def blocks() -> Iterator[tuple[int, bytes]]:
-            part_bytes, left = max(self.part_bytes, math.ceil(size / MAX_PARTS)), size
+            part_bytes, left = self._part_bytes(size), size
             for number in range(1, math.ceil(size / part_bytes) + 1):
                 if cancelled():
                     raise StoreError("aborted", "the upload was stopped")
@@ -155,6 +156,10 @@ class Bucket:
 
         parts = in_parallel(send, blocks(), PARALLEL_PARTS)
         return sorted(parts, key=lambda part: part["PartNumber"]), whole.hexdigest()
+
+    def _part_bytes(self, size: int) -> int:
+        wished = min(max(self.part_bytes, size // 8), max(self.part_bytes, LARGE_PART_BYTES))
+        return max(wished, math.ceil(size / MAX_PARTS))
 
     def _verify(self, key: str, size: int, sums: Checksums) -> None:
         """Ask the store what it holds; where it keeps no checksums, read the object back."""

