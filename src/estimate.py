@@ -208,10 +208,11 @@ def adapt(strategy: Any) -> None:
 
     strategy.setup_environment = with_real_tensors
     strategy.broadcast = lambda value, src=0: value
+    ddp: Any = strategy
     if isinstance(strategy, DDPStrategy):
         cap = strategy._ddp_kwargs.get("bucket_cap_mb", 25.0)
-        strategy._setup_model = partial(Buckets, bucket_cap_mb=cap)
-        strategy.block_backward_sync = lambda: strategy.model.accumulating()
+        ddp._setup_model = partial(Buckets, bucket_cap_mb=cap)
+        ddp.block_backward_sync = lambda: ddp.model.accumulating()
 
 
 def _precision(config: dict[str, Any], on_gpu: bool) -> str:

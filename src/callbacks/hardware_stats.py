@@ -12,7 +12,7 @@ import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import lightning.pytorch as pl
 import torch
@@ -156,9 +156,7 @@ class HardwareStats(pl.Callback):
             return
         self.logged_at = now
         read = list(self.sampler.last.items())
-        scalars = {
-            f"hardware/{name}": float(value) for name, value in read if value is not None and _is_scalar(name, value)
-        }
+        scalars = {f"hardware/{name}": value for name, value in read if _is_scalar(value, name)}
         for logger in trainer.loggers:
             if logger.name == "tensorboard":  # the table of metrics has its own columns
                 logger.log_metrics(scalars, trainer.global_step)
@@ -242,6 +240,6 @@ def _is_gpu_memory(name: str) -> bool:
     return name.startswith("gpu") and name.endswith("/memory_gib")
 
 
-def _is_scalar(name: str, value: Any) -> bool:
+def _is_scalar(value: Any, name: str) -> TypeGuard[float]:
     """Single cores are too many for TensorBoard; the CSV has them."""
     return isinstance(value, float) and not (name.startswith("cpu") and name != "cpu/percent")
