@@ -196,9 +196,11 @@ def test_a_driver_that_dies_mid_run_is_named_once_for_each_gpu():
     for name in [name for name in dir(FakeNvml) if name.startswith("nvmlDevice")]:
         nvml.refuse[(name, "card1")] = NVMLError(15, "GPU is lost")
     for _ in range(3):
+        nvml.calls.clear()
         readings = gpus.read()
         assert readings["gpu0/memory_gib"] == 3.0
         assert [value for name, value in readings.items() if name.startswith("gpu1/")] == [None] * 7
+    assert len(nvml.calls) == 7, "a lost GPU is not asked again: it can hang the driver"
     assert told == ["gpu1 no longer answers (GPU is lost); its readings end here, training goes on"]
     gpus.close()
 
