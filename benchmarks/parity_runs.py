@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from assemble import StartedRanks
+from rank_process import StartedRanks
 from classifier import ImageClassifier
 from cluster import Cluster
 from data.synthetic import SyntheticDataModule

@@ -24,6 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 import assemble
+import rank_process
+import targets
 from batch_search import Shares, largest_batch
 from callbacks.memory_phases import GIB, MemoryPhases, TrackedBytes
 from cluster import Cluster
@@ -44,8 +46,8 @@ def estimate(cfg: Any) -> int:
     config["choices"] = {key: value for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")}
     cluster = stated_cluster(config)
     limit_gib = stated_limit_gib(config)
-    assemble.check_targets(config)
-    assemble._prepare_process(config, cluster)
+    targets.check_targets(config)
+    rank_process.prepare_process(config, cluster)
     warnings.filterwarnings("ignore", ".*across ranks is zero.*")  # a sum over ranks that reads 1, see Shapes
     facts = stated_facts(config)
     if cluster.world_size > 1:
@@ -106,7 +108,7 @@ def stated_limit_gib(config: dict[str, Any]) -> float:
 
 def stated_facts(config: dict[str, Any]) -> dict[str, Any]:
     """Shape of the images without reading them; the number of classes hardly matters for memory."""
-    data = assemble.resolve_target(config["data"]["_target_"], "data._target_")
+    data = targets.resolve_target(config["data"]["_target_"], "data._target_")
     return {
         "num_classes": config["data"].get("num_classes") or CLASSES,
         "image_size": config["data"]["image_size"],

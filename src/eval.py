@@ -19,8 +19,9 @@ FROM_COMMAND_LINE = ("paths", "tags", "ckpt_path", "run_id", "test", "resume", "
 
 def evaluate(config: dict[str, Any], cluster: Any, folder: Any) -> int:
     """One rank's evaluation."""
-    from assemble import build_run, enter_world, load_weights
+    from assemble import build_run, load_weights
     from callbacks.confusion import write_confusion
+    from rank_process import enter_world
     from run_files import utc_now
 
     with enter_world(config, cluster, folder) as world:
@@ -100,7 +101,7 @@ def locate(config: dict[str, Any]) -> Path:
 
         return resolve_checkpoint(named, config.get("s3"), Path(config["paths"]["log_dir"]) / "cache").resolve()
     path = Path(named)
-    if not path.exists() and RUN_ID_PATTERN.fullmatch(named) and not path.suffix == ".ckpt":
+    if not path.exists() and RUN_ID_PATTERN.fullmatch(named) and path.suffix != ".ckpt":
         folder = find_run(Path(config["paths"]["log_dir"]), named)
         best = next((found for found, _ in complete(folder.checkpoints, "best")), None)
         if best is None:

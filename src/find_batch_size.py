@@ -134,11 +134,13 @@ class Prober:
     def prepare(self) -> None:
         """Meet the other ranks, open the data, find the limit."""
         import assemble
+        import rank_process
+        import targets
 
-        assemble.check_targets(self.config)
-        assemble._prepare_process(self.config, self.cluster)
+        targets.check_targets(self.config)
+        rank_process.prepare_process(self.config, self.cluster)
         self._join()
-        device = assemble.device_of(self.config, self.cluster)
+        device = rank_process.device_of(self.config, self.cluster)
         self.num_train = assemble.build_data(self._of_batch(1), self.cluster, device).num_train
         self.meter = self._meter(device)
 
@@ -159,10 +161,11 @@ class Prober:
     def train(self, batch: int) -> dict[str, float]:
         """Two optimizer steps at this batch for each device; this rank's shares."""
         import assemble
+        import rank_process
         from callbacks.memory_phases import MemoryPhases, TrackedBytes, untracked
 
         config = self._of_batch(batch)
-        data = assemble.build_data(config, self.cluster, assemble.device_of(config, self.cluster))
+        data = assemble.build_data(config, self.cluster, rank_process.device_of(config, self.cluster))
         gc.collect()
         meter = self.meter.fresh()
         with meter:

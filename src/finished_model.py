@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from assemble import build_module, check_fits, check_targets
+from assemble import build_module, check_fits
+from targets import check_targets
 from callbacks.checkpoint_io import read_checkpoint
 from checkpoint_files import complete
 from data.batch_transforms import BatchTransforms

@@ -14,7 +14,8 @@ from launch import launch, resume_in_rank
 
 def train(config: dict[str, Any], cluster: Any, folder: Any) -> int:
     """One rank's whole run: fit, test the best checkpoint, finish the record."""
-    from assemble import build_run, check_fits, enter_world, read_checkpoint
+    from assemble import build_run, check_fits, read_checkpoint
+    from rank_process import enter_world
     from run_files import utc_now
 
     with enter_world(config, cluster, folder) as world:

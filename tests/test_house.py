@@ -7,7 +7,18 @@ import pytest
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 ROOMS = {path.name for path in SRC.iterdir() if path.is_dir() and path.name != "__pycache__"} | {"classifier"}
-FLOOR_2 = {"assemble", "launch", "compose", "sweep", "join", "finished_model", "model_card", "estimate"}
+FLOOR_2 = {
+    "assemble",
+    "launch",
+    "compose",
+    "sweep",
+    "join",
+    "finished_model",
+    "model_card",
+    "estimate",
+    "targets",
+    "rank_process",
+}
 DOORS = {"train", "eval", "find_batch_size", "doctor", "logbook", "nodes", "upload", "predict", "export"}
 MODULES = {path.stem for path in SRC.glob("*.py")}
 FLOOR_0 = MODULES - ROOMS - FLOOR_2 - DOORS

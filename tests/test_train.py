@@ -2,17 +2,16 @@
 
 import csv
 import json
-import os
 import signal
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from faults import signal_at_step
+
 from callbacks.checkpoint_io import read_checkpoint
 from checkpoint_files import complete, fault_of
-from runs import run_door, start_door
+from faults import signal_at_step
+from runs import run_door
 
 SMALL = ["experiment=quickstart", "trainer.max_epochs=3", "trainer.log_every_n_steps=4"]
 
@@ -102,7 +101,9 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(uninterrupted,
     assert_equal(weights(done.folder), weights(uninterrupted.folder))
     assert_equal(weights(done.folder, "best"), weights(uninterrupted.folder, "best"))
     kept = [{k: v for k, v in row.items() if k not in ("time_s", "images_per_s")} for row in rows(done.folder)]
-    wanted = [{k: v for k, v in row.items() if k not in ("time_s", "images_per_s")} for row in rows(uninterrupted.folder)]
+    wanted = [
+        {k: v for k, v in row.items() if k not in ("time_s", "images_per_s")} for row in rows(uninterrupted.folder)
+    ]
     assert [r["step"] for r in kept] == sorted({r["step"] for r in kept}, key=int)
     validated = [(r["step"], r["val/acc"], r["val/loss"]) for r in kept if r["val/acc"]]
     assert validated == [(r["step"], r["val/acc"], r["val/loss"]) for r in wanted if r["val/acc"]]

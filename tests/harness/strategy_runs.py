@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import nn
 from torch.nn import functional as F
 
-from assemble import StartedRanks
+from rank_process import StartedRanks
 from cluster import Cluster
 from local_ranks import local_cluster, run_ranks
 from strategies.sharded_checkpoint import load_checkpoint

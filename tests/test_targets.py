@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from assemble import build, check_targets, resolve_target
+
 from callbacks.checkpoints import Checkpoints
 from compose import CONFIGS, compose, plain
 from errors import UserError
 from models.small_cnn import SmallCNN
+from targets import build, check_targets, resolve_target
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
 REFUSED = [
@@ -34,20 +35,27 @@ def test_a_target_hidden_deep_is_found_and_named():
 
 def test_build_hands_over_what_the_run_knows_and_leaves_it_alone(tmp_path):
     contents = {"config": {"_target_": "os.system"}}
-    built = build({"_target_": "callbacks.checkpoints.Checkpoints", "mode": "min"}, {"folder": tmp_path, "contents": contents, "x": 1})
+    built = build(
+        {"_target_": "callbacks.checkpoints.Checkpoints", "mode": "min"},
+        {"folder": tmp_path, "contents": contents, "x": 1},
+    )
     assert isinstance(built, Checkpoints) and built.mode == "min" and built.folder == tmp_path
     assert built.contents is contents
 
 
 def test_build_makes_partials_and_names_an_unknown_option():
     partial = build({"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.5})
-    assert isinstance(partial, functools.partial) and partial.func is torch.optim.SGD and partial.keywords == {"lr": 0.5}
+    assert (
+        isinstance(partial, functools.partial) and partial.func is torch.optim.SGD and partial.keywords == {"lr": 0.5}
+    )
     with pytest.raises(UserError, match="'momentun'"):
         build({"_target_": "torch.optim.SGD", "_partial_": True, "momentun": 0.9})
 
 
 def test_the_display_name_of_a_model_is_no_option():
-    net = build({"_target_": "models.small_cnn.SmallCNN", "name": "mine"}, {"num_classes": 3, "image_size": 8, "channels": 1})
+    net = build(
+        {"_target_": "models.small_cnn.SmallCNN", "name": "mine"}, {"num_classes": 3, "image_size": 8, "channels": 1}
+    )
     assert isinstance(net, SmallCNN)
 
 
