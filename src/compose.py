@@ -59,10 +59,10 @@ def check_types(cfg: Any, defaults: Any, overrides: list[str]) -> None:
         if isinstance(before, bool) and not isinstance(now, bool):
             raise UserError(f"{key}={now!r}: give true or false (the default is {before}).")
         number = int if isinstance(before, int) else int | float
-        if isinstance(before, int | float) and not isinstance(before, bool):
-            if isinstance(now, bool) or not isinstance(now, number):
-                kind = "a whole number" if isinstance(before, int) else "a number"
-                raise UserError(f"{key}={now!r}: give {kind} (the default is {before}).")
+        is_number = isinstance(before, int | float) and not isinstance(before, bool)
+        if is_number and (isinstance(now, bool) or not isinstance(now, number)):
+            kind = "a whole number" if isinstance(before, int) else "a number"
+            raise UserError(f"{key}={now!r}: give {kind} (the default is {before}).")
 
 
 def register_resolvers() -> None:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from assemble import build_module, check_fits
-from targets import check_targets
 from callbacks.checkpoint_io import read_checkpoint
 from checkpoint_files import complete
 from data.batch_transforms import BatchTransforms
 from errors import UserError
 from run_files import RUN_ID_PATTERN, find_run, read_record
 from storage import resolve_checkpoint
+from targets import check_targets
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

@@ -1,44 +1,73 @@
-"""The ranks of one run find each other: store, process group, and proof that all run the same thing."""
+"""The ranks of one run find each other: store, process group, one checkpoint, and proof that all run the same thing."""
 
+import contextlib
+import json
+import secrets
+import shutil
+import socket
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import provenance
+from checkpoint_files import measure
 from cluster import Cluster
 from compose import REPOSITORY
 from errors import UserError
-from launch import config_hash
+from launch import config_hash, take_over_record
+from run_files import RunFolder, read_record
 
 SPEAK_INTERVAL_S = 5.0
+CHUNK_BYTES = 64 * 2**20
 
-def join(cluster: Cluster, device: torch.device, timeout_s: float) -> Any:
-    """Make the default process group, saying which ranks are still missing; returns its store.
 
+def join(cluster: Cluster, device: torch.device, timeout_s: float) -> str:
+    """Make the default process group, saying which ranks are still missing.
+
+    Returns:
+        The name of this start in the run's store, which torchrun keeps over its restarts: for own_connection.
     Raises:
         UserError: a rank did not come in time.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = _store(cluster, timeout_s)
-    _wait_for_all(store, cluster, timeout_s)
+    start, _ = handshake(store, cluster, timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("lockstep", store),
+        store=dist.PrefixStore(f"lockstep/{start}/group", store),
         rank=cluster.rank,
         world_size=cluster.world_size,
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    return store
+    return start
+
+
+def own_connection(cluster: Cluster, start: str, timeout_s: float) -> Any:
+    """A second connection to the run's store, for the watching thread alone."""
+    store = dist.TCPStore(
+        cluster.master_addr, cluster.master_port, is_master=False, wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+    )  # fmt: skip
+    return dist.PrefixStore(f"lockstep/{start}/watch", store)
+
+
+def agreed_run_id(cluster: Cluster, mine: str, timeout_s: float) -> str:
+    """Rank 0's run id, on every rank, through the store of torchrun's agent: before any folder is made."""
+    return handshake(_store(cluster, timeout_s), cluster, timeout_s, "run-id", mine)[1]
 
 
 def _store(cluster: Cluster, timeout_s: float) -> Any:
     """torchrun's agent serves a store already; else rank 0 does."""
-    serves = cluster.rank == 0 and cluster.launcher != "torchrun"
+    serves = cluster.rank == 0 and not cluster.agent_store
+    where = f"{cluster.master_addr}:{cluster.master_port}"
+    if not serves:
+        _wait_for_port(cluster, timeout_s)
     try:
         return dist.TCPStore(
             cluster.master_addr, cluster.master_port, is_master=serves, wait_for_workers=False,
@@ -46,22 +75,69 @@ def _store(cluster: Cluster, timeout_s: float) -> Any:
         )  # fmt: skip
     except (RuntimeError, dist.DistError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(
-            f"rank {cluster.rank} cannot reach rank 0 at {cluster.master_addr}:{cluster.master_port} "
-            f"within {timeout_s:.0f} s ({reason}): check MASTER_ADDR and MASTER_PORT."
-        ) from None
+        what = f"cannot serve at {where}" if serves else f"cannot reach rank 0 at {where}"
+        raise UserError(f"rank {cluster.rank} {what} ({reason}): check MASTER_ADDR and MASTER_PORT.") from None
 
 
-def _wait_for_all(store: Any, cluster: Cluster, timeout_s: float) -> None:
-    store.set(f"lockstep/here/{cluster.rank}", "1")
+def _wait_for_port(cluster: Cluster, timeout_s: float) -> None:
+    """torch's own connect is silent for as long as it waits."""
+    deadline, speak_at = time.monotonic() + timeout_s, time.monotonic() + SPEAK_INTERVAL_S
+    where = f"{cluster.master_addr}:{cluster.master_port}"
+    while True:
+        try:
+            socket.create_connection((cluster.master_addr, cluster.master_port or 0), timeout=2).close()
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"rank {cluster.rank} cannot reach rank 0 at {where} within {timeout_s:.0f} s ({reason}): node rank 0 "
+                "did not start the same command, or MASTER_ADDR or MASTER_PORT is wrong."
+            )
+        if time.monotonic() > speak_at and cluster.local_rank == 0:
+            print(f"Waiting for node rank 0 at {where} ({reason}) …", flush=True)
+            speak_at += SPEAK_INTERVAL_S
+        time.sleep(0.1)
+
+
+def handshake(
+    store: Any, cluster: Cluster, timeout_s: float, name: str = "join", word: str | None = None
+) -> tuple[str, Any]:
+    """Every rank of this start is here, none of an earlier one: (the start's own name, rank 0's word).
+
+    torchrun keeps one store over its restarts and counts them on each node for itself, so nobody can tell from
+    outside which start a key is of. Rank 0 makes up a name; it counts once it has seen a fresh number of every rank
+    under that name, and has sent the numbers back.
+
+    Raises:
+        UserError: a rank did not come in time.
+    """
+    number, key = secrets.token_hex(8), f"lockstep/{name}"
+    start, here = None, range(cluster.world_size)
+    if cluster.rank == 0:
+        start = number
+        store.set(f"{key}/start", start)
     deadline, speak_at = time.monotonic() + timeout_s, time.monotonic() + SPEAK_INTERVAL_S
     while True:
-        missing = [rank for rank in range(cluster.world_size) if not store.check([f"lockstep/here/{rank}"])]
-        if not missing:
-            return
-        nodes = ", ".join(str(node) for node in sorted({rank // cluster.devices for rank in missing}))
+        if cluster.rank > 0 and store.check([f"{key}/start"]):
+            start = store.get(f"{key}/start").decode()
+        missing = list(here)
+        if start is not None:
+            store.set(f"{key}/{start}/{cluster.rank}", number)
+            missing = [rank for rank in here if not store.check([f"{key}/{start}/{rank}"])]
+        if cluster.rank == 0 and not missing:
+            numbers = [store.get(f"{key}/{start}/{rank}").decode() for rank in here]
+            store.set(f"{key}/{start}/all", json.dumps([numbers, word]))
+            return number, word
+        if start is not None and store.check([f"{key}/{start}/all"]):
+            numbers, words = json.loads(store.get(f"{key}/{start}/all"))
+            if numbers[cluster.rank] == number:
+                return start, words
+        nodes = ", ".join(str(node) for node in sorted({rank // cluster.devices for rank in missing})) or "0"
         if time.monotonic() > deadline:
-            raise UserError(f"node rank {nodes} did not arrive within {timeout_s:.0f} s: is it running the same command?")
+            raise UserError(
+                f"node rank {nodes} did not arrive within {timeout_s:.0f} s: is it running the same command?"
+            )
         if time.monotonic() > speak_at and cluster.local_rank == 0:
             print(f"Waiting for node rank {nodes} (ranks {', '.join(map(str, missing[:8]))}) …", flush=True)
             speak_at += SPEAK_INTERVAL_S
@@ -83,80 +159,93 @@ def check_all_equal(config: dict[str, Any], cluster: Cluster) -> list[dict[str, 
     for rank, other in enumerate(everyone):
         who = f"rank {rank} on {other['host']}"
         if other["tree_hash"] != everyone[0]["tree_hash"]:
-            raise UserError(f"{who} runs other code than rank 0: make src, configs and requirements.txt equal on all nodes.")
+            raise UserError(
+                f"{who} runs other code than rank 0: make src, configs and requirements.txt equal on all nodes."
+            )
         if other["config_hash"] != everyone[0]["config_hash"]:
             raise UserError(f"{who} runs with other options than rank 0: give every node the same command.")
         for name, version in everyone[0]["versions"].items():
             if other["versions"][name] != version:
-                raise UserError(f"{who} has {name} {other['versions'][name]}, rank 0 has {version}: run make install there.")
+                raise UserError(
+                    f"{who} has {name} {other['versions'][name]}, rank 0 has {version}: run make install there."
+                )
     return everyone
 
 
-def share_checkpoint(config: dict[str, Any], cluster: Cluster, folder: Any) -> None:
-    """Rank 0 decides which checkpoint the run goes on from; nodes without a copy of it get its bytes.
+def share_checkpoint(config: dict[str, Any], cluster: Cluster, folder: RunFolder) -> None:
+    """The run goes on from the newest whole checkpoint that any node has; nodes without a copy of it get its bytes.
 
     Sets config["ckpt_path"] to a path that exists on this node, and config["resume_step"], on every rank.
     """
-    from pathlib import Path
-
-    decision = [config.get("ckpt_path"), config.get("resume_step")]
-    dist.broadcast_object_list(decision, src=0)
-    config["ckpt_path"], config["resume_step"] = decision
-    if decision[0] is None:
+    offers: list[Any] = [None] * cluster.world_size
+    dist.all_gather_object(offers, [config.get("ckpt_path"), config.get("resume_step")])
+    source = newest_offer(offers)
+    config["ckpt_path"], config["resume_step"] = path, step = offers[source]
+    if path is None:
         return
-    config["ckpt_path"] = str(fetch_from_rank_zero(Path(decision[0]), cluster, folder.path / "from-rank-0"))
+    if source != 0:
+        record = [read_record(folder.record) if cluster.rank == source and folder.record.exists() else None]
+        dist.broadcast_object_list(record, src=source)
+        if cluster.is_rank_zero:
+            print(f"Going on from step {step}: node {source // cluster.devices} has the newest checkpoint.", flush=True)
+            take_over_record(folder, record[0], config)
+    config["ckpt_path"] = str(fetch_from_rank_zero(Path(path), cluster, folder.path / "from-rank-0", source))
 
 
-def fetch_from_rank_zero(path: Any, cluster: Cluster, cache: Any) -> Any:
-    """A local path to what lies at `path` on rank 0's host: the same path where this node has it, else a copy.
+def newest_offer(offers: list[tuple[str | None, int | None]]) -> int:
+    """The rank whose (checkpoint, step) is the furthest; rank 0 where nobody states a step."""
+    steps = [step if path is not None and step is not None else -1 for path, step in offers]
+    return steps.index(max(steps))
 
-    Folders of shards are copied file by file. Every rank calls it.
+
+def fetch_from_rank_zero(path: Path, cluster: Cluster, cache: Path, source: int = 0) -> Path:
+    """A local path to what lies at `path` on the host of rank 0 (or `source`).
+
+    The same path where this node has the same bytes there, else a copy in `cache`; folders of shards are copied file
+    by file. Every rank calls it.
+
+    Raises:
+        UserError: the copy is not what was sent.
     """
-    import shutil
-    from pathlib import Path
-
-    from checkpoint_files import measure
-
-    files = [None]
-    if cluster.rank == 0:
+    told: list[Any] = [None, None]
+    if cluster.rank == source:
         names = [""] if path.is_file() else [str(p.relative_to(path)) for p in sorted(path.rglob("*")) if p.is_file()]
-        files = [[(name, (path / name if name else path).stat().st_size) for name in names], measure(path)["sha256"]]
-    files = files if cluster.rank == 0 else [None, None]
-    dist.broadcast_object_list(files, src=0)
-    names, sha256 = files
-    have = path.exists() and (cluster.rank == 0 or measure(path)["sha256"] == sha256)
+        told = [[(name, (path / name).stat().st_size) for name in names], measure(path)["sha256"]]
+    dist.broadcast_object_list(told, src=source)
+    names, sha256 = told
+    first = cluster.node_rank * cluster.devices  # one rank of each node looks, for all of them
+    mine = cluster.rank == first and (cluster.rank == source or (path.exists() and measure(path)["sha256"] == sha256))
     everyone: list[Any] = [None] * cluster.world_size
-    dist.all_gather_object(everyone, have)
-    if all(everyone):
+    dist.all_gather_object(everyone, mine or source // cluster.devices == cluster.node_rank)
+    have = everyone[first]
+    if all(everyone[:: cluster.devices]):
         return path
-    target = path if have else Path(cache) / path.name
+    target = path if have else cache / path.name
     writes = cluster.local_rank == 0 and not have
     if writes:
         shutil.rmtree(cache, ignore_errors=True)
-        Path(cache).mkdir(parents=True)
+        cache.mkdir(parents=True)
     for name, size in names:
-        _copy_file(path / name if name else path, target / name if name else target, size, cluster, writes)
-    dist.barrier()
-    if not have and measure(target)["sha256"] != sha256:
-        raise UserError(f"{path.name} did not arrive whole from rank 0: is there room in {cache}?")
+        _copy_file(path / name, target / name, size, cluster.rank == source, writes, source)
+    whole = not writes or measure(target)["sha256"] == sha256
+    dist.all_gather_object(everyone, whole)
+    if not all(everyone):
+        raise UserError(f"{path.name} did not arrive whole on every node: is there room in {cache}?")
     return target
 
 
-CHUNK_BYTES = 64 * 2**20
-
-
-def _copy_file(source: Any, target: Any, size: int, cluster: Cluster, writes: bool) -> None:
-    import contextlib
-
+def _copy_file(source: Path, target: Path, size: int, reads: bool, writes: bool, rank: int) -> None:
     with contextlib.ExitStack() as stack:
-        reader = stack.enter_context(source.open("rb")) if cluster.rank == 0 else None
+        reader = stack.enter_context(source.open("rb")) if reads else None
         if writes:
             target.parent.mkdir(parents=True, exist_ok=True)
         writer = stack.enter_context(target.open("wb")) if writes else None
         for start in range(0, size, CHUNK_BYTES):
             length = min(CHUNK_BYTES, size - start)
-            data = torch.frombuffer(bytearray(reader.read(length)), dtype=torch.uint8) if reader else torch.empty(
-                length, dtype=torch.uint8)  # fmt: skip
-            dist.broadcast(data, src=0)
+            if reader:
+                data = torch.frombuffer(bytearray(reader.read(length)), dtype=torch.uint8)
+            else:
+                data = torch.empty(length, dtype=torch.uint8)
+            dist.broadcast(data, src=rank)
             if writer:
                 writer.write(data.numpy().tobytes())

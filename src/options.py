@@ -65,7 +65,8 @@ def _description(path: Path) -> str:
 def help_text(configs: Path, config_name: str, description: str) -> str:
     """The whole answer to --help."""
     lines = [description, "", f"python src/{config_name}.py [group=option …] [key=value …] [-m] [--cfg job]", ""]
-    defaults = dict(re.findall(r"^  - (\w+): \[?(\w+)\]?$", (configs / f"{config_name}.yaml").read_text(), re.MULTILINE))
+    top = (configs / f"{config_name}.yaml").read_text()
+    defaults = dict(re.findall(r"^  - (\w+): \[?(\w+)\]?$", top, re.MULTILINE))
     for group, options in groups(configs).items():
         if group in ("hydra", "paths"):
             continue

@@ -12,9 +12,9 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 
 import provenance
 from callbacks.interruption import Interruption
-from callbacks.watch import SILENT_AFTER_S, Watch, own_connection
+from callbacks.watch import SILENT_AFTER_S, Watch
 from cluster import Cluster
-from join import check_all_equal, join, share_checkpoint
+from join import check_all_equal, join, own_connection, share_checkpoint
 from provenance import available_cores
 from run_files import RunFolder
 from targets import check_targets
@@ -94,9 +94,9 @@ def enter_world(config: dict[str, Any], cluster: Cluster, folder: RunFolder) -> 
         yield World([provenance.host(cluster.node_rank)])
         return
     timeout_s = config["trainer"]["timeout_s"]
-    join(cluster, device_of(config, cluster), timeout_s)
+    start = join(cluster, device_of(config, cluster), timeout_s)
     world = World([], Interruption(), Watch(folder.path, timeout_s))
-    connection = own_connection(cluster.master_addr, cluster.master_port, SILENT_AFTER_S)
+    connection = own_connection(cluster, start, SILENT_AFTER_S)
     world.watch.begin(connection, cluster.rank, cluster.world_size, world.interruption)
     try:
         everyone = check_all_equal(config, cluster)

@@ -45,9 +45,8 @@ def test_build_hands_over_what_the_run_knows_and_leaves_it_alone(tmp_path):
 
 def test_build_makes_partials_and_names_an_unknown_option():
     partial = build({"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.5})
-    assert (
-        isinstance(partial, functools.partial) and partial.func is torch.optim.SGD and partial.keywords == {"lr": 0.5}
-    )
+    assert isinstance(partial, functools.partial)
+    assert partial.func is torch.optim.SGD and partial.keywords == {"lr": 0.5}
     with pytest.raises(UserError, match="'momentun'"):
         build({"_target_": "torch.optim.SGD", "_partial_": True, "momentun": 0.9})
 

@@ -129,8 +129,8 @@ def test_a_killed_rank_is_named_and_the_run_resumes_to_the_same_weights(uninterr
 
 def test_a_sweep_of_two_rank_jobs_makes_four_runs_and_survives_a_failing_one(tmp_path):
     done = run_door(
-        "train", "-m", "experiment=quickstart", "trainer=ddp_sim", "trainer.max_epochs=1", "hydra.sweep.dir=" + str(tmp_path / "train/multiruns/s"),
-        "optimizer.lr=0.001,1e30", "seed=1,2", logs=tmp_path,
+        "train", "-m", "experiment=quickstart", "trainer=ddp_sim", "trainer.max_epochs=1",
+        f"hydra.sweep.dir={tmp_path}/train/multiruns/s", "optimizer.lr=0.001,1e30", "seed=1,2", logs=tmp_path,
     )  # fmt: skip
     records = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("train/multiruns/s/*/run.json")}
     assert sorted(records) == ["s_0", "s_1", "s_2", "s_3"], done.output

@@ -86,7 +86,9 @@ class SpotNotice(Callback):
                 notice = self.fetch()
             except (OSError, ValueError) as error:
                 if not self.complained:
-                    print(f"No spot notices can be had ({error}); asking again every {self.interval_s:.0f} s.", flush=True)
+                    print(
+                        f"No spot notices can be had ({error}); asking again every {self.interval_s:.0f} s.", flush=True
+                    )
                 self.complained, notice = True, None
             if notice:
                 self.noticed_at = time.time()

@@ -2,16 +2,16 @@
 
 A thread talks to the run's store beside the collectives, so it works where a collective never returns. The first
 rank that fails publishes its error before it ends; where one dies without a word, its missing heartbeat names it.
+A second thread watches the first: an operation on the store of a stopped or unreachable host never returns either.
 """
 
-import contextlib
 import faulthandler
 import json
 import os
 import socket
 import threading
 import time
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from callbacks.interruption import Interruption
-from errors import EXIT_FAILED, Diverged, Interrupted, UserError
+from errors import EXIT_FAILED, EXIT_INTERRUPTED, Diverged, Interrupted, UserError
 from run_files import RunFolder, write_atomically
 
 BEAT_INTERVAL_S = 1.0
 SILENT_AFTER_S = 5.0  # a rank whose heart has not beaten for so long when another fails is the one to blame
-GRACE_S = 10.0  # for this rank to end by itself after another has failed
-ERROR, STOP = "lockstep/error", "lockstep/stop"
+GRACE_S = 6.0  # for this rank to end by itself after another has failed
+LEAVE_TOGETHER_S = 90.0  # an interrupted run's other ranks wait so long for rank 0, which may have to upload
+ERROR, STOP, LEFT = "error", "stop", "left"
 
 
 class Watch(Callback):
@@ -34,22 +35,34 @@ class Watch(Callback):
     Args:
         run_folder: where stacks and the error go when this rank has to be ended.
         timeout_s: a rank not heard of for so long ends the run.
+        report: called with the error when this rank has to be ended, in place of whoever catches its exceptions.
+        supervisor_port: on this host; a beat goes there too, so that a stopped rank is missed.
     """
 
-    def __init__(self, run_folder: str | Path, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        run_folder: str | Path,
+        timeout_s: float = 300.0,
+        report: Callable[[dict[str, Any]], Any] | None = None,
+        supervisor_port: int | None = None,
+    ) -> None:
         self.folder, self.timeout_s = RunFolder(Path(run_folder)), timeout_s
+        self.report, self.supervisor_port = report or self._write_error, supervisor_port
         self.phase = "start"
         self.store: Any = None
-        self.ended = threading.Event()
+        self.ended, self.leaving, self.stop_seen = threading.Event(), threading.Lock(), False
+        self.answered_at = time.monotonic()
 
     # Life
 
     def begin(self, store: Any, rank: int, world_size: int, interruption: Interruption | None) -> None:
-        """Start the thread; `store` is a connection of its own."""
+        """Start the threads; `store` is a connection of its own."""
         self.store, self.rank, self.world_size, self.interruption = store, rank, world_size, interruption
         self.heard: dict[int, tuple[str, float]] = {}
-        self.thread = threading.Thread(target=self._watch, name="watch", daemon=True)
-        self.thread.start()
+        self._beat()
+        self.answered_at = time.monotonic()
+        for name, work in (("watch", self._watch), ("watch-the-watch", self._guard)):
+            threading.Thread(target=work, name=name, daemon=True).start()
 
     def end(self) -> None:
         self.ended.set()
@@ -59,24 +72,39 @@ class Watch(Callback):
         while not self.ended.wait(BEAT_INTERVAL_S):
             try:
                 self._beat()
-                lost_since = None
-                if self.store.check([ERROR]):
-                    return self._leave(json.loads(self.store.get(ERROR)))
-                if self.interruption is not None and self.store.check([STOP]):
-                    self.interruption.ask("another rank was asked to stop")
+                error = self._error()
+                if error is not None:
+                    return self._leave(error)
+                if self.store.check([STOP]):
+                    self._stop()
                 if self.rank == 0:
                     self._look_for_silence()
+                lost_since, self.answered_at = None, time.monotonic()
             except (RuntimeError, dist.DistError) as error:
                 lost_since = lost_since or time.monotonic()
                 if time.monotonic() - lost_since > SILENT_AFTER_S:
-                    return self._leave(self._facts(0, f"its store cannot be reached ({_first_line(error)})"))
+                    return self._leave(self._facts(0, f"died, or its host: its store is gone ({_first_line(error)})"))
+
+    def _guard(self) -> None:
+        """Ends this rank where the thread above hangs in an operation on the store."""
+        while not self.ended.wait(BEAT_INTERVAL_S):
+            self._tell_supervisor()
+            silence_s = time.monotonic() - self.answered_at
+            if silence_s > self.timeout_s:
+                message = f"not heard of for {silence_s:.0f} s: stopped, or the network to its host cut"
+                return self._leave(self._facts(0, message, "silence"))
+
+    def _tell_supervisor(self) -> None:
+        if self.supervisor_port:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+                line.sendto(str(self.rank).encode(), ("127.0.0.1", self.supervisor_port))
 
     def _beat(self) -> None:
-        self.store.set(f"lockstep/beat/{self.rank}", json.dumps([time.time(), socket.gethostname(), self.phase]))
+        self.store.set(f"beat/{self.rank}", json.dumps([time.time(), socket.gethostname(), self.phase]))
 
     def _beats(self) -> dict[int, list[Any]]:
         """The latest heartbeat of each rank that has shown one."""
-        keys = [f"lockstep/beat/{rank}" for rank in range(self.world_size)]
+        keys = [f"beat/{rank}" for rank in range(self.world_size)]
         return {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys) if self.store.check([key])}
 
     def _silent(self, beats: dict[int, list[Any]]) -> list[tuple[float, int]]:
@@ -91,50 +119,87 @@ class Watch(Callback):
         beats = self._beats()
         seconds, rank = self._silent(beats)[0]
         if seconds > self.timeout_s:
-            message = f"not heard of for {seconds:.0f} s: stopped, or its network cut"
+            message = f"not heard of for {seconds:.0f} s: stopped, or the network to its host cut"
             self._publish({"rank": rank, "host": beats[rank][1], "phase": beats[rank][2], "message": message,
                            "kind": "silence", "time": time.time()})  # fmt: skip
+
+    def _stop(self) -> None:
+        self.stop_seen = True
+        if self.interruption is not None:
+            self.interruption.ask("another rank was asked to stop")
 
     # Failure
 
     def _facts(self, rank: int, message: str, kind: str = "lost") -> dict[str, Any]:
-        host, phase = (socket.gethostname(), self.phase) if rank == self.rank else ("its host", self.phase)
-        return {"rank": rank, "host": host, "phase": phase, "message": message, "kind": kind, "time": time.time()}
+        host = socket.gethostname() if rank == self.rank else "its host"
+        return {"rank": rank, "host": host, "phase": self.phase, "message": message, "kind": kind, "time": time.time()}
 
     def _publish(self, facts: dict[str, Any]) -> dict[str, Any]:
         """The first error of the run wins; returns that one."""
-        return json.loads(self.store.compare_set(ERROR, "", json.dumps(facts)))
+        first = json.loads(self.store.compare_set(ERROR, "", json.dumps(facts)))
+        self.store.set(f"seen/{self.rank}", "1")
+        return first
+
+    def _error(self) -> dict[str, Any] | None:
+        """What the first rank to fail has published."""
+        if not self.store.check([ERROR]):
+            return None
+        self.store.set(f"seen/{self.rank}", "1")
+        return json.loads(self.store.get(ERROR))
 
     def _leave(self, facts: dict[str, Any]) -> None:
         """Another rank has failed: wait a little, then end this process, whatever it hangs in."""
-        if self.ended.wait(GRACE_S):
+        if self.ended.wait(GRACE_S) or not self.leaving.acquire(blocking=False):
             return
-        with self.folder.stack(self.rank).open("w") as file:
-            faulthandler.dump_traceback(file=file, all_threads=True)
-        write_atomically(self.folder.rank_error(self.rank), lambda file: file.write(json.dumps(facts)))
-        os._exit(EXIT_FAILED)
+        try:
+            with self.folder.stack(self.rank).open("a") as file:
+                faulthandler.dump_traceback(file=file, all_threads=True)
+            self.report(facts)
+        finally:
+            os._exit(EXIT_INTERRUPTED if self.stop_seen else EXIT_FAILED)
 
-    def explain(self, exception: BaseException) -> dict[str, Any] | None:
-        """Who is to blame for an exception on this rank: itself, or the one whose death it noticed."""
-        if self.store is None:
-            return None
+    def _write_error(self, facts: dict[str, Any]) -> None:
+        write_atomically(self.folder.rank_error(self.rank), lambda file: file.write(json.dumps(facts)))
+
+    def explain(self, exception: BaseException) -> BaseException:
+        """What this rank's exception means for the run; its `culprit` says which rank is to blame, where and when.
+
+        Returns:
+            The same exception, or Interrupted where it is only the echo of another rank's.
+        """
+        if self.store is None or hasattr(exception, "culprit"):
+            return exception
+        exception.culprit = None
         own = self._facts(self.rank, str(exception) or type(exception).__name__, type(exception).__name__)
         try:
+            if time.monotonic() - self.answered_at > SILENT_AFTER_S:
+                raise dist.DistNetworkError("the store does not answer")
             if isinstance(exception, Interrupted):
                 self.store.set(STOP, "1")
-                return None
-            if not _is_of_the_network(exception):
-                return self._publish(own)
-            return self._publish(self._look_for_the_dead() or own)
+            elif not _is_of_the_network(exception):
+                exception.culprit = self._publish(own)
+            elif self._stopped_elsewhere():
+                exception = Interrupted("another rank was asked to stop")
+                exception.culprit = None
+            else:
+                exception.culprit = self._publish(self._look_for_the_dead() or own)
+            self._leave_together(exception)
         except (RuntimeError, dist.DistError):
-            return self._facts(0, "its store is gone: rank 0 or its host died") if self.rank else own
+            if not isinstance(exception, Interrupted):
+                lost = self._facts(0, "died or was stopped, or its host or network: its store is gone")
+                exception.culprit = lost if self.rank else own
+        return exception
+
+    def _stopped_elsewhere(self) -> bool:
+        self.stop_seen = self.stop_seen or bool(self.store.check([STOP]))
+        return self.stop_seen
 
     def _look_for_the_dead(self) -> dict[str, Any] | None:
         """A collective broke: whose heart has stopped, or who has said so already?"""
         deadline = time.monotonic() + SILENT_AFTER_S + 3 * BEAT_INTERVAL_S
         while time.monotonic() < deadline:
-            if self.store.check([ERROR]):
-                return json.loads(self.store.get(ERROR))
+            if (error := self._error()) is not None:
+                return error
             beats = self._beats()
             for seconds, rank in self._silent(beats):
                 if rank != self.rank and seconds > SILENT_AFTER_S:
@@ -143,10 +208,27 @@ class Watch(Callback):
             time.sleep(0.2)
         return None
 
+    def _leave_together(self, exception: BaseException) -> None:
+        """Rank 0 holds the store: it stays until the others have read the error; after an interruption they wait
+        until it has uploaded, because launchers end a node's ranks soon after the first has gone."""
+        interrupted = isinstance(exception, Interrupted)
+        if self.rank == 0:
+            self.store.set(LEFT, "1")
+        elif interrupted:
+            self._wait_for([LEFT], LEAVE_TOGETHER_S)
+        self.store.set(f"seen/{self.rank}", "1")
+        if self.rank == 0:
+            self._wait_for([f"seen/{rank}" for rank in range(self.world_size)], 3 * BEAT_INTERVAL_S)
+
+    def _wait_for(self, keys: list[str], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        facts = self.explain(exception)
-        if facts is not None:
-            exception.culprit = facts  # who writes the record reads it
+        """As early as can be: others may already wait in a collective for this rank."""
+        if not isinstance(exception, Interrupted) and not _is_of_the_network(exception):
+            self.explain(exception)
 
     # Where the run is
 
@@ -166,16 +248,11 @@ def _is_of_the_network(exception: BaseException) -> bool:
     """A collective that broke because of somebody else, by the words of gloo, NCCL and the store."""
     if isinstance(exception, UserError | Diverged):
         return False
-    words = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "gloo", "nccl", "socket")
-    return any(word in str(exception).lower() for word in words)
+    if isinstance(exception, dist.DistError):
+        return True
+    words = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "gloo", "nccl")
+    return isinstance(exception, RuntimeError) and any(word in str(exception).lower() for word in words)
 
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def own_connection(host: str, port: int, timeout_s: float) -> Any:
-    """A second connection to the run's store, for the watching thread alone."""
-    with contextlib.suppress(OSError):
-        host = socket.gethostbyname(host)
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))

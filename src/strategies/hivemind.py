@@ -9,10 +9,16 @@ data.global_batch_size is the swarm's batch; trainer.accumulate_grad_batches cut
 https://github.com/learning-at-home/hivemind
 """
 
+import contextlib
 import hashlib
 import importlib.util
+import logging
+import os
+import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +27,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from errors import UserError
+from supervisor import die_with_parent
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 
@@ -69,7 +76,7 @@ class Hivemind(SingleDeviceStrategy):
         self.matchmaking_time_s, self.averaging_timeout_s = matchmaking_time_s, averaging_timeout_s
         self.dht: Any = None
         self.swarm: Any = None
-        self.peers_seen = 1
+        self.peers_seen, self.swarm_steps = 1, 0
 
     def setup(self, trainer) -> None:
         if trainer.precision == "16-mixed":
@@ -82,9 +89,7 @@ class Hivemind(SingleDeviceStrategy):
     # --- joining and leaving
 
     def _join(self) -> None:
-        import hivemind
-
-        self.dht = start_dht(**self.network)
+        hivemind = imported()
         data, trainer = self.trainer.datamodule, self.trainer
         self.micro_batch_size = data.per_device_batch_size
         self.total_steps = int(trainer.estimated_stepping_batches)
@@ -96,19 +101,25 @@ class Hivemind(SingleDeviceStrategy):
         schedule = self.lr_scheduler_configs[0] if self.lr_scheduler_configs else None
         if schedule is not None:
             schedule.interval = "swarm step"  # hivemind steps it, Lightning never
-        self.swarm = hivemind.Optimizer(
-            dht=self.dht,
-            run_id=self.swarm_name,
-            optimizer=optimizer,
-            scheduler=schedule.scheduler if schedule else None,
-            target_batch_size=data.global_batch_size,
-            batch_size_per_step=self.micro_batch_size,
-            matchmaking_time=self.matchmaking_time_s,
-            averaging_timeout=self.averaging_timeout_s,
-            client_mode=self.network["client_mode"],
-            delay_state_averaging=False,
-            extra_tensors=[b for b in self.lightning_module.buffers() if b.is_floating_point()],
-        )
+        # Below the matchmaking time, or rounds can lock each other out.
+        waits = {"request_timeout": min(3.0, 0.5 * self.matchmaking_time_s)}
+        with children_end_with_this_process():
+            self.dht = start_dht(**self.network)
+            self.swarm = hivemind.Optimizer(
+                dht=self.dht,
+                run_id=self.swarm_name,
+                optimizer=optimizer,
+                scheduler=schedule.scheduler if schedule else None,
+                target_batch_size=data.global_batch_size,
+                batch_size_per_step=self.micro_batch_size,
+                matchmaking_time=self.matchmaking_time_s,
+                averaging_timeout=self.averaging_timeout_s,
+                client_mode=self.network["client_mode"],
+                delay_state_averaging=False,
+                averager_opts=waits,
+                grad_averager_factory=partial(hivemind.optim.grad_averager.GradientAverager, **waits),
+                extra_tensors=[b for b in self.lightning_module.buffers() if b.is_floating_point()],
+            )
         self._say_address()
 
     def _say_address(self) -> None:
@@ -117,10 +128,16 @@ class Hivemind(SingleDeviceStrategy):
 
     def teardown(self) -> None:
         if self.swarm is not None:
-            self.swarm.shutdown()
-            self.dht.shutdown()
+            self.swarm_steps = self.swarm.local_epoch
+            self.swarm.shutdown()  # says goodbye to the others
+            self.dht.kill()  # its own shutdown reads what waits in its pipe first, from workers that are gone
             self.swarm = self.dht = None
         super().teardown()
+
+    @property
+    def steps(self) -> int:
+        """That the whole swarm has made, before this peer came too."""
+        return self.swarm.local_epoch if self.swarm else self.swarm_steps
 
     # --- training: each micro-batch is a contribution; hivemind steps once the swarm's batch is full
 
@@ -140,7 +157,7 @@ class Hivemind(SingleDeviceStrategy):
             self._after_swarm_step()
 
     def _after_swarm_step(self) -> None:
-        peers = int(self.swarm.tracker.global_progress.num_peers)
+        peers = max(1, int(self.swarm.tracker.global_progress.num_peers))
         if peers != self.peers_seen:
             print(f"swarm {self.swarm_name}: step {self.swarm.local_epoch}, {peers} peers", flush=True)
             self.peers_seen = peers
@@ -164,7 +181,10 @@ class Hivemind(SingleDeviceStrategy):
     # --- records and checkpoints: those of the plain net and optimizer
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return {**super().optimizer_state(optimizer), "swarm_steps": self.swarm.local_epoch if self.swarm else 0}
+        return {
+            **super().optimizer_state(optimizer),
+            "swarm_steps": self.swarm.local_epoch if self.swarm else self.swarm_steps,
+        }
 
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
@@ -173,8 +193,7 @@ class Hivemind(SingleDeviceStrategy):
 
     def record_fields(self) -> dict[str, Any]:
         """For run.json: steps of the whole swarm, and how many peers the last one had."""
-        steps = self.swarm.local_epoch if self.swarm else None
-        return {"swarm": {"name": self.swarm_name, "steps": steps, "peers": self.peers_seen}}
+        return {"swarm": {"name": self.swarm_name, "steps": self.steps, "peers": self.peers_seen}}
 
 
 class OwnOrder:
@@ -203,21 +222,47 @@ class OwnOrder:
         self.loader.load_state_dict({**state, "epoch": state["epoch"] + self.offset})
 
 
+def imported() -> Any:
+    """The package, without its messages of a step's course."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.jit.script.*", FutureWarning)
+        import hivemind
+    logging.getLogger("hivemind").setLevel(logging.WARNING)
+    return hivemind
+
+
 def start_dht(initial_peers: list[str], **network: Any) -> Any:
     """This peer's node of the hash table through which peers find each other.
 
     Raises:
         UserError: none of the initial peers answers.
     """
-    import hivemind
-
     try:
-        return hivemind.DHT(initial_peers=initial_peers, start=True, use_relay=False, use_auto_relay=False, **network)
+        return imported().DHT(
+            initial_peers=initial_peers, start=True, use_relay=False, use_auto_relay=False, auto_nat=False, **network
+        )
     except Exception as error:  # hivemind raises its daemon's own kinds
         raise UserError(
             f"No peer of trainer.initial_peers={initial_peers} could be joined ({str(error).splitlines()[0]}): "
             "give an address that a running peer printed."
         ) from error
+
+
+@contextlib.contextmanager
+def children_end_with_this_process() -> Iterator[None]:
+    """hivemind's worker processes, forked inside, die when this process does (its daemon follows them by itself)."""
+    inside = [True]
+
+    def in_child() -> None:
+        if inside:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            die_with_parent(os.getppid())
+
+    os.register_at_fork(after_in_child=in_child)
+    try:
+        yield
+    finally:
+        inside.clear()
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -244,8 +289,9 @@ def initialise_state(optimizer: torch.optim.Optimizer) -> None:
         for parameter, weight in zip(parameters_of(optimizer), weights, strict=True):
             parameter.copy_(weight)
             parameter.grad = None
-            step = optimizer.state[parameter].get("step") if parameter in optimizer.state else None
-            if isinstance(step, Tensor):
-                step.zero_()
-            elif step is not None:
-                optimizer.state[parameter]["step"] = 0
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    value.zero_()  # moments, and Adam's count of steps
+                elif name == "step":
+                    state[name] = 0

@@ -1,6 +1,6 @@
 """Run a door (train, eval, …) as its own process, forked from a server that has torch and Lightning imported.
 
-    done = run_door("train", "data=synthetic", "trainer=ddp_sim", logs=tmp_path)     # done.code, done.output, done.folder
+    done = run_door("train", "data=synthetic", logs=tmp_path)     # done.code, done.output, done.folder
 
 The process is as separate as one from the command line, but starts in 0.1 s instead of 5. A supervisor's ranks are
 forked from it too. Everything is written below `logs`.

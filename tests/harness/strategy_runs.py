@@ -13,9 +13,9 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import nn
 from torch.nn import functional as F
 
-from rank_process import StartedRanks
 from cluster import Cluster
 from local_ranks import local_cluster, run_ranks
+from rank_process import StartedRanks
 from strategies.sharded_checkpoint import load_checkpoint
 
 CLASSES, FEATURES = 7, 12
