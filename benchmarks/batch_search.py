@@ -82,7 +82,6 @@ def lightning_finder(options: list[str], folder: Path) -> tuple[int, float]:
 
     config, cluster = composed(options, folder), Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
     began = time.perf_counter()
-    targets.check_targets(config)
     data = assemble.build_data(config, cluster, torch.device("cuda", 0))
     module = assemble.build_module(config, assemble.data_facts(data))
     trainer = assemble.build_trainer(config, cluster, [], [], folder)
