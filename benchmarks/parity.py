@@ -124,9 +124,9 @@ def report(results: list[Result], faults: dict[str, dict[str, Any]], facts: dict
     lines = [
         "# Parity: every strategy against one process",
         "",
-        "Written by `make parity`; do not edit. Largest relative difference of the losses of "
-        f"{STEPS} steps and of the final weights (SGD with momentum, global batch {GLOBAL_BATCH}, dropout off, crop and "
-        f"flip on) from a bare PyTorch loop. float64 must stay below {TOLERANCE:g}; float32 is for comparison.",
+        f"Written by `make parity`; do not edit. Largest relative difference of the losses of {STEPS} steps and of the "
+        f"final weights (SGD with momentum, global batch {GLOBAL_BATCH}, dropout off, crop and flip on) from a bare "
+        f"PyTorch loop. float64 must stay below {TOLERANCE:g}; float32 is for comparison.",
         "",
         f"{facts['date']} · {facts['machine']} · torch {facts['torch']} · lightning {facts['lightning']} · "
         f"`{facts['command']}` · {facts['seconds']:.0f} s",

@@ -68,7 +68,8 @@ def build_data(case: Case, rank: int = 0, world_size: int = 1) -> SyntheticDataM
     size = IMAGE_SIZE[case.model]
     data = SyntheticDataModule(
         image_size=size, num_classes=CLASSES, num_images=GLOBAL_BATCH * STEPS // EPOCHS + 8, num_val=8, noise=0.5,
-        num_test_images=8, global_batch_size=GLOBAL_BATCH, crop_padding=2, flip=True, seed=SEED, cache_dir=case.cache_dir,
+        num_test_images=8, global_batch_size=GLOBAL_BATCH, crop_padding=2, flip=True, seed=SEED,
+        cache_dir=case.cache_dir,
     )  # fmt: skip
     data.prepare()
     if case.fault == "one rank's batch repeated":

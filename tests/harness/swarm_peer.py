@@ -35,8 +35,9 @@ def main(epochs: int, cache_dir: str, initial_peers: list[str]) -> None:
 
     strategy = Hivemind("cpu", initial_peers, swarm="test", matchmaking_time_s=1.0, averaging_timeout_s=10.0)
     trainer = pl.Trainer(
-        accelerator="cpu", strategy=strategy, callbacks=[AsSlowAsARealNet()], max_epochs=epochs, accumulate_grad_batches=4, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        accelerator="cpu", strategy=strategy, callbacks=[AsSlowAsARealNet()], max_epochs=epochs,
+        accumulate_grad_batches=4, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0,
     )  # fmt: skip
     trainer.fit(module, datamodule=data)
     trainer.test(module, datamodule=data, verbose=False)
