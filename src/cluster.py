@@ -31,6 +31,7 @@ class Cluster:
     local_rank: int | None
     master_addr: str
     master_port: int | None  # None: alone on this machine, any free port will do
+    agent_store: bool = False  # torchrun's agent, not rank 0, serves the store at that address
 
     @property
     def world_size(self) -> int:
@@ -119,6 +120,61 @@ def adopt(cluster: Cluster, environ: dict[str, str] | None = None) -> None:
     target = os.environ if environ is None else environ
     for name, value in cluster.rank_environment(cluster.local_rank or 0, cluster.master_port or 0).items():
         target[name] = value
+    target.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a lost peer prints C++ stacks over the error that counts
+    interface = network_interface(cluster.master_addr) if cluster.num_nodes > 1 else None
+    if interface:
+        target.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def network_interface(address: str) -> str | None:
+    """The interface by which this host reaches `address`; None where nobody can tell.
+
+    gloo uses the address that the host's own name resolves to, on many machines 127.0.1.1, where others never reach it.
+    """
+    import psutil
+
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    names = [name for name, found in psutil.net_if_addrs().items() if any(entry.address == own for entry in found)]
+    return names[0] if names else None
+
+
+def agent_id(environ: Mapping[str, str]) -> str | None:
+    """What would start this process again in the same run: torchrun's agent or the SLURM step; else None.
+
+    torchrun counts its restarts on each node for itself, so the count tells nothing.
+    """
+    if _started_by_torchrun(environ) and SUPERVISED_CONFIG not in environ:
+        parent = os.getppid()
+        return f"torchrun-{socket.gethostname()}-{parent}-{_started_at(parent):.0f}"
+    if _started_by_srun(environ):
+        return f"slurm-{environ['SLURM_JOB_ID']}-{environ['SLURM_STEP_ID']}"
+    return None
+
+
+def agent_run_id(environ: Mapping[str, str]) -> str:
+    """A run id for all ranks that this torchrun agent starts, now and after its restarts."""
+    import hashlib
+    from datetime import UTC, datetime
+
+    started = datetime.fromtimestamp(_started_at(os.getppid()), UTC)
+    return f"{started:%Y-%m-%d_%H-%M-%S}_{hashlib.sha256(str(agent_id(environ)).encode()).hexdigest()[:6]}"
+
+
+def _started_at(pid: int) -> float:
+    """Seconds since 1970; a pid alone may be used again."""
+    import psutil
+
+    return psutil.Process(pid).create_time()
+
+
+def supervisor_port(environ: Mapping[str, str] | None = None) -> int | None:
+    """Where a rank's heartbeat goes on this host; None without a supervisor."""
+    return int((os.environ if environ is None else environ).get(SUPERVISOR_PORT, 0)) or None
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
@@ -185,6 +241,7 @@ def _from_torchrun(environ, devices, num_nodes, several_processes) -> Cluster:
         _integer(environ, "LOCAL_RANK"),
         environ.get("MASTER_ADDR", "127.0.0.1"),
         _integer(environ, "MASTER_PORT"),
+        environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and SUPERVISED_CONFIG not in environ,
     )
 
 

@@ -53,8 +53,13 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     cluster = resolve_cluster(config, environment)
     describe_batch(config, cluster)
     _fetch_checkpoint(config)
-    if cluster.is_supervisor and cluster.num_nodes > 1:
-        meet(config, cluster, environment)
+    if cluster.num_nodes > 1 or cluster.launcher == "torchrun":
+        _stop_at_once_on_signal()
+    try:
+        agree_on_run(config, cluster, environment)
+    except Interrupted as error:
+        print(f"Interrupted ({error}) before the run began.", flush=True)
+        return EXIT_INTERRUPTED
     folder, fresh = run_folder(config, cluster, environment)
     if cluster.is_rank_zero or cluster.local_rank in (0, None):
         begin(config, cluster, folder, fresh)
@@ -62,7 +67,7 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
         print(headline(config, cluster, folder.run_id), flush=True)
     if cluster.is_supervisor:
         command = [sys.executable, str(Path(sys.argv[0]).resolve())]
-        code = Supervisor(cluster, folder, command, environment).run()
+        code = Supervisor(cluster, folder, command, environment, timeout_s=config["trainer"]["timeout_s"]).run()
     else:
         code = in_this_process(config, cluster, folder, work)
     for path in folder.path.glob("stack-rank*.txt"):
@@ -72,6 +77,8 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
         code = _finish_upload(config, folder, code, cluster)
     if cluster.is_rank_zero:
         conclude(config, folder, code)
+    if cluster.launcher == "torchrun" and code == EXIT_INTERRUPTED:
+        return EXIT_OK  # torchrun would start the ranks again, which somebody has just asked to stop
     return code
 
 
@@ -97,19 +104,36 @@ def _finish_upload(config: dict[str, Any], folder: RunFolder, code: int, cluster
     return finish_upload(config["s3"], folder, code, has_rank_zero=cluster.is_rank_zero)
 
 
-def meet(config: dict[str, Any], cluster: Cluster, environment: dict[str, str]) -> None:
+def agree_on_run(config: dict[str, Any], cluster: Cluster, environment: dict[str, str]) -> None:
+    """One run id for all processes before any folder is made: config["run_id"], where nothing outside names the run.
+
+    Raises:
+        UserError: resume=auto where nothing names the run.
+    """
+    named = config.get("run_id") or world.outside_run_id(environment)
+    if config.get("resume") == "auto" and not named:
+        raise UserError("resume=auto needs to know which run: give run_id=… (or RUN_ID), or resume=<run_id>.")
+    if cluster.is_supervisor and cluster.num_nodes > 1:
+        meet(config, cluster, named if config.get("resume") in (None, "auto") else config["resume"])
+    elif cluster.launcher == "torchrun" and cluster.world_size > 1 and not (named or config.get("resume")):
+        from join import agreed_run_id
+
+        mine = world.agent_run_id(environment)
+        config["run_id"] = agreed_run_id(cluster, mine, config["trainer"]["timeout_s"])
+
+
+def meet(config: dict[str, Any], cluster: Cluster, run_id: str | None) -> None:
     """The supervisors of all nodes agree on the run id, which goes into config, and on code and options."""
     from rendezvous import agree
 
-    run_id = config.get("resume") or config.get("run_id") or world.outside_run_id(environment)
-    if cluster.node_rank == 0 and run_id in (None, "auto"):
-        run_id = config.get("run_id") or new_run_id()
+    if cluster.node_rank == 0 and run_id is None:
+        run_id = new_run_id()
     mine = {
         "run_id": run_id, "host": socket.gethostname(), "tree_hash": provenance.tree_hash(REPOSITORY),
         "config_hash": config_hash(config), "versions": provenance.versions(),
     }  # fmt: skip
     answer = agree(cluster, mine, config["trainer"]["timeout_s"], lambda text: print(text, flush=True))
-    if not config.get("resume"):
+    if config.get("resume") in (None, "auto"):
         config["run_id"] = answer["run_id"]
 
 
@@ -210,11 +234,8 @@ def run_folder(config: dict[str, Any], cluster: Cluster, environment: dict[str, 
     """
     logs = Path(config["paths"]["log_dir"])
     resume = config.get("resume")
-    outside = world.outside_run_id(environment)
-    named = config.get("run_id") or outside
+    named = config.get("run_id") or world.outside_run_id(environment)
     if resume == "auto":
-        if not named:
-            raise UserError("resume=auto needs to know which run: give run_id=… (or RUN_ID), or resume=<run_id>.")
         folder = RunFolder(_runs(config, logs) / checked_run_id(named))
         if (config.get("s3") or {}).get("uri") and cluster.local_rank in (0, None):
             from s3_client import options_from
@@ -229,7 +250,7 @@ def run_folder(config: dict[str, Any], cluster: Cluster, environment: dict[str, 
     folder = RunFolder(_runs(config, logs) / checked_run_id(named or new_run_id()))
     makes_it = cluster.local_rank in (0, None)
     if makes_it and folder.record.exists():
-        if outside == named and _restarted_from_outside(environment):
+        if _restarted_from_outside(folder, environment):
             return folder, False
         raise UserError(
             f"The run {folder.run_id} exists already: resume={folder.run_id} goes on with it, another run_id= starts anew."
@@ -241,11 +262,10 @@ def _runs(config: dict[str, Any], logs: Path) -> Path:
     return Path(config["sweep_dir"]) if config.get("sweep_dir") else logs / config["task_name"] / "runs"
 
 
-def _restarted_from_outside(environment: dict[str, str]) -> bool:
-    """torchrun started its workers again, or SLURM requeued the job: the same run goes on by itself."""
-    return (
-        int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or int(environment.get("SLURM_RESTART_COUNT", 0)) > 0
-    )
+def _restarted_from_outside(folder: RunFolder, environment: dict[str, str]) -> bool:
+    """torchrun's agent started its ranks again, or SLURM requeued the job: the same run goes on by itself."""
+    agent = world.agent_id(environment)
+    return agent is not None and read_record(folder.record).get("agent") == agent
 
 
 def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bool) -> None:
@@ -255,6 +275,7 @@ def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bo
     previous = None if fresh else read_record(folder.record)
     if previous is not None:
         _check_resumable(config, folder, previous)
+    if previous is not None or config.get("resume") == "auto":
         checkpoint = newest_whole(folder.checkpoints)
         config["ckpt_path"] = str(checkpoint) if checkpoint else None
         config["resume_step"] = (read_sidecar(checkpoint) or {}).get("step") if checkpoint else 0
@@ -333,6 +354,7 @@ def first_record(config: dict[str, Any], cluster: Cluster, folder: RunFolder) ->
         "versions": provenance.versions(),
         "hosts": [provenance.host(cluster.node_rank)],
         "launcher": cluster.launcher,
+        "agent": world.agent_id(world.environment()),
         "model": config["model"]["name"],
         "data": config["data"]["name"],
         "trainer": choices["trainer"],
@@ -379,6 +401,12 @@ def continued(previous: dict[str, Any], record: dict[str, Any], config: dict[str
     record["restarts"] = [*record["restarts"], restart]
     record["resumed_from"] = config.get("ckpt_path")
     return record
+
+
+def take_over_record(folder: RunFolder, previous: dict[str, Any] | None, config: dict[str, Any]) -> None:
+    """On node 0, where the run's earlier record and newest checkpoint were found on another node."""
+    if previous is not None:
+        write_record(folder.record, continued(previous, read_record(folder.record), config))
 
 
 def _seconds(earlier: str | None, later: str) -> float | None:
@@ -431,7 +459,17 @@ def _failed(folder: RunFolder, cluster: Cluster, error: Exception, code: int) ->
         "rank": cluster.rank, "host": socket.gethostname(), "phase": phase, "message": message,
         "kind": type(error).__name__, "time": time.time(),
     }  # fmt: skip
-    facts = getattr(error, "culprit", None) or facts
+    report_failure(getattr(error, "culprit", None) or facts, folder, cluster, code)
+    return code
+
+
+def report_failure(facts: dict[str, Any] | None, folder: RunFolder, cluster: Cluster, code: int = EXIT_FAILED) -> None:
+    """What the run knows of how it ended (None: it was stopped): this rank's error file, the screen and the record.
+
+    A supervisor reads the error files and does the rest itself.
+    """
+    if facts is None:
+        return _end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
     write_atomically(folder.rank_error(cluster.rank), lambda file: file.write(json.dumps(facts)))
     if cluster.launcher != "supervisor":
         if cluster.is_rank_zero and code != EXIT_USER_ERROR:
@@ -440,7 +478,6 @@ def _failed(folder: RunFolder, cluster: Cluster, error: Exception, code: int) ->
             _end(folder, cluster, "failed", code, facts)
         where = "" if code == EXIT_USER_ERROR else f"rank {facts['rank']} on {facts['host']}, in {facts['phase']}: "
         print(f"error: {where}{facts['message']}", file=sys.stderr, flush=True)
-    return code
 
 
 def _end(folder: RunFolder, cluster: Cluster, status: str, code: int, error: dict[str, Any] | None) -> None:
@@ -457,7 +494,8 @@ def _dump_stack_on_signal(folder: RunFolder, cluster: Cluster) -> None:
     import signal
 
     if folder.path.is_dir():
-        file = folder.stack(cluster.rank).open("w")
+        folder.stack(cluster.rank).unlink(missing_ok=True)
+        file = folder.stack(cluster.rank).open("a")  # the watch may write there too
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
 
 

@@ -1,6 +1,7 @@
 """The ranks of a run from the moment they meet until they part: hosts, heartbeats, signals."""
 
 import contextlib
+import functools
 import logging
 import warnings
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 import provenance
 from callbacks.interruption import Interruption
 from callbacks.watch import SILENT_AFTER_S, Watch
-from cluster import Cluster
+from cluster import Cluster, supervisor_port
 from join import check_all_equal, join, own_connection, share_checkpoint
+from launch import report_failure
 from provenance import available_cores
 from run_files import RunFolder
 from targets import check_targets
@@ -95,7 +97,8 @@ def enter_world(config: dict[str, Any], cluster: Cluster, folder: RunFolder) -> 
         return
     timeout_s = config["trainer"]["timeout_s"]
     start = join(cluster, device_of(config, cluster), timeout_s)
-    world = World([], Interruption(), Watch(folder.path, timeout_s))
+    report = functools.partial(report_failure, folder=folder, cluster=cluster)
+    world = World([], Interruption(timeout_s), Watch(folder.path, timeout_s, report, supervisor_port()))
     connection = own_connection(cluster, start, SILENT_AFTER_S)
     world.watch.begin(connection, cluster.rank, cluster.world_size, world.interruption)
     try:
@@ -105,9 +108,7 @@ def enter_world(config: dict[str, Any], cluster: Cluster, folder: RunFolder) -> 
         yield world
         torch.distributed.barrier()
     except BaseException as error:
-        if not hasattr(error, "culprit"):
-            error.culprit = world.watch.explain(error)
-        raise
+        raise world.watch.explain(error)  # noqa: B904 it names its cause itself
     finally:
         world.watch.end()
     torch.distributed.destroy_process_group()

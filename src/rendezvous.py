@@ -167,9 +167,7 @@ def _difference(other: dict[str, Any], first: dict[str, Any]) -> str | None:
         if other["versions"].get(name) != version:
             return f"{who} has {name} {other['versions'].get(name)}, node 0 has {version}: run make install there."
     if other["run_id"] and first["run_id"] and other["run_id"] != first["run_id"]:
-        return (
-            f"{who} was given run_id={other['run_id']}, node 0 {first['run_id']}: give all nodes the same, or none."
-        )
+        return f"{who} was given run_id={other['run_id']}, node 0 {first['run_id']}: give all nodes the same, or none."
     return None
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster import Cluster
+from cluster import SUPERVISOR_PORT, Cluster
 from errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR
 from run_files import RunFolder, read_record, utc_now, write_record
 
@@ -25,6 +25,7 @@ POLL_S = 0.05
 GRACE_AFTER_FAILURE_S = 8.0  # for the others to notice by themselves and write their stacks
 GRACE_AFTER_STOP_S = 100.0  # for a coordinated checkpoint and its upload after SIGTERM
 GRACE_AFTER_PEER_STOPPED_S = 25.0  # for the others once one rank has stopped by itself
+SILENT_BEYOND_TIMEOUT_S = 10.0  # the ranks themselves notice first who is silent, if any of them still can
 PR_SET_PDEATHSIG = 1
 
 
@@ -65,11 +66,33 @@ class Ranks:
                 process.send_signal(number)
 
 
+class Heartbeats:
+    """What the ranks' watching threads say to their supervisor: a rank that is stopped, or hangs in C, says nothing."""
+
+    def __init__(self) -> None:
+        self.line = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.line.bind(("127.0.0.1", 0))
+        self.line.setblocking(False)
+        self.port = int(self.line.getsockname()[1])
+        self.silent_s: dict[int, float] = {}  # of each rank that has ever been heard
+
+    def listen(self, passed_s: float) -> None:
+        """Call often; time in which this process itself was stopped does not count."""
+        for rank in self.silent_s:
+            self.silent_s[rank] += min(passed_s, 1.0)
+        try:
+            while True:
+                self.silent_s[int(self.line.recv(64))] = 0.0
+        except (BlockingIOError, ValueError):
+            return
+
+
 class Supervisor:
     """One node's ranks from start to end.
 
     Args:
         command: how a rank is started, e.g. [python, src/train.py].
+        timeout_s: a rank whose heartbeat stops for somewhat longer is ended.
         start: starts one process with (command, environment, stdout); tests give their own.
     """
 
@@ -80,11 +103,15 @@ class Supervisor:
         command: list[str],
         environment: dict[str, str],
         start: Callable[..., Any] | None = None,
+        timeout_s: float = 300.0,
     ) -> None:
         self.cluster, self.folder, self.command, self.environment = cluster, folder, command, environment
         self.start = start or self._popen
         self.stop_signals = 0
         self.stop_asked_at: float | None = None
+        self.ranks, self.heartbeats = Ranks([]), Heartbeats()
+        self.silent_after_s = timeout_s + SILENT_BEYOND_TIMEOUT_S
+        self.hung: dict[str, Any] | None = None
 
     def run(self) -> int:
         """Start every rank, wait for all; returns the node's exit code. Nothing of it lives afterwards."""
@@ -92,16 +119,21 @@ class Supervisor:
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
         }
-        self.ranks = Ranks([])
+        for path in self.folder.path.glob("error-rank*.json"):  # an earlier start's, perhaps of more ranks
+            path.unlink()
         try:
             port = self.cluster.master_port or free_port()
             for local_rank in range(self.cluster.devices):
-                self.ranks.processes.append(self._start_rank(local_rank, port))
+                if self.stop_asked_at is None:
+                    self.ranks.processes.append(self._start_rank(local_rank, port))
+            if self.stop_asked_at is not None:
+                self.ranks.signal(signal.SIGTERM)
             self._watch()
         finally:
             self.ranks.signal(signal.SIGKILL)
             for process in self.ranks.processes:
                 process.wait()
+            self.heartbeats.line.close()
             for number, handler in previous.items():
                 signal.signal(number, handler)
         self.ranks.poll()
@@ -113,9 +145,9 @@ class Supervisor:
             **self.cluster.rank_environment(local_rank, port),
             "LOCKSTEP_CONFIG": str(self.folder.config),
             "LOCKSTEP_SUPERVISOR": str(os.getpid()),
+            SUPERVISOR_PORT: str(self.heartbeats.port),
         }
         rank = self.cluster.node_rank * self.cluster.devices + local_rank
-        self.folder.rank_error(rank).unlink(missing_ok=True)
         output = None if local_rank == 0 else self.folder.path / f"rank{rank}.log"
         return self.start(self.command, environment, output)
 
@@ -130,9 +162,12 @@ class Supervisor:
 
     def _watch(self) -> None:
         """Until all ranks have ended, or their time is up."""
-        deadline = None
+        deadline, before = None, time.monotonic()
         while self.ranks.poll():
             now = time.monotonic()
+            self.heartbeats.listen(now - before)
+            before = now
+            self._end_the_hung()
             if self.stop_asked_at is None and EXIT_INTERRUPTED in self.ranks.exit_codes.values():
                 self.stop_asked_at = now - GRACE_AFTER_STOP_S + GRACE_AFTER_PEER_STOPPED_S
                 self.ranks.signal(signal.SIGTERM)
@@ -146,6 +181,15 @@ class Supervisor:
             if deadline is not None and now > deadline:
                 return
             time.sleep(POLL_S)
+
+    def _end_the_hung(self) -> None:
+        for rank, silent_s in self.heartbeats.silent_s.items():
+            local_rank = rank - self.cluster.node_rank * self.cluster.devices
+            lives = 0 <= local_rank < len(self.ranks.processes) and local_rank not in self.ranks.exit_codes
+            if lives and silent_s > self.silent_after_s and self.hung is None:
+                message = f"no heartbeat for {silent_s:.0f} s: stopped, or hanging outside Python; killed"
+                self.hung = self._silent_death(rank, message)
+                self.ranks.processes[local_rank].send_signal(signal.SIGKILL)
 
     _asked = False
 
@@ -165,7 +209,10 @@ class Supervisor:
 
     def _conclude(self) -> int:
         """The exit code of the node, the record completed, the first error last on the screen."""
-        codes = self.ranks.exit_codes
+        codes = self._codes()
+        if not codes:
+            self._record_interruption()
+            return EXIT_INTERRUPTED
         error = None if all(code == EXIT_OK for code in codes.values()) else self._first_error()
         if error is None:
             return EXIT_OK
@@ -181,6 +228,14 @@ class Supervisor:
         print(f"error: {where}{error['message']}", file=sys.stderr)
         return code
 
+    def _codes(self) -> dict[int, int]:
+        """Exit codes; a rank that our SIGTERM ended before it could handle it was interrupted, it did not fail."""
+        codes = dict(self.ranks.exit_codes)
+        if self.stop_asked_at is not None and all(c in (EXIT_INTERRUPTED, -signal.SIGTERM) for c in codes.values()):
+            self.ranks.first_failed = None
+            codes = dict.fromkeys(codes, EXIT_INTERRUPTED)
+        return codes
+
     def _record_interruption(self) -> None:
         """Ranks that were stopped before they could write it themselves."""
         if self.cluster.node_rank == 0 and self.folder.record.exists():
@@ -191,6 +246,8 @@ class Supervisor:
 
     def _first_error(self) -> dict[str, Any]:
         """What the rank that failed first wrote, or how it died where it wrote nothing."""
+        if self.hung is not None:
+            return self.hung
         written = []
         for path in self.folder.path.glob("error-rank*.json"):
             try:
@@ -212,10 +269,9 @@ class Supervisor:
         return self._silent_death(rank, f"ended with exit code {self.ranks.exit_codes.get(local or 0)}")
 
     def _silent_death(self, rank: int, message: str) -> dict[str, Any]:
-        try:
+        phase = "start"
+        if self.folder.record.exists():  # on node 0 only
             phase = read_record(self.folder.record).get("phase", "start")
-        except Exception as error:  # the record is the best source, not a needed one
-            phase = f"start ({error})"
         return {
             "rank": rank, "host": socket.gethostname(), "phase": phase, "message": message, "kind": "killed",
             "time": time.time(),

@@ -6,6 +6,7 @@ out of the way: they save in mid-step, talk inside a signal handler, or requeue 
 
 import signal
 import time
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from errors import Interrupted
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 VOTE_INTERVAL_S = 1.0
+MOST_STEPS = 100  # between two votes: quick steps may be followed by slow ones
 
 
 def silence_lightning(trainer: pl.Trainer) -> None:
@@ -60,7 +62,7 @@ class Vote:
         if self.count < self.next_at:
             return False
         elapsed = max(self.clock() - self.voted_at, 1e-4)
-        steps = max(1, min(1000, int(VOTE_INTERVAL_S * (self.count - self.last_count) / elapsed)))
+        steps = max(1, min(MOST_STEPS, int(VOTE_INTERVAL_S * (self.count - self.last_count) / elapsed)))
         # A rank much faster than another would ask for more steps: everybody takes the smallest wish.
         ballot = torch.tensor([int(flag), -steps])
         torch.distributed.all_reduce(ballot, op=torch.distributed.ReduceOp.MAX, group=self.group)
@@ -71,9 +73,14 @@ class Vote:
 
 
 class Interruption(Callback):
-    """Turns a signal into: finish this step, save, `status: interrupted`, exit code 75."""
+    """Turns a signal into: finish this step, save, `status: interrupted`, exit code 75.
 
-    def __init__(self) -> None:
+    Args:
+        timeout_s: bounds the votes, as every collective.
+    """
+
+    def __init__(self, timeout_s: float = 300.0) -> None:
+        self.timeout_s = timeout_s
         self.reason: str | None = None
         self._previous: dict[int, Any] = {}
 
@@ -91,7 +98,9 @@ class Interruption(Callback):
             self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         group = None
         if trainer.world_size > 1 and torch.distributed.is_initialized():
-            group = torch.distributed.new_group(backend="gloo")  # so that a vote never waits for a GPU
+            group = torch.distributed.new_group(  # of its own, so that a vote never waits for a GPU
+                backend="gloo", timeout=timedelta(seconds=self.timeout_s)
+            )
         self.votes = {stage: Vote(trainer.world_size, group) for stage in ("train", "evaluate")}
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -117,4 +126,6 @@ class Interruption(Callback):
         for callback in trainer.callbacks:
             if training and isinstance(callback, Checkpoints) and callback.saved_step != trainer.global_step:
                 callback.save_last(trainer)
-        raise Interrupted(self.reason or "another rank was asked to stop")
+        stop = Interrupted(self.reason or "another rank was asked to stop")
+        stop.agreed = True  # every rank raises it at this step
+        raise stop

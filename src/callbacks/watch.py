@@ -50,8 +50,10 @@ class Watch(Callback):
         self.report, self.supervisor_port = report or self._write_error, supervisor_port
         self.phase = "start"
         self.store: Any = None
-        self.ended, self.leaving, self.stop_seen = threading.Event(), threading.Lock(), False
-        self.answered_at = time.monotonic()
+        self.ended, self.leaving = threading.Event(), threading.Lock()
+        self.stop_seen_s: float | None = None  # how long ago another rank was asked to stop
+        self.unanswered_s = 0.0  # while this process ran: it may itself have been stopped for hours
+        self.explained: BaseException | None = None
 
     # Life
 
@@ -60,7 +62,6 @@ class Watch(Callback):
         self.store, self.rank, self.world_size, self.interruption = store, rank, world_size, interruption
         self.heard: dict[int, tuple[str, float]] = {}
         self._beat()
-        self.answered_at = time.monotonic()
         for name, work in (("watch", self._watch), ("watch-the-watch", self._guard)):
             threading.Thread(target=work, name=name, daemon=True).start()
 
@@ -79,7 +80,7 @@ class Watch(Callback):
                     self._stop()
                 if self.rank == 0:
                     self._look_for_silence()
-                lost_since, self.answered_at = None, time.monotonic()
+                lost_since, self.unanswered_s = None, 0.0
             except (RuntimeError, dist.DistError) as error:
                 lost_since = lost_since or time.monotonic()
                 if time.monotonic() - lost_since > SILENT_AFTER_S:
@@ -89,10 +90,14 @@ class Watch(Callback):
         """Ends this rank where the thread above hangs in an operation on the store."""
         while not self.ended.wait(BEAT_INTERVAL_S):
             self._tell_supervisor()
-            silence_s = time.monotonic() - self.answered_at
-            if silence_s > self.timeout_s:
-                message = f"not heard of for {silence_s:.0f} s: stopped, or the network to its host cut"
+            self.unanswered_s += BEAT_INTERVAL_S
+            if self.unanswered_s > self.timeout_s:
+                message = f"not heard of for {self.unanswered_s:.0f} s: stopped, or the network to its host cut"
                 return self._leave(self._facts(0, message, "silence"))
+            if self.stop_seen_s is not None:
+                self.stop_seen_s += BEAT_INTERVAL_S
+                if self.stop_seen_s > LEAVE_TOGETHER_S:
+                    return self._leave(None)
 
     def _tell_supervisor(self) -> None:
         if self.supervisor_port:
@@ -124,7 +129,9 @@ class Watch(Callback):
                            "kind": "silence", "time": time.time()})  # fmt: skip
 
     def _stop(self) -> None:
-        self.stop_seen = True
+        if self.stop_seen_s is None:
+            self.stop_seen_s = 0.0
+            self.store.set(f"seen/{self.rank}", "1")
         if self.interruption is not None:
             self.interruption.ask("another rank was asked to stop")
 
@@ -147,19 +154,20 @@ class Watch(Callback):
         self.store.set(f"seen/{self.rank}", "1")
         return json.loads(self.store.get(ERROR))
 
-    def _leave(self, facts: dict[str, Any]) -> None:
-        """Another rank has failed: wait a little, then end this process, whatever it hangs in."""
+    def _leave(self, facts: dict[str, Any] | None) -> None:
+        """Another rank has failed (None: was stopped): wait a little, then end this process, whatever it hangs in."""
         if self.ended.wait(GRACE_S) or not self.leaving.acquire(blocking=False):
             return
         try:
             with self.folder.stack(self.rank).open("a") as file:
                 faulthandler.dump_traceback(file=file, all_threads=True)
-            self.report(facts)
+            self.report(None if self.stop_seen_s is not None else facts)
         finally:
-            os._exit(EXIT_INTERRUPTED if self.stop_seen else EXIT_FAILED)
+            os._exit(EXIT_FAILED if self.stop_seen_s is None else EXIT_INTERRUPTED)
 
-    def _write_error(self, facts: dict[str, Any]) -> None:
-        write_atomically(self.folder.rank_error(self.rank), lambda file: file.write(json.dumps(facts)))
+    def _write_error(self, facts: dict[str, Any] | None) -> None:
+        if facts is not None:
+            write_atomically(self.folder.rank_error(self.rank), lambda file: file.write(json.dumps(facts)))
 
     def explain(self, exception: BaseException) -> BaseException:
         """What this rank's exception means for the run; its `culprit` says which rank is to blame, where and when.
@@ -167,32 +175,35 @@ class Watch(Callback):
         Returns:
             The same exception, or Interrupted where it is only the echo of another rank's.
         """
-        if self.store is None or hasattr(exception, "culprit"):
+        if self.store is None:
             return exception
-        exception.culprit = None
+        if self.explained is None:
+            self.explained = self._explain(exception)
+            self.explained.__cause__ = None if self.explained is exception else exception
+        return self.explained
+
+    def _explain(self, exception: BaseException) -> BaseException:
         own = self._facts(self.rank, str(exception) or type(exception).__name__, type(exception).__name__)
+        echo = _is_of_the_network(exception)
+        lost = self._facts(0, "died or was stopped, or its host or network: its store is gone")
+        exception.culprit = lost if echo and self.rank else own
         try:
-            if time.monotonic() - self.answered_at > SILENT_AFTER_S:
-                raise dist.DistNetworkError("the store does not answer")
-            if isinstance(exception, Interrupted):
-                self.store.set(STOP, "1")
-            elif not _is_of_the_network(exception):
-                exception.culprit = self._publish(own)
-            elif self._stopped_elsewhere():
+            if self.unanswered_s > SILENT_AFTER_S:
+                return exception
+            if echo and self._stopped_elsewhere():
                 exception = Interrupted("another rank was asked to stop")
+            if isinstance(exception, Interrupted):
                 exception.culprit = None
+                self.store.set(STOP, "1")
             else:
-                exception.culprit = self._publish(self._look_for_the_dead() or own)
+                exception.culprit = self._publish((self._look_for_the_dead() if echo else None) or own)
             self._leave_together(exception)
-        except (RuntimeError, dist.DistError):
-            if not isinstance(exception, Interrupted):
-                lost = self._facts(0, "died or was stopped, or its host or network: its store is gone")
-                exception.culprit = lost if self.rank else own
+        except (RuntimeError, dist.DistError) as error:
+            print(f"rank {self.rank} cannot tell the others ({_first_line(error)}).", flush=True)
         return exception
 
     def _stopped_elsewhere(self) -> bool:
-        self.stop_seen = self.stop_seen or bool(self.store.check([STOP]))
-        return self.stop_seen
+        return self.stop_seen_s is not None or bool(self.store.check([STOP]))
 
     def _look_for_the_dead(self) -> dict[str, Any] | None:
         """A collective broke: whose heart has stopped, or who has said so already?"""
@@ -203,18 +214,18 @@ class Watch(Callback):
             beats = self._beats()
             for seconds, rank in self._silent(beats):
                 if rank != self.rank and seconds > SILENT_AFTER_S:
-                    return {"rank": rank, "host": beats[rank][1], "phase": beats[rank][2],
-                            "message": "died or was cut off without a word", "kind": "lost", "time": time.time()}  # fmt: skip
+                    host, phase = beats[rank][1:]
+                    return {"rank": rank, "host": host, "phase": phase, "time": time.time(), "kind": "lost",
+                            "message": "died or was cut off without a word"}  # fmt: skip
             time.sleep(0.2)
         return None
 
     def _leave_together(self, exception: BaseException) -> None:
         """Rank 0 holds the store: it stays until the others have read the error; after an interruption they wait
         until it has uploaded, because launchers end a node's ranks soon after the first has gone."""
-        interrupted = isinstance(exception, Interrupted)
         if self.rank == 0:
             self.store.set(LEFT, "1")
-        elif interrupted:
+        elif getattr(exception, "agreed", False):
             self._wait_for([LEFT], LEAVE_TOGETHER_S)
         self.store.set(f"seen/{self.rank}", "1")
         if self.rank == 0:
@@ -227,7 +238,7 @@ class Watch(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """As early as can be: others may already wait in a collective for this rank."""
-        if not isinstance(exception, Interrupted) and not _is_of_the_network(exception):
+        if not isinstance(exception, Interrupted):
             self.explain(exception)
 
     # Where the run is
