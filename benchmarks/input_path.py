@@ -82,16 +82,22 @@ def measure(case: Case, root: Path, scratch: Path, repetitions: int) -> dict:
     ratio_of_best = max(a for a, _ in pairs) / max(b for _, b in pairs)  # where something else takes the machine's time
     error = largest_difference(case, root, scratch)
     print(
-        f"{case.name:45s} {speed:10,.0f} images/s, torchvision {baseline:8,.0f} ({best} workers, the best)"
-        f" → {ratio:6.1f} × ({ratio_of_best:.1f} × best to best; needed {case.required:g} ×), pixels within {error:.1e}",
+        f"{case.name:45s} {speed:10,.0f} images/s, torchvision {baseline:8,.0f} ({best} workers, the best) → "
+        f"{ratio:6.1f} × ({ratio_of_best:.1f} × best to best; needed {case.required:g} ×), pixels within {error:.1e}",
         flush=True,
     )
     return {
-        "case": case.name, "images_per_s": round(speed), "torchvision_images_per_s": round(baseline),
-        "torchvision_workers": best, "torchvision_by_workers": {str(k): round(v) for k, v in trial.items()},
-        "ratio": round(ratio, 1), "ratio_of_best": round(ratio_of_best, 1), "ratios": [round(a / b, 1) for a, b in pairs], "required": case.required,
+        "case": case.name,
+        "images_per_s": round(speed),
+        "torchvision_images_per_s": round(baseline),
+        "torchvision_workers": best,
+        "torchvision_by_workers": {str(workers): round(rate) for workers, rate in trial.items()},
+        "ratio": round(ratio, 1),
+        "ratios": [round(a / b, 1) for a, b in pairs],
+        "ratio_of_best": round(ratio_of_best, 1),
+        "required": case.required,
         "largest_pixel_difference": error,
-    }  # fmt: skip
+    }
 
 
 def images_per_s(batches: Callable[[], Iterator], seconds: float) -> float:
