@@ -18,6 +18,7 @@ from spool import Spool
 from uploader import Uploader
 
 MIN_TIMEOUT_S = 3.0
+FILES_ALONE_TIMEOUT_S = 30.0  # record and curves are worth less of a wait than a checkpoint
 
 
 def finish_upload(
@@ -35,8 +36,13 @@ def finish_upload(
     """
     if not s3 or not s3.get("uri") or not folder.record.exists():
         return code
-    notes = Spool(folder.path / "upload").notes()
+    spool = Spool(folder.path / "upload")
+    notes = spool.notes()
     left_s = float(notes.get("flush_left_s", s3.get("flush_timeout_s", 300.0)))
+    if not spool.ranks() and not any(complete(folder.checkpoints, "best")):
+        if "generation" not in notes:
+            return code  # it ended before there was anything to send, or a bucket to send it to
+        left_s = min(left_s, FILES_ALONE_TIMEOUT_S)
     if "deadline" in notes:
         left_s = min(left_s, float(notes["deadline"]) - time.time())
     error = upload_left(options_from(s3), folder, max(MIN_TIMEOUT_S, left_s), has_rank_zero=has_rank_zero, say=say)

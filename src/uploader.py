@@ -22,7 +22,7 @@ from small_files import SmallFiles
 from spool import Item, Spool
 
 RETRY_DELAYS_S = (1, 2, 4, 8, 15, 30, 60)
-RETRY_DELAY_AT_END_S = 3.0
+RETRY_DELAY_AT_END_S = 10.0
 ORDER = {"best": 0, "last": 1, "files": 2}
 
 

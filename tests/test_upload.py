@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,13 @@ def test_a_best_that_never_arrived_is_said_in_the_record_and_by_the_exit_code(se
     assert check_the_pointer(setting) == 10
     assert read_record(setting.folder.record)["upload"]["error"] is None
     assert capsys.readouterr().out.endswith(f"the-run is in {setting.options.uri}.\n")
+
+
+def test_a_run_that_never_began_is_not_waited_for(setting):
+    started = time.monotonic()
+    s3 = {**setting.s3, "endpoint_url": "http://127.0.0.1:9", "flush_timeout_s": 300.0}
+    assert finish_upload(s3, setting.folder, 2, say=lambda _: None) == 2
+    assert time.monotonic() - started < 1
 
 
 def test_a_run_without_s3_is_left_alone(setting):

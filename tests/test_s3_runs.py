@@ -1,0 +1,136 @@
+"""Whole runs with a bucket: trained, evaluated elsewhere, interrupted, resumed on a fresh machine; a real S3 server."""
+
+import hashlib
+import json
+import signal
+from functools import partial
+
+import pytest
+
+from bucket import Bucket
+from errors import EXIT_INTERRUPTED, EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR
+from faults import signal_at_step
+from object_store import KEY_IDS, SECRETS, shared_store
+from ranks import free_port
+from run_bucket import RunBucket
+from runs import run_door, start_door
+from s3_client import S3Options
+
+SMALL = ["experiment=quickstart", "trainer.max_epochs=2", "trainer.log_every_n_steps=4", "run_id=the-run"]
+FULL = pytest.mark.soak
+
+
+class Place:
+    """A bucket of its own, and how a door is told of it."""
+
+    def __init__(self):
+        self.server = shared_store()
+        self.options = S3Options(f"s3://{self.server.new_bucket()}/runs", self.server.endpoint_url)
+        self.environment = self.server.environment()
+        self.arguments = [f"s3.uri={self.options.uri}", f"s3.endpoint_url={self.options.endpoint_url}"]
+
+    def train(self, *argv, logs, **options):
+        arguments = [*SMALL, *self.arguments, *argv]
+        return run_door("train", *arguments, logs=logs, environment=self.environment, **options)
+
+    def run(self) -> RunBucket:
+        return RunBucket(Bucket(self.options), self.options.prefix, "the-run")
+
+
+@pytest.fixture
+def place(monkeypatch):
+    made = Place()
+    for name, value in made.environment.items():
+        monkeypatch.setenv(name, value)
+    return made
+
+
+def check_same_elsewhere(place, record, logs) -> None:
+    """eval from the bucket alone, in another folder, counts what the run counted; the sha256 of the object fits."""
+    pointer, _ = place.run().read_pointer("best")
+    assert place.run().bucket.sha256_of(pointer.key) == pointer.sha256
+    uri = f"s3://{place.options.bucket}/{pointer.key}"
+    assert (record["upload"]["uri"], record["upload"]["error"]) == (uri, None)
+    assert record["best_checkpoint"]["s3_uri"] == uri
+    address = f"{place.options.uri}/the-run"
+    arguments = [f"ckpt_path={address}", f"s3.endpoint_url={place.options.endpoint_url}"]
+    evaluated = run_door("eval", *arguments, logs=logs, environment=place.environment)
+    assert evaluated.code == EXIT_OK, evaluated.output
+    for name in ("test/correct", "test/images"):
+        assert evaluated.record["metrics"][name] == record["metrics"][name], name
+
+
+def check_no_secret(folder, output: str) -> None:
+    text = output + "".join(path.read_bytes().decode("latin-1") for path in folder.rglob("*") if path.is_file())
+    assert [word for word in [*SECRETS, *KEY_IDS, "X-Amz-Signature", "AWS4-HMAC"] if word in text] == []
+
+
+@pytest.mark.parametrize(
+    ("trainer", "more"),
+    [
+        pytest.param("ddp_sim", [], marks=FULL),
+        pytest.param("fsdp_sim", [], marks=FULL),
+        ("fsdp_sim", ["trainer.strategy.sharded_checkpoint=true"]),
+    ],
+)
+def test_a_run_of_two_ranks_and_eval_from_the_bucket(place, tmp_path, trainer, more):
+    done = place.train(f"trainer={trainer}", *more, logs=tmp_path / "here")
+    assert done.code == EXIT_OK, done.output
+    pointer, _ = place.run().read_pointer("best")
+    assert pointer.key.endswith("/manifest.json") == bool(more)
+    if not more:
+        local = done.folder.path / done.record["best_checkpoint"]["path"]
+        assert hashlib.sha256(local.read_bytes()).hexdigest() == pointer.sha256
+    check_same_elsewhere(place, done.record, tmp_path / "there")
+    check_no_secret(tmp_path / "here", done.output)
+
+
+def test_a_run_on_two_hosts_and_eval_from_the_bucket(place, tmp_path):
+    port = str(free_port())
+    arguments = [*SMALL, *place.arguments, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=1"]
+    nodes = []
+    for node in ("0", "1"):
+        environment = {**place.environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": node}
+        environment.update(WORLD_SIZE="2", GLOO_SOCKET_IFNAME="lo")
+        logs = tmp_path / f"host{node}"
+        nodes.append(start_door("train", *arguments, "trainer.num_nodes=2", logs=logs, environment=environment))
+    ended = [node.done() for node in nodes]
+    assert [done.code for done in ended] == [EXIT_OK, EXIT_OK], [done.output for done in ended]
+    check_same_elsewhere(place, ended[0].record, tmp_path / "there")
+
+
+def test_an_interrupted_run_goes_on_on_a_fresh_machine_from_the_bucket_alone(place, tmp_path):
+    stop = partial(signal_at_step, 30, signal.SIGTERM)
+    first = place.train("trainer=cpu", logs=tmp_path / "first", before=stop)
+    assert first.code == EXIT_INTERRUPTED, first.output
+    last, _ = place.run().read_pointer("last")
+    assert last.step == first.record["steps"] >= 30
+    again = place.train("trainer=cpu", "resume=auto", logs=tmp_path / "second")
+    assert again.code == EXIT_OK, again.output
+    restart = again.record["restarts"][-1]
+    assert (restart["resumed_step"], restart["lost_steps"]) == (last.step, 0)
+    assert again.record["steps"] == 2 * (again.record["num_train"] // 64)
+    steps = [
+        int(line.split(",")[0]) for line in (again.folder.metrics.read_text().splitlines()[1:]) if line[0].isdigit()
+    ]
+    assert steps == sorted(steps), "the curve goes on"
+    assert json.loads(place.run().bucket.read_small(f"{place.run().root}generation.json")[0])["generation"] == 2
+    check_same_elsewhere(place, again.record, tmp_path / "third")
+    check_no_secret(tmp_path, first.output + again.output)
+
+
+def test_a_bucket_that_is_not_there_ends_the_run_before_training_with_one_sentence(place, tmp_path):
+    done = place.train("trainer=cpu", "s3.uri=s3://no-such-bucket/x", logs=tmp_path)
+    assert done.code == EXIT_USER_ERROR
+    assert "the bucket no-such-bucket does not exist" in done.output and "Traceback" not in done.output
+    assert done.record["steps"] == 0
+    check_no_secret(tmp_path, done.output)
+
+
+def test_a_best_that_never_arrived_is_the_last_line_and_the_exit_code(place, tmp_path):
+    away = ["s3.endpoint_url=http://127.0.0.1:9", "s3.required=false", "s3.flush_timeout_s=0.5"]
+    done = place.train("trainer=cpu", *away, logs=tmp_path)
+    assert done.code == EXIT_NOT_UPLOADED, done.output
+    last_line = done.output.splitlines()[-1]
+    assert last_line.startswith("The best checkpoint is NOT in the bucket: ") and "src/upload.py the-run" in last_line
+    assert "cannot be reached" in done.record["upload"]["error"]
