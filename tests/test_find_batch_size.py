@@ -32,22 +32,26 @@ sys.exit(find_batch_size.main(["--probe"]))
 """
 
 
-def largest_phase(phases):
+def peak(phases):
     return max(phases.values())
 
 
 @pytest.mark.parametrize("trainer", ["fsdp_sim"])
 def test_the_smaller_of_two_ranks_decides_and_its_out_of_memory_hangs_nobody(trainer, tmp_path):
     config = composed([*SMALL, "model=small_cnn", f"trainer={trainer}"], tmp_path)
-    first, second = ([largest_phase(phases) for phases in rank] for rank in peaks(config, tmp_path, 2, [5, 6, 8]))
-    limit = first[2] * 1.03  # rank 0 could take the first probe's eight, rank 1 five
-    share = (second[0] + second[1]) / 2 / limit
+    # gloo's threads let go of buffers sooner or later, so that a single peak can come out higher.
+    tried = [5, 5, 5, 6, 6, 6, 8, 8, 8]
+    first, second = (
+        {batch: min(peak(phases) for b, phases in zip(tried, rank, strict=True) if b == batch) for batch in (5, 6, 8)}
+        for rank in peaks(config, tmp_path, 2, tried)
+    )
+    limit = first[8] * 1.03  # rank 0 could take the first probe's eight, rank 1 five
+    share = (second[5] + second[6]) / 2 / limit
     config["trainer"]["memory_limit_gib"] = limit / GIB
     (tmp_path / "child.py").write_text(CHILD)
     command = [sys.executable, str(tmp_path / "child.py"), str(SRC), str(share)]
     largest = find_largest(config, Cluster("none", 1, 2, 0, None, "127.0.0.1", None), dict(os.environ), command)
     fields = largest.record()
-    # When gloo's threads let go of a buffer differs from run to run, so that four can look like the most.
     assert largest.per_device in (4, 5) and fields["tried"][0] == [8, None]
     assert fields["out_of_memory"] <= 2 and fields["probes"] <= 6
     assert fields["global"] == 2 * largest.per_device and fields["peak_memory_gib"] <= share * limit / GIB
