@@ -1,71 +1,47 @@
 """Is this machine, this cluster, this bucket ready? One sentence per finding, with the mend.
 
-    python src/doctor.py trainer=ddp trainer.num_nodes=2      on each node, with the options of the run to come
+python src/doctor.py trainer=ddp trainer.num_nodes=2      on each node, with the options of the run to come
 """
 
-import shutil
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import cluster as world
 import provenance
+import readiness
 from compose import REPOSITORY, plain, run_door
 from errors import EXIT_FAILED, EXIT_OK, UserError
+from readiness import Finding
 
-FREE_DISK_GIB = 5.0
-STALE = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-Finding = tuple[bool, str]
+NO_FILES = ("digits", "synthetic")  # come with a package, or from nothing
 
 
 def examine(config: dict[str, Any], environment: dict[str, str]) -> Iterator[Finding]:
     """(fine, sentence) for each check that needs only this node."""
     from launch import describe_batch, resolve_cluster
 
-    stale = [name for name in STALE if name in environment]
-    if stale and "TORCHELASTIC_RUN_ID" not in environment:
-        yield False, f"{' and '.join(stale)} set, but nothing that starts ranks is at work: unset {' '.join(stale)}."
+    yield from readiness.stale_ranks(environment)
     try:
         cluster = resolve_cluster(config, environment)
         describe_batch(config, cluster)
-        yield True, f"settings: {cluster.world_size} ranks on {cluster.num_nodes} nodes, this is node {cluster.node_rank}."
+        words = f"{cluster.world_size} ranks on {cluster.num_nodes} nodes, this is node {cluster.node_rank}"
+        yield True, f"settings: {words} ({cluster.launcher})."
     except UserError as error:
         yield False, str(error)
         return
-    yield _name_resolves(cluster)
-    yield _disk(Path(config["paths"]["log_dir"]))
+    yield readiness.own_address(cluster, environment)
+    yield readiness.free_disk(Path(config["paths"]["log_dir"]))
     yield _packages()
+    yield _data(config)
     yield from _gpus(config)
     yield from _bucket(config)
     if cluster.num_nodes > 1 and cluster.is_supervisor:
         yield from _other_nodes(config, cluster)
-
-
-def _name_resolves(cluster: world.Cluster) -> Finding:
-    name = socket.gethostname()
-    try:
-        address = socket.gethostbyname(name)
-    except OSError:
-        address = None
-    if cluster.num_nodes == 1 or (address and not address.startswith("127.")):
-        return True, f"host {name} is {address or 'without an address of its own, which one node does not need'}."
-    return False, (
-        f"host {name} resolves to {address or 'nothing'}, so other nodes cannot reach its ranks: "
-        "set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network's interface."
-    )
-
-
-def _disk(folder: Path) -> Finding:
-    while not folder.exists():
-        folder = folder.parent
-    free_gib = shutil.disk_usage(folder).free / 2**30
-    if free_gib < FREE_DISK_GIB:
-        return False, f"only {free_gib:.1f} GiB free at {folder}: make room, or set paths.log_dir to another disk."
-    return True, f"{free_gib:.0f} GiB free for run folders."
 
 
 def _packages() -> Finding:
@@ -75,13 +51,23 @@ def _packages() -> Finding:
     return True, "packages installed."
 
 
+def _data(config: dict[str, Any]) -> Finding:
+    """Whether the data lies here already; a node without a network cannot fetch it."""
+    folder = Path(str(config["data"].get("root") or config["paths"]["data_dir"]))
+    words = f"data={config['data']['name']}"
+    if config["data"]["name"] in NO_FILES or (folder.is_dir() and any(folder.iterdir())):
+        return True, f"{words}: ready."
+    return True, f"{words}: {folder} is empty, so the first run fetches the data, and needs a network for it."
+
+
 def _gpus(config: dict[str, Any]) -> Iterator[Finding]:
     if config["trainer"]["accelerator"] != "gpu":
         return
     import torch
 
     if not torch.cuda.is_available():
-        yield False, f"the driver shows GPUs, but torch {torch.__version__} cannot use them: driver and CUDA do not fit."
+        words = f"torch {torch.__version__} cannot use them: update the driver, or install a torch for its CUDA"
+        yield False, f"the driver shows GPUs, but {words}."
         return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
@@ -92,16 +78,18 @@ def _gpus(config: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _bucket(config: dict[str, Any]) -> Iterator[Finding]:
-    uri = (config.get("s3") or {}).get("uri")
-    if not uri:
+    s3 = config.get("s3") or {}
+    if not s3.get("uri"):
         return
-    from storage import check_writable
+    from bucket import Bucket
+    from s3_client import StoreError, options_from
 
     try:
-        check_writable(uri, **{k: v for k, v in config["s3"].items() if k == "endpoint_url"})
-        yield True, f"{uri} can be written."
-    except UserError as error:
-        yield False, str(error)
+        options = options_from(s3)
+        Bucket(options).probe(options.prefix)
+        yield True, f"{options.uri} can be written."
+    except (UserError, StoreError) as error:
+        yield False, f"s3: {error}."
 
 
 def _other_nodes(config: dict[str, Any], cluster: world.Cluster) -> Iterator[Finding]:
@@ -126,17 +114,26 @@ def _other_nodes(config: dict[str, Any], cluster: world.Cluster) -> Iterator[Fin
 
 def _all_reduce(config: dict[str, Any], cluster: world.Cluster) -> Iterator[Finding]:
     """Latency and bandwidth between the nodes, one process a node, over gloo."""
+    one_each = replace(cluster, devices=1, local_rank=0)
+    world.adopt(one_each)
     import torch
     import torch.distributed as dist
 
-    store = dist.TCPStore(cluster.master_addr, cluster.master_port, is_master=cluster.node_rank == 0,
-                          wait_for_workers=False, timeout=timedelta(seconds=60))  # fmt: skip
-    dist.init_process_group("gloo", store=store, rank=cluster.node_rank, world_size=cluster.num_nodes,
-                            timeout=timedelta(seconds=60))  # fmt: skip
-    small, large = _seconds(lambda: dist.all_reduce(torch.zeros(1)), 20), 0.0
-    tensor = torch.zeros(8 * 2**20)
-    large = _seconds(lambda: dist.all_reduce(tensor), 3)
-    dist.destroy_process_group()
+    from join import join
+
+    try:
+        join(one_each, torch.device("cpu"), min(60.0, config["trainer"]["timeout_s"]))
+        tensor = torch.zeros(8 * 2**20)
+        small, large = (
+            _seconds(lambda: dist.all_reduce(torch.zeros(1)), 20),
+            _seconds(lambda: dist.all_reduce(tensor), 3),
+        )
+        dist.barrier()
+        dist.destroy_process_group()
+    except (RuntimeError, UserError) as error:
+        reason = str(error).splitlines()[0]
+        yield False, f"the ranks' own connections fail ({reason}): open all ports between the nodes to each other."
+        return
     yield True, f"all-reduce: {small * 1e3:.2f} ms latency, {tensor.nbytes / large / 2**20:.0f} MiB/s for 32 MiB."
 
 

@@ -19,6 +19,7 @@ from checkpoint_files import newest_whole, read_sidecar
 from cluster import Cluster
 from compose import REPOSITORY, plain
 from errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, Diverged, Interrupted, UserError
+from readiness import findings
 from run_files import (
     SCHEMA_VERSION,
     RunFolder,
@@ -55,6 +56,9 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     _fetch_checkpoint(config)
     if cluster.num_nodes > 1 or cluster.launcher == "torchrun":
         _stop_at_once_on_signal()
+    if cluster.world_size > 1 and cluster.local_rank in (0, None):
+        for sentence in findings(cluster, environment, Path(config["paths"]["log_dir"])):
+            print(f"MEND  {sentence}", flush=True)
     try:
         agree_on_run(config, cluster, environment)
     except Interrupted as error:
@@ -314,13 +318,19 @@ def _check_resumable(config: dict[str, Any], folder: RunFolder, previous: dict[s
         raise UserError(
             f"The run {folder.run_id} is finished ({previous.get('epochs')} epochs): give more trainer.max_epochs to go on."
         )
-    before = yaml.safe_load(folder.config.read_text())
-    for key in sorted(before.keys() | config.keys()):
-        if key not in IGNORED_ON_RESUME and before.get(key) != config.get(key):
+    before, now = (_without_places(tree) for tree in (yaml.safe_load(folder.config.read_text()), config))
+    for key in sorted(before.keys() | now.keys()):
+        if key not in IGNORED_ON_RESUME and before.get(key) != now.get(key):
             raise UserError(
-                f"The run {folder.run_id} was started with another {key} ({_difference(before.get(key), config.get(key))}): "
+                f"The run {folder.run_id} was started with another {key} ({_difference(before.get(key), now.get(key))}): "
                 "resume it with the same options, or start a new run with ckpt_path=."
             )
+
+
+def _without_places(config: dict[str, Any]) -> dict[str, Any]:
+    """Where the data lies may differ from machine to machine; what it is, data_hash tells."""
+    data = {key: value for key, value in config.get("data", {}).items() if key not in ("root", "cache_dir")}
+    return {**config, "data": data}
 
 
 def _difference(before: Any, now: Any, path: str = "") -> str:

@@ -15,31 +15,48 @@ import threading
 import time
 from typing import Any
 
+import cluster
 from compose import REPOSITORY
 from errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from run_files import new_run_id
 
-GRACE_AFTER_FAILURE_S = 20.0
+GRACE_AFTER_FAILURE_S = 30.0  # within which the other nodes notice by themselves, and say what they know
+GRACE_AFTER_STOP_S = 120.0  # for the coordinated checkpoint and its upload
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=6"]
 
 
-def command_for(rank: int, hosts: list[str], overrides: list[str], options: Any, run_id: str) -> list[str]:
-    """The ssh command of one host: stays alive as long as its standard input, so that losing us ends it."""
+def run_id_for(overrides: list[str], environment: dict[str, str]) -> str | None:
+    """RUN_ID for all hosts; None where resume=auto has nothing to go by, which train.py says in a sentence."""
+    stated = {word.split("=", 1)[0]: word.split("=", 1)[1] for word in overrides if "=" in word}
+    if stated.get("run_id") not in (None, "null"):
+        return stated["run_id"]
+    if stated.get("resume") not in (None, "null", "auto"):
+        return stated["resume"]
+    return environment.get("RUN_ID") or (None if stated.get("resume") == "auto" else new_run_id())
+
+
+def command_for(rank: int, hosts: list[str], overrides: list[str], options: Any, run_id: str | None) -> list[str]:
+    """The ssh command of one host.
+
+    Its standard input is the leash: the word `stop` asks the trainer for a checkpoint and an end, `kill` and losing
+    the connection end it sooner (a supervisor's ranks die with it).
+    """
     folder = options.dir[rank] if len(options.dir) > 1 else options.dir[0]
     address = options.master_addr or hosts[0].split("@")[-1]
     settings = {
-        "MASTER_ADDR": address, "MASTER_PORT": str(options.master_port), "NODE_RANK": str(rank), "RUN_ID": run_id,
-        **dict(word.split("=", 1) for word in options.env),
+        "MASTER_ADDR": address, "MASTER_PORT": str(options.master_port), "NODE_RANK": str(rank),
+        **({"RUN_ID": run_id} if run_id else {}), **dict(word.split("=", 1) for word in options.env),
     }  # fmt: skip
     train = ["env", *(f"{k}={v}" for k, v in settings.items()), ".venv/bin/python", f"src/{options.door}.py",
              f"trainer.num_nodes={len(hosts)}", *overrides]  # fmt: skip
-    # The remote shell hands a closed input (our end is gone) on as SIGTERM to the trainer.
+    # The leash's own output is closed: sshd waits for everyone who holds the session's.
     script = (
-        f"cd {shlex.quote(folder)} && {{ {shlex.join(train)} & pid=$!; "
-        "( while read -r line; do [ \"$line\" = stop ] && kill -TERM $pid; done; kill -TERM $pid ) 2>/dev/null <&3 & "
-        "wait $pid; code=$?; [ $code -gt 128 ] && { wait $pid; code=$?; }; exit $code; } 3<&0"
+        f"cd {shlex.quote(folder)} || exit 1; {shlex.join(train)} </dev/null & pid=$!; "
+        'leash() { while read -r word; do case "$word" in stop) kill -TERM $pid;; kill) kill -KILL $pid;; esac; done; '
+        "kill -TERM $pid; }; leash <&3 >/dev/null 2>&1 & leash=$!; "
+        "wait $pid; code=$?; kill $leash 2>/dev/null; exit $code"
     )
-    return [*options.ssh, hosts[rank], script]
+    return [*options.ssh, hosts[rank], f"{{ {script}; }} 3<&0"]
 
 
 class Host:
@@ -47,6 +64,7 @@ class Host:
 
     def __init__(self, name: str, command: list[str]) -> None:
         self.name = name
+        self.error: str | None = None
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -54,75 +72,95 @@ class Host:
         self.reader.start()
 
     def _print(self) -> None:
-        for line in self.process.stdout:
-            print(f"[{self.name}] {line.decode(errors='replace')}", end="", flush=True)
+        for raw in self.process.stdout:
+            line = raw.decode(errors="replace")
+            self.error = line.rstrip() if line.startswith("error: ") else self.error
+            print(f"[{self.name}] {line}", end="", flush=True)
 
-    def stop(self) -> None:
-        """Ask for a checkpoint and an end."""
+    @property
+    def code(self) -> int | None:
+        """None while it runs; a process that a signal ended counts as failed."""
+        code = self.process.poll()
+        return EXIT_FAILED if code is not None and code < 0 else code
+
+    def tell(self, word: str) -> None:
+        """stop or kill."""
         try:
-            self.process.stdin.write(b"stop\n")
+            self.process.stdin.write(f"{word}\n".encode())
             self.process.stdin.flush()
         except (BrokenPipeError, OSError):
-            print(f"[{self.name}] cannot be told to stop: the connection is gone.")
+            if self.code is None:
+                print(f"[{self.name}] cannot be told to {word}: the connection is gone.")
 
 
-def watch(hosts: list[Host]) -> int:
-    """Wait for all; returns the run's exit code: the first failure's, else 75 where one was interrupted."""
-    stopping_since: float | None = None
-    asked = []
+class Watching:
+    """All hosts until they have ended; the first that fails, and the user, end the others."""
 
-    def ask(*_: Any) -> None:
-        asked.append(time.monotonic())
+    def __init__(self, hosts: list[Host]) -> None:
+        self.hosts, self.asked = hosts, 0
+        self.failed: Host | None = None
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, ask)
-    first_bad: int | None = None
-    while any(host.process.poll() is None for host in hosts):
-        codes = [host.process.poll() for host in hosts]
-        bad = [code for code in codes if code not in (None, EXIT_OK, EXIT_INTERRUPTED)]
-        first_bad = first_bad if first_bad is not None else (bad[0] if bad else None)
-        if asked and stopping_since is None:
-            stopping_since = time.monotonic()
-            for host in hosts:
-                host.stop()
-        if first_bad is not None and stopping_since is None:
-            stopping_since = time.monotonic()
-        limit = 120.0 if asked else GRACE_AFTER_FAILURE_S
-        if (stopping_since is not None and time.monotonic() - stopping_since > limit) or len(asked) > 1:
-            for host in hosts:
-                host.process.kill()
-        time.sleep(0.1)
-    for host in hosts:
-        host.reader.join(5)
-    codes = [host.process.returncode for host in hosts]
-    failed = first_bad or next((code for code in codes if code not in (EXIT_OK, EXIT_INTERRUPTED)), None)
-    if failed is not None:
-        return failed if failed > 0 else EXIT_FAILED
-    return EXIT_INTERRUPTED if EXIT_INTERRUPTED in codes else EXIT_OK
+    def ask(self, *_: Any) -> None:
+        self.asked += 1
+
+    def run(self) -> int:
+        """The first failure's exit code, else 75 where one was interrupted."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.ask)
+        stop_by, told, killed_at = None, 0, None
+        while any(host.code is None for host in self.hosts):
+            bad = [host for host in self.hosts if host.code not in (None, EXIT_OK, EXIT_INTERRUPTED)]
+            self.failed = self.failed or next(iter(bad), None)
+            now = time.monotonic()
+            if stop_by is None and (self.asked or self.failed):
+                stop_by = now + (GRACE_AFTER_STOP_S if self.asked else GRACE_AFTER_FAILURE_S)
+            if self.asked and told == 0:
+                told = self._tell("stop")
+            if killed_at is None and stop_by is not None and (now > stop_by or self.asked > 1):
+                killed_at, _ = now, self._tell("kill")
+            if killed_at is not None and now > killed_at + 5:
+                for host in self.hosts:
+                    host.process.kill()
+            time.sleep(0.1)
+        for host in self.hosts:
+            host.reader.join(5)
+        return self._code()
+
+    def _tell(self, word: str) -> int:
+        for host in self.hosts:
+            if host.code is None:
+                host.tell(word)
+        return 1
+
+    def _code(self) -> int:
+        codes = [host.code for host in self.hosts]
+        bad = [host for host in self.hosts if host.code not in (EXIT_OK, EXIT_INTERRUPTED)]
+        first = self.failed or next(iter(bad), None)
+        if first is None:
+            return EXIT_INTERRUPTED if EXIT_INTERRUPTED in codes else EXIT_OK
+        if first.error:
+            print(f"[{first.name}] {first.error}", flush=True)  # last on the screen, whoever spoke after it
+        return first.code
 
 
 def main(argv: list[str]) -> int:
-    if "--" not in argv:
-        argv, overrides = argv, []
-    else:
-        at = argv.index("--")
-        argv, overrides = argv[:at], argv[at + 1 :]
+    at = argv.index("--") if "--" in argv else len(argv)
+    argv, overrides = argv[:at], argv[at + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hosts", nargs="+", help="as ssh knows them; the first is the master")
-    parser.add_argument("--dir", nargs="+", default=[str(REPOSITORY)], help="the repository there; one, or one per host")
+    parser.add_argument("--dir", nargs="+", default=[str(REPOSITORY)], help="the repository there: one, or one a host")
     parser.add_argument("--master-addr", help="host0's address as the others reach it (default: its name)")
     parser.add_argument("--master-port", type=int, default=29500)
     parser.add_argument("--env", nargs="*", default=[], help="NAME=value, set on every host")
     parser.add_argument("--door", default="train", choices=["train", "eval", "find_batch_size", "doctor"])
     parser.add_argument("--ssh", type=shlex.split, default=SSH, help="the ssh command with its options")
     options = parser.parse_args(argv)
-    run_id = next((w.split("=", 1)[1] for w in overrides if w.startswith(("run_id=", "resume="))), None)
-    run_id = new_run_id() if run_id in (None, "auto") else run_id
-    hosts = [
-        Host(name, command_for(rank, options.hosts, overrides, options, run_id))
-        for rank, name in enumerate(options.hosts)
-    ]
-    return watch(hosts)
+    if len(options.dir) not in (1, len(options.hosts)):
+        parser.error(f"--dir has {len(options.dir)} folders for {len(options.hosts)} hosts: give one, or one for each")
+    run_id = run_id_for(overrides, cluster.environment())
+    names = options.hosts
+    commands = [command_for(rank, names, overrides, options, run_id) for rank in range(len(names))]
+    return Watching([Host(name, command) for name, command in zip(names, commands)]).run()
 
 
 if __name__ == "__main__":

@@ -110,8 +110,9 @@ class Gathering:
     def _forget_the_gone(self) -> None:
         """A node that was stopped while it waited may come again."""
         for rank, connection in list(self.connections.items()):
+            connection.setblocking(False)
             try:
-                gone = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+                gone = connection.recv(1, socket.MSG_PEEK) == b""
             except BlockingIOError:
                 gone = False
             except OSError:
@@ -184,6 +185,7 @@ def _listen(port: int) -> socket.socket:
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     try:
+        connection.settimeout(10)
         connection.sendall(json.dumps(message).encode() + b"\n")
     except OSError as error:
         print(f"A node went away while it was answered ({error}).")

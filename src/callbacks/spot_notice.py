@@ -1,5 +1,6 @@
 """EC2's notice that a spot instance will be taken: save, upload, and be gone before it is."""
 
+import os
 import threading
 import time
 import urllib.error
@@ -11,7 +12,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from callbacks.interruption import Interruption
+from errors import EXIT_INTERRUPTED
 
+END_AFTER_S = 90.0  # of the two minutes that EC2 gives at best
 TOKEN_SECONDS = 21600
 METADATA = "http://169.254.169.254"  # the link-local address that every EC2 instance has
 
@@ -59,20 +62,26 @@ class SpotNotice(Callback):
     Args:
         address: of the metadata service; tests point it at a server of their own.
         interval_s: seconds between two polls; AWS recommends 5.
+        end_after_s: seconds from the notice to the end of this process, whatever it still does.
         fetch: asked instead of the service, where given.
     """
 
     def __init__(
-        self, address: str = METADATA, interval_s: float = 5.0, fetch: Callable[[], str | None] | None = None
+        self,
+        address: str = METADATA,
+        interval_s: float = 5.0,
+        end_after_s: float = END_AFTER_S,
+        fetch: Callable[[], str | None] | None = None,
     ) -> None:
         self.fetch = fetch or MetadataService(address).notice
-        self.interval_s = interval_s
+        self.interval_s, self.end_after_s = interval_s, end_after_s
         self.ended = threading.Event()
         self.noticed_at: float | None = None
         self.complained = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.interruption = next(c for c in trainer.callbacks if isinstance(c, Interruption))
+        self.uploads = [c for c in trainer.callbacks if hasattr(c, "expect_end")]
         if trainer.local_rank == 0 and stage == "fit":
             self.ended.clear()
             threading.Thread(target=self._poll, name="spot-notice", daemon=True).start()
@@ -94,8 +103,16 @@ class SpotNotice(Callback):
                 self.noticed_at = time.time()
                 print(f"Spot notice: {notice.strip()}", flush=True)
                 self.interruption.ask("spot notice")
-                return
+                for upload in self.uploads:
+                    upload.expect_end(self.end_after_s - 5)
+                return self._end_in_time()
             self.ended.wait(self.interval_s)
+
+    def _end_in_time(self) -> None:
+        """The machine goes soon: a checkpoint or an upload that hangs must not hold this process."""
+        if not self.ended.wait(self.end_after_s):
+            print(f"Not done {self.end_after_s:.0f} s after the spot notice: ending now.", flush=True)
+            os._exit(EXIT_INTERRUPTED)
 
     def record_fields(self) -> dict[str, Any]:
         return {} if self.noticed_at is None else {"spot_notice_at": self.noticed_at}
