@@ -61,10 +61,14 @@ class OptunaSearch(Sweeper):
     def _open(self, optuna: Any) -> Any:
         self.folder.mkdir(parents=True, exist_ok=True)
         journal = optuna.storages.journal.JournalFileBackend(str(self.folder / f"{self.study}.journal"))
-        return optuna.create_study(
+        study = optuna.create_study(
             storage=optuna.storages.JournalStorage(journal), study_name=self.study, direction=self.direction,
-            load_if_exists=True, sampler=optuna.samplers.TPESampler(seed=self.seed),
+            load_if_exists=True,
         )  # fmt: skip
+        # The same seed in a second start would propose what the first one has tried.
+        seed = None if self.seed is None else self.seed + len(study.trials)
+        study.sampler = optuna.samplers.TPESampler(seed=seed)
+        return study
 
     def _run(self, optuna: Any, study: Any, searched: list[Override], fixed: list[str], number: int) -> None:
         trial = study.ask()
