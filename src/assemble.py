@@ -16,7 +16,7 @@ from callbacks.interruption import silence_lightning
 from callbacks.run_recorder import RunRecorder
 from callbacks.training_log import TrainingLog
 from classifier import ImageClassifier
-from cluster import Cluster
+from cluster import Cluster, visible_devices
 from errors import UserError
 from rank_process import StartedRanks, World, device_of
 from run_files import RunFolder
@@ -208,8 +208,10 @@ def build_run(
         "path": folder.metrics, "resume_step": resume_step, "global_batch_size": data.global_batch_size,
         "node_rank": cluster.node_rank, "local_rank": cluster.local_rank or 0, "cluster": cluster,
         "contents": {"config": config, "data": facts},
+        "peak_tflops": (config.get("hardware") or {}).get("peak_tflops"),
+        "visible_devices": visible_devices(), "hardware": config.get("hardware"),
     }  # fmt: skip
-    recorder = RunRecorder(folder.record, data.global_batch_size)
+    recorder = RunRecorder(folder.record, data.global_batch_size, config.get("hardware"))
     chosen = [build(node, known) for node in (config["callbacks"] or {}).values() if node]
     if trainable and (config.get("s3") or {}).get("uri"):
         from callbacks.s3_upload import S3Upload

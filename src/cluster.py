@@ -195,6 +195,11 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
         return 0
 
 
+def visible_devices() -> str | None:
+    """CUDA_VISIBLE_DEVICES as this process was given it."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def host_name() -> str:
     return socket.gethostname()
 

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
+from run_costs import derived_fields
 from run_files import HEARTBEAT_INTERVAL_S, read_record, write_record
 
 
@@ -17,9 +18,11 @@ class RunRecorder(Callback):
     Args:
         path: run.json, which the launch has begun.
         global_batch_size: images per optimizer step.
+        hardware: the instance type with its price, for the cost.
     """
 
-    def __init__(self, path: str | Path, global_batch_size: int) -> None:
+    def __init__(self, path: str | Path, global_batch_size: int, hardware: dict[str, Any] | None = None) -> None:
+        self.hardware = hardware
         self.path, self.global_batch_size = Path(path), global_batch_size
         self.written_at = 0.0
         self.fit_started_at: float | None = None
@@ -40,6 +43,7 @@ class RunRecorder(Callback):
                     record.update(part.record_fields())
             _add_uri(record)
         record.update(self._fit(), **fields)
+        record.update(derived_fields(record, self.hardware))
         write_record(self.path, record)
         self.written_at = time.monotonic()
 
