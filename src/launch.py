@@ -43,9 +43,13 @@ def launch(cfg: Any, work: Work) -> int:
         The exit code.
     """
     config = plain(cfg)
-    choices = {key: value for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")}
-    config["choices"], config["overrides"] = choices, list(cfg.hydra.overrides.task)
+    config["choices"], config["overrides"] = chosen_options(cfg), list(cfg.hydra.overrides.task)
     return launch_config(config, work)
+
+
+def chosen_options(cfg: Any) -> dict[str, Any]:
+    """The option of each config group."""
+    return {key: value for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")}
 
 
 def launch_config(config: dict[str, Any], work: Work) -> int:
@@ -290,7 +294,8 @@ def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bo
     if config["task_name"] == "train":
         from compose import compose
 
-        defaults = plain(compose("train", []))
+        untouched = compose("train", [])
+        defaults = {**plain(untouched), "choices": chosen_options(untouched)}
         write_atomically(folder.defaults, lambda file: yaml.safe_dump(defaults, file, sort_keys=False))
     write_atomically(folder.config, lambda file: yaml.safe_dump(config, file, sort_keys=False))
     if cluster.node_rank > 0:
