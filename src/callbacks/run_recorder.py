@@ -61,7 +61,9 @@ class RunRecorder(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
-            self.fit_before_s = float(read_record(self.path).get("fit_seconds") or 0.0)
+            before = read_record(self.path)
+            self.fit_before_s = float(before.get("fit_seconds") or 0.0)
+            self.best_metrics = {n: v for n, v in before.get("metrics", {}).items() if n == "val/acc_best"}
             self.fit_started_at = time.monotonic()
             self.write(trainer, phase="start")
 
