@@ -19,7 +19,7 @@ from data.resampling import grow, phases, resize_matrix
 from errors import UserError
 
 CACHE_BYTES = 2**20  # about what stays in a core's second-level cache
-LARGE_BYTES = 2**25  # from here on the allocator asks the kernel for fresh pages each time
+LARGE_BYTES = 2**22  # from here on the allocator may ask the kernel for fresh pages each time
 
 
 class BatchTransforms(nn.Module):
