@@ -52,6 +52,7 @@ class Watch(Callback):
         self.store: Any = None
         self.ended, self.leaving = threading.Event(), threading.Lock()
         self.stop_seen_s: float | None = None  # how long ago another rank was asked to stop
+        self.stopping = False  # this rank has left its training by itself
         self.unanswered_s = 0.0  # while this process ran: it may itself have been stopped for hours
         self.explained: BaseException | None = None
 
@@ -94,9 +95,9 @@ class Watch(Callback):
             if self.unanswered_s > self.timeout_s:
                 message = f"not heard of for {self.unanswered_s:.0f} s: stopped, or the network to its host cut"
                 return self._leave(self._facts(0, message, "silence"))
-            if self.stop_seen_s is not None:
+            if self.stop_seen_s is not None and not self.stopping:
                 self.stop_seen_s += BEAT_INTERVAL_S
-                if self.stop_seen_s > LEAVE_TOGETHER_S:
+                if self.stop_seen_s > GRACE_S:  # it waits in a collective for a rank that has gone
                     return self._leave(None)
 
     def _tell_supervisor(self) -> None:
@@ -177,6 +178,7 @@ class Watch(Callback):
         """
         if self.store is None:
             return exception
+        self.stopping = self.stopping or isinstance(exception, Interrupted)
         if self.explained is None:
             self.explained = self._explain(exception)
             self.explained.__cause__ = None if self.explained is exception else exception
@@ -238,7 +240,8 @@ class Watch(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """As early as can be: others may already wait in a collective for this rank."""
-        if not isinstance(exception, Interrupted):
+        self.stopping = isinstance(exception, Interrupted)
+        if not self.stopping:
             self.explain(exception)
 
     # Where the run is
