@@ -56,6 +56,7 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     """The same from a plain config that also holds `choices` (option by group) and `overrides`."""
     environment = world.environment()
     cluster = resolve_cluster(config, environment)
+    largest = largest_batch(config, cluster, environment)
     describe_batch(config, cluster)
     _fetch_checkpoint(config)
     if cluster.num_nodes > 1 or cluster.launcher == "torchrun":
@@ -72,6 +73,8 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     if cluster.is_rank_zero or cluster.local_rank in (0, None):
         begin(config, cluster, folder, fresh)
     if cluster.is_rank_zero:
+        if largest:
+            write_record(folder.record, {**read_record(folder.record), "largest_batch": largest})
         print(headline(config, cluster, folder.run_id), flush=True)
     if cluster.is_supervisor:
         command = [sys.executable, str(Path(sys.argv[0]).resolve())]
@@ -88,6 +91,34 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     if cluster.launcher == "torchrun" and code == EXIT_INTERRUPTED:
         return EXIT_OK  # torchrun would start the ranks again, which somebody has just asked to stop
     return code
+
+
+def largest_batch(config: dict[str, Any], cluster: Cluster, environment: dict[str, str]) -> dict[str, Any] | None:
+    """For data.global_batch_size=max: find it, put the number into config; what was found, for the record.
+
+    A run that goes on keeps the size that it was started with.
+    """
+    if config["data"].get("global_batch_size") != "max":
+        return None
+    if cluster.launcher in ("torchrun", "slurm"):
+        raise UserError(
+            "data.global_batch_size=max starts ranks of its own, and here "
+            f"{cluster.launcher} has started them: run src/find_batch_size.py first and give the number."
+        )
+    named = config.get("resume") if config.get("resume") != "auto" else config.get("run_id")
+    before = RunFolder(_runs(config, Path(config["paths"]["log_dir"])) / checked_run_id(named)) if named else None
+    if before and before.config.exists():
+        import yaml
+
+        config["data"]["global_batch_size"] = yaml.safe_load(before.config.read_text())["data"]["global_batch_size"]
+        return None
+    from batch_sessions import find_largest
+
+    if cluster.is_rank_zero:
+        print("Looking for the largest batch …", flush=True)
+    found = find_largest(config, cluster, environment).record()
+    config["data"]["global_batch_size"] = found["global"]
+    return found
 
 
 def _fetch_checkpoint(config: dict[str, Any]) -> None:
