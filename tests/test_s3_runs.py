@@ -1,5 +1,6 @@
 """Whole runs with a bucket: trained, evaluated elsewhere, interrupted, resumed on a fresh machine; a real S3 server."""
 
+import csv
 import hashlib
 import json
 import signal
@@ -60,6 +61,17 @@ def check_same_elsewhere(place, record, logs) -> None:
         assert evaluated.record["metrics"][name] == record["metrics"][name], name
 
 
+def check_tensorboard(place, monkeypatch) -> None:
+    """`AWS_ENDPOINT_URL_S3=… tensorboard --logdir s3://bucket/prefix` reads what was uploaded."""
+    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", place.options.endpoint_url)
+    board = EventMultiplexer()
+    board.AddRunsFromDirectory(place.options.uri)
+    board.Reload()
+    assert any("val/acc" in str(board.Runs()[run]) for run in board.Runs()), board.Runs()
+
+
 def check_no_secret(folder, output: str) -> None:
     text = output + "".join(path.read_bytes().decode("latin-1") for path in folder.rglob("*") if path.is_file())
     assert [word for word in [*SECRETS, *KEY_IDS, "X-Amz-Signature", "AWS4-HMAC"] if word in text] == []
@@ -73,7 +85,7 @@ def check_no_secret(folder, output: str) -> None:
         ("fsdp_sim", ["trainer.strategy.sharded_checkpoint=true"]),
     ],
 )
-def test_a_run_of_two_ranks_and_eval_from_the_bucket(place, tmp_path, trainer, more):
+def test_a_run_of_two_ranks_and_eval_from_the_bucket(place, tmp_path, monkeypatch, trainer, more):
     done = place.train(f"trainer={trainer}", *more, logs=tmp_path / "here")
     assert done.code == EXIT_OK, done.output
     pointer, _ = place.run().read_pointer("best")
@@ -83,6 +95,7 @@ def test_a_run_of_two_ranks_and_eval_from_the_bucket(place, tmp_path, trainer, m
         assert hashlib.sha256(local.read_bytes()).hexdigest() == pointer.sha256
     check_same_elsewhere(place, done.record, tmp_path / "there")
     check_no_secret(tmp_path / "here", done.output)
+    check_tensorboard(place, monkeypatch)
 
 
 def test_a_run_on_two_hosts_and_eval_from_the_bucket(place, tmp_path):
@@ -110,10 +123,9 @@ def test_an_interrupted_run_goes_on_on_a_fresh_machine_from_the_bucket_alone(pla
     restart = again.record["restarts"][-1]
     assert (restart["resumed_step"], restart["lost_steps"]) == (last.step, 0)
     assert again.record["steps"] == 2 * (again.record["num_train"] // 64)
-    steps = [
-        int(line.split(",")[0]) for line in (again.folder.metrics.read_text().splitlines()[1:]) if line[0].isdigit()
-    ]
-    assert steps == sorted(steps), "the curve goes on"
+    with again.folder.metrics.open(newline="") as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file)]
+    assert steps == sorted(set(steps)) and steps[0] < last.step < steps[-1], "one curve over both machines"
     assert json.loads(place.run().bucket.read_small(f"{place.run().root}generation.json")[0])["generation"] == 2
     check_same_elsewhere(place, again.record, tmp_path / "third")
     check_no_secret(tmp_path, first.output + again.output)
