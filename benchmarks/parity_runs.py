@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rank_process import StartedRanks
 from classifier import ImageClassifier
 from cluster import Cluster
 from data.synthetic import SyntheticDataModule
 from models.alexnet import AlexNet, AlexNetBN
 from models.small_cnn import SmallCNN
 from models.timm_vit import TimmViT
+from rank_process import StartedRanks
 from strategies.allreduce import AllReduce
 from strategies.ddp import DDP
 from strategies.model_parallel import ModelParallel

@@ -263,6 +263,18 @@ def ranks(name: str, world_size: int, num_nodes: int = 1, **settings: Any) -> li
     return run_ranks(partial(fit, name=name, **settings), world_size, num_nodes=num_nodes, timeout_s=120)
 
 
+def fit_all(cluster: Cluster, runs: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [fit(cluster, name, **settings) for name, settings in runs]
+
+
+def ranks_all(
+    world_size: int, runs: list[tuple[str, dict[str, Any]]], num_nodes: int = 1
+) -> list[list[dict[str, Any]]]:
+    """Several runs one after the other in the same ranks; each rank's result of each run."""
+    every_rank = run_ranks(fit_all, world_size, runs, num_nodes=num_nodes, timeout_s=240)
+    return [list(of_one_run) for of_one_run in zip(*every_rank, strict=True)]
+
+
 def difference(found: list[dict[str, Any]], expected: dict[str, Any], accumulate: int = 1) -> float:
     """The largest relative difference of losses and final weights."""
     pairs = zip(mean_losses(found, accumulate), expected["losses"], strict=True)

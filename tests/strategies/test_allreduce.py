@@ -2,21 +2,19 @@
 
 import inspect
 
-import pytest
 import torch.distributed as dist
 
 from local_ranks import run_ranks
 from strategies import allreduce
-from strategy_runs import difference, fit, one, ranks
+from strategy_runs import difference, fit, one, ranks_all
+
+SETTINGS = [{}, {"accumulate": 2}, {"clip": 0.5}, {"batch_norm": True, "sync_batchnorm": True}]
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"accumulate": 2}, {"clip": 0.5}, {"batch_norm": True, "sync_batchnorm": True}]
-)
-def test_equals_one_process_in_float64(settings):
-    same = {key: settings[key] for key in ("clip", "batch_norm") if key in settings}
-    found = ranks("allreduce", 2, **settings)
-    assert difference(found, one(**same), settings.get("accumulate", 1)) < 1e-12
+def test_equals_one_process_in_float64():
+    for settings, found in zip(SETTINGS, ranks_all(2, [("allreduce", s) for s in SETTINGS]), strict=True):
+        same = {key: settings[key] for key in ("clip", "batch_norm") if key in settings}
+        assert difference(found, one(**same), settings.get("accumulate", 1)) < 1e-12, settings
 
 
 def test_it_is_under_80_lines_and_uses_no_ddp():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from strategy_runs import adamw, difference, mean_losses, one, plain_sgd, ranks, sgd, worst
+from strategy_runs import adamw, difference, mean_losses, one, plain_sgd, ranks, ranks_all, sgd, worst
 
 SAVED = {
     "one process": lambda path, **s: [one(save=path, **s)],
@@ -10,44 +10,35 @@ SAVED = {
     "fsdp, 2 ranks": lambda path, **s: ranks("fsdp", 2, save=path, **s),
     "fsdp, 4 ranks, shards": lambda path, **s: ranks("fsdp", 4, save=path, own={"sharded_checkpoint": True}, **s),
 }
-LOADED = {
-    "ddp, 2 ranks": ("ddp", 2),
-    "allreduce, 3 ranks": ("allreduce", 3),
-    "fsdp, 2 ranks": ("fsdp", 2),
-    "fsdp, 3 ranks": ("fsdp", 3),
-}
+LOADED = {2: ["ddp", "fsdp"], 3: ["allreduce", "fsdp"]}
 
 
 @pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("optimizer", [sgd, plain_sgd, adamw], ids=["sgd", "no state", "adamw"])
-def test_saved_under_one_strategy_resumed_under_the_others(saved, optimizer, tmp_path):
+def test_saved_under_one_strategy_tested_and_resumed_under_the_others(saved, optimizer, tmp_path):
     path = tmp_path / "epoch1.ckpt"
     SAVED[saved](path, optimizer=optimizer)
-    whole = one(optimizer=optimizer, epochs=2)
+    more = {"optimizer": optimizer, "epochs": 2}
+    whole = one(**more)
     expected = {**whole, "losses": whole["losses"][6:]}
-    names = LOADED if optimizer is adamw else ["fsdp, 3 ranks"]
-    for name in names:
-        strategy, world_size = LOADED[name]
-        found = ranks(strategy, world_size, optimizer=optimizer, epochs=2, resume=path)
-        assert difference(found, expected) < 1e-10, name
-    assert difference([one(optimizer=optimizer, epochs=2, resume=path)], expected) < 1e-10
-
-
-@pytest.mark.parametrize("saved", SAVED)
-def test_saved_under_one_strategy_tested_under_another(saved, tmp_path):
-    SAVED[saved](tmp_path / "last.ckpt")
-    expected = one(test=True, resume=tmp_path / "last.ckpt")["test"]
-    found = ranks("fsdp", 3, test=True, resume=tmp_path / "last.ckpt")[0]["test"]
-    assert found == pytest.approx(expected, rel=1e-7)  # self.log keeps float32
+    test_loss = one(test=True, resume=path)["test"]
+    assert difference([one(resume=path, **more)], expected) < 1e-10
+    for world_size, names in (LOADED if optimizer is adamw else {3: ["fsdp"]}).items():
+        tests = [(name, {"test": True, "resume": path}) for name in names]
+        fits = [(name, {"resume": path, **more}) for name in names]
+        results = ranks_all(world_size, tests + fits)
+        for found in results[: len(tests)]:
+            assert found[0]["test"] == pytest.approx(test_loss, rel=1e-7)  # self.log keeps float32
+        for found in results[len(tests) :]:
+            assert difference(found, expected) < 1e-10
 
 
 @pytest.mark.parametrize("own", [{}, {"sharded_checkpoint": True}], ids=["file", "shards"])
 def test_fsdp_saved_on_two_ranks_goes_on_bit_equal_on_two_and_close_on_four(own, tmp_path):
     run = {"precision": "32-true", "optimizer": adamw}
     path = tmp_path / "epoch1.ckpt"
-    whole = ranks("fsdp", 2, epochs=2, **run)
-    ranks("fsdp", 2, save=path, own=own, **run)
-    two = ranks("fsdp", 2, epochs=2, resume=path, **run)
+    runs = [{"epochs": 2}, {"save": path, "own": own}, {"epochs": 2, "resume": path}]
+    whole, _, two = ranks_all(2, [("fsdp", {**run, **settings}) for settings in runs])
     assert worst(two[0]["weights"], whole[0]["weights"]) == 0
     assert mean_losses(two) == mean_losses(whole)[6:]
     four = ranks("fsdp", 4, epochs=2, resume=path, **run)

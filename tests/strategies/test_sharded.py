@@ -1,7 +1,5 @@
 """Sharded trains as one process does, keeps only its shards, and scales losses in float16."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -12,29 +10,29 @@ from errors import UserError
 from local_ranks import run_ranks
 from strategies.sharded import Sharded
 from strategies.sharded_precision import precision_for
-from strategy_runs import adamw, difference, fit, mean_losses, one, ranks, worst
+from strategy_runs import adamw, difference, fit, mean_losses, one, ranks, ranks_all, worst
 
-
-@pytest.mark.parametrize(
-    ("world_size", "nodes", "settings"),
-    [
-        (2, 1, {}),
-        (4, 1, {}),
-        (2, 1, {"accumulate": 2}),
-        (2, 1, {"clip": 0.5}),
-        (2, 1, {"optimizer": adamw}),
-        (2, 1, {"batch_norm": True, "sync_batchnorm": True}),
-        (2, 1, {"own": {"activation_checkpointing": True}}),
-        (2, 1, {"own": {"reshard_after_forward": False}}),
-        (4, 2, {"own": {"shard_within_node": True}}),
-        (4, 2, {"own": {"shard_within_node": True}, "accumulate": 2}),
+SETTINGS = {
+    (2, 1): [
+        {},
+        {"accumulate": 2},
+        {"clip": 0.5},
+        {"optimizer": adamw},
+        {"batch_norm": True, "sync_batchnorm": True},
+        {"own": {"activation_checkpointing": True}},
+        {"own": {"reshard_after_forward": False}},
     ],
-    ids=lambda value: str(value),
-)
-def test_equals_one_process_in_float64(world_size, nodes, settings):
-    same = {key: settings[key] for key in ("clip", "optimizer", "batch_norm") if key in settings}
-    found = ranks("fsdp", world_size, nodes, **settings)
-    assert difference(found, one(**same), settings.get("accumulate", 1)) < 1e-12
+    (4, 1): [{}, {"accumulate": 2}],
+    (4, 2): [{"own": {"shard_within_node": True}}, {"own": {"shard_within_node": True}, "accumulate": 2, "clip": 0.5}],
+}
+
+
+@pytest.mark.parametrize(("world_size", "nodes"), SETTINGS)
+def test_equals_one_process_in_float64(world_size, nodes):
+    every = SETTINGS[world_size, nodes]
+    for settings, found in zip(every, ranks_all(world_size, [("fsdp", s) for s in every], nodes), strict=True):
+        same = {key: settings[key] for key in ("clip", "optimizer", "batch_norm") if key in settings}
+        assert difference(found, one(**same), settings.get("accumulate", 1)) < 1e-12, settings
 
 
 def describe_shards(trainer):
@@ -89,31 +87,29 @@ def scale(trainer):
     return trainer.precision_plugin.scaler.get_scale()
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("batch_norm", [False, True])
-def test_low_precision_stays_close_and_keeps_float32_weights(precision, batch_norm):
-    found = ranks("fsdp", 2, precision=precision, batch_norm=batch_norm, sync_batchnorm=batch_norm)
-    expected = one(precision="32-true", batch_norm=batch_norm)
-    np.testing.assert_allclose(mean_losses(found), expected["losses"], rtol=5e-3)
-    assert {str(w.dtype) for w in found[0]["weights"].values()} <= {"float32", "int64"}
+def test_low_precision_stays_close_and_keeps_float32_weights():
+    cases = [(precision, norm) for precision in ("bf16-mixed", "16-mixed") for norm in (False, True)]
+    runs = [("fsdp", {"precision": p, "batch_norm": norm, "sync_batchnorm": norm}) for p, norm in cases]
+    for (_, norm), found in zip(cases, ranks_all(2, runs), strict=True):
+        expected = one(precision="32-true", batch_norm=norm)
+        np.testing.assert_allclose(mean_losses(found), expected["losses"], rtol=5e-3)
+        assert {str(w.dtype) for w in found[0]["weights"].values()} <= {"float32", "int64"}
 
 
 @pytest.mark.parametrize(("world_size", "nodes", "own"), [(2, 1, {}), (4, 2, {"shard_within_node": True})])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(world_size, nodes, own):
-    run = partial(ranks, "fsdp", world_size, nodes, precision="16-mixed", inspect=scale, own=own)
-    skipped, without = run(steps=6, overflow_at=5), run(steps=5)
+    same = {"precision": "16-mixed", "inspect": scale, "own": own}
+    runs = [("fsdp", {**same, "steps": 6, "overflow_at": 5}), ("fsdp", {**same, "steps": 5})]
+    skipped, without = ranks_all(world_size, runs, nodes)
     assert worst(skipped[0]["weights"], without[0]["weights"]) == 0
     assert [r["inspect"] for r in skipped] == [32768.0] * world_size
     assert [r["inspect"] for r in without] == [65536.0] * world_size
 
 
 def test_batchnorm_of_rank_zero_is_evaluated_everywhere():
-    def settings(name):
-        return {"batch_norm": True, "steps": 2, "inspect": running_mean, "precision": "64-true", "name": name}
-
-    for name in ("fsdp", "ddp", "allreduce"):
-        first, second = (r["inspect"] for r in ranks(world_size=2, **settings(name)))
-        np.testing.assert_array_equal(first, second)
+    settings = {"batch_norm": True, "steps": 2, "inspect": running_mean}
+    for found in ranks_all(2, [(name, settings) for name in ("fsdp", "ddp", "allreduce")]):
+        np.testing.assert_array_equal(found[0]["inspect"], found[1]["inspect"])
 
 
 def running_mean(trainer):

@@ -1,0 +1,153 @@
+"""What each rank holds: bytes of weights, gradients and optimizer state, and the peak of tracked bytes in a step.
+
+    PYTHONPATH=src python -P benchmarks/memory_per_rank.py
+
+Writes benchmarks/results/memory_per_rank.json and benchmarks/memory_per_rank.md. The bytes are those of tensors in
+CPU memory as torch's MemTracker sees them: what a GPU's allocator would hold, without its rounding.
+"""
+
+import argparse
+import json
+import logging
+import platform
+import sys
+import tempfile
+import warnings
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from callbacks.memory_phases import TrackedBytes
+from classifier import ImageClassifier
+from cluster import Cluster
+from data.synthetic import SyntheticDataModule
+from local_ranks import local_cluster, run_ranks
+from models.timm_vit import TimmViT
+from rank_process import StartedRanks
+from strategies.ddp import DDP
+from strategies.sharded import Sharded
+
+HERE = Path(__file__).resolve().parent
+ROWS = (("one process", 1), ("ddp_sim", 2), ("ddp_sim", 4), ("fsdp_sim", 2), ("fsdp_sim", 4))
+VIT = {"timm_name": "vit_tiny_patch16_224", "pretrained": False, "patch_size": 4, "embed_dim": 192, "depth": 12}
+IMAGE_SIZE, PER_RANK_BATCH, STEPS = 32, 16, 3
+MIB = 2**20
+
+
+def local_bytes(tensors: Any) -> int:
+    """Of this rank's shards, or of whole tensors."""
+    own = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    return sum(t.numel() * t.element_size() for t in own)
+
+
+class Measure(pl.Callback):
+    """Gradients as the optimizer gets them, and the peak of the last step, whose optimizer state exists already."""
+
+    def __init__(self, tracked: TrackedBytes) -> None:
+        self.tracked, self.gradients, self.peak = tracked, 0, 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.tracked.reset()
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        self.gradients = local_bytes(p.grad for p in pl_module.parameters() if p.grad is not None)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.peak = self.tracked.peaks()[""]
+
+
+def in_rank(cluster: Cluster, trainer_name: str, cache_dir: str) -> dict[str, int]:
+    logging.getLogger("lightning").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    torch.manual_seed(0)
+    data = SyntheticDataModule(
+        image_size=IMAGE_SIZE, num_images=4 * STEPS * PER_RANK_BATCH + 8, num_val=8, num_test_images=8,
+        global_batch_size=PER_RANK_BATCH * cluster.world_size, cache_dir=cache_dir,
+    )  # fmt: skip
+    data.prepare()
+    data.place(rank=cluster.rank, world_size=cluster.world_size)
+    net = TimmViT(num_classes=10, image_size=IMAGE_SIZE, channels=3, **VIT)
+    module = ImageClassifier(net, partial(torch.optim.AdamW, lr=1e-3), num_classes=10)
+    strategies = {"one process": lambda: "auto", "ddp_sim": DDP, "fsdp_sim": Sharded}
+    strategy = strategies[trainer_name]()
+    if trainer_name != "one process":
+        strategy._timeout = timedelta(seconds=60)
+    tracked = TrackedBytes()
+    tracked.track_external(net)
+    measure = Measure(tracked)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=cluster.devices, strategy=strategy, plugins=[StartedRanks(cluster)],
+        callbacks=[measure], max_steps=STEPS, limit_val_batches=0, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    with tracked:
+        trainer.fit(module, datamodule=data)
+    states = [
+        v for state in trainer.optimizers[0].state.values() for v in state.values() if isinstance(v, torch.Tensor)
+    ]
+    return {
+        "parameters": local_bytes(net.parameters()),
+        "gradients": measure.gradients,
+        "optimizer_state": local_bytes(value for value in states if isinstance(value, torch.Tensor)),
+        "peak": measure.peak,
+    }
+
+
+def measure_row(trainer_name: str, world_size: int, cache_dir: str) -> dict[str, Any]:
+    if world_size == 1:
+        ranks = [in_rank(local_cluster(0, 1, 0), trainer_name, cache_dir)]
+    else:
+        ranks = run_ranks(in_rank, world_size, trainer_name, cache_dir)
+    largest = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+    return {"trainer": trainer_name, "ranks": world_size, "largest_rank": largest, "every_rank": ranks}
+
+
+def table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
+    lines = [
+        "# Memory of one rank",
+        "",
+        "Written by `benchmarks/memory_per_rank.py`; do not edit. MiB of the rank that holds most; a ViT of "
+        f"{facts['num_parameters'] / 1e6:.1f} M parameters, AdamW, float32, {PER_RANK_BATCH} images of {IMAGE_SIZE} px "
+        "a rank. The peak is that of tracked tensor bytes in a step, activations, gathered weights and DDP's buckets "
+        "included.",
+        "",
+        f"{facts['date']} · {facts['machine']} · torch {facts['torch']}",
+        "",
+        "| trainer | ranks | parameters | gradients | optimizer state | these | peak of a step | of one process |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    whole = rows[0]["largest_rank"]["peak"]
+    for row in rows:
+        largest = row["largest_rank"]
+        held = [largest[name] for name in ("parameters", "gradients", "optimizer_state")]
+        numbers = [f"{value / MIB:.1f}" for value in [*held, sum(held), largest["peak"]]]
+        lines.append(f"| {row['trainer']} | {row['ranks']} | {' | '.join(numbers)} | {largest['peak'] / whole:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Bytes that each rank holds under ddp_sim and fsdp_sim.")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for the table and results/")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as cache_dir:
+        rows = [measure_row(name, world_size, cache_dir) for name, world_size in ROWS]
+    num_parameters = rows[0]["largest_rank"]["parameters"] // 4
+    facts = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": platform.machine(), "torch": torch.__version__,
+        "num_parameters": num_parameters, "command": "PYTHONPATH=src python -P benchmarks/memory_per_rank.py",
+    }  # fmt: skip
+    (options.out / "results").mkdir(parents=True, exist_ok=True)
+    results = options.out / "results" / "memory_per_rank.json"
+    results.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+    (options.out / "memory_per_rank.md").write_text(table(rows, facts))
+    print(table(rows, facts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
