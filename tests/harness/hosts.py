@@ -89,9 +89,9 @@ class Host:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != self.holder.pid:
                 with contextlib.suppress(OSError):
-                    if os.readlink(entry / "ns/net") == own and "sshd" not in (entry / "comm").read_text():
-                        if (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
-                            found.append(int(entry.name))
+                    here = os.readlink(entry / "ns/net") == own and "sshd" not in (entry / "comm").read_text()
+                    if here and (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                        found.append(int(entry.name))
         return found
 
     def die(self) -> None:
@@ -152,9 +152,7 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     homes = [folder / "host0-home", folder / "host1-home"]
     for home in homes:
         home.mkdir(parents=True)
-    hosts = [
-        Host(f"host{index}", f"10.77.0.{index + 1}", homes[index], hidden=homes[1 - index]) for index in (0, 1)
-    ]
+    hosts = [Host(f"host{index}", f"10.77.0.{index + 1}", homes[index], hidden=homes[1 - index]) for index in (0, 1)]
     try:
         join_by_cable(*hosts)
         for host in hosts:

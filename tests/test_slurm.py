@@ -1,0 +1,139 @@
+"""launch/train.sbatch on a real SLURM of two nodes: requeue, time limit, cancel, a lost node, a killed task."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from callbacks.checkpoint_io import read_checkpoint
+from checkpoint_files import complete
+from run_files import RunFolder
+from runs import run_door
+from slurm import cluster, needs_slurm
+
+pytestmark = needs_slurm
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SMALL = ["experiment=quickstart", "trainer=ddp_sim", "trainer.num_threads=1", "trainer.timeout_s=30"]
+NODES = ["--nodes=2", "--ntasks-per-node=1", "launch/train.sbatch", *SMALL, "trainer.devices=1"]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    with cluster(tmp_path_factory.mktemp("slurm")) as slurm:
+        for name in ("src", "configs", "launch"):
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(REPOSITORY / name, slurm.submit_from / name, ignore=ignored)
+        shutil.copy(REPOSITORY / "requirements.txt", slurm.submit_from)
+        (slurm.submit_from / "logs").mkdir()
+        (slurm.submit_from / ".venv").symlink_to(Path(sys.prefix))
+        yield slurm
+
+
+def folder(slurm, job):
+    return RunFolder(slurm.submit_from / f"logs/train/runs/slurm-{job}")
+
+
+def record(slurm, job):
+    return json.loads(folder(slurm, job).record.read_text())
+
+
+def wait_for_checkpoint(slurm, job):
+    slurm.wait_until(lambda: any(folder(slurm, job).checkpoints.glob("last-*.json")), job, 150)
+
+
+def gone(slurm, job):
+    slurm.wait_until(lambda: not slurm.pids(job), job, 40)
+
+
+def only_run(slurm, job):
+    """A requeued job goes on in its folder."""
+    runs = [p for p in (slurm.submit_from / "logs/train/runs").iterdir() if job in p.name]
+    return runs == [folder(slurm, job).path]
+
+
+def test_usr1_saves_and_requeues_and_the_same_run_ends_with_bit_equal_weights(slurm, tmp_path):
+    whole = run_door("train", *SMALL, "trainer.max_epochs=20", logs=tmp_path)
+    assert whole.code == 0, whole.output
+    job = slurm.sbatch(*NODES, "trainer.max_epochs=20")
+    wait_for_checkpoint(slurm, job)
+    slurm.run("scancel", "--signal=USR1", job)
+    slurm.wait_until(lambda: record(slurm, job)["status"] != "running", job, 60)
+    assert record(slurm, job)["exit_code"] == 75, slurm.output(job)
+    slurm.wait(job, "COMPLETED", seconds=180)
+    found = record(slurm, job)
+    assert found["status"] == "finished" and found["num_nodes"] == 2 and found["epochs"] == 20
+    assert slurm.facts(job)["Restarts"] == "1" and len(found["restarts"]) == 1 and only_run(slurm, job)
+    assert found["restarts"][0]["lost_steps"] == 0 < found["restarts"][0]["resumed_step"]
+    ours, theirs = (
+        read_checkpoint(next(complete(where.checkpoints, "last"))[0])["state_dict"]
+        for where in (folder(slurm, job), whole.folder)
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert found["metrics"]["test/loss"] == whole.record["metrics"]["test/loss"]
+    gone(slurm, job)
+
+
+def test_a_killed_task_fails_the_job_and_is_named(slurm):
+    job = slurm.sbatch(*NODES, "trainer.max_epochs=1000")
+    wait_for_checkpoint(slurm, job)
+    second = [p for p in slurm.pids(job) if b"SLURM_PROCID=1\0" in Path(f"/proc/{p}/environ").read_bytes()]
+    ranks = [p for p in second if "train.py" in Path(f"/proc/{p}/cmdline").read_text()]
+    os.kill(max(ranks), signal.SIGKILL)
+    slurm.wait(job, "FAILED", seconds=60)
+    found = record(slurm, job)
+    assert found["status"] == "failed" and found["error"]["rank"] == 1, found["error"]
+    gone(slurm, job)
+
+
+def test_scancel_saves_and_the_job_stays_cancelled(slurm):
+    job = slurm.sbatch(*NODES, "trainer.max_epochs=1000")
+    wait_for_checkpoint(slurm, job)
+    slurm.run("scancel", job)
+    slurm.wait(job, "CANCELLED", seconds=60)
+    gone(slurm, job)
+    assert record(slurm, job)["status"] == "interrupted", slurm.output(job)
+    assert slurm.state(job) == "CANCELLED" and slurm.facts(job)["Restarts"] == "0"
+
+
+def test_a_job_whose_node_goes_down_starts_again_in_the_same_run(slurm):
+    job = slurm.sbatch(*NODES, "trainer.max_epochs=40")
+    wait_for_checkpoint(slurm, job)
+    slurm.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+    slurm.wait(job, "PENDING", "CONFIGURING", seconds=60)
+    gone(slurm, job)
+    slurm.run("scontrol", "update", "nodename=n2", "state=resume")
+    slurm.wait(job, "COMPLETED", seconds=240)
+    found = record(slurm, job)
+    assert found["status"] == "finished" and found["epochs"] == 40 and len(found["restarts"]) == 1
+    assert only_run(slurm, job)
+
+
+def test_the_wrong_number_of_tasks_is_one_sentence(slurm):
+    job = slurm.sbatch("--nodes=2", "--ntasks-per-node=1", "launch/train.sbatch", *SMALL, "trainer.devices=2")
+    slurm.wait(job, "FAILED", seconds=60)
+    assert "SLURM started 2 tasks, but trainer.devices=2" in slurm.output(job)
+
+
+def test_one_task_is_a_run_too(slurm):
+    job = slurm.sbatch("launch/train.sbatch", "experiment=quickstart", "trainer=cpu", "trainer.max_epochs=1")
+    slurm.wait(job, "COMPLETED", seconds=120)
+    assert record(slurm, job)["status"] == "finished" and only_run(slurm, job)
+
+
+@pytest.mark.soak
+def test_a_job_at_its_time_limit_saves_and_goes_on(slurm):
+    """SLURM looks at time limits twice a minute, and a minute is the shortest."""
+    job = slurm.sbatch("--time=1", "--signal=USR1@20", *NODES, "trainer.max_epochs=300")
+    slurm.wait_until(lambda: slurm.facts(job)["Restarts"] == "1", job, 180)
+    assert record(slurm, job)["status"] == "interrupted", slurm.output(job)
+    slurm.wait(job, "RUNNING", seconds=60)
+    slurm.wait_until(lambda: len(record(slurm, job)["restarts"]) == 1, job, 120)
+    slurm.run("scancel", job)
+    slurm.wait(job, "CANCELLED", seconds=60)
+    gone(slurm, job)
