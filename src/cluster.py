@@ -262,10 +262,11 @@ def _from_srun(environ, devices, num_nodes, several_processes) -> Cluster:
         raise UserError(
             f"SLURM started {tasks} tasks, but this trainer runs in one process: choose trainer=ddp or fsdp."
         )
-    if devices is not None and devices * (num_nodes or given_nodes) != tasks:
+    nodes = num_nodes or given_nodes
+    if devices is not None and devices * nodes != tasks:
         raise UserError(
-            f"SLURM started {tasks} tasks, but trainer.devices={devices} × trainer.num_nodes={num_nodes or given_nodes} "
-            f"= {devices * (num_nodes or given_nodes)} ranks: set --ntasks-per-node={devices}, or leave trainer.devices out."
+            f"SLURM started {tasks} tasks, but trainer.devices={devices} × trainer.num_nodes={nodes} = "
+            f"{devices * nodes} ranks: set --ntasks-per-node={devices}, or leave trainer.devices out."
         )
     _agree("num_nodes", num_nodes, given_nodes, "SLURM")
     node_rank, local_rank = _integer(environ, "SLURM_NODEID"), _integer(environ, "SLURM_LOCALID")

@@ -135,6 +135,7 @@ def plain(cfg: Any) -> dict[str, Any]:
 
     own = OmegaConf.create({key: value for key, value in cfg.items_ex(resolve=False) if key != "hydra"})
     try:
-        return OmegaConf.to_container(own, resolve=True)
+        found: Any = OmegaConf.to_container(own, resolve=True)
+        return found
     except OmegaConfBaseException as error:
         raise UserError(_one_sentence(error, [])) from None

@@ -275,7 +275,7 @@ def run_folder(config: dict[str, Any], cluster: Cluster, environment: dict[str, 
     resume = config.get("resume")
     named = config.get("run_id") or world.outside_run_id(environment)
     if resume == "auto":
-        folder = RunFolder(_runs(config, logs) / checked_run_id(named))
+        folder = RunFolder(_runs(config, logs) / checked_run_id(named or ""))
         if (config.get("s3") or {}).get("uri") and cluster.local_rank in (0, None):
             from s3_client import options_from
             from storage import fetch_run
@@ -292,7 +292,8 @@ def run_folder(config: dict[str, Any], cluster: Cluster, environment: dict[str, 
         if _restarted_from_outside(folder, environment):
             return folder, False
         raise UserError(
-            f"The run {folder.run_id} exists already: resume={folder.run_id} goes on with it, another run_id= starts anew."
+            f"The run {folder.run_id} exists already: resume={folder.run_id} goes on with it, "
+            "another run_id= starts anew."
         )
     return folder, True
 
@@ -352,13 +353,15 @@ def _check_resumable(config: dict[str, Any], folder: RunFolder, previous: dict[s
 
     if previous.get("status") == "finished" and config["trainer"]["max_epochs"] <= previous.get("epochs", 0):
         raise UserError(
-            f"The run {folder.run_id} is finished ({previous.get('epochs')} epochs): give more trainer.max_epochs to go on."
+            f"The run {folder.run_id} is finished ({previous.get('epochs')} epochs): "
+            "give more trainer.max_epochs to go on."
         )
     before, now = (_without_places(tree) for tree in (yaml.safe_load(folder.config.read_text()), config))
     for key in sorted(before.keys() | now.keys()):
         if key not in IGNORED_ON_RESUME and before.get(key) != now.get(key):
+            differs = _difference(before.get(key), now.get(key))
             raise UserError(
-                f"The run {folder.run_id} was started with another {key} ({_difference(before.get(key), now.get(key))}): "
+                f"The run {folder.run_id} was started with another {key} ({differs}): "
                 "resume it with the same options, or start a new run with ckpt_path=."
             )
 

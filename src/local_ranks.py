@@ -72,7 +72,7 @@ def _collect(ranks: dict[Connection, tuple[int, Any]], timeout_s: float) -> list
     results: dict[int, Any] = {}
     waiting = set(ranks)
     while waiting:
-        ready = wait(waiting, timeout_s)
+        ready: list[Any] = wait(waiting, timeout_s)
         if not ready:
             missing = sorted(ranks[connection][0] for connection in waiting)
             raise RuntimeError(f"ranks {missing} of {len(ranks)} said nothing for {timeout_s:.0f} s")

@@ -140,7 +140,7 @@ class Watching:
             return EXIT_INTERRUPTED if EXIT_INTERRUPTED in codes else EXIT_OK
         if first.error:
             print(f"[{first.name}] {first.error}", flush=True)  # last on the screen, whoever spoke after it
-        return first.code
+        return first.code or EXIT_FAILED
 
 
 def main(argv: list[str]) -> int:

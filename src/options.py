@@ -42,7 +42,8 @@ def groups(configs: Path) -> dict[str, list[Option]]:
 
 def keys(path: Path, prefix: str = "") -> list[Key]:
     """Every commented key of one yaml file, with its place in the tree."""
-    found, stack = [], []
+    found: list[Key] = []
+    stack: list[tuple[int, str]] = []
     for line in path.read_text().splitlines():
         match = KEY.match(line)
         if match is None:
@@ -65,8 +66,8 @@ def _description(path: Path) -> str:
 def help_text(configs: Path, config_name: str, description: str) -> str:
     """The whole answer to --help."""
     lines = [description, "", f"python src/{config_name}.py [group=option …] [key=value …] [-m] [--cfg job]", ""]
-    top = (configs / f"{config_name}.yaml").read_text()
-    defaults = dict(re.findall(r"^  - (\w+): \[?(\w+)\]?$", top, re.MULTILINE))
+    text = (configs / f"{config_name}.yaml").read_text()
+    defaults = dict(re.findall(r"^  - (\w+): \[?(\w+)\]?$", text, re.MULTILINE))
     for group, options in groups(configs).items():
         if group in ("hydra", "paths"):
             continue

@@ -5,6 +5,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+
 from compose import compose, plain
 from options import groups, help_text, keys
 

@@ -23,6 +23,10 @@ DOORS = {"train", "eval", "find_batch_size", "doctor", "logbook", "nodes", "uplo
 MODULES = {path.stem for path in SRC.glob("*.py")}
 FLOOR_0 = MODULES - ROOMS - FLOOR_2 - DOORS
 HEAVY = {"torch", "lightning", "hydra", "torchvision", "timm"}
+ROOM_OF_GROUP = {
+    "model": "models", "data": "data", "optimizer": "optimizers", "scheduler": "schedulers", "trainer": "strategies",
+    "callbacks": "callbacks", "logger": "callbacks",
+}  # fmt: skip
 FILES = sorted(SRC.rglob("*.py"))
 
 
@@ -81,6 +85,5 @@ def test_each_room_with_a_config_group_builds_only_itself():
             if "_target_:" in line:
                 target = line.split("_target_:")[1].strip(" {}").split(",")[0].split(" ")[0].rstrip("}")
                 room = target.split(".")[0]
-                expected = {"model": "models", "data": "data", "optimizer": "optimizers", "scheduler": "schedulers",
-                            "trainer": "strategies", "callbacks": "callbacks", "logger": "callbacks"}.get(path.parent.name)  # fmt: skip
+                expected = ROOM_OF_GROUP.get(path.parent.name)
                 assert expected is None or room in (expected, "torch", "lightning"), (path, target)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from errors import UserError
 from run_files import (
     LOST_AFTER_S,

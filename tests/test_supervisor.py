@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 import supervisor as module
 from cluster import Cluster
 from run_files import RunFolder, read_record, write_record

@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from callbacks.checkpoints import Checkpoints
 from errors import Interrupted
@@ -35,7 +36,7 @@ def silence_lightning(trainer: pl.Trainer) -> None:
     trainer._checkpoint_connector.__class__ = _NoHpcCheckpoints
 
 
-class _NoHpcCheckpoints(pl.trainer.connectors.checkpoint_connector._CheckpointConnector):
+class _NoHpcCheckpoints(_CheckpointConnector):
     """Never resumes from a checkpoint that the user did not name."""
 
     @property

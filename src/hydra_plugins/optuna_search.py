@@ -9,7 +9,7 @@ on the package index is held at Optuna 2, whose storage no longer works with tod
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
@@ -95,13 +95,15 @@ def suggest(trial: Any, override: Override) -> Any:
     Raises:
         UserError: a sweep that is no interval, range or choice.
     """
-    key, value = override.get_key_element(), override.value()
+    key, value = override.get_key_element(), cast(Any, override.value())
     log = "log" in getattr(value, "tags", ())
     if isinstance(value, IntervalSweep):
         kind = trial.suggest_int if isinstance(value.start, int) and isinstance(value.end, int) else trial.suggest_float
         return kind(key, value.start, value.end, log=log)
     if isinstance(value, RangeSweep):
-        return trial.suggest_int(key, int(value.start), int(value.stop) - 1, step=int(value.step))
+        start, stop, step = (int(cast(float, number)) for number in (value.start, value.stop, value.step))
+        return trial.suggest_int(key, start, stop - 1, step=step)
     if isinstance(value, ChoiceSweep):
         return trial.suggest_categorical(key, [str(choice) for choice in value.list])
-    raise UserError(f"{key} cannot be searched over {override.get_value_element_as_str()}: use interval, range or choice.")
+    given = override.get_value_element_as_str()
+    raise UserError(f"{key} cannot be searched over {given}: use interval, range or choice.")

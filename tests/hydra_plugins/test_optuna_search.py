@@ -7,7 +7,8 @@ from runs import run_door
 
 COMMAND = [
     "-m", "hydra/sweeper=optuna", "hydra.sweeper.study=night", "experiment=quickstart", "trainer=ddp_sim",
-    "trainer.max_epochs=1", "optimizer.lr=tag(log,interval(1e-5,1e-1))", "classifier.label_smoothing=choice(0.0,0.1,2.0)",
+    "trainer.max_epochs=1", "optimizer.lr=tag(log,interval(1e-5,1e-1))",
+    "classifier.label_smoothing=choice(0.0,0.1,2.0)",
 ]  # fmt: skip
 
 
