@@ -49,6 +49,19 @@ lock: install  ## resolve requirements*.txt anew from pyproject.toml
 	$(VENV)/bin/uv pip compile $(LOCK) --group dev -c requirements.txt -o requirements-dev.txt
 LOCK := -q -p 3.11 --universal --generate-hashes --no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
+parity: install  ## every strategy against one process, in float64, with seeded faults
+	$(PY) benchmarks/parity.py
+
+bench: install-dev  ## measure this machine: input path, memory per rank, largest batch, logbook, S3
+	$(PY) benchmarks/input_path.py
+	$(PY) benchmarks/memory_per_rank.py
+	$(PY) benchmarks/batch_search.py
+	$(PY) benchmarks/logbook_build.py
+	$(PY) benchmarks/s3.py
+
+soak: install-dev  ## the long fault tests
+	$(PY) -m pytest -m soak
+
 logbook: install  ## build the pages in logbook/ from the runs
 	$(PY) src/logbook.py build
 
