@@ -120,9 +120,9 @@ class Slurm:
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and f"SLURM_JOB_ID={job}\0".encode() in (entry / "environ").read_bytes():
-                    if f"SLURM_CONF={self.folder}".encode() in (entry / "environ").read_bytes():
-                        found.append(int(entry.name))
+                words = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+                if f"SLURM_JOB_ID={job}".encode() in words and str(self.folder).encode() in b" ".join(words):
+                    found.append(int(entry.name))
         return found
 
 
