@@ -117,11 +117,10 @@ class Sharded(ModelParallelStrategy):
         self.setup_precision_plugin()
 
     def _shard(self, net: nn.Module) -> None:
-        units = net.shard_units()
-        self._check(net, units)
         if self._layer_sync:
             self._layer_sync.apply(net)
-            units = net.shard_units()
+        units = net.shard_units() if hasattr(net, "shard_units") else []  # none named: the net as one unit
+        self._check(net, units)
         broadcast_from_rank_zero([*net.parameters(), *net.buffers()], self.root_device)
         for parameter in net.parameters():
             parameter.data = parameter.data.contiguous()  # fully_shard refuses channels_last weights
@@ -190,7 +189,8 @@ class Sharded(ModelParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         if self.sharded_checkpoint:
-            sharded_checkpoint.write(checkpoint, Path(self.broadcast(str(filepath))))
+            path = Path(self.broadcast(str(filepath)))
+            sharded_checkpoint.write(checkpoint, path, first_on_node=self.local_rank == 0)
         else:
             ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 

@@ -11,6 +11,7 @@ and rest.pt loads with weights_only=True.
 import hashlib
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,12 +68,19 @@ def join(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> dict[str, An
     return checkpoint
 
 
-def write(checkpoint: Mapping[str, Any], folder: Path) -> None:
+def write(checkpoint: Mapping[str, Any], folder: Path, first_on_node: bool) -> None:
     """Write a checkpoint whose tensors are sharded over the ranks; every rank calls it, with its own shards.
 
     An interrupted write leaves a folder without a manifest, which no reader takes for a checkpoint.
+
+    Args:
+        first_on_node: this rank clears away what an earlier world, of more ranks perhaps, left under this name.
     """
     tensors, rest = split(checkpoint)
+    if first_on_node and folder.exists():
+        (folder / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+    dist.barrier()
     folder.mkdir(parents=True, exist_ok=True)
     dcp.save(
         {name: value.detach() for name, value in tensors.items()},
@@ -121,6 +129,11 @@ def check(folder: Path, hashes: bool = False) -> dict[str, Any]:
         raise UserError(f"{folder} is no complete folder of shards: {error}.") from None
     if manifest["format"] != FORMAT:
         raise UserError(f"{folder} has shard format {manifest['format']}; this version reads {FORMAT}.")
+    strangers = {path.name for path in folder.glob("*.safetensors")} - files.keys()
+    if strangers:
+        raise UserError(
+            f"{folder} holds {min(strangers)}, which its manifest does not name: it is of another checkpoint."
+        )
     for name, entry in files.items():
         path = folder / Path(name).name
         if not path.is_file() or path.stat().st_size != entry["bytes"]:

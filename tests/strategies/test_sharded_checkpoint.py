@@ -67,6 +67,13 @@ def test_each_rank_wrote_its_part_and_the_manifest_names_them(folder):
     assert max(sizes) < 1.6 * min(sizes)
 
 
+def test_writing_again_with_fewer_ranks_leaves_no_old_shard(tmp_path):
+    for world_size in (3, 2):
+        ranks("fsdp", world_size, steps=1, save=tmp_path / "last.ckpt", own={"sharded_checkpoint": True})
+    assert check(tmp_path / "last.ckpt")["world_size"] == 2
+    assert len(list((tmp_path / "last.ckpt").glob("*.safetensors"))) == 2
+
+
 def test_a_folder_that_is_not_whole_is_refused(folder, tmp_path):
     def copy(name):
         return shutil.copytree(folder, tmp_path / name)
@@ -86,6 +93,10 @@ def test_a_folder_that_is_not_whole_is_refused(folder, tmp_path):
     shard.write_bytes(content)
     with pytest.raises(UserError, match=f"damaged: {shard.name}"):
         check(flipped, hashes=True)
+    mixed = copy("mixed")
+    shutil.copy(next(mixed.glob("*.safetensors")), mixed / "shard-00009-model-00001-of-00001.safetensors")
+    with pytest.raises(UserError, match="holds shard-00009.*another checkpoint"):
+        read(mixed)
     newer = copy("newer")
     manifest = json.loads((newer / "manifest.json").read_text())
     (newer / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
