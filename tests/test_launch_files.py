@@ -57,7 +57,8 @@ def test_cloud_inits_node_reads_its_tags_and_starts_train(tmp_path, notice):
     (tools / "curl").write_text(
         '#!/bin/bash\nfor word; do url=$word; done\ncase "$url" in\n*/api/token) echo secret;;\n'
         '*) [[ "$*" == *"X-aws-ec2-metadata-token: secret"* ]] || exit 22\n'
-        f"case $url in *instance-action) exit {0 if notice else 22};; *-run) echo night;; *-master) echo 10.0.0.1;; *-rank) echo 1;; *-nodes) echo 2;;\n"
+        f"case $url in *instance-action) exit {0 if notice else 22};; *-run) echo night;;\n"
+        "*-master) echo 10.0.0.1;; *-rank) echo 1;; *-nodes) echo 2;;\n"
         '*-options) echo "trainer=ddp data=cifar10";; *) exit 22;; esac;;\nesac\n'
     )
     (tmp_path / "opt/.venv/bin/python").write_text(

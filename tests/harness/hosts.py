@@ -8,7 +8,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -103,6 +102,22 @@ class Host:
         for process in self.processes:
             process.wait(10)
 
+    def pids_of(self, run: str) -> list[int]:
+        """The processes here whose command line or environment names a run; without Python's ways to rename them."""
+        found = []
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                place = Path(f"/proc/{pid}")
+                words = (place / "cmdline").read_bytes().split(b"\0") + (place / "environ").read_bytes().split(b"\0")
+                if any(w == f"run_id={run}".encode() or w.endswith(f"/{run}/config.yaml".encode()) for w in words):
+                    found.append(pid)
+        return found
+
+    def die_of(self, run: str) -> None:
+        for pid in self.pids_of(run):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def empty_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while self.pids() and time.monotonic() < deadline:
@@ -147,6 +162,10 @@ def cut(host: Host) -> None:
     host.run("ip", "link", "set", INTERFACE, "down")
 
 
+def mend(host: Host) -> None:
+    host.run("ip", "link", "set", INTERFACE, "up")
+
+
 @contextlib.contextmanager
 def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     homes = [folder / "host0-home", folder / "host1-home"]
@@ -157,21 +176,14 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
         join_by_cable(*hosts)
         for host in hosts:
             host.copy_project()
-            assert list(Path(homes[1 - hosts.index(host)]).iterdir()) is not None
         yield hosts[0], hosts[1]
     finally:
         for host in hosts:
             host.end()
 
 
-def wait_until(condition, seconds: float, what: str = "") -> None:
+def wait_until(condition, seconds: float, what: str = "", every_s: float = 0.1) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.1)
-
-
-def reachable(address: str, port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1):
-        return True
-    return False
+        time.sleep(every_s)
