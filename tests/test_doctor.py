@@ -1,0 +1,104 @@
+"""The doctor and the checks of each distributed run: one sentence per finding, with its mend."""
+
+import pytest
+
+import doctor
+import readiness
+from cluster import Cluster
+from compose import compose, plain
+from local_ranks import run_ranks
+from ranks import free_port
+
+
+def config_of(*words):
+    cfg = compose("train", list(words))
+    config = plain(cfg)
+    config["choices"] = {"trainer": "ddp_sim"}
+    return config
+
+
+def findings(config, environment):
+    return list(doctor.examine(config, environment))
+
+
+def test_a_machine_alone_is_ready(tmp_path):
+    found = findings(config_of("trainer=cpu", f"paths.log_dir={tmp_path / 'not/yet'}"), {})
+    assert all(fine for fine, _ in found)
+    text = " ".join(sentence for _, sentence in found)
+    assert "1 ranks on 1 nodes" in text and "GiB free" in text and "packages installed" in text
+
+
+NODES = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "0"}
+SLURM = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2",
+         "SLURM_NODEID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "a,b"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environment", "mend"),
+    [
+        ({**NODES, "MASTER_PORT": ""}, "MASTER_PORT not set"),
+        ({**NODES, "NODE_RANK": "2"}, "counts from 0 to 1"),
+        ({**NODES, "WORLD_SIZE": "3"}, "make them equal"),
+        ({**NODES, "LOCAL_RANK": "0"}, "unset LOCAL_RANK"),
+        (SLURM, "set --ntasks-per-node=1"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_named_with_the_mend(environment, mend):
+    config = config_of("trainer=ddp_sim", "trainer.devices=1", "trainer.num_nodes=2", "trainer.timeout_s=1")
+    bad = [sentence for fine, sentence in findings(config, environment) if not fine]
+    assert any(mend in sentence for sentence in bad), bad
+
+
+def test_another_node_that_is_not_there_is_named():
+    config = config_of("trainer=ddp_sim", "trainer.devices=1", "trainer.num_nodes=2", "trainer.timeout_s=1")
+    found = findings(config, {**NODES, "MASTER_PORT": str(free_port())})
+    assert found[-1][0] is False and "node rank 1 did not arrive" in found[-1][1]
+
+
+def diagnose_node(place, port):
+    config = config_of("trainer=ddp_sim", "trainer.devices=1", "trainer.num_nodes=2", "trainer.timeout_s=30")
+    return findings(config, {**NODES, "MASTER_PORT": str(port), "NODE_RANK": str(place.rank)})
+
+
+def test_two_nodes_find_each_other_equal_and_measure_their_network():
+    for found in run_ranks(diagnose_node, 2, free_port()):
+        assert all(fine for fine, _ in found), found
+        assert "same code, options and packages on all nodes." in [sentence for _, sentence in found]
+        assert found[-1][1].startswith("all-reduce: ") and "MiB/s" in found[-1][1]
+
+
+def place(num_nodes=2, master="127.0.0.1"):
+    return Cluster("nodes", num_nodes, 1, 0, None, master, 29500)
+
+
+def test_an_interface_that_does_not_exist():
+    fine, sentence = readiness.own_address(place(), {"GLOO_SOCKET_IFNAME": "eth77"})
+    assert not fine and "no interface eth77" in sentence
+
+
+def test_a_master_name_that_means_this_hosts_loopback(monkeypatch):
+    monkeypatch.setattr(readiness, "network_interface", lambda _: "lo")
+    fine, sentence = readiness.own_address(place(master="node0"), {})
+    assert not fine and "/etc/hosts" in sentence
+
+
+def test_a_master_that_cannot_be_reached(monkeypatch):
+    monkeypatch.setattr(readiness, "network_interface", lambda _: None)
+    fine, sentence = readiness.own_address(place(master="10.9.9.9"), {})
+    assert not fine and "no way to 10.9.9.9" in sentence
+
+
+def test_a_full_disk(monkeypatch, tmp_path):
+    monkeypatch.setattr(readiness, "FREE_DISK_GIB", 1e9)
+    assert list(readiness.findings(place(1), {}, tmp_path)) == [readiness.free_disk(tmp_path)[1]]
+    assert "make room" in readiness.free_disk(tmp_path)[1]
+
+
+def test_a_bucket_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    config = config_of("trainer=cpu", "s3.uri=s3://bucket/x", f"s3.endpoint_url=http://127.0.0.1:{free_port()}")
+    [(fine, sentence)] = doctor._bucket(config)
+    assert not fine and sentence.startswith("s3: ") and "secret" not in sentence
