@@ -101,3 +101,35 @@ def test_chosen_gpus_are_counted_without_a_driver():
     assert cluster.visible_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2
     assert cluster.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
     assert cluster.visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+
+
+def test_who_would_start_this_process_again():
+    assert cluster.agent_id({}) is None
+    assert cluster.agent_id(SLURM) == "slurm-7-0"
+    mine = cluster.agent_id(TORCHRUN)
+    assert mine.startswith("torchrun-") and mine == cluster.agent_id({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert cluster.agent_id({**TORCHRUN, cluster.SUPERVISED_CONFIG: "c"}) is None
+    assert cluster.agent_run_id(TORCHRUN) == cluster.agent_run_id(TORCHRUN)
+
+
+def test_torchruns_agent_serves_the_store_where_it_says_so():
+    assert not ask(TORCHRUN).agent_store
+    assert ask({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}).agent_store
+
+
+def test_the_interface_towards_the_master_is_gloos_where_nobody_chose(monkeypatch):
+    monkeypatch.setattr(cluster, "network_interface", lambda _: "net7")
+    found = {}
+    cluster.adopt(ask({**TORCHRUN, "WORLD_SIZE": "8"}), found)
+    assert found["GLOO_SOCKET_IFNAME"] == "net7" and found["RANK"] == "5"
+    found = {"GLOO_SOCKET_IFNAME": "mine"}
+    cluster.adopt(ask({**TORCHRUN, "WORLD_SIZE": "8"}), found)
+    assert found["GLOO_SOCKET_IFNAME"] == "mine"
+    alone = {}
+    cluster.adopt(ask({}, several=False), alone)
+    assert "GLOO_SOCKET_IFNAME" not in alone
+
+
+def test_the_interface_of_an_address():
+    assert cluster.network_interface("127.0.0.1") == "lo"
+    assert cluster.network_interface("no.such.host.invalid") is None

@@ -157,3 +157,54 @@ Supervisor(Cluster("none", 1, 2, 0, None, "127.0.0.1", None), RunFolder(Path({st
     while not gone(folder) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert gone(folder)
+
+
+def test_a_rank_whose_heartbeat_stops_is_ended_and_named(start, monkeypatch, capsys):
+    monkeypatch.setattr(module, "SILENT_BEYOND_TIMEOUT_S", 0.5)
+    build, folder = start
+    supervisor = build("""
+import socket
+line = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+for beat in range(1000):
+    line.sendto(str(rank).encode(), ("127.0.0.1", int(os.environ["LOCKSTEP_SUPERVISOR_PORT"])))
+    if rank == 1 and beat == 5:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.1)
+""")
+    supervisor.silent_after_s = 1.5
+    began = time.monotonic()
+    assert supervisor.run() == 1 and time.monotonic() - began < 8
+    error = read_record(folder.record)["error"]
+    assert error["rank"] == 1 and "no heartbeat for" in error["message"]
+    assert gone(folder)
+
+
+def test_a_supervisor_that_was_stopped_itself_blames_nobody():
+    heartbeats = module.Heartbeats()
+    heartbeats.silent_s = {0: 0.0}
+    heartbeats.listen(passed_s=3600.0)
+    assert heartbeats.silent_s[0] <= 1.0
+    heartbeats.line.close()
+
+
+def test_a_signal_before_the_ranks_can_handle_it_is_an_interruption(start):
+    build, folder = start
+    supervisor = build('open(f"{folder}/ready-{rank}", "w"); time.sleep(60)')
+
+    def terminate():
+        while not all((folder.path / f"ready-{rank}").exists() for rank in (0, 1)):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=terminate).start()
+    assert supervisor.run() == 75
+    assert read_record(folder.record)["status"] == "interrupted"
+    assert gone(folder)
+
+
+def test_errors_of_an_earlier_start_with_more_ranks_are_forgotten(start):
+    build, folder = start
+    old = {"rank": 3, "host": "h", "phase": "training", "message": "long ago", "kind": "ValueError", "time": 1.0}
+    folder.rank_error(3).write_text(json.dumps(old))
+    build("sys.exit(1) if rank == 0 else time.sleep(60)").run()
+    assert read_record(folder.record)["error"]["rank"] == 0
