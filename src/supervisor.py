@@ -75,6 +75,7 @@ class Heartbeats:
         self.line.setblocking(False)
         self.port = int(self.line.getsockname()[1])
         self.silent_s: dict[int, float] = {}  # of each rank that has ever been heard
+        self.phases: dict[int, str] = {}
 
     def listen(self, passed_s: float) -> None:
         """Call often; time in which this process itself was stopped does not count."""
@@ -82,7 +83,8 @@ class Heartbeats:
             self.silent_s[rank] += min(passed_s, 1.0)
         try:
             while True:
-                self.silent_s[int(self.line.recv(64))] = 0.0
+                rank, _, phase = self.line.recv(64).decode().partition(" ")
+                self.silent_s[int(rank)], self.phases[int(rank)] = 0.0, phase
         except (BlockingIOError, ValueError):
             return
 
@@ -269,9 +271,7 @@ class Supervisor:
         return self._silent_death(rank, f"ended with exit code {self.ranks.exit_codes.get(local or 0)}")
 
     def _silent_death(self, rank: int, message: str) -> dict[str, Any]:
-        phase = "start"
-        if self.folder.record.exists():  # on node 0 only
-            phase = read_record(self.folder.record).get("phase", "start")
+        phase = self.heartbeats.phases.get(rank, "start")
         return {
             "rank": rank, "host": socket.gethostname(), "phase": phase, "message": message, "kind": "killed",
             "time": time.time(),

@@ -52,6 +52,7 @@ class Watch(Callback):
         self.store: Any = None
         self.ended, self.leaving = threading.Event(), threading.Lock()
         self.stop_seen_s: float | None = None  # how long ago another rank was asked to stop
+        self.rank_zero_host = "its host"
         self.stopping = False  # this rank has left its training by itself
         self.unanswered_s = 0.0  # while this process ran: it may itself have been stopped for hours
         self.explained: BaseException | None = None
@@ -77,6 +78,8 @@ class Watch(Callback):
                 error = self._error()
                 if error is not None:
                     return self._leave(error)
+                if self.store.check(["beat/0"]):  # known before its host is gone
+                    self.rank_zero_host = json.loads(self.store.get("beat/0"))[1]
                 if self.store.check([STOP]):
                     self._stop()
                 if self.rank == 0:
@@ -103,7 +106,7 @@ class Watch(Callback):
     def _tell_supervisor(self) -> None:
         if self.supervisor_port:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
-                line.sendto(str(self.rank).encode(), ("127.0.0.1", self.supervisor_port))
+                line.sendto(f"{self.rank} {self.phase}".encode(), ("127.0.0.1", self.supervisor_port))
 
     def _beat(self) -> None:
         self.store.set(f"beat/{self.rank}", json.dumps([time.time(), socket.gethostname(), self.phase]))
@@ -139,7 +142,7 @@ class Watch(Callback):
     # Failure
 
     def _facts(self, rank: int, message: str, kind: str = "lost") -> dict[str, Any]:
-        host = socket.gethostname() if rank == self.rank else "its host"
+        host = socket.gethostname() if rank == self.rank else self.rank_zero_host
         return {"rank": rank, "host": host, "phase": self.phase, "message": message, "kind": kind, "time": time.time()}
 
     def _publish(self, facts: dict[str, Any]) -> dict[str, Any]:
@@ -218,7 +221,7 @@ class Watch(Callback):
                 if rank != self.rank and seconds > SILENT_AFTER_S:
                     host, phase = beats[rank][1:]
                     return {"rank": rank, "host": host, "phase": phase, "time": time.time(), "kind": "lost",
-                            "message": "died or was cut off without a word"}  # fmt: skip
+                            "message": f"died, was stopped or cut off without a word {seconds:.0f} s ago"}  # fmt: skip
             time.sleep(0.2)
         return None
 
