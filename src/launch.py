@@ -69,6 +69,8 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     except Interrupted as error:
         print(f"Interrupted ({error}) before the run began.", flush=True)
         return EXIT_INTERRUPTED
+    finally:
+        _signals_end_this_process()
     folder, fresh = run_folder(config, cluster, environment)
     if cluster.is_rank_zero or cluster.local_rank in (0, None):
         begin(config, cluster, folder, fresh)
@@ -81,6 +83,7 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
         code = Supervisor(cluster, folder, command, environment, timeout_s=config["trainer"]["timeout_s"]).run()
     else:
         code = in_this_process(config, cluster, folder, work)
+        _signals_end_this_process()
     for path in folder.path.glob("stack-rank*.txt"):
         if path.stat().st_size == 0:
             path.unlink()
@@ -470,7 +473,10 @@ def in_this_process(config: dict[str, Any], cluster: Cluster, folder: RunFolder,
     _dump_stack_on_signal(folder, cluster)
     _stop_at_once_on_signal()
     try:
-        return work(config, cluster, folder)
+        try:
+            return work(config, cluster, folder)
+        finally:
+            _ignore_signals()  # what is left is short, and a supervisor may ask again
     except Interrupted as error:
         _end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
         if cluster.is_rank_zero:
@@ -499,6 +505,22 @@ def _stop_at_once_on_signal() -> None:
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, stop)
+
+
+def _ignore_signals() -> None:
+    import signal
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _signals_end_this_process() -> None:
+    """As in any program."""
+    import signal
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _failed(folder: RunFolder, cluster: Cluster, error: Exception, code: int) -> int:
