@@ -257,6 +257,16 @@ class ImageDataModule(LightningDataModule):
             labels = np.where(selection.counted, labels, -1)
         return {"draws": torch.from_numpy(selection.draws), "labels": torch.from_numpy(labels)}
 
+    def sample_images(self, count: int) -> Tensor:
+        """(count, channels, image_size, image_size) float, normalised: the first training images, not augmented.
+
+        The same on every rank, for nets that look at data before they train.
+        """
+        centre, index = self._batch_transforms.centre(), self._train_index[:count]
+        batches = EvalBatches(self._deliver, index, centre, batch_size=self.eval_batch_size, rank=0, world_size=1)
+        images = [self._batch_transforms(self._windows_of(batch), batch["draws"]) for batch in batches]
+        return torch.cat(images)[: len(index)]
+
     # Batches
 
     def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:

@@ -258,3 +258,16 @@ def test_testing_alone_counts_all_and_true_precision_reaches_the_batch(make, tmp
         warnings.simplefilter("ignore")
         trainer(tmp_path, precision="64-true").test(module, datamodule=make(), verbose=False)
     assert sum(module.validated) == 197 and module.dtype_seen == torch.float64
+
+
+def test_sample_images_are_the_first_training_images_without_augmentation(tmp_path):
+    from data.digits import DigitsDataModule
+
+    samples = []
+    for rank, world_size in ((0, 1), (1, 2)):
+        module = DigitsDataModule(cache_dir=str(tmp_path), global_batch_size=64, eval_batch_size=50)
+        module.prepare()
+        module.place(rank=rank, world_size=world_size, accumulate_grad_batches=1, device=torch.device("cpu"))
+        samples.append(module.sample_images(120))
+    assert samples[0].shape == (120, 1, 8, 8) and torch.equal(samples[0], samples[1])
+    assert abs(float(samples[0].mean())) < 0.1 and abs(float(samples[0].std()) - 1) < 0.1
