@@ -322,7 +322,9 @@ def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bo
         checkpoint = newest_whole(folder.checkpoints)
         config["ckpt_path"] = str(checkpoint) if checkpoint else None
         config["resume_step"] = (read_sidecar(checkpoint) or {}).get("step") if checkpoint else 0
-        print(f"Resuming {folder.run_id} from {checkpoint.name if checkpoint else 'its start: no whole checkpoint'}.")
+        if previous is not None or checkpoint:
+            place = checkpoint.name if checkpoint else "its start: no whole checkpoint"
+            print(f"Resuming {folder.run_id} from {place}.")
     if cluster.world_size > 1 and config.get("ckpt_path") and cluster.node_rank == 0:
         config["ckpt_path"] = str(Path(config["ckpt_path"]).resolve())
     folder.path.mkdir(parents=True, exist_ok=True)

@@ -100,7 +100,7 @@ class Slurm:
         deadline = time.monotonic() + seconds
         while (state := self.state(job)) not in states:
             assert time.monotonic() < deadline, f"{state} instead of {states}:\n{self.output(job)}"
-            if state == "PENDING":  # a requeued job waits two minutes by itself
+            if state == "PENDING" and not self.pids(job):  # a requeued job waits two minutes by itself
                 self.run("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
             time.sleep(0.2)
         return state
