@@ -1,6 +1,6 @@
 """What each rank holds: bytes of weights, gradients and optimizer state, and the peak of tracked bytes in a step.
 
-    PYTHONPATH=src python -P benchmarks/memory_per_rank.py
+    python benchmarks/memory_per_rank.py
 
 Writes benchmarks/results/memory_per_rank.json and benchmarks/memory_per_rank.md. The bytes are those of tensors in
 CPU memory as torch's MemTracker sees them: what a GPU's allocator would hold, without its rounding.
@@ -20,6 +20,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from callbacks.memory_phases import TrackedBytes
 from classifier import ImageClassifier
@@ -139,7 +141,7 @@ def main(argv: list[str]) -> int:
     num_parameters = rows[0]["largest_rank"]["parameters"] // 4
     facts = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": platform.machine(), "torch": torch.__version__,
-        "num_parameters": num_parameters, "command": "PYTHONPATH=src python -P benchmarks/memory_per_rank.py",
+        "num_parameters": num_parameters, "command": "python benchmarks/memory_per_rank.py",
     }  # fmt: skip
     (options.out / "results").mkdir(parents=True, exist_ok=True)
     results = options.out / "results" / "memory_per_rank.json"

@@ -1,6 +1,6 @@
 """Every strategy trains as one process does: 20 steps, the same seed, order, augmentation and global batch.
 
-    make parity          (PYTHONPATH=src:benchmarks python -P benchmarks/parity.py --help)
+    make parity          (python benchmarks/parity.py --help)
 
 Writes benchmarks/results/parity.json and benchmarks/parity.md; ends with 1 if a row differs by more than 1e-9 in
 float64, if a loss does not fall by 20 %, or if a seeded fault goes unnoticed.
@@ -20,6 +20,9 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
 from parity_runs import FAULTS, GLOBAL_BATCH, MODELS, STEPS, Case, bare_loop, lightning_run
 
 from local_ranks import local_cluster, run_ranks

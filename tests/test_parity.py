@@ -1,7 +1,6 @@
 """`make parity` for the smallest model: every strategy equals one process, and every seeded fault is noticed."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,17 +9,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_every_strategy_equals_one_process_and_faults_are_noticed(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'benchmarks'}"}
     command = [
         sys.executable,
-        "-P",
-        str(ROOT / "benchmarks/parity.py"),
+        "benchmarks/parity.py",
         "--models",
         "small_cnn",
         "--out",
         str(tmp_path),
     ]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     results = json.loads((tmp_path / "results" / "parity.json").read_text())
     assert results["passed"] and len(results["rows"]) == 9 and len(results["faults"]) == 4

@@ -14,7 +14,8 @@ import torch
 
 from errors import UserError
 from strategies import hivemind
-from strategies.hivemind import Hivemind, OwnOrder, initialise_state
+from strategies.hivemind import Hivemind
+from strategies.swarm import OwnOrder, initialise_state
 
 ROOT = Path(__file__).resolve().parents[2]
 EPOCHS = 14  # of five steps of the swarm
