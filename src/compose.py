@@ -38,7 +38,11 @@ def _is_choice(override: str) -> bool:
     return "=" in override and not key.startswith(("+", "~")) and (CONFIGS / key).is_dir()
 
 
-WORDS = {"data.global_batch_size": ("max",)}  # words that stand where a number does
+WORDS = {
+    "data.global_batch_size": ("max",),
+    "trainer.devices": ("auto",),
+    "trainer.num_nodes": ("auto",),
+}  # words that stand where a number does
 
 
 def check_types(cfg: Any, defaults: Any, overrides: list[str]) -> None:

@@ -48,7 +48,6 @@ def estimate(cfg: Any) -> int:
     limit_gib = stated_limit_gib(config)
     targets.check_targets(config)
     rank_process.prepare_process(config, cluster)
-    warnings.filterwarnings("ignore", ".*across ranks is zero.*")  # a sum over ranks that reads 1, see Shapes
     facts = stated_facts(config)
     if cluster.world_size > 1:
         peak_bytes(config, facts, cluster, 1)  # DTensor's own shape propagation, done once, would be counted
@@ -162,6 +161,7 @@ def peak_bytes(config: dict[str, Any], facts: dict[str, Any], cluster: Cluster, 
     Args:
         facts: num_classes, image_size and channels of the data.
     """
+    warnings.filterwarnings("ignore", ".*across ranks is zero.*")  # a sum over ranks that reads 1, see Shapes
     on_gpu = config["trainer"]["accelerator"] != "cpu"
     config = copy.deepcopy(config)
     accumulate = min(config["trainer"]["accumulate_grad_batches"], 2)

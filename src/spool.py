@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ class Spool:
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.folder, self.rank = folder, rank
+        self._noting = threading.Lock()
 
     def add(self, kind: str, path: Path, sidecar: dict[str, Any], generation: int = 0) -> Item:
         """Link a checkpoint into the spool; where the disk has no room for even that, the item names the original."""
@@ -78,8 +80,9 @@ class Spool:
 
     def note(self, **facts: Any) -> None:
         """Keep facts of this start for whoever finishes its uploads: generation, flush_left_s, deadline."""
-        text = json.dumps({**self.notes(), **facts})
-        write_atomically(self.folder / START, lambda file: file.write(text))
+        with self._noting:  # the uploading thread and the training one both do
+            text = json.dumps({**self.notes(), **facts})
+            write_atomically(self.folder / START, lambda file: file.write(text))
 
     def notes(self) -> dict[str, Any]:
         try:

@@ -88,13 +88,13 @@ def test_a_bucket_that_cannot_be_used_ends_the_run_before_training_on_every_rank
 
 def test_not_required_trains_on_and_says_so(make):
     said = []
-    callback = make(uri="s3://no-such-bucket/x", required=False, flush_timeout_s=0.5, say=said.append)
+    callback = make(uri="s3://no-such-bucket/x", required=False, flush_timeout_s=3, say=said.append)
     callback.setup(trainer(), None, "fit")
     assert "training starts, uploads are tried again" in said[0]
     callback.on_checkpoint_complete(*checkpoint(callback, 10))
     started = time.monotonic()
     callback.teardown(trainer(), None, "fit")
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 12
     assert "does not exist" in callback.upload_status()["error"]
     assert [item.step for item in Spool(callback.folder.path / "upload").left()] == [10]
 
