@@ -83,8 +83,8 @@ class Heartbeats:
             self.silent_s[rank] += min(passed_s, 1.0)
         try:
             while True:
-                rank, _, phase = self.line.recv(64).decode().partition(" ")
-                self.silent_s[int(rank)], self.phases[int(rank)] = 0.0, phase
+                sender, _, phase = self.line.recv(64).decode().partition(" ")
+                self.silent_s[int(sender)], self.phases[int(sender)] = 0.0, phase
         except (BlockingIOError, ValueError):
             return
 
