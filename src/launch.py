@@ -84,9 +84,7 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     else:
         code = in_this_process(config, cluster, folder, work)
         _signals_end_this_process()
-    for path in folder.path.glob("stack-rank*.txt"):
-        if path.stat().st_size == 0:
-            path.unlink()
+    _remove_empty_stacks(folder)
     if cluster.is_supervisor or cluster.local_rank == 0:
         code = _finish_upload(config, folder, code, cluster)
     if cluster.is_rank_zero:
@@ -94,6 +92,15 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     if cluster.launcher == "torchrun" and code == EXIT_INTERRUPTED:
         return EXIT_OK  # torchrun would start the ranks again, which somebody has just asked to stop
     return code
+
+
+def _remove_empty_stacks(folder: RunFolder) -> None:
+    for path in folder.path.glob("stack-rank*.txt"):
+        try:
+            if path.stat().st_size == 0:
+                path.unlink()
+        except FileNotFoundError:  # another rank that shares this folder (SLURM, one disk) was first
+            continue
 
 
 def largest_batch(config: dict[str, Any], cluster: Cluster, environment: dict[str, str]) -> dict[str, Any] | None:
