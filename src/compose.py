@@ -143,3 +143,8 @@ def plain(cfg: Any) -> dict[str, Any]:
         return found
     except OmegaConfBaseException as error:
         raise UserError(_one_sentence(error, [])) from None
+
+
+def chosen_options(cfg: Any) -> dict[str, Any]:
+    """The option of each config group."""
+    return {key: value for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")}

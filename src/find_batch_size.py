@@ -36,8 +36,9 @@ PEER_INTERVAL_S = 0.5
 
 def find(cfg: Any) -> int:
     """The door's task: search, print, record."""
-    from launch import begin, describe_batch, resolve_cluster
+    from launch import describe_batch, resolve_cluster
     from run_files import RunFolder, new_run_id, read_record, utc_now, write_record
+    from run_start import begin
 
     config = plain(cfg)
     environment = world.environment()

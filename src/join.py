@@ -18,8 +18,9 @@ from checkpoint_files import measure
 from cluster import Cluster
 from compose import REPOSITORY
 from errors import UserError
-from launch import config_hash, take_over_record
+from launch import config_hash
 from run_files import RunFolder, read_record
+from run_start import take_over_record
 
 SPEAK_INTERVAL_S = 5.0
 CHUNK_BYTES = 64 * 2**20

@@ -16,8 +16,8 @@ from callbacks.interruption import Interruption
 from callbacks.watch import SILENT_AFTER_S, Watch
 from cluster import Cluster, supervisor_port
 from join import check_all_equal, join, own_connection, share_checkpoint
-from launch import report_failure
 from provenance import available_cores
+from run_end import report_failure
 from run_files import RunFolder
 from targets import check_targets
 

@@ -10,6 +10,8 @@ ROOMS = {path.name for path in SRC.iterdir() if path.is_dir() and path.name != "
 FLOOR_2 = {
     "assemble",
     "launch",
+    "run_start",
+    "run_end",
     "compose",
     "sweep",
     "join",
@@ -68,7 +70,14 @@ def test_only_cluster_reads_the_environment():
 
 
 def test_pages_and_launch_come_without_torch():
-    for path in [*SRC.glob("pages/*.py"), SRC / "launch.py", SRC / "compose.py", SRC / "supervisor.py"]:
+    for path in [
+        *SRC.glob("pages/*.py"),
+        SRC / "launch.py",
+        SRC / "run_start.py",
+        SRC / "run_end.py",
+        SRC / "compose.py",
+        SRC / "supervisor.py",
+    ]:
         assert not imports(path) & {"torch", "lightning"}, path
 
 

@@ -1,0 +1,145 @@
+"""How a run ends: exceptions and signals become an exit code, a record, one error file a rank, and a page."""
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cluster as world
+from cluster import Cluster
+from errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, Diverged, Interrupted, UserError
+from run_files import RunFolder, read_record, utc_now, write_atomically, write_record
+from supervisor import complete_record
+
+Work = Callable[[dict[str, Any], Cluster, RunFolder], int]
+
+
+def in_this_process(config: dict[str, Any], cluster: Cluster, folder: RunFolder, work: Work) -> int:
+    """Call work and turn how it ends into an exit code, a record, and one error file a rank."""
+    world.adopt(cluster)
+    _dump_stack_on_signal(folder, cluster)
+    stop_at_once_on_signal()
+    try:
+        try:
+            return work(config, cluster, folder)
+        finally:
+            _ignore_signals()  # what is left is short, and a supervisor may ask again
+    except Interrupted as error:
+        _end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
+        if cluster.is_rank_zero:
+            print(f"Interrupted ({error}): resume={folder.run_id} goes on.", flush=True)
+        return EXIT_INTERRUPTED
+    except UserError as error:
+        return _failed(folder, cluster, error, EXIT_USER_ERROR)
+    except Diverged as error:
+        return _failed(folder, cluster, error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        _end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        traceback.print_exc()
+        return _failed(folder, cluster, error, EXIT_FAILED)
+
+
+def stop_at_once_on_signal() -> None:
+    """Before there is anything to save, a signal just ends the run; Interruption takes over in training."""
+
+    def stop(number: int, _frame: Any) -> None:
+        raise Interrupted(signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, stop)
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def signals_end_this_process() -> None:
+    """As in any program."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _failed(folder: RunFolder, cluster: Cluster, error: Exception, code: int) -> int:
+    message = str(error) if isinstance(error, UserError | Diverged) else f"{type(error).__name__}: {error}"
+    phase = read_record(folder.record).get("phase", "start") if folder.record.exists() else "start"
+    facts = {
+        "rank": cluster.rank, "host": socket.gethostname(), "phase": phase, "message": message,
+        "kind": type(error).__name__, "time": time.time(),
+    }  # fmt: skip
+    report_failure(getattr(error, "culprit", None) or facts, folder, cluster, code)
+    return code
+
+
+def report_failure(facts: dict[str, Any] | None, folder: RunFolder, cluster: Cluster, code: int = EXIT_FAILED) -> None:
+    """What the run knows of how it ended (None: it was stopped): this rank's error file, the screen and the record.
+
+    A supervisor reads the error files and does the rest itself.
+    """
+    if facts is None:
+        return _end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
+    write_atomically(folder.rank_error(cluster.rank), lambda file: file.write(json.dumps(facts)))
+    if cluster.launcher != "supervisor":
+        if cluster.is_rank_zero and code != EXIT_USER_ERROR:
+            complete_record(folder, facts, code)
+        if code == EXIT_USER_ERROR and cluster.is_rank_zero:
+            _end(folder, cluster, "failed", code, facts)
+        where = "" if code == EXIT_USER_ERROR else f"rank {facts['rank']} on {facts['host']}, in {facts['phase']}: "
+        print(f"error: {where}{facts['message']}", file=sys.stderr, flush=True)
+
+
+def _end(folder: RunFolder, cluster: Cluster, status: str, code: int, error: dict[str, Any] | None) -> None:
+    if cluster.is_rank_zero:
+        record = read_record(folder.record)
+        named = {key: error[key] for key in ("message", "rank", "host", "phase")} if error else None
+        record.update(status=status, exit_code=code, finished_at=utc_now(), error=named)
+        write_record(folder.record, record)
+
+
+def _dump_stack_on_signal(folder: RunFolder, cluster: Cluster) -> None:
+    """SIGUSR2 from the supervisor: this rank's Python stacks go to the run folder."""
+    if folder.path.is_dir():
+        folder.stack(cluster.rank).unlink(missing_ok=True)
+        file = folder.stack(cluster.rank).open("a")  # the watch may write there too
+        faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+
+
+def remove_empty_stacks(folder: RunFolder) -> None:
+    for path in folder.path.glob("stack-rank*.txt"):
+        try:
+            if path.stat().st_size == 0:
+                path.unlink()
+        except FileNotFoundError:  # another rank that shares this folder (SLURM, one disk) was first
+            continue
+
+
+def conclude(config: dict[str, Any], folder: RunFolder, code: int) -> None:
+    """The last line of a run, and its page in the logbook; nothing here changes the exit code."""
+    record = read_record(folder.record)
+    if code == EXIT_OK and record["status"] == "finished":
+        shown = {name: value for name, value in record["metrics"].items() if name in ("val/acc_best", "test/acc")}
+        words = " · ".join(f"{name} {value:.2%}" for name, value in shown.items())
+        print(f"finished · {words} · {os.path.relpath(folder.path)}", flush=True)
+    try:
+        from pages.build import record_run
+
+        record_run(folder.path, Path(config["paths"]["logbook_dir"]))
+    except Exception as error:  # the pages never change how a run ends
+        print(f"The logbook page was not written ({type(error).__name__}: {error}); make logbook tries again.")
+    upload = record.get("upload") or {}
+    if upload.get("error"):
+        print(
+            f"The best checkpoint is NOT in the bucket: {upload['error']}; "
+            f"python src/upload.py {folder.run_id} sends it.",
+            flush=True,
+        )

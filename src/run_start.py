@@ -1,0 +1,220 @@
+"""The start of a run: its folder, config.yaml and first record; for a resumed run, that it is the same one."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import cluster as world
+import provenance
+from checkpoint_files import newest_whole, read_sidecar
+from cluster import Cluster
+from compose import REPOSITORY, chosen_options, compose, plain
+from errors import UserError
+from run_files import (
+    SCHEMA_VERSION,
+    RunFolder,
+    checked_run_id,
+    find_run,
+    new_run_id,
+    read_record,
+    seconds_between,
+    utc_now,
+    write_atomically,
+    write_record,
+)
+
+
+def run_folder(config: dict[str, Any], cluster: Cluster, environment: dict[str, str]) -> tuple[RunFolder, bool]:
+    """The folder of this run, not yet made, and whether the run is new.
+
+    Raises:
+        UserError: the run to resume is unknown or finished, or a new run would overwrite one.
+    """
+    logs = Path(config["paths"]["log_dir"])
+    resume = config.get("resume")
+    named = config.get("run_id") or world.outside_run_id(environment)
+    if resume == "auto":
+        folder = RunFolder(runs_folder(config, logs) / checked_run_id(named or ""))
+        if (config.get("s3") or {}).get("uri") and cluster.local_rank in (0, None):
+            from s3_client import options_from
+            from storage import fetch_run
+
+            fetch_run(options_from(config["s3"]), folder)
+        return folder, not folder.record.exists()
+    if resume and cluster.node_rank == 0:
+        return find_run(logs, resume), False
+    if resume:  # this node may never have had the folder
+        return RunFolder(runs_folder(config, logs) / checked_run_id(resume)), True
+    folder = RunFolder(runs_folder(config, logs) / checked_run_id(named or new_run_id()))
+    makes_it = cluster.local_rank in (0, None)
+    if makes_it and folder.record.exists():
+        if _restarted_from_outside(folder, environment):
+            return folder, False
+        raise UserError(
+            f"The run {folder.run_id} exists already: resume={folder.run_id} goes on with it, "
+            "another run_id= starts anew."
+        )
+    return folder, True
+
+
+def runs_folder(config: dict[str, Any], logs: Path) -> Path:
+    return Path(config["sweep_dir"]) if config.get("sweep_dir") else logs / config["task_name"] / "runs"
+
+
+def _restarted_from_outside(folder: RunFolder, environment: dict[str, str]) -> bool:
+    """torchrun's agent started its ranks again, or SLURM requeued the job: the same run goes on by itself."""
+    agent = world.agent_id(environment)
+    return agent is not None and read_record(folder.record).get("agent") == agent
+
+
+def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bool) -> None:
+    """Make the folder, config.yaml and the first record; for a resumed run check that it is the same one."""
+    previous = None if fresh else read_record(folder.record)
+    if previous is not None:
+        _check_resumable(config, folder, previous)
+    if previous is not None or config.get("resume") == "auto":
+        checkpoint = newest_whole(folder.checkpoints)
+        config["ckpt_path"] = str(checkpoint) if checkpoint else None
+        config["resume_step"] = (read_sidecar(checkpoint) or {}).get("step") if checkpoint else 0
+        if previous is not None or checkpoint:
+            place = checkpoint.name if checkpoint else "its start: no whole checkpoint"
+            print(f"Resuming {folder.run_id} from {place}.")
+    if cluster.world_size > 1 and config.get("ckpt_path") and cluster.node_rank == 0:
+        config["ckpt_path"] = str(Path(config["ckpt_path"]).resolve())
+    folder.path.mkdir(parents=True, exist_ok=True)
+    if config["task_name"] == "train":
+        untouched = compose("train", [])
+        defaults = {**plain(untouched), "choices": chosen_options(untouched)}
+        write_atomically(folder.defaults, lambda file: yaml.safe_dump(defaults, file, sort_keys=False))
+    write_atomically(folder.config, lambda file: yaml.safe_dump(config, file, sort_keys=False))
+    if cluster.node_rank > 0:
+        return
+    record = first_record(config, cluster, folder)
+    if previous is not None:
+        record = continued(previous, record, config)
+    else:
+        diff = provenance.code_diff(REPOSITORY) if record["code"]["dirty"] else ""
+        if diff:
+            write_atomically(folder.code_diff, lambda file: file.write(diff))
+    write_record(folder.record, record)
+
+
+IGNORED_ON_RESUME = (
+    "resume", "run_id", "ckpt_path", "overrides", "choices", "resume_step", "per_device_batch_size", "trainer", "paths",
+    "tags", "test", "s3", "hardware", "callbacks", "logger", "debug", "optimized_metric", "sweep_dir", "task_name",
+)  # fmt: skip
+
+
+def _check_resumable(config: dict[str, Any], folder: RunFolder, previous: dict[str, Any]) -> None:
+    if previous.get("status") == "finished" and config["trainer"]["max_epochs"] <= previous.get("epochs", 0):
+        raise UserError(
+            f"The run {folder.run_id} is finished ({previous.get('epochs')} epochs): "
+            "give more trainer.max_epochs to go on."
+        )
+    before, now = (_without_places(tree) for tree in (yaml.safe_load(folder.config.read_text()), config))
+    for key in sorted(before.keys() | now.keys()):
+        if key not in IGNORED_ON_RESUME and before.get(key) != now.get(key):
+            differs = _difference(before.get(key), now.get(key))
+            raise UserError(
+                f"The run {folder.run_id} was started with another {key} ({differs}): "
+                "resume it with the same options, or start a new run with ckpt_path=."
+            )
+
+
+def _without_places(config: dict[str, Any]) -> dict[str, Any]:
+    """Where the data lies may differ from machine to machine; what it is, data_hash tells."""
+    data = {key: value for key, value in config.get("data", {}).items() if key not in ("root", "cache_dir")}
+    return {**config, "data": data}
+
+
+def _difference(before: Any, now: Any, path: str = "") -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted(before.keys() | now.keys()):
+            if before.get(key) != now.get(key):
+                return _difference(before.get(key), now.get(key), f"{path}.{key}")
+    return f"{path.lstrip('.')} was {before!r}, now {now!r}"
+
+
+def first_record(config: dict[str, Any], cluster: Cluster, folder: RunFolder) -> dict[str, Any]:
+    """The record before anything has happened."""
+    now = utc_now()
+    choices, trainer = config["choices"], config["trainer"]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": folder.run_id,
+        "task_name": config["task_name"],
+        "tags": list(config["tags"]),
+        "status": "running",
+        "phase": "start",
+        "error": None,
+        "exit_code": None,
+        "started_at": now,
+        "updated_at": now,
+        "finished_at": None,
+        "command": shlex.join(["python", _as_typed(sys.argv[0]), *sys.argv[1:]]),
+        "overrides": config["overrides"],
+        "experiment": config.get("experiment_name") or choices.get("experiment"),
+        "code": provenance.code_state(REPOSITORY),
+        "versions": provenance.versions(),
+        "hosts": [provenance.host(cluster.node_rank)],
+        "launcher": cluster.launcher,
+        "agent": world.agent_id(world.environment()),
+        "model": config["model"]["name"],
+        "data": config["data"]["name"],
+        "trainer": choices["trainer"],
+        "world_size": cluster.world_size,
+        "num_nodes": cluster.num_nodes,
+        "devices": trainer["devices"],
+        "accelerator": trainer["accelerator"],
+        "precision": trainer["precision"],
+        "seed": config["seed"],
+        "global_batch_size": config["data"]["global_batch_size"],
+        "per_device_batch_size": config["per_device_batch_size"],
+        "accumulate_grad_batches": trainer["accumulate_grad_batches"],
+        "max_epochs": trainer["max_epochs"],
+        "epochs": 0,
+        "steps": 0,
+        "num_parameters": None,
+        "metrics": {},
+        "fit_seconds": None,
+        "images_per_s": None,
+        "best_checkpoint": None,
+        "resumed_from": config.get("ckpt_path"),
+        "restarts": [],
+    }
+
+
+def _as_typed(program: str) -> str:
+    path = Path(program).resolve()
+    return str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else path.name
+
+
+def continued(previous: dict[str, Any], record: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """One record for one run across its restarts: the beginning and what was reached stay."""
+    kept = ("started_at", "metrics", "fit_seconds", "best_checkpoint", "restarts", "command", "code", "steps", "epochs")
+    step = config.get("resume_step") or 0
+    restart = {
+        "at": record["started_at"],
+        "resumed_step": step,
+        "lost_steps": max(0, (previous.get("steps") or 0) - step),
+        "downtime_s": _seconds(previous.get("updated_at"), record["started_at"]),
+        "command": record["command"],
+        "previous_status": previous.get("status"),
+    }
+    record = {**record, **{key: previous[key] for key in kept if previous.get(key) is not None}}
+    record["restarts"] = [*record["restarts"], restart]
+    record["resumed_from"] = config.get("ckpt_path")
+    return record
+
+
+def take_over_record(folder: RunFolder, previous: dict[str, Any] | None, config: dict[str, Any]) -> None:
+    """On node 0, where the run's earlier record and newest checkpoint were found on another node."""
+    if previous is not None:
+        write_record(folder.record, continued(previous, read_record(folder.record), config))
+
+
+def _seconds(earlier: str | None, later: str) -> float | None:
+    return seconds_between(earlier, later) if earlier else None
