@@ -19,7 +19,7 @@ from data.resampling import grow, phases, resize_matrix
 from errors import UserError
 
 CACHE_BYTES = 2**20  # about what stays in a core's second-level cache
-LARGE_BYTES = 2**22  # from here on the allocator may ask the kernel for fresh pages each time
+LARGE_BYTES = 2**20  # from here on the allocator may ask the kernel for fresh pages each time
 
 
 class BatchTransforms(nn.Module):
@@ -39,6 +39,8 @@ class BatchTransforms(nn.Module):
 
     scale: Tensor
     shift: Tensor
+    row_scale: Tensor
+    row_shift: Tensor
     crops: Tensor
 
     def __init__(
@@ -63,6 +65,9 @@ class BatchTransforms(nn.Module):
         shift = -torch.tensor(mean, dtype=torch.float64) * 255 * scale
         self.register_buffer("scale", scale.float(), persistent=False)
         self.register_buffer("shift", shift.float(), persistent=False)
+        for name in ("scale", "shift"):  # of a whole row of pixels: the kernels' inner loop
+            row = getattr(self, name).repeat(image_size)
+            self.register_buffer(f"row_{name}", row, persistent=False)
         if self.resizes:
             matrix = resize_matrix(stored_size, resize)
             bordered = nn.functional.pad(matrix, (0, 0, crop_padding, crop_padding))
@@ -133,15 +138,15 @@ class BatchTransforms(nn.Module):
 
     def _normalise(self, windows: Tensor) -> Tensor:
         n, height, width, channels = windows.shape
-        scale, shift = self.scale.repeat(width), self.shift.repeat(width)  # one row of pixels: the kernels' inner loop
         rows = windows.view(n, height, width * channels)
         out = self._buffers_of_outputs.empty(rows.shape, rows.device)
-        chunk = n
+        parts, sources = (out,), (rows,)
         if out.device.type == "cpu" and out.nbytes > 8 * CACHE_BYTES:
             chunk = max(1, CACHE_BYTES * n // out.nbytes)
-        for part, source in zip(out.split(chunk), rows.split(chunk), strict=True):
+            parts, sources = out.split(chunk), rows.split(chunk)
+        for part, source in zip(parts, sources, strict=True):
             part.copy_(source)
-            torch.addcmul(shift, part, scale, out=part)
+            torch.addcmul(self.row_shift, part, self.row_scale, out=part)
         return out.view(n, height, width, channels).permute(0, 3, 1, 2)
 
     def _resize(self, windows: Tensor, draws: Tensor) -> Tensor:
