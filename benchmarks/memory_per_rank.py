@@ -2,8 +2,8 @@
 
     python benchmarks/memory_per_rank.py
 
-Writes benchmarks/results/memory_per_rank.json and benchmarks/memory_per_rank.md. The bytes are those of tensors in
-CPU memory as torch's MemTracker sees them: what a GPU's allocator would hold, without its rounding.
+Writes benchmarks/results/memory_per_rank.json and logbook/measurements/memory_per_rank.md. The bytes are those of
+tensors in CPU memory as torch's MemTracker sees them: what a GPU's allocator would hold, without its rounding.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from strategies.ddp import DDP
 from strategies.sharded import Sharded
 
 HERE = Path(__file__).resolve().parent
+PAGES = HERE.parent / "logbook" / "measurements"
 ROWS = (("one process", 1), ("ddp_sim", 2), ("ddp_sim", 4), ("fsdp_sim", 2), ("fsdp_sim", 4))
 VIT = {"timm_name": "vit_tiny_patch16_224", "pretrained": False, "patch_size": 4, "embed_dim": 192, "depth": 12}
 IMAGE_SIZE, PER_RANK_BATCH, STEPS = 32, 16, 3
@@ -133,7 +134,7 @@ def table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Bytes that each rank holds under ddp_sim and fsdp_sim.")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder for the table and results/")
+    parser.add_argument("--out", type=Path, help="folder for page and results, instead of the repository's own")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as cache_dir:
@@ -143,10 +144,11 @@ def main(argv: list[str]) -> int:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": platform.machine(), "torch": torch.__version__,
         "num_parameters": num_parameters, "command": "python benchmarks/memory_per_rank.py",
     }  # fmt: skip
-    (options.out / "results").mkdir(parents=True, exist_ok=True)
-    results = options.out / "results" / "memory_per_rank.json"
-    results.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
-    (options.out / "memory_per_rank.md").write_text(table(rows, facts))
+    results, page = (options.out or HERE) / "results", (options.out or PAGES) / "memory_per_rank.md"
+    for folder in (results, page.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    (results / "memory_per_rank.json").write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+    page.write_text(table(rows, facts))
     print(table(rows, facts))
     return 0
 

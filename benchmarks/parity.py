@@ -2,8 +2,8 @@
 
     make parity          (python benchmarks/parity.py --help)
 
-Writes benchmarks/results/parity.json and benchmarks/parity.md; ends with 1 if a row differs by more than 1e-9 in
-float64, if a loss does not fall by 20 %, or if a seeded fault goes unnoticed.
+Writes benchmarks/results/parity.json and logbook/measurements/parity.md; ends with 1 if a row differs by more than 1e-9
+in float64, if a loss does not fall by 20 %, or if a seeded fault goes unnoticed.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from parity_runs import FAULTS, GLOBAL_BATCH, MODELS, STEPS, Case, bare_loop, li
 from local_ranks import local_cluster, run_ranks
 
 HERE = Path(__file__).resolve().parent
+PAGES = HERE.parent / "logbook" / "measurements"
 TOLERANCE = 1e-9  # relative, in float64
 FALL = 0.20  # what the loss must lose, so that the comparison means something
 PRELOAD = ("torch", "torch.distributed", "lightning.pytorch", "timm", "parity_runs")
@@ -175,7 +176,7 @@ def report(
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Compare every strategy with one process.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--out", type=Path, default=HERE, help="folder for parity.md and results/parity.json")
+    parser.add_argument("--out", type=Path, help="folder for page and results, instead of the repository's own")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     started = time.perf_counter()
@@ -192,14 +193,16 @@ def main(argv: list[str]) -> int:
         "lightning": lightning.__version__, "command": "make parity", "seconds": time.perf_counter() - started,
     }  # fmt: skip
     passed = all(r.passed for r in results) and all(seen["caught"] for seen in faults.values())
-    (options.out / "results").mkdir(parents=True, exist_ok=True)
+    place, page = (options.out or HERE) / "results", (options.out or PAGES) / "parity.md"
+    for folder in (place, page.parent):
+        folder.mkdir(parents=True, exist_ok=True)
     content = {
         **facts, "passed": passed, "tolerance": TOLERANCE, "rows": [{**asdict(r), "passed": r.passed} for r in results],
         "float32_against_float64": rounding, "faults": faults,
     }  # fmt: skip
-    (options.out / "results" / "parity.json").write_text(json.dumps(content, indent=1) + "\n")
+    (place / "parity.json").write_text(json.dumps(content, indent=1) + "\n")
     text = report(results, rounding, faults, facts)
-    (options.out / "parity.md").write_text(text)
+    page.write_text(text)
     print(text)
     return 0 if passed else 1
 

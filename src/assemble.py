@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 
 from callbacks import checkpoint_io
 from callbacks.checkpoint_io import CheckpointFiles
@@ -24,6 +25,7 @@ from strategies.sharded_checkpoint import read as read_shards
 from strategies.sync_batchnorm import batch_norm_warnings, layer_sync
 from targets import build
 
+PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}
 OWN_TRAINER_KEYS = ("accelerator", "devices", "num_nodes", "strategy", "precision", "sync_batchnorm", "deterministic")
 
 
@@ -69,11 +71,16 @@ def build_module(config: dict[str, Any], facts: dict[str, Any], *, trainable: bo
     schedule = config.get("scheduler") or {}
     return ImageClassifier(
         net,
-        build(config["optimizer"]) if trainable else None,
+        build(_without_scaling(config["optimizer"])) if trainable else None,
         build(schedule) if trainable and "_target_" in schedule else None,
         num_classes=facts["num_classes"],
         **config["classifier"],
     )
+
+
+def _without_scaling(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """The optimizer's own arguments; the launch has scaled its learning rates already."""
+    return {key: value for key, value in optimizer.items() if key not in ("scale_lr_with_batch", "base_batch_size")}
 
 
 def load_weights(module: ImageClassifier, path: str, model_name: str) -> None:
@@ -134,6 +141,8 @@ def build_trainer(
     # What Lightning's Trainer does not know is ours or the strategy's.
     known = inspect.signature(pl.Trainer).parameters.keys() - set(OWN_TRAINER_KEYS)
     arguments = {key: value for key, value in own.items() if key in known}
+    if name := own.get("profiler"):
+        arguments["profiler"] = _profiler(name, root)
     strategy = _strategy(config, cluster)
     plugins: list[Any] = [StartedRanks(cluster), CheckpointFiles(read_folder=read_shards)]
     if own["sync_batchnorm"] and cluster.world_size > 1:
@@ -161,6 +170,13 @@ def build_trainer(
     )
     silence_lightning(trainer)
     return trainer
+
+
+def _profiler(name: str, root: Path) -> Profiler:
+    """Its table goes to the run folder: Lightning would say it in a log that nobody reads."""
+    if name not in PROFILERS:
+        raise UserError(f"trainer.profiler={name}: take {', '.join(PROFILERS)} or null.")
+    return PROFILERS[name](dirpath=root, filename="profile")
 
 
 def _strategy(config: dict[str, Any], cluster: Cluster) -> Any:

@@ -156,6 +156,11 @@ def agent_id(environ: Mapping[str, str]) -> str | None:
     return None
 
 
+def slurm_task(environ: Mapping[str, str]) -> tuple[int, int]:
+    """This process's number among a SLURM step's tasks, and how often its job was queued again; (0, 0) elsewhere."""
+    return int(environ.get("SLURM_PROCID") or 0), int(environ.get("SLURM_RESTART_COUNT") or 0)
+
+
 def agent_run_id(environ: Mapping[str, str]) -> str:
     """A run id for all ranks that this torchrun agent starts, now and after its restarts."""
     import hashlib

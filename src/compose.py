@@ -100,6 +100,7 @@ def _through_hydra(config_name: str, task: Callable[[Any], int]) -> int:
     from omegaconf import OmegaConf, open_dict
 
     codes: list[int] = []
+    program = str(Path(sys.argv[0]).resolve())
 
     def job(cfg):
         whole = OmegaConf.create(cfg)
@@ -108,13 +109,15 @@ def _through_hydra(config_name: str, task: Callable[[Any], int]) -> int:
         if whole.hydra.mode.name == "MULTIRUN":
             from sweep import run_job
 
-            return run_job(whole, codes)
+            return run_job(whole, program)
         codes.append(task(whole))
         return None
 
     register_resolvers()
     hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
-    return max(codes, default=0)
+    from sweep import ExitCodes
+
+    return max([*codes, ExitCodes.worst])
 
 
 def _one_sentence(error: Exception, overrides: list[str]) -> str:

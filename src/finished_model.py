@@ -1,6 +1,5 @@
 """A trained net out of its checkpoint alone, for predict.py and export.py."""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from assemble import build_module, check_fits
-from callbacks.checkpoint_io import read_checkpoint
-from checkpoint_files import complete
+from assemble import build_module, check_fits, read_checkpoint
+from checkpoint_files import complete, measure
 from data.batch_transforms import BatchTransforms
 from errors import UserError
 from run_files import RUN_ID_PATTERN, find_run, read_record
@@ -64,13 +62,14 @@ class FinishedModel:
         return logits
 
     def sha256(self) -> str:
-        return hashlib.sha256(self.path.read_bytes()).hexdigest()
+        """Of the file; of a folder of shards, over all its files."""
+        return measure(self.path)["sha256"]
 
 
 def load_finished(address: str, logs: Path, s3: dict[str, Any] | None = None) -> FinishedModel:
     """
     Args:
-        address: a checkpoint file, a run id (its best), or s3://….
+        address: a checkpoint file or folder of shards, a run id (its best), or s3://….
     Raises:
         UserError: there is none, or it was not written by this project.
     """

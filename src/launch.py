@@ -45,6 +45,7 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     cluster = resolve_cluster(config, environment)
     largest = largest_batch(config, cluster, environment)
     describe_batch(config, cluster)
+    scaled = scale_learning_rates(config) if config["task_name"] == "train" else None
     _fetch_checkpoint(config)
     if cluster.num_nodes > 1 or cluster.launcher == "torchrun":
         stop_at_once_on_signal()
@@ -65,6 +66,8 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
         if largest:
             write_record(folder.record, {**read_record(folder.record), "largest_batch": largest})
         print(headline(config, cluster, folder.run_id), flush=True)
+        if scaled:
+            print(scaled, flush=True)
     if cluster.is_supervisor:
         command = [sys.executable, str(Path(sys.argv[0]).resolve())]
         code = Supervisor(cluster, folder, command, environment, timeout_s=config["trainer"]["timeout_s"]).run()
@@ -242,6 +245,26 @@ def describe_batch(config: dict[str, Any], cluster: Cluster) -> None:
             f"{config['trainer']['accumulate_grad_batches']} accumulated batches: the nearest that do are {near}."
         )
     config["per_device_batch_size"] = size // parts
+
+
+def scale_learning_rates(config: dict[str, Any]) -> str | None:
+    """For optimizer.scale_lr_with_batch=true: lr × global batch / base_batch_size (Goyal et al. 2017), in config.
+
+    Returns:
+        A sentence that says from what to what; None where nothing is scaled.
+    """
+    optimizer, batch = config["optimizer"], config["data"]["global_batch_size"]
+    if not optimizer.get("scale_lr_with_batch"):
+        return None
+    base = optimizer["base_batch_size"]
+    if not isinstance(base, int) or base < 1:
+        raise UserError(f"optimizer.base_batch_size={base!r}: give a whole number from 1 on.")
+    changes = []
+    for name in [key for key in optimizer if key == "lr" or key.endswith("_lr")]:
+        stated = optimizer[name]
+        optimizer[name] = stated * batch / base
+        changes.append(f"{name} {stated:g} → {optimizer[name]:g}")
+    return f"optimizer: {', '.join(changes)} (global batch {batch} / base_batch_size {base})"
 
 
 def headline(config: dict[str, Any], cluster: Cluster, run_id: str) -> str:

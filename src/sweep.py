@@ -1,7 +1,8 @@
 """One job of a sweep: a fresh child process with its own run id, folder and record.
 
 In the sweep's own process the ranks of one job would leave their environment to the next, and each rank would
-start the whole sweep again.
+start the whole sweep again. On SLURM (hydra/launcher=submitit_slurm) each task of a job comes here, in a process
+that knows nothing but what was pickled.
 """
 
 import subprocess
@@ -9,29 +10,33 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hydra.experimental.callback import Callback
+
+import cluster as world
 from run_files import RunFolder, read_record
 
+CODES = ".exit-codes"  # in the sweep's folder: a small file per job and task
 
-def run_job(cfg: Any, codes: list[int]) -> float | None:
+
+def run_job(cfg: Any, program: str) -> float | None:
     """Run the job that Hydra has composed; returns the optimised metric, nan where the job failed.
 
     Args:
-        codes: collects the jobs' exit codes for the sweep's own.
+        program: the door that the sweep was started with.
     """
     sweep_dir = Path(str(cfg.hydra.sweep.dir)).resolve()
-    run_id = f"{sweep_dir.name}_{cfg.hydra.job.num}"
+    number = cfg.hydra.job.num
+    run_id = f"{sweep_dir.name}_{number}"
     own = ("run_id=", "sweep_dir=")
     overrides = [word for word in cfg.hydra.overrides.task if not word.lstrip("+").startswith(own)]
-    command = [
-        sys.executable,
-        str(Path(sys.argv[0]).resolve()),
-        *overrides,
-        f"run_id={run_id}",
-        f"sweep_dir={sweep_dir}",
-    ]
-    print(f"\njob {cfg.hydra.job.num}: {' '.join(overrides)}", flush=True)
-    code = run_child(command)
-    codes.append(code if code >= 0 else 128 - code)
+    task, restarts = world.slurm_task(world.environment())
+    if restarts:
+        overrides.append("resume=auto")
+    print(f"\njob {number}: {' '.join(overrides)}", flush=True)
+    code = run_child([sys.executable, program, *overrides, f"run_id={run_id}", f"sweep_dir={sweep_dir}"])
+    codes = sweep_dir / CODES
+    codes.mkdir(parents=True, exist_ok=True)
+    (codes / f"{number}-{task}").write_text(str(code if code >= 0 else 128 - code))
     record = RunFolder(sweep_dir / run_id).record
     metrics = read_record(record).get("metrics", {}) if record.exists() else {}
     value = metrics.get(f"{cfg.optimized_metric}_best", metrics.get(cfg.optimized_metric))
@@ -40,3 +45,13 @@ def run_job(cfg: Any, codes: list[int]) -> float | None:
 
 def run_child(command: list[str]) -> int:
     return subprocess.run(command, stdin=subprocess.DEVNULL).returncode
+
+
+class ExitCodes(Callback):
+    """Hydra's callback that remembers the worst exit code of a sweep's jobs, wherever they ran."""
+
+    worst = 0
+
+    def on_multirun_end(self, config: Any, **_: Any) -> None:
+        codes = [int(path.read_text()) for path in (Path(str(config.hydra.sweep.dir)) / CODES).glob("*")]
+        ExitCodes.worst = max(codes, default=0)

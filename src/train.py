@@ -25,6 +25,8 @@ def train(config: dict[str, Any], cluster: Any, folder: Any) -> int:
         if cluster.is_rank_zero:
             run.recorder.write(**_known_at_start(run), hosts=world.hosts)
         run.trainer.fit(run.module, datamodule=run.data, ckpt_path=config.get("ckpt_path"), weights_only=True)
+        for profile in sorted(folder.path.glob("fit-profile*.txt")) if cluster.is_rank_zero else ():
+            print(profile.read_text(), flush=True)
         if config["test"]:
             _test(run, cluster, folder)
         if cluster.is_rank_zero:

@@ -126,6 +126,20 @@ def test_one_task_is_a_run_too(slurm):
     assert record(slurm, job)["status"] == "finished" and only_run(slurm, job)
 
 
+def test_each_job_of_a_sweep_is_a_slurm_job(slurm):
+    """Two ranks on two nodes each; the second learning rate diverges, which its record and the exit code say."""
+    launcher = ["nodes=2", "tasks_per_node=1", "array_parallelism=1", "timeout_min=5"]
+    command = ["-m", "hydra/launcher=submitit_slurm", *(f"hydra.launcher.{word}" for word in launcher)]
+    command += [*SMALL, "trainer.devices=1", "trainer.max_epochs=1", "optimizer.lr=0.001,1e30"]
+    place = "hydra.sweep.dir=logs/train/multiruns/night"
+    done = slurm.call(sys.executable, "src/train.py", *command, place, seconds=240)
+    runs = slurm.submit_from / "logs/train/multiruns/night"
+    records = {path.parent.name: json.loads(path.read_text()) for path in runs.glob("*/run.json")}
+    assert {name: record["status"] for name, record in records.items()} == {"night_0": "finished", "night_1": "failed"}
+    assert {(r["launcher"], r["num_nodes"], r["world_size"]) for r in records.values()} == {("slurm", 2, 2)}
+    assert done.returncode == 1, done.stdout + done.stderr
+
+
 @pytest.mark.soak
 def test_a_job_at_its_time_limit_saves_and_goes_on(slurm):
     """SLURM looks at time limits twice a minute, and a minute is the shortest."""

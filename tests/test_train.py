@@ -72,6 +72,37 @@ def test_headline_and_last_line(uninterrupted):
     assert lines[-1].startswith("finished") and uninterrupted.folder.run_id in lines[-1]
 
 
+@pytest.mark.parametrize(
+    ("option", "steps", "wanted"),
+    [("fast_dev_run", 2, "finished"), ("overfit", 60, "finished"), ("profiler", 20, "run_training_batch")],
+)
+def test_debug_options_run(tmp_path, option, steps, wanted):
+    shorter = ["trainer.max_epochs=20", "trainer.check_val_every_n_epoch=20"] if option == "overfit" else []
+    done = run_door("train", "experiment=quickstart", f"debug={option}", *shorter, logs=tmp_path)
+    assert done.code == 0, done.output
+    assert done.record["steps"] == steps and done.record["tags"] == ["debug"]
+    assert wanted in done.output
+    if option == "overfit":
+        losses = [float(row["train/loss"]) for row in rows(done.folder) if row["train/loss"]]
+        assert losses[-1] < 0.5 * losses[0]
+
+
+def test_learning_rates_follow_the_batch_where_asked(tmp_path):
+    options = ["experiment=quickstart", "optimizer=muon", "trainer.max_steps=2", "test=false"]
+    options += ["optimizer.lr=0.02", "optimizer.head_lr=0.01", "optimizer.base_batch_size=32", "scheduler=none"]
+    scaled = run_door("train", *options, "optimizer.scale_lr_with_batch=true", logs=tmp_path / "scaled")
+    assert scaled.code == 0, scaled.output
+    said = "optimizer: lr 0.02 → 0.04, head_lr 0.01 → 0.02, vector_lr 0.1 → 0.2 (global batch 64 / base_batch_size 32)"
+    assert said in scaled.output.splitlines()
+    wanted = ["optimizer.lr=0.04", "optimizer.head_lr=0.02", "optimizer.vector_lr=0.2"]
+    stated = run_door("train", *options, *wanted, logs=tmp_path / "stated")
+    assert_equal(weights(scaled.folder), weights(stated.folder))
+    refused = run_door(
+        "train", *options, "optimizer.scale_lr_with_batch=true", "optimizer.base_batch_size=0", logs=tmp_path
+    )
+    assert refused.code == 2 and "optimizer.base_batch_size=0" in refused.output
+
+
 def test_eval_counts_the_same_and_its_loss_is_bit_equal(uninterrupted):
     best = uninterrupted.folder.path / uninterrupted.record["best_checkpoint"]["path"]
     done = run_door("eval", f"ckpt_path={best}", logs=uninterrupted.logs.parent / "evaluated")

@@ -109,7 +109,8 @@ class Throughput(pl.Callback):
             "peak_tflops": round(self.peak_flops / 1e12, 3) if self.peak_flops else None,
         }
         if self.flops_per_image and self.peak_flops:
-            fields["mfu"] = round(self.flops_per_image * per_device / self.peak_flops, 4)
+            used = self.flops_per_image * per_device / self.peak_flops
+            fields["mfu"] = round(used, 4) if used <= 1 else None  # else others slowed the measurement of the peak
         if self.ranks:
             by_time = sorted(self.ranks, key=lambda rank: rank["own_seconds"])
             fields["fastest_rank"], fields["slowest_rank"] = by_time[0], by_time[-1]

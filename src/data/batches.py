@@ -189,20 +189,3 @@ class EvalBatches:
         for batch in range(self._num_batches):
             position = (batch * self._world_size + self._rank) * size + np.arange(size)
             yield Selection(self._indices[np.minimum(position, last)], draws, position <= last)
-
-
-def fit_progress_to_accumulation(checkpoint: dict[str, Any], accumulate_grad_batches: int) -> None:
-    """Rewrite Lightning's count of micro-batches within the epoch for this run's accumulation.
-
-    Lightning counts an epoch's progress in micro-batches, our loader's state in global batches. Call it on the loaded
-    checkpoint before the Trainer restores its loops (e.g. in `on_load_checkpoint`). Where the checkpoint was saved in
-    the middle of a global batch, that batch is done again as a whole. Without a loader's state nothing changes.
-    """
-    fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
-    states = fit_loop.get("state_dict", {}).get("combined_loader", [])
-    if not states or "global_batches" not in states[0]:
-        return
-    current = fit_loop["epoch_loop.batch_progress"]["current"]
-    too_many = current["ready"] - states[0]["global_batches"] * accumulate_grad_batches
-    for name in current:
-        current[name] -= too_many

@@ -129,6 +129,13 @@ class RunFacts:
 
     @cached_property
     def peak_memory_gib(self) -> float | None:
+        """Of the fullest GPU; without one, of the largest rank process."""
+        stats = [mapping(node.get("stats")) for node in self.nodes]
+        for device in ("gpu", "rank"):
+            named = [(name, entry) for node in stats for name, entry in node.items() if name.startswith(device)]
+            peaks = [finite(mapping(entry).get("max")) for name, entry in named if name.endswith("/memory_gib")]
+            if found := [peak for peak in peaks if peak is not None]:
+                return max(found)
         return self.number("peak_memory_gib")
 
     @cached_property

@@ -136,7 +136,11 @@ def links_block(logbook: Path, entries: Sequence[Entry]) -> str:
         if known & set(held["runs"])
     ]
     reports = [f"- {link}, {num} runs" if num != 1 else f"- {link}" for link, num in report_lines(logbook)]
-    parts = (("## Comparisons", compared), ("## Interactive reports", reports))
+    measured = [
+        f"- [{plain(path.read_text().partition(chr(10))[0].lstrip('# '))}](measurements/{path.name})"
+        for path in sorted((logbook / "measurements").glob("*.md"))
+    ]
+    parts = (("## Comparisons", compared), ("## Interactive reports", reports), ("## Measurements", measured))
     return "\n\n".join(f"{title}\n\n" + "\n".join(lines) for title, lines in parts if lines)
 
 

@@ -80,12 +80,17 @@ def test_images_per_second_step_times_and_data_wait():
 
 
 def test_mfu_against_a_given_peak():
-    callback = Throughput(5, peak_tflops={"float32": 1e-6}, warmup_steps=0)
+    callback = Throughput(5, peak_tflops={"float32": 1e-5}, warmup_steps=0)
     throughput = fit(callback, Slow(0.001), SlowLoader(0, 10))["throughput"]
     flops = 2 * (16 * 8 + 8 * 2) + 2 * (16 * 8 + 2 * 8 * 2)  # the first layer's input needs no gradient
     assert callback.flops_per_image == flops
-    assert throughput["peak_tflops"] == 0.0 and callback.peak_flops == 1e6
-    assert throughput["mfu"] == pytest.approx(flops * throughput["images_per_s"] / 1e6, rel=1e-2)
+    assert throughput["peak_tflops"] == 0.0 and callback.peak_flops == pytest.approx(1e7)
+    assert throughput["mfu"] == pytest.approx(flops * throughput["images_per_s"] / 1e7, rel=1e-2)
+
+
+def test_a_peak_below_what_was_reached_gives_no_mfu():
+    throughput = fit(Throughput(5, peak_tflops={"float32": 1e-12}, warmup_steps=0), Slow(0.001), SlowLoader(0, 10))
+    assert throughput["throughput"]["mfu"] is None
 
 
 def _straggle():

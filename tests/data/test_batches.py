@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.batches import EvalBatches, TrainBatches, fit_progress_to_accumulation, per_device_batch_size
+from data.batches import EvalBatches, TrainBatches, per_device_batch_size
 from errors import UserError
 
 INDICES = np.arange(100, 297)  # 197 images that do not start at 0
@@ -150,15 +150,3 @@ def test_evaluation_counts_each_of_197_images_once_on_any_number_of_ranks(world_
 def test_evaluation_batch_must_be_positive():
     with pytest.raises(UserError, match="eval_batch_size=0"):
         EvalBatches(iter, INDICES, np.zeros(3), batch_size=0)
-
-
-def test_progress_is_rewritten_for_another_accumulation():
-    state = {**train(accumulate=4).state_dict(), "global_batches": 3}
-    current = {"ready": 12, "started": 12, "processed": 12, "completed": 11}
-    loop = {"state_dict": {"combined_loader": [state]}, "epoch_loop.batch_progress": {"current": current}}
-    checkpoint = {"loops": {"fit_loop": loop}}
-    fit_progress_to_accumulation(checkpoint, 4)
-    assert current == {"ready": 12, "started": 12, "processed": 12, "completed": 11}
-    fit_progress_to_accumulation(checkpoint, 2)
-    assert current == {"ready": 6, "started": 6, "processed": 6, "completed": 5}
-    fit_progress_to_accumulation({}, 2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from data.batches import fit_progress_to_accumulation
+from callbacks.resume_point import TRAINING, VALIDATION, loop_state, resume_point
 from data.synthetic import SyntheticDataModule
 from errors import UserError
 
@@ -169,7 +169,11 @@ class Recorder(LightningModule):
         self.dtype_seen = batch[0].dtype
 
     def on_load_checkpoint(self, checkpoint):
-        fit_progress_to_accumulation(checkpoint, self.trainer.accumulate_grad_batches)
+        loops = checkpoint["loops"]
+        loader = loops["fit_loop"]["state_dict"]["combined_loader"][0]
+        phase = VALIDATION if loader["global_batches"] == loader["steps_per_epoch"] else TRAINING
+        point = resume_point(loader["epoch"], loader["global_batches"], loader["steps_per_epoch"], phase)
+        loops["fit_loop"] = loop_state(loops["fit_loop"], point, self.trainer.accumulate_grad_batches)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)

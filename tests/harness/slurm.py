@@ -11,9 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from supervisor import die_with_parent
 
 TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
 PLUGINS = Path(f"/usr/lib/{os.uname().machine}-linux-gnu/slurm-wlm")
@@ -81,8 +84,13 @@ class Slurm:
             "MASTER_PORT": str(master_port),
         }  # fmt: skip
 
+    def call(self, *command: str, seconds: float | None = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, env=self.environment, cwd=self.submit_from, capture_output=True, text=True, timeout=seconds
+        )
+
     def run(self, *command: str, check: bool = True) -> str:
-        done = subprocess.run(command, env=self.environment, cwd=self.submit_from, capture_output=True, text=True)
+        done = self.call(*command)
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -151,7 +159,14 @@ def cluster(folder: Path) -> Iterator[Slurm]:
         for command in commands:
             with (folder / "log/daemons.txt").open("a") as log:
                 daemons.append(
-                    subprocess.Popen(command, env=slurm.environment, stdout=log, stderr=log, start_new_session=True)
+                    subprocess.Popen(
+                        command,
+                        env=slurm.environment,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                        preexec_fn=partial(die_with_parent, os.getpid()),  # a killed pytest leaves none behind
+                    )  # fmt: skip
                 )
             time.sleep(0.3)
         deadline = time.monotonic() + 30

@@ -213,3 +213,11 @@ def test_a_logbook_that_cannot_be_written_raises_for_the_caller_to_log(tmp_path)
     with pytest.raises(OSError):
         record_run(folder, tmp_path / "file")
     assert sorted(os.listdir(tmp_path)) == ["file", "runs"]
+
+
+def test_measurements_stand_in_the_index(logbook):
+    (logbook / "measurements").mkdir()
+    (logbook / "measurements" / "parity.md").write_text("# Parity | of all\n\ntext\n")
+    build(logbook, [], NOW)
+    text = (logbook / "README.md").read_text()
+    assert "## Measurements\n\n- [Parity \\| of all](measurements/parity.md)" in text
