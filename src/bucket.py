@@ -8,6 +8,7 @@ import hashlib
 import math
 import os
 import secrets
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +35,16 @@ class StoredObject:
 
 @dataclass(frozen=True)
 class Checksums:
-    """What the store must say after an upload: of the whole object, or of its parts' digests, as S3 writes them."""
+    """The sha256 of the whole, and what the store must say after an upload, as S3 writes it: the whole's SHA256, or
+    the CRC32 of the parts' CRC32s with their number (one sha256 pass less, on each side, for a large file)."""
 
     sha256: str
     as_stored: str
+    algorithm: str = "SHA256"
+
+    @property
+    def num_parts(self) -> str:
+        return self.as_stored.partition("-")[2]
 
 
 class Bucket:
@@ -106,7 +113,7 @@ class Bucket:
         arguments: dict[str, Any] = dict(self.options.put_arguments())
         if sha256:
             arguments["Metadata"] = {"sha256": sha256}
-        upload = self._call("create_multipart_upload", Key=key, ChecksumAlgorithm="SHA256", **arguments)["UploadId"]
+        upload = self._call("create_multipart_upload", Key=key, ChecksumAlgorithm="CRC32", **arguments)["UploadId"]
         try:
             parts, whole = self._send_parts(file, size, key, upload, cancelled)
             _check_local(key, sha256, whole)
@@ -115,8 +122,8 @@ class Bucket:
             self._unaborted.add((key, upload))
             self.retry_aborts()
             raise
-        digests = b"".join(base64.b64decode(part["ChecksumSHA256"]) for part in parts)
-        return Checksums(whole, f"{_base64(hashlib.sha256(digests).digest())}-{len(parts)}")
+        sums = b"".join(base64.b64decode(part["ChecksumCRC32"]) for part in parts)
+        return Checksums(whole, f"{_crc32(sums)}-{len(parts)}", "CRC32")
 
     def _complete(self, key: str, upload: str, parts: list[dict[str, Any]]) -> None:
         try:
@@ -132,15 +139,15 @@ class Bucket:
     def _send_parts(
         self, file: BinaryIO, size: int, key: str, upload: str, cancelled: Callable[[], bool]
     ) -> tuple[list[dict[str, Any]], str]:
-        """Read once, in order; hash the whole here, hash and send the parts in a few threads."""
+        """Read once, in order; hash the whole here, check-sum and send the parts in a few threads."""
         whole = hashlib.sha256()
 
         def send(number: int, data: bytes) -> dict[str, Any]:
-            checksum = _base64(hashlib.sha256(data).digest())
+            checksum = _crc32(data)
             answer = self._call(
-                "upload_part", Key=key, UploadId=upload, PartNumber=number, Body=data, ChecksumSHA256=checksum
+                "upload_part", Key=key, UploadId=upload, PartNumber=number, Body=data, ChecksumCRC32=checksum
             )
-            return {"PartNumber": number, "ETag": answer["ETag"], "ChecksumSHA256": checksum}
+            return {"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32": checksum}
 
         def blocks() -> Iterator[tuple[int, bytes]]:
             part_bytes, left = self._part_bytes(size), size
@@ -164,7 +171,9 @@ class Bucket:
     def _verify(self, key: str, size: int, sums: Checksums) -> None:
         """Ask the store what it holds; where it keeps no checksums, read the object back."""
         head = self._call("head_object", Key=key, ChecksumMode="ENABLED")
-        stored = head.get("ChecksumSHA256")
+        stored = head.get(f"Checksum{sums.algorithm}")
+        if stored is not None and stored.partition("-")[2] != sums.num_parts:
+            stored = None  # of another kind than ours, e.g. of the whole object
         intact = head["ContentLength"] == size and (stored or sums.as_stored) == sums.as_stored
         if intact and stored is None:
             intact = self.sha256_of(key) == sums.sha256
@@ -301,3 +310,7 @@ def _check_local(key: str, expected: str | None, actual: str) -> None:
 
 def _base64(digest: bytes) -> str:
     return base64.b64encode(digest).decode()
+
+
+def _crc32(data: bytes) -> str:
+    return _base64(zlib.crc32(data).to_bytes(4, "big"))

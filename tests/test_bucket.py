@@ -86,18 +86,25 @@ class Forgetful:
         return {key: value for key, value in answer.items() if value is not None}
 
 
-@pytest.mark.parametrize("change", [{"ContentLength": 999}, {"ChecksumSHA256": "AAAA"}])
-def test_what_is_read_back_must_fit(bucket, tmp_path, change):
-    path, sha256 = a_file(tmp_path / "f", 1000)
+@pytest.mark.parametrize(
+    ("num_bytes", "change"),
+    [(1000, {"ContentLength": 999}), (1000, {"ChecksumSHA256": "AAAA"}), (6 * MIB, {"ChecksumCRC32": "AAAA-2"})],
+)
+def test_what_is_read_back_must_fit(bucket, tmp_path, num_bytes, change):
+    path, sha256 = a_file(tmp_path / "f", num_bytes)
     bucket.client = Forgetful(bucket.client, **change)
     with pytest.raises(StoreError, match="did not arrive whole"):
         bucket.put_file(path, "readback", sha256=sha256)
 
 
-def test_a_store_without_checksums_is_read_back_in_full(bucket, tmp_path):
+@pytest.mark.parametrize(("stored", "times"), [({}, 0), ({"ChecksumCRC32": None}, 1), ({"ChecksumCRC32": "AAAA"}, 1)])
+def test_a_store_without_our_checksums_is_read_back_in_full(bucket, tmp_path, monkeypatch, stored, times):
     path, sha256 = a_file(tmp_path / "f", 6 * MIB)
-    bucket.client = Forgetful(bucket.client, ChecksumSHA256=None)
+    read, real = [], Bucket.sha256_of
+    monkeypatch.setattr(Bucket, "sha256_of", lambda self, key: read.append(key) or real(self, key))
+    bucket.client = Forgetful(bucket.client, **stored)
     assert bucket.put_file(path, "plain", sha256=sha256).sha256 == sha256
+    assert read == ["plain"] * times
 
 
 def test_a_growing_file_is_sent_as_it_was(bucket, tmp_path):
