@@ -52,12 +52,15 @@ LOCK := -q -p 3.11 --universal --generate-hashes --no-header --no-annotate --no-
 parity: install  ## every strategy against one process, in float64, with seeded faults
 	$(PY) benchmarks/parity.py
 
-bench: install-dev  ## measure this machine: input path, memory per rank, largest batch, logbook, S3
+bench: install-dev  ## measure this machine: input path, memory, largest batch, logbook, S3, statistics, estimates
 	$(PY) benchmarks/input_path.py
 	$(PY) benchmarks/memory_per_rank.py
 	$(PY) benchmarks/batch_search.py
 	$(PY) benchmarks/logbook_build.py
 	$(PY) benchmarks/s3.py
+	$(PY) benchmarks/s3_steps.py
+	$(PY) benchmarks/statistics_cost.py
+	$(PY) benchmarks/estimates.py
 
 soak: install-dev  ## the long fault tests
 	$(PY) -m pytest -m soak
