@@ -5,9 +5,11 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 from compose import compose, plain
 from options import groups, help_text, keys
+from targets import build
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = REPOSITORY / "configs"
@@ -42,6 +44,11 @@ def test_every_experiment_composes(experiment):
     assert config["experiment_name"] == experiment
     text = (CONFIGS / "experiment" / f"{experiment}.yaml").read_text()
     assert "Source" in text and "Command" in text
+    shape = {"num_classes": 10, "image_size": config["data"]["image_size"], "channels": 3}
+    own = {key: value for key, value in config["model"].items() if key != "name"}
+    own |= {key: value for key, value in {"pretrained": False, "weights": None}.items() if key in own}
+    with torch.device("meta"):
+        build(own, shape)
 
 
 def readme_commands() -> list[str]:
