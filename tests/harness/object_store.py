@@ -29,6 +29,7 @@ from typing import Any
 import pytest
 
 READY_TIMEOUT_S = 30.0
+FOLDER_PREFIX = "object-store-"
 IDENTITIES = {
     "ci": ("CITESTKEY0000001", "ci-test-secret-9f27b1c4", ["Admin", "Read", "Write", "List", "Tagging"]),
     "ro": ("ROTESTKEY0000002", "ro-test-secret-5d80aa17", ["Read", "List"]),
@@ -46,6 +47,27 @@ def _die_with_parent() -> None:
     """A test run that is killed leaves no server behind (Linux; elsewhere a no-op)."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def remove_dead_sockets(folder: Path = Path("/tmp")) -> None:
+    """SeaweedFS leaves its sockets in /tmp when it is killed, and their place cannot be chosen: those that nobody
+    listens to go, whichever test run they are of."""
+    for path in folder.glob("seaweedfs-*.sock"):
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+            except OSError:
+                continue  # another user's, or gone already
+
+
+def remove_dead_folders() -> None:
+    """Of test runs that were killed: their servers died with them, their files stayed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        owner = path.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
+        if owner.isdecimal() and not Path(f"/proc/{owner}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def free_ports(count: int) -> list[int]:
@@ -77,6 +99,7 @@ class ObjectStore:
         return f"http://127.0.0.1:{self.ports[0]}"
 
     def start(self) -> "ObjectStore":
+        remove_dead_sockets()
         (self.folder / "data").mkdir(parents=True, exist_ok=True)
         identities = [
             {"name": name, "credentials": [{"accessKey": key, "secretKey": secret}], "actions": actions}
@@ -116,6 +139,7 @@ class ObjectStore:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait()
             self.process = None
+            remove_dead_sockets()
 
     def stop(self) -> None:
         if self.process is not None:
@@ -125,6 +149,7 @@ class ObjectStore:
             except subprocess.TimeoutExpired:
                 self.kill()
             self.process = None
+            remove_dead_sockets()
 
     def environment(self, identity: str = "ci") -> dict[str, str]:
         """What boto3's own chain reads; nothing from the user's files is looked at."""
@@ -158,7 +183,8 @@ _shared: list[ObjectStore] = []
 def shared_store() -> ObjectStore:
     """One server for all tests of this process that do not harm it; started when first asked for."""
     if not _shared:
-        folder = Path(tempfile.mkdtemp(prefix="object-store-"))
+        remove_dead_folders()
+        folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
         store = ObjectStore(folder, _binary_or_skip())
         atexit.register(lambda: (store.stop(), shutil.rmtree(folder, ignore_errors=True)))
         _shared.append(store.start())
