@@ -27,6 +27,7 @@ class MetricsCsv(Logger):
         self.path = Path(path)
         self.columns: list[str] = list(KEYS)
         self.row: dict[str, Any] = {}
+        self.last_is_row = False  # the file's last line is the row that is being filled
         self._resume(resume_step)
 
     @property
@@ -48,9 +49,9 @@ class MetricsCsv(Logger):
                 reader = csv.DictReader(file)
                 self.columns = list(reader.fieldnames or KEYS)
                 rows = [row for row in reader if (row["step"] or "").isdigit() and int(row["step"]) <= resume_step]
-        if rows and int(rows[-1]["step"]) == resume_step:
-            last = rows.pop()  # its validation may be still to come
-            self.row = {**{name: value for name, value in last.items() if value}, "step": resume_step}
+        if rows and int(rows[-1]["step"]) == resume_step:  # its validation may be still to come
+            self.row = {**{name: value for name, value in rows[-1].items() if value}, "step": resume_step}
+            self.last_is_row = True  # and this start may be killed before it comes
         self._write_all(rows)
 
     @rank_zero_only
@@ -64,23 +65,24 @@ class MetricsCsv(Logger):
 
     @rank_zero_only
     def end_row(self) -> None:
-        """Append the current row; a new column rewrites the file, once.
+        """Append the current row; a new column, or more of the row that a start went on from, rewrites the file.
 
         Not `save`: Lightning calls that at its own times, when values of the same step may be still to come.
         """
         if not self.row:
             return
         new = [name for name in self.row if name not in self.columns]
-        if new:
+        if new or self.last_is_row:
             with self.path.open(newline="") as file:
-                rows = list(csv.DictReader(file))
+                rows: list[dict[str, Any]] = list(csv.DictReader(file))
             self.columns += new
-            self._write_all(rows)
-        with self.path.open("a", newline="") as file:
-            csv.DictWriter(file, self.columns).writerow(self.row)
-        self.row = {}
+            self._write_all([*(rows[:-1] if self.last_is_row else rows), self.row])
+        else:
+            with self.path.open("a", newline="") as file:
+                csv.DictWriter(file, self.columns).writerow(self.row)
+        self.row, self.last_is_row = {}, False
 
-    def _write_all(self, rows: list[dict[str, str]]) -> None:
+    def _write_all(self, rows: list[dict[str, Any]]) -> None:
         def write(file: Any) -> None:
             writer = csv.DictWriter(file, self.columns)
             writer.writeheader()
