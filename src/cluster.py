@@ -121,7 +121,8 @@ def adopt(cluster: Cluster, environ: dict[str, str] | None = None) -> None:
     for name, value in cluster.rank_environment(cluster.local_rank or 0, cluster.master_port or 0).items():
         target[name] = value
     target.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a lost peer prints C++ stacks over the error that counts
-    interface = network_interface(cluster.master_addr) if cluster.num_nodes > 1 else None
+    where = cluster.master_addr if cluster.num_nodes > 1 else "127.0.0.1"  # ranks of one machine listen to it alone
+    interface = network_interface(where) if cluster.world_size > 1 else None
     if interface:
         target.setdefault("GLOO_SOCKET_IFNAME", interface)
 

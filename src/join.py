@@ -72,12 +72,19 @@ def _store(cluster: Cluster, timeout_s: float) -> Any:
     try:
         return dist.TCPStore(
             cluster.master_addr, cluster.master_port, is_master=serves, wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=timeout_s), master_listen_fd=_on_loopback(cluster) if serves else None,
         )  # fmt: skip
-    except (RuntimeError, dist.DistError) as error:
+    except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         what = f"cannot serve at {where}" if serves else f"cannot reach rank 0 at {where}"
         raise UserError(f"rank {cluster.rank} {what} ({reason}): check MASTER_ADDR and MASTER_PORT.") from None
+
+
+def _on_loopback(cluster: Cluster) -> int | None:
+    """A socket for the store of one machine's ranks; torch would listen on every interface, to anybody's words."""
+    if not cluster.master_addr.startswith("127."):
+        return None
+    return socket.create_server((cluster.master_addr, cluster.master_port or 0), backlog=1024).detach()
 
 
 def _wait_for_port(cluster: Cluster, timeout_s: float) -> None:

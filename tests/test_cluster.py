@@ -130,6 +130,15 @@ def test_the_interface_towards_the_master_is_gloos_where_nobody_chose(monkeypatc
     assert "GLOO_SOCKET_IFNAME" not in alone
 
 
+def test_gloo_of_one_machines_ranks_stays_on_loopback(monkeypatch):
+    monkeypatch.setattr(cluster, "network_interface", lambda address: f"towards {address}")
+    found = {}
+    cluster.adopt(cluster.Cluster("supervisor", 1, 2, 0, 1, "10.0.0.1", 29500), found)
+    assert found["GLOO_SOCKET_IFNAME"] == "towards 127.0.0.1"
+    cluster.adopt(cluster.Cluster("supervisor", 2, 2, 0, 1, "10.0.0.1", 29500), found := {})
+    assert found["GLOO_SOCKET_IFNAME"] == "towards 10.0.0.1"
+
+
 def test_the_interface_of_an_address():
     assert cluster.network_interface("127.0.0.1") == "lo"
     assert cluster.network_interface("no.such.host.invalid") is None
