@@ -14,7 +14,8 @@ from compose import CONFIGS, run_door
 from errors import UserError
 from launch import launch_config, resume_in_rank
 
-FROM_COMMAND_LINE = ("paths", "tags", "ckpt_path", "run_id", "test", "resume", "sweep_dir")
+FROM_COMMAND_LINE = ("paths", "tags", "ckpt_path", "run_id", "test", "resume", "sweep_dir", "s3")
+PARTS = ("trainer", "data", "model", "classifier", "optimizer")  # of a config that can be evaluated
 
 
 def evaluate(config: dict[str, Any], cluster: Any, folder: Any) -> int:
@@ -53,10 +54,13 @@ def config_of(cfg: Any) -> dict[str, Any]:
         raise UserError("eval needs to know which checkpoint: ckpt_path=FILE, ckpt_path=<run_id> or ckpt_path=s3://….")
     path = locate(composed)
     own = read_checkpoint(path).get("lockstep")
-    if own is None:
+    stored = own.get("config") if isinstance(own, dict) else None
+    if not isinstance(stored, dict) or not all(isinstance(stored.get(part), dict) for part in PARTS):
         raise UserError(f"{path} carries no config: it was not written by this project.")
     overrides = list(cfg.hydra.overrides.task)
-    config = overlay(own["config"], composed, overrides)
+    if not is_own(path, composed["paths"]):
+        stored = {**stored, "data": at_home(stored["data"], composed["paths"])}
+    config = overlay(stored, composed, overrides)
     config.update(
         ckpt_path=str(path), task_name="eval", resume=None, logger={}, scheduler={}, test=True, resume_step=None
     )
@@ -69,6 +73,18 @@ def config_of(cfg: Any) -> dict[str, Any]:
         config["choices"] = {**config["choices"], "trainer": cfg.hydra.runtime.choices["trainer"]}
     config["overrides"] = overrides
     return config
+
+
+def is_own(checkpoint: Path, paths: dict[str, Any]) -> bool:
+    """Of a run of this machine: what it says of folders, a command line here has said."""
+    return any(checkpoint.is_relative_to(Path(paths["log_dir"]).resolve() / door) for door in ("train", "eval"))
+
+
+def at_home(data: dict[str, Any], paths: dict[str, Any]) -> dict[str, Any]:
+    """Another's checkpoint says which data it was trained on; where anything is written, this machine says alone."""
+    home = Path(paths["data_dir"])
+    moved = {"cache_dir": str(home / "cache"), "download_dir": str(home / str(data.get("name")))}
+    return {**data, **{key: place for key, place in moved.items() if key in data}}
 
 
 def overlay(base: dict[str, Any], composed: dict[str, Any], overrides: list[str]) -> dict[str, Any]:

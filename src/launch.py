@@ -23,7 +23,7 @@ from run_end import (
     signals_end_this_process,
     stop_at_once_on_signal,
 )
-from run_files import RunFolder, checked_run_id, new_run_id, read_record, write_record
+from run_files import RunFolder, checked_run_id, new_run_id, read_config, read_record, write_record
 from run_start import begin, run_folder, runs_folder
 from supervisor import Supervisor, die_with_parent
 
@@ -99,9 +99,7 @@ def largest_batch(config: dict[str, Any], cluster: Cluster, environment: dict[st
     named = config.get("resume") if config.get("resume") != "auto" else config.get("run_id")
     before = RunFolder(runs_folder(config, Path(config["paths"]["log_dir"])) / checked_run_id(named)) if named else None
     if before and before.config.exists():
-        import yaml
-
-        config["data"]["global_batch_size"] = yaml.safe_load(before.config.read_text())["data"]["global_batch_size"]
+        config["data"]["global_batch_size"] = read_config(before.config)["data"]["global_batch_size"]
         return None
     from batch_sessions import find_largest
 
@@ -184,9 +182,7 @@ def resume_in_rank(config_path: str, work: Work) -> int:
     """What a rank does that our supervisor started: everything is decided already."""
     environment = world.environment()
     die_with_parent(int(environment["LOCKSTEP_SUPERVISOR"]))
-    import yaml
-
-    config = yaml.safe_load(Path(config_path).read_text())
+    config = read_config(Path(config_path))
     cluster = world.describe(environment, devices=None, num_nodes=None, several_processes=True, machine=1)
     return in_this_process(config, cluster, RunFolder(Path(config_path).parent), work)
 

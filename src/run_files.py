@@ -163,6 +163,23 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """A run folder's config.yaml.
+
+    Raises:
+        UserError: there is none, or it is not one; a tag that asks for code is none.
+    """
+    import yaml
+
+    try:
+        config = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read as a run's config: {' '.join(str(error).split())[:300]}.") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is not a run's config: it holds no mapping.")
+    return config
+
+
 def write_record(path: Path, record: dict[str, Any]) -> None:
     """Write the whole record, atomically; stamps `updated_at`."""
     record["updated_at"] = utc_now()

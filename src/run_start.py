@@ -19,6 +19,7 @@ from run_files import (
     checked_run_id,
     find_run,
     new_run_id,
+    read_config,
     read_record,
     seconds_between,
     utc_now,
@@ -114,7 +115,7 @@ def _check_resumable(config: dict[str, Any], folder: RunFolder, previous: dict[s
             f"The run {folder.run_id} is finished ({previous.get('epochs')} epochs): "
             "give more trainer.max_epochs to go on."
         )
-    before, now = (_without_places(tree) for tree in (yaml.safe_load(folder.config.read_text()), config))
+    before, now = (_without_places(tree) for tree in (read_config(folder.config), config))
     for key in sorted(before.keys() | now.keys()):
         if key not in IGNORED_ON_RESUME and before.get(key) != now.get(key):
             differs = _difference(before.get(key), now.get(key))

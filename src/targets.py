@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from errors import UserError
@@ -52,6 +53,23 @@ def _inside(dotted: str) -> bool:
     return any(dotted.startswith(f"{home}.") for home in ROOMS + LIBRARIES)
 
 
+def options_of(target: Any) -> tuple[Mapping[str, Any], bool]:
+    """(its parameters by name, whether it takes any other name); what a class hands on as **options, its bases name."""
+    names: dict[str, inspect.Parameter] = {}
+    for owner in target.__mro__ if inspect.isclass(target) and _is_ours(target) else (target,):
+        if owner is not target and ("__init__" not in vars(owner) or not _is_ours(owner)):
+            continue
+        found = inspect.signature(owner).parameters
+        names = {**found, **names}
+        if not any(p.kind is p.VAR_KEYWORD for p in found.values()):
+            return {name: p for name, p in names.items() if p.kind is not p.VAR_KEYWORD}, False
+    return names, True
+
+
+def _is_ours(target: Any) -> bool:
+    return target.__module__.split(".")[0] in ROOMS
+
+
 def build(node: Any, known: dict[str, Any] | None = None) -> Any:
     """What a config node describes: `_target_` called with the other keys, or a partial of it with `_partial_`.
 
@@ -70,8 +88,7 @@ def build(node: Any, known: dict[str, Any] | None = None) -> Any:
     if "_target_" not in node:
         return {key: build(value) for key, value in node.items()}
     target = resolve_target(node["_target_"], "_target_")
-    parameters = inspect.signature(target).parameters
-    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    parameters, any_name = options_of(target)
     stated = {key: build(value) for key, value in node.items() if key not in ("_target_", "_partial_")}
     if "name" not in parameters and not any_name:
         stated.pop("name", None)  # the display name of a model

@@ -9,7 +9,7 @@ from typing import Any
 
 from compose import REPOSITORY
 from errors import EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR, UserError
-from run_files import RunFolder, find_run, read_record, status_of
+from run_files import RunFolder, find_run, read_config, read_record, status_of
 from s3_client import options_from
 from upload_left import upload_left
 
@@ -36,9 +36,7 @@ def upload(argv: list[str]) -> int:
 
 def _settings(folder: RunFolder, overrides: dict[str, str]) -> dict[str, Any]:
     """The run's own s3 options with what the command line says."""
-    import yaml
-
-    config = yaml.safe_load(folder.config.read_text()) if folder.config.exists() else {}
+    config = read_config(folder.config) if folder.config.exists() else {}
     settings = dict(config.get("s3") or {})
     for name, value in overrides.items():
         group, _, key = name.partition(".")

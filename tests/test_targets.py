@@ -1,7 +1,6 @@
 """Config → objects: what a `_target_` may name, and that every experiment's nodes fit what they build."""
 
 import functools
-import inspect
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from callbacks.checkpoints import Checkpoints
 from compose import CONFIGS, compose, plain
 from errors import UserError
 from models.small_cnn import SmallCNN
-from targets import build, check_targets, resolve_target
+from targets import build, check_targets, options_of, resolve_target
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
 REFUSED = [
@@ -51,6 +50,13 @@ def test_build_makes_partials_and_names_an_unknown_option():
         build({"_target_": "torch.optim.SGD", "_partial_": True, "momentun": 0.9})
 
 
+def test_what_a_class_hands_on_to_its_base_is_checked_too():
+    data = {"_target_": "data.digits.DigitsDataModule", "flip": True}
+    assert build(data).flip is True
+    with pytest.raises(UserError, match="DigitsDataModule has no option 'flop'; it has .*val_fraction"):
+        build({**data, "flop": True})
+
+
 def test_the_display_name_of_a_model_is_no_option():
     net = build(
         {"_target_": "models.small_cnn.SmallCNN", "name": "mine"}, {"num_classes": 3, "image_size": 8, "channels": 1}
@@ -73,8 +79,8 @@ def test_every_node_of_an_experiment_fits_what_it_builds(experiment):
     found = list(nodes(config))
     assert len(found) >= 5
     for node in found:
-        parameters = inspect.signature(resolve_target(node["_target_"], "x")).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        parameters, any_name = options_of(resolve_target(node["_target_"], "x"))
+        if not any_name:
             assert node.keys() - {"_target_", "_partial_", "name"} <= parameters.keys(), node["_target_"]
 
 

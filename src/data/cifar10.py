@@ -23,6 +23,7 @@ URLS = ("https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",)
 TRAIN_FILES = tuple(f"data_batch_{i}" for i in range(1, 6))
 CLASS_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 SIZE = 32
+MAX_BYTES = 2**26  # of one batch file, unpacked: an official one has 31 MB
 CHOICES = f"{FOLDER}, {ARCHIVE}, or train/<class>/*.jpg and test/<class>/*.jpg"
 
 
@@ -102,7 +103,11 @@ def _read_archive(path: Path) -> dict[str, Any]:
         with tarfile.open(path) as archive:
             for member in archive:
                 name = Path(member.name).name
-                if name in (*TRAIN_FILES, "test_batch") and (file := archive.extractfile(member)):
+                if name not in (*TRAIN_FILES, "test_batch") or not member.isfile():
+                    continue
+                if member.size > MAX_BYTES:
+                    raise UserError(f"{path}:{name} has {member.size} bytes: it is not the official archive.")
+                if file := archive.extractfile(member):
                     content[name] = load_arrays(io.BytesIO(file.read()), f"{path}:{name}")
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         raise UserError(f"{path} is truncated or no tar.gz file ({error}): delete it and fetch it again.") from None

@@ -66,6 +66,8 @@ class ImageDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         check_sizes(image_size, resize or image_size, crop_padding)
+        if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
+            raise UserError(f"data.name={name!r} names a cache folder: give a plain name.")
         if seed < 0:
             raise UserError(f"seed={seed} must not be negative.")
         self.name, self.image_size, self.seed = name, image_size, seed

@@ -1,6 +1,7 @@
 """MNIST and Fashion-MNIST: 60,000 + 10,000 grey images of 28×28 in ten classes, from IDX files."""
 
 import gzip
+import math
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from errors import UserError
 
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 SIZE = 28
+MAX_BYTES = 2**28  # of one file, unpacked: the largest official one has 47 MB, and a gzip bomb would fill the memory
 
 
 class MNISTDataModule(ImageDataModule):
@@ -123,14 +125,17 @@ def read_idx(path: Path) -> np.ndarray:
         UserError: truncated, or not one.
     """
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} is truncated or no gzip file ({error}): delete it and fetch it again.") from None
+    if len(data) > MAX_BYTES:
+        raise UserError(f"{path} holds more than {MAX_BYTES} bytes: it is not an official file.")
     dimensions = data[3] if len(data) >= 4 else 0
     head = 4 + 4 * dimensions
     if data[:3] != b"\x00\x00\x08" or len(data) < head:
         raise UserError(f"{path} is not an IDX file of unsigned bytes: delete it and fetch it again.")
     shape = tuple(int(n) for n in np.frombuffer(data, ">u4", dimensions, 4))
-    if len(data) - head != int(np.prod(shape)):
+    if len(data) - head != math.prod(shape):
         raise UserError(f"{path} holds {len(data) - head} bytes instead of {shape}: delete it and fetch it again.")
     return np.frombuffer(data, np.uint8, offset=head).reshape(shape)

@@ -1,0 +1,368 @@
+"""Files and names from strangers: no code of theirs runs, nothing is written where it should not be, and the sentence
+names what is wrong. The canary is a file that each attack would make."""
+
+import gzip
+import io
+import json
+import os
+import pickle
+import struct
+import tarfile
+import zipfile
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from markdown_it import MarkdownIt
+
+from callbacks.checkpoint_io import read_checkpoint, write_checkpoint
+from checkpoint_files import complete, measure, sidecar_path, write_sidecar
+from data.array_pickle import load_arrays
+from data.cifar10 import ARCHIVE, FOLDER, TRAIN_FILES, CIFAR10DataModule
+from data.mnist import read_idx
+from errors import UserError
+from example_runs import example_config, write_run
+from finished_model import load_finished
+from pages.build import record_run
+from runs import run_door
+
+SMALL = ["data=synthetic", "data.num_images=200", "data.image_size=8", "data.global_batch_size=64", "model=small_cnn",
+         "trainer=cpu", "trainer.max_epochs=1"]  # fmt: skip
+
+
+class Payload:
+    """Makes the canary when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self):
+        return os.system, (f"touch '{self.canary}'",)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    done = run_door("train", *SMALL, "run_id=good", logs=tmp_path_factory.mktemp("trained"))
+    assert done.code == 0, done.output
+    return done
+
+
+@pytest.fixture
+def canary(tmp_path):
+    """Outside of what a door may write to; must not exist when the test ends."""
+    (tmp_path / "outside").mkdir()
+    path = tmp_path / "outside" / "canary"
+    yield path
+    assert not path.exists(), "the attack ran"
+    assert list(path.parent.iterdir()) == [], "something was written outside"
+
+
+def good(trained):
+    path, _ = next(complete(trained.folder.checkpoints, "best"))
+    return read_checkpoint(path)
+
+
+# What each attack writes as a checkpoint, and a word of the sentence that refuses it; None: it is read, harmlessly.
+
+
+def raw_pickle(content, path, canary):
+    path.write_bytes(pickle.dumps({**content, "x": Payload(canary)}, 2))
+
+
+def torch_zip(content, path, canary):
+    torch.save({**content, "x": Payload(canary)}, path)
+
+
+def torch_before_zip(content, path, canary):
+    torch.save({**content, "x": Payload(canary)}, path, _use_new_zipfile_serialization=False)
+
+
+def optimizer_state(content, path, canary):
+    torch.save({**content, "optimizer_states": [{"state": {0: Payload(canary)}}]}, path)
+
+
+def torchscript(content, path, canary):
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.script(torch.nn.Linear(1, 1)).save(str(path))
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("archive/extra.pkl", pickle.dumps(Payload(canary)))
+
+
+def climbing_zip(content, path, canary):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"../../../outside/{canary.name}", "x")
+        archive.writestr(str(canary), "x")
+
+
+def lightning_instantiator(content, path, canary):
+    command = {"command": f"touch '{canary}'"}
+    torch.save(
+        {**content, "hyper_parameters": {"_instantiator": "os.system", "_class_path": "os.system", **command},
+         "datamodule_hyper_parameters": {"_instantiator": "posix.system", **command},
+         "hparams_name": "kwargs", "hparams_type": "os.system", "callbacks": {"os.system": command}}, path,
+    )  # fmt: skip
+
+
+def with_target(content, path, canary, *keys: str, target: str):
+    content = {**content, "lockstep": json.loads(json.dumps({k: content["lockstep"][k] for k in ("config", "data")}))}
+    node = content["lockstep"]["config"]
+    for key in keys:
+        node = node.setdefault(key, {}) if isinstance(node.get(key), dict) or key not in node else {}
+    node.update(_target_=target, command=f"touch '{canary}'")
+    torch.save(content, path)
+
+
+def target_by_alias(content, path, canary):
+    with_target(content, path, canary, "model", target="models.timm_vit.warnings.sys.modules")
+
+
+def target_logging_os(content, path, canary):
+    with_target(content, path, canary, "optimizer", target="logging.os.system")
+
+
+def target_in_a_library(content, path, canary):
+    with_target(content, path, canary, "classifier", target="torch.nn.modules.module.functools.partial")
+
+
+CHECKPOINTS = {
+    raw_pickle: "no checkpoint that can be loaded safely",
+    torch_zip: "no checkpoint that can be loaded safely",
+    torch_before_zip: "no checkpoint that can be loaded safely",
+    optimizer_state: "no checkpoint that can be loaded safely",
+    torchscript: "no checkpoint that can be loaded safely",
+    climbing_zip: "no checkpoint that can be loaded safely",
+    lightning_instantiator: None,
+    target_by_alias: "model._target_='models.timm_vit.warnings.sys.modules'",
+    target_logging_os: "optimizer._target_='logging.os.system'",
+    target_in_a_library: "classifier._target_='torch.nn.modules.module.functools.partial'",
+}
+
+
+@pytest.mark.parametrize("attack", CHECKPOINTS, ids=lambda attack: attack.__name__)
+def test_a_hostile_checkpoint_runs_nothing(attack, trained, canary, tmp_path):
+    path, logs = tmp_path / "hostile.ckpt", tmp_path / "logs"
+    attack(good(trained), path, canary)
+    wanted = CHECKPOINTS[attack]
+    done = run_door("eval", f"ckpt_path={path}", logs=logs)
+    assert "Traceback" not in done.output
+    assert done.code == (2 if wanted else 0), done.output
+    assert (wanted or "test/acc") in done.output.strip().splitlines()[-1]
+    if wanted:
+        with pytest.raises(UserError) as raised:
+            load_finished(str(path), logs)
+        assert wanted in str(raised.value)
+    else:
+        load_finished(str(path), logs)
+
+
+@pytest.mark.parametrize("attack", [raw_pickle, optimizer_state, lightning_instantiator], ids=lambda a: a.__name__)
+def test_going_on_from_a_hostile_checkpoint_runs_nothing(attack, trained, canary, tmp_path):
+    """As ckpt_path of a new run, and put over the last one of a run that is resumed, with the right hash beside it."""
+    logs, wanted = tmp_path / "logs", CHECKPOINTS[attack]
+    first = run_door("train", *SMALL, "run_id=r", logs=logs)
+    last, facts = next(complete(first.folder.checkpoints, "last"))
+    attack(good(trained), last, canary)
+    write_sidecar(last, {**facts, **measure(last)})
+    for word in (f"ckpt_path={last}", "resume=r"):
+        done = run_door("train", *SMALL, word, "trainer.max_epochs=2", logs=logs)
+        assert done.code == (2 if wanted else 0), done.output
+        assert "Traceback" not in done.output and (wanted or "finished") in done.output.strip().splitlines()[-1]
+
+
+def test_a_config_in_a_run_folder_names_no_code(trained, canary, tmp_path):
+    """config.yaml beside a checkpoint is what a rank reads; eval and predict go by the checkpoint's own."""
+    import yaml
+
+    logs = tmp_path / "logs"
+    folder = run_door("train", *SMALL, "run_id=r", logs=logs).folder
+    config = yaml.safe_load(folder.config.read_text())
+    config["callbacks"]["extra"] = {"_target_": "callbacks.checkpoints.os.system", "command": f"touch '{canary}'"}
+    folder.config.write_text(yaml.safe_dump(config))
+    assert run_door("eval", "ckpt_path=r", logs=logs).code == 0
+    folder.config.write_text(f"a: !!python/object/apply:os.system [\"touch '{canary}'\"]\n")
+    done = run_door("train", *SMALL, "resume=r", "trainer.max_epochs=2", logs=logs)
+    assert done.code == 2 and "config.yaml" in done.output and "Traceback" not in done.output, done.output
+
+
+def test_anothers_checkpoint_does_not_choose_where_anything_is_written_or_sent(trained, canary, tmp_path):
+    content = good(trained)
+    config = content["lockstep"]["config"]
+    config["data"].update(cache_dir=str(canary.parent / "cache"))
+    config["paths"] = dict.fromkeys(config["paths"], str(canary.parent))
+    config["s3"] = {"uri": "s3://anothers/bucket", "endpoint_url": "http://127.0.0.1:9", "required": True}
+    path = tmp_path / "anothers.ckpt"
+    write_checkpoint(content, path)
+    done = run_door("eval", f"ckpt_path={path}", logs=tmp_path / "logs")
+    assert done.code == 0 and "s3" not in done.output and "127.0.0.1:9" not in done.output, done.output
+    config["data"]["name"] = "../../outside/x"
+    write_checkpoint(content, path)
+    done = run_door("eval", f"ckpt_path={path}", logs=tmp_path / "logs")
+    assert done.code == 2 and "data.name='../../outside/x'" in done.output, done.output
+
+
+@pytest.mark.parametrize("damage", ["lockstep", "config", "model", "trainer", "data"])
+def test_a_checkpoint_with_nonsense_where_its_config_was(damage, trained, tmp_path):
+    content = good(trained)
+    own = content["lockstep"]
+    {"lockstep": content, "config": own}.get(damage, own["config"])[damage] = ["nonsense"]
+    write_checkpoint(content, tmp_path / "x.ckpt")
+    done = run_door("eval", f"ckpt_path={tmp_path / 'x.ckpt'}", logs=tmp_path / "logs")
+    assert done.code == 2 and "carries no config" in done.output and "Traceback" not in done.output, done.output
+
+
+# Data files
+
+
+def test_a_pickled_array_file_is_not_unpickled(canary, tmp_path):
+    """A cache folder holds labels.npy; one that somebody put there with objects in it is refused by NumPy."""
+    from data.synthetic import SyntheticDataModule
+
+    def module():
+        return SyntheticDataModule(num_images=100, image_size=8, global_batch_size=10, cache_dir=tmp_path / "cache")
+
+    module().prepare()
+    [labels] = (tmp_path / "cache").glob("*/labels.npy")
+    np.save(labels, np.array([Payload(canary)], dtype=object), allow_pickle=True)
+    meta = json.loads((labels.parent / "meta.json").read_text())
+    meta["files"]["labels.npy"] = labels.stat().st_size
+    (labels.parent / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        module().prepare()
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_batch_file_with_code(protocol, canary):
+    data = pickle.dumps({b"data": Payload(canary)}, protocol)
+    with pytest.raises(UserError, match="data_batch_1 .*asks for posix.system"):
+        load_arrays(io.BytesIO(data), "data_batch_1")
+
+
+GADGETS = {
+    "an attribute of an allowed name": b"cnumpy\nndarray.__init__.__globals__\n.",
+    "a name with a dot": b"\x80\x04\x8c\x05numpy\x8c\x10core.multiarray.\x93.",
+    "builtins": b"c__builtin__\neval\n(S'1'\ntR.",
+    "an extension": b"\x80\x02\x82\x01.",
+    "a persistent id": b"Pid\n.",
+    "NumPy's own loader": b"cnumpy\nload\n(S'/etc/passwd'\ntR.",
+    "a huge array": b"cnumpy\nndarray\n((I99999999999\nI99999999999\nttR.",
+}
+
+
+@pytest.mark.parametrize("name", GADGETS)
+def test_a_batch_file_with_a_gadget(name):
+    with pytest.raises(UserError, match="data_batch_1 is truncated or not one of the official files"):
+        load_arrays(io.BytesIO(GADGETS[name]), "data_batch_1")
+
+
+def archive_with(path, members):
+    with tarfile.open(path, "w:gz") as archive:
+        for name, data, kind in members:
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.linkname, entry.size = kind, "/etc/passwd", len(data) if kind == tarfile.REGTYPE else 0
+            archive.addfile(entry, io.BytesIO(data) if kind == tarfile.REGTYPE else None)
+
+
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE])
+def test_an_archive_that_climbs_or_links_or_is_a_device(kind, canary, tmp_path):
+    """Members are read by their last name and never written; what is no plain file is not read."""
+    path = tmp_path / ARCHIVE
+    members = [(f"../../outside/{canary.name}", b"x", kind), (str(canary), b"x", kind)]
+    members += [(f"{FOLDER}/{name}", pickle.dumps({}), kind) for name in (*TRAIN_FILES, "test_batch")]
+    archive_with(path, members)
+    with pytest.raises(UserError, match="is not a CIFAR-10 file|lacks data_batch_1"):
+        CIFAR10DataModule(root=path, cache_dir=tmp_path / "cache", global_batch_size=10).prepare()
+
+
+def test_an_archive_that_unpacks_to_more_than_the_memory(tmp_path, monkeypatch):
+    import data.cifar10 as module
+
+    monkeypatch.setattr(module, "MAX_BYTES", 10**6)
+    path = tmp_path / ARCHIVE
+    archive_with(path, [(f"{FOLDER}/data_batch_1", bytes(10**6 + 1), tarfile.REGTYPE)])
+    with pytest.raises(UserError, match="data_batch_1 has 1000001 bytes"):
+        CIFAR10DataModule(root=path, cache_dir=tmp_path / "cache", global_batch_size=10).prepare()
+
+
+def test_a_gzip_bomb(tmp_path, monkeypatch):
+    import data.mnist as module
+
+    monkeypatch.setattr(module, "MAX_BYTES", 10**6)
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    path.write_bytes(gzip.compress(b"\x00\x00\x08\x01" + struct.pack(">I", 5 * 10**6) + bytes(5 * 10**6)))
+    with pytest.raises(UserError, match="holds more than 1000000 bytes"):
+        read_idx(path)
+
+
+def test_dimensions_whose_product_overflows(tmp_path):
+    path = tmp_path / "labels"
+    path.write_bytes(b"\x00\x00\x08\x03" + struct.pack(">III", 2**31, 2**31, 4))  # 2**64, which 64 bits take for 0
+    with pytest.raises(UserError, match="instead of"):
+        read_idx(path)
+
+
+# Names
+
+
+@pytest.mark.parametrize("word", ["run_id=../x", "run_id=/tmp/x", "run_id=..", "resume=../../x", "run_id=a/b",
+                                  "data.name=../../outside/x", "s3.uri=s3://bucket/../../x"])  # fmt: skip
+def test_a_name_that_climbs_is_refused_by_its_key(word, canary, tmp_path):
+    done = run_door("train", *SMALL, word, logs=tmp_path / "logs")
+    assert done.code == 2 and "Traceback" not in done.output, done.output
+    last = done.output.strip().splitlines()[-1]
+    assert last.startswith("error: ") and word.partition("=")[2].removeprefix("s3://bucket/") in last
+    assert {path.name for path in tmp_path.iterdir()} == {"logs", "outside"}
+
+
+HOSTILE = [
+    "../../../outside/x", "</details><script>alert(1)</script>", "![x](javascript:alert(1))", "<img src=x onerror=a()>",
+    "| --- |\n# heading", "`code` $\\href{javascript:a()}{x}$", "[x]: http://evil", "@everyone", "\u202egnp.exe",
+    "'\"; rm -rf /", "{{7*7}}", "%2e%2e%2f", "\x1b[31mred", "x" * 5000,
+]  # fmt: skip
+
+
+class Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found: list[tuple[str, str]] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.found += [(tag, f"{name}={value}") for name, value in attrs if name.startswith("on")]
+        self.found += [(tag, str(value)) for name, value in attrs if "javascript:" in str(value)]
+        if tag in ("script", "iframe", "object", "form"):
+            self.found.append((tag, ""))
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_name_with_markup_leaves_the_page_whole(text, canary, tmp_path):
+    folder = write_run(
+        tmp_path / "runs", "run-1", status="failed", config=example_config(name=text), tags=[text, f"b{text}"],
+        experiment=text,
+        model=text, data=text, trainer=text, hosts=[{"host": text}], command=text,
+        error={"message": text, "host": text, "phase": text, "rank": 0},
+    )  # fmt: skip
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**record, "run_id": text}))
+    record_run(folder, tmp_path / "logbook")
+    pages = sorted((tmp_path / "logbook").rglob("*.md"))
+    assert len(pages) >= 2
+    for page in pages:
+        tags = Tags()
+        tags.feed(MarkdownIt("commonmark", {"html": True}).enable("table").render(page.read_text()))
+        assert tags.found == [], page
+    names = {str(path.relative_to(tmp_path)).split("/")[0] for path in tmp_path.rglob("*")}
+    assert names == {"runs", "logbook", "outside"}
+
+
+def test_a_sidecar_of_another_file_names_nothing_outside(trained, canary, tmp_path):
+    """The small file beside a checkpoint only says bytes and hash; where it is wrong the checkpoint is passed over."""
+    logs = tmp_path / "logs"
+    first = run_door("train", *SMALL, "run_id=r", logs=logs)
+    last, facts = next(complete(first.folder.checkpoints, "last"))
+    sidecar_path(last).write_text(json.dumps({**facts, "file": str(canary), "path": str(canary), "sha256": "../x"}))
+    done = run_door("train", *SMALL, "resume=r", "trainer.max_epochs=2", logs=logs)
+    assert done.code == 0 and f"Passed over {last.name}" in done.output, done.output
