@@ -1,0 +1,109 @@
+"""make install against a local index: a package whose hash is not the pinned one is refused, with uv and with pip."""
+
+import base64
+import hashlib
+import http.server
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import venv
+import zipfile
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+NAME, FILES = "tinything", {"tinything.py": "x = 1\n"}
+
+
+def write_wheel(folder, content):
+    """A pure wheel of version 1.0; returns its sha256."""
+    info = f"{NAME}-1.0.dist-info"
+    files = {
+        **content,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    digests = {
+        n: base64.urlsafe_b64encode(hashlib.sha256(t.encode()).digest()).decode().rstrip("=") for n, t in files.items()
+    }
+    files[f"{info}/RECORD"] = (
+        "".join(f"{n},sha256={d},{len(files[n])}\n" for n, d in digests.items()) + f"{info}/RECORD,,\n"
+    )
+    path = folder / f"{NAME}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def index(tmp_path):
+    """(address of a package index on loopback, sha256 of its one package)."""
+    folder = tmp_path / "index" / "simple" / NAME
+    folder.mkdir(parents=True)
+    sha256 = write_wheel(folder, FILES)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "index")))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/simple/", sha256
+    server.shutdown()
+    server.server_close()
+
+
+def clone(tmp_path, sha256, with_uv):
+    """What make install needs of the repository, with one requirement."""
+    folder = tmp_path / "clone"
+    (folder / "launch").mkdir(parents=True)
+    (folder / "src").mkdir()
+    shutil.copy(REPOSITORY / "Makefile", folder)
+    for path in (REPOSITORY / "launch").glob("*"):
+        shutil.copy(path, folder / "launch")
+    (folder / "requirements.txt").write_text(f"{NAME}==1.0 \\\n    --hash=sha256:{sha256}\n")
+    venv.create(folder / ".venv", with_pip=True, symlinks=True)
+    if with_uv:
+        (folder / ".venv/bin/uv").symlink_to(Path(sys.executable).with_name("uv"))
+    return folder
+
+
+def install(folder, index):
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "UV_"))}
+    own = {
+        "PIP_INDEX_URL": index, "UV_DEFAULT_INDEX": index, "UV_CACHE_DIR": str(folder / "cache"),
+        "PIP_CACHE_DIR": str(folder / "cache"), "PIP_RETRIES": "0", "PIP_CONFIG_FILE": os.devnull, "UV_NO_CONFIG": "1",
+    }  # fmt: skip
+    return subprocess.run(["make", "install"], cwd=folder, env={**kept, **own}, capture_output=True, text=True)
+
+
+def installed(folder):
+    return list(folder.glob(f".venv/lib/*/site-packages/{NAME}.py"))
+
+
+@pytest.mark.parametrize("with_uv", [True, False], ids=["uv", "pip"])
+def test_another_hash_is_refused_and_the_pinned_one_installed(with_uv, index, tmp_path):
+    if with_uv and not Path(sys.executable).with_name("uv").exists():
+        pytest.skip("uv is not beside this Python")
+    address, sha256 = index
+    folder = clone(tmp_path, "0" * 64, with_uv)
+    refused = install(folder, address)
+    assert refused.returncode != 0 and "hash" in refused.stderr.lower(), refused
+    assert not installed(folder) and not (folder / ".venv/.installed").exists()
+    (folder / "requirements.txt").write_text(f"{NAME}==1.0 \\\n    --hash=sha256:{sha256}\n")
+    done = install(folder, address)
+    assert done.returncode == 0, done
+    assert installed(folder) and (folder / ".venv/.installed").exists()
+
+
+@pytest.mark.parametrize("with_uv", [True, False], ids=["uv", "pip"])
+def test_a_requirement_without_a_hash_is_refused(with_uv, index, tmp_path):
+    folder = clone(tmp_path, "0" * 64, with_uv)
+    (folder / "requirements.txt").write_text(f"{NAME}==1.0\n")
+    refused = install(folder, index[0])
+    assert refused.returncode != 0 and "hash" in refused.stderr.lower() and not installed(folder)
