@@ -1,5 +1,6 @@
 """EC2's notice that a spot instance will be taken: save, upload, and be gone before it is."""
 
+import http.client
 import os
 import threading
 import time
@@ -93,7 +94,7 @@ class SpotNotice(Callback):
         while not self.ended.is_set():
             try:
                 notice = self.fetch()
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, http.client.HTTPException) as error:
                 if not self.complained:
                     print(
                         f"No spot notices can be had ({error}); asking again every {self.interval_s:.0f} s.", flush=True

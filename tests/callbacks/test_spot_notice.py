@@ -1,5 +1,6 @@
 """Spot notices from a metadata server of the test's own, on loopback."""
 
+import http.client
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -126,11 +127,11 @@ def test_a_notice_asks_for_an_interruption_and_hurries_the_upload(server):
 
 
 def test_a_service_that_is_not_there_is_said_once_and_asked_again(capsys):
-    answers = iter([OSError("no route"), OSError("no route"), None, "now"])
+    answers = iter([OSError("no route"), http.client.BadStatusLine("no HTTP"), None, "now"])
 
     def fetch():
         answer = next(answers)
-        if isinstance(answer, OSError):
+        if isinstance(answer, Exception):
             raise answer
         return answer
 
