@@ -28,8 +28,8 @@ def compose(config_name: str, overrides: list[str]) -> Any:
             cfg = hydra_compose(config_name, overrides, return_hydra_config=True)
             check_types(cfg, hydra_compose(config_name, [w for w in overrides if _is_choice(w)]), overrides)
             return cfg
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_one_sentence(error, overrides)) from None
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise UserError(_one_sentence(error, overrides)) from None  # Hydra's own checks raise Python's errors too
 
 
 def _is_choice(override: str) -> bool:
@@ -127,8 +127,10 @@ def _one_sentence(error: Exception, overrides: list[str]) -> str:
     cause = error.__cause__
     if cause is not None and str(cause) and str(cause).splitlines()[0] not in text:
         text += f" ({str(cause).splitlines()[0]})"
+    from pages.redact import redact_text
+
     said = f" (from the overrides: {' '.join(overrides)})" if overrides else ""
-    return f"{text}{said}; python src/train.py --help lists what there is."
+    return redact_text(f"{text}{said}; python src/train.py --help lists what there is.")
 
 
 def plain(cfg: Any) -> dict[str, Any]:

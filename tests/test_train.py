@@ -182,6 +182,8 @@ BAD = {
     "optimizer.lr=fast": "optimizer.lr",
     "optimizer.learning_rate=1": "optimizer.learning_rate",
     "model=alexnett": "alexnet",
+    "callbacks=0": "callbacks=0",
+    "~callbacks=0": "~callbacks=0",
     "ckpt_path=nowhere.ckpt": "nowhere.ckpt",
     "resume=nothing": "No run 'nothing'",
     "resume=auto": "run_id=",
