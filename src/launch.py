@@ -14,6 +14,7 @@ import provenance
 from cluster import Cluster
 from compose import REPOSITORY, chosen_options, plain
 from errors import EXIT_INTERRUPTED, EXIT_OK, Interrupted, UserError
+from no_secrets import refuse_secrets
 from readiness import findings
 from run_end import (
     Work,
@@ -41,6 +42,7 @@ def launch(cfg: Any, work: Work) -> int:
 
 def launch_config(config: dict[str, Any], work: Work) -> int:
     """The same from a plain config that also holds `choices` (option by group) and `overrides`."""
+    refuse_secrets(config)
     environment = world.environment()
     cluster = resolve_cluster(config, environment)
     largest = largest_batch(config, cluster, environment)

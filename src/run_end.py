@@ -15,6 +15,7 @@ from typing import Any
 import cluster as world
 from cluster import Cluster
 from errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, Diverged, Interrupted, UserError
+from pages.redact import redact_text
 from run_files import RunFolder, read_record, utc_now, write_atomically, write_record
 from supervisor import complete_record
 
@@ -44,7 +45,7 @@ def in_this_process(config: dict[str, Any], cluster: Cluster, folder: RunFolder,
         _end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
         return EXIT_INTERRUPTED
     except Exception as error:
-        traceback.print_exc()
+        print(redact_text(traceback.format_exc()), file=sys.stderr, end="", flush=True)  # a library may quote a request
         return _failed(folder, cluster, error, EXIT_FAILED)
 
 
@@ -74,7 +75,7 @@ def _failed(folder: RunFolder, cluster: Cluster, error: Exception, code: int) ->
     message = str(error) if isinstance(error, UserError | Diverged) else f"{type(error).__name__}: {error}"
     phase = read_record(folder.record).get("phase", "start") if folder.record.exists() else "start"
     facts = {
-        "rank": cluster.rank, "host": socket.gethostname(), "phase": phase, "message": message,
+        "rank": cluster.rank, "host": socket.gethostname(), "phase": phase, "message": redact_text(message),
         "kind": type(error).__name__, "time": time.time(),
     }  # fmt: skip
     report_failure(getattr(error, "culprit", None) or facts, folder, cluster, code)

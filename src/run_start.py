@@ -13,6 +13,7 @@ from checkpoint_files import newest_whole, read_sidecar
 from cluster import Cluster
 from compose import REPOSITORY, chosen_options, compose, plain
 from errors import UserError
+from pages.redact import redact_text
 from run_files import (
     SCHEMA_VERSION,
     RunFolder,
@@ -99,7 +100,7 @@ def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bo
     else:
         diff = provenance.code_diff(REPOSITORY) if record["code"]["dirty"] else ""
         if diff:
-            write_atomically(folder.code_diff, lambda file: file.write(diff))
+            write_atomically(folder.code_diff, lambda file: file.write(redact_text(diff)))
     write_record(folder.record, record)
 
 

@@ -12,6 +12,7 @@ FLOOR_2 = {
     "launch",
     "run_start",
     "run_end",
+    "no_secrets",
     "compose",
     "sweep",
     "join",

@@ -1,0 +1,144 @@
+"""Twelve secrets in all the places where people keep them: none of them in a file, event, page, object, line or process
+list that a run leaves. Each is a canary that no form gives away."""
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+
+from errors import UserError
+from no_secrets import refuse_secrets
+from object_store import IDENTITIES, shared_store
+from runs import run_door, start_door
+
+SMALL = ["data=synthetic", "data.num_images=400", "data.image_size=8", "data.global_batch_size=64", "model=small_cnn",
+         "trainer=ddp_sim", "trainer.num_threads=1", "trainer.max_epochs=2"]  # fmt: skip
+CANARY = "canary-{:02d}-zqxjkvbw"
+KEY_ID, SECRET, _ = IDENTITIES["ci"]
+
+
+def canary(number):
+    return CANARY.format(number)
+
+
+def homes(tmp_path):
+    """A home folder and an environment full of secrets; the first is the one that the store really checks."""
+    home = tmp_path / "home"
+    (home / ".aws").mkdir(parents=True)
+    (home / ".aws/credentials").write_text(
+        f"[default]\naws_access_key_id = {KEY_ID}\naws_secret_access_key = {SECRET}\n"
+        f"[other]\naws_access_key_id = AKIAOTHER\naws_secret_access_key = {canary(1)}\n"
+    )
+    (home / ".aws/config").write_text(f"[default]\nregion = us-east-1\n[profile x]\nexternal_id = {canary(2)}\n")
+    (home / ".netrc").write_text(f"machine 127.0.0.1 login u password {canary(3)}\n")
+    (home / ".git-credentials").write_text(f"https://u:{canary(4)}@github.com\n")
+    environment = {
+        "HOME": str(home), "AWS_SHARED_CREDENTIALS_FILE": str(home / ".aws/credentials"),
+        "AWS_CONFIG_FILE": str(home / ".aws/config"), "AWS_EC2_METADATA_DISABLED": "true",
+        "HF_TOKEN": canary(5), "WANDB_API_KEY": canary(6), "DATABASE_URL": f"postgres://u:{canary(7)}@db/x",
+        "HTTPS_PROXY": f"http://u:{canary(8)}@127.0.0.1:9", "PASSWORD": canary(9),
+    }  # fmt: skip
+    return home, environment
+
+
+def everything_in(folder: Path) -> str:
+    return "\n".join(path.read_bytes().decode("latin-1") for path in folder.rglob("*") if path.is_file())
+
+
+def objects(store, bucket) -> str:
+    client, text = store.client(), ""
+    for entry in client.list_objects_v2(Bucket=bucket).get("Contents", []):
+        found = client.get_object(Bucket=bucket, Key=entry["Key"])
+        text += entry["Key"] + json.dumps(found["Metadata"]) + found["Body"].read().decode("latin-1")
+    assert text
+    return text
+
+
+def hits(text):
+    return [secret for secret in [SECRET, *map(canary, range(1, 13))] if secret in text]
+
+
+def process_list(process):
+    lines = []
+    for member in [process, *process.children(recursive=True)]:
+        lines.append(" ".join(member.cmdline()))
+    return "\n".join(lines)
+
+
+def test_secrets_of_the_environment_and_the_home_go_nowhere(tmp_path):
+    store = shared_store()
+    bucket, (_, environment) = store.new_bucket(), homes(tmp_path)
+    logs = tmp_path / "logs"
+    started = start_door(
+        "train", *SMALL, f"s3.uri=s3://{bucket}/p", f"s3.endpoint_url={store.endpoint_url}", "run_id=r", logs=logs,
+        environment=environment,
+    )  # fmt: skip
+    started.wait_for(lambda: any(logs.rglob("*.ckpt.json")))
+    processes = process_list(psutil.Process(started.process.pid))
+    done = started.done()
+    assert done.code == 0, done.output
+    assert hits(done.output + processes + everything_in(logs) + objects(store, bucket)) == []
+
+
+def raises_with_locals():
+    """A callback whose frame holds a secret fails, quoting a request that holds others."""
+    from callbacks.run_recorder import RunRecorder
+
+    def fails(self, *_):
+        password = canary(10)
+        raise OSError(f"GET https://u:{canary(11)}@host/x?X-Amz-Signature={canary(12)}&a=1 failed{password[:0]}")
+
+    RunRecorder.on_train_batch_end = fails
+
+
+def test_a_traceback_tells_no_secret(tmp_path):
+    done = run_door("train", *SMALL, "run_id=r", logs=tmp_path, before=raises_with_locals)
+    assert done.code == 1 and "OSError: GET https://" in done.record["error"]["message"]
+    assert "Traceback" in done.output + everything_in(done.folder.path)
+    assert hits(done.output + everything_in(tmp_path)) == []
+
+
+OVERRIDES = {
+    f"+data.password={canary(1)}": "data.password holds a secret",
+    f"+notes.api_key={canary(1)}": "notes.api_key holds a secret",
+    f"data.root=https://u:{canary(1)}@host/x": "data.root holds an address with credentials",
+    f"'data.root=https://h/x?X-Amz-Signature={canary(1)}'": "data.root holds a signed address",
+    "tags=[ghp_abcdefghijklmnopqrstuvwxyz0123]": "tags holds a token or key",
+    f"s3.uri=s3://key:{canary(1)}@bucket/x": "credentials",
+    f"s3.secret_key={canary(1)}": "s3.secret_key",
+    f"data.nothing=https://u:{canary(1)}@host/x": "nothing",
+}
+
+
+@pytest.mark.parametrize("word", OVERRIDES)
+def test_an_override_with_a_secret_is_refused_and_not_repeated(word, tmp_path):
+    done = run_door(
+        "train", "data=cifar10", word.strip("'").replace("?X", "\\?X") if "?" in word else word, logs=tmp_path
+    )
+    assert done.code == 2 and OVERRIDES[word] in done.output, done.output
+    assert "Traceback" not in done.output and hits(done.output + everything_in(tmp_path)) == []
+    assert "ghp_" not in done.output
+
+
+def test_harmless_options_are_no_secrets():
+    refuse_secrets({
+        "s3": {"uri": "s3://bucket/prefix", "sse_kms_key_id": "arn:aws:kms:eu-west-1:1:key/1", "endpoint_url": "http://h:1"},
+        "model": {"class_token": True, "num_tokens": 7}, "data": {"urls": ["https://h/x?raw=1", "http://h/a@b"]},
+        "password": "", "paths": {"a": "/home/Alice/Projects/ImageNet2012/TrainPart1"},
+    })  # fmt: skip
+    with pytest.raises(UserError, match=r"^a\.b holds an address"):
+        refuse_secrets({"a": {"b": [1, None, "http://u:p@h"]}})
+
+
+def test_what_git_would_show_of_uncommitted_code_is_kept_without_secrets(tmp_path):
+    done = run_door("train", *SMALL, "trainer=cpu", "trainer.max_epochs=1", logs=tmp_path, before=_dirty)
+    diff = done.folder.code_diff.read_text()
+    assert "+x = 1" in diff and hits(diff) == []
+
+
+def _dirty():
+    import provenance
+
+    provenance.code_diff = lambda _: f"+password = '{canary(1)}'\n+x = 1\n"
+    provenance.code_state = lambda _: {"commit": "c", "dirty": True}
