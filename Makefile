@@ -47,6 +47,7 @@ docs: install  ## write docs/options.md from the comments in configs/
 lock: install  ## resolve requirements*.txt anew from pyproject.toml
 	$(VENV)/bin/uv pip compile $(LOCK) pyproject.toml -o requirements.txt
 	$(VENV)/bin/uv pip compile $(LOCK) --group dev -c requirements.txt -o requirements-dev.txt
+	grep -oE '^uv==[0-9.]+' launch/uv.txt | $(VENV)/bin/uv pip compile $(LOCK) - -o launch/uv.txt
 LOCK := -q -p 3.11 --universal --generate-hashes --no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
 parity: install  ## every strategy against one process, in float64, with seeded faults
@@ -62,8 +63,9 @@ bench: install-dev  ## measure this machine: input path, memory, largest batch, 
 	$(PY) benchmarks/statistics_cost.py
 	$(PY) benchmarks/estimates.py
 
-soak: install-dev  ## the long fault tests
-	$(PY) -m pytest -m soak
+soak: install-dev  ## the campaign of faults, or PIECE=kills SEED=1 COUNT=60 of it; hours
+	$(PY) benchmarks/faults.py $(PIECE) $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT))
+	$(if $(PIECE),,$(PY) -m pytest -m soak)
 
 logbook: install  ## build the pages in logbook/ from the runs
 	$(PY) src/logbook.py build

@@ -5,7 +5,7 @@ set -euo pipefail
 file=$1
 python=.venv/bin/python
 if [ ! -x .venv/bin/uv ]; then
-  $python -m pip install -q uv || echo "uv cannot be installed; going on with pip."
+  $python -m pip install -q --require-hashes -r launch/uv.txt || echo "uv cannot be installed; going on with pip."
 fi
 if [ -x .venv/bin/uv ]; then
   .venv/bin/uv pip install --python $python --require-hashes --compile-bytecode -r "$file"
