@@ -9,12 +9,14 @@ import json
 import os
 import signal
 import sys
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 SRC = str(Path(__file__).resolve().parents[2] / "src")
 PHASES = ("training", "validation", "checkpoint", "epoch end")
+ALL_PHASES = ("start", "sanity check", *PHASES, "test", "upload")
 
 
 @dataclass
@@ -25,9 +27,9 @@ class Plan:
         start: number of this start of the run.
         phase, event: where; None: only count.
         rank: on which rank the calls are counted.
-        target: who is killed: "rank 0", "rank 1", … or "supervisor".
+        target: who is killed: "rank 0", "rank 1", …, "supervisor" or "self"; on the host of `rank`.
         source: the folder whose code counts.
-        here: the kill is done from this host; the target must be on it.
+        number: the signal.
     """
 
     folder: str
@@ -37,13 +39,14 @@ class Plan:
     rank: int = 0
     target: str = "rank 0"
     source: str = SRC
+    number: int = signal.SIGKILL
 
 
 class Tap:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.rank = plan, int(os.environ.get("RANK", 0))
         self.phase: str | None = None
-        self.counts = dict.fromkeys(PHASES, 0)
+        self.counts = dict.fromkeys(ALL_PHASES, 0)
         self.taken: collections.deque = collections.deque()
         Path(plan.folder).mkdir(parents=True, exist_ok=True)
 
@@ -63,25 +66,27 @@ class Tap:
             self.kill(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
 
     def kill(self, where: str) -> None:
-        number = int(self.plan.target.split()[1]) if self.plan.target != "supervisor" else None
-        supervisor = int(os.environ["LOCKSTEP_SUPERVISOR"])
-        if number is None:
-            pid = supervisor
-        elif number == self.rank:
+        number = int(self.plan.target.split()[1]) if self.plan.target.startswith("rank") else None
+        supervisor = int(os.environ.get("LOCKSTEP_SUPERVISOR", 0))
+        if self.plan.target == "self" or number == self.rank:
             pid = os.getpid()
+        elif number is None:
+            pid = supervisor
         else:
             own = [int(p) for p in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()]
             local = number - (self.rank - int(os.environ["LOCAL_RANK"]))
             pid = sorted(own)[local]
         self.write(f"killed-{self.plan.start}.json", {**asdict(self.plan), "where": where, "pid": pid})
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, self.plan.number)
 
 
 def plant(plan: Plan) -> None:
     """Before the ranks are started, in the process that they are forked from, or in each rank."""
+    import assemble
     from callbacks import watch
     from callbacks.checkpoints import Checkpoints
     from callbacks.run_recorder import RunRecorder
+    from callbacks.s3_upload import S3Upload
     from callbacks.training_log import TrainingLog
     from classifier import ImageClassifier
     from data.batches import TrainBatches
@@ -94,18 +99,24 @@ def plant(plan: Plan) -> None:
             tap[:] = [Tap(plan)]
         return tap[0]
 
-    def enters(phase: str):
+    def enters(phase: str, sanity: str | None = None):
         def enter(self: Any, *_: Any) -> None:
-            trainer = getattr(self, "_trainer", None)
-            if trainer is None or (trainer.state.fn == "fit" and not trainer.sanity_checking):
-                mine().phase = phase
+            trainer = self._trainer
+            if trainer.state.fn == "fit":
+                mine().phase = sanity if trainer.sanity_checking else phase
+            elif trainer.state.fn == "test":
+                mine().phase = "test"
 
         return enter
 
+    def starts(*_: Any) -> None:
+        mine().phase = "start"
+        sys.setprofile(mine().on_call)
+
     def begins(self: Any, trainer: Any, *_: Any) -> None:
         here = mine()
+        here.phase = None
         here.write(f"begun-{plan.start}-rank{here.rank}.json", trainer.global_step)
-        sys.setprofile(here.on_call)
 
     def steps(self: Any, trainer: Any, *_: Any) -> None:
         here = mine()
@@ -116,16 +127,28 @@ def plant(plan: Plan) -> None:
             )
 
     def ends(self: Any, trainer: Any, *_: Any) -> None:
-        sys.setprofile(None)
-        mine().phase = None
-        mine().write(f"counts-{plan.start}-rank{mine().rank}.json", mine().counts)
+        here = mine()
+        here.phase = None
+        Path(here.plan.folder, f"counts-{plan.start}-rank{here.rank}.json").write_text(json.dumps(here.counts))
 
     _before(ImageClassifier, "training_step", enters("training"))
-    _before(ImageClassifier, "on_validation_epoch_start", enters("validation"))
-    _before(ImageClassifier, "on_validation_epoch_end", enters("epoch end"))
+    _before(ImageClassifier, "on_validation_epoch_start", enters("validation", "sanity check"))
+    _before(ImageClassifier, "on_validation_epoch_end", enters("epoch end", "sanity check"))
+    _before(ImageClassifier, "on_test_epoch_start", enters("test"))
+    _before(assemble, "build_run", starts)
+
+    def uploads(*_: Any) -> None:
+        """The n-th checkpoint is being sent: `event` milliseconds later."""
+        here = mine()
+        if (plan.phase, plan.rank) == ("upload", here.rank) and not here.counts["upload"]:
+            here.counts["upload"] = 1
+            threading.Timer(plan.event / 1000, here.kill, ["upload"]).start()
+
+    _before(S3Upload, "on_checkpoint_complete", uploads)
     _before(TrainingLog, "on_train_start", begins)
     _before(TrainingLog, "on_train_batch_end", steps)
     _before(RunRecorder, "on_fit_end", ends)
+    _before(ImageClassifier, "on_test_epoch_end", ends)
 
     saving = Checkpoints.save_last, Checkpoints._save
 
@@ -154,8 +177,8 @@ def plant(plan: Plan) -> None:
 def _before(owner: Any, name: str, extra: Any) -> None:
     original = getattr(owner, name)
 
-    def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
-        extra(self, *arguments)
-        return original(self, *arguments, **options)
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        extra(*arguments)
+        return original(*arguments, **options)
 
     setattr(owner, name, wrapped)

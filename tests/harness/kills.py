@@ -101,7 +101,12 @@ class Reference:
     folder: RunFolder
     seen: dict[tuple[int, int], list[list[int]]]
     state: dict[str, Any]
-    counts: dict[int, dict[str, int]]  # calls by rank and phase, in one epoch
+    totals: dict[int, dict[str, int]]  # calls by rank and phase
+
+    @property
+    def counts(self) -> dict[int, dict[str, int]]:
+        """In one epoch."""
+        return {rank: {phase: n // EPOCHS for phase, n in totals.items()} for rank, totals in self.totals.items()}
 
 
 @dataclass
@@ -141,22 +146,20 @@ class Kills:
         return Row(name, done, len(self.killed), seen, clock.seconds, self.wrong)
 
 
-def reference_of(words: list[str], folder: Path) -> Reference:
+def reference_of(words: list[str], folder: Path, environment: dict[str, str] | None = None) -> Reference:
     marks = folder / "reference-marks"
-    done = run_door("train", *words, "run_id=whole", logs=folder / "reference", before=_planted(Plan(str(marks), 0)))
+    done = run_door(
+        "train", *words, "run_id=whole", logs=folder / "reference", environment=environment,
+        before=planted(Plan(str(marks), 0)),
+    )  # fmt: skip
     assert done.code == 0, done.output
-    counts = {
-        int(path.stem.split("-rank")[1]): {
-            phase: number // EPOCHS for phase, number in json.loads(path.read_text()).items()
-        }
-        for path in marks.glob("counts-0-rank*.json")
-    }
+    totals = {int(p.stem.split("-rank")[1]): json.loads(p.read_text()) for p in marks.glob("counts-0-rank*.json")}
     found = history(marks)
     assert len(found) == read_record(done.folder.record)["steps"] and not each_image_once(found)
-    return Reference(done.folder, found, final_state(done.folder), counts)
+    return Reference(done.folder, found, final_state(done.folder), totals)
 
 
-def _planted(plan: Plan) -> Any:
+def planted(plan: Plan) -> Any:
     return functools.partial(plant, plan)
 
 
@@ -171,7 +174,7 @@ def kill_and_resume(task: Task, words: list[str]) -> Kills:
             start += 1
             wanted = here < KILLS_PER_RUN and len(kills.killed) < task.count
             plan = _draw(task, kills, marks, start) if wanted else Plan(str(marks), start)
-            done = run_door("train", *words, f"run_id={name}", "resume=auto", logs=logs, before=_planted(plan))
+            done = run_door("train", *words, f"run_id={name}", "resume=auto", logs=logs, before=planted(plan))
             mark = marks / f"killed-{start}.json"
             if mark.exists():
                 here += 1

@@ -1,0 +1,81 @@
+"""The campaign of faults (benchmarks/faults.py) in small: the pieces that fit into a test run."""
+
+import json
+
+import pytest
+
+import fuzz
+import kills  # noqa: F401 its pieces
+import store_campaign  # noqa: F401
+from campaign import PIECES, task
+from kills import differences, each_image_once, history
+from signals import no_store
+
+
+def do(name, count, seed=3):
+    piece = PIECES[name]
+    if reason := piece.missing():
+        pytest.skip(reason)
+    with task(name, seed, count) as given:
+        return piece.work(given)
+
+
+def test_four_kills_one_in_each_phase():
+    [row] = do("kills", 4)
+    assert row.wrong == [] and row.times == 4
+    assert row.seen.startswith("1 in training, 1 in validation, 1 in checkpoint, 1 in epoch end")
+
+
+@pytest.mark.soak
+def test_four_kills_with_sharded_checkpoints():
+    [row] = do("kills-sharded", 4)
+    assert row.wrong == [] and row.times == 4
+
+
+@pytest.mark.skipif(no_store() is not None, reason=str(no_store()))
+def test_ten_races_for_the_pointer():
+    [row] = do("pointer-races", 10)
+    assert row.wrong == []
+
+
+@pytest.mark.parametrize("target", fuzz.TARGETS)
+def test_a_second_of_fuzzing(target):
+    examples, _, _, wrong = fuzz.run_target(fuzz.TARGETS[target], 1.0, 11)
+    assert wrong == [] and examples >= 300
+
+
+def test_the_fuzzer_reports_what_raises():
+    from hypothesis import strategies as st
+
+    def check(number):
+        assert number < 5
+
+    *_, wrong = fuzz.run_target(lambda: (st.integers(0, 100), check), 1.0, 1)
+    assert len(wrong) == 1 and "example=5" in wrong[0]
+
+
+def marks(folder, start, begun, lines):
+    (folder / f"begun-{start}-rank0.json").write_text(json.dumps(begun))
+    for rank, steps in enumerate(lines):
+        (folder / f"seen-{start}-rank{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+
+
+def test_the_history_that_counts(tmp_path):
+    """What a killed start did after the step that the next one went on from is void; what it did before counts once."""
+    marks(tmp_path, 1, 0, [[[0, 1, [1]], [0, 2, [3]]], [[0, 1, [2]]]])
+    marks(tmp_path, 2, 1, [[[0, 2, [3]]], [[0, 2, [4]]]])
+    found = history(tmp_path)
+    assert found == {(0, 1): [[1], [2]], (0, 2): [[3], [4]]} and each_image_once(found) == []
+    marks(tmp_path, 3, 2, [[[0, 3, [3]]], [[0, 3, [9]]]])
+    assert each_image_once(history(tmp_path)) == ["epoch 0: an image 2 times"]
+    marks(tmp_path, 4, 3, [[[0, 3, [5]]], []])
+    with pytest.raises(AssertionError, match="done twice"):
+        history(tmp_path)
+
+
+def test_one_bit_is_a_difference():
+    import torch
+
+    a = {"x": [torch.zeros(3), {"y": 1}]}
+    b = {"x": [torch.tensor([0.0, 0.0, 1e-45]), {"y": 1}]}
+    assert differences(a, a) == [] and differences(a, b) == ["/x/0"]
