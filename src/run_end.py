@@ -75,7 +75,7 @@ def _failed(folder: RunFolder, cluster: Cluster, error: Exception, code: int) ->
     message = str(error) if isinstance(error, UserError | Diverged) else f"{type(error).__name__}: {error}"
     phase = read_record(folder.record).get("phase", "start") if folder.record.exists() else "start"
     facts = {
-        "rank": cluster.rank, "host": socket.gethostname(), "phase": phase, "message": redact_text(message),
+        "rank": cluster.rank, "host": socket.gethostname(), "phase": phase, "message": message,
         "kind": type(error).__name__, "time": time.time(),
     }  # fmt: skip
     report_failure(getattr(error, "culprit", None) or facts, folder, cluster, code)
@@ -89,6 +89,7 @@ def report_failure(facts: dict[str, Any] | None, folder: RunFolder, cluster: Clu
     """
     if facts is None:
         return _end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
+    facts = {**facts, "message": redact_text(str(facts["message"]))}
     write_atomically(folder.rank_error(cluster.rank), lambda file: file.write(json.dumps(facts)))
     if cluster.launcher != "supervisor":
         if cluster.is_rank_zero and code != EXIT_USER_ERROR:

@@ -94,7 +94,7 @@ def raises_with_locals():
 
 def test_a_traceback_tells_no_secret(tmp_path):
     done = run_door("train", *SMALL, "run_id=r", logs=tmp_path, before=raises_with_locals)
-    assert done.code == 1 and "OSError: GET https://" in done.record["error"]["message"]
+    assert done.code == 1 and "GET https://" in done.record["error"]["message"]
     assert "Traceback" in done.output + everything_in(done.folder.path)
     assert hits(done.output + everything_in(tmp_path)) == []
 
@@ -103,7 +103,7 @@ OVERRIDES = {
     f"+data.password={canary(1)}": "data.password holds a secret",
     f"+notes.api_key={canary(1)}": "notes.api_key holds a secret",
     f"data.root=https://u:{canary(1)}@host/x": "data.root holds an address with credentials",
-    f"'data.root=https://h/x?X-Amz-Signature={canary(1)}'": "data.root holds a signed address",
+    f"data.root='https://h/x?X-Amz-Signature={canary(1)}'": "data.root holds a signed address",
     "tags=[ghp_abcdefghijklmnopqrstuvwxyz0123]": "tags holds a token or key",
     f"s3.uri=s3://key:{canary(1)}@bucket/x": "credentials",
     f"s3.secret_key={canary(1)}": "s3.secret_key",
@@ -113,9 +113,7 @@ OVERRIDES = {
 
 @pytest.mark.parametrize("word", OVERRIDES)
 def test_an_override_with_a_secret_is_refused_and_not_repeated(word, tmp_path):
-    done = run_door(
-        "train", "data=cifar10", word.strip("'").replace("?X", "\\?X") if "?" in word else word, logs=tmp_path
-    )
+    done = run_door("train", "data=cifar10", word, logs=tmp_path)
     assert done.code == 2 and OVERRIDES[word] in done.output, done.output
     assert "Traceback" not in done.output and hits(done.output + everything_in(tmp_path)) == []
     assert "ghp_" not in done.output

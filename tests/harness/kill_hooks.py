@@ -126,7 +126,7 @@ def plant(plan: Plan) -> None:
                 f"seen-{plan.start}-rank{here.rank}.jsonl", [trainer.current_epoch, trainer.global_step, positions]
             )
 
-    def ends(self: Any, trainer: Any, *_: Any) -> None:
+    def ends(*_: Any) -> None:
         here = mine()
         here.phase = None
         Path(here.plan.folder, f"counts-{plan.start}-rank{here.rank}.json").write_text(json.dumps(here.counts))
