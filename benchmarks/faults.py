@@ -25,7 +25,17 @@ from host_faults import FAULTS, TIMEOUT_S, faults_of  # noqa: E402
 from hosts import missing, two_hosts  # noqa: E402
 from provenance import code_state  # noqa: E402
 
-for module in ("kills", "signals", "host_campaign", "spot", "store_campaign", "disk_campaign", "long_run", "fuzz"):
+for module in (
+    "kills",
+    "signals",
+    "host_campaign",
+    "spot",
+    "store_campaign",
+    "disk_campaign",
+    "long_run",
+    "fuzz",
+    "tested",
+):
     importlib.import_module(module)
 
 HEAD = """# Under fire
