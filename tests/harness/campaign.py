@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import runs
+
 
 @dataclass
 class Row:
@@ -71,6 +73,7 @@ def piece(name: str, count: int, missing: Callable[[], str | None] = lambda: Non
 
 @contextmanager
 def task(name: str, seed: int, count: int) -> Iterator[Task]:
+    runs.TIMEOUT_S = 600.0
     folder = Path(tempfile.mkdtemp(prefix=f"soak-{name}-"))
     try:
         yield Task(folder, seed, count, random.Random(f"{name} {seed}"))

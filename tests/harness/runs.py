@@ -23,6 +23,7 @@ from typing import Any
 from ranks import SRC, _context
 from run_files import RunFolder, read_record
 
+TIMEOUT_S = 120.0  # of a whole run; a campaign on a busy machine sets it higher
 PATHS = [str(SRC), str(Path(__file__).parent)]
 
 
@@ -141,14 +142,15 @@ class Started:
     def text(self) -> str:
         return self.output.read_text() if self.output.exists() else ""
 
-    def wait_for(self, condition: Any, timeout_s: float = 60) -> None:
+    def wait_for(self, condition: Any, timeout_s: float | None = None) -> None:
         """Until condition() holds; fails with the output where the door ends or the time runs out first."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + (timeout_s or TIMEOUT_S / 2)
         while not condition():
             assert self.process.is_alive() and time.monotonic() < deadline, self.text()
             time.sleep(0.02)
 
-    def done(self, timeout_s: float = 120) -> Done:
+    def done(self, timeout_s: float | None = None) -> Done:
+        timeout_s = timeout_s or TIMEOUT_S
         self.process.join(timeout_s)
         if self.process.is_alive():
             self.process.kill()
