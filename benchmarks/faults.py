@@ -113,7 +113,7 @@ def two_host_faults(chosen: list[str]) -> tuple[list[dict[str, Any]], int]:
     return rows, bad
 
 
-def run_piece(name: str, seed: int, count: int | None) -> int:
+def run_piece(name: str, seed: int, count: int | None, minutes: float) -> int:
     """Do one piece and write it down; returns how many rows are not as they must be."""
     found = json.loads(RESULTS.read_text())
     code = code_state(HERE.parent)["commit"]
@@ -130,7 +130,7 @@ def run_piece(name: str, seed: int, count: int | None) -> int:
         return 0
     count = piece.count if count is None else count
     print(f"{name}: {count} times, seed {seed}", flush=True)
-    with task(name, seed, count) as given:
+    with task(name, seed, count, minutes) as given:
         rows = piece.work(given)
     for row in rows:
         print(f"{name}: {row.done}: {row.times} times, {row.seconds} s; {row.seen}; {row.wrong or 'as it must be'}")
@@ -145,12 +145,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("pieces", nargs="*", metavar="PIECE", choices=[*PIECES, "hosts", []])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="for each piece, at most about")
     parser.add_argument("--list", action="store_true")
     given = parser.parse_args(argv)
     if given.list:
         print("\n".join(f"{name:16} {piece.count}" for name, piece in PIECES.items()), "hosts", sep="\n")
         return 0
-    return 1 if sum(run_piece(name, given.seed, given.count) for name in given.pieces or [*PIECES, "hosts"]) else 0
+    return (
+        1
+        if sum(run_piece(name, given.seed, given.count, given.minutes) for name in given.pieces or [*PIECES, "hosts"])
+        else 0
+    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Run by benchmarks/faults.py; the pieces are in the files that it imports.
 """
 
 import dataclasses
+import math
 import random
 import shutil
 import tempfile
@@ -40,12 +41,17 @@ class Row:
 
 @dataclass
 class Task:
-    """What a piece gets: a folder of its own, chance from the seed, and how often."""
+    """What a piece gets: a folder of its own, chance from the seed, how often, and until when at most."""
 
     folder: Path
     seed: int
     count: int
     chance: random.Random
+    deadline: float = math.inf
+
+    def over(self) -> bool:
+        """The time is up: what is done by now makes the row, which says how often it was."""
+        return time.monotonic() > self.deadline
 
     def say(self, text: str) -> None:
         print(f"  {text}", flush=True)
@@ -72,11 +78,11 @@ def piece(name: str, count: int, missing: Callable[[], str | None] = lambda: Non
 
 
 @contextmanager
-def task(name: str, seed: int, count: int) -> Iterator[Task]:
+def task(name: str, seed: int, count: int, minutes: float = math.inf) -> Iterator[Task]:
     runs.TIMEOUT_S = 600.0
     folder = Path(tempfile.mkdtemp(prefix=f"soak-{name}-"))
     try:
-        yield Task(folder, seed, count, random.Random(f"{name} {seed}"))
+        yield Task(folder, seed, count, random.Random(f"{name} {seed}"), time.monotonic() + 60 * minutes)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

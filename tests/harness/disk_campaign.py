@@ -1,6 +1,7 @@
 """A disk that is full, and checkpoints that are cut short or have one bit flipped, here and in S3."""
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -139,7 +140,7 @@ def damaged(task: Task) -> list[Row]:
         clock, wrong, kinds = Clock(), [], []
         folder = task.folder / ("shards" if sharded else "file")
         reference = reference_of([*words, EPOCHS], folder)
-        for number in range(task.count):
+        for number in itertools.takewhile(lambda _: not task.over(), range(task.count)):
             name, logs = f"damaged-{number}", folder / f"damaged-{number}"
             first = run_door("train", *words, EPOCHS, f"run_id={name}", logs=logs, before=_stop_midway)
             if first.code != 75:

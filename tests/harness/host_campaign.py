@@ -50,13 +50,13 @@ def kills_hosts(task: Task) -> list[Row]:
     with two_hosts(task.folder) as hosts:
         for host in hosts:
             (host.project / "src/train_under_fire.py").write_text(DOOR)
-        while len(kills.killed) < task.count:
+        while len(kills.killed) < task.count and not task.over():
             name, start, here = f"run{kills.runs}", 0, 0
             marks = task.folder / f"{name}-marks"
             while True:
                 start += 1
                 plan = Plan(str(marks), start)
-                if here < KILLS_PER_RUN and len(kills.killed) < task.count:
+                if here < KILLS_PER_RUN and len(kills.killed) < task.count and not task.over():
                     number = len(kills.killed)
                     phase, rank = PHASES[number % len(PHASES)], task.chance.randrange(2)
                     target = "supervisor" if task.chance.random() < 0.33 else f"rank {rank}"

@@ -167,12 +167,12 @@ def kill_and_resume(task: Task, words: list[str]) -> Kills:
     """Runs that are killed KILLS_PER_RUN times each, in every phase in turn, until task.count is reached."""
     kills = Kills(reference_of(words, task.folder))
     task.say(f"calls per epoch: {kills.reference.counts}")
-    while len(kills.killed) < task.count:
+    while len(kills.killed) < task.count and not task.over():
         name, start, here = f"run{kills.runs}", 0, 0
         marks, logs = task.folder / f"{name}-marks", task.folder / name
         while True:
             start += 1
-            wanted = here < KILLS_PER_RUN and len(kills.killed) < task.count
+            wanted = here < KILLS_PER_RUN and len(kills.killed) < task.count and not task.over()
             plan = _draw(task, kills, marks, start) if wanted else Plan(str(marks), start)
             done = run_door("train", *words, f"run_id={name}", "resume=auto", logs=logs, before=planted(plan))
             mark = marks / f"killed-{start}.json"
