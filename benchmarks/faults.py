@@ -91,7 +91,17 @@ def page(found: dict[str, Any]) -> str:
                 f"{row['seconds']:g}",
             ]
             text += "| " + " | ".join(map(str, cells)) + " |\n"
+    open_ = [f"{name} ({piece.count})" for name, piece in PIECES.items() if not complete(found, name)]
+    if open_:
+        text += f"\nNot run yet, or not at the full count (in brackets): {', '.join(open_)}.\n"
     return text + HOSTS + "".join(map(host_line, found["faults"]))
+
+
+def complete(found: dict[str, Any], name: str) -> bool:
+    """Whether a piece has been run at its full count, not only for some minutes."""
+    entry = found["campaign"].get(name, {"count": 0, "rows": []})
+    done = sum(row["times"] for row in entry["rows"])
+    return entry.get("complete", min(entry["count"], done) >= PIECES[name].count)
 
 
 def keep(found: dict[str, Any]) -> None:
@@ -135,6 +145,7 @@ def run_piece(name: str, seed: int, count: int | None, minutes: float) -> int:
     for row in rows:
         print(f"{name}: {row.done}: {row.times} times, {row.seconds} s; {row.seen}; {row.wrong or 'as it must be'}")
     entry = {"code": code, "seed": seed, "count": count, "rows": [row.as_json() for row in rows]}
+    entry["complete"] = count >= piece.count and not given.over()
     found = json.loads(RESULTS.read_text())  # another piece may have been written meanwhile
     keep({**found, "campaign": {**found.get("campaign", {}), name: entry}})
     return sum(bool(row.wrong) for row in rows)
