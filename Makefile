@@ -53,15 +53,29 @@ LOCK := -q -p 3.11 --universal --generate-hashes --no-header --no-annotate --no-
 parity: install  ## every strategy against one process, in float64, with seeded faults
 	$(PY) benchmarks/parity.py
 
-bench: install-dev  ## measure this machine: input path, memory, largest batch, logbook, S3, statistics, estimates
-	$(PY) benchmarks/input_path.py
+bench: install-dev  ## measure this machine against peers and goals (about an hour), into benchmarks/README.md
+	$(PY) benchmarks/step_time.py
+	$(PY) benchmarks/syncs.py
+	$(PY) benchmarks/input_path.py $(if $(CIFAR),--root $(CIFAR))
+	$(if $(MNIST),$(PY) benchmarks/mnist.py --root $(MNIST),$(if $(CIFAR),$(PY) benchmarks/mnist.py --cifar-root $(CIFAR)))
+	$(if $(CIFAR),$(PY) benchmarks/alexnet.py --root $(CIFAR) trainer.precision=bf16-mixed)
+	$(PY) benchmarks/speedrun.py $(if $(CIFAR),--root $(CIFAR))
+	$(PY) benchmarks/start.py
+	$(if $(MNIST),$(PY) benchmarks/template.py --root $(MNIST),$(if $(CIFAR),$(PY) benchmarks/template.py --cifar-root $(CIFAR)))
+	$(PY) benchmarks/ranks.py
+	$(PY) benchmarks/memory.py
 	$(PY) benchmarks/memory_per_rank.py
 	$(PY) benchmarks/batch_search.py
 	$(PY) benchmarks/logbook_build.py
+	$(PY) benchmarks/growth.py
 	$(PY) benchmarks/s3.py
 	$(PY) benchmarks/s3_steps.py
 	$(PY) benchmarks/statistics_cost.py
 	$(PY) benchmarks/estimates.py
+	$(PY) benchmarks/scaling.py
+	$(PY) benchmarks/make_readme.py
+CIFAR ?=# make bench CIFAR=folder that holds cifar-10-batches-py
+MNIST ?=# make bench MNIST=folder in torchvision's layout
 
 soak: install-dev  ## the campaign of faults, or PIECE=kills SEED=1 COUNT=60 of it; hours
 	$(PY) benchmarks/faults.py $(PIECE) $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT))

@@ -9,11 +9,8 @@ to benchmarks/results/input_path.json.
 """
 
 import argparse
-import json
-import os
 import pickle
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -21,9 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+from measuring import goal_row, save
 
-RESULTS = Path(__file__).parent / "results" / "input_path.json"
 BATCH = 256
 WORKERS = (0, 1, 2, 4)
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -62,10 +58,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         root = arguments.root or write_made_up(Path(scratch))
         results = [measure(case, root, Path(scratch), arguments.repetitions) for case in CASES]
-    RESULTS.parent.mkdir(exist_ok=True)
-    machine = {"cores": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    machine["images"] = "CIFAR-10" if arguments.root else "random bytes in CIFAR-10's layout"
-    RESULTS.write_text(json.dumps({"batch": BATCH, "machine": machine, "cases": results}, indent=2) + "\n")
+    goals = [
+        goal_row(3, f"input path ÷ torchvision at {case.image_size} px", f"≥ {case.required:g}", result["ratio"],
+                 result["ratio"] >= case.required, detail=f"{result['images_per_s']:,} images/s on the CPU")
+        for case, result in zip(CASES, results, strict=True) if case.image_size in (32, 224)
+    ]  # fmt: skip
+    images = "CIFAR-10" if arguments.root else "random bytes in CIFAR-10's layout"
+    save("input_path", goals, batch=BATCH, threads=torch.get_num_threads(), images=images, cases=results)
 
 
 def measure(case: Case, root: Path, scratch: Path, repetitions: int) -> dict:

@@ -14,6 +14,7 @@ from callbacks import checkpoint_io
 from callbacks.checkpoint_io import CheckpointFiles
 from callbacks.checkpoints import Checkpoints
 from callbacks.interruption import silence_lightning
+from callbacks.lean_hooks import NoProfiler, skip_empty_hooks
 from callbacks.run_recorder import RunRecorder
 from callbacks.training_log import TrainingLog
 from classifier import ImageClassifier
@@ -151,6 +152,7 @@ def build_trainer(
     if hasattr(strategy, "precision_for"):
         plugins.append(strategy.precision_for(precision, "cuda" if own["accelerator"] == "gpu" else "cpu"))
         precision = None
+    arguments["profiler"] = arguments.get("profiler") or NoProfiler()
     trainer = pl.Trainer(
         accelerator=own["accelerator"],
         devices=cluster.devices if own["launch"] == "process_per_device" else own["devices"],
@@ -169,6 +171,7 @@ def build_trainer(
         **arguments,
     )
     silence_lightning(trainer)
+    skip_empty_hooks(trainer.callbacks)
     return trainer
 
 

@@ -3,6 +3,7 @@
 Between log points nothing here reads a value from the device: losses and counts add up in tensors.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,13 @@ class ImageClassifier(pl.LightningModule):
         self.counts: Counts | None = None
         self.test_confusion: Tensor | None = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Lightning notes the current hook here dozens of times a step: past nn.Module's search for parameters."""
+        if name == "_current_fx_name":
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
     def forward(self, images: Tensor) -> Tensor:
         return self.net(images)
 
@@ -117,11 +125,17 @@ class ImageClassifier(pl.LightningModule):
         doubles = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
         self.log_dict(doubles, logger=False, on_step=False, on_epoch=True, rank_zero_only=False)
 
+    def _kernel(self) -> dict[str, bool]:
+        """One kernel for all parameters where the optimizer has it; with scaled gradients it would hide their norm."""
+        has_it = "fused" in inspect.signature(self.optimizer_factory.func).parameters
+        stated = {"fused", "foreach", "differentiable"} & self.optimizer_factory.keywords.keys()
+        return {"fused": True} if has_it and not stated and self.trainer.precision != "16-mixed" else {}
+
     def configure_optimizers(self) -> Any:
         assert self.optimizer_factory is not None, "built for evaluation only"
         takes_named = getattr(self.optimizer_factory.func, "takes_named_parameters", False)
         trainable = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
-        optimizer = self.optimizer_factory(trainable if takes_named else [p for _, p in trainable])
+        optimizer = self.optimizer_factory(trainable if takes_named else [p for _, p in trainable], **self._kernel())
         if self.scheduler_factory is None:
             return optimizer
         total_steps = int(self.trainer.estimated_stepping_batches)

@@ -1,0 +1,108 @@
+"""Writes benchmarks/README.md from the files in benchmarks/results/, and from nothing else.
+
+python benchmarks/make_readme.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+
+# row, what is measured as the results name it, goal. A line without a result says so.
+LINES = (
+    (1, "ViT at batch 256: a step ÷ a bare loop's", "≤ 1.02"),
+    (1, "tiny net: a step over a plain Lightning Trainer", "≤ 0.1 ms"),
+    (2, "one process: values read from tensors per step between log points", "0"),
+    (2, "two ranks: collectives per step beside the gradients'", "at most 1 in N steps"),
+    (2, "one GPU: synchronisations by CUDA's sync debug mode", "0"),
+    (3, "input path ÷ torchvision at 32 px", "≥ 60"),
+    (3, "input path ÷ torchvision at 224 px", "≥ 10"),
+    (3, "a GPU's step with real data ÷ with a cached batch", "≤ 1.02"),
+    (4, "MNIST example net to 99 % test accuracy, whole process ÷ PyTorch's example", "≤ 1/3"),
+    (4, "MNIST example net to 90 % test accuracy, whole process ÷ PyTorch's example", "≤ 1/3"),
+    (4, "MNIST example net on a stand-in to its target, whole process ÷ PyTorch's example", "≤ 1/3"),
+    (5, "AlexNet on CIFAR-10, images/s with validation ÷ the tutorial's recipe", "≥ 1.3"),
+    (5, "the same on a GPU", "≥ 50"),
+    (6, "cifar10_speedrun: test accuracy in 15 minutes on 2 cores", "≥ 90 %"),
+    (6, "time to 94 % on a GPU ÷ airbench's public recipe", "≤ 1.3"),
+    (7, "start: --help ÷ import torch", "≤ 0.3"),
+    (7, "start: --cfg job ÷ import torch", "≤ 0.3"),
+    (7, "start: first optimizer step ÷ bare imports", "≤ 1.3"),
+    (7, "start: first step of two ranks ÷ of one", "≤ 1.2"),
+    (8, "whole process ÷ the usual Hydra + Lightning template's", "≤ 0.6"),
+    (8, "the same without imports", "≤ 0.4"),
+    (9, "ddp_sim images/s ÷ one process with two threads", "≥ 0.95"),
+    (9, "fsdp_sim step ÷ ddp_sim step", "≤ 1.2"),
+    (10, "ViT-B/32 images/s on a GPU ÷ timm's training script", "≥ 1.2"),
+    (10, "ViT-B/32 on a GPU ÷ the matrix product's roofline", "≥ 0.45"),
+    (11, "peak memory of the quickstart's process ÷ a bare loop's", "≤ 1.05"),
+    (11, "GPU memory of ViT-B/32 at batch 256 ÷ a bare loop's", "≤ 1.05"),
+    (12, "growth: the steepest curve's exponent", "≤ 1 (linear)"),
+)
+
+HEAD = """# Benchmarks
+
+`make bench` measures this table on the machine at hand; `python benchmarks/make_readme.py` writes this page from
+`results/`, and no number is here that is not there. Ratios of medians over runs in turns, or medians of paired ratios.
+Peers are in `peers/`, written as their own documentation shows them.
+
+| | what | goal | measured | met | measured by | date |
+|---|---|---|---|---|---|---|
+"""
+
+
+def main() -> None:
+    found = measured()
+    unknown = found.keys() - {what for _, what, _ in LINES}
+    assert not unknown, f"results without a line here: {unknown}"
+    text = HEAD + "".join(line(*each, found.get(each[1])) for each in LINES)
+    (HERE / "README.md").write_text(text + "\n" + details(found) + machines() + FOOT)
+
+
+def measured() -> dict[str, dict[str, Any]]:
+    """Goal by what it measures, each with the file's date, command and name."""
+    found = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        content = json.loads(path.read_text())
+        for goal in content.get("goals", []):
+            found[goal["what"]] = {**goal, "command": content["command"], "date": content["date"], "file": path.name}
+    return found
+
+
+def line(row: int, what: str, goal: str, found: dict[str, Any] | None) -> str:
+    if found is None:
+        return f"| {row} | {what} | {goal} | not measured | | | |\n"
+    value = f"{found['measured']:g} {found['unit']}".strip()
+    said = "yes" if found["met"] else "**no**"
+    link, command = f"[{value}](results/{found['file']})", f"`{found['command']}`"
+    return f"| {row} | {what} | {goal} | {link} | {said} | {command} | {found['date']} |\n"
+
+
+def details(found: dict[str, dict[str, Any]]) -> str:
+    said = [
+        f"- {row} · {what}: {found[what]['detail']}." for row, what, _ in LINES if found.get(what, {}).get("detail")
+    ]
+    return "\n".join(said) + "\n\n" if said else ""
+
+
+def machines() -> str:
+    """Every machine that a result comes from, and which results."""
+    names: dict[str, list[str]] = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        machine = json.loads(path.read_text()).get("machine")
+        if isinstance(machine, dict) and "versions" in machine:
+            gpus = ", ".join(machine["gpus"]) or "no GPU"
+            versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+            names.setdefault(f"{machine['cpu']}, {machine['cores']} cores, {gpus}; {versions}", []).append(path.stem)
+    return "".join(f"Machine of {', '.join(files)}: {name}.\n\n" for name, files in names.items())
+
+
+FOOT = """More: [parity.md](parity.md) (every strategy against one process), [memory_per_rank.md](memory_per_rank.md),
+[faults.md](faults.md), [scaling.md](scaling.md) (a model of many nodes), and the other files in [results/](results).
+"""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Seconds of a training step against a bare PyTorch loop and a plain Lightning Trainer; host-device syncs per step.
+
+    python benchmarks/step_time.py                 # ViT and a tiny net, and the count of synchronisations
+    python benchmarks/step_time.py --only tiny
+
+All sides get the same net, the same optimizer and the same batches, which lie in memory. Ours is a whole run, built
+as `python src/train.py` builds it, with its callbacks, loggers and record. The plain Trainer has no logger, bar,
+checkpoint or metric. Each measurement is one epoch; the first steps do not count.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from measuring import goal_row, in_turns, median, paired_ratio, places, save
+
+PARTS = {
+    "tiny": {"overrides": ["model=small_cnn", "data=digits", "data.global_batch_size=64"], "steps": 1000},
+    "vit": {
+        "overrides": ["model=vit_tiny_32", "data=synthetic", "data.global_batch_size=256"],
+        "steps": 6,
+    },
+}
+TINY_LIMIT_MS, VIT_LIMIT = 0.1, 1.02
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=[*PARTS, "syncs"])
+    parser.add_argument("--repetitions", type=int, default=5)
+    arguments = parser.parse_args()
+    chosen = [arguments.only] if arguments.only else [*PARTS, "syncs"]
+    goals, figures = [], {}
+    for name in chosen:
+        if name in PARTS:
+            figures[name] = measure(name, arguments.repetitions)
+    if "tiny" in figures:
+        tiny = figures["tiny"]
+        goals.append(
+            goal_row(1, "tiny net: a step over a plain Lightning Trainer", f"≤ {TINY_LIMIT_MS} ms",
+                     tiny["over_plain_ms"], tiny["over_plain_ms"] <= TINY_LIMIT_MS, unit="ms",
+                     detail=f"bare loop {tiny['bare_ms']}, plain Trainer {tiny['plain_ms']}, ours {tiny['ours_ms']} ms")
+        )  # fmt: skip
+    if "vit" in figures:
+        vit = figures["vit"]
+        goals.append(
+            goal_row(1, "ViT at batch 256: a step ÷ a bare loop's", f"≤ {VIT_LIMIT}", vit["over_bare"],
+                     vit["over_bare"] <= VIT_LIMIT, detail="vit_tiny_32, cached batches, CPU")
+        )  # fmt: skip
+    save("step_time", goals, **figures)
+
+
+def measure(name: str, repetitions: int) -> dict[str, Any]:
+    steps = PARTS[name]["steps"]
+    with tempfile.TemporaryDirectory() as scratch:
+        sides = Sides(PARTS[name]["overrides"], steps, Path(scratch))
+        bare, plain, ours = in_turns(repetitions, sides.bare, sides.plain, sides.ours)
+    milliseconds = {side: median([1000 * s for s in seconds]) for side, seconds in
+                    (("bare_ms", bare), ("plain_ms", plain), ("ours_ms", ours))}  # fmt: skip
+    return {
+        **milliseconds,
+        "over_plain_ms": median([1000 * (a - b) for a, b in zip(ours, plain, strict=True)]),
+        "over_bare": paired_ratio(ours, bare, 4),
+        "plain_over_bare": paired_ratio(plain, bare, 4),
+        "steps": steps,
+        "all_ms": {"bare": _ms(bare), "plain": _ms(plain), "ours": _ms(ours)},
+    }
+
+
+def _ms(seconds: list[float]) -> list[float]:
+    return [round(1000 * s, 3) for s in seconds]
+
+
+class Sides:
+    """Three ways to make the same steps; each returns seconds per step."""
+
+    def __init__(self, overrides: list[str], steps: int, scratch: Path) -> None:
+        import torch
+
+        from compose import compose, plain
+        from launch import chosen_options
+
+        overrides = [*overrides, "trainer=cpu", "trainer.max_epochs=1", "test=false", "trainer.limit_val_batches=0"]
+        overrides += places(scratch)
+        cfg = compose("train", overrides)
+        self.config: dict[str, Any] = plain(cfg)
+        self.config["choices"], self.config["overrides"] = chosen_options(cfg), overrides
+        self.steps, self.warmup = steps, max(2, steps // 20)
+        self.scratch = scratch
+        self.torch = torch
+        self.batches: list[Any] = []
+        self.count = 0
+
+    def ours(self) -> float:
+        from launch import launch_config
+
+        clock = self._clock()
+        config = {**self.config, "run_id": f"bench{self.count}"}
+        self.count += 1
+        code = launch_config(config, lambda config, cluster, folder: self._fit(config, cluster, folder, clock))
+        assert code == 0, code
+        return clock.seconds_per_step()
+
+    def _fit(self, config: dict[str, Any], cluster: Any, folder: Any, clock: Any) -> int:
+        from assemble import build_run
+        from rank_process import enter_world
+
+        with enter_world(config, cluster, folder) as world:
+            run = build_run(config, cluster, folder, world, None)
+            if not self.batches:
+                self._keep_batches(run.data)
+            run.data.train_dataloader = lambda: Cached(self.batches, self.steps + self.warmup)
+            run.data.on_after_batch_transfer = lambda batch, dataloader_idx: batch
+            run.trainer.callbacks.append(clock)
+            run.trainer.fit(run.module, datamodule=run.data)
+        return 0
+
+    def _keep_batches(self, data: Any) -> None:
+        for batch in data.train_dataloader():
+            images, labels = data.on_after_batch_transfer(batch, 0)
+            self.batches.append((images.clone(), labels.clone()))
+            if len(self.batches) == 16:
+                break
+
+    def plain(self) -> float:
+        import lightning.pytorch as pl
+        from torch.nn import functional as F
+
+        class Plain(pl.LightningModule):
+            def __init__(self, net: Any, optimizer: Callable[..., Any]) -> None:
+                super().__init__()
+                self.net, self.optimizer = net, optimizer
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                images, labels = batch
+                return F.cross_entropy(self.net(images), labels)
+
+            def configure_optimizers(self) -> Any:
+                return self.optimizer([p for p in self.net.parameters() if p.requires_grad])
+
+        net, optimizer = self._parts()
+        clock = self._clock()
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_progress_bar=False, callbacks=[clock],
+            enable_checkpointing=False, enable_model_summary=False, use_distributed_sampler=False, deterministic=True,
+            default_root_dir=self.scratch,
+        )  # fmt: skip
+        trainer.fit(Plain(net, optimizer), Cached(self.batches, self.steps + self.warmup))
+        return clock.seconds_per_step()
+
+    def bare(self) -> float:
+        from torch.nn import functional as F
+
+        net, factory = self._parts()
+        optimizer = factory([p for p in net.parameters() if p.requires_grad])
+        net.train()
+        if not self.batches:
+            self.ours()
+        for number, (images, labels) in enumerate(Cached(self.batches, self.steps + self.warmup)):
+            if number == self.warmup:
+                started = time.perf_counter()
+            optimizer.zero_grad()
+            F.cross_entropy(net(images), labels).backward()
+            optimizer.step()
+        return (time.perf_counter() - started) / self.steps
+
+    def _parts(self) -> tuple[Any, Callable[..., Any]]:
+        """Net and optimizer as our run gets them."""
+        from assemble import build_module
+
+        if not self.batches:
+            self.ours()
+        channels, size = self.batches[0][0].shape[1:3]
+        shape = {"num_classes": 10, "image_size": size, "channels": channels}
+        module = build_module(self.config, shape)
+        return module.net, module.optimizer_factory
+
+    def _clock(self) -> Any:
+        import lightning.pytorch as pl
+
+        class Clock(pl.Callback):
+            warmup, steps = self.warmup, self.steps
+
+            def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+                if batch_idx == self.warmup:
+                    self.started = time.perf_counter()
+
+            def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+                if batch_idx == self.warmup + self.steps - 1:
+                    self.ended = time.perf_counter()
+
+            def seconds_per_step(self) -> float:
+                return (self.ended - self.started) / self.steps
+
+        return Clock()
+
+
+class Cached:
+    """The same few batches, as often as steps are wanted; with the state that our checkpoints ask a loader for."""
+
+    def __init__(self, batches: list[Any], length: int) -> None:
+        self.batches, self.length = batches, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Any:
+        return (self.batches[i % len(self.batches)] for i in range(self.length))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": 0, "global_batches": self.length}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError("a benchmark's run is never resumed")
+
+
+if __name__ == "__main__":
+    main()

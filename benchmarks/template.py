@@ -1,0 +1,91 @@
+"""The usual Hydra + Lightning template on the same MNIST net, optimizer, batch and epochs as experiment=mnist.
+
+    python benchmarks/template.py --root FOLDER             # MNIST in torchvision's layout (FOLDER/MNIST/raw)
+    python benchmarks/template.py --cifar-root FOLDER       # CIFAR-10 in grey in its place
+
+benchmarks/peers/hydra_template/ is written as the template's own documentation shows it. Seconds of whole processes,
+and without imports: the template's from behind its last import, ours less a process that only imports what it needs.
+"""
+
+import argparse
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from measuring import HERE, goal_row, in_turns, median, output_of, paired_ratio, run_record, save
+from mnist_stand_in import write_stand_in
+
+TEMPLATE = [sys.executable, str(HERE / "peers" / "hydra_template" / "train.py")]
+WHOLE_LIMIT, INNER_LIMIT = 0.6, 0.4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path)
+    parser.add_argument("--cifar-root", type=Path)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("overrides", nargs="*", help="of our run, e.g. trainer.precision=bf16-mixed")
+    arguments = parser.parse_args()
+    inner: dict[str, list[float]] = {"ours": [], "template": []}
+    accuracies: dict[str, list[float]] = {"ours": [], "template": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        root = arguments.root.resolve() if arguments.root else None
+        if root is None:
+            root = write_stand_in(arguments.cifar_root.resolve(), Path(scratch) / "grey")
+        fit = 50_000 if arguments.root is None else 60_000
+        split = f"data.train_val_test_split=[{fit - 5000},5000,10000]"
+
+        def ours() -> float:
+            words = [
+                "experiment=mnist",
+                f"data.root={root}",
+                "data.num_val=5000",
+                f"trainer.max_epochs={arguments.epochs}",
+            ]
+            started = time.perf_counter()
+            record = run_record(f"{scratch}/{time.time_ns()}", [*words, *arguments.overrides])
+            seconds = time.perf_counter() - started
+            accuracies["ours"].append(round(record["metrics"]["test/acc"], 4))
+            inner["ours"].append(seconds - import_s)
+            return seconds
+
+        def template() -> float:
+            words = [f"trainer.max_epochs={arguments.epochs}", split, f"data.data_dir={root}"]
+            started = time.perf_counter()
+            said = output_of([*TEMPLATE, *words], env={"PROJECT_ROOT": scratch})
+            seconds = time.perf_counter() - started
+            inner["template"].append(float(re.findall(r"seconds_without_imports (\S+)", said)[-1]))
+            accuracies["template"].append(float(re.findall(r"accuracy (\S+) threads", said)[-1]))
+            return seconds
+
+        import_s = import_seconds()
+        mine, theirs = in_turns(arguments.repetitions, ours, template)
+    whole, without = paired_ratio(mine, theirs), paired_ratio(inner["ours"], inner["template"])
+    images = "the files in --root" if arguments.root else "CIFAR-10 in grey, 28×28, in MNIST's format"
+    detail = f"{arguments.epochs} epoch(s); images: {images}" + "".join(f"; {word}" for word in arguments.overrides)
+    save(
+        "template",
+        [goal_row(8, "whole process ÷ the usual Hydra + Lightning template's", "≤ 0.6", whole, whole <= WHOLE_LIMIT,
+                  detail=detail),
+         goal_row(8, "the same without imports", "≤ 0.4", without, without <= INNER_LIMIT, detail=detail)],
+        seconds={"ours": mine, "template": theirs}, seconds_without_imports=inner, accuracies=accuracies,
+        our_imports_s=import_s, images=images, epochs=arguments.epochs, medians=[median(mine), median(theirs)],
+    )  # fmt: skip
+
+
+def import_seconds() -> float:
+    """Of what our run imports: torch, lightning.pytorch, hydra, numpy; the median of three processes."""
+    command = [sys.executable, "-c", "import torch, lightning.pytorch, hydra, numpy"]
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        output_of(command)
+        seconds.append(time.perf_counter() - started)
+    return sorted(seconds)[1]
+
+
+if __name__ == "__main__":
+    main()

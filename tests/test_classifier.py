@@ -1,0 +1,59 @@
+"""The module's choice of an optimizer's kernel, and what it sets aside from nn.Module."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from classifier import ImageClassifier
+from optimizers.muon import Muon
+
+
+def module(optimizer, precision="32-true"):
+    torch.manual_seed(0)
+    classifier = ImageClassifier(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).double(), optimizer, num_classes=3)
+    classifier._trainer = SimpleNamespace(precision=precision)
+    return classifier
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_optimizers_that_have_one_kernel_for_all_parameters_use_it(optimizer):
+    assert module(partial(optimizer, lr=0.1)).configure_optimizers().param_groups[0]["fused"] is True
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [
+        (partial(torch.optim.AdamW, lr=0.1, fused=False), "32-true"),
+        (partial(torch.optim.AdamW, lr=0.1, foreach=True), "32-true"),
+        (partial(torch.optim.AdamW, lr=0.1), "16-mixed"),  # clipping needs gradients without their scale
+        (partial(torch.optim.Adadelta, lr=0.1), "32-true"),
+        (partial(Muon, lr=0.1), "32-true"),
+    ],
+)
+def test_not_where_something_else_is_stated_or_it_would_not_do(optimizer, precision):
+    assert not module(optimizer, precision).configure_optimizers().param_groups[0].get("fused")
+
+
+@pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, momentum=0.9, nesterov=True), torch.optim.AdamW])
+def test_it_makes_the_same_steps(optimizer):
+    weights = []
+    for kernel in ({}, {"foreach": False}):
+        classifier = module(partial(optimizer, lr=0.1, weight_decay=0.01, **kernel))
+        stepper = classifier.configure_optimizers()
+        for _ in range(5):
+            stepper.zero_grad()
+            classifier.training_step((torch.ones(2, 1, 2, 2).double(), torch.tensor([0, 2])), 0).backward()
+            stepper.step()
+        weights.append(classifier.net[1].weight.detach())
+    torch.testing.assert_close(*weights, rtol=1e-13, atol=1e-13)
+
+
+def test_parameters_are_still_found():
+    classifier = module(partial(torch.optim.SGD, lr=0.1))
+    classifier._current_fx_name = "training_step"
+    classifier.more = nn.Linear(1, 1)
+    assert classifier._current_fx_name == "training_step"
+    assert {"net.1.weight", "more.bias"} <= {name for name, _ in classifier.named_parameters()}
