@@ -21,7 +21,7 @@ PARTS = {
     "tiny": {"overrides": ["model=small_cnn", "data=digits", "data.global_batch_size=64"], "steps": 1000},
     "vit": {
         "overrides": ["model=vit_tiny_32", "data=synthetic", "data.global_batch_size=256"],
-        "steps": 6,
+        "steps": 4,
     },
 }
 TINY_LIMIT_MS, VIT_LIMIT = 0.1, 1.02
