@@ -90,13 +90,21 @@ def details(found: dict[str, dict[str, Any]]) -> str:
 def machines() -> str:
     """Every machine that a result comes from, and which results."""
     names: dict[str, list[str]] = {}
+    loads = []
     for path in sorted(RESULTS.glob("*.json")):
-        machine = json.loads(path.read_text()).get("machine")
+        content = json.loads(path.read_text())
+        machine = content.get("machine")
+        if content.get("load_average"):
+            loads.append(f"{path.stem} {content['load_average']:g}")
         if isinstance(machine, dict) and "versions" in machine:
             gpus = ", ".join(machine["gpus"]) or "no GPU"
             versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
             names.setdefault(f"{machine['cpu']}, {machine['cores']} cores, {gpus}; {versions}", []).append(path.stem)
-    return "".join(f"Machine of {', '.join(files)}: {name}.\n\n" for name, files in names.items())
+    told = [f"Machine of {', '.join(files)}: {name}." for name, files in names.items()]
+    told += (
+        [f"Load average when each ended, above 1 per core where others worked: {', '.join(loads)}."] if loads else []
+    )
+    return "\n\n".join(told) + "\n\n"
 
 
 FOOT = """More: [parity.md](parity.md) (every strategy against one process), [memory_per_rank.md](memory_per_rank.md),

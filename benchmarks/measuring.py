@@ -44,7 +44,10 @@ def goal_row(
 
 
 def save(name: str, goals: list[dict[str, Any]], **figures: Any) -> Path:
-    """Write results/<name>.json and say its goals. What earlier runs measured under the same name goes."""
+    """Write results/<name>.json and say its goals. What earlier runs measured under the same name goes.
+
+    The load average of the last minute says whether the machine had other work.
+    """
     path = HERE / "results" / f"{name}.json"
     words = [str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY)), *sys.argv[1:]]
     content = {
@@ -52,6 +55,7 @@ def save(name: str, goals: list[dict[str, Any]], **figures: Any) -> Path:
         "command": "python " + shlex.join(words),
         "commit": provenance.code_state(REPOSITORY)["commit"],
         "machine": machine(),
+        "load_average": round(os.getloadavg()[0], 1),
         "goals": goals,
         **figures,
     }

@@ -22,7 +22,7 @@ PARTS = {
     "tiny": {"overrides": ["model=small_cnn", "data=digits", "data.global_batch_size=64"], "steps": 700, "rounds": 5},
     "vit": {
         "overrides": ["model=vit_tiny_32", "data=synthetic", "data.global_batch_size=256"],
-        "steps": 4,
+        "steps": 3,
         "rounds": 3,
     },
 }
