@@ -41,6 +41,8 @@ many bytes; in full fp32 it moves half as many again."""
 
 
 def fitted(result: dict[str, Any]) -> str:
+    if not result["fit_rows"]:
+        return "Not measured yet: `python benchmarks/scaling.py` measures them and fits the model."
     lines = ["| strategy | ranks | images per rank | measured step | model | error |", "|---|---|---|---|---|---|"]
     for row in result["fit_rows"]:
         lines.append(

@@ -125,17 +125,20 @@ class ImageClassifier(pl.LightningModule):
         doubles = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
         self.log_dict(doubles, logger=False, on_step=False, on_epoch=True, rank_zero_only=False)
 
-    def _kernel(self) -> dict[str, bool]:
-        """One kernel for all parameters where the optimizer has it; with scaled gradients it would hide their norm."""
+    def _kernel(self, parameters: list[nn.Parameter]) -> dict[str, bool]:
+        """One kernel for all parameters where the optimizer has it: not for shards, and not with scaled gradients,
+        whose norm it would hide."""
         has_it = "fused" in inspect.signature(self.optimizer_factory.func).parameters
         stated = {"fused", "foreach", "differentiable"} & self.optimizer_factory.keywords.keys()
-        return {"fused": True} if has_it and not stated and self.trainer.precision != "16-mixed" else {}
+        plain = self.trainer.precision != "16-mixed" and not any(hasattr(p, "full_tensor") for p in parameters)
+        return {"fused": True} if has_it and not stated and plain else {}
 
     def configure_optimizers(self) -> Any:
         assert self.optimizer_factory is not None, "built for evaluation only"
         takes_named = getattr(self.optimizer_factory.func, "takes_named_parameters", False)
         trainable = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
-        optimizer = self.optimizer_factory(trainable if takes_named else [p for _, p in trainable], **self._kernel())
+        parameters = [p for _, p in trainable]
+        optimizer = self.optimizer_factory(trainable if takes_named else parameters, **self._kernel(parameters))
         if self.scheduler_factory is None:
             return optimizer
         total_steps = int(self.trainer.estimated_stepping_batches)

@@ -37,6 +37,12 @@ def test_not_where_something_else_is_stated_or_it_would_not_do(optimizer, precis
     assert not module(optimizer, precision).configure_optimizers().param_groups[0].get("fused")
 
 
+def test_not_for_shards():
+    classifier = module(partial(torch.optim.AdamW, lr=0.1))
+    classifier.net[1].weight.full_tensor = lambda: None  # what tells a DTensor
+    assert not classifier.configure_optimizers().param_groups[0].get("fused")
+
+
 @pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, momentum=0.9, nesterov=True), torch.optim.AdamW])
 def test_it_makes_the_same_steps(optimizer):
     weights = []
