@@ -225,7 +225,7 @@ def _from_answer(response: dict[str, Any], bucket: str, at: str) -> StoreError:
         return StoreError(known[0], known[1].format(bucket=bucket, at=at))
     shown = code if re.fullmatch(r"[A-Za-z0-9.]{1,60}", code) else "no code"
     if status >= 500:
-        return StoreError("busy", f"the store{at} failed (HTTP {status}, {shown}); its disk may be full")
+        return StoreError("busy", f"the store{at} failed (HTTP {status}, {shown}); it or the bucket may be full")
     return StoreError("refused", f"the store{at} refused the request (HTTP {status}, {shown})")
 
 

@@ -4,6 +4,7 @@ import csv
 import hashlib
 import json
 import signal
+import time
 from functools import partial
 
 import pytest
@@ -11,9 +12,10 @@ import pytest
 from bucket import Bucket
 from errors import EXIT_INTERRUPTED, EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR
 from faults import signal_at_step
-from object_store import KEY_IDS, SECRETS, shared_store
+from object_store import KEY_IDS, SECRETS, object_store, shared_store
 from ranks import free_port
 from run_bucket import RunBucket
+from run_files import RunFolder, read_record
 from runs import run_door, start_door
 from s3_client import S3Options
 
@@ -24,8 +26,8 @@ FULL = pytest.mark.soak
 class Place:
     """A bucket of its own, and how a door is told of it."""
 
-    def __init__(self):
-        self.server = shared_store()
+    def __init__(self, server=None):
+        self.server = server or shared_store()
         self.options = S3Options(f"s3://{self.server.new_bucket()}/runs", self.server.endpoint_url)
         self.environment = self.server.environment()
         self.arguments = [f"s3.uri={self.options.uri}", f"s3.endpoint_url={self.options.endpoint_url}"]
@@ -146,3 +148,30 @@ def test_a_best_that_never_arrived_is_the_last_line_and_the_exit_code(place, tmp
     last_line = done.output.splitlines()[-1]
     assert last_line.startswith("The best checkpoint is NOT in the bucket: ") and "src/upload.py the-run" in last_line
     assert "cannot be reached" in done.record["upload"]["error"]
+    check_no_secret(tmp_path, done.output)
+
+
+@FULL
+def test_a_store_that_is_away_for_twenty_seconds_while_it_trains(tmp_path, monkeypatch):
+    """Training goes on meanwhile, it says when it tries next, and the last best is in the bucket at the end."""
+    with object_store(tmp_path / "store") as server:
+        place = Place(server)
+        for name, value in place.environment.items():
+            monkeypatch.setenv(name, value)
+        arguments = [*SMALL, *place.arguments, "trainer=cpu", "trainer.max_epochs=250", "optimizer.lr=1e-4"]
+        run = start_door("train", *arguments, logs=tmp_path / "here", environment=place.environment)
+        folder = RunFolder(tmp_path / "here/train/runs/the-run")
+        run.wait_for(lambda: folder.record.exists() and place.run().read_pointer("best")[0])
+        server.kill()
+        before = read_record(folder.record)["steps"]
+        time.sleep(20)
+        assert run.process.is_alive() and read_record(folder.record)["steps"] > before + 100, run.text()
+        server.start()
+        done = run.done(200)
+        assert done.code == EXIT_OK and "next try in" in done.output, done.output
+        pointer, _ = place.run().read_pointer("best")
+        assert pointer.step == done.record["best_checkpoint"]["step"]
+        assert place.run().bucket.sha256_of(pointer.key) == pointer.sha256 == done.record["best_checkpoint"]["sha256"]
+        uploads = server.client().list_multipart_uploads(Bucket=place.options.bucket)
+        assert not uploads.get("Uploads") and done.record["upload"]["error"] is None
+        check_no_secret(tmp_path / "here", done.output)

@@ -273,10 +273,28 @@ def test_a_store_whose_disk_is_full(tmp_path, monkeypatch):
         Spool(setting.folder.path / "upload").add(*setting.best(10))
         assert finish_upload({**setting.s3, "flush_timeout_s": 0.1}, setting.folder, 0, say=said.append) == 3
         error = read_record(setting.folder.record)["upload"]["error"]
-        assert error.endswith("failed (HTTP 500, InternalError); its disk may be full")
+        assert error.endswith("failed (HTTP 500, InternalError); it or the bucket may be full")
         assert [item.step for item in Spool(setting.folder.path / "upload").left()] == [10]
         server.stop()
         server.max_volumes = 100
         server.start()
         assert finish_upload(setting.s3, setting.folder, 0, say=said.append) == EXIT_OK
+        assert check_the_pointer(setting) == 10
+
+
+@pytest.mark.soak
+def test_a_bucket_that_is_full(tmp_path, monkeypatch):
+    """As with a full disk: the sentence, the spool keeps the checkpoint, it arrives once the quota is raised."""
+    with object_store(tmp_path / "store") as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        setting = Setting(tmp_path, server)
+        server.client().put_object(Bucket=setting.options.bucket, Key="fills-it", Body=b"x" * 3 * MIB)
+        server.set_quota(setting.options.bucket, megabytes=1)
+        Spool(setting.folder.path / "upload").add(*setting.best(10))
+        assert finish_upload({**setting.s3, "flush_timeout_s": 0.1}, setting.folder, 0, say=lambda _: None) == 3
+        assert "may be full" in read_record(setting.folder.record)["upload"]["error"]
+        assert [item.step for item in Spool(setting.folder.path / "upload").left()] == [10]
+        server.set_quota(setting.options.bucket, megabytes=1000)
+        assert finish_upload(setting.s3, setting.folder, 0, say=lambda _: None) == EXIT_OK
         assert check_the_pointer(setting) == 10
