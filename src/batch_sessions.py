@@ -1,8 +1,8 @@
 """Runs the probes of a batch search in fresh child processes that end together; imports no torch.
 
-A session is one child for each rank of this node (one for this rank where something outside starts the ranks). The
-children probe batch after batch until one of them runs out of memory; then all end, and the next session goes on.
-Every node does the same by itself: what to probe follows from the probes so far.
+A session is one child for each rank of this node; where torchrun or SLURM starts the ranks, each rank starts its own
+child and keeps its own files. The children probe batch after batch until one of them runs out of memory; then all end,
+and the next session goes on. Every node does the same by itself: what to probe follows from the probes so far.
 """
 
 import json
@@ -42,7 +42,7 @@ class SessionFiles:
 
     @property
     def state(self) -> Path:
-        """{probes, bound, limit_gib, attempt}: written by the children's first local rank."""
+        """{probes, bound, limit_gib, attempt, known, writer}: written by the child of this local rank, `writer`."""
         return self.folder / "state.json"
 
     @property
@@ -57,13 +57,18 @@ class SessionFiles:
 
 @dataclass(frozen=True)
 class Largest:
-    """The result of a search, as it goes into a record."""
+    """The result of a search, as it goes into a record.
+
+    Args:
+        known: the global batch that a run was started with, where one of its processes knew it: nothing was searched.
+    """
 
     found: Found
     per_device: int
     global_batch_size: int
     seconds: float
     limit_gib: float
+    known: int | None = None
 
     def record(self) -> dict[str, Any]:
         best = max((p.largest_share for p in self.found.probes if p.batch == self.per_device), default=0.0)
@@ -85,13 +90,18 @@ class Largest:
 
 
 def find_largest(
-    config: dict[str, Any], cluster: Cluster, environment: dict[str, str], command: list[str] | None = None
+    config: dict[str, Any],
+    cluster: Cluster,
+    environment: dict[str, str],
+    command: list[str] | None = None,
+    known: int | None = None,
 ) -> Largest:
     """The largest batch that a training with this config can take on this cluster.
 
     Args:
         config: composed, plain, `trainer` resolved for this machine; its `data.global_batch_size` is not used.
         command: what a child is started with.
+        known: the global batch of a run that goes on, where this process knows it; the others then learn of it.
     Raises:
         UserError: not one image fits, or what the config asks for cannot be.
         SystemExit: a signal asked to stop; no child lives any more.
@@ -101,9 +111,11 @@ def find_largest(
     command = command or [sys.executable, str(DOOR), "--probe"]
     try:
         with stopped_by_signals():
-            state = _search(config, cluster, environment, command, files)
+            state = _search(config, cluster, environment, command, files, known)
     finally:
         shutil.rmtree(files.folder, ignore_errors=True)
+    if state["known"]:
+        return Largest(Found(0, ()), 0, 0, time.perf_counter() - began, 0.0, state["known"])
     result = found([from_json(probe) for probe in state["probes"]], state["bound"])
     if result.batch == 0:
         raise UserError(_nothing_fits(state, config))
@@ -113,12 +125,18 @@ def find_largest(
 
 
 def _search(
-    config: dict[str, Any], cluster: Cluster, environment: dict[str, str], command: list[str], files: SessionFiles
+    config: dict[str, Any],
+    cluster: Cluster,
+    environment: dict[str, str],
+    command: list[str],
+    files: SessionFiles,
+    known: int | None,
 ) -> dict[str, Any]:
     import yaml
 
     write_atomically(files.config, lambda file: yaml.safe_dump(config, file, sort_keys=False))
-    write_state(files, {"probes": [], "bound": None, "limit_gib": None, "attempt": None})
+    empty: dict[str, Any] = {"probes": [], "bound": None, "limit_gib": None, "attempt": None}
+    write_state(files, {**empty, "known": known, "writer": cluster.local_rank or 0})
     for session in range(MAX_OUT_OF_MEMORY + 1):
         codes = _run_session(cluster, environment, command, files, session)
         state = read_state(files)
@@ -183,13 +201,13 @@ def _nothing_fits(state: dict[str, Any], config: dict[str, Any]) -> str:
 
 
 class stopped_by_signals:
-    """A context in which SIGTERM, SIGINT and SIGHUP raise SystemExit, so that what it holds is ended and removed."""
+    """A context in which signals that ask for an end raise SystemExit, so that what it holds is ended and removed."""
 
     def __enter__(self) -> None:
         def stop(number: int, _frame: Any) -> None:
             raise SystemExit(128 + number)
 
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
         self.previous: dict[int, Callable[..., Any] | int | None] = {n: signal.signal(n, stop) for n in numbers}
 
     def __exit__(self, *_: Any) -> None:

@@ -36,7 +36,7 @@ PEER_INTERVAL_S = 0.5
 
 def find(cfg: Any) -> int:
     """The door's task: search, print, record."""
-    from launch import describe_batch, resolve_cluster
+    from launch import agree_on_run, describe_batch, resolve_cluster
     from run_files import RunFolder, new_run_id, read_record, utc_now, write_record
     from run_start import begin
 
@@ -45,6 +45,8 @@ def find(cfg: Any) -> int:
     cluster = resolve_cluster(config, environment)
     config["choices"] = {key: value for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")}
     config["overrides"], config["task_name"] = list(cfg.hydra.overrides.task), "find_batch_size"
+    if cluster.is_supervisor:
+        agree_on_run(config, cluster, environment)
     largest = find_largest(config, cluster, environment)
     if not cluster.is_rank_zero:
         return EXIT_OK
@@ -109,12 +111,17 @@ class Prober:
         self.config, self.cluster, self.files = config, cluster, files
         self.num_train = 0
         self.parts = cluster.world_size * config["trainer"]["accumulate_grad_batches"]
-        self.writes = cluster.local_rank in (0, None)
+        self.writes = False
 
     def run(self) -> int:
         """The whole session; returns the exit code."""
         self.prepare()
-        state = self._agree(read_state(self.files))
+        mine = read_state(self.files)
+        self.writes = mine["writer"] == (self.cluster.local_rank or 0)
+        state = {**self._agree(mine), "writer": mine["writer"]}
+        if state["known"]:
+            self._keep(state)
+            return self._leave()
         state["bound"] = self.num_train // self.parts
         if state["bound"] < 1:
             raise UserError(
@@ -130,7 +137,7 @@ class Prober:
             probes.append(Probe(batch, shares))
             state["probes"].append({"batch": batch, "shares": shares})
             self._keep(state)
-        return EXIT_OK
+        return self._leave()
 
     def prepare(self) -> None:
         """Meet the other ranks, open the data, find the limit."""
@@ -259,6 +266,13 @@ class Prober:
                 print(f"The end could not be announced ({type(error).__name__}).", flush=True)
         self._exit(code)
 
+    def _leave(self) -> int:
+        """All ranks have written down what was found. Threads in the store's C++ would abort an orderly exit."""
+        if self.cluster.world_size > 1:
+            self._gather(None)
+            self._exit(EXIT_OK)
+        return EXIT_OK
+
     @staticmethod
     def _exit(code: int) -> None:
         sys.stdout.flush()
@@ -266,8 +280,9 @@ class Prober:
 
     def _agree(self, state: dict[str, Any]) -> dict[str, Any]:
         """One history: a node whose ranks were ended early may have missed the last probe."""
-        longest = max(self._gather(state), key=lambda own: len(own["probes"]))
-        return copy.deepcopy(longest)
+        everyone = self._gather(state)
+        longest = max(everyone, key=lambda own: len(own["probes"]))
+        return copy.deepcopy(longest) | {"known": next((own["known"] for own in everyone if own["known"]), None)}
 
     def _keep(self, state: dict[str, Any]) -> None:
         if self.writes:

@@ -24,8 +24,8 @@ from run_end import (
     signals_end_this_process,
     stop_at_once_on_signal,
 )
-from run_files import RunFolder, checked_run_id, new_run_id, read_config, read_record, write_record
-from run_start import begin, run_folder, runs_folder
+from run_files import RunFolder, new_run_id, read_config, read_record, write_record
+from run_start import begin, run_folder
 from supervisor import Supervisor, die_with_parent
 
 
@@ -45,9 +45,8 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     refuse_secrets(config)
     environment = world.environment()
     cluster = resolve_cluster(config, environment)
-    largest = largest_batch(config, cluster, environment)
-    describe_batch(config, cluster)
-    scaled = scale_learning_rates(config) if config["task_name"] == "train" else None
+    if config["data"].get("global_batch_size") != "max":
+        describe_batch(config, cluster)
     _fetch_checkpoint(config)
     if cluster.num_nodes > 1 or cluster.launcher == "torchrun":
         stop_at_once_on_signal()
@@ -62,6 +61,8 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     finally:
         signals_end_this_process()
     folder, fresh = run_folder(config, cluster, environment)
+    largest = largest_batch(config, cluster, environment, folder)
+    scaled = scale_learning_rates(config) if config["task_name"] == "train" else None
     if cluster.is_rank_zero or cluster.local_rank in (0, None):
         begin(config, cluster, folder, fresh)
     if cluster.is_rank_zero:
@@ -86,30 +87,32 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     return code
 
 
-def largest_batch(config: dict[str, Any], cluster: Cluster, environment: dict[str, str]) -> dict[str, Any] | None:
+def largest_batch(
+    config: dict[str, Any], cluster: Cluster, environment: dict[str, str], folder: RunFolder
+) -> dict[str, Any] | None:
     """For data.global_batch_size=max: find it, put the number into config; what was found, for the record.
 
-    A run that goes on keeps the size that it was started with.
+    A run that goes on keeps the size that it was started with, which any one of its nodes may know.
     """
     if config["data"].get("global_batch_size") != "max":
         return None
-    if cluster.launcher in ("torchrun", "slurm"):
-        raise UserError(
-            "data.global_batch_size=max starts ranks of its own, and here "
-            f"{cluster.launcher} has started them: run src/find_batch_size.py first and give the number."
-        )
-    named = config.get("resume") if config.get("resume") != "auto" else config.get("run_id")
-    before = RunFolder(runs_folder(config, Path(config["paths"]["log_dir"])) / checked_run_id(named)) if named else None
-    if before and before.config.exists():
-        config["data"]["global_batch_size"] = read_config(before.config)["data"]["global_batch_size"]
-        return None
     from batch_sessions import find_largest
 
-    if cluster.is_rank_zero:
-        print("Looking for the largest batch …", flush=True)
-    found = find_largest(config, cluster, environment).record()
-    config["data"]["global_batch_size"] = found["global"]
-    return found
+    before = _batch_before(folder)
+    if before is None or cluster.num_nodes > 1 or not (cluster.is_supervisor or cluster.world_size == 1):
+        if cluster.is_rank_zero:
+            print("Looking for the largest batch …", flush=True)
+        largest = find_largest(config, cluster, environment, known=before)
+        before = largest.known
+    config["data"]["global_batch_size"] = before or largest.global_batch_size
+    describe_batch(config, cluster)
+    return None if before else largest.record()
+
+
+def _batch_before(folder: RunFolder) -> int | None:
+    if not folder.config.exists():
+        return None
+    return read_config(folder.config)["data"]["global_batch_size"]
 
 
 def _fetch_checkpoint(config: dict[str, Any]) -> None:

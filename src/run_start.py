@@ -196,7 +196,10 @@ def _as_typed(program: str) -> str:
 
 def continued(previous: dict[str, Any], record: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """One record for one run across its restarts: the beginning and what was reached stay."""
-    kept = ("started_at", "metrics", "fit_seconds", "best_checkpoint", "restarts", "command", "code", "steps", "epochs")
+    kept = (
+        "started_at", "metrics", "fit_seconds", "best_checkpoint", "restarts", "command", "code", "steps", "epochs",
+        "largest_batch",
+    )  # fmt: skip
     step = config.get("resume_step") or 0
     restart = {
         "at": record["started_at"],

@@ -141,6 +141,18 @@ def test_each_job_of_a_sweep_is_a_slurm_job(slurm):
 
 
 @pytest.mark.soak
+def test_the_largest_batch_is_found_by_all_tasks_together(slurm):
+    options = ["data=synthetic", "data.num_images=400", "data.num_test_images=20", "data.eval_batch_size=4",
+               "trainer.memory_limit_gib=0.06", "data.global_batch_size=max", "trainer.max_epochs=1"]  # fmt: skip
+    job = slurm.sbatch(*NODES, *options)
+    slurm.wait(job, "COMPLETED", seconds=180)
+    found = record(slurm, job)
+    assert found["status"] == "finished" and found["launcher"] == "slurm"
+    assert found["global_batch_size"] == found["largest_batch"]["global"] == 2 * found["largest_batch"]["per_device"]
+    gone(slurm, job)
+
+
+@pytest.mark.soak
 def test_a_job_at_its_time_limit_saves_and_goes_on(slurm):
     """SLURM looks at time limits twice a minute, and a minute is the shortest."""
     job = slurm.sbatch("--time=1", "--signal=USR1@20", *NODES, "trainer.max_epochs=300")
