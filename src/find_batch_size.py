@@ -26,7 +26,7 @@ from batch_sessions import (
     read_state,
     write_state,
 )
-from compose import plain, run_door
+from compose import chosen_options, plain, run_door
 from errors import EXIT_OK, EXIT_USER_ERROR, UserError
 
 GIB = 2**30
@@ -42,8 +42,8 @@ def find(cfg: Any) -> int:
 
     config = plain(cfg)
     environment = world.environment()
+    config["choices"] = chosen_options(cfg)
     cluster = resolve_cluster(config, environment)
-    config["choices"] = {key: value for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")}
     config["overrides"], config["task_name"] = list(cfg.hydra.overrides.task), "find_batch_size"
     if cluster.is_supervisor:
         agree_on_run(config, cluster, environment)
