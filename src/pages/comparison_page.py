@@ -35,7 +35,7 @@ def measured_rows() -> list[tuple[str, Reader, Callable[[float | None], str], Ca
         ("Step, p50", at("throughput", "step_seconds", "p50"), f.milliseconds, f.ratio),
         ("Step, p95", at("throughput", "step_seconds", "p95"), f.milliseconds, f.ratio),
         ("Waiting for data", at("throughput", "data_wait_share"), lambda v: f.percent(v, 1), none),
-        ("MFU", at("throughput", "mfu"), lambda v: f.percent(v, 1), f.ratio),
+        ("MFU", lambda run: run.mfu, lambda v: f.percent(v, 1), f.ratio),
         ("Peak memory", lambda run: run.peak_memory_gib, f.gib, f.ratio),
         ("Global batch", at("global_batch_size"), f.whole, f.ratio),
         ("Per-device batch", at("per_device_batch_size"), f.whole, f.ratio),

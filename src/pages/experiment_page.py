@@ -184,7 +184,7 @@ def largest_batch_text(entry: Entry) -> str:
 def throughput_text(entry: Entry) -> str:
     run = entry.facts
     p50, p95 = run.number("throughput", "step_seconds", "p50"), run.number("throughput", "step_seconds", "p95")
-    wait, mfu = run.number("throughput", "data_wait_share"), run.number("throughput", "mfu")
+    wait, mfu = run.number("throughput", "data_wait_share"), run.mfu
     goodput = run.number("throughput", "goodput")
     slow, fast = run.text("throughput", "slowest_rank"), run.text("throughput", "fastest_rank")
     return joined(

@@ -128,6 +128,12 @@ class RunFacts:
         return first(self.number("throughput", "images_per_s"), self.number("images_per_s"))
 
     @cached_property
+    def mfu(self) -> float | None:
+        """None where it is above 1: the device's peak was measured while others used it."""
+        mfu = self.number("throughput", "mfu")
+        return mfu if mfu is not None and mfu <= 1 else None
+
+    @cached_property
     def peak_memory_gib(self) -> float | None:
         """Of the fullest GPU; without one, of the largest rank process."""
         stats = [mapping(node.get("stats")) for node in self.nodes]
