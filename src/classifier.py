@@ -139,9 +139,19 @@ class ImageClassifier(pl.LightningModule):
         trainable = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
         parameters = [p for _, p in trainable]
         optimizer = self.optimizer_factory(trainable if takes_named else parameters, **self._kernel(parameters))
+        optimizer.register_load_state_dict_pre_hook(_keep_kernel)
         if self.scheduler_factory is None:
             return optimizer
         total_steps = int(self.trainer.estimated_stepping_batches)
         steps_per_epoch = max(1, int(self.trainer.num_training_batches) // self.trainer.accumulate_grad_batches)
         schedule = self.scheduler_factory(optimizer, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _keep_kernel(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's groups say which kernel its strategy used; this run's strategy may not be able to."""
+    groups = [
+        {**saved, **{name: own[name] for name in ("fused", "foreach") if name in own}}
+        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    return {**state, "param_groups": groups}

@@ -1,5 +1,6 @@
 """The module's choice of an optimizer's kernel, and what it sets aside from nn.Module."""
 
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 
@@ -63,3 +64,22 @@ def test_parameters_are_still_found():
     classifier.more = nn.Linear(1, 1)
     assert classifier._current_fx_name == "training_step"
     assert {"net.1.weight", "more.bias"} <= {name for name, _ in classifier.named_parameters()}
+
+
+@pytest.mark.parametrize("saved, loaded", [("16-mixed", "32-true"), ("32-true", "16-mixed")])
+def test_a_checkpoint_does_not_bring_its_kernel(saved, loaded):
+    def step(classifier, stepper):
+        stepper.zero_grad()
+        classifier.training_step((torch.ones(2, 1, 2, 2).double(), torch.tensor([0, 2])), 0).backward()
+        stepper.step()
+
+    first, second = (module(partial(torch.optim.AdamW, lr=0.1), precision) for precision in (saved, loaded))
+    one, other = first.configure_optimizers(), second.configure_optimizers()
+    step(first, one)
+    second.load_state_dict(first.state_dict())
+    own = other.param_groups[0]["fused"]
+    other.load_state_dict(deepcopy(one.state_dict()))  # it would share the moments
+    assert other.param_groups[0]["fused"] == own != one.param_groups[0]["fused"]
+    step(first, one)
+    step(second, other)
+    torch.testing.assert_close(first.net[1].weight, second.net[1].weight, rtol=1e-13, atol=1e-13)
