@@ -32,13 +32,16 @@ def test_four_kills_with_sharded_checkpoints():
     assert row.wrong == [] and row.times == 4
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(no_store() is not None, reason=str(no_store()))
 def test_ten_races_for_the_pointer():
     [row] = do("pointer-races", 10)
     assert row.wrong == []
 
 
-@pytest.mark.parametrize("target", fuzz.TARGETS)
+@pytest.mark.parametrize(
+    "target", [pytest.param(name, marks=[pytest.mark.soak] if "Hydra" in name else []) for name in fuzz.TARGETS]
+)
 def test_a_second_of_fuzzing(target):
     examples, _, _, wrong = fuzz.run_target(fuzz.TARGETS[target], 1.0, 11)
     assert wrong == [] and examples >= 300

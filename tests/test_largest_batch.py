@@ -34,6 +34,7 @@ def torchrun(tmp_path, *options):
     return subprocess.run([*command, str(SRC / "train.py"), *options, *paths], capture_output=True, text=True)
 
 
+@pytest.mark.soak
 def test_under_torchrun_every_rank_trains_with_the_same_and_a_run_that_goes_on_keeps_it(tmp_path):
     done = torchrun(tmp_path, *MAX, "trainer=ddp_sim", "run_id=night")
     assert done.returncode == 0, done.stdout + done.stderr
