@@ -5,6 +5,7 @@ start the whole sweep again. On SLURM (hydra/launcher=submitit_slurm) each task 
 that knows nothing but what was pickled.
 """
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,10 @@ class ExitCodes(Callback):
     """Hydra's callback that remembers the worst exit code of a sweep's jobs, wherever they ran."""
 
     worst = 0
+
+    def on_multirun_start(self, config: Any, **_: Any) -> None:
+        """What an earlier sweep in the same folder left says nothing about this one."""
+        shutil.rmtree(Path(str(config.hydra.sweep.dir)) / CODES, ignore_errors=True)
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
         codes = [int(path.read_text()) for path in (Path(str(config.hydra.sweep.dir)) / CODES).glob("*")]

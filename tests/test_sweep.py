@@ -1,0 +1,41 @@
+"""A sweep's jobs tell how they ended through files, and a requeued SLURM job goes on."""
+
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+import sweep
+from sweep import CODES, ExitCodes, run_job
+
+
+@pytest.fixture
+def config(tmp_path):
+    hydra = {"sweep": {"dir": str(tmp_path / "night")}, "job": {"num": 3}, "overrides": {"task": ["seed=1"]}}
+    return OmegaConf.create({"hydra": hydra, "optimized_metric": "val/acc"})
+
+
+def test_the_worst_code_counts_and_an_earlier_sweep_in_the_folder_does_not(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(ExitCodes, "worst", 0)
+    codes = tmp_path / "night" / CODES
+    codes.mkdir(parents=True)
+    (codes / "9-0").write_text("75")
+    end = ExitCodes()
+    end.on_multirun_start(config)
+    for ended in (0, 2, 1):
+        monkeypatch.setattr(sweep, "run_child", lambda command, ended=ended: ended)
+        run_job(config, "src/train.py")
+        config.hydra.job.num += 1
+    end.on_multirun_end(config)
+    assert ExitCodes.worst == 2
+
+
+@pytest.mark.parametrize(("restarts", "words"), [("", []), ("2", ["resume=auto"])])
+def test_a_job_that_slurm_queued_again_goes_on(config, monkeypatch, restarts, words):
+    asked = SimpleNamespace(command=[])
+    monkeypatch.setattr(sweep, "run_child", lambda command: asked.__setattr__("command", command) or 0)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    run_job(config, "src/train.py")
+    assert asked.command[1:3] == ["src/train.py", "seed=1"]
+    assert [word for word in asked.command if word.startswith("resume=")] == words
+    assert "run_id=night_3" in asked.command
