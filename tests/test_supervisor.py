@@ -92,13 +92,8 @@ sys.exit(2)
     assert capsys.readouterr().err.strip() == "error: no such folder"
 
 
-def test_sigterm_is_handed_on_and_75_comes_back(start):
-    build, folder = start
-    supervisor = build("""
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-open(f"{folder}/ready-{rank}", "w")
-time.sleep(60)
-""")
+def sigterm_once_ready(folder):
+    """To this process, when both ranks have written their ready files."""
 
     def terminate():
         while not all((folder.path / f"ready-{rank}").exists() for rank in (0, 1)):
@@ -106,6 +101,16 @@ time.sleep(60)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=terminate).start()
+
+
+def test_sigterm_is_handed_on_and_75_comes_back(start):
+    build, folder = start
+    supervisor = build("""
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+open(f"{folder}/ready-{rank}", "w")
+time.sleep(60)
+""")
+    sigterm_once_ready(folder)
     assert supervisor.run() == 75
     assert gone(folder)
 
@@ -117,13 +122,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN if rank else lambda *_: sys.exit(75
 open(f"{folder}/ready-{rank}", "w")
 time.sleep(60)
 """)
-
-    def terminate():
-        while not all((folder.path / f"ready-{rank}").exists() for rank in (0, 1)):
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=terminate).start()
+    sigterm_once_ready(folder)
     began = time.monotonic()
     assert supervisor.run() == 1 and time.monotonic() - began < 8
     assert read_record(folder.record)["status"] == "failed"
@@ -190,13 +189,7 @@ def test_a_supervisor_that_was_stopped_itself_blames_nobody():
 def test_a_signal_before_the_ranks_can_handle_it_is_an_interruption(start):
     build, folder = start
     supervisor = build('open(f"{folder}/ready-{rank}", "w"); time.sleep(60)')
-
-    def terminate():
-        while not all((folder.path / f"ready-{rank}").exists() for rank in (0, 1)):
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=terminate).start()
+    sigterm_once_ready(folder)
     assert supervisor.run() == 75
     assert read_record(folder.record)["status"] == "interrupted"
     assert gone(folder)
