@@ -7,6 +7,10 @@ from torch import Tensor
 
 from run_files import RunFolder, write_atomically
 
+COUNTED_CLASSES, NAMED_CLASSES, MAX_NAME = 20, 40, 24  # what there is room for in the picture
+MATRIX_SIDE = 900  # pixels, where the cells hold no counts
+LOW, HIGH = 255.0, (8.0, 48.0, 107.0)  # from white to blue
+
 
 def write_confusion(confusion: Tensor, class_names: list[str], folder: RunFolder) -> dict[str, float]:
     """Write confusion_matrix.csv and .png into the run folder; returns accuracy per class.
@@ -27,26 +31,46 @@ def write_confusion(confusion: Tensor, class_names: list[str], folder: RunFolder
 
 
 def _draw(confusion: Tensor, class_names: list[str], folder: RunFolder) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    """Each row's shares as blues; names up to 40 classes, counts up to 20."""
+    from PIL import Image, ImageDraw, ImageFont
 
-    shares = confusion.double() / confusion.sum(1, keepdim=True).clamp(min=1)
-    size = min(3 + 0.45 * len(class_names), 24)
-    figure = Figure(figsize=(size, size), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
-    if len(class_names) <= 40:
-        axes.set_xticks(range(len(class_names)), class_names, rotation=60, ha="right")
-        axes.set_yticks(range(len(class_names)), class_names)
-    if len(class_names) <= 20:
+    classes = len(class_names)
+    cell = max(38, 200 // classes) if classes <= COUNTED_CLASSES else max(MATRIX_SIDE // classes, 1)
+    side = cell * classes
+    font, small = ImageFont.load_default(14), ImageFont.load_default(11)
+    names = [name[:MAX_NAME] for name in class_names] if classes <= NAMED_CLASSES else []
+    margin = 34 + max((int(font.getlength(name)) for name in names), default=0)  # for names and an axis title
+    picture = Image.new("RGB", (margin + side + 16, 32 + side + margin), "white")
+    draw = ImageDraw.Draw(picture)
+
+    def upright(text: str, right: int, top: int) -> None:
+        """Text that reads upwards, its right edge and top edge where asked."""
+        label = Image.new("RGB", (int(font.getlength(text)) + 1, 18), "white")
+        ImageDraw.Draw(label).text((0, 0), text, fill="black", font=font)
+        label = label.rotate(90, expand=True)
+        picture.paste(label, (right - label.width, top))
+
+    counts = confusion.double()
+    shares = (counts / counts.sum(1, keepdim=True).clamp(min=1)).unsqueeze(2)
+    pixels = (LOW + shares.new_tensor(HIGH).sub(LOW) * shares).round().byte().numpy()
+    matrix = Image.fromarray(pixels).resize((side, side), Image.Resampling.NEAREST)
+    left, top = margin, 32
+    picture.paste(matrix, (left, top))
+    draw.rectangle((left - 1, top - 1, left + side, top + side), outline="#777777")
+    middle = left + side // 2
+    accuracy = confusion.diag().sum().item() / max(confusion.sum().item(), 1)
+    draw.text((middle, 16), f"test accuracy {accuracy:.2%}", fill="black", font=font, anchor="mm")
+    draw.text((middle, picture.height - 4), "predicted", fill="black", font=font, anchor="md")
+    upright("true", 20, top + side // 2 - 14)
+    for i, name in enumerate(names):
+        draw.text((left - 5, top + cell * i + cell // 2), name, fill="black", font=font, anchor="rm")
+        upright(name, left + cell * i + cell // 2 + 9, top + side + 5)
+    if classes <= COUNTED_CLASSES:
         for i, row in enumerate(confusion.tolist()):
             for j, count in enumerate(row):
                 if count:
-                    color = "white" if shares[i, j] > 0.5 else "black"
-                    axes.text(j, i, count, ha="center", va="center", fontsize=7, color=color)
-    axes.set_xlabel("predicted")
-    axes.set_ylabel("true")
-    accuracy = confusion.diag().sum().item() / max(confusion.sum().item(), 1)
-    axes.set_title(f"test accuracy {accuracy:.2%}", fontsize=10)
-    write_atomically(folder.confusion_matrix_image, lambda file: figure.savefig(file, format="png"), binary=True)
+                    place = left + cell * j + cell // 2, top + cell * i + cell // 2
+                    draw.text(
+                        place, str(count), fill="white" if shares[i, j] > 0.5 else "black", font=small, anchor="mm"
+                    )
+    write_atomically(folder.confusion_matrix_image, lambda file: picture.save(file, format="PNG"), binary=True)

@@ -9,16 +9,19 @@ normalisation remains; elsewhere resize and crop are two small matrices per imag
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data.image_array import ImageArray, Layout
+from data.image_array import ImageArray, Layout, Places
 from data.resampling import grow, phases, resize_matrix
 from errors import UserError
 
 CACHE_BYTES = 2**20  # about what stays in a core's second-level cache
+CPU = torch.device("cpu")
 LARGE_BYTES = 2**20  # from here on the allocator may ask the kernel for fresh pages each time
 
 
@@ -61,6 +64,7 @@ class BatchTransforms(nn.Module):
         self.crop_padding, self.flip, self.channels = crop_padding, flip, len(mean)
         self.resizes = stored_size != resize
         self._buffers_of_outputs = OutputBuffers()
+        self._taps: Any = None  # enlarging.Taps after use_compiled()
         scale = 1 / (255 * torch.tensor(std, dtype=torch.float64))
         shift = -torch.tensor(mean, dtype=torch.float64) * 255 * scale
         self.register_buffer("scale", scale.float(), persistent=False)
@@ -112,12 +116,20 @@ class BatchTransforms(nn.Module):
         """Side of the windows to cut from an array of this layout."""
         return layout.size if self.whole_images(layout) else self.window
 
-    def cut(self, array: ImageArray, index: Tensor, draws: Tensor) -> Tensor:
+    def images(self, array: ImageArray, index: Places, draws: Places) -> Tensor:
+        """`cut` and `forward` in one, compiled where that was asked for and can be had."""
+        if self._taps is not None and isinstance(index, np.ndarray) and self._compiles(array.layout):
+            return self._enlarge(array, index, draws)
+        if self.resizes or self.whole_images(array.layout):
+            return self(self.cut(array, index, draws), draws)
+        return self._normalise(array.rows(index, draws))
+
+    def cut(self, array: ImageArray, index: Places, draws: Places) -> Tensor:
         """The part that happens in uint8, on the device where the array lies: (n, window, window, channels)."""
         if self.whole_images(array.layout):
-            return self.cut_batch(array.windows(index, torch.zeros_like(draws)), draws)
+            return self.cut_batch(array.windows(index, 0 * draws), torch.as_tensor(draws))
         if self.resizes:
-            draws = torch.stack([torch.zeros_like(draws[0]), torch.zeros_like(draws[1]), draws[2]])
+            return array.windows(index, [0, 0, draws[2]])
         return array.windows(index, draws)
 
     def cut_batch(self, images: Tensor, draws: Tensor) -> Tensor:
@@ -126,7 +138,7 @@ class BatchTransforms(nn.Module):
         return self.cut(array, torch.arange(len(images), device=images.device), draws)
 
     @torch.no_grad()
-    def forward(self, windows: Tensor, draws: Tensor) -> Tensor:
+    def forward(self, windows: Tensor, draws: Places) -> Tensor:
         """(n, channels, image_size, image_size) float32; channels lie innermost where nothing was resized.
 
         Args:
@@ -134,29 +146,57 @@ class BatchTransforms(nn.Module):
             draws: (3, n) int64, the same as for `cut`.
         """
         with _exact_products():
-            return self._resize(windows, draws) if self.resizes else self._normalise(windows)
+            return self._resize(windows, draws) if self.resizes else self._normalise(windows.flatten(2))
 
-    def _normalise(self, windows: Tensor) -> Tensor:
-        n, height, width, channels = windows.shape
-        rows = windows.view(n, height, width * channels)
+    def _normalise(self, rows: Tensor) -> Tensor:
+        """Of (n, image_size, image_size·channels)."""
         out = self._buffers_of_outputs.empty(rows.shape, rows.device)
         parts, sources = (out,), (rows,)
         if out.device.type == "cpu" and out.nbytes > 8 * CACHE_BYTES:
-            chunk = max(1, CACHE_BYTES * n // out.nbytes)
+            chunk = max(1, CACHE_BYTES * len(rows) // out.nbytes)
             parts, sources = out.split(chunk), rows.split(chunk)
         for part, source in zip(parts, sources, strict=True):
             part.copy_(source)
             torch.addcmul(self.row_shift, part, self.row_scale, out=part)
-        return out.view(n, height, width, channels).permute(0, 3, 1, 2)
+        return out.view(-1, self.image_size, self.image_size, self.channels).permute(0, 3, 1, 2)
 
-    def _resize(self, windows: Tensor, draws: Tensor) -> Tensor:
+    def use_compiled(self) -> bool:
+        """From now on enlarge images from arrays in the CPU's memory by a compiled kernel; whether it applies here.
+
+        Importing its compiler takes half a second, and compiling once on each machine takes two.
+        """
+        if not (self.resizes and self.resize > self.stored_size >= 2 and self.scale.device.type == "cpu"):
+            return False
+        try:
+            from data.enlarging import Taps
+        except (ImportError, RuntimeError):  # no numba, or no folder for its cache: torch does the same
+            return False
+        self._taps = Taps(resize_matrix(self.stored_size, self.resize).numpy(), self.crop_padding)
+        return True
+
+    def _compiles(self, layout: Layout) -> bool:
+        return not self.whole_images(layout) and (layout.num_mirrored > 0 or not self.flip)
+
+    def _enlarge(self, array: ImageArray, index: np.ndarray, draws: Any) -> Tensor:
+        from data.enlarging import enlarge
+
+        dy, dx, flip = draws
+        dx = dx + flip * (self.num_starts - 1 - 2 * dx)  # the image was mirrored before its crop
+        starts = array.starts(index, (0, 0, flip)) * self.channels
+        row_bytes = array.layout.row_pixels * self.channels
+        out = self._buffers_of_outputs.empty((len(index), self.channels, self.image_size, self.image_size), CPU)
+        source, crops = self.stored_size, np.stack([dy, dx])
+        enlarge(array.flat, starts, crops, row_bytes, source, self._taps, self.scale, self.shift, out)
+        return out
+
+    def _resize(self, windows: Tensor, draws: Places) -> Tensor:
         scale, shift = self.scale, self.shift
         black_border = self.crop_padding > 0  # what is outside the image must become `shift`: added at the end
         small = windows.float().mul_(scale) if black_border else torch.addcmul(shift, windows.float(), scale)
         small = small.permute(0, 3, 1, 2).contiguous()
         out = self._buffers_of_outputs.empty((*small.shape[:2], self.image_size, self.image_size), small.device)
         if self.num_starts > 1:
-            dy, dx, flip = draws
+            dy, dx, flip = torch.as_tensor(draws)
             dx = dx + flip * (self.num_starts - 1 - 2 * dx)  # the image was mirrored before its crop
             across = self.crops.index_select(0, dx).unsqueeze(1)
             down = self.crops.index_select(0, dy).unsqueeze(1).transpose(2, 3)
@@ -197,7 +237,7 @@ class OutputBuffers:
     def empty(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """An uninitialised float32 tensor."""
         shape = tuple(shape)
-        if device.type != "cpu" or 4 * np.prod(shape) < LARGE_BYTES:
+        if device.type != "cpu" or 4 * prod(shape) < LARGE_BYTES:
             return torch.empty(shape, device=device)
         for array in self._arrays:
             if array.shape == shape and sys.getrefcount(array) == self.IDLE_REFERENCES:
@@ -208,9 +248,9 @@ class OutputBuffers:
 
 def _aligned(shape: Sequence[int]) -> np.ndarray:
     """Uninitialised float32 that starts at a cache line, as torch's own memory does and NumPy's does not."""
-    memory = np.empty(int(np.prod(shape)) + 16, np.float32)
+    memory = np.empty(prod(shape) + 16, np.float32)
     skip = -memory.ctypes.data % 64 // 4
-    return memory[skip : skip + int(np.prod(shape))].reshape(shape)
+    return memory[skip : skip + prod(shape)].reshape(shape)
 
 
 @contextmanager

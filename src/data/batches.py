@@ -1,8 +1,9 @@
 """Which images, in which order and with which augmentation, each rank gets: the train and evaluation loaders.
 
 Everything follows from (seed, epoch, step): one process and N ranks see the same pixels. The order and the
-augmentation are drawn for the whole global batch; micro-batch j of k covers its positions [j·G/k, (j+1)·G/k), and
-rank r of W takes the r-th of W equal contiguous parts of that.
+augmentation are drawn for the whole epoch at once (a generator for each step costs more than a batch of crops) and
+global batch s takes its images [s·G, (s+1)·G); micro-batch j of k covers its positions [j·G/k, (j+1)·G/k), and rank r
+of W takes the r-th of W equal contiguous parts of that.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -67,7 +68,7 @@ class TrainBatches:
 
     Args:
         indices: positions of the training images in the image array.
-        draw: draw(generator, n) → (3, n) int64 augmentation of a global batch.
+        draw: draw(generator, n) → (3, n) int64 augmentation of an epoch.
         fixed: the order and augmentation of epoch 0 in every epoch (Lightning's overfit_batches).
     """
 
@@ -90,7 +91,7 @@ class TrainBatches:
         self._global_batch_size, self._accumulate, self._seed = global_batch_size, accumulate_grad_batches, seed
         # Where this rank's part of micro-batch j lies within a global batch.
         first = np.arange(accumulate_grad_batches) * world_size + rank
-        self._parts = [slice(f * self.per_device_batch_size, (f + 1) * self.per_device_batch_size) for f in first]
+        self._parts = [(f * self.per_device_batch_size, (f + 1) * self.per_device_batch_size) for f in first.tolist()]
         self._epoch = 0
         self._first_step = 0  # where the next iteration starts: 0 but after load_state_dict
         self._micro_batches_done = 0
@@ -142,11 +143,11 @@ class TrainBatches:
     def _selections(self, first_step: int) -> Iterator[Selection]:
         epoch, size = self._epoch, self._global_batch_size
         order = random_stream(self._seed, ORDER, epoch).permutation(self._indices)
-        for step in range(first_step, self.steps_per_epoch):
-            index = order[step * size : (step + 1) * size]
-            draws = self._draw(random_stream(self._seed, AUGMENTATION, epoch, step), size)
-            for part in self._parts:
-                yield Selection(index[part], draws[:, part])
+        draws = self._draw(random_stream(self._seed, AUGMENTATION, epoch), self.steps_per_epoch * size)
+        for start in range(first_step * size, self.steps_per_epoch * size, size):
+            for first, end in self._parts:
+                part = slice(start + first, start + end)
+                yield Selection(order[part], draws[:, part])
 
 
 class EvalBatches:

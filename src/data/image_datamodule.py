@@ -17,6 +17,7 @@ from data.node_cache import cached
 from errors import UserError
 
 CACHE_VERSION = 1
+COMPILE_FROM_BYTES = 2**30  # of an epoch's float images: from here on a faster kernel repays its import
 
 
 class ImageDataModule(LightningDataModule):
@@ -208,6 +209,8 @@ class ImageDataModule(LightningDataModule):
         array = ImageArray.open(self._cache / IMAGES, layout, self._batch_transforms.window_in(layout))
         self._resident = self._device.type == "cpu" or layout.num_bytes <= self.device_cache_gib * 2**30
         self._array = array.to(self._device) if self._resident else array
+        if 4 * self.num_train * self.channels * self.image_size**2 >= COMPILE_FROM_BYTES:
+            self._batch_transforms.use_compiled()
 
     def setup(self, stage: str | None = None) -> None:
         if not self._placed:
@@ -243,21 +246,24 @@ class ImageDataModule(LightningDataModule):
         centre = self._batch_transforms.centre()
         return EvalBatches(self._deliver, index, centre, batch_size=self.eval_batch_size, **self._placed)
 
-    def _deliver(self, selections: Iterable[Selection]) -> Iterator[dict[str, Tensor]]:
+    def _deliver(self, selections: Iterable[Selection]) -> Iterator[dict[str, Any]]:
+        on_cpu = self._device.type == "cpu"  # where arrays stay arrays: see image_array.Places
         for selection in selections:
-            batch, index = self._common(selection), torch.from_numpy(selection.positions)
+            batch = self._common(selection)
             if self._resident:
-                batch["index"] = index
+                batch["index"] = selection.positions if on_cpu else torch.from_numpy(selection.positions)
             else:
-                batch["windows"] = self._batch_transforms.cut(self._array, index, batch["draws"]).pin_memory()
+                windows = self._batch_transforms.cut(self._array, selection.positions, selection.draws)
+                batch["windows"] = windows.pin_memory()
             yield batch
 
-    def _common(self, selection: Selection) -> dict[str, Tensor]:
+    def _common(self, selection: Selection) -> dict[str, Any]:
         """What every batch holds, however its images come."""
         labels = self._labels[selection.positions]
         if selection.counted is not None:
             labels = np.where(selection.counted, labels, -1)
-        return {"draws": torch.from_numpy(selection.draws), "labels": torch.from_numpy(labels)}
+        draws = selection.draws if self._device.type == "cpu" else torch.from_numpy(selection.draws)
+        return {"draws": draws, "labels": torch.from_numpy(labels)}
 
     def sample_images(self, count: int) -> Tensor:
         """(count, channels, image_size, image_size) float, normalised: the first training images, not augmented.
@@ -266,22 +272,22 @@ class ImageDataModule(LightningDataModule):
         """
         centre, index = self._batch_transforms.centre(), self._train_index[:count]
         batches = EvalBatches(self._deliver, index, centre, batch_size=self.eval_batch_size, rank=0, world_size=1)
-        images = [self._batch_transforms(self._windows_of(batch), batch["draws"]) for batch in batches]
+        images = [self._images_of(batch) for batch in batches]
         return torch.cat(images)[: len(index)]
 
     # Batches
 
-    def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
+    def on_after_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Images (n, channels, image_size, image_size) float, normalised, and labels (n,), −1 where not counted."""
-        images = self._batch_transforms(self._windows_of(batch), batch["draws"])
+        images = self._images_of(batch)
         if self.trainer is not None:
             images = self.trainer.precision_plugin.convert_input(images)  # float64 and half of "true" precisions
         return images, batch["labels"]
 
-    def _windows_of(self, batch: dict[str, Tensor]) -> Tensor:
+    def _images_of(self, batch: dict[str, Any]) -> Tensor:
         if "index" in batch:
-            return self._batch_transforms.cut(self._array, batch["index"], batch["draws"])
-        return batch["windows"]
+            return self._batch_transforms.images(self._array, batch["index"], batch["draws"])
+        return self._batch_transforms(batch["windows"], batch["draws"])
 
 
 def _per_channel(key: str, value: float | Sequence[float], channels: int) -> list[float]:

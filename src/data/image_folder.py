@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from data.batches import TEST, Selection, random_stream
@@ -177,7 +178,7 @@ class ImageFolderDataModule(ImageDataModule):
         self._batch_transforms = self._transforms(self._stored_size).to(self._device)
         self._files = [self._root / name for name in json.loads((self._cache / FILES).read_text())]
 
-    def _deliver(self, selections: Iterable[Selection]) -> Iterator[dict[str, Tensor]]:
+    def _deliver(self, selections: Iterable[Selection]) -> Iterator[dict[str, Any]]:
         if not self._meta["streamed"]:
             yield from super()._deliver(selections)
             return
@@ -188,7 +189,8 @@ class ImageFolderDataModule(ImageDataModule):
         ):
             yield {"images": images, **self._common(selection)}
 
-    def _windows_of(self, batch: dict[str, Tensor]) -> Tensor:
+    def _images_of(self, batch: dict[str, Any]) -> Tensor:
         if "images" in batch:
-            return self._batch_transforms.cut_batch(batch["images"], batch["draws"])
-        return super()._windows_of(batch)
+            draws = torch.as_tensor(batch["draws"])
+            return self._batch_transforms(self._batch_transforms.cut_batch(batch["images"], draws), draws)
+        return super()._images_of(batch)

@@ -83,7 +83,7 @@ def test_training_pixels_are_cropped_flipped_and_normalised_images(make):
     selection = next(iter(dm.train_dataloader()._selections(0)))
     images, labels = dm.on_after_batch_transfer(next(iter(dm.train_dataloader())), 0)
     centre = torch.tensor([[2], [2], [0]]).expand(3, 32)
-    plain = dm._batch_transforms.cut(dm._array, torch.from_numpy(selection.positions), centre).numpy()
+    plain = dm._batch_transforms.cut(dm._array, selection.positions, centre.numpy()).numpy()
     for i, (y, x, flip) in enumerate(selection.draws.T):
         crop = np.pad(plain[i], ((2, 2), (2, 2), (0, 0)))[y : y + 12, x : x + 12]
         expected = ((crop[:, ::-1] if flip else crop) / 255 - 0.5) / 0.18
