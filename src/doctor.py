@@ -16,6 +16,7 @@ import provenance
 import readiness
 from compose import REPOSITORY, plain, run_door
 from errors import EXIT_FAILED, EXIT_OK, UserError
+from leave import leave
 from readiness import Finding
 
 NO_FILES = ("digits", "synthetic")  # come with a package, or from nothing
@@ -160,4 +161,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -13,6 +13,7 @@ import cluster as world
 from compose import CONFIGS, run_door
 from errors import UserError
 from launch import launch_config, resume_in_rank
+from leave import leave
 
 FROM_COMMAND_LINE = ("paths", "tags", "ckpt_path", "run_id", "test", "resume", "sweep_dir", "s3")
 PARTS = ("trainer", "data", "model", "classifier", "optimizer")  # of a config that can be evaluated
@@ -135,4 +136,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

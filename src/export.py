@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
+from leave import leave
 
 USAGE = "python src/export.py ckpt_path=…"
 FORMATS = ("safetensors", "onnx", "pt2")
@@ -187,4 +188,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -28,6 +28,7 @@ from batch_sessions import (
 )
 from compose import chosen_options, plain, run_door
 from errors import EXIT_OK, EXIT_USER_ERROR, UserError
+from leave import leave
 
 GIB = 2**30
 MEMORY_SHARE_OF_CPU = 0.8  # of what is free: the tracker sees tensors only
@@ -333,4 +334,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import EXIT_OK, EXIT_USER_ERROR, UserError
+from leave import leave
 
 USAGE = "python src/predict.py ckpt_path=… images=DIR"
 OPTIONS: dict[str, str | None] = {
@@ -132,4 +133,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

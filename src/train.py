@@ -10,6 +10,7 @@ from typing import Any
 import cluster as world
 from compose import run_door
 from launch import launch, resume_in_rank
+from leave import leave
 
 
 def train(config: dict[str, Any], cluster: Any, folder: Any) -> int:
@@ -70,4 +71,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -105,10 +105,13 @@ class Slurm:
         return self.facts(job)["JobState"]
 
     def wait(self, job: str, *states: str, seconds: float = 120) -> str:
-        deadline = time.monotonic() + seconds
+        pending_since = time.monotonic()
+        deadline = pending_since + seconds
         while (state := self.state(job)) not in states:
             assert time.monotonic() < deadline, f"{state} instead of {states}:\n{self.output(job)}"
-            if state == "PENDING" and not self.pids(job):  # a requeued job waits two minutes by itself
+            # A requeued job waits two minutes by itself. A node refuses one that it ended within the same second.
+            pending_since = pending_since if state == "PENDING" else time.monotonic()
+            if time.monotonic() > pending_since + 2 and not self.pids(job):
                 self.run("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
             time.sleep(0.2)
         return state
