@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from errors import UserError
 from strategies import sharded_checkpoint
 from strategies.buffers import broadcast_buffers, broadcast_from_rank_zero
+from strategies.gloo_collectives import use_gloo_collectives
 from strategies.sharded_precision import ShardedPrecision, policies, precision_for
 from strategies.sharded_state import (
     full_optimizer_state,
@@ -140,6 +141,8 @@ class Sharded(ModelParallelStrategy):
         for unit in units:
             shard(unit, mp_policy=block)
         shard(net, mp_policy=root)
+        if self.root_device.type == "cpu":
+            use_gloo_collectives(net)
 
     def _offload(self) -> OffloadPolicy:
         return CPUOffloadPolicy() if self.cpu_offload and self.root_device.type != "cpu" else OffloadPolicy()
