@@ -126,11 +126,13 @@ class ImageClassifier(pl.LightningModule):
         self.log_dict(doubles, logger=False, on_step=False, on_epoch=True, rank_zero_only=False)
 
     def _kernel(self, parameters: list[nn.Parameter]) -> dict[str, bool]:
-        """One kernel for all parameters where the optimizer has it: not for shards, and not with scaled gradients,
-        whose norm it would hide."""
+        """One kernel for all parameters where the optimizer has it: not for shards that it would see as such, and not
+        with scaled gradients, whose norm it would hide."""
         has_it = "fused" in inspect.signature(self.optimizer_factory.func).parameters
         stated = {"fused", "foreach", "differentiable"} & self.optimizer_factory.keywords.keys()
-        plain = self.trainer.precision != "16-mixed" and not any(hasattr(p, "full_tensor") for p in parameters)
+        shards = any(hasattr(p, "full_tensor") for p in parameters)
+        plain = not shards or getattr(self.trainer.strategy, "steps_on_shards", False)
+        plain = plain and self.trainer.precision != "16-mixed"
         return {"fused": True} if has_it and not stated and plain else {}
 
     def configure_optimizers(self) -> Any:

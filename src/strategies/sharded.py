@@ -28,6 +28,7 @@ from errors import UserError
 from strategies import sharded_checkpoint
 from strategies.buffers import broadcast_buffers, broadcast_from_rank_zero
 from strategies.gloo_collectives import use_gloo_collectives
+from strategies.local_step import step_on_shards
 from strategies.sharded_precision import ShardedPrecision, policies, precision_for
 from strategies.sharded_state import (
     full_optimizer_state,
@@ -50,6 +51,7 @@ class Sharded(ModelParallelStrategy):
         reshard_after_forward: free a unit's weights between forward and backward; false trades memory for time.
     """
 
+    steps_on_shards = True  # torch's own optimizers get plain tensors: one kernel for all parameters works
     supports_ema = False  # averaged weights would have to be gathered for every evaluation
 
     def __init__(
@@ -116,6 +118,11 @@ class Sharded(ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+
+    def setup_optimizers(self, trainer) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            step_on_shards(optimizer)
 
     def _shard(self, net: nn.Module) -> None:
         if self._layer_sync:
