@@ -29,7 +29,11 @@ class TensorBoard(Logger):
 
     @property
     def experiment(self) -> Any:
-        """torch's SummaryWriter; made when the first value arrives, because its import takes most of a second."""
+        """torch's SummaryWriter on rank zero, whose methods do nothing on other ranks."""
+        return _Experiment(self)
+
+    def open(self) -> Any:
+        """The writer; its import takes most of a second."""
         if self.writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -44,7 +48,7 @@ class TensorBoard(Logger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         for name, value in metrics.items():
             if name not in ("epoch", "time_s"):
-                self.experiment.add_scalar(name, value, step)
+                self.open().add_scalar(name, value, step)
 
     @rank_zero_only
     def save(self) -> None:
@@ -56,3 +60,15 @@ class TensorBoard(Logger):
         if self.writer is not None:
             self.writer.close()
             self.writer = None
+
+
+class _Experiment:
+    """Makes the writer when one of its methods is called: Lightning asks each rank for `experiment` at the start."""
+
+    def __init__(self, board: TensorBoard) -> None:
+        self._board = board
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return rank_zero_only(lambda *args, **kwargs: getattr(self._board.open(), name)(*args, **kwargs))
