@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test install install-dev check docs lock parity bench soak logbook completion clean
+.PHONY: help train test install install-dev check docs lock audit parity bench soak logbook completion clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -49,6 +49,10 @@ lock: install  ## resolve requirements*.txt anew from pyproject.toml
 	$(VENV)/bin/uv pip compile $(LOCK) --group dev -c requirements.txt -o requirements-dev.txt
 	grep -oE '^uv==[0-9.]+' launch/uv.txt | $(VENV)/bin/uv pip compile $(LOCK) - -o launch/uv.txt
 LOCK := -q -p 3.11 --universal --generate-hashes --no-header --no-annotate --no-emit-index-url --no-emit-find-links
+
+audit: install  ## ask the package index's advisories about every pinned version; needs its network
+	$(VENV)/bin/uv tool run --from pip-audit==2.10.1 pip-audit --strict --disable-pip --require-hashes --progress-spinner off \
+	  -r requirements.txt
 
 parity: install  ## every strategy against one process, in float64, with seeded faults
 	$(PY) benchmarks/parity.py
