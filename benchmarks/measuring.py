@@ -49,7 +49,8 @@ def save(name: str, goals: list[dict[str, Any]], **figures: Any) -> Path:
     The load average of the last minute says whether the machine had other work.
     """
     path = HERE / "results" / f"{name}.json"
-    words = [str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY)), *sys.argv[1:]]
+    words = [str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY))]
+    words += ["FOLDER" if Path(word).is_absolute() else word for word in sys.argv[1:]]  # another machine has others
     content = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": "python " + shlex.join(words),
