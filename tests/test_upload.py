@@ -289,7 +289,8 @@ def test_a_bucket_that_is_full(tmp_path, monkeypatch):
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
         setting = Setting(tmp_path, server)
-        server.client().put_object(Bucket=setting.options.bucket, Key="fills-it", Body=os.urandom(3 * MIB))  # zeros would be compressed
+        noise = os.urandom(3 * MIB)  # what repeats would be compressed
+        server.client().put_object(Bucket=setting.options.bucket, Key="fills-it", Body=noise)
         server.set_quota(setting.options.bucket, megabytes=1)
         Spool(setting.folder.path / "upload").add(*setting.best(10))
         assert finish_upload({**setting.s3, "flush_timeout_s": 0.1}, setting.folder, 0, say=lambda _: None) == 3
