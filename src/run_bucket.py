@@ -86,7 +86,7 @@ def parse_pointer(data: bytes, root: str) -> Pointer:
             generation=int(fields["generation"]),
             previous=previous if isinstance(previous, dict) else None,
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError):
         raise StoreError("corrupt", f"a pointer under {root} is not readable") from None
     name = pointer.key.removeprefix(f"{root}checkpoints/")
     inside = pointer.key == f"{root}checkpoints/{name}" and OBJECT_NAME.fullmatch(name) and ".." not in name
@@ -269,7 +269,7 @@ def _generation_in(data: bytes | None) -> int:
         return 0
     try:
         return max(0, int(json.loads(data)["generation"]))
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, OverflowError, KeyError, TypeError, RecursionError):
         raise StoreError("corrupt", "generation.json of this run is not readable: delete it to go on") from None
 
 

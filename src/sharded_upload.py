@@ -67,7 +67,7 @@ def read_manifest(data: bytes) -> dict[str, dict[str, Any]]:
         checked: dict[str, dict[str, Any]] = {
             str(name): {"bytes": int(facts["bytes"]), "sha256": str(facts["sha256"])} for name, facts in files.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError):
         raise StoreError("corrupt", "the manifest of a sharded checkpoint is not readable") from None
     if not all(FILE_NAME.fullmatch(name) and SHA256.fullmatch(facts["sha256"]) for name, facts in checked.items()):
         raise StoreError("corrupt", "the manifest of a sharded checkpoint names files that no rank writes")

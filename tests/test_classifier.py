@@ -15,7 +15,7 @@ from optimizers.muon import Muon
 def module(optimizer, precision="32-true"):
     torch.manual_seed(0)
     classifier = ImageClassifier(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).double(), optimizer, num_classes=3)
-    classifier._trainer = SimpleNamespace(precision=precision)
+    classifier._trainer = SimpleNamespace(precision=precision, strategy=SimpleNamespace())
     return classifier
 
 
@@ -38,10 +38,12 @@ def test_not_where_something_else_is_stated_or_it_would_not_do(optimizer, precis
     assert not module(optimizer, precision).configure_optimizers().param_groups[0].get("fused")
 
 
-def test_not_for_shards():
+def test_for_shards_only_where_the_strategy_shows_the_optimizer_plain_tensors():
     classifier = module(partial(torch.optim.AdamW, lr=0.1))
     classifier.net[1].weight.full_tensor = lambda: None  # what tells a DTensor
     assert not classifier.configure_optimizers().param_groups[0].get("fused")
+    classifier._trainer.strategy.steps_on_shards = True
+    assert classifier.configure_optimizers().param_groups[0]["fused"] is True
 
 
 @pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, momentum=0.9, nesterov=True), torch.optim.AdamW])

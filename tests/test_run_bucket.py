@@ -209,7 +209,7 @@ GOOD = {"key": "p/r/checkpoints/best-step00000010-g0001-abababab.ckpt", "bytes":
     "change",
     [{"key": "p/other/checkpoints/best-step00000010-g0001.ckpt"}, {"key": "p/r/checkpoints/../best-step1-g1.ckpt"},
      {"key": "p/r/checkpoints/best-step1-g1/../../x"}, {"sha256": "../x"}, {"bytes": -1}, {"bytes": "many"},
-     {"metric": 3}, {"key": None}],
+     {"metric": 3}, {"key": None}, {"epoch": float("inf")}],
 )  # fmt: skip
 def test_a_pointer_that_this_run_could_not_have_written_is_refused(change):
     assert parse_pointer(json.dumps(GOOD).encode(), "p/r/").step == 10
