@@ -16,9 +16,7 @@ def leave(code: int) -> NoReturn:
     """
     if "torch" not in sys.modules:
         sys.exit(code)
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]  # ends idle executors, which a join would wait for for ever
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # whoever read it is gone

@@ -6,7 +6,7 @@ from pathlib import Path
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 SCRIPT = """
-import atexit, sys, threading, time, types
+import atexit, concurrent.futures, sys, threading, time, types
 sys.path.insert(0, sys.argv[1])
 from leave import leave
 
@@ -21,6 +21,8 @@ loud = Loud()
 atexit.register(print, "atexit")
 threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+pool = concurrent.futures.ThreadPoolExecutor(1)  # never shut down
+pool.submit(time.sleep, 0)
 print("main")
 leave(75)
 """
