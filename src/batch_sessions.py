@@ -27,7 +27,7 @@ from supervisor import free_port
 EXIT_OUT_OF_MEMORY = 77
 EXIT_PEER_ENDED = 78  # another rank is gone: it ran out, or its node failed and the next session will not begin
 POLL_S = 0.02
-DOOR = Path(__file__).resolve().parent / "find_batch_size.py"
+CHILD = Path(__file__).resolve().parent / "batch_probe.py"
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def find_largest(
     """
     began = time.perf_counter()
     files = SessionFiles(Path(tempfile.mkdtemp(prefix="lockstep-batch-")))
-    command = command or [sys.executable, str(DOOR), "--probe"]
+    command = command or [sys.executable, str(CHILD)]
     try:
         with stopped_by_signals():
             state = _search(config, cluster, environment, command, files, known)

@@ -19,6 +19,7 @@ FLOOR_2 = {
     "finished_model",
     "model_card",
     "estimate",
+    "batch_probe",
     "targets",
     "rank_process",
 }

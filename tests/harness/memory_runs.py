@@ -23,8 +23,8 @@ def composed(overrides: list[str], folder: Path) -> dict[str, Any]:
 
 def _peaks(config: dict[str, Any], folder: str, batches: list[int]) -> list[dict[str, int]]:
     import cluster as world
+    from batch_probe import GIB, Prober
     from batch_sessions import SessionFiles
-    from find_batch_size import GIB, Prober
 
     environment = {**world.environment(), world.SUPERVISED_CONFIG: "none"}
     own = world.describe(environment, devices=None, num_nodes=None, several_processes=True, machine=1)
@@ -36,4 +36,6 @@ def _peaks(config: dict[str, Any], folder: str, batches: list[int]) -> list[dict
 
 def peaks(config: dict[str, Any], folder: Path, world_size: int, batches: list[int]) -> list[list[dict[str, int]]]:
     """For each rank and batch: the bytes at the peak of each phase of two real steps and a validation."""
-    return run_ranks(_peaks, world_size, config, str(folder), batches, distributed=False, timeout_s=300)
+    return run_ranks(
+        _peaks, world_size, config, str(folder), batches, distributed=False, timeout_s=120 + 60 * len(batches)
+    )

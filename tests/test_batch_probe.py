@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from batch_probe import two_steps
 from batch_sessions import find_largest
 from callbacks.memory_phases import GIB, OutOfTrackedMemory, TrackedBytes, ran_out
 from cluster import Cluster
-from find_batch_size import two_steps
 from memory_runs import composed, peaks
 
 SRC = Path(__file__).resolve().parents[1] / "src"
@@ -21,14 +21,14 @@ CHILD = """
 import sys
 sys.path.insert(0, sys.argv[1])
 share = float(sys.argv[2])
-import find_batch_size
-meter_of = find_batch_size.Prober._meter
+import batch_probe
+meter_of = batch_probe.Prober._meter
 def unequal(prober, device):
     meter = meter_of(prober, device)
     meter.limit = int(meter.limit * (share if prober.cluster.rank == 1 else 1.0))
     return meter
-find_batch_size.Prober._meter = unequal
-sys.exit(find_batch_size.main(["--probe"]))
+batch_probe.Prober._meter = unequal
+sys.exit(batch_probe.main())
 """
 
 
