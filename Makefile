@@ -81,8 +81,9 @@ bench: install-dev  ## measure this machine against peers and goals (about an ho
 CIFAR ?=# make bench CIFAR=folder that holds cifar-10-batches-py
 MNIST ?=# make bench MNIST=folder in torchvision's layout
 
-soak: install-dev  ## the campaign of faults, or PIECE=kills SEED=1 COUNT=60 of it; hours
-	$(PY) benchmarks/faults.py $(PIECE) $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT))
+soak: install-dev  ## the campaign of faults, or PIECE=kills SEED=1 COUNT=60 MINUTES=5 of it; hours
+	$(PY) benchmarks/faults.py $(PIECE) $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) \
+	  $(if $(MINUTES),--minutes $(MINUTES)) $(RECORD)
 	$(if $(PIECE),,$(PY) -m pytest -m soak)
 
 logbook: install  ## build the pages in logbook/ from the runs

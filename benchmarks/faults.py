@@ -123,8 +123,8 @@ def two_host_faults(chosen: list[str]) -> tuple[list[dict[str, Any]], int]:
     return rows, bad
 
 
-def run_piece(name: str, seed: int, count: int | None, minutes: float) -> int:
-    """Do one piece and write it down; returns how many rows are not as they must be."""
+def run_piece(name: str, seed: int, count: int | None, minutes: float, record: bool = True) -> int:
+    """Do one piece and write it down if it is to be; returns how many rows are not as they must be."""
     found = json.loads(RESULTS.read_text())
     code = code_state(HERE.parent)["commit"]
     if name == "hosts":
@@ -132,7 +132,8 @@ def run_piece(name: str, seed: int, count: int | None, minutes: float) -> int:
             print(f"hosts: left out, {reason}")
             return 0
         rows, bad = two_host_faults([])
-        keep({**found, "code": code, "timeout_s": TIMEOUT_S, "faults": rows})
+        if record:
+            keep({**found, "code": code, "timeout_s": TIMEOUT_S, "faults": rows})
         return bad
     piece = PIECES[name]
     if reason := piece.missing():
@@ -144,10 +145,11 @@ def run_piece(name: str, seed: int, count: int | None, minutes: float) -> int:
         rows = piece.work(given)
     for row in rows:
         print(f"{name}: {row.done}: {row.times} times, {row.seconds} s; {row.seen}; {row.wrong or 'as it must be'}")
-    entry = {"code": code, "seed": seed, "count": count, "rows": [row.as_json() for row in rows]}
-    entry["complete"] = count >= piece.count and not given.over()
-    found = json.loads(RESULTS.read_text())  # another piece may have been written meanwhile
-    keep({**found, "campaign": {**found.get("campaign", {}), name: entry}})
+    if record:
+        entry = {"code": code, "seed": seed, "count": count, "rows": [row.as_json() for row in rows]}
+        entry["complete"] = count >= piece.count and not given.over()
+        found = json.loads(RESULTS.read_text())  # another piece may have been written meanwhile
+        keep({**found, "campaign": {**found.get("campaign", {}), name: entry}})
     return sum(bool(row.wrong) for row in rows)
 
 
@@ -157,16 +159,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="for each piece, at most about")
+    parser.add_argument("--no-record", action="store_true", help="leave the results and their page as they are")
     parser.add_argument("--list", action="store_true")
     given = parser.parse_args(argv)
     if given.list:
         print("\n".join(f"{name:16} {piece.count}" for name, piece in PIECES.items()), "hosts", sep="\n")
         return 0
-    return (
-        1
-        if sum(run_piece(name, given.seed, given.count, given.minutes) for name in given.pieces or [*PIECES, "hosts"])
-        else 0
-    )
+    chosen, record = given.pieces or [*PIECES, "hosts"], not given.no_record
+    bad = sum(run_piece(name, given.seed, given.count, given.minutes, record) for name in chosen)
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

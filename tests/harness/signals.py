@@ -46,9 +46,9 @@ def sigterm(task: Task) -> list[Row]:
     """`count` times in each phase."""
     clock, wrong, took, finished = Clock(), [], [], Counter()
     with object_store(task.folder / "store") as store:
-        words = [*SHORT, f"s3.endpoint_url={store.endpoint_url}"]
+        words = [*SHORT, f"s3.endpoint_url={store.endpoint_url}", f"s3.uri=s3://{store.new_bucket()}/p"]
         environment = store.environment()
-        counts = reference_of([*words, f"s3.uri=s3://{store.new_bucket()}/p"], task.folder, environment).totals
+        counts = reference_of(words, task.folder, environment).totals
         task.say(f"calls: {counts}")
         for number in range(task.count):
             for phase in () if task.over() else ALL_PHASES:
@@ -60,12 +60,13 @@ def sigterm(task: Task) -> list[Row]:
                 marks = task.folder / f"{name}-marks"
                 plan = Plan(str(marks), 1, phase, event, rank, f"rank {rank}", number=int(signal.SIGTERM))
                 started = start_door(
-                    "train", *words, f"s3.uri=s3://{store.new_bucket()}/p", f"run_id={name}", logs=task.folder / name,
-                    environment=environment, before=planted(plan),
+                    "train", *words, f"run_id={name}", logs=task.folder / name, environment=environment,
+                    before=planted(plan),
                 )  # fmt: skip
                 done, mark = started.done(), marks / "killed-1.json"
                 if not mark.exists():  # this start made fewer calls than the one they were counted in
-                    wrong += [f"{phase}: exit code {done.code} without a signal"] if done.code else []
+                    if done.code:
+                        wrong.append(f"{phase}: exit code {done.code} without a signal: {done.output.strip()[-400:]}")
                     continue
                 seconds = time.time() - mark.stat().st_mtime
                 took.append(round(seconds, 1))
