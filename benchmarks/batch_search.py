@@ -30,7 +30,7 @@ MODELS = {  # options, GiB of the device played
     "vit_tiny_32": (["model=vit_tiny_32"], 0.3),
     "small_cnn": (["model=small_cnn"], 0.1),
     "alexnet": (["model=alexnet", "data.image_size=64", "optimizer=sgd"], 0.86),
-    "alexnet_bn": (["model=alexnet_bn", "data.image_size=64", "optimizer=sgd"], 0.86),
+    "alexnet_bn": (["model=alexnet_bn", "data.image_size=127", "optimizer=sgd"], 0.95),
     "vit_base_patch32": (["model=timm_vit", "model.pretrained=false", "data.image_size=64"], 2.0),
 }
 RANKS = {"cpu": 1, "ddp_sim": 2, "fsdp_sim": 2}

@@ -23,7 +23,7 @@ MODELS = {
     "vit_tiny_32": ["model=vit_tiny_32"],
     "small_cnn": ["model=small_cnn"],
     "alexnet": ["model=alexnet", "data.image_size=64"],
-    "alexnet_bn": ["model=alexnet_bn", "data.image_size=64"],
+    "alexnet_bn": ["model=alexnet_bn", "data.image_size=127"],
     "airbench": ["model=airbench"],
 }
 WORLDS = [("cpu", 1), ("ddp_sim", 2), ("ddp_sim", 4), ("fsdp_sim", 2), ("fsdp_sim", 4)]

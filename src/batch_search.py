@@ -17,7 +17,9 @@ MARGIN = 0.01  # left below a predicted maximum, so that noise does not cost an 
 LEVER = 0.25  # of the memory that the first probe left free is what the second one may take
 HELD = "held"  # the phase that stands for what is held between steps, whatever the batch
 FIXED = (HELD, "validation")  # phases that do not grow with the batch
-FAR = 4  # predictions of more than this many times the largest batch that was run are approached in two steps
+FAR = 4  # predictions of more than this many times the largest batch that was run are approached in steps,
+NEARER = (0.5, 0.6)  # to this share of what two and three points predict: a gathered layer's peak hides what grows
+LAST_STEP_FROM = 0.7  # the last probe steps back by 5 % only, where what is found already is this share of it
 
 Shares = Sequence[Mapping[str, float]]  # per rank: phase → share of the limit
 
@@ -94,7 +96,7 @@ def next_batch(probes: Sequence[Probe], *, bound: int, start: int = 8) -> int | 
         return _second_point(points, good, bad)
     if bad <= bound and good >= CLOSE_ENOUGH * (bad - 1):
         return None
-    return _aim(points, good, bad, bound)
+    return _aim(points, good, bad, bound, len(probes))
 
 
 def _second_point(points: list[Probe], good: int, bad: int) -> int:
@@ -111,14 +113,14 @@ def _second_point(points: list[Probe], good: int, bad: int) -> int:
     return max(good + 1, min(wanted, bad - 1))
 
 
-def _aim(points: list[Probe], good: int, bad: int, bound: int) -> int | None:
+def _aim(points: list[Probe], good: int, bad: int, bound: int, done: int) -> int | None:
     """A batch between the largest that fits and the smallest that does not; None where the model expects no more."""
     predicted = _predicted(points)
     if predicted < bad:
         if good >= CLOSE_ENOUGH * predicted:
             return None
-        if len(points) == 2 and predicted > FAR * points[-1].batch:
-            return predicted // 2  # too far to trust two small points
+        if done == len(points) <= MAX_PROBES // 2 and predicted > FAR * points[-1].batch:
+            return int(NEARER[len(points) - 2] * predicted)  # too far to trust small points
         return max(good + 1, predicted - int(MARGIN * predicted))
     if bad > bound:
         return bound
@@ -126,7 +128,8 @@ def _aim(points: list[Probe], good: int, bad: int, bound: int) -> int | None:
         return None
     if good < 0.45 * bad:
         return max(good + 1, int(0.6 * bad))  # a second out-of-memory here would end the search far below
-    back = STEP_BACK if good < STEP_BACK * (bad - 1) else MOST_BELOW
+    last = done == MAX_PROBES - 1 and good >= LAST_STEP_FROM * bad  # only this keeps the promise
+    back = STEP_BACK if good < STEP_BACK * (bad - 1) and not last else MOST_BELOW
     return min(max(good + 1, math.ceil(back * (bad - 1))), bad - 1)
 
 

@@ -182,6 +182,7 @@ def without_notice(task: Task) -> Row:
             for process in [psutil.Process(started.process.pid), *psutil.Process(started.process.pid).children()]:
                 process.send_signal(signal.SIGKILL)
             started.process.join()
+            service.notice.clear()  # it goes on on another machine
             record = next(logs.glob("train/runs/*/run.json"))
             reached = _steps_logged(record.parent)
             more = [f"run_id={name}", "resume=auto", f"trainer.max_epochs={reached // 10 + 2}"]
