@@ -51,7 +51,7 @@ def compare(options: list[str], trainer: str, ranks: int, batch: int, folder: Pa
     world = Cluster("none", 1, ranks, 0, 0, "127.0.0.1", None)
     facts = {"num_classes": 10, "image_size": config["data"]["image_size"], "channels": 3}
     if ranks > 1:
-        estimate.peak_bytes(config, facts, world, 1)
+        estimate.peak_bytes(config, facts, world, 2)
     estimated = estimate.peak_bytes(config, facts, world, batch)
     error = max(estimated.values()) / max(real.values()) - 1
     return {"trainer": trainer, "ranks": ranks, "batch": batch, "real": real, "estimated": estimated, "error": error}

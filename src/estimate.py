@@ -50,7 +50,8 @@ def estimate(cfg: Any) -> int:
     rank_process.prepare_process(config, cluster)
     facts = stated_facts(config)
     if cluster.world_size > 1:
-        peak_bytes(config, facts, cluster, 1)  # DTensor's own shape propagation, done once, would be counted
+        # DTensor's own shape propagation, done once, would be counted; BatchNorm refuses a single image
+        peak_bytes(config, facts, cluster, 2)
 
     def fits(batch: int) -> Shares:
         return [{phase: held / (limit_gib * GIB) for phase, held in peak_bytes(config, facts, cluster, batch).items()}]

@@ -121,6 +121,9 @@ def write_atomically(path: Path, write: Callable[[Any], None], *, binary: bool =
 
     Args:
         write: called with the open file.
+
+    Raises:
+        OSError: names the target, e.g. where its disk is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
@@ -131,8 +134,10 @@ def write_atomically(path: Path, write: Callable[[Any], None], *, binary: bool =
             os.fsync(file.fileno())
         os.chmod(name, 0o644)
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         Path(name).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            error.filename = os.fspath(path)  # a full disk says nothing of where it is
         raise
     sync_folder(path.parent)
 

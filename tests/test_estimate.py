@@ -7,6 +7,7 @@ from batch_search import HELD
 from cluster import Cluster
 from errors import UserError
 from memory_runs import composed, peaks
+from runs import run_door
 
 FACTS = {"num_classes": 10, "image_size": 32, "channels": 3}
 TINY = ["data=synthetic", "data.num_images=300", "data.num_test_images=20", "data.eval_batch_size=4"]
@@ -72,3 +73,10 @@ def test_the_world_and_the_limit_come_from_the_options(tmp_path):
     config["hardware"] = {}
     with pytest.raises(UserError, match="--estimate needs to know the memory"):
         estimate.stated_limit_gib(config)
+
+
+def test_a_net_that_refuses_single_images_is_estimated(tmp_path):
+    options = ["model=alexnet_bn", "data=synthetic", "data.image_size=127", "trainer=fsdp", "hardware=g4dn.12xlarge"]
+    done = run_door("find_batch_size", "--estimate", *options, "trainer.devices=4", logs=tmp_path)
+    assert done.code == 0, done.output
+    assert "estimated largest batch" in done.output

@@ -1,5 +1,6 @@
 """Run ids, records, and files that are whole or not there."""
 
+import errno
 import json
 
 import pytest
@@ -39,6 +40,14 @@ def test_a_failed_write_leaves_the_old_file_and_no_part(tmp_path):
     with pytest.raises(OSError, match="disk full"):
         write_atomically(path, fail)
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+def test_a_full_disk_is_named(tmp_path):
+    def fill(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left on device: '.*last.ckpt'"):
+        write_atomically(tmp_path / "last.ckpt", fill)
 
 
 def test_a_record_comes_back_and_says_when_it_was_written(tmp_path):

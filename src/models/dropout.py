@@ -14,7 +14,7 @@ class Dropout(nn.Dropout):
     """
 
     def forward(self, values: Tensor) -> Tensor:
-        zeros = self.p * STEPS
+        zeros = float(self.p * STEPS)
         plain = values.device.type != "cpu" or not zeros.is_integer() or torch.compiler.is_compiling()
         if plain or not self.training or not 0 < self.p < 1:
             return super().forward(values)

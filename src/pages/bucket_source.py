@@ -9,7 +9,7 @@ from run_files import RUN_ID_PATTERN, write_atomically
 
 WANTED = re.compile(
     r"run\.json|config\.yaml|defaults\.yaml|metrics\.csv|confusion_matrix\.csv|code\.diff"
-    r"|hardware-node\d{1,5}\.csv|nvidia-smi-node\d{1,5}-(start|peak|end)\.txt"
+    r"|hardware-node\d{1,5}(\.\d{1,3})?\.csv|nvidia-smi-node\d{1,5}-(start|peak|end)\.txt"
 )
 MAX_FILE_BYTES = 64 * 2**20
 

@@ -9,7 +9,7 @@ from pages import formats as f
 from pages.entry import Entry
 from pages.facts import RunFacts
 from pages.index_page import GENERATED, status_cell
-from pages.markdown import blocks, code, code_block, plain, slug, table
+from pages.markdown import blocks, code, code_block, plain, quote, slug, table
 from pages.run_details import value_text
 from pages.source import NOT_COMPARED, write_if_changed
 from pages.tolerant import as_text, items, mapping
@@ -30,6 +30,7 @@ def measured_rows() -> list[tuple[str, Reader, Callable[[float | None], str], Ca
     return [
         ("Training time", lambda run: run.seconds, f.duration, f.ratio),
         ("Epochs", at("epochs"), f.rate, none),
+        ("Steps", at("steps"), f.whole, none),
         ("Images/s", lambda run: run.images_per_s, f.rate, f.ratio),
         ("Images/s per device", at("throughput", "images_per_s_per_device"), f.rate, f.ratio),
         ("Step, p50", at("throughput", "step_seconds", "p50"), f.milliseconds, f.ratio),
@@ -63,12 +64,28 @@ def comparison_page(title: str, entries: Sequence[Entry], labels: Sequence[str],
             caution(entries),
             numbers_table(entries, labels),
             f"×: times {plain(labels[0])}; for accuracies the difference in percentage points." if entries[1:] else "",
+            memory_words(entries),
+            *(
+                f"{plain(label)}:\n\n{quote(e.note.text)}"
+                for e, label in zip(entries, labels, strict=True)
+                if e.note.text
+            ),
             f"![Curves side by side]({figure_file})" if figure_file else "",
             "## What differs in the settings\n",
             settings_table(entries, labels) or "Nothing: the same settings.",
             "## How each was started\n",
             *(started_with(entry, label) for entry, label in zip(entries, labels, strict=True)),
         ]
+    )
+
+
+def memory_words(entries: Sequence[Entry]) -> str:
+    """What the two rows on memory count where there is no GPU."""
+    on_cpu = all(not node.get("gpus") for entry in entries for node in entry.facts.nodes)
+    if not on_cpu or all(entry.facts.number("largest_batch", "peak_memory_gib") is None for entry in entries):
+        return ""
+    return (
+        "Peak memory is a process's; at the largest batch it is that of its tensors, which the simulated limit counts."
     )
 
 

@@ -3,6 +3,7 @@
 import csv
 import math
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 MAX_CURVE_POINTS = 160
@@ -26,6 +27,37 @@ def read_columns(path: Path) -> dict[str, Column]:
         return {}
     head, body = rows[0], rows[1:]
     return {name: [number(row[i]) if i < len(row) else None for row in body] for i, name in enumerate(head) if name}
+
+
+def samples(paths: Sequence[Path]) -> dict[str, Column]:
+    """A node's hardware files one after another (a restart begins a new one), `time` in seconds since the first row."""
+    joined: dict[str, Column] = {}
+    for path in paths:
+        columns = {**read_columns(path), "time": _moments(path)}
+        before = len(joined.get("time", []))
+        for name in {**joined, **columns}:
+            column = columns.get(name, [])[: len(columns["time"])]
+            missing = len(columns["time"]) - len(column)
+            joined.setdefault(name, [None] * before).extend([*column, *[None] * missing])
+    first = min((moment for moment in joined.get("time", []) if moment is not None), default=0.0)
+    joined["time"] = [None if moment is None else moment - first for moment in joined.get("time", [])]
+    return joined
+
+
+def _moments(path: Path) -> Column:
+    """The column `time` (UTC, as hardware-node0.csv has it) in seconds since 1970."""
+    try:
+        with path.open(newline="", encoding="utf-8", errors="replace") as file:
+            return [_moment(row.get("time")) for row in csv.DictReader(line.replace("\0", "") for line in file)]
+    except (OSError, csv.Error):
+        return []
+
+
+def _moment(cell: object) -> float | None:
+    try:
+        return datetime.fromisoformat(str(cell)).timestamp()
+    except (ValueError, OverflowError):
+        return None
 
 
 def number(cell: object) -> float | None:
@@ -85,16 +117,16 @@ def average_in_slices(x: Sequence[float], y: Sequence[float], limit: int) -> tup
     )
 
 
-def hardware_curves(paths: Sequence[Path]) -> list[dict]:
-    """One entry per node file: {"series": {name: [times, values]}, "stats": {name: {p10, p50, p90, max}}}."""
-    nodes = [read_columns(path) for path in paths]
-    num_series = sum(max(0, len(columns) - 1) for columns in nodes) or 1
+def hardware_curves(nodes: Sequence[Sequence[Path]]) -> list[dict]:
+    """One entry per node's files: {"series": {name: [seconds, values]}, "stats": {name: {p10, p50, p90, max}}}."""
+    read = [samples(paths) for paths in nodes]
+    num_series = sum(max(0, len(columns) - 1) for columns in read) or 1
     limit = max(12, min(120, MAX_HARDWARE_NUMBERS // num_series))
-    return [_one_node(columns, limit) for columns in nodes]
+    return [_one_node(columns, limit) for columns in read]
 
 
 def _one_node(columns: dict[str, Column], limit: int) -> dict:
-    times = columns.pop("time_s", None) or []
+    times = columns.pop("time")
     series, stats = {}, {}
     for name, values in columns.items():
         points = [(t, v) for t, v in zip(times, values, strict=False) if t is not None and v is not None]

@@ -5,6 +5,7 @@ Secrets are taken out here, so none is ever written under logbook/.
 """
 
 import json
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -40,7 +41,7 @@ def import_run(folder: Path) -> dict[str, Any]:
     files = RunFolder(folder)
     record = read_record(files.record)
     config, defaults = flatten(redact(read_yaml(files.config))), flatten(redact(read_yaml(folder / "defaults.yaml")))
-    node_files = sorted(folder.glob("hardware-node*.csv"), key=_node_rank)
+    nodes = _node_files(folder)
     source = {
         "source_version": SOURCE_VERSION,
         "run_id": _run_id(record, files),
@@ -49,7 +50,7 @@ def import_run(folder: Path) -> dict[str, Any]:
         "config": limited(config),
         "changed": limited(differences(defaults, config)) if defaults else None,
         "curves": training_curves(files.metrics),
-        "hardware": dict(zip(map(str, map(_node_rank, node_files)), hardware_curves(node_files), strict=True)),
+        "hardware": dict(zip(map(str, nodes), hardware_curves(list(nodes.values())), strict=True)),
         "nvidia_smi": {path.stem.removeprefix("nvidia-smi-"): read_text(path, MAX_SMI) for path in _smi_files(folder)},
         "confusion": confusion_matrix(files.confusion_matrix),
         "code_diff": read_text(files.code_diff, MAX_DIFF),
@@ -71,9 +72,17 @@ def _shown_path(folder: Path) -> str:
     return str(resolved.relative_to(REPOSITORY)) if resolved.is_relative_to(REPOSITORY) else str(resolved)
 
 
-def _node_rank(path: Path) -> int:
-    digits = path.stem.removeprefix("hardware-node")
-    return int(digits) if digits.isdecimal() else 0
+def _node_files(folder: Path) -> dict[int, list[Path]]:
+    """By node rank: the files of earlier starts (hardware-node0.0.csv, …0.1.csv) and then the newest."""
+    found = []
+    for path in folder.glob("hardware-node*.csv"):
+        rank, _, start = path.stem.removeprefix("hardware-node").partition(".")
+        if rank.isdecimal() and (start.isdecimal() or not start):
+            found.append((int(rank), int(start) if start else math.inf, path))
+    nodes: dict[int, list[Path]] = {}
+    for node_rank, _, path in sorted(found):
+        nodes.setdefault(node_rank, []).append(path)
+    return nodes
 
 
 def _smi_files(folder: Path) -> list[Path]:

@@ -107,11 +107,12 @@ def write_metrics(folder: Path, epochs: int, speed: float, chance: random.Random
 
 
 def write_hardware(folder: Path, chance: random.Random) -> None:
-    lines = ["time_s,gpu0/utilisation_percent,gpu0/memory_gib,gpu1/utilisation_percent,gpu1/memory_gib,cpu/percent"]
+    lines = ["time,gpu0/utilisation_percent,gpu0/memory_gib,gpu1/utilisation_percent,gpu1/memory_gib,cpu/percent"]
     for time_s in range(0, 430, 5):
         busy = 0 if time_s < 15 else 1
         values = (94 * busy + chance.gauss(0, 2) * busy, 4.6 * busy, 91 * busy + chance.gauss(0, 3) * busy, 4.4 * busy)
-        lines.append(f"{time_s}," + ",".join(f"{value:.2f}" for value in values) + f",{28 + chance.gauss(0, 4):.1f}")
+        cells = [f"2026-11-20T20:{15 + time_s // 60}:{time_s % 60:02d}Z", *(f"{value:.2f}" for value in values)]
+        lines.append(",".join([*cells, f"{28 + chance.gauss(0, 4):.1f}"]))
     (folder / "hardware-node0.csv").write_text("\n".join(lines) + "\n")
 
 

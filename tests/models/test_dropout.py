@@ -40,7 +40,7 @@ def test_neighbours_are_independent_and_seeds_repeat():
 
 def test_other_probabilities_and_evaluation_are_torchs_own():
     values = torch.randn(3, 5)
-    for p in (0.0, 0.1, 1.0):
+    for p in (0, 0.0, 0.1, 1.0, 1):
         torch.manual_seed(4)
         ours = Dropout(p)(values)
         torch.manual_seed(4)

@@ -1,7 +1,10 @@
 """CSV files of a run folder: what is read, what is thinned away, what is passed over."""
 
+import time
+
 import pytest
 
+from callbacks.hardware_stats import Sampler
 from pages.curves import confusion_matrix, hardware_curves, shortened, thin, training_curves
 
 
@@ -41,23 +44,55 @@ def test_numbers_are_shortened():
     assert [shortened(v) for v in (0.123456789, 3.0, float("inf"), 1.23456789e-9)] == [0.12346, 3, None, 1.2346e-09]
 
 
+def moment(second):
+    return f"2026-11-20T23:{50 + second // 60:02d}:{second % 60:02d}Z" if second < 600 else (
+        f"2026-11-21T00:{second // 60 - 10:02d}:{second % 60:02d}Z"
+    )  # fmt: skip
+
+
+def test_what_the_sampler_writes_becomes_curves(tmp_path):
+    sampler = Sampler(lambda: {"cpu/percent": 50.0, "rank0/memory_gib": 1.5}, tmp_path / "hardware-node0.csv", 0.01)
+    sampler.start()
+    while len(sampler.values.get("cpu/percent", ())) < 5:
+        time.sleep(0.01)
+    sampler.stop()
+    (node,) = hardware_curves([[tmp_path / "hardware-node0.csv"]])
+    assert set(node["series"]) == {"cpu/percent", "rank0/memory_gib"} == set(node["stats"])
+    times, values = node["series"]["cpu/percent"]
+    assert len(times) >= 5 and times[0] == 0 and set(values) == {50}
+
+
+def test_a_restart_goes_on_where_the_samples_ended(tmp_path):
+    (tmp_path / "a.csv").write_text("time,cpu/percent\n2026-11-20T23:59:59Z,3\n")
+    (tmp_path / "b.csv").write_text("time,gpu0/power_w,cpu/percent\n2026-11-21T00:00:09Z,300,5\n")
+    (node,) = hardware_curves([[tmp_path / "a.csv", tmp_path / "b.csv"]])
+    assert node["series"] == {"cpu/percent": [[0, 10], [3, 5]], "gpu0/power_w": [[10], [300]]}
+
+
+@pytest.mark.parametrize("time", ["", "yesterday", "2026-13-01T00:00:00Z", "9" * 400])
+def test_a_sample_without_a_time_is_left_out(tmp_path, time):
+    (tmp_path / "a.csv").write_text(f"time,cpu/percent\n{time},3\n2026-11-20T23:50:00Z,5\n")
+    assert hardware_curves([[tmp_path / "a.csv"]])[0]["series"] == {"cpu/percent": [[0], [5]]}
+
+
 def test_hardware_is_averaged_and_its_percentiles_are_of_all_samples(tmp_path):
-    lines = ["time_s,gpu0/utilisation_percent"] + [f"{t},{100 if t >= 100 else 0}" for t in range(1000)]
+    lines = ["time,gpu0/utilisation_percent"] + [f"{moment(t)},{100 if t >= 100 else 0}" for t in range(1000)]
     (tmp_path / "a.csv").write_text("\n".join(lines))
-    (node,) = hardware_curves([tmp_path / "a.csv"])
+    (node,) = hardware_curves([[tmp_path / "a.csv"]])
     times, values = node["series"]["gpu0/utilisation_percent"]
     assert len(times) == 120 and values[0] == 0 and values[-1] == 100
+    assert times[0] < 8 and 990 < times[-1] < 1000
     assert node["stats"]["gpu0/utilisation_percent"] == {"p10": 100, "p50": 100, "p90": 100, "max": 100}
 
 
 def test_many_devices_share_the_room(tmp_path):
     names = ",".join(f"gpu{i}/utilisation_percent" for i in range(64))
-    rows = [f"{t}," + ",".join(["50"] * 64) for t in range(300)]
+    rows = [f"{moment(t)}," + ",".join(["50"] * 64) for t in range(300)]
     paths = []
     for node in range(8):
         paths.append(tmp_path / f"{node}.csv")
-        paths[-1].write_text("\n".join([f"time_s,{names}", *rows]))
-    nodes = hardware_curves(paths)
+        paths[-1].write_text("\n".join([f"time,{names}", *rows]))
+    nodes = hardware_curves([[path] for path in paths])
     assert sum(len(x) for node in nodes for x, _ in node["series"].values()) <= 64 * 8 * 17
 
 
