@@ -1,5 +1,6 @@
 """The command line → one composed config. Imports Hydra only, so that --help and --cfg job answer at once."""
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,9 @@ def compose(config_name: str, overrides: list[str]) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     register_resolvers()
+    for word in overrides:
+        if re.match(r"\s*[+~]*\s*(=|$)", word):
+            raise UserError(f"{word!r} names no key: write key=value; python src/train.py --help lists what there is.")
     try:
         with initialize_config_dir(str(CONFIGS), job_name=config_name, version_base="1.3"):
             cfg = hydra_compose(config_name, overrides, return_hydra_config=True)

@@ -136,6 +136,6 @@ def read_idx(path: Path) -> np.ndarray:
     if data[:3] != b"\x00\x00\x08" or len(data) < head:
         raise UserError(f"{path} is not an IDX file of unsigned bytes: delete it and fetch it again.")
     shape = tuple(int(n) for n in np.frombuffer(data, ">u4", dimensions, 4))
-    if len(data) - head != math.prod(shape):
+    if len(data) - head != math.prod(shape) or 0 in shape:  # with a zero the others could be anything
         raise UserError(f"{path} holds {len(data) - head} bytes instead of {shape}: delete it and fetch it again.")
     return np.frombuffer(data, np.uint8, offset=head).reshape(shape)

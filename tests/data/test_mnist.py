@@ -65,6 +65,7 @@ def test_without_files_and_network_the_error_says_what_was_tried(tmp_path):
         (idx(IMAGES[FILES[0]])[:9], "is not an IDX file"),
         (b"", "is not an IDX file"),
         (b"\x00\x00\x0d\x03" + bytes(100), "is not an IDX file"),
+        (b"\x00\x00\x08\x03" + bytes(4) + b"\xff" * 8, r"holds 0 bytes instead of \(0, 4294967295"),
     ],
 )
 def test_damaged_idx_files_are_named(tmp_path, content, message):
