@@ -124,11 +124,12 @@ def check(folder: Path, hashes: bool = False) -> dict[str, Any]:
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        files = manifest["files"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder} is no complete folder of shards: {error}.") from None
-    if manifest["format"] != FORMAT:
-        raise UserError(f"{folder} has shard format {manifest['format']}; this version reads {FORMAT}.")
+        files, written = manifest["files"], manifest["format"]
+        sizes = {name: entry["bytes"] for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{folder} is no complete folder of shards ({type(error).__name__}: {error}).") from None
+    if written != FORMAT:
+        raise UserError(f"{folder} has shard format {written}; this version reads {FORMAT}.")
     strangers = {path.name for path in folder.glob("*.safetensors")} - files.keys()
     if strangers:
         raise UserError(
@@ -136,8 +137,8 @@ def check(folder: Path, hashes: bool = False) -> dict[str, Any]:
         )
     for name, entry in files.items():
         path = folder / Path(name).name
-        if not path.is_file() or path.stat().st_size != entry["bytes"]:
-            raise UserError(f"{folder} is torn: {name} is missing or not {entry['bytes']} bytes long.")
+        if not path.is_file() or path.stat().st_size != sizes[name]:
+            raise UserError(f"{folder} is torn: {name} is missing or not {sizes[name]} bytes long.")
         if hashes and _fingerprint(path) != entry:
             raise UserError(f"{folder} is damaged: {name} has not the content that was written.")
     return manifest

@@ -104,6 +104,15 @@ def test_a_folder_that_is_not_whole_is_refused(folder, tmp_path):
         read(newer)
 
 
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"files": {}}', '{"files": [], "format": 1}', '{"files": {"a": 1}, "format": 1}']
+)
+def test_a_manifest_of_another_form_is_no_traceback(tmp_path, text):
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match="is no complete folder of shards"):
+        check(tmp_path)
+
+
 class Canary:
     def __reduce__(self):
         return os.mkdir, ("canary",)
