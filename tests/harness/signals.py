@@ -1,5 +1,6 @@
 """SIGTERM to one rank in every phase of a run, and a rank that is stopped for a while."""
 
+import contextlib
 import signal
 import time
 from collections import Counter
@@ -84,19 +85,33 @@ def sigterm(task: Task) -> list[Row]:
     return [Row("sigterm", "SIGTERM to one rank of a `ddp_sim` run with S3", len(took), seen, clock.seconds, wrong)]
 
 
+def _probing(parent: psutil.Process) -> list[psutil.Process]:
+    """The search's children; none once it is over."""
+    found = []
+    try:
+        for child in parent.children():
+            with contextlib.suppress(psutil.Error):
+                if any("batch_probe" in word for word in child.cmdline()):
+                    found.append(child)
+    except psutil.Error:
+        return []
+    return found
+
+
 @piece("sigterm-batch-search", 10)
 def sigterm_batch_search(task: Task) -> list[Row]:
-    clock, wrong, took = Clock(), [], []
-    for number in range(task.count):
+    clock, wrong, took, number = Clock(), [], [], 0
+    while len(took) < task.count and number < 4 * task.count and not task.over():
+        number += 1
         started = start_door(
             "train", *DDP, *TINY, "data.global_batch_size=max", f"run_id=r{number}", logs=task.folder / str(number)
         )
         process = psutil.Process(started.process.pid)
-        started.wait_for(lambda p=process: len(p.children()) >= 2, 60)
-        time.sleep(task.chance.uniform(0, 10))
-        children = process.children()
-        if not children or not started.process.is_alive():
-            started.done()
+        started.wait_for(lambda p=process: len(_probing(p)) >= 2, 60)
+        time.sleep(task.chance.uniform(0, 8))
+        children = _probing(process)
+        if not children:
+            started.done()  # the search was over
             continue
         victim = task.chance.choice([process, *children])
         began = time.monotonic()
@@ -106,6 +121,8 @@ def sigterm_batch_search(task: Task) -> list[Row]:
         left = [child.pid for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
         if left or took[-1] > LIMIT_S or done.code == 0:
             wrong.append(f"{number}: left {left}, {took[-1]} s, exit code {done.code}: {done.output[-300:]}")
+        if begun := [str(path) for path in (task.folder / str(number)).rglob("run.json")]:
+            wrong.append(f"{number}: a run was recorded: {begun}")
     seen = f"all processes gone {spread(took)} s after the signal; no run had begun, and none was recorded"
     done_words = "SIGTERM to a rank or the parent of a batch search (`data.global_batch_size=max`)"
     return [Row("sigterm-batch-search", done_words, len(took), seen, clock.seconds, wrong)]
