@@ -1,4 +1,4 @@
-"""Dropout that draws one byte for each value on a CPU: torch draws serially there, a fifth of a small net's step."""
+"""Dropout that draws one byte for each value on a CPU: torch draws serially there."""
 
 import torch
 from torch import Tensor, nn
