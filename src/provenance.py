@@ -3,10 +3,13 @@
 import hashlib
 import os
 import platform
+import shlex
 import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from cluster import Cluster
 
 CODE = ("src", "configs", "requirements.txt")
 PACKAGES = ("torch", "torchvision", "lightning", "hydra-core", "timm", "numpy", "boto3", "tensorboard")
@@ -46,6 +49,27 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "missing"
     return found
+
+
+def command(typed: list[str], cluster: Cluster, gpus: bool) -> str:
+    """The line that starts such a run again: the program and options as typed, behind what launched its ranks.
+
+    Args:
+        typed: the program, relative to the repository, and its options.
+    """
+    nodes, ranks = cluster.num_nodes, cluster.devices
+    python = ["python", *typed]
+    if cluster.launcher == "slurm":
+        words = ["srun", f"--nodes={nodes}", f"--ntasks-per-node={ranks}", *([f"--gpus-per-node={ranks}"] * gpus)]
+        return shlex.join([*words, *python])
+    if cluster.launcher == "torchrun":
+        meeting = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={cluster.master_addr}:29500"]
+        where = ["--standalone"] if nodes == 1 else [*meeting, "--rdzv-id=lockstep"]
+        return shlex.join(["torchrun", *where, f"--nproc-per-node={ranks}", *typed])
+    if cluster.launcher == "nodes":
+        address = f"MASTER_ADDR={cluster.master_addr} MASTER_PORT={cluster.master_port}"
+        return f"{address} WORLD_SIZE={cluster.world_size} NODE_RANK={cluster.node_rank} {shlex.join(python)}"
+    return shlex.join(python)
 
 
 def host(node_rank: int) -> dict[str, Any]:

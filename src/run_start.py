@@ -1,6 +1,5 @@
 """The start of a run: its folder, config.yaml and first record; for a resumed run, that it is the same one."""
 
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -156,7 +155,9 @@ def first_record(config: dict[str, Any], cluster: Cluster, folder: RunFolder) ->
         "started_at": now,
         "updated_at": now,
         "finished_at": None,
-        "command": shlex.join(["python", _as_typed(sys.argv[0]), *sys.argv[1:]]),
+        "command": provenance.command(
+            [_as_typed(sys.argv[0]), *sys.argv[1:]], cluster, trainer["accelerator"] == "gpu"
+        ),
         "overrides": config["overrides"],
         "experiment": config.get("experiment_name") or choices.get("experiment"),
         "code": provenance.code_state(REPOSITORY),

@@ -67,3 +67,9 @@ def test_every_train_command_of_the_readme_composes(command):
 
 def test_readme_is_short():
     assert len(README.splitlines()) <= 250
+
+
+def test_torchrun_on_several_nodes_names_a_rendezvous():
+    """Without a backend, torchrun takes every node for node 0 of a static rendezvous."""
+    several = [line for line in readme_commands() if line.startswith("torchrun --nnodes=")]
+    assert several and all("--rdzv-backend=c10d" in line and "--rdzv-endpoint=" in line for line in several)

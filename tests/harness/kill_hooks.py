@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,8 @@ def plant(plan: Plan) -> None:
     _before(ImageClassifier, "on_validation_epoch_end", enters("epoch end", "sanity check"))
     _before(ImageClassifier, "on_test_epoch_start", enters("test"))
     _before(assemble, "build_run", starts)
+    if plan.phase == "test":  # the ranks agree once a second: a test of a tenth of one has nothing left to stop
+        _before(ImageClassifier, "test_step", lambda *_: time.sleep(0.3))
 
     def uploads(*_: Any) -> None:
         """The n-th checkpoint is being sent: `event` milliseconds later."""
