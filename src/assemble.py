@@ -242,9 +242,9 @@ def build_run(
     if world.watch is not None:
         callbacks.insert(0, world.watch)
     if config["trainer"]["ema_decay"]:
-        from lightning.pytorch.callbacks import EMAWeightAveraging
+        from callbacks.weight_average import WeightAverage
 
-        callbacks.insert(0, EMAWeightAveraging(decay=config["trainer"]["ema_decay"]))
+        callbacks.insert(0, WeightAverage(decay=config["trainer"]["ema_decay"]))
     loggers = []
     if trainable:
         known["folder"] = folder.tensorboard

@@ -109,9 +109,14 @@ class Uploader:
             self._wake.notify_all()
 
     def _is_best(self, sidecar: dict[str, Any]) -> bool:
-        """The last checkpoint is often a second name for the best; once is enough."""
+        """The last checkpoint is often a second name for the best; once is enough.
+
+        Of a sharded one only rank 0 is told a sha256, and only of a last that is no second name.
+        """
+        if sidecar.get("sha256") is None:
+            return False
         waiting = [item.sidecar for item in (self._waiting.get("best"), self._current) if item and item.kind == "best"]
-        return any(best.get("sha256") == sidecar.get("sha256") for best in [*waiting, self._sent.get("best", {})])
+        return any(best.get("sha256") == sidecar["sha256"] for best in [*waiting, self._sent.get("best", {})])
 
     def hurry(self) -> None:
         """From now on `last` is sent at once and before anything else: this machine is about to go."""
@@ -207,6 +212,9 @@ class Uploader:
             self._prepare()
         elif not self.run.join():
             raise NotYet
+        elif not self._is_prepared:
+            self.spool.note(generation=self.run.generation)  # for whoever sends this node's shards after its end
+            self._is_prepared = True
         if item.kind == "files":
             self.run.check_current()
             return self.small_files.send(self._is_cancelled) if self.small_files else {}

@@ -310,3 +310,26 @@ def test_training_threads_keep_their_priority(setting):
     uploader.start()
     assert uploader.flush(5)
     assert min(niceness) > mine == os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def test_another_ranks_shards_of_a_last_wait_for_their_upload(setting):
+    """Only rank 0 knows the whole's sha256, and nothing is the best for having none."""
+    uploader = setting.uploader(rank=1)
+    folder = setting.folder.checkpoints / "last-step00000010.ckpt"
+    folder.mkdir()
+    (folder / "shard-00002-model-00001-of-00001.safetensors").write_bytes(b"x" * 100)
+    uploader.offer("last", folder, {"step": 10, "epoch": 0})
+    assert uploader.status()["left"] == ["last"] and uploader.spool.ranks() == [1]
+
+
+def test_a_rank_notes_which_start_its_shards_are_of(setting):
+    """On a node without rank 0 whoever sends what is left has only the spool to know it from."""
+    first, second = (setting.uploader(rank=rank) for rank in (0, 1))
+    second.run.start_id = first.run.start_id
+    first.run.prepare()
+    folder = setting.folder.checkpoints / "best-step00000010.ckpt"
+    folder.mkdir()
+    (folder / "shard-00002-model-00001-of-00001.safetensors").write_bytes(b"x" * 100)
+    second.start()
+    second.offer("best", folder, {"step": 10, "epoch": 0})
+    assert second.flush(10) and second.spool.notes()["generation"] == first.run.generation == 1

@@ -1,0 +1,40 @@
+"""An exponential moving average of the weights: validated, tested and saved; what is trained is saved beside it."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import EMAWeightAveraging
+
+from strategies.buffers import broadcast_buffers
+
+
+class WeightAverage(EMAWeightAveraging):
+    """Lightning's, which exchanges trained and averaged weights for the time of a validation; here a checkpoint of a
+    run that is stopped in it has each in its place, and all ranks validate with rank 0's averaged buffers, which are
+    those that it saves.
+
+    Args:
+        decay: share of the average that stays in each step.
+    """
+
+    def __init__(self, decay: float) -> None:
+        super().__init__(decay=decay)
+        self.is_exchanged = False
+
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_validation_epoch_start(trainer, pl_module)
+        self.is_exchanged = self._average_model is not None
+        if trainer.world_size > 1:
+            broadcast_buffers(pl_module, trainer.strategy.root_device)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_validation_epoch_end(trainer, pl_module)
+        self.is_exchanged = False
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        averaged = checkpoint["state_dict"]
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if self.is_exchanged:
+            checkpoint["state_dict"], checkpoint["current_model_state"] = averaged, checkpoint["state_dict"]
