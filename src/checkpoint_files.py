@@ -2,6 +2,7 @@
 
 Beside `last-step00000120.ckpt` (a file, or a folder of shards) lies `last-step00000120.ckpt.json`, written last:
 it makes the checkpoint complete, and its sha256 tells whether the bytes are still those that were written.
+`last-before-step00000120.ckpt` is what had that name, while another of the same step is being written.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from typing import Any
 
 from run_files import sync_folder, write_atomically
 
-NAME = re.compile(r"(?P<kind>best|last)-step(?P<step>\d{8,})\.ckpt")
+NAME = re.compile(r"(?P<kind>best|last)(?P<before>-before)?-step(?P<step>\d{8,})\.ckpt")
 
 
 def checkpoint_name(kind: str, step: int) -> str:
@@ -72,13 +73,13 @@ def fault_of(checkpoint: Path) -> str | None:
 
 
 def complete(folder: Path, kind: str | None = None) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Complete checkpoints of a run, newest first (by step, then last before best)."""
+    """Complete checkpoints of a run, newest first (by step, last before best, what was set aside after its like)."""
     found = []
     for path in folder.glob("*.ckpt") if folder.is_dir() else ():
         match, facts = NAME.fullmatch(path.name), read_sidecar(path)
         if match and facts and kind in (None, match["kind"]):
-            found.append((facts["step"], match["kind"], path, facts))
-    for _, _, path, facts in sorted(found, key=lambda item: item[:2], reverse=True):
+            found.append(((facts["step"], match["kind"], not match["before"]), path, facts))
+    for _, path, facts in sorted(found, key=lambda item: item[0], reverse=True):
         yield path, facts
 
 
@@ -93,14 +94,28 @@ def newest_whole(folder: Path, say: Callable[[str], None] = print, kind: str | N
 
 
 def link(source: Path, target: Path) -> None:
-    """A second name for a complete checkpoint and its sidecar: hard links where the file system has them."""
+    """A second name for a complete checkpoint and its sidecar: hard links where the file system has them.
+
+    On a node without rank 0 a folder of its own shards has no sidecar.
+    """
     for old, new in ((source, target), (sidecar_path(source), sidecar_path(target))):
+        if not old.exists():
+            continue
         if old.is_dir():
             shutil.copytree(old, new, copy_function=_link_or_copy, dirs_exist_ok=True)
         else:
             new.unlink(missing_ok=True)
             _link_or_copy(old, new)
     sync_folder(target.parent)
+
+
+def set_aside(checkpoint: Path) -> None:
+    """A second name for what is about to be written over, until its successor is complete."""
+    if checkpoint.exists():
+        aside = checkpoint.with_name(checkpoint.name.replace("-step", "-before-step"))
+        if aside.exists():
+            remove(aside)
+        link(checkpoint, aside)
 
 
 def _link_or_copy(old: Any, new: Any) -> None:
@@ -114,9 +129,21 @@ def remove(checkpoint: Path) -> None:
     """The sidecar first: what is half removed is no longer complete."""
     sidecar_path(checkpoint).unlink(missing_ok=True)
     if checkpoint.is_dir():
-        shutil.rmtree(checkpoint)
+        shutil.rmtree(checkpoint, ignore_errors=True)  # another node that shares the disk may be at it too
     else:
         checkpoint.unlink(missing_ok=True)
+
+
+def has_only_own_shards(checkpoint: Path) -> bool:
+    """A folder of shards on a node that does not see rank 0's disk, where the sidecar lies."""
+    return checkpoint.is_dir() and not sidecar_path(checkpoint).exists()
+
+
+def remove_own_shards(folder: Path, kind: str, kept: Path) -> None:
+    """On such a node, once `kept` is complete: what rank 0 removes on its disk."""
+    for path in folder.glob(f"{kind}-*.ckpt"):
+        if path != kept and NAME.fullmatch(path.name) and has_only_own_shards(path):
+            remove(path)
 
 
 def remove_leftovers(folder: Path) -> None:

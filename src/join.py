@@ -1,29 +1,22 @@
-"""The ranks of one run find each other: store, process group, one checkpoint, and proof that all run the same thing."""
+"""The ranks of one run find each other: store, process group, and proof that all run the same thing."""
 
-import contextlib
 import json
 import secrets
-import shutil
 import socket
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import provenance
-from checkpoint_files import measure
 from cluster import Cluster
 from compose import REPOSITORY
 from errors import UserError
 from launch import config_hash
-from run_files import RunFolder, read_record
-from run_start import take_over_record
 
 SPEAK_INTERVAL_S = 5.0
-CHUNK_BYTES = 64 * 2**20
 
 
 def join(cluster: Cluster, device: torch.device, timeout_s: float) -> str:
@@ -178,82 +171,3 @@ def check_all_equal(config: dict[str, Any], cluster: Cluster) -> list[dict[str, 
                     f"{who} has {name} {other['versions'][name]}, rank 0 has {version}: run make install there."
                 )
     return everyone
-
-
-def share_checkpoint(config: dict[str, Any], cluster: Cluster, folder: RunFolder) -> None:
-    """The run goes on from the newest whole checkpoint that any node has; nodes without a copy of it get its bytes.
-
-    Sets config["ckpt_path"] to a path that exists on this node, and config["resume_step"], on every rank.
-    """
-    offers: list[Any] = [None] * cluster.world_size
-    dist.all_gather_object(offers, [config.get("ckpt_path"), config.get("resume_step")])
-    source = newest_offer(offers)
-    config["ckpt_path"], config["resume_step"] = path, step = offers[source]
-    if path is None:
-        return
-    if source != 0:
-        record = [read_record(folder.record) if cluster.rank == source and folder.record.exists() else None]
-        dist.broadcast_object_list(record, src=source)
-        if cluster.is_rank_zero:
-            print(f"Going on from step {step}: node {source // cluster.devices} has the newest checkpoint.", flush=True)
-            take_over_record(folder, record[0], config)
-    config["ckpt_path"] = str(fetch_from_rank_zero(Path(path), cluster, folder.path / "from-rank-0", source))
-
-
-def newest_offer(offers: list[tuple[str | None, int | None]]) -> int:
-    """The rank whose (checkpoint, step) is the furthest; rank 0 where nobody states a step."""
-    steps = [step if path is not None and step is not None else -1 for path, step in offers]
-    return steps.index(max(steps))
-
-
-def fetch_from_rank_zero(path: Path, cluster: Cluster, cache: Path, source: int = 0) -> Path:
-    """A local path to what lies at `path` on the host of rank 0 (or `source`).
-
-    The same path where this node has the same bytes there, else a copy in `cache`; folders of shards are copied file
-    by file. Every rank calls it.
-
-    Raises:
-        UserError: the copy is not what was sent.
-    """
-    told: list[Any] = [None, None]
-    if cluster.rank == source:
-        names = [""] if path.is_file() else [str(p.relative_to(path)) for p in sorted(path.rglob("*")) if p.is_file()]
-        told = [[(name, (path / name).stat().st_size) for name in names], measure(path)["sha256"]]
-    dist.broadcast_object_list(told, src=source)
-    names, sha256 = told
-    first = cluster.node_rank * cluster.devices  # one rank of each node looks, for all of them
-    mine = cluster.rank == first and (cluster.rank == source or (path.exists() and measure(path)["sha256"] == sha256))
-    everyone: list[Any] = [None] * cluster.world_size
-    dist.all_gather_object(everyone, mine or source // cluster.devices == cluster.node_rank)
-    have = everyone[first]
-    if all(everyone[:: cluster.devices]):
-        return path
-    target = path if have else cache / path.name
-    writes = cluster.local_rank == 0 and not have
-    if writes:
-        shutil.rmtree(cache, ignore_errors=True)
-        cache.mkdir(parents=True)
-    for name, size in names:
-        _copy_file(path / name, target / name, size, cluster.rank == source, writes, source)
-    whole = not writes or measure(target)["sha256"] == sha256
-    dist.all_gather_object(everyone, whole)
-    if not all(everyone):
-        raise UserError(f"{path.name} did not arrive whole on every node: is there room in {cache}?")
-    return target
-
-
-def _copy_file(source: Path, target: Path, size: int, reads: bool, writes: bool, rank: int) -> None:
-    with contextlib.ExitStack() as stack:
-        reader = stack.enter_context(source.open("rb")) if reads else None
-        if writes:
-            target.parent.mkdir(parents=True, exist_ok=True)
-        writer = stack.enter_context(target.open("wb")) if writes else None
-        for start in range(0, size, CHUNK_BYTES):
-            length = min(CHUNK_BYTES, size - start)
-            if reader:
-                data = torch.frombuffer(bytearray(reader.read(length)), dtype=torch.uint8)
-            else:
-                data = torch.empty(length, dtype=torch.uint8)
-            dist.broadcast(data, src=rank)
-            if writer:
-                writer.write(data.numpy().tobytes())

@@ -110,9 +110,8 @@ def largest_batch(
 
 
 def _batch_before(folder: RunFolder) -> int | None:
-    if not folder.config.exists():
-        return None
-    return read_config(folder.config)["data"]["global_batch_size"]
+    path = folder.any_config()
+    return read_config(path)["data"]["global_batch_size"] if path else None
 
 
 def _fetch_checkpoint(config: dict[str, Any]) -> None:
@@ -134,7 +133,8 @@ def _finish_upload(config: dict[str, Any], folder: RunFolder, code: int, cluster
         return code
     from upload_left import finish_upload
 
-    return finish_upload(config["s3"], folder, code, has_rank_zero=cluster.is_rank_zero)
+    first = cluster.node_rank * cluster.devices
+    return finish_upload(config["s3"], folder, code, ranks=range(first, first + cluster.devices))
 
 
 def agree_on_run(config: dict[str, Any], cluster: Cluster, environment: dict[str, str]) -> None:

@@ -15,10 +15,11 @@ import provenance
 from callbacks.interruption import Interruption
 from callbacks.watch import SILENT_AFTER_S, Watch
 from cluster import Cluster, supervisor_port
-from join import check_all_equal, join, own_connection, share_checkpoint
+from join import check_all_equal, join, own_connection
 from provenance import available_cores
 from run_end import report_failure
 from run_files import RunFolder
+from shared_checkpoint import share_checkpoint
 from targets import check_targets
 
 EXPECTED_WARNINGS = (

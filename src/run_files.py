@@ -38,6 +38,15 @@ class RunFolder:
     def config(self) -> Path:
         return self.path / "config.yaml"
 
+    def config_of(self, node_rank: int) -> Path:
+        """What this node's ranks read: nodes may share the folder, and must not write over each other's."""
+        return self.path / f"config-node{node_rank}.yaml" if node_rank else self.config
+
+    def any_config(self) -> Path | None:
+        """config.yaml, or on a machine that never held node 0 its own node's."""
+        found = [self.config, *sorted(self.path.glob("config-node*.yaml"))]
+        return next((path for path in found if path.exists()), None)
+
     @property
     def defaults(self) -> Path:
         """The config that no override would have composed: what differs from it is what the user chose."""

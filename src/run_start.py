@@ -47,10 +47,11 @@ def run_folder(config: dict[str, Any], cluster: Cluster, environment: dict[str, 
         return folder, not folder.record.exists()
     if resume and cluster.node_rank == 0:
         return find_run(logs, resume), False
-    if resume:  # this node may never have had the folder
-        return RunFolder(runs_folder(config, logs) / checked_run_id(resume)), True
+    if resume:  # this node may never have had the folder, or share node 0's
+        folder = RunFolder(runs_folder(config, logs) / checked_run_id(resume))
+        return folder, not folder.record.exists()
     folder = RunFolder(runs_folder(config, logs) / checked_run_id(named or new_run_id()))
-    makes_it = cluster.local_rank in (0, None)
+    makes_it = cluster.local_rank in (0, None) and cluster.node_rank == 0  # others may share its disk
     if makes_it and folder.record.exists():
         if _restarted_from_outside(folder, environment):
             return folder, False
@@ -83,14 +84,15 @@ def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bo
         if previous is not None or checkpoint:
             place = checkpoint.name if checkpoint else "its start: no whole checkpoint"
             print(f"Resuming {folder.run_id} from {place}.")
-    if cluster.world_size > 1 and config.get("ckpt_path") and cluster.node_rank == 0:
+    if cluster.world_size > 1 and config.get("ckpt_path"):
         config["ckpt_path"] = str(Path(config["ckpt_path"]).resolve())
     folder.path.mkdir(parents=True, exist_ok=True)
     if config["task_name"] == "train":
         untouched = compose("train", [])
         defaults = {**plain(untouched), "choices": chosen_options(untouched)}
         write_atomically(folder.defaults, lambda file: yaml.safe_dump(defaults, file, sort_keys=False))
-    write_atomically(folder.config, lambda file: yaml.safe_dump(config, file, sort_keys=False))
+    path = folder.config_of(cluster.node_rank)
+    write_atomically(path, lambda file: yaml.safe_dump(config, file, sort_keys=False))
     if cluster.node_rank > 0:
         return
     record = first_record(config, cluster, folder)

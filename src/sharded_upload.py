@@ -6,6 +6,7 @@ sha256 that it states, and only then may a pointer name it.
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from checkpoint_files import sha256_of
@@ -58,6 +59,14 @@ def _checked(name: str) -> str:
     if not FILE_NAME.fullmatch(name):
         raise StoreError("local", f"a file of the checkpoint cannot be a key: {name!r}")
     return name
+
+
+def shards_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """{file name: {bytes, sha256}} of all ranks' files as the manifest in `folder` has them; empty without one."""
+    try:
+        return read_manifest((folder / MANIFEST).read_bytes())
+    except (OSError, StoreError):
+        return {}
 
 
 def read_manifest(data: bytes) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ from errors import UserError
 from run_bucket import KINDS, MANIFEST, SHA256, Pointer, RunBucket, parse_pointer
 from run_files import RunFolder, sync_folder
 from s3_client import S3Options, StoreError, options_from, parse_uri
-from sharded_upload import read_manifest
+from sharded_upload import read_manifest, shards_of
 from small_files import restore_small_files
 
 RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 15.0)
@@ -89,7 +89,7 @@ def fetch(
     key_name = pointer.key.removesuffix("/" + MANIFEST).rpartition("/")[2]
     path = folder / (name or f"{FALLBACK.sub('-', key_name).removesuffix('.ckpt')}.ckpt")
     with _locked(folder, path.name):
-        if fault_of(path) is None:
+        if fault_of(path) is None and not lacks_shards(path):
             return path
         if pointer.folder is not None:
             _fetch_shards(bucket, pointer, path, say)
@@ -99,6 +99,11 @@ def fetch(
         uri = f"s3://{bucket.options.bucket}/{pointer.key}"
         write_sidecar(path, {**measure(path), **facts, "s3_uri": uri})
         return path
+
+
+def lacks_shards(path: Path) -> bool:
+    """Of a sharded checkpoint this machine holds its own ranks' part, or not even that."""
+    return any(not (path / name).is_file() for name in shards_of(path))
 
 
 def _fetch_shards(bucket: Bucket, pointer: Pointer, path: Path, say: Callable[[str], None]) -> None:
@@ -188,6 +193,8 @@ def fetch_run(options: S3Options, folder: RunFolder, say: Callable[[str], None] 
     """
     local = newest_whole(folder.checkpoints, say)
     local_step = int((read_sidecar(local) or {})["step"]) if local else -1
+    if local and lacks_shards(local):
+        local_step -= 1  # the bucket's of the same step is whole
     try:
         run = RunBucket(Bucket(options), options.prefix, folder.run_id)
         named = [(pointer, kind) for kind in KINDS for pointer in run.pointers(kind)]

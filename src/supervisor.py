@@ -122,7 +122,7 @@ class Supervisor:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
         }
         for path in self.folder.path.glob("error-rank*.json"):  # an earlier start's, perhaps of more ranks
-            path.unlink()
+            path.unlink(missing_ok=True)  # another node may share the folder
         try:
             port = self.cluster.master_port or free_port()
             for local_rank in range(self.cluster.devices):
@@ -145,7 +145,7 @@ class Supervisor:
         environment = {
             **self.environment,
             **self.cluster.rank_environment(local_rank, port),
-            "LOCKSTEP_CONFIG": str(self.folder.config),
+            "LOCKSTEP_CONFIG": str(self.folder.config_of(self.cluster.node_rank)),
             "LOCKSTEP_SUPERVISOR": str(os.getpid()),
             SUPERVISOR_PORT: str(self.heartbeats.port),
         }

@@ -51,9 +51,9 @@ def _test(run: Any, cluster: Any, folder: Any) -> None:
     """Test the best checkpoint (the last weights where nothing was validated) and keep the confusion matrix."""
     best: Path | None = run.checkpoints.best_path if run.checkpoints else None
     if best is not None and cluster.num_nodes > 1:
-        from join import fetch_from_rank_zero
+        from shared_checkpoint import fetch_from_rank_zero
 
-        best = fetch_from_rank_zero(best, cluster, folder.path / "from-rank-0")
+        best = fetch_from_rank_zero(best, cluster, folder)
     # A checkpoint's weights are the averaged ones where there is an average; the callback would swap them away.
     run.trainer.callbacks = [callback for callback in run.trainer.callbacks if not hasattr(callback, "_average_model")]
     run.trainer.test(run.module, datamodule=run.data, ckpt_path=best, weights_only=True, verbose=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 from compose import REPOSITORY
 from errors import EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR, UserError
-from run_files import RunFolder, find_run, read_config, read_record, status_of
+from run_files import RunFolder, checked_run_id, find_run, read_config, read_record, status_of
 from s3_client import options_from
 from upload_left import upload_left
 
@@ -25,9 +25,12 @@ def upload(argv: list[str]) -> int:
     overrides = dict(word.split("=", 1) for word in argv if "=" in word)
     if len(run_ids) != 1:
         raise UserError("Name one run: python src/upload.py RUN_ID.")
-    folder = find_run(Path(overrides.pop("paths.log_dir", REPOSITORY / "logs")), run_ids[0])
+    logs = Path(overrides.pop("paths.log_dir", REPOSITORY / "logs"))
+    other_node = RunFolder(logs / "train" / "runs" / checked_run_id(run_ids[0]))  # it has no record, only its shards
+    has_shards = not other_node.record.exists() and (other_node.path / "upload").is_dir()
+    folder = other_node if has_shards else find_run(logs, run_ids[0])
     options = options_from(_settings(folder, overrides))
-    if status_of(read_record(folder.record)) == "running":
+    if folder.record.exists() and status_of(read_record(folder.record)) == "running":
         raise UserError(f"The run {folder.run_id} is still training: it uploads by itself.")
     error = upload_left(options, folder, TIMEOUT_S)
     print(f"not uploaded: {error}." if error else f"{folder.run_id} is in {options.uri}.")
@@ -36,7 +39,8 @@ def upload(argv: list[str]) -> int:
 
 def _settings(folder: RunFolder, overrides: dict[str, str]) -> dict[str, Any]:
     """The run's own s3 options with what the command line says."""
-    config = read_config(folder.config) if folder.config.exists() else {}
+    path = folder.any_config()
+    config = read_config(path) if path else {}
     settings = dict(config.get("s3") or {})
     for name, value in overrides.items():
         group, _, key = name.partition(".")

@@ -17,6 +17,7 @@ from small_files import SmallFiles
 from spool import Spool
 from uploader import Uploader
 
+ALL_RANKS = range(2**31)
 MIN_TIMEOUT_S = 3.0
 FILES_ALONE_TIMEOUT_S = 30.0  # record and curves are worth less of a wait than a checkpoint
 
@@ -26,26 +27,31 @@ def finish_upload(
     folder: RunFolder,
     code: int,
     *,
-    has_rank_zero: bool = True,
+    ranks: range = ALL_RANKS,
     say: Callable[[str], None] = print,
 ) -> int:
     """At the end of a run, once per node: send what is left and complete the record, which says what is missing.
 
+    Args:
+        ranks: of this node; those of others, whose spool may lie on the same disk, are for their own node to send.
     Returns:
         The exit code: EXIT_NOT_UPLOADED where it was EXIT_OK and the best checkpoint is not in the bucket.
     """
-    if not s3 or not s3.get("uri") or not folder.record.exists():
+    if not s3 or not s3.get("uri") or (0 in ranks and not folder.record.exists()):
         return code
     spool = Spool(folder.path / "upload")
     notes = spool.notes()
     left_s = float(notes.get("flush_left_s", s3.get("flush_timeout_s", 300.0)))
-    if not spool.ranks() and not any(complete(folder.checkpoints, "best")):
+    own = [rank for rank in spool.ranks() if rank in ranks]
+    if 0 not in ranks and (not own or "generation" not in notes):
+        return code
+    if not own and not any(complete(folder.checkpoints, "best")):
         if "generation" not in notes:
             return code  # it ended before there was anything to send, or a bucket to send it to
         left_s = min(left_s, FILES_ALONE_TIMEOUT_S)
     if "deadline" in notes:
         left_s = min(left_s, float(notes["deadline"]) - time.time())
-    error = upload_left(options_from(s3), folder, max(MIN_TIMEOUT_S, left_s), has_rank_zero=has_rank_zero, say=say)
+    error = upload_left(options_from(s3), folder, max(MIN_TIMEOUT_S, left_s), ranks=ranks, say=say)
     if error is None:
         return code
     return EXIT_NOT_UPLOADED if code == EXIT_OK else code
@@ -56,14 +62,15 @@ def upload_left(
     folder: RunFolder,
     timeout_s: float,
     *,
-    has_rank_zero: bool = True,
+    ranks: range | None = None,
     say: Callable[[str], None] = print,
     client: Any = None,
 ) -> str | None:
     """Send what this machine's ranks left in the spool, a best that never reached it, and the run's files.
 
     Args:
-        has_rank_zero: this machine holds the run's record; others only send their parts of sharded checkpoints.
+        ranks: whose parts are sent; default all in the spool. Where rank 0 is not among them only parts of sharded
+            checkpoints are, and rank 0's node completes the record.
     Returns:
         Why the best is not in the bucket; None: it is there, or there is none.
     """
@@ -71,10 +78,11 @@ def upload_left(
     spool = Spool(folder.path / "upload")
     run.generation = int(spool.notes().get("generation", 0))
     run.prepared = run.generation > 0  # of the process that ended: a newer start elsewhere stays the newest
+    has_rank_zero = folder.record.exists() if ranks is None else 0 in ranks
     if has_rank_zero:
         _add_best(spool, run, folder, say)
-    ranks = sorted(set(spool.ranks()) | ({0} if has_rank_zero else set()))
-    uploaders = {rank: Uploader(run, folder, rank=rank, say=say) for rank in ranks}
+    own = {rank for rank in spool.ranks() if ranks is None or rank in ranks} | ({0} if has_rank_zero else set())
+    uploaders = {rank: Uploader(run, folder, rank=rank, say=say) for rank in sorted(own)}
     deadline = time.monotonic() + timeout_s
     for uploader in uploaders.values():
         uploader.start()

@@ -11,6 +11,8 @@ from checkpoint_files import (
     newest_whole,
     remove,
     remove_leftovers,
+    remove_own_shards,
+    set_aside,
     sidecar_path,
     write_sidecar,
 )
@@ -76,3 +78,34 @@ def test_a_torn_sidecar_makes_no_checkpoint(tmp_path):
     path = make(tmp_path, "last", 1)
     sidecar_path(path).write_text(json.dumps({"bytes": 7})[:-2])
     assert list(complete(tmp_path)) == [] and "no readable" in fault_of(path)
+
+
+def test_what_is_written_over_stays_until_its_successor_is_complete(tmp_path):
+    """A run that stopped in the validation of a step saves that step a second time."""
+    path = make(tmp_path, "last", 30, b"the first")
+    set_aside(path)
+    aside = tmp_path / "last-before-step00000030.ckpt"
+    assert newest_whole(tmp_path) == path
+    path.unlink()
+    path.write_bytes(b"half of")
+    assert newest_whole(tmp_path, say=lambda _: None) == aside and aside.read_bytes() == b"the first"
+    make(tmp_path, "last", 30, b"the second")
+    assert [found.name for found, _ in complete(tmp_path, "last")] == [path.name, aside.name]
+    set_aside(path)
+    assert aside.read_bytes() == b"the second" and fault_of(aside) is None
+
+
+def test_a_node_without_rank_zero_keeps_its_own_shards_of_the_newest_alone(tmp_path):
+    """They have no sidecar there; a folder with one lies on a disk that rank 0 sees and clears itself."""
+    names = ["last-step00000010.ckpt", "last-step00000020.ckpt", "last-before-step00000020.ckpt"]
+    folders = {name: tmp_path / name for name in [*names, "best-step00000010.ckpt"]}
+    for folder in folders.values():
+        folder.mkdir()
+        (folder / "shard-00002-x.safetensors").write_bytes(b"1")
+    shared = tmp_path / "last-step00000005.ckpt"
+    shared.mkdir()
+    write_sidecar(shared, {**measure(shared), "step": 5})
+    remove_own_shards(tmp_path, "last", folders["last-step00000020.ckpt"])
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
+        "best-step00000010.ckpt", "last-step00000005.ckpt", "last-step00000020.ckpt"
+    ]  # fmt: skip

@@ -1,10 +1,8 @@
 """Ranks that meet: starts told apart, differences named, checkpoints brought to nodes that lack them."""
 
-import json
 import os
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +10,10 @@ import torch.distributed as dist
 
 import join
 import provenance
-from checkpoint_files import checkpoint_name, measure, write_sidecar
 from cluster import Cluster
 from errors import UserError
-from join import agreed_run_id, handshake, newest_offer
+from join import agreed_run_id, handshake
 from local_ranks import run_ranks
-from run_files import RunFolder, read_record, write_record
 
 CPU = torch.device("cpu")
 
@@ -96,14 +92,6 @@ def test_a_run_id_for_all_through_the_agents_store(store):
     assert ids == {0: "proposal-0", 1: "proposal-0"}
 
 
-def test_the_furthest_checkpoint_wins_and_rank_zero_where_nobody_says():
-    assert newest_offer([(None, None), (None, None)]) == 0
-    assert newest_offer([("a", None), (None, None)]) == 0
-    assert newest_offer([("a", 10), ("b", 10)]) == 0
-    assert newest_offer([(None, 0), ("b", 10), ("c", 30)]) == 2
-    assert newest_offer([(None, None), (None, 0)]) == 0
-
-
 CONFIG = {"paths": {"log_dir": "/a"}, "seed": 1}
 
 
@@ -139,54 +127,3 @@ def test_what_differs_is_named_to_every_rank(what, said):
     answers = run_ranks(differing, 2, what)
     assert answers[0] == answers[1]
     assert answers[0] == said if isinstance(said, int) else f"rank 1 on {os.uname().nodename} {said}" in answers[0]
-
-
-def write_checkpoint(folder, step, shards):
-    path = folder.checkpoints / checkpoint_name("last", step)
-    files = {"a": b"x" * 300, "deep/b": os.urandom(5000)} if shards else {"": os.urandom(70_000)}
-    for name, data in files.items():
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_bytes(data)
-    write_sidecar(path, {**measure(path), "step": step})
-    return path
-
-
-def shared(here, top, owner, shards):
-    """Each node has a folder of its own; only the owner's holds a checkpoint. What each rank goes on from."""
-    join.CHUNK_BYTES = 1024
-    home = Path(top) / f"node{here.node_rank}"
-    home.mkdir(exist_ok=True)
-    os.chdir(home)  # the same path names another file on each node
-    folder = RunFolder(Path("run"))
-    config = {"ckpt_path": None, "resume_step": 0 if here.node_rank == 0 else None}
-    if here.rank == 0:
-        write_record(folder.record, {"status": "running", "started_at": "2026-11-21T10:00:00Z", "restarts": [],
-                                     "command": "now", "steps": 0})  # fmt: skip
-    if here.node_rank == owner:
-        path = folder.checkpoints / checkpoint_name("last", 50)
-        if here.local_rank == 0:
-            write_checkpoint(folder, 50, shards)
-            if owner:
-                write_record(folder.record, {"status": "failed", "started_at": "2026-11-20T10:00:00Z", "steps": 55,
-                                             "restarts": [], "command": "then"})  # fmt: skip
-        config = {"ckpt_path": str(path), "resume_step": 50}
-    join.join(here, CPU, 30.0)
-    join.share_checkpoint(config, here, folder)
-    return config, measure(Path(config["ckpt_path"]))["sha256"]
-
-
-@pytest.mark.parametrize("shards", [False, True], ids=["file", "folder"])
-@pytest.mark.parametrize("owner", [0, 1])
-def test_nodes_without_the_newest_checkpoint_get_its_bytes(tmp_path, owner, shards):
-    answers = run_ranks(shared, 4, str(tmp_path), owner, shards, num_nodes=2)
-    assert len({sha256 for _, sha256 in answers}) == 1
-    assert [config["resume_step"] for config, _ in answers] == [50] * 4
-    for rank, (config, _) in enumerate(answers):
-        node = rank // 2
-        parent = "checkpoints" if node == owner else "from-rank-0"
-        assert config["ckpt_path"] == f"run/{parent}/last-step00000050.ckpt"
-    record = read_record(tmp_path / "node0/run/run.json")
-    if owner == 1:
-        assert record["started_at"] == "2026-11-20T10:00:00Z"
-        assert record["restarts"][0]["resumed_step"] == 50 and record["restarts"][0]["lost_steps"] == 5
-    assert json.dumps(record)

@@ -213,6 +213,26 @@ def test_sharded_checkpoints_of_all_ranks_of_this_machine(setting, tmp_path):
     assert not list(setting.folder.path.glob("upload/rank*"))
 
 
+def test_another_nodes_shards_are_sent_by_that_node_which_has_no_record(setting, tmp_path):
+    """Its folder holds the spool alone; what another node left on a shared disk is not its to send."""
+    folder = setting.folder.checkpoints / "best-step00000010.ckpt"
+    sharded(folder, world_size=3)
+    run = setting.run()
+    run.prepare()
+    node = RunFolder(tmp_path / "node1/train/runs/the-run")
+    spool = Spool(node.path / "upload", 1)
+    spool.note(generation=run.generation)
+    for rank in (1, 2):
+        Spool(node.path / "upload", rank).add("best", folder, {"step": 10, "epoch": 0}, run.generation)
+    assert finish_upload(setting.s3, node, 0, ranks=range(1, 2)) == 0
+    assert spool.ranks() == [2]
+    assert [key.rpartition("/")[2][:11] for key, _ in run.bucket.keys(run.root + "checkpoints/")] == ["shard-00002"]
+    assert not node.record.exists()
+    words = ["the-run", f"s3.uri={setting.options.uri}", f"s3.endpoint_url={setting.options.endpoint_url}"]
+    assert upload.main([*words, f"paths.log_dir={tmp_path / 'node1'}"]) == 0, "by hand, all that lies there"
+    assert spool.ranks() == [] and len(list(run.bucket.keys(run.root + "checkpoints/"))) == 2
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [(["nobody"], "No run 'nobody'"), (["the-run", "s4.uri=x"], "is no option"), (["a", "b"], "Name one run"),

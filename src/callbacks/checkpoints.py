@@ -14,10 +14,13 @@ from callbacks.resume_point import EPOCH_END, TRAINING, VALIDATION, loop_state, 
 from checkpoint_files import (
     checkpoint_name,
     complete,
+    has_only_own_shards,
     link,
     measure,
     remove,
     remove_leftovers,
+    remove_own_shards,
+    set_aside,
     sidecar_path,
     write_sidecar,
 )
@@ -131,10 +134,14 @@ class Checkpoints(Callback):
         """Every rank calls it at the same step. A last that equals the best is a second name for its bytes."""
         if not same_as_best:
             self._save(trainer, "last")
-        elif trainer.is_global_zero:
-            name = self.folder / checkpoint_name("last", trainer.global_step)
-            link(self.folder / self.best["file"], name)
-            self._announce(trainer, name, "last")
+        else:
+            best, name = self.folder / self.best["file"], self.folder / checkpoint_name("last", trainer.global_step)
+            if trainer.is_global_zero:
+                link(best, name)
+                self._announce(trainer, name, "last")
+            elif trainer.local_rank == 0 and has_only_own_shards(best):
+                link(best, name)
+                remove_own_shards(self.folder, "last", name)
         self.saved_step, self.saved_at = trainer.global_step, time.monotonic()
 
     # How
@@ -151,6 +158,8 @@ class Checkpoints(Callback):
         refuse_non_finite(trainer)
         self._random_states = gather_random_states(trainer)
         path = self.folder / checkpoint_name(kind, trainer.global_step)
+        if trainer.is_global_zero or (trainer.local_rank == 0 and has_only_own_shards(path)):
+            set_aside(path)  # of a run that stopped in this step's validation, and goes on
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
             written = getattr(trainer.strategy.checkpoint_io, "written", {}).get(str(path)) or measure(path)
@@ -165,6 +174,8 @@ class Checkpoints(Callback):
             for callback in trainer.callbacks:
                 if hasattr(callback, "on_shards_complete"):
                     callback.on_shards_complete(path, kind, trainer.global_step)
+            if trainer.local_rank == 0:
+                remove_own_shards(self.folder, kind, path)
 
     def _announce(self, trainer: pl.Trainer, path: Path, kind: str) -> None:
         """Only now may the one before go; whoever sends checkpoints elsewhere hears of the new one first."""

@@ -122,7 +122,8 @@ class S3Upload(Callback):
         self.uploader.flush(max(0.0, min(timeout_s, self.flush_left_s)))
         self.uploader.stop()
         self.flush_left_s = max(0.0, self.flush_left_s - (time.monotonic() - started))
-        self.uploader.spool.note(flush_left_s=self.flush_left_s)
+        generation = self.uploader.run.generation
+        self.uploader.spool.note(flush_left_s=self.flush_left_s, **({"generation": generation} if generation else {}))
 
     # For others
 

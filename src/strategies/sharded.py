@@ -199,8 +199,7 @@ class Sharded(ModelParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         if self.sharded_checkpoint:
-            path = Path(self.broadcast(str(filepath)))
-            sharded_checkpoint.write(checkpoint, path, first_on_node=self.local_rank == 0)
+            sharded_checkpoint.write(checkpoint, Path(filepath), first_on_node=self.local_rank == 0)
         else:
             ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 

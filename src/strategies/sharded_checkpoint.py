@@ -77,9 +77,10 @@ def write(checkpoint: Mapping[str, Any], folder: Path, first_on_node: bool) -> N
         first_on_node: this rank clears away what an earlier world, of more ranks perhaps, left under this name.
     """
     tensors, rest = split(checkpoint)
+    dist.barrier()  # whoever keeps a second name for what lies there has made it
     if first_on_node and folder.exists():
         (folder / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # nodes that share the disk are at it together
     dist.barrier()
     folder.mkdir(parents=True, exist_ok=True)
     dcp.save(

@@ -13,7 +13,8 @@ from runs import run_door
 from strategies.sharded_checkpoint import load_checkpoint
 
 WORDS = ["experiment=quickstart", "trainer.ema_decay=0.9", "trainer.max_epochs=3", "data.global_batch_size=128",
-         "trainer.num_threads=1", "data.eval_batch_size=16", "test=false", "~callbacks.hardware", "run_id=r"]  # fmt: skip
+         "trainer.num_threads=1", "data.eval_batch_size=16", "test=false", "~callbacks.hardware",
+         "run_id=r"]  # fmt: skip
 STATE = ("state_dict", "current_model_state", "averaging_state", "optimizer_states", "global_step")
 
 
@@ -34,6 +35,7 @@ def test_a_run_stopped_in_a_validation_goes_on_with_the_same_weights(tmp_path, t
     again = run_door("train", *words, "resume=auto", logs=tmp_path / "stopped")
     assert again.code == 0, again.output
     assert differences(last_of(again), last_of(whole)) == []
+    assert not list(again.folder.checkpoints.glob("*-before-*")), "its step was saved twice"
     assert again.record["metrics"]["val/acc"] == whole.record["metrics"]["val/acc"]
 
 
