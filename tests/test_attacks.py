@@ -250,6 +250,10 @@ GADGETS = {
     "a persistent id": b"Pid\n.",
     "NumPy's own loader": b"cnumpy\nload\n(S'/etc/passwd'\ntR.",
     "a huge array": b"cnumpy\nndarray\n((I99999999999\nI99999999999\nttR.",
+    "a million objects": b"cnumpy\nndarray\n((I1000000\ntS'O'\ntR.",
+    "a huge empty array": b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(I1000000\ntS'b'\ntR.",
+    "a place far out in the table of objects": b"\x80\x02Nr\xff\xff\xff\x00.",
+    "an encoding that doubles": b"c_codecs\nencode\n(S'abc'\nS'hex_codec'\ntR.",
 }
 
 

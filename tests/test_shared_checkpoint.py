@@ -16,7 +16,7 @@ from faults import signal_at_step
 from local_ranks import run_ranks
 from object_store import sharded
 from ranks import free_port
-from run_files import RunFolder, read_record, write_record
+from run_files import RunFolder, read_config, read_record, write_record
 from runs import Done, start_door
 from shared_checkpoint import newest_offer
 
@@ -166,5 +166,7 @@ def test_two_nodes_that_share_the_log_folder_go_on_by_the_runs_name(tmp_path):
     assert [done.code for done in second] == [0, 0], [done.output for done in second]
     record = second[0].record
     assert record["restarts"][0]["resumed_step"] == 25 and record["restarts"][0]["lost_steps"] == 0
+    for node in (0, 1):
+        assert read_config(second[0].folder.config_of(node))["ckpt_path"].endswith("last-step00000025.ckpt"), node
     steps = [int(line.split(",")[0]) for line in second[0].folder.metrics.read_text().splitlines()[1:]]
     assert steps == sorted(set(steps)) and steps[0] <= 25 < steps[-1]
