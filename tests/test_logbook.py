@@ -172,3 +172,22 @@ def test_two_comparisons_of_the_same_runs_have_two_pages(door, tmp_path):
     door("compare", "run-fsdp", "run-ddp", "--title", "two")
     held = {path.stem: json.loads(path.read_text())["runs"] for path in (tmp_path / "logbook/comparisons").iterdir()}
     assert held == {"one": ["run-ddp", "run-fsdp"], "two": ["run-fsdp", "run-ddp"]}
+
+
+def test_a_comparison_of_other_runs_leaves_the_earlier_one_with_the_same_title(door, tmp_path):
+    write_run(tmp_path / "logs" / "train" / "runs", "run-late", trainer="fsdp", started_at="2026-11-20T23:00:00Z")
+    for second in ("run-fsdp", "run-late", "run-fsdp"):
+        assert door("compare", "run-ddp", second) == 0
+    held = {path.stem: json.loads(path.read_text())["runs"] for path in (tmp_path / "logbook/comparisons").iterdir()}
+    assert held == {"ddp-beside-fsdp": ["run-ddp", "run-fsdp"], "ddp-beside-fsdp-2": ["run-ddp", "run-late"]}
+    assert "[run-late]" in (tmp_path / "logbook" / "compare-ddp-beside-fsdp-2.md").read_text()
+
+
+def test_a_report_of_other_runs_leaves_the_earlier_one_with_the_same_title(door, tmp_path, capsys):
+    write_run(tmp_path / "logs" / "train" / "runs", "run-late", trainer="fsdp", started_at="2026-11-20T23:00:00Z")
+    for second in ("run-fsdp", "run-late", "run-fsdp"):
+        assert door("publish", "run-ddp", second, "--to", tmp_path / "x") == 0
+    names = [Path(line).name for line in capsys.readouterr().out.split()]
+    assert names == ["ddp-beside-fsdp.html", "ddp-beside-fsdp-2.html", "ddp-beside-fsdp.html"]
+    assert "run-late" not in (tmp_path / "x" / names[0]).read_text()
+    assert "run-late" in (tmp_path / "x" / names[1]).read_text()

@@ -9,7 +9,8 @@ from pages import formats as f
 from pages.entry import Entry
 from pages.facts import RunFacts
 from pages.index_page import GENERATED, status_cell
-from pages.markdown import blocks, code, code_block, plain, quote, slug, table
+from pages.markdown import blocks, code, code_block, plain, quote, table
+from pages.names import free_name
 from pages.run_details import value_text
 from pages.source import NOT_COMPARED, write_if_changed
 from pages.tolerant import as_text, items, mapping
@@ -179,7 +180,7 @@ def settings_table(entries: Sequence[Entry], labels: Sequence[str]) -> str:
 
 def save_comparison(logbook: Path, title: str, run_ids: Sequence[str]) -> str:
     """Remember it, so that every rebuild writes its page again; returns its name."""
-    name = slug(title)
+    name = free_name(logbook / "comparisons", title, run_ids)
     text = json.dumps({"title": title, "runs": list(run_ids)}, indent=1)
     write_if_changed(logbook / "comparisons" / f"{name}.json", text + "\n")
     return name

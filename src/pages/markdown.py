@@ -3,6 +3,7 @@
 `plain` and `code` are safe anywhere inside a line, also in a table cell; `code_block` and `table` are whole blocks.
 """
 
+import hashlib
 import re
 from collections.abc import Iterable, Sequence
 
@@ -91,8 +92,13 @@ def quote(text: str) -> str:
 
 
 def slug(text: object, limit: int = 60) -> str:
-    """A file name or anchor: letters, digits and dashes."""
-    return re.sub(r"[^a-z0-9_]+", "-", str(text).lower())[:limit].strip("-_") or "unnamed"
+    """A file name: letters, digits and dashes; where letters of the text are lost, its hash keeps two such apart."""
+    name = re.sub(r"[^a-z0-9_]+", "-", str(text).lower())
+    short = name[:limit].strip("-_")
+    if short and len(name) <= limit and not any(c.isalnum() and not c.isascii() for c in str(text)):
+        return short
+    mark = hashlib.sha256(str(text).encode(errors="replace")).hexdigest()[:6]
+    return f"{short[: limit - 7].strip('-_') or 'unnamed'}-{mark}"
 
 
 def blocks(parts: Iterable[str]) -> str:

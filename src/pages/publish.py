@@ -11,7 +11,8 @@ from urllib.parse import quote
 from errors import UserError
 from pages.comparison_page import labels_for
 from pages.entry import Entry
-from pages.markdown import code, plain, slug
+from pages.markdown import code, plain
+from pages.names import free_name
 from pages.redact import redact_text
 from pages.report import report_html
 from pages.source import write_if_changed
@@ -59,7 +60,7 @@ def publish_report(
     """
     labels = labels_for(entries)
     title = title or (" beside ".join(labels) if len(labels) <= 4 else f"{labels[0]} and {len(labels) - 1} more")
-    name = slug(title)
+    name = free_name(logbook / "reports", title, [entry.run_id for entry in entries])
     page = report_html(title, entries, labels).encode()
     if to.startswith("s3://"):
         uri, address = put_report(page, f"{name}.html", to, endpoint_url)

@@ -3,6 +3,7 @@
 import html
 import re
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
@@ -72,4 +73,10 @@ def test_nothing_to_fold_is_nothing():
 
 
 def test_slug_is_a_file_name():
-    assert slug("../../Etc/passwd ü") == "etc-passwd" and slug("///") == "unnamed"
+    assert slug("../../Etc/passwd") == "etc-passwd" and slug("Batch 128 as 8 × 16") == "batch-128-as-8-16"
+
+
+@pytest.mark.parametrize("one, other", [("訓練一", "訓練二"), ("Größe", "Gräße"), ("///", "..."), ("x" * 61, "x" * 62)])
+def test_texts_that_lose_letters_keep_names_of_their_own(one, other):
+    assert slug(one) == slug(one) != slug(other)
+    assert all(re.fullmatch(r"[a-z0-9_-]{1,60}", slug(text)) for text in (one, other))
