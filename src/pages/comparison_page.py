@@ -5,50 +5,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pages import formats as f
 from pages.entry import Entry
 from pages.facts import RunFacts
 from pages.index_page import GENERATED, status_cell
 from pages.markdown import blocks, code, code_block, plain, quote, table
+from pages.measured import measured_values
 from pages.names import free_name
 from pages.run_details import value_text
 from pages.source import NOT_COMPARED, write_if_changed
 from pages.tolerant import as_text, items, mapping
 
-Reader = Callable[[RunFacts], float | None]
 MAX_KEYS = 80
-
-
-def measured_rows() -> list[tuple[str, Reader, Callable[[float | None], str], Callable[..., str]]]:
-    """(what, how it is read, how it is shown, how it stands to the first run's)."""
-
-    def at(*path: str) -> Reader:
-        return lambda run: run.number(*path)
-
-    def none(value: float | None, base: float | None) -> str:
-        return ""
-
-    return [
-        ("Training time", lambda run: run.seconds, f.duration, f.ratio),
-        ("Epochs", at("epochs"), f.rate, none),
-        ("Steps", at("steps"), f.whole, none),
-        ("Images/s", lambda run: run.images_per_s, f.rate, f.ratio),
-        ("Images/s per device", at("throughput", "images_per_s_per_device"), f.rate, f.ratio),
-        ("Step, p50", at("throughput", "step_seconds", "p50"), f.milliseconds, f.ratio),
-        ("Step, p95", at("throughput", "step_seconds", "p95"), f.milliseconds, f.ratio),
-        ("Waiting for data", at("throughput", "data_wait_share"), lambda v: f.percent(v, 1), none),
-        ("MFU", lambda run: run.mfu, lambda v: f.percent(v, 1), f.ratio),
-        ("Peak memory", lambda run: run.peak_memory_gib, f.gib, f.ratio),
-        ("Global batch", at("global_batch_size"), f.whole, f.ratio),
-        ("Per-device batch", at("per_device_batch_size"), f.whole, f.ratio),
-        ("Largest batch per device", at("largest_batch", "per_device"), f.whole, f.ratio),
-        ("Largest global batch", at("largest_batch", "global"), f.whole, f.ratio),
-        ("Peak memory at the largest batch", at("largest_batch", "peak_memory_gib"), f.gib, f.ratio),
-        ("Best validation accuracy", lambda run: run.best_val_acc, f.percent, f.points),
-        ("Test accuracy", lambda run: run.test_acc, f.percent, f.points),
-        ("Test loss", at("metrics", "test/loss"), f.decimal, f.ratio),
-        ("Cost", at("cost", "usd"), f.dollars, f.ratio),
-    ]
 
 
 def comparison_page(title: str, entries: Sequence[Entry], labels: Sequence[str], figure_file: str) -> str:
@@ -120,25 +87,11 @@ def numbers_table(entries: Sequence[Entry], labels: Sequence[str]) -> str:
     return table(head, rows, "l" + "r" * len(entries))
 
 
-def measured_values(entries: Sequence[Entry]) -> list[tuple[str, list[str]]]:
-    """(what, one cell a run) for what at least one run has measured."""
-    rows = []
-    for name, read, show, against in measured_rows():
-        values = [read(entry.facts) for entry in entries]
-        if any(value is not None for value in values):
-            rows.append((name, [cell(value, values[0], i, show, against) for i, value in enumerate(values)]))
-    return rows
-
-
-def cell(value: float | None, base: float | None, place: int, show: Callable, against: Callable) -> str:
-    compared = against(value, base) if place else ""
-    return f"{show(value)} ({compared})" if compared else show(value)
-
-
 def caution(entries: Sequence[Entry]) -> str:
     """Says where the runs are not alike in what a fair comparison holds fixed."""
     held: list[tuple[str, Callable[[RunFacts], Any]]] = [
         ("the data", lambda run: first_text(run.text("data_hash"), run.text("data"))),
+        ("the number of test images", lambda run: run.tested_images),
         ("the model", lambda run: run.text("model")),
         ("the number of epochs", lambda run: run.number("epochs")),
         ("the precision", lambda run: run.text("precision")),

@@ -120,7 +120,8 @@ def test_text(entry: Entry) -> str:
     run = entry.facts
     correct, images = run.number("metrics", "test/correct"), run.number("metrics", "test/images")
     counted = f" ({f.whole(correct)} of {f.whole(images)} images)" if correct is not None and images is not None else ""
-    return f"**{f.percent(run.test_acc)}**{counted}" if run.test_acc is not None else ""
+    part = f", a part of the {f.whole(run.number('num_test'))} test images" if run.tested_images is not None else ""
+    return f"**{f.percent(run.test_acc)}**{counted}{part}" if run.test_acc is not None else ""
 
 
 def data_text(entry: Entry) -> str:

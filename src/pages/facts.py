@@ -109,6 +109,12 @@ class RunFacts:
         return self.number("metrics", "test/acc")
 
     @cached_property
+    def tested_images(self) -> float | None:
+        """How many test images were counted, where that is only a part of them."""
+        images, there = self.number("metrics", "test/images"), self.number("num_test")
+        return images if images is not None and there is not None and images < there else None
+
+    @cached_property
     def metrics(self) -> dict[str, float]:
         found = {key: self.number("metrics", key) for key in mapping(self.at("metrics"))}
         return {key: value for key, value in sorted(found.items()) if value is not None}

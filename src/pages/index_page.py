@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pages import formats as f
 from pages.entry import Entry
 from pages.markdown import blocks, code, code_block, plain, quote, table
+from pages.measured import of_tested
 
 HEAD = (
     "Date", "Run", "Status", "Test acc", "Best val acc", "Model", "Data", "Strategy", "World", "Global batch", "Epochs",
@@ -59,7 +60,7 @@ def run_row(entry: Entry) -> list[str]:
         plain(run.date).translate(UNBROKEN) or f.NONE,
         entry.link,
         status_cell(entry),
-        f.percent(run.test_acc),
+        f.percent(run.test_acc) + of_tested(run),
         f.percent(run.best_val_acc),
         plain(run.text("model"), 40),
         plain(run.text("data"), 40),
@@ -85,12 +86,12 @@ def status_cell(entry: Entry) -> str:
 
 
 def best_runs(entries: Sequence[Entry]) -> str:
-    """Of each data set the finished run with the highest test accuracy: its command, cost and checkpoint."""
+    """Of each data set the finished run with the highest accuracy on all test images: its command and checkpoint."""
     best: dict[str, Entry] = {}
     for entry in entries:
         run = entry.facts
         data = run.text("data") or f.NONE
-        if run.status == "finished" and run.test_acc is not None:
+        if run.status == "finished" and run.test_acc is not None and run.tested_images is None:
             kept = best.get(data)
             if kept is None or run.test_acc > (kept.facts.test_acc or 0):
                 best[data] = entry

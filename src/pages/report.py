@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pages import formats as f
-from pages.comparison_page import differing_settings, measured_values
+from pages.comparison_page import differing_settings
 from pages.entry import Entry
 from pages.facts import RunFacts
 from pages.index_page import checkpoint_place, status_cell
 from pages.markdown import clean, one_line
+from pages.measured import measured_values, of_tested
 
 PARTS = Path(__file__).parent
 KNOWN_PANELS = {
@@ -73,10 +74,11 @@ def run_data(entry: Entry, label: str) -> dict[str, Any]:
     run = entry.facts
     names = run.source.get("curves") if isinstance(run.source.get("curves"), dict) else {}
     accuracy = run.test_acc if run.test_acc is not None else run.best_val_acc
+    part = of_tested(run) if run.test_acc is not None else ""
     return {
         "run_id": run.run_id,
         "label": label,
-        "headline": f.percent(accuracy) if accuracy is not None else run.status,
+        "headline": f.percent(accuracy) + part if accuracy is not None else run.status,
         "command": clean(run.text("command")),
         "curves": {name: pair for name in names if (pair := run.curve(name))[0]},
         "hardware": hardware_means(run),

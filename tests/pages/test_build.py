@@ -11,6 +11,7 @@ import pytest
 from errors import UserError
 from example_runs import example_config, write_run
 from pages.build import build, record_run, run_folders_under
+from pages.comparison_page import save_comparison
 from pages.facts import RunFacts
 from pages.notes import add_note, run_note_path
 from pages.page_set import archived
@@ -60,6 +61,23 @@ def test_newest_first_and_failed_runs_keep_their_rows(logbook):
     ]  # fmt: skip
     assert "❌ out of memory" in found[0] and "1 (12 steps lost, 31 s down)" in found[0]
     assert "a\\|b, &lt;b&gt;" in found[0]
+
+
+def test_only_a_test_on_all_images_can_be_the_best(tmp_path):
+    few = {"test/acc": 1.0, "test/correct": 10, "test/images": 10}
+    folders = [write_run(tmp_path / "runs", "all"), write_run(tmp_path / "runs", "few", metrics=few)]
+    save_comparison(tmp_path / "logbook", "both", ["all", "few"])
+    build(tmp_path / "logbook", folders, NOW)
+    text = (tmp_path / "logbook" / "README.md").read_text().replace("\N{NO-BREAK SPACE}", " ")
+    best = text.split("## All runs")[0]
+    assert "**86.43 %**" in best and "[few]" not in best
+    assert "| 100.00 % of 10 |" in text and "| 86.43 % |" in text
+    page = (tmp_path / "logbook" / "vit_ddp.md").read_text().replace("\N{NO-BREAK SPACE}", " ")
+    assert "**100.00 %** (10 of 10 images), a part of the 10,000 test images" in page
+    assert "**86.43 %** (8,643 of 10,000 images) |" in page
+    page = (tmp_path / "logbook" / "compare-both.md").read_text().replace("\N{NO-BREAK SPACE}", " ")
+    assert "| Test accuracy | 86.43 % | 100.00 % of 10 |" in page
+    assert "the number of test images" in page
 
 
 def test_a_run_that_went_on_stays_one_row(tmp_path):
