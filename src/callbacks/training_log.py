@@ -1,11 +1,15 @@
 """Writes loss, learning rate and images/s to every logger at log points, and ends a run whose loss is not finite.
 
+`time_s` counts the seconds of all starts of a run, without the time between them.
+
 The only host-device synchronisation and the only collective of the training loop are here, once in
 `log_every_n_steps` steps.
 """
 
+import csv
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,7 +28,13 @@ class TrainingLog(Callback):
     def __init__(self, global_batch_size: int) -> None:
         self.global_batch_size = global_batch_size
         self.started_at = time.monotonic()
+        self.seconds_before = 0.0  # of earlier starts of this run
         self.latest: dict[str, float] = {}  # what the progress line shows
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            paths = [logger.path for logger in trainer.loggers if logger.name == "csv" and hasattr(logger, "path")]
+            self.seconds_before = max(map(last_time_s, paths), default=0.0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._mark(trainer)
@@ -36,13 +46,19 @@ class TrainingLog(Callback):
         self.marked_at, self.marked_step = time.monotonic(), trainer.global_step
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        step = trainer.global_step
-        if step % trainer.log_every_n_steps and trainer.fit_loop.epoch_loop.batch_progress.current.ready < (
-            trainer.num_training_batches
-        ):
-            return
-        if step > self.marked_step and not trainer.fit_loop.epoch_loop._should_accumulate():
+        step, loop = trainer.global_step, trainer.fit_loop.epoch_loop
+        epoch_ends = loop.batch_progress.current.ready >= trainer.num_training_batches
+        is_point = (epoch_ends or step % trainer.log_every_n_steps == 0) and not loop._should_accumulate()
+        if step > self.marked_step and (is_point or self._ends_here(trainer)):
             self._log(trainer, pl_module, step)
+
+    @staticmethod
+    def _ends_here(trainer: pl.Trainer) -> bool:
+        """In the middle of an epoch, at the same batch on every rank: a log point is a collective.
+
+        A swarm (one rank) may be done between two steps of this peer, which has seen less than an epoch by then.
+        """
+        return trainer.global_step == trainer.max_steps or (trainer.should_stop and trainer.world_size == 1)
 
     def _log(self, trainer: pl.Trainer, module: Any, step: int) -> None:
         loss = self._mean_loss(trainer, module)
@@ -84,6 +100,16 @@ class TrainingLog(Callback):
         return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith(prefix)}
 
     def _write(self, trainer: pl.Trainer, values: dict[str, float], step: int) -> None:
-        place = {"epoch": trainer.current_epoch, "time_s": round(time.monotonic() - self.started_at, 3)}
+        seconds = self.seconds_before + time.monotonic() - self.started_at
+        place = {"epoch": trainer.current_epoch, "time_s": round(seconds, 3)}
         for logger in trainer.loggers:
             logger.log_metrics({**place, **values}, step)
+
+
+def last_time_s(path: Path) -> float:
+    """The newest `time_s` of a metrics.csv; 0 where there is none."""
+    try:
+        with path.open(newline="") as file:
+            return max((float(row["time_s"]) for row in csv.DictReader(file) if row.get("time_s")), default=0.0)
+    except (OSError, ValueError, csv.Error):
+        return 0.0

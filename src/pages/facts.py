@@ -11,6 +11,17 @@ from pages.tolerant import as_text, finite, first, is_pair, items, mapping, numb
 from run_files import SCHEMA_VERSION, seconds_between, status_of
 
 
+def rising(seconds: list[float]) -> list[float]:
+    """Seconds that began anew with each start of a run, as in older records, one start after the other."""
+    before = 0.0
+    kept: list[float] = []
+    for i, value in enumerate(seconds):
+        if i and value < seconds[i - 1]:
+            before = kept[-1]
+        kept.append(before + value)
+    return kept
+
+
 class RunFacts:
     """One run of the logbook.
 
@@ -197,7 +208,8 @@ class RunFacts:
     def curve(self, name: str) -> tuple[list[float], list[float]]:
         """(steps, values) without gaps; two empty lists where there is none."""
         if name not in self._curves:
-            self._curves[name] = numeric_pair(mapping(self.source.get("curves")).get(name))
+            x, y = numeric_pair(mapping(self.source.get("curves")).get(name))
+            self._curves[name] = (x, rising(y) if name == "time_s" else y)
         return self._curves[name]
 
     def hardware_series(self) -> Iterator[tuple[str, str, tuple[list[float], list[float]]]]:

@@ -6,6 +6,8 @@ import pytest
 
 from callbacks.hardware_stats import Sampler
 from pages.curves import confusion_matrix, hardware_curves, shortened, thin, training_curves
+from pages.facts import RunFacts
+from pages.figures import seconds_at
 
 
 def test_metrics_become_one_curve_each_without_gaps(tmp_path):
@@ -19,6 +21,13 @@ def test_metrics_become_one_curve_each_without_gaps(tmp_path):
         "train/loss": [[10, 30], [2.25, 1.1235]],
         "val/acc": [[20], [0.5]],
     }
+
+
+def test_the_seconds_of_older_records_go_on_over_a_restart():
+    source = {"run_id": "r", "record": {}, "curves": {"time_s": [[10, 20, 30, 40, 50], [1, 3.5, 2, 4, 1]]}}
+    run = RunFacts(source)
+    assert run.curve("time_s") == ([10, 20, 30, 40, 50], [1, 3.5, 5.5, 7.5, 8.5])
+    assert seconds_at(run, ([20, 40], [0.5, 0.6])) == ([3.5, 7.5], [0.5, 0.6])
 
 
 @pytest.mark.parametrize("content", [b"", b"step\n", b"\xff\xfe\x00garbage", b"loss\n1\n", b'step,"loss\n1,2\n'])
