@@ -96,7 +96,9 @@ def test_publish_into_a_folder_links_the_report(door, tmp_path):
     page = (tmp_path / "reports" / "two-ways.html").read_text()
     assert "<title>Two ways</title>" in page
     logbook = tmp_path / "logbook"
-    assert "[Two ways](../reports/two-ways.html), 2 runs" in (logbook / "README.md").read_text()
+    index = (logbook / "README.md").read_text()
+    assert "[Two ways](../reports/two-ways.html), 2 runs" in index
+    assert "GitHub shows an HTML file as its source: download it" in index
     assert (logbook / "vit_ddp.md").read_text().count("[Two ways](../reports/two-ways.html)") == 2
 
 

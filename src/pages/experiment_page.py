@@ -1,12 +1,15 @@
 """`logbook/<experiment>.md`: every run of one experiment with its numbers, curves, differences and hardware."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from pages import formats as f
 from pages.entry import Entry
 from pages.index_page import GENERATED, runs_table, status_cell
 from pages.markdown import blocks, code, code_block, details, plain, quote, table
+from pages.publish import HOW_TO_OPEN, is_shown_as_source
 from pages.run_details import changes_block, checkpoint_text, diff_block, hardware_block, restarts_block
+from pages.tolerant import as_text, items
 
 RUNS_PER_PAGE = 20
 
@@ -103,14 +106,17 @@ def summary_rows(entry: Entry) -> list[list[str]]:
         "Data": data_text(entry),
         "Strategy": strategy_text(entry),
         "Global batch": plain(run.batch_formula),
+        "Swarm": swarm_text(entry),
         "Largest batch": largest_batch_text(entry),
         "Throughput": throughput_text(entry),
+        "Ranks": ranks_text(entry),
+        "Goodput": goodput_text(entry),
         "Peak memory": f.gib(run.peak_memory_gib) if run.peak_memory_gib is not None else "",
         "Cost": cost_text(entry),
         "Best checkpoint": checkpoint_text(entry),
         "Resumed from": code(run.text("resumed_from")),
         "TensorBoard": code(f"tensorboard --logdir {entry.folder}/tensorboard") if entry.has_tensorboard else "",
-        "Report": ", ".join(entry.reports),
+        "Report": report_text(entry),
         "Started on": hosts_text(entry),
     }
     return [[name, value] for name, value in rows.items() if value]
@@ -167,16 +173,29 @@ def strategy_text(entry: Entry) -> str:
     )
 
 
+def swarm_text(entry: Entry) -> str:
+    run = entry.facts
+    return joined(
+        plain(run.text("swarm", "name")),
+        unit(run.number("swarm", "peers"), " peers in its last step", f.whole),
+        unit(run.number("swarm", "steps"), " steps of all peers together", f.whole),
+    )
+
+
 def largest_batch_text(entry: Entry) -> str:
     run = entry.facts
     each = run.number("largest_batch", "per_device")
     if each is None:
         return ""
-    peak, seconds = run.number("largest_batch", "peak_memory_gib"), run.number("largest_batch", "seconds")
+    peak, limit, seconds = (run.number("largest_batch", key) for key in ("peak_memory_gib", "limit_gib", "seconds"))
+    at = f"at {f.gib(peak)}" if peak is not None else ""
+    bound = run.text("largest_batch", "bounded_by")
     return joined(
         f"**{each:.0f}** per device",
         unit(run.number("largest_batch", "global"), " global", f.whole),
-        f"at {f.gib(peak)}" if peak is not None else "",
+        f"{at} of {f.gib(limit)}" if at and limit is not None else at,
+        "all the data there is: more would fit into memory" if bound == "data set" else "",
+        f"limited by {plain(bound)}" if bound and bound != "data set" else "",
         f"found in {f.duration(seconds)}" if seconds is not None else "",
         unit(run.number("largest_batch", "probes"), " probes", f.whole),
     )
@@ -186,8 +205,6 @@ def throughput_text(entry: Entry) -> str:
     run = entry.facts
     p50, p95 = run.number("throughput", "step_seconds", "p50"), run.number("throughput", "step_seconds", "p95")
     wait, mfu = run.number("throughput", "data_wait_share"), run.mfu
-    goodput = run.number("throughput", "goodput")
-    slow, fast = run.text("throughput", "slowest_rank"), run.text("throughput", "fastest_rank")
     return joined(
         unit(run.images_per_s, " images/s"),
         unit(run.number("throughput", "images_per_s_per_device"), " per device"),
@@ -195,9 +212,38 @@ def throughput_text(entry: Entry) -> str:
         f"{f.milliseconds(p95)} (p95)" if p95 is not None else "",
         f"{f.percent(wait, 1)} of the time waiting for data" if wait is not None else "",
         f"MFU {f.percent(mfu, 1)}" if mfu is not None else "",
-        f"goodput {f.percent(goodput, 1)}" if goodput is not None else "",
-        f"slowest rank {plain(slow)}, fastest {plain(fast)}" if slow and fast and slow != fast else "",
     )
+
+
+def ranks_text(entry: Entry) -> str:
+    """The slowest and the fastest, by what each does in a step before it waits for the others."""
+    run = entry.facts
+    if (run.number("world_size") or 1) <= 1:
+        return ""
+    hosts = [run.text("throughput", which, "host") for which in ("slowest_rank", "fastest_rank")]
+    slow, fast = (
+        f"{which} rank {plain(run.text('throughput', f'{which}_rank', 'rank'))}"
+        + (f" on {plain(host)}" if host and (which == "slowest" or host != hosts[0]) else "")
+        + f" {f.milliseconds(own)}"
+        if (own := run.number("throughput", f"{which}_rank", "own_seconds")) is not None
+        else ""
+        for which, host in zip(("slowest", "fastest"), hosts, strict=True)
+    )
+    return f"{slow}, {fast}, of own work in a step" if slow and fast else ""
+
+
+def goodput_text(entry: Entry) -> str:
+    run = entry.facts
+    steps, wall = run.number("goodput", "steps"), run.number("goodput", "wall")
+    return joined(
+        f"{f.percent(steps, 1)} of the steps kept" if steps is not None else "",
+        f"{f.percent(wall, 1)} of the time spent on them" if wall is not None else "",
+    )
+
+
+def report_text(entry: Entry) -> str:
+    opened = f" ({HOW_TO_OPEN})" if any(is_shown_as_source(link) for link in entry.reports) else ""
+    return ", ".join(entry.reports) + opened
 
 
 def cost_text(entry: Entry) -> str:
@@ -222,7 +268,9 @@ def hosts_text(entry: Entry) -> str:
         *(f"{plain(name)} {plain(run.text('versions', name))}" for name in ("python", "torch", "lightning", "cuda")
           if run.text("versions", name))
     )  # fmt: skip
-    return joined(code(run.text("hosts")), f"by {plain(launcher)}" if launcher else "", versions)
+    hosts = Counter(filter(None, map(as_text, items(run.at("hosts")))))
+    named = ", ".join(host if count == 1 else f"{host} ({count} nodes)" for host, count in hosts.items())
+    return joined(code(named), f"launched by {plain(launcher)}" if launcher not in ("", "none") else "", versions)
 
 
 def metric_rows(entry: Entry) -> list[list[str]]:

@@ -86,6 +86,11 @@ class RunFacts:
             return ""
         return f"{size:.0f} = {nodes:.0f} nodes × {size / nodes:.0f}" if nodes and nodes > 1 else f"{size:.0f}"
 
+    @property
+    def is_peer(self) -> bool:
+        """One of a swarm, whose batches and steps are those of all peers together."""
+        return bool(mapping(self.at("swarm"))) or self.text("trainer") == "hivemind"
+
     @cached_property
     def batch_formula(self) -> str:
         """`256 = 64 per device × 2 devices × 2 accumulated`."""
@@ -93,6 +98,8 @@ class RunFacts:
         size, accumulated = self.number("world_size") or 1, self.number("accumulate_grad_batches") or 1
         if total is None or each is None:
             return "" if total is None else f"{total:.0f}"
+        if self.is_peer:
+            return f"{total:.0f} = pieces of {each:.0f} from all peers of the swarm"
         return f"{total:.0f} = {each:.0f} per device × {size:.0f} devices × {accumulated:.0f} accumulated"
 
     @cached_property
@@ -153,11 +160,10 @@ class RunFacts:
     @cached_property
     def peak_memory_gib(self) -> float | None:
         """Of the fullest GPU; without one, of the largest rank process."""
-        stats = [mapping(node.get("stats")) for node in self.nodes]
+        known = [*self._recorded_stats(), *(self._sampled_stats() if self.restarts else ())]
         for device in ("gpu", "rank"):
-            named = [(name, entry) for node in stats for name, entry in node.items() if name.startswith(device)]
-            peaks = [finite(mapping(entry).get("max")) for name, entry in named if name.endswith("/memory_gib")]
-            if found := [peak for peak in peaks if peak is not None]:
+            named = [entry for _, name, entry in known if name.startswith(device) and name.endswith("/memory_gib")]
+            if found := [peak for entry in named if (peak := entry.get("max")) is not None]:
                 return max(found)
         return self.number("peak_memory_gib")
 
@@ -189,20 +195,25 @@ class RunFacts:
 
     @cached_property
     def device_stats(self) -> list[tuple[str, str, dict]]:
-        """(node rank, series, {p10, p50, p90, max}): the record's, and what only the samples know."""
-        return sorted(self._device_stats(), key=lambda entry: entry[:2])
+        """(node rank, series, {p10, p50, p90, max}): of the record and of the samples, each knows some alone.
 
-    def _device_stats(self) -> Iterator[tuple[str, str, dict]]:
-        seen = set()
+        The record's are of its last start only: where there were several, the samples of all of them count.
+        """
+        recorded, sampled = list(self._recorded_stats()), list(self._sampled_stats())
+        preferred, others = (sampled, recorded) if self.restarts else (recorded, sampled)
+        seen = {entry[:2] for entry in preferred}
+        return sorted([*preferred, *(entry for entry in others if entry[:2] not in seen)], key=lambda entry: entry[:2])
+
+    def _recorded_stats(self) -> Iterator[tuple[str, str, dict]]:
         for place, node in enumerate(self.nodes):
             rank = as_text(node.get("node_rank")) or str(place)
             for name, stats in mapping(node.get("stats")).items():
-                seen.add((rank, name))
                 yield rank, name, numbers(stats)
+
+    def _sampled_stats(self) -> Iterator[tuple[str, str, dict]]:
         for rank, node in mapping(self.source.get("hardware")).items():
             for name, stats in mapping(mapping(node).get("stats")).items():
-                if (rank, name) not in seen:
-                    yield rank, name, numbers(stats)
+                yield rank, name, numbers(stats)
 
     # --- curves ---
     def curve(self, name: str) -> tuple[list[float], list[float]]:

@@ -8,8 +8,8 @@ from pages.markdown import blocks, code, code_block, plain, quote, table
 from pages.measured import of_tested
 
 HEAD = (
-    "Date", "Run", "Status", "Test acc", "Best val acc", "Model", "Data", "Strategy", "World", "Global batch", "Epochs",
-    "Time", "Images/s", "Peak memory", "Cost", "Restarts", "Experiment", "Tags",
+    "Date (UTC)", "Run", "Status", "Test acc", "Best val acc", "Model", "Data", "Strategy", "World", "Global batch",
+    "Epochs", "Time", "Images/s", "Peak memory", "Cost", "Restarts", "Experiment", "Tags",
 )  # fmt: skip
 ALIGN = "lllrrlllrrrrrrrlll"
 ROWS_PER_PAGE = 300

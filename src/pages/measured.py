@@ -56,14 +56,22 @@ def measured_rows() -> list[Row]:
         Row("Peak memory", lambda run: run.peak_memory_gib, f.gib, f.ratio),
         Row("Global batch", at("global_batch_size"), f.whole, f.ratio),
         Row("Per-device batch", at("per_device_batch_size"), f.whole, f.ratio),
-        Row("Largest batch per device", at("largest_batch", "per_device"), f.whole, f.ratio),
-        Row("Largest global batch", at("largest_batch", "global"), f.whole, f.ratio),
+        Row("Largest batch per device", at("largest_batch", "per_device"), f.whole, f.ratio, same_bound, of_all_data),
+        Row("Largest global batch", at("largest_batch", "global"), f.whole, f.ratio, same_bound),
         Row("Peak memory at the largest batch", at("largest_batch", "peak_memory_gib"), f.gib, f.ratio),
         Row("Best validation accuracy", lambda run: run.best_val_acc, f.percent, f.points),
         Row("Test accuracy", lambda run: run.test_acc, f.percent, f.points, same_test, of_tested),
         Row("Test loss", at("metrics", "test/loss"), f.decimal, f.ratio, same_test),
         Row("Cost", at("cost", "usd"), f.dollars, f.ratio),
     ]
+
+
+def same_bound(run: RunFacts, base: RunFacts) -> bool:
+    return run.text("largest_batch", "bounded_by") == base.text("largest_batch", "bounded_by")
+
+
+def of_all_data(run: RunFacts) -> str:
+    return ", all the data there is" if run.text("largest_batch", "bounded_by") == "data set" else ""
 
 
 def same_test(run: RunFacts, base: RunFacts) -> bool:

@@ -11,7 +11,7 @@ from pages.facts import RunFacts
 from pages.index_page import GENERATED, ROWS_PER_PAGE, index_page, older_page
 from pages.markdown import plain
 from pages.notes import read_note, run_note_path
-from pages.publish import report_links, saved_reports
+from pages.publish import HOW_TO_OPEN, is_shown_as_source, report_links, saved_reports
 from pages.source import read_sources, write_if_changed
 
 GIT_ATTRIBUTES = """\
@@ -136,6 +136,8 @@ def links_block(logbook: Path, entries: Sequence[Entry]) -> str:
         if known & set(held["runs"])
     ]
     reports = [f"- {link}, {num} runs" if num != 1 else f"- {link}" for link, num in report_lines(logbook)]
+    if any(map(is_shown_as_source, reports)):
+        reports += ["", f"{HOW_TO_OPEN}."]
     measured = [
         f"- [{plain(path.read_text().partition(chr(10))[0].lstrip('# '))}](measurements/{path.name})"
         for path in sorted((logbook / "measurements").glob("*.md"))

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,13 @@ from pages.report import report_html
 from pages.source import write_if_changed
 from pages.tolerant import as_text, items, mapping
 from run_files import write_atomically
+
+HOW_TO_OPEN = "GitHub shows an HTML file as its source: download it and open it in a browser"
+
+
+def is_shown_as_source(link: str) -> bool:
+    """Whether a report's link leads to a file of the repository."""
+    return "](" in link and not re.search(r"\]\(https?:", link)
 
 
 @dataclass(frozen=True)

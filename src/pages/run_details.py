@@ -103,9 +103,10 @@ def node_row(node: dict[str, Any]) -> list[str]:
 
 
 def restarts_block(entry: Entry) -> str:
-    rows = table(
-        ("at", "went on at step", "steps lost", "down for"), map(restart_row, entry.facts.restarts[:MAX_ROWS]), "lrrr"
-    )
+    shown = entry.facts.restarts[:MAX_ROWS]
+    head = ("at (UTC)", "went on at step", "steps lost", "down for", "by")
+    width = 5 if any(as_text(restart.get("command")) for restart in shown) else 4
+    rows = table(head[:width], (restart_row(restart)[:width] for restart in shown), "lrrrl")
     return f"**Restarts**\n\n{rows}" if rows else ""
 
 
@@ -115,6 +116,7 @@ def restart_row(restart: dict[str, Any]) -> list[str]:
         f.whole(finite(restart.get("resumed_step"))),
         f.whole(finite(restart.get("lost_steps"))),
         f.duration(finite(restart.get("downtime_s"))),
+        code(as_text(restart.get("command")), 1000),
     ]
 
 

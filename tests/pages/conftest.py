@@ -18,7 +18,8 @@ def write_three_runs(root: Path) -> list[Path]:
         "experiment": "vit_fsdp", "trainer": "fsdp", "started_at": "2026-11-20T21:40:00Z", "fit_seconds": 466.0,
         "command": "python src/train.py experiment=vit_fsdp trainer.devices=2", "peak_memory_gib": 2.93,
         "metrics": {"val/acc": 0.8637, "test/acc": 0.8651}, "cost": {"usd": 0.136},
-        "largest_batch": {"per_device": 618, "global": 1236, "probes": 12, "seconds": 50.0, "peak_memory_gib": 14.3},
+        "largest_batch": {"per_device": 618, "global": 1236, "probes": 12, "seconds": 50.0, "peak_memory_gib": 14.3,
+                          "limit_gib": 14.6, "bounded_by": "memory"},
         "throughput": {"images_per_s": 1150.0, "images_per_s_per_device": 575.0,
                        "step_seconds": {"p50": 0.222, "p95": 0.25}},
     }  # fmt: skip
@@ -27,7 +28,8 @@ def write_three_runs(root: Path) -> list[Path]:
         "error": {"message": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.5 GiB", "rank": 1,
                   "host": "node-a", "phase": "training"},
         "code": {"commit": "3b18e512dba79e4c8300dd08aeb37f8e728b8dad", "dirty": True}, "global_batch_size": 2048,
-        "restarts": [{"at": "2026-11-20T22:45:00Z", "resumed_step": 100, "lost_steps": 12, "downtime_s": 31}],
+        "restarts": [{"at": "2026-11-20T22:45:00Z", "resumed_step": 100, "lost_steps": 12, "downtime_s": 31,
+                      "command": "python src/train.py resume=2026-11-20_22-40-00_ee33ff"}],
         "best_checkpoint": None, "upload": None, "cost": None, "largest_batch": None,
     }  # fmt: skip
     return [
