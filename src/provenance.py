@@ -36,9 +36,28 @@ def tree_hash(repository: Path) -> str:
 
 
 def code_diff(repository: Path) -> str:
-    """`git diff HEAD` of the code, cut at DIFF_LIMIT_BYTES; empty where nothing differs or there is no git."""
-    diff = _git(repository, "diff", "HEAD", "--", *CODE) or ""
+    """`git diff HEAD` of the code with the files that git does not know yet, cut at DIFF_LIMIT_BYTES.
+
+    Empty where nothing differs or there is no git.
+    """
+    parts = [_git(repository, "diff", "HEAD", "--", *CODE) or ""]
+    unknown = _git(repository, "ls-files", "-z", "--others", "--exclude-standard", "--", *CODE) or ""
+    for name in filter(None, unknown.split("\0")):
+        if sum(map(len, parts)) > DIFF_LIMIT_BYTES:
+            break
+        parts.append(_diff_of_new(repository, name))
+    diff = "\n".join(filter(None, parts))
     return diff if len(diff) <= DIFF_LIMIT_BYTES else diff[:DIFF_LIMIT_BYTES] + "\n… cut here\n"
+
+
+def _diff_of_new(repository: Path, name: str) -> str:
+    try:
+        size = (repository / name).lstat().st_size
+    except OSError:
+        return ""
+    if size > DIFF_LIMIT_BYTES:
+        return f"new file {name}: its {size:,} bytes are left out here"
+    return _git(repository, "diff", "--no-index", "--", os.devnull, name, differs=1) or ""
 
 
 def versions() -> dict[str, str]:
@@ -86,9 +105,11 @@ def available_cores() -> int:
         return cores
 
 
-def _git(repository: Path, *arguments: str) -> str | None:
+def _git(repository: Path, *arguments: str, differs: int = 0) -> str | None:
+    """What git prints; None where it fails. differs: the exit code of a diff that found something."""
+    command = ["git", "-C", str(repository), *arguments]
     try:
-        done = subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.strip() if done.returncode in (0, differs) else None
