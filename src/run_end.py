@@ -29,6 +29,8 @@ def in_this_process(config: dict[str, Any], cluster: Cluster, folder: RunFolder,
     stop_at_once_on_signal()
     try:
         try:
+            if cluster.is_rank_zero:
+                _harmlessly(_write_pages_of_lost, folder, config)
             return work(config, cluster, folder)
         finally:
             _ignore_signals()  # what is left is short, and a supervisor may ask again
@@ -127,21 +129,54 @@ def remove_empty_stacks(folder: RunFolder) -> None:
 
 def conclude(config: dict[str, Any], folder: RunFolder, code: int) -> None:
     """The last line of a run, and its page in the logbook; nothing here changes the exit code."""
+    _harmlessly(_say_result, folder, code)
+    _harmlessly(_write_page, folder, config)
+    _harmlessly(_say_left_behind, folder)
+
+
+def _harmlessly(part: Callable[..., None], *arguments: Any) -> None:
+    """Call part; what goes wrong with a page or the screen is said, where it can be, and changes no run."""
+    try:
+        part(*arguments)
+    except Interrupted:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        is_page = part in (_write_page, _write_pages_of_lost)
+        said = f"The logbook page was not written ({why}); make logbook tries again.\n" if is_page else ""
+        try:
+            print(said, end="", flush=True)
+        except (OSError, ValueError):  # nobody reads the screen any more: else Python would end with code 120
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), 1)
+
+
+def _say_result(folder: RunFolder, code: int) -> None:
     record = read_record(folder.record)
     if code == EXIT_OK and record["status"] == "finished":
         shown = {name: value for name, value in record["metrics"].items() if name in ("val/acc_best", "test/acc")}
         words = " · ".join(f"{name} {value:.2%}" for name, value in shown.items())
         print(f"finished · {words} · {os.path.relpath(folder.path)}", flush=True)
-    try:
-        from pages.build import record_run
 
-        record_run(folder.path, Path(config["paths"]["logbook_dir"]))
-    except Exception as error:  # the pages never change how a run ends
-        print(f"The logbook page was not written ({type(error).__name__}: {error}); make logbook tries again.")
-    upload = record.get("upload") or {}
+
+def _write_page(folder: RunFolder, config: dict[str, Any]) -> None:
+    from pages.build import record_run
+
+    record_run(folder.path, Path(config["paths"]["logbook_dir"]))
+
+
+def _say_left_behind(folder: RunFolder) -> None:
+    upload = read_record(folder.record).get("upload") or {}
     if upload.get("error"):
         print(
             f"The best checkpoint is NOT in the bucket: {upload['error']}; "
             f"python src/upload.py {folder.run_id} sends it.",
             flush=True,
         )
+
+
+def _write_pages_of_lost(folder: RunFolder, config: dict[str, Any]) -> None:
+    """At a run's start: one that died shortly before the last run ended was not yet known for lost then."""
+    from pages.build import record_lost
+
+    record_lost(folder.path, Path(config["paths"]["logbook_dir"]))

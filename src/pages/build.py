@@ -28,6 +28,14 @@ def record_run(run_folder: Path, logbook_dir: Path) -> None:
         write_pages(logbook_dir, {run_id for run_id in changed if run_id})
 
 
+def record_lost(run_folder: Path, logbook_dir: Path) -> None:
+    """The pages of runs beside this one that died without a word; does nothing where there is none."""
+    if lost := lost_beside(run_folder, logbook_dir):
+        with locked(logbook_dir):
+            changed = {import_folder(folder, logbook_dir) for folder in lost}
+            write_pages(logbook_dir, {run_id for run_id in changed if run_id})
+
+
 def build(
     logbook_dir: Path,
     run_folders: Iterable[Path] = (),
