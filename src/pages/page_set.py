@@ -60,8 +60,14 @@ def all_pages(logbook: Path, entries: Sequence[Entry], changed_runs: set[str] | 
     for entry in entries:
         if changed_runs is None or entry.run_id in changed_runs:
             yield from run_figures(entry)
-    yield from comparison_pages(logbook, entries, changed_runs)
+    yield from comparison_pages(logbook, entries, changed_runs and beside(changed_runs, by_experiment))
     yield from index_pages(logbook, entries)
+
+
+def beside(changed_runs: set[str], by_experiment: dict[str, list[Entry]]) -> set[str]:
+    """All runs of the experiments of these: a new run may move an old one to another page, which links must follow."""
+    experiments = [{entry.run_id for entry in members} for members in by_experiment.values()]
+    return changed_runs.union(*(members for members in experiments if members & changed_runs))
 
 
 def archived(entries: Sequence[Entry], size: int) -> tuple[list[Sequence[Entry]], Sequence[Entry]]:

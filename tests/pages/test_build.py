@@ -190,6 +190,22 @@ def test_older_runs_move_to_pages_that_never_change_again():
     assert archived(list(range(12)), 3)[0][:2] == archived(list(range(10)), 3)[0]
 
 
+def test_a_comparison_follows_a_run_that_moves_to_an_older_page(tmp_path):
+    logbook = tmp_path / "logbook"
+    build(logbook, [write_run(tmp_path / "runs", "run-00")])
+    source = json.loads((logbook / "runs" / "run-00.json").read_text())
+    for i in range(1, 39):
+        source["record"]["started_at"] = f"2026-11-20T20:15:{i:02d}Z"
+        (logbook / "runs" / f"run-{i:02d}.json").write_text(dump(source))
+    save_comparison(logbook, "both", ["run-00", "run-38"])
+    build(logbook)
+    page = logbook / "compare-both.md"
+    assert "(vit_ddp.md#run-run-00)" in page.read_text()
+    record_run(write_run(tmp_path / "runs", "run-39", started_at="2026-11-20T20:16:00Z"), logbook)
+    assert "(vit_ddp-older-1.md#run-run-00)" in page.read_text()
+    assert "(vit_ddp.md#run-run-38)" in page.read_text() and build(logbook) == []
+
+
 def test_a_thousand_runs(tmp_path):
     """Timed in benchmarks/logbook_build.py; here: all of them are there, on pages that GitHub still renders."""
     logbook = tmp_path / "logbook"
