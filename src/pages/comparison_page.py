@@ -7,6 +7,7 @@ from typing import Any
 
 from pages.entry import Entry
 from pages.facts import RunFacts
+from pages.figures import MAX_COMPARED
 from pages.index_page import GENERATED, status_cell
 from pages.markdown import blocks, code, code_block, plain, quote, table
 from pages.measured import measured_values
@@ -39,6 +40,9 @@ def comparison_page(title: str, entries: Sequence[Entry], labels: Sequence[str],
                 if e.note.text
             ),
             f"![Curves side by side]({figure_file})" if figure_file else "",
+            f"The picture shows the first {MAX_COMPARED} of the {len(entries)} runs."
+            if figure_file and len(entries) > MAX_COMPARED
+            else "",
             "## What differs in the settings\n",
             settings_table(entries, labels) or "Nothing: the same settings.",
             "## How each was started\n",

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -30,7 +31,7 @@ def read_columns(path: Path) -> dict[str, Column]:
 
 
 def samples(paths: Sequence[Path]) -> dict[str, Column]:
-    """A node's hardware files one after another (a restart begins a new one), `time` in seconds since the first row."""
+    """A node's hardware files one after another (a restart begins a new one), `time` in seconds since 1970."""
     joined: dict[str, Column] = {}
     for path in paths:
         columns = {**read_columns(path), "time": _moments(path)}
@@ -39,9 +40,7 @@ def samples(paths: Sequence[Path]) -> dict[str, Column]:
             column = columns.get(name, [])[: len(columns["time"])]
             missing = len(columns["time"]) - len(column)
             joined.setdefault(name, [None] * before).extend([*column, *[None] * missing])
-    first = min((moment for moment in joined.get("time", []) if moment is not None), default=0.0)
-    joined["time"] = [None if moment is None else moment - first for moment in joined.get("time", [])]
-    return joined
+    return {**joined, "time": joined.get("time", [])}
 
 
 def _moments(path: Path) -> Column:
@@ -117,9 +116,39 @@ def average_in_slices(x: Sequence[float], y: Sequence[float], limit: int) -> tup
     )
 
 
+def mean_over_time(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[list[float], list[float]]:
+    """(x, mean), at each place over those curves that reach there.
+
+    Args:
+        curves: (x, y) with rising x, none empty.
+    """
+    longest = max((x for x, _ in curves), key=lambda x: x[-1] - x[0])
+    places = sorted({*longest, *(at for x, _ in curves for at in x if not longest[0] <= at <= longest[-1])})
+    found = [(at, [interpolated(at, x, y) for x, y in curves if x[0] <= at <= x[-1]]) for at in places]
+    kept = [(at, sum(values) / len(values)) for at, values in found if values]
+    return [at for at, _ in kept], [value for _, value in kept]
+
+
+def interpolated(x: float, known: Sequence[float], values: Sequence[float]) -> float:
+    """Linear between the known places, which rise, flat outside."""
+    i = bisect_left(known, x)
+    if i == len(known):
+        return values[-1]
+    if i == 0 or known[i] == x:
+        return values[i]
+    share = (x - known[i - 1]) / (known[i] - known[i - 1])
+    return values[i - 1] + share * (values[i] - values[i - 1])
+
+
 def hardware_curves(nodes: Sequence[Sequence[Path]]) -> list[dict]:
-    """One entry per node's files: {"series": {name: [seconds, values]}, "stats": {name: {p10, p50, p90, max}}}."""
+    """One entry per node's files: {"series": {name: [seconds, values]}, "stats": {name: {p10, p50, p90, max}}}.
+
+    The seconds of all nodes count from the first row of any.
+    """
     read = [samples(paths) for paths in nodes]
+    first = min((moment for columns in read for moment in columns["time"] if moment is not None), default=0.0)
+    for columns in read:
+        columns["time"] = [None if moment is None else moment - first for moment in columns["time"]]
     num_series = sum(max(0, len(columns) - 1) for columns in read) or 1
     limit = max(12, min(120, MAX_HARDWARE_NUMBERS // num_series))
     return [_one_node(columns, limit) for columns in read]

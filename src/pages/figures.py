@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 
 from pages.confusion_svg import confusion_svg
+from pages.curves import interpolated, mean_over_time
 from pages.facts import RunFacts
 from pages.svg import LIGHT, Panel, Series, figure
 
-MAX_COMPARED = len(LIGHT)
+MAX_LINES = len(LIGHT)
+MAX_COMPARED = 2 * len(LIGHT)  # each colour once as a line and once dashed
 
 
 def run_figure(run: RunFacts) -> str:
@@ -44,20 +46,47 @@ def scale_of(series: Sequence[Series]) -> str:
 
 
 def utilisation_panel(run: RunFacts) -> Panel:
-    """Every GPU's share of busy time, or the CPU's where there is none."""
+    """Every GPU's share of busy time, or the CPU's where there is none; a mean of each node where those are many."""
     found = [(rank, name, pair) for rank, name, pair in run.hardware_series() if pair[0]]
     chosen = [entry for entry in found if entry[1].endswith("utilisation_percent")]
     chosen = chosen or [entry for entry in found if entry[1] == "cpu/percent"]
-    several_nodes = len({rank for rank, _, _ in chosen}) > 1
     title = "GPU utilisation over time" if chosen and chosen[0][1] != "cpu/percent" else "CPU utilisation over time"
     longest = max((pair[0][-1] for _, _, pair in chosen), default=0.0)
     unit, divisor = ("h", 3600) if longest > 7200 else ("min", 60) if longest > 180 else ("s", 1)
-    series = []
-    for color, (rank, name, (x, y)) in enumerate(chosen[:MAX_COMPARED]):
-        device = name.split("/")[0].replace("gpu", "GPU ").replace("cpu", "CPU")
-        label = f"node {rank} {device}" if several_nodes else device
-        series.append(Series(label, [value / divisor for value in x], y, color))
+    series = [
+        Series(label, [value / divisor for value in x], y, color)
+        for color, (label, (x, y)) in enumerate(utilisation_lines(chosen))
+    ]
     return Panel(title, series, "100", unit)
+
+
+Lines = list[tuple[str, tuple[list[float], list[float]]]]
+
+
+def utilisation_lines(chosen: Sequence[tuple[str, str, tuple[list[float], list[float]]]]) -> Lines:
+    """(label, (seconds, percent)), so many that each has a colour of its own and no device is left out."""
+    nodes: dict[str, Lines] = {}
+    for rank, name, pair in chosen:
+        device = name.split("/")[0].replace("gpu", "GPU ").replace("cpu", "CPU")
+        nodes.setdefault(rank, []).append((device, pair))
+    if len(chosen) <= MAX_LINES:
+        return [
+            (f"node {rank} {device}" if len(nodes) > 1 else device, pair)
+            for rank, devices in nodes.items()
+            for device, pair in devices
+        ]
+    kind = "CPUs" if chosen[0][1].startswith("cpu") else "GPUs"
+    means = {rank: mean_over_time([pair for _, pair in devices]) for rank, devices in nodes.items()}
+    if len(nodes) <= MAX_LINES:
+        return [(f"node {rank}, mean of {len(nodes[rank])} {kind}", pair) for rank, pair in means.items()]
+    by_mean = sorted(means, key=lambda rank: sum(means[rank][1]) / len(means[rank][1]))
+    return [
+        (f"all {len(nodes)} nodes, mean of {len(chosen)} {kind}", mean_over_time([pair for _, _, pair in chosen])),
+        *(
+            (f"node {rank}, the {which} busy", means[rank])
+            for rank, which in ((by_mean[0], "least"), (by_mean[-1], "most"))
+        ),
+    ]
 
 
 def confusion_figure(run: RunFacts) -> str:
@@ -71,7 +100,7 @@ def confusion_figure(run: RunFacts) -> str:
 
 
 def comparison_figure(runs: Sequence[RunFacts], labels: Sequence[str]) -> str:
-    """Training loss, validation accuracy and loss, and accuracy over time, one colour a run."""
+    """Training loss, validation accuracy and loss, and accuracy over time, a line for each of MAX_COMPARED runs."""
     shown = list(zip(runs, labels, strict=True))[:MAX_COMPARED]
     train, val = compared(shown, "train/loss"), compared(shown, "val/loss")
     panels = [
@@ -85,7 +114,12 @@ def comparison_figure(runs: Sequence[RunFacts], labels: Sequence[str]) -> str:
 
 def compared(shown: Sequence[tuple[RunFacts, str]], name: str) -> list[Series]:
     curves = [(label, run.curve(name), color) for color, (run, label) in enumerate(shown)]
-    return [Series(label, x, y, color, dashed=color % 2 == 1) for label, (x, y), color in curves if x]
+    return [Series(label, x, y, color, is_dashed(color)) for label, (x, y), color in curves if x]
+
+
+def is_dashed(color: int) -> bool:
+    """Every second line, and the other way round where the colours begin anew."""
+    return (color % 2 == 1) != (color >= MAX_LINES)
 
 
 def over_time_panel(shown: Sequence[tuple[RunFacts, str]]) -> Panel:
@@ -94,7 +128,7 @@ def over_time_panel(shown: Sequence[tuple[RunFacts, str]]) -> Panel:
     longest = max((x[-1] for _, (x, _), _ in timed if x), default=0.0)
     unit, divisor = ("h", 3600) if longest > 7200 else ("min", 60) if longest > 180 else ("s", 1)
     series = [
-        Series(label, [value / divisor for value in x], y, color, dashed=color % 2 == 1)
+        Series(label, [value / divisor for value in x], y, color, is_dashed(color))
         for label, (x, y), color in timed
         if x
     ]
@@ -107,14 +141,3 @@ def seconds_at(run: RunFacts, curve: tuple[list[float], list[float]]) -> tuple[l
     if not steps or not curve[0]:
         return [], []
     return [interpolated(x, steps, times) for x in curve[0]], curve[1]
-
-
-def interpolated(x: float, known: Sequence[float], values: Sequence[float]) -> float:
-    """Linear between the known places, flat outside."""
-    if x <= known[0]:
-        return values[0]
-    for i in range(1, len(known)):
-        if x <= known[i]:
-            share = (x - known[i - 1]) / ((known[i] - known[i - 1]) or 1)
-            return values[i - 1] + share * (values[i] - values[i - 1])
-    return values[-1]

@@ -11,6 +11,7 @@ from typing import Any
 
 from pages import formats as f
 from pages.comparison_page import differing_settings
+from pages.curves import mean_over_time
 from pages.entry import Entry
 from pages.facts import RunFacts
 from pages.index_page import checkpoint_place, status_cell
@@ -87,7 +88,7 @@ def run_data(entry: Entry, label: str) -> dict[str, Any]:
 
 
 def hardware_means(run: RunFacts) -> dict[str, tuple[list[float], list[float]]]:
-    """Mean over all devices of what was sampled at the same moments: GPU and CPU utilisation, GPU memory."""
+    """Mean over all devices at the same moments: GPU and CPU utilisation, GPU memory."""
     kinds = {"gpu": "utilisation_percent", "memory": "memory_gib", "cpu": "cpu/percent"}
     means = {}
     for kind, ending in kinds.items():
@@ -98,9 +99,8 @@ def hardware_means(run: RunFacts) -> dict[str, tuple[list[float], list[float]]]:
             and not (kind == "memory" and not name.startswith("gpu"))
         ]  # fmt: skip
         if found:
-            length = min(len(x) for x, _ in found)
-            values = [sum(y[i] for _, y in found) / len(found) for i in range(length)]
-            means[kind] = (found[0][0][:length], [round(value, 3) for value in values])
+            x, values = mean_over_time(found)
+            means[kind] = (x, [round(value, 3) for value in values])
     return means
 
 
