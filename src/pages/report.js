@@ -113,7 +113,7 @@ function options(panel, curves, axis, width, tip, box) {
       y: isLog ? {distr: 3} : {},
     },
     axes: [
-      {...line, values: (_, values) => values.map(value => axis === "time" ? seconds(value) : value >= 10000 ? `${value / 1000}k` : value)},
+      {...line, values: (_, values) => values.map(value => axis === "time" ? seconds(value) : value % 1 ? "" : value >= 10000 ? `${value / 1000}k` : value)},
       {...line, size: 58, values: (_, values) => spread(values)},
     ],
     series: [{}, ...curves.map(curve => ({

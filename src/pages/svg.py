@@ -115,7 +115,8 @@ def draw_panel(panel: Panel, legend: int) -> str:
         middle = (top + bottom) / 2
         parts.append(f'<text class="m" x="{PANEL_WIDTH / 2:g}" y="{middle:g}">{escaped(panel.empty)}</text>')
         return "".join(parts)
-    x_axis = Axis([v for s in drawn for v in (s.x[0], s.x[-1])], LEFT, PANEL_WIDTH - RIGHT, fitted=True)
+    ends = [v for s in drawn for v in (s.x[0], s.x[-1])]
+    x_axis = Axis(ends, LEFT, PANEL_WIDTH - RIGHT, fitted=True, whole=panel.x_label == "step")
     y_axis = Axis(
         [v for s in drawn for v in s.y] + ([0, 100] if panel.unit == "100" else []),
         bottom,
@@ -169,6 +170,7 @@ class Axis:
     Args:
         values: what must lie on it.
         fitted: ends at the values themselves, not at the next round tick.
+        whole: a tick at whole numbers only, as steps are.
         ceiling: no value is drawn higher than this.
     """
 
@@ -179,6 +181,7 @@ class Axis:
         stop: float,
         *,
         fitted: bool = False,
+        whole: bool = False,
         log: bool = False,
         ceiling: float | None = None,
     ):
@@ -191,6 +194,7 @@ class Axis:
         self.step = (
             max(1.0, round_step((high - low) / 6)) if self.log else round_step((high - low) / (5 if fitted else 4))
         )
+        self.step = max(1.0, self.step) if whole else self.step
         if not fitted:
             low, high = math.floor(low / self.step) * self.step, math.ceil(high / self.step - 1e-9) * self.step
         self.low, self.high, self.start, self.stop = low, high, start, stop

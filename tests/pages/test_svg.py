@@ -32,6 +32,12 @@ def test_a_constant_curve_has_an_axis(value):
     assert 0 <= axis.place(value) <= 100 and len(axis.ticks) >= 2
 
 
+@pytest.mark.parametrize("steps, ticks", [([11], ["11"]), ([10, 11], ["10", "11"]), ([1, 4], ["1", "2", "3", "4"])])
+def test_steps_have_whole_ticks(steps, ticks):
+    picture = figure("T", [Panel("Loss", [Series("training", steps, [1.0] * len(steps), 0)])])
+    assert re.findall(r'<text class="m" x="[\d.]+" y="242">([^<]*)</text>', picture) == ticks
+
+
 @pytest.mark.parametrize("rough, step", [(0.9, 1), (1.1, 2), (3, 5), (5.1, 10), (0.023, 0.05)])
 def test_round_steps(rough, step):
     assert round_step(rough) == pytest.approx(step)
