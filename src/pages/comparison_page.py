@@ -1,12 +1,12 @@
 """`logbook/compare-<name>.md`: chosen runs side by side, each number beside its ratio to the first run's."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pages.entry import Entry
-from pages.facts import RunFacts
+from pages.fairness import caution, load_caution
 from pages.figures import MAX_COMPARED
 from pages.index_page import GENERATED, status_cell
 from pages.markdown import blocks, code, code_block, plain, quote, table
@@ -31,6 +31,7 @@ def comparison_page(title: str, entries: Sequence[Entry], labels: Sequence[str],
             GENERATED,
             "[← all runs](README.md)",
             caution(entries),
+            load_caution(entries, labels),
             numbers_table(entries, labels),
             f"×: times {plain(labels[0])}; for accuracies the difference in percentage points." if entries[1:] else "",
             memory_words(entries),
@@ -89,31 +90,6 @@ def numbers_table(entries: Sequence[Entry], labels: Sequence[str]) -> str:
     rows.extend([name, *cells] for name, cells in measured_values(entries))
     head = ("", *(plain(label, 60) for label in labels))
     return table(head, rows, "l" + "r" * len(entries))
-
-
-def caution(entries: Sequence[Entry]) -> str:
-    """Says where the runs are not alike in what a fair comparison holds fixed."""
-    held: list[tuple[str, Callable[[RunFacts], Any]]] = [
-        ("the data", lambda run: first_text(run.text("data_hash"), run.text("data"))),
-        ("the number of test images", lambda run: run.tested_images),
-        ("the model", lambda run: run.text("model")),
-        ("the number of epochs", lambda run: run.number("epochs")),
-        ("the precision", lambda run: run.text("precision")),
-        ("the seed", lambda run: run.text("seed")),
-        ("the hardware", hardware_name),
-        ("the code", lambda run: first_text(run.text("code", "tree_hash"), run.text("code", "commit"))),
-    ]
-    unlike = [name for name, read in held if len({read(entry.facts) for entry in entries}) > 1]
-    return f"**Not held fixed between these runs:** {', '.join(unlike)}." if unlike else ""
-
-
-def first_text(*texts: str) -> str:
-    return next(filter(None, texts), "")
-
-
-def hardware_name(run: RunFacts) -> str:
-    names = {as_text(node.get("gpus")) or as_text(node.get("cpu")) for node in run.nodes}
-    return ", ".join(sorted(names))
 
 
 def differing_settings(entries: Sequence[Entry]) -> list[tuple[str, list[str]]]:

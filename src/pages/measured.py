@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pages import formats as f
 from pages.entry import Entry
 from pages.facts import RunFacts
+from pages.fairness import same_peak
 
 Reader = Callable[[RunFacts], float | None]
 
@@ -52,7 +53,7 @@ def measured_rows() -> list[Row]:
         Row("Step, p50", at("throughput", "step_seconds", "p50"), f.milliseconds, f.ratio),
         Row("Step, p95", at("throughput", "step_seconds", "p95"), f.milliseconds, f.ratio),
         Row("Waiting for data", at("throughput", "data_wait_share"), one_digit),
-        Row("MFU", lambda run: run.mfu, one_digit, f.ratio),
+        Row("MFU", lambda run: run.mfu, one_digit, f.ratio, same_peak),
         Row("Peak memory", lambda run: run.peak_memory_gib, f.gib, f.ratio),
         Row("Global batch", at("global_batch_size"), f.whole, f.ratio),
         Row("Per-device batch", at("per_device_batch_size"), f.whole, f.ratio),
