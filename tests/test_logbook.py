@@ -183,6 +183,9 @@ def test_a_comparison_of_other_runs_leaves_the_earlier_one_with_the_same_title(d
     held = {path.stem: json.loads(path.read_text())["runs"] for path in (tmp_path / "logbook/comparisons").iterdir()}
     assert held == {"ddp-beside-fsdp": ["run-ddp", "run-fsdp"], "ddp-beside-fsdp-2": ["run-ddp", "run-late"]}
     assert "[run-late]" in (tmp_path / "logbook" / "compare-ddp-beside-fsdp-2.md").read_text()
+    index = (tmp_path / "logbook" / "README.md").read_text()
+    assert "[ddp beside fsdp](compare-ddp-beside-fsdp.md)" in index
+    assert "[ddp beside fsdp (2)](compare-ddp-beside-fsdp-2.md)" in index
 
 
 def test_a_report_of_other_runs_leaves_the_earlier_one_with_the_same_title(door, tmp_path, capsys):

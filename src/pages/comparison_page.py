@@ -113,7 +113,7 @@ def settings_table(entries: Sequence[Entry], labels: Sequence[str]) -> str:
 
 def save_comparison(logbook: Path, title: str, run_ids: Sequence[str]) -> str:
     """Remember it, so that every rebuild writes its page again; returns its name."""
-    name = free_name(logbook / "comparisons", title, run_ids)
+    name, title = free_name(logbook / "comparisons", title, run_ids)
     text = json.dumps({"title": title, "runs": list(run_ids)}, indent=1)
     write_if_changed(logbook / "comparisons" / f"{name}.json", text + "\n")
     return name

@@ -9,10 +9,11 @@ from pages.markdown import slug
 from pages.tolerant import items, mapping
 
 
-def free_name(folder: Path, title: str, run_ids: Sequence[str]) -> str:
-    """The title as a name, with a number behind it where `folder` has that name for other runs."""
-    names = (slug(title) if number == 1 else f"{slug(title)}-{number}" for number in itertools.count(1))
-    return next(name for name in names if held_runs(folder / f"{name}.json") in (None, set(run_ids)))
+def free_name(folder: Path, title: str, run_ids: Sequence[str]) -> tuple[str, str]:
+    """(file name, title): both with a number behind them where `folder` has that name for other runs."""
+    first = slug(title)
+    names = itertools.chain([(first, title)], ((f"{first}-{n}", f"{title} ({n})") for n in itertools.count(2)))
+    return next(pair for pair in names if held_runs(folder / f"{pair[0]}.json") in (None, set(run_ids)))
 
 
 def held_runs(path: Path) -> set[str] | None:

@@ -68,7 +68,7 @@ def publish_report(
     """
     labels = labels_for(entries)
     title = title or (" beside ".join(labels) if len(labels) <= 4 else f"{labels[0]} and {len(labels) - 1} more")
-    name = free_name(logbook / "reports", title, [entry.run_id for entry in entries])
+    name, title = free_name(logbook / "reports", title, [entry.run_id for entry in entries])
     page = report_html(title, entries, labels).encode()
     if to.startswith("s3://"):
         uri, address = put_report(page, f"{name}.html", to, endpoint_url)
