@@ -17,6 +17,7 @@ from callbacks.interruption import silence_lightning
 from callbacks.lean_hooks import NoProfiler, skip_empty_hooks
 from callbacks.run_recorder import RunRecorder
 from callbacks.training_log import TrainingLog
+from checks import check_fits, check_same_data, whole_steps
 from classifier import ImageClassifier
 from cluster import Cluster, visible_devices
 from errors import UserError
@@ -98,18 +99,6 @@ def load_weights(module: ImageClassifier, path: str, model_name: str) -> None:
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """A file, or a folder of shards, as tensors and plain values in CPU memory."""
     return checkpoint_io.read_checkpoint(path, read_folder=read_shards)
-
-
-def check_fits(module: ImageClassifier, found: dict[str, torch.Tensor], path: str, model_name: str) -> None:
-    """Compare keys and shapes before anything is loaded."""
-    wanted = module.state_dict()
-    for name in sorted(wanted.keys() | found.keys()):
-        here, there = (tuple(state[name].shape) if name in state else "missing" for state in (wanted, found))
-        if here != there:
-            raise UserError(
-                f"The checkpoint {path} is of another model than model={model_name}: "
-                f"{name} is {there} there, {here} here."
-            )
 
 
 def data_facts(data: Any) -> dict[str, Any]:
@@ -213,14 +202,23 @@ def build_run(
     device = device_of(config, cluster)
     data = build_data(config, cluster, device)
     facts = data_facts(data)
+    check_same_data(facts, data, cluster)
     module = build_module(config, facts, trainable=trainable)
+    own = config["trainer"]
+    if trainable:
+        accumulate = own["accumulate_grad_batches"]
+        batches = data.num_train // data.global_batch_size * accumulate
+        own["limit_train_batches"] = whole_steps(own["limit_train_batches"], batches, accumulate)
+    if trainable and own["compile"]:
+        if "stage_devices" in own or "num_gpus" in own:
+            raise UserError("trainer.compile=true needs one device a process: leave it out, or choose ddp or fsdp.")
+        module.net.compile()
     if trainable and hasattr(module.net, "init_from_images"):
         module.net.init_from_images(data.sample_images(5000))
     if cluster.is_rank_zero:
-        trainer_config = config["trainer"]
         for sentence in batch_norm_warnings(
-            module.net, world_size=cluster.world_size, synchronised=trainer_config["sync_batchnorm"],
-            micro_batches=trainer_config["accumulate_grad_batches"] * (trainer_config.get("micro_batches") or 1),
+            module.net, world_size=cluster.world_size, synchronised=own["sync_batchnorm"],
+            micro_batches=own["accumulate_grad_batches"] * (own.get("micro_batches") or 1),
         ):  # fmt: skip
             print(sentence, flush=True)
     torch.manual_seed(config["seed"] + 7919 * cluster.rank)  # dropout differs between ranks
@@ -241,10 +239,10 @@ def build_run(
     callbacks = [TrainingLog(data.global_batch_size), *chosen, world.interruption, recorder]
     if world.watch is not None:
         callbacks.insert(0, world.watch)
-    if config["trainer"]["ema_decay"]:
+    if own["ema_decay"]:
         from callbacks.weight_average import WeightAverage
 
-        callbacks.insert(0, WeightAverage(decay=config["trainer"]["ema_decay"]))
+        callbacks.insert(0, WeightAverage(decay=own["ema_decay"]))
     loggers = []
     if trainable:
         known["folder"] = folder.tensorboard

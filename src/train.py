@@ -15,14 +15,19 @@ from leave import leave
 
 def train(config: dict[str, Any], cluster: Any, folder: Any) -> int:
     """One rank's whole run: fit, test the best checkpoint, finish the record."""
-    from assemble import build_run, check_fits, read_checkpoint
+    from assemble import build_run, read_checkpoint
+    from checks import check_data_of_run, check_fits
     from rank_process import enter_world
     from run_files import utc_now
 
     with enter_world(config, cluster, folder) as world:
         run = build_run(config, cluster, folder, world, config.get("resume_step"))
         if path := config.get("ckpt_path"):
-            check_fits(run.module, read_checkpoint(path)["state_dict"], path, config["model"]["name"])
+            checkpoint = read_checkpoint(path)
+            check_fits(run.module, checkpoint["state_dict"], path, config["model"]["name"])
+            if config.get("resume_step") is not None:
+                check_data_of_run(checkpoint, run.facts, folder)
+            del checkpoint
         if cluster.is_rank_zero:
             run.recorder.write(**_known_at_start(run), hosts=world.hosts)
         run.trainer.fit(run.module, datamodule=run.data, ckpt_path=config.get("ckpt_path"), weights_only=True)
