@@ -5,10 +5,7 @@ batch_sessions.py starts it, and ends it with all the others of its session.
 
 import copy
 import gc
-import os
-import sys
-import threading
-import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,14 +21,14 @@ import cluster as world
 import rank_process
 import targets
 from batch_search import Probe, next_batch
-from batch_sessions import EXIT_OUT_OF_MEMORY, EXIT_PEER_ENDED, SessionFiles, from_json, read_state, write_state
+from batch_sessions import EXIT_OUT_OF_MEMORY, SessionFiles, from_json, read_state, write_state
 from callbacks.memory_phases import GIB, AllocatedBytes, MemoryPhases, TrackedBytes, ran_out, untracked
-from errors import EXIT_OK, EXIT_USER_ERROR, UserError
+from errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
 from leave import leave
+from search_peers import Peers, leave_at_once
 from supervisor import die_with_parent
 
 MEMORY_SHARE_OF_CPU = 0.8  # of what is free: the tracker sees tensors only
-PEER_INTERVAL_S = 0.5
 
 
 def two_steps(accumulate: int, steps_per_epoch: int) -> dict[str, Any]:
@@ -52,11 +49,7 @@ def main() -> int:
     config = yaml.safe_load(Path(config_path).read_text())
     cluster = world.describe(environment, devices=None, num_nodes=None, several_processes=True, machine=1)
     world.adopt(cluster)
-    try:
-        return Prober(config, cluster, SessionFiles(Path(config_path).parent)).run()
-    except UserError as error:
-        SessionFiles(Path(config_path).parent).error.write_text(str(error))
-        return EXIT_USER_ERROR
+    return Prober(config, cluster, SessionFiles(Path(config_path).parent)).run()
 
 
 class Prober:
@@ -67,9 +60,25 @@ class Prober:
         self.num_train = 0
         self.parts = cluster.world_size * config["trainer"]["accumulate_grad_batches"]
         self.writes = False
+        self.peers = Peers(None, cluster.rank)
 
     def run(self) -> int:
-        """The whole session; returns the exit code."""
+        """The whole session, and why it ended for the other ranks; returns the exit code."""
+        try:
+            return self._session()
+        except UserError as error:
+            self.files.error.write_text(str(error))
+            self.peers.announce(EXIT_USER_ERROR)
+            return EXIT_USER_ERROR
+        except Exception as error:
+            if (code := self.peers.code_of_peer(error)) is None:
+                traceback.print_exc()
+                self.peers.announce(code := EXIT_FAILED)
+            else:
+                print(f"Another rank ended first ({type(error).__name__}).", flush=True)
+            leave_at_once(code)
+
+    def _session(self) -> int:
         self.prepare()
         mine = read_state(self.files)
         self.writes = mine["writer"] == (self.cluster.local_rank or 0)
@@ -91,6 +100,7 @@ class Prober:
             shares = self._probe(batch)
             probes.append(Probe(batch, shares))
             state["probes"].append({"batch": batch, "shares": shares})
+            state["attempt"] = None
             self._keep(state)
         return self._leave()
 
@@ -109,9 +119,9 @@ class Prober:
             mine = self.train(batch)
         except Exception as error:
             if ran_out(error):
-                self._end(EXIT_OUT_OF_MEMORY, f"{batch} images: {type(error).__name__}")
-            if self.announced.is_set() or _peer_is_gone(error):
-                self._end(EXIT_PEER_ENDED, f"{batch} images: another rank is gone ({type(error).__name__})")
+                print(f"{batch} images: {type(error).__name__}", flush=True)
+                self.peers.announce(EXIT_OUT_OF_MEMORY)
+                leave_at_once(EXIT_OUT_OF_MEMORY)  # no clean-up that could wait for the others
             raise
         return self._gather(mine)
 
@@ -167,51 +177,22 @@ class Prober:
 
     def _join(self) -> None:
         """Meet the other ranks, and watch for the one that ends first."""
-        self.announced = threading.Event()
         if self.cluster.world_size == 1:
             return
         gpu = self.config["trainer"]["accelerator"] == "gpu"
         timeout = timedelta(seconds=self.config["trainer"]["timeout_s"])
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=timeout)
         host, port = self.cluster.master_addr, self.cluster.master_port
-        self.store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def _watch(self) -> None:
-        """End when another rank has announced its end: a collective on a GPU would wait for it in vain."""
-        while True:
-            time.sleep(PEER_INTERVAL_S)
-            try:
-                ended = self.store.check(["ended"])
-            except Exception as error:  # rank zero, which holds the store, is gone
-                print(f"The ranks' store is gone ({type(error).__name__}).", flush=True)
-                ended = True
-            if ended:
-                self.announced.set()
-                time.sleep(PEER_INTERVAL_S)
-                self._exit(EXIT_PEER_ENDED)
-
-    def _end(self, code: int, why: str) -> None:
-        """This rank's part is over at once: no clean-up that could wait for the others."""
-        print(why, flush=True)
-        if self.cluster.world_size > 1:
-            try:
-                self.store.set("ended", str(code))
-            except Exception as error:
-                print(f"The end could not be announced ({type(error).__name__}).", flush=True)
-        self._exit(code)
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
+        self.peers = Peers(store, self.cluster.rank)
+        self.peers.watch()
 
     def _leave(self) -> int:
         """All ranks have written down what was found. Threads in the store's C++ would abort an orderly exit."""
         if self.cluster.world_size > 1:
             self._gather(None)
-            self._exit(EXIT_OK)
+            leave_at_once(EXIT_OK)
         return EXIT_OK
-
-    @staticmethod
-    def _exit(code: int) -> None:
-        sys.stdout.flush()
-        os._exit(code)
 
     def _agree(self, state: dict[str, Any]) -> dict[str, Any]:
         """One history: a node whose ranks were ended early may have missed the last probe."""
@@ -236,18 +217,6 @@ def _averaging(config: dict[str, Any]) -> list[Any]:
     if not config["trainer"]["ema_decay"]:
         return []
     return [EMAWeightAveraging(decay=config["trainer"]["ema_decay"])]
-
-
-def _peer_is_gone(error: BaseException) -> bool:
-    """What gloo and NCCL say when the other end of a connection has closed."""
-    words = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Broken pipe",
-        "remote process exited",
-        "ncclRemote",
-    )
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,10 @@ from run_files import write_atomically
 from supervisor import free_port
 
 EXIT_OUT_OF_MEMORY = 77
-EXIT_PEER_ENDED = 78  # another rank is gone: it ran out, or its node failed and the next session will not begin
+EXIT_PEER_ENDED = 78  # another rank ran out, or is gone without a word, as one is that its kernel killed
+EXIT_PEER_FAILED = 79  # another rank said that it failed, and not for memory
 POLL_S = 0.02
+CULPRIT_S = 5.0  # a rank that only noticed may end before the one that failed
 CHILD = Path(__file__).resolve().parent / "batch_probe.py"
 
 
@@ -142,8 +144,9 @@ def _search(
         state = read_state(files)
         if all(code == EXIT_OK for code in codes):
             return state
-        _check(codes, state, files)
+        _check(codes, state, files, cluster)
         state["probes"].append({"batch": state["attempt"], "shares": None})
+        state["attempt"] = None  # a later session may end before it tries anything
         write_state(files, state)
         if next_batch([from_json(probe) for probe in state["probes"]], bound=state["bound"]) is None:
             return state
@@ -153,7 +156,7 @@ def _search(
 def _run_session(
     cluster: Cluster, environment: dict[str, str], command: list[str], files: SessionFiles, session: int
 ) -> list[int]:
-    """Start the children, end all as soon as one has failed; their exit codes, the first failure first."""
+    """Start the children, end all as soon as one has failed; their exit codes, the one that tells most first."""
     port = free_port() if cluster.master_port is None else cluster.master_port + 1 + session
     inherited = {name: value for name, value in environment.items() if not name.startswith("TORCHELASTIC_")}
     local_ranks = range(cluster.devices) if cluster.is_supervisor else [cluster.local_rank or 0]
@@ -169,10 +172,17 @@ def _run_session(
                     )
                 )
         codes: list[int] = []
-        while len(codes) < len(children) and all(code == EXIT_OK for code in codes):
+        noticed_at: float | None = None
+        while len(codes) < len(children) and all(
+            code in (EXIT_OK, EXIT_PEER_ENDED, EXIT_PEER_FAILED) for code in codes
+        ):
+            if any(code != EXIT_OK for code in codes):
+                noticed_at = noticed_at or time.monotonic()
+                if time.monotonic() > noticed_at + CULPRIT_S:
+                    break
             time.sleep(POLL_S)
             codes = [child.returncode for child in children if child.poll() is not None]
-        return sorted(codes, key=lambda code: (code == EXIT_OK, code != EXIT_OUT_OF_MEMORY))
+        return sorted(codes, key=tells_most)
     finally:
         for child in children:
             if child.poll() is None:
@@ -181,10 +191,18 @@ def _run_session(
             child.wait()
 
 
-def _check(codes: list[int], state: dict[str, Any], files: SessionFiles) -> None:
+def tells_most(code: int) -> int:
+    """Sorts exit codes: memory, then any other failure of a rank, then what ranks say that only noticed one."""
+    if code in (EXIT_OUT_OF_MEMORY, -signal.SIGKILL):
+        return 0
+    return {EXIT_PEER_FAILED: 2, EXIT_PEER_ENDED: 3, EXIT_OK: 4}.get(code, 1)
+
+
+def _check(codes: list[int], state: dict[str, Any], files: SessionFiles, cluster: Cluster) -> None:
     """Return where the session ended by a rank that ran out of memory; raise what ended it otherwise."""
-    killed_by_kernel = -signal.SIGKILL in codes
-    if state["attempt"] is not None and (codes[0] in (EXIT_OUT_OF_MEMORY, EXIT_PEER_ENDED) or killed_by_kernel):
+    sees_all_ranks = cluster.num_nodes == 1 and cluster.is_supervisor
+    ran_out = [EXIT_OUT_OF_MEMORY, -signal.SIGKILL, *([] if sees_all_ranks else [EXIT_PEER_ENDED])]
+    if state["attempt"] is not None and codes[0] in ran_out:
         return
     if codes[0] == EXIT_USER_ERROR and files.error.exists():
         raise UserError(files.error.read_text())

@@ -56,6 +56,29 @@ def test_the_smaller_of_two_ranks_decides_and_its_out_of_memory_hangs_nobody(tmp
     assert fields["global"] == 2 * largest.per_device and fields["peak_memory_gib"] <= share * limit / GIB
 
 
+FAILING = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import batch_probe
+train = batch_probe.Prober.train
+def failing(prober, batch):
+    if prober.cluster.rank == int(sys.argv[2]):
+        raise RuntimeError("a fault of this rank alone")
+    return train(prober, batch)
+batch_probe.Prober.train = failing
+sys.exit(batch_probe.main())
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_failure_of_one_of_two_ranks_is_shown_and_is_no_out_of_memory(tmp_path, rank):
+    config = composed([*SMALL, "model=small_cnn", "trainer=ddp_sim", "trainer.memory_limit_gib=1"], tmp_path)
+    (tmp_path / "child.py").write_text(FAILING)
+    command = [sys.executable, str(tmp_path / "child.py"), str(SRC), str(rank)]
+    with pytest.raises(RuntimeError, match="exit code 1:(.|\n)*a fault of this rank alone"):
+        find_largest(config, Cluster("none", 1, 2, 0, None, "127.0.0.1", None), dict(os.environ), command)
+
+
 def test_two_steps_are_consecutive_where_the_data_suffice():
     assert two_steps(2, 2)["limit_train_batches"] == 4 and two_steps(2, 2)["max_epochs"] == 1
     assert two_steps(1, 1)["limit_train_batches"] == 1 and two_steps(1, 1)["max_epochs"] == 2

@@ -29,6 +29,7 @@ rank, bound = int(os.environ["RANK"]), 500
 (folder / f"pid-{os.getpid()}").write_text(os.environ["MASTER_PORT"])
 state = read_state(files) | {"bound": bound, "limit_gib": 2.0}
 probes = [from_json(p) for p in state["probes"]]
+BEFORE
 while (batch := next_batch(probes, bound=bound)) is not None:
     state["attempt"] = batch
     if rank == 0:
@@ -50,9 +51,9 @@ RANK_ONE_RUNS_OUT = """
 
 @pytest.fixture
 def search(tmp_path):
-    def start(body, devices=2):
+    def start(body, devices=2, before=""):
         script = tmp_path / "child.py"
-        script.write_text(CHILD.replace("    BODY\n", body))
+        script.write_text(CHILD.replace("    BODY\n", body).replace("BEFORE\n", before + "\n"))
         cluster = Cluster("none", 1, devices, 0, None if devices > 1 else 0, "127.0.0.1", None)
         config = {"trainer": {"accumulate_grad_batches": 3}, "model": {"name": "m"}, "data": {}}
         command = [sys.executable, str(script), str(SRC), str(tmp_path)]
@@ -110,10 +111,56 @@ def test_a_childs_failure_ends_the_search_with_its_words(search, tmp_path):
     assert not any(psutil.pid_exists(pid) for pid in pids(tmp_path))
 
 
+@pytest.mark.parametrize(("noticed", "failed"), [(0.0, 0.5), (0.3, 0.3)])
+def test_a_rank_that_only_noticed_the_failure_does_not_make_it_out_of_memory(search, noticed, failed):
+    body = f"""
+    if rank == 0: time.sleep({noticed}); os._exit(78)
+    time.sleep({failed}); raise ZeroDivisionError("on rank one")
+"""
+    with pytest.raises(RuntimeError, match="exit code 1:(.|\\n)*on rank one"):
+        search(body)
+
+
+def test_a_session_that_ends_before_its_first_probe_says_nothing_about_memory(search):
+    body = """
+    if batch > 20: os._exit(77)
+    shares = [{"held": 0.2, "step": 0.2 + batch / 100}]
+"""
+    with pytest.raises(RuntimeError, match="exit code -9"):
+        search(body, devices=1, before="if any(not p.fits for p in probes): os.kill(os.getpid(), 9)")
+
+
+ONE_NODE, SECOND_OF_TWO = (Cluster("none", nodes, 2, 0, None, "127.0.0.1", None) for nodes in (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("codes", "cluster", "attempt", "memory"),
+    [
+        ([77, 78], ONE_NODE, 8, True),
+        ([-9, 78], ONE_NODE, 8, True),
+        ([78, 78], ONE_NODE, 8, False),
+        ([78, 1], ONE_NODE, 8, False),
+        ([78, 78], SECOND_OF_TWO, 8, True),
+        ([78, 79], SECOND_OF_TWO, 8, False),
+        ([79, 1], SECOND_OF_TWO, 8, False),
+        ([78, 78], SECOND_OF_TWO, None, False),
+        ([77, 78], ONE_NODE, None, False),
+    ],
+)
+def test_what_counts_as_out_of_memory(codes, cluster, attempt, memory, tmp_path):
+    files = batch_sessions.SessionFiles(tmp_path)
+    files.log.write_text("the log")
+    codes = sorted(codes, key=batch_sessions.tells_most)
+    if memory:
+        return batch_sessions._check(codes, {"attempt": attempt}, files, cluster)
+    with pytest.raises(RuntimeError, match="the log"):
+        batch_sessions._check(codes, {"attempt": attempt}, files, cluster)
+
+
 def test_sigterm_in_the_middle_leaves_no_process_and_no_file(tmp_path):
     driver = tmp_path / "driver.py"
     child = tmp_path / "child.py"
-    child.write_text(CHILD.replace("    BODY\n", "\n    time.sleep(600)\n"))
+    child.write_text(CHILD.replace("    BODY\n", "\n    time.sleep(600)\n").replace("BEFORE\n", "\n"))
     session_folders = tmp_path / "temporary"
     session_folders.mkdir()
     driver.write_text(
