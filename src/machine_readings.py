@@ -3,7 +3,7 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -264,18 +264,3 @@ def cpu_name() -> str:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         return os.uname().machine
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """p10, p50, p90 (linear between neighbours) and max; None of nothing."""
-    if not values:
-        return None
-    ordered = sorted(values)
-
-    def at(share: float) -> float:
-        place = share * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-    return {"p10": at(0.1), "p50": at(0.5), "p90": at(0.9), "max": ordered[-1]}

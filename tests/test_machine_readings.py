@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from machine_readings import CpuReader, GpuReader, percentiles, throttle_words
+from machine_readings import CpuReader, GpuReader, throttle_words
 
 GIB = 2**30
 
@@ -218,8 +218,3 @@ def test_cpu_readings_of_a_real_process_and_of_one_that_is_gone(capsys):
 def test_throttle_reasons_leave_out_idle_and_set_clocks():
     assert throttle_words(0x1 | 0x2 | 0x40 | 0x8) == "hw-slowdown|hw-thermal"
     assert throttle_words(0x3) == ""
-
-
-def test_percentiles():
-    assert percentiles([float(value) for value in range(101)]) == {"p10": 10.0, "p50": 50.0, "p90": 90.0, "max": 100.0}
-    assert percentiles([4.0]) == {"p10": 4.0, "p50": 4.0, "p90": 4.0, "max": 4.0} and percentiles([]) is None

@@ -9,7 +9,6 @@ import os
 import socket
 import threading
 import time
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -18,7 +17,8 @@ import lightning.pytorch as pl
 import torch
 
 import machine_readings
-from machine_readings import CpuReader, GpuReader, Reading, percentiles
+from kept_samples import KeptSamples
+from machine_readings import CpuReader, GpuReader, Reading
 from run_files import RunFolder, utc_now
 
 PEAK_GROWTH = 1.05  # nvidia-smi is asked again when memory has grown by this factor
@@ -26,7 +26,7 @@ PEAK_INTERVAL_S = 10.0
 
 
 class Sampler(threading.Thread):
-    """Reads every `interval_s`, writes a CSV row, keeps the values.
+    """Reads every `interval_s`, writes a CSV row, keeps what percentiles need.
 
     Args:
         read: returns one reading; an exception is named once and the row left out.
@@ -36,7 +36,7 @@ class Sampler(threading.Thread):
     def __init__(self, read: Callable[[], Reading], path: Path, interval_s: float, on_reading=None) -> None:
         super().__init__(name="hardware-stats", daemon=True)
         self.read, self.path, self.interval_s, self.on_reading = read, path, interval_s, on_reading
-        self.values: dict[str, array] = {}
+        self.values: dict[str, KeptSamples] = {}
         self.last: Reading = {}
         self.throttled: set[str] = set()
         self.seconds_busy = 0.0
@@ -61,7 +61,7 @@ class Sampler(threading.Thread):
 
     def summary(self) -> dict[str, dict[str, float]]:
         """{name: {p10, p50, p90, max}} of what was read so far."""
-        return {name: stats for name, values in list(self.values.items()) if (stats := percentiles(values.tolist()))}
+        return {name: stats for name, values in list(self.values.items()) if (stats := values.summary())}
 
     def _sample(self, writer: csv.DictWriter | None, file: Any) -> csv.DictWriter | None:
         try:
@@ -86,7 +86,9 @@ class Sampler(threading.Thread):
             if isinstance(value, str):
                 self.throttled.update(f"{name.split('/')[0]}:{word}" for word in value.split("|") if word)
             elif value is not None:
-                self.values.setdefault(name, array("f")).append(value)
+                if name not in self.values:
+                    self.values[name] = KeptSamples()
+                self.values[name].add(value)
 
 
 def open_csv(path: Path) -> Any:

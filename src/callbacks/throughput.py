@@ -7,15 +7,14 @@ clock. The ranks are compared once an epoch.
 import importlib
 import socket
 import time
-from array import array
-from collections import deque
-from collections.abc import Callable
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from callbacks.step_times import StepFigures, StepTimes, cuda_events
+from kept_samples import KeptSamples
 from machine_readings import say
 
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
@@ -39,9 +38,10 @@ class Throughput(pl.Callback):
         warmup_steps: int = 10,
     ) -> None:
         self.global_batch_size, self.peak_tflops = global_batch_size, peak_tflops
-        self.measure_peak, self.warmup_steps = measure_peak, warmup_steps
-        self.steps = StepTimes()
-        self.world_size = 1
+        self.measure_peak = measure_peak
+        self.figures = StepFigures(warmup_steps)
+        self.steps = StepTimes(self.figures.add)
+        self.num_devices = 1
         self.flops_per_image: float | None = None
         self.peak_flops: float | None = None
         self.ranks: list[dict[str, Any]] = []
@@ -54,7 +54,7 @@ class Throughput(pl.Callback):
             self.flops_per_image = flops_per_image(cast(nn.Module, module.net), shape)
 
     def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.world_size = trainer.world_size
+        self.num_devices = devices_in_use(trainer.strategy, trainer.world_size)
         self.device = trainer.strategy.root_device
         dtype = DTYPES[trainer.precision.split("-")[0]]
         given = _given_peak(self.peak_tflops or {}, dtype)
@@ -62,7 +62,7 @@ class Throughput(pl.Callback):
             self.peak_flops = given * 1e12
         elif self.measure_peak and self.flops_per_image:
             self.peak_flops = measured_flops(self.device, dtype)
-        self.steps = StepTimes(cuda_events if self.device.type == "cuda" else None)
+        self.steps = StepTimes(self.figures.add, cuda_events if self.device.type == "cuda" else None)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.steps.pause()
@@ -93,17 +93,16 @@ class Throughput(pl.Callback):
 
     def record_fields(self) -> dict[str, Any]:
         """`throughput`, and `images_per_s` at the top; nothing before a step was timed."""
-        kept = self._kept()
-        if not kept:
+        kept = self.figures.sums()
+        if not kept.count:
             return {}
-        seconds = sum(step for step, _, _ in kept)
-        images_per_s = len(kept) * self.global_batch_size / seconds
-        per_device = images_per_s / self.world_size
+        images_per_s = kept.count * self.global_batch_size / kept.seconds
+        per_device = images_per_s / self.num_devices
         fields = {
             "images_per_s": round(images_per_s, 2),
             "images_per_s_per_device": round(per_device, 2),
-            "step_seconds": _step_seconds([step for step, _, _ in kept]),
-            "data_wait_share": round(min(sum(wait for _, wait, _ in kept) / seconds, 1.0), 4),
+            "step_seconds": _step_seconds(kept.wholes, kept.seconds / kept.count),
+            "data_wait_share": round(min(kept.waits / kept.seconds, 1.0), 4),
             "mfu": None,
             "gflops_per_image": round(self.flops_per_image / 1e9, 4) if self.flops_per_image else None,
             "peak_tflops": round(self.peak_flops / 1e12, 3) if self.peak_flops else None,
@@ -116,13 +115,9 @@ class Throughput(pl.Callback):
             fields["fastest_rank"], fields["slowest_rank"] = by_time[0], by_time[-1]
         return {"throughput": fields, "images_per_s": fields["images_per_s"]}
 
-    def _kept(self) -> list[tuple[float, float, float]]:
-        steps = self.steps.rows()
-        return steps[self.warmup_steps :] if len(steps) > 2 * self.warmup_steps else steps[1:]
-
     def _compare_ranks(self, trainer: pl.Trainer) -> None:
         """A collective. Own seconds: waiting for data and computing forward, before ranks wait for each other."""
-        own = sorted(own for _, _, own in self._kept())
+        own = sorted(self.figures.sums().owns.values)
         mine = {
             "rank": trainer.global_rank,
             "host": socket.gethostname(),
@@ -134,71 +129,10 @@ class Throughput(pl.Callback):
             torch.distributed.all_gather_object(self.ranks, mine)
 
 
-class StepTimes:
-    """Seconds of each optimizer step: whole, waiting for data, and own (until the first loss is there).
-
-    Args:
-        new_event: makes an object with record(), query() and elapsed_time(other) in ms; None: the clock does.
-    """
-
-    def __init__(self, new_event: Callable[[], Any] | None = None) -> None:
-        self.new_event = new_event
-        self.whole, self.waits, self.owns = array("f"), array("f"), array("f")
-        self.pending: deque[tuple[Any, Any, Any, float]] = deque()
-        self.pause()
-
-    def pause(self) -> None:
-        """What comes now (validation, a checkpoint, the next epoch's start) belongs to no step."""
-        self.last_end: float | None = None
-        self.start: Any = None
-        self.loss: Any = None
-        self.wait_s = 0.0
-
-    def batch_arrived(self) -> None:
-        if self.last_end is not None:
-            self.wait_s += time.perf_counter() - self.last_end
-        if self.start is None:
-            self.start = self._mark()
-
-    def forward_done(self) -> None:
-        if self.loss is None:
-            self.loss = self._mark()
-
-    def batch_done(self, stepped: bool) -> None:
-        self.last_end = time.perf_counter()
-        if not stepped or self.start is None:
-            return
-        end = self._mark()
-        self.pending.append((self.start, self.loss or end, end, self.wait_s))
-        self.start, self.loss, self.wait_s = end, None, 0.0
-        self.collect()
-
-    def collect(self, wait: bool = False) -> None:
-        """Take over the steps whose events have passed; `wait` synchronises with the last."""
-        if wait and self.pending and self.new_event is not None:
-            self.pending[-1][2].synchronize()
-        while self.pending and (self.new_event is None or self.pending[0][2].query()):
-            start, loss, end, wait_s = self.pending.popleft()
-            self.whole.append(self._seconds(start, end))
-            self.owns.append(self._seconds(start, loss))
-            self.waits.append(wait_s)
-
-    def rows(self) -> list[tuple[float, float, float]]:
-        return list(zip(self.whole, self.waits, self.owns, strict=True))
-
-    def _seconds(self, start: Any, end: Any) -> float:
-        return end - start if self.new_event is None else start.elapsed_time(end) / 1000
-
-    def _mark(self) -> Any:
-        if self.new_event is None:
-            return time.perf_counter()
-        event = self.new_event()
-        event.record()
-        return event
-
-
-def cuda_events() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
+def devices_in_use(strategy: Any, world_size: int) -> int:
+    """Of all ranks. A strategy of one process may compute on several: the stages of a net, or copies of it."""
+    stages = getattr(strategy, "stage_devices", None)
+    return len(set(stages)) if stages else getattr(strategy, "num_gpus", None) or world_size
 
 
 def flops_per_image(net: nn.Module, shape: tuple[int, int, int]) -> float | None:
@@ -243,10 +177,10 @@ def _given_peak(peaks: dict[str, float | None], dtype: torch.dtype) -> float | N
     return peaks.get(name)
 
 
-def _step_seconds(seconds: list[float]) -> dict[str, float]:
-    ordered = sorted(seconds)
+def _step_seconds(samples: KeptSamples, mean: float) -> dict[str, float]:
+    ordered = sorted(samples.values)
     last = len(ordered) - 1
-    values = {"p50": ordered[last // 2], "p95": ordered[int(0.95 * last)], "mean": sum(seconds) / len(seconds)}
+    values = {"p50": ordered[last // 2], "p95": ordered[int(0.95 * last)], "mean": mean}
     return {name: round(value, 6) for name, value in values.items()}
 
 

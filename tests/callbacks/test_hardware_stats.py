@@ -132,6 +132,15 @@ def test_a_reading_that_fails_is_named_once_and_sampling_goes_on(tmp_path, capsy
     assert capsys.readouterr().out.count("RuntimeError: lost") == 1
 
 
+def test_what_the_sampler_keeps_does_not_grow_with_the_run(tmp_path):
+    sampler = Sampler(dict, tmp_path / "samples.csv", interval_s=1)
+    for second in range(20_000):
+        sampler._keep({"a": float(second), "b": None, "gpu0/throttle": "power-cap"})
+    assert list(sampler.values) == ["a"] and len(sampler.values["a"].values) < 2048
+    assert sampler.summary()["a"]["max"] == 19_999 and sampler.throttled == {"gpu0:power-cap"}
+    assert sampler.summary()["a"]["p50"] == pytest.approx(10_000, rel=0.05)
+
+
 def test_a_resumed_run_keeps_the_earlier_samples(tmp_path):
     for value in (1.0, 2.0):
         sampler = Sampler(lambda value=value: {"a": value}, tmp_path / "hardware-node0.csv", interval_s=10)

@@ -1,4 +1,4 @@
-"""Throughput: timed steps against known sleeps, FLOPs against a hand count, events without a GPU, its own cost."""
+"""Throughput: timed steps against known sleeps, FLOPs against a hand count, its own cost."""
 
 import time
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from callbacks.throughput import StepTimes, Throughput, flops_per_image, measured_flops
+from callbacks.throughput import Throughput, devices_in_use, flops_per_image, measured_flops
 from ranks import run_ranks
 
 
@@ -106,69 +106,30 @@ def test_the_slowest_of_two_ranks_is_named():
         assert throughput["images_per_s_per_device"] == pytest.approx(throughput["images_per_s"] / 2, rel=1e-3)
 
 
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        return self.now
+CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
 
 
-def test_validation_and_checkpoints_belong_to_no_step(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr("callbacks.throughput.time", clock)
-    steps = StepTimes()
-
-    def step(wait, forward, rest):
-        clock.now += wait
-        steps.batch_arrived()
-        clock.now += forward
-        steps.forward_done()
-        clock.now += rest
-        steps.batch_done(stepped=True)
-
-    step(9, 1, 2)  # the wait before the first batch is start-up
-    step(3, 1, 2)
-    steps.pause()
-    clock.now += 100
-    step(9, 1, 4)
-    assert steps.rows() == [(3, 0, 1), (6, 3, 4), (5, 0, 1)]
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "devices"),
+    [
+        (SimpleNamespace(), 8, 8),
+        (SimpleNamespace(num_gpus=4), 1, 4),
+        (SimpleNamespace(stage_devices=[FIRST, SECOND, FIRST]), 1, 2),
+        (SimpleNamespace(stage_devices=[CPU, CPU]), 1, 1),
+    ],
+)
+def test_devices_that_one_process_uses_count(strategy, world_size, devices):
+    assert devices_in_use(strategy, world_size) == devices
 
 
-class Event:
-    """A CUDA event on a device whose clock is `now` and that has passed everything before `passed`."""
-
-    now, passed, synchronized = 0.0, 0.0, 0
-
-    def record(self):
-        Event.now += 10.0
-        self.at = Event.now
-
-    def query(self):
-        return self.at <= Event.passed
-
-    def synchronize(self):
-        Event.synchronized += 1
-        Event.passed = Event.now
-
-    def elapsed_time(self, other):
-        return other.at - self.at
-
-
-def test_events_are_read_only_when_they_have_passed():
-    Event.now = Event.passed = 0.0
-    Event.synchronized = 0
-    steps = StepTimes(Event)
-    for _ in range(3):
-        steps.batch_arrived()
-        steps.forward_done()
-        steps.batch_done(stepped=True)
-    assert steps.rows() == [] and Event.synchronized == 0
-    Event.passed = 50.0
-    steps.collect()
-    assert [(round(whole, 3), round(own, 3)) for whole, _, own in steps.rows()] == [(0.02, 0.01)] * 2
-    steps.collect(wait=True)
-    assert len(steps.rows()) == 3 and Event.synchronized == 1
+def test_a_rate_per_device_is_of_all_devices_of_the_process():
+    strategy = pl.strategies.SingleDeviceStrategy("cpu")
+    strategy.num_gpus = 4
+    callback = Throughput(20, peak_tflops={"float32": 1e-5}, warmup_steps=0)
+    throughput = fit(callback, Slow(0.001), SlowLoader(0, 10), strategy=strategy)["throughput"]
+    assert throughput["images_per_s_per_device"] == pytest.approx(throughput["images_per_s"] / 4, rel=1e-3)
+    used = callback.flops_per_image * throughput["images_per_s"] / 4 / 1e7
+    assert throughput["mfu"] == pytest.approx(used, rel=1e-2)
 
 
 def test_counted_flops_equal_those_of_a_real_pass_and_change_nothing():
