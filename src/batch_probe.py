@@ -24,6 +24,7 @@ from batch_search import Probe, next_batch
 from batch_sessions import EXIT_OUT_OF_MEMORY, SessionFiles, from_json, read_state, write_state
 from callbacks.memory_phases import GIB, AllocatedBytes, MemoryPhases, TrackedBytes, ran_out, untracked
 from errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
+from least_batch import least_batch
 from leave import leave
 from search_peers import Peers, leave_at_once
 from supervisor import die_with_parent
@@ -58,6 +59,7 @@ class Prober:
     def __init__(self, config: dict[str, Any], cluster: Any, files: SessionFiles) -> None:
         self.config, self.cluster, self.files = config, cluster, files
         self.num_train = 0
+        self.facts: dict[str, Any] = {}
         self.parts = cluster.world_size * config["trainer"]["accumulate_grad_batches"]
         self.writes = False
         self.peers = Peers(None, cluster.rank)
@@ -87,13 +89,15 @@ class Prober:
             self._keep(state)
             return self._leave()
         state["bound"] = self.num_train // self.parts
-        if state["bound"] < 1:
+        state["least"] = least_batch(self.config, self.facts, self.cluster.world_size)
+        if state["bound"] < state["least"]:
             raise UserError(
-                f"{self.num_train} training images are fewer than the {self.parts} parts of a global batch."
+                f"{self.num_train} training images are too few for the {self.parts} parts of a global batch, each of "
+                f"{state['least']} at least."
             )
         state["limit_gib"] = min(self._gather(self.meter.limit)) / GIB
         probes: list[Probe] = [from_json(probe) for probe in state["probes"]]
-        while (batch := next_batch(probes, bound=state["bound"])) is not None:
+        while (batch := next_batch(probes, bound=state["bound"], least=state["least"])) is not None:
             state["attempt"] = batch
             self._keep(state)
             self._gather(None)  # nobody runs out before it is written down at what
@@ -110,7 +114,8 @@ class Prober:
         rank_process.prepare_process(self.config, self.cluster)
         self._join()
         device = rank_process.device_of(self.config, self.cluster)
-        self.num_train = assemble.build_data(self._of_batch(1), self.cluster, device).num_train
+        data = assemble.build_data(self._of_batch(1), self.cluster, device)
+        self.num_train, self.facts = data.num_train, assemble.data_facts(data)
         self.meter = self._meter(device)
 
     def _probe(self, batch: int) -> list[dict[str, float]]:

@@ -42,7 +42,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search ended with. `batch` is 0 where not even one image fits; else it has run."""
+    """What a search ended with. `batch` is 0 where not even the smallest fits; else it has run."""
 
     batch: int
     probes: tuple[Probe, ...]
@@ -62,16 +62,17 @@ class Found:
         return _share_at(sorted(points, key=lambda probe: probe.batch), self.batch) - found.largest_share
 
 
-def largest_batch(fits: Callable[[int], Shares | None], *, bound: int, start: int = 8) -> Found:
+def largest_batch(fits: Callable[[int], Shares | None], *, bound: int, start: int = 8, least: int = 1) -> Found:
     """Search with at most 6 probes, at most two of them out of memory.
 
     Args:
         fits: runs a batch; returns the shares of memory per rank and phase, or None where any rank ran out.
         bound: the largest batch that makes sense (the images that a rank has).
         start: the first batch to try.
+        least: the smallest batch that the net takes.
     """
     probes: list[Probe] = []
-    while (batch := next_batch(probes, bound=bound, start=start)) is not None:
+    while (batch := next_batch(probes, bound=bound, start=start, least=least)) is not None:
         probes.append(Probe(batch, fits(batch)))
     return found(probes, bound)
 
@@ -82,34 +83,34 @@ def found(probes: Sequence[Probe], bound: int) -> Found:
     return Found(best, tuple(probes), at_bound=best == bound)
 
 
-def next_batch(probes: Sequence[Probe], *, bound: int, start: int = 8) -> int | None:
+def next_batch(probes: Sequence[Probe], *, bound: int, start: int = 8, least: int = 1) -> int | None:
     """The batch to probe after these, or None where the search is over. Depends on nothing else: it can be resumed."""
     if not probes:
-        return max(1, min(start, bound))
-    good = max((probe.batch for probe in probes if probe.fits), default=0)
+        return max(least, min(start, bound))
+    good = max((probe.batch for probe in probes if probe.fits), default=least - 1)
     bad = min((probe.batch for probe in probes if not probe.fits), default=bound + 1)
     ran_out = sum(probe.shares is None for probe in probes)
     if len(probes) >= MAX_PROBES or ran_out >= MAX_OUT_OF_MEMORY or bad - good <= 1:
         return None
     points = sorted((probe for probe in probes if probe.shares is not None), key=lambda probe: probe.batch)
     if len(points) < 2:
-        return _second_point(points, good, bad)
+        return _second_point(points, good, bad, least)
     if bad <= bound and good >= CLOSE_ENOUGH * (bad - 1):
         return None
     return _aim(points, good, bad, bound, len(probes))
 
 
-def _second_point(points: list[Probe], good: int, bad: int) -> int:
+def _second_point(points: list[Probe], good: int, bad: int, least: int) -> int:
     """Another point for the line: far enough to extrapolate from, and safe where memory grows no faster than it."""
     if not points:
-        return 1  # the first one ran out
+        return least  # the first one ran out
     batch, shares = points[0].batch, points[0].shares or ()
     held = max((rank.get(HELD, 0.0) for rank in shares), default=0.0)
     share = max((s for rank in shares for phase, s in rank.items() if not phase.startswith(FIXED)), default=held)
     growth = max(share - held, 1e-9) / batch
     wanted = min(batch + int(LEVER * max(1.0 - share, 0.0) / growth), 16 * batch)
-    if batch > 1 and (wanted < 2 * batch or bad <= wanted):
-        return batch // 2
+    if batch > least and (wanted < 2 * batch or bad <= wanted):
+        return max(batch // 2, least)
     return max(good + 1, min(wanted, bad - 1))
 
 

@@ -44,7 +44,7 @@ class SessionFiles:
 
     @property
     def state(self) -> Path:
-        """{probes, bound, limit_gib, attempt, known, writer}: written by the child of this local rank, `writer`."""
+        """{probes, bound, least, limit_gib, attempt, known, writer}: written by the child of local rank `writer`."""
         return self.folder / "state.json"
 
     @property
@@ -137,7 +137,7 @@ def _search(
     import yaml
 
     write_atomically(files.config, lambda file: yaml.safe_dump(config, file, sort_keys=False))
-    empty: dict[str, Any] = {"probes": [], "bound": None, "limit_gib": None, "attempt": None}
+    empty: dict[str, Any] = {"probes": [], "bound": None, "least": 1, "limit_gib": None, "attempt": None}
     write_state(files, {**empty, "known": known, "writer": cluster.local_rank or 0})
     for session in range(MAX_OUT_OF_MEMORY + 1):
         codes = _run_session(cluster, environment, command, files, session)
@@ -148,7 +148,8 @@ def _search(
         state["probes"].append({"batch": state["attempt"], "shares": None})
         state["attempt"] = None  # a later session may end before it tries anything
         write_state(files, state)
-        if next_batch([from_json(probe) for probe in state["probes"]], bound=state["bound"]) is None:
+        probes = [from_json(probe) for probe in state["probes"]]
+        if next_batch(probes, bound=state["bound"], least=state["least"]) is None:
             return state
     return state
 
@@ -211,8 +212,9 @@ def _check(codes: list[int], state: dict[str, Any], files: SessionFiles, cluster
 
 
 def _nothing_fits(state: dict[str, Any], config: dict[str, Any]) -> str:
+    images = "one image" if state["least"] == 1 else f"{state['least']} images, the fewest that the net takes,"
     return (
-        f"Not even one image for each device fits into {state['limit_gib']:.3g} GiB with "
+        f"Not even {images} for each device fits into {state['limit_gib']:.3g} GiB with "
         f"model={config['model'].get('name')} and data.eval_batch_size={config['data'].get('eval_batch_size')}: "
         "take a smaller model or eval batch, trainer=fsdp over more devices, or more memory."
     )

@@ -31,6 +31,7 @@ from callbacks.memory_phases import GIB, MemoryPhases, TrackedBytes
 from cluster import Cluster
 from compose import plain
 from errors import EXIT_OK, UserError
+from least_batch import least_batch
 
 RUNTIME_GIB = 0.6  # assumed for CUDA's context and NCCL, which lie beside the allocator's memory
 UNBOUND = 65536  # largest batch that is tried: the data are not looked at
@@ -56,11 +57,12 @@ def estimate(cfg: Any) -> int:
     def fits(batch: int) -> Shares:
         return [{phase: held / (limit_gib * GIB) for phase, held in peak_bytes(config, facts, cluster, batch).items()}]
 
-    found = largest_batch(fits, bound=UNBOUND)
+    least = least_batch(config, facts, cluster.world_size)
+    found = largest_batch(fits, bound=UNBOUND, least=least)
     if found.batch == 0:
-        raise UserError(
-            f"Not even one image for each device fits into {limit_gib:.3g} GiB: {_phases(fits(1), limit_gib)}."
-        )
+        images = "one image" if least == 1 else f"{least} images, the fewest that the net takes,"
+        needs = _phases(fits(least), limit_gib)
+        raise UserError(f"Not even {images} for each device fits into {limit_gib:.3g} GiB: {needs}.")
     parts = cluster.world_size * config["trainer"]["accumulate_grad_batches"]
     shares = next(probe.shares for probe in found.probes if probe.batch == found.batch)
     print(

@@ -104,6 +104,25 @@ def test_rough_memory_never_breaks_the_promises_about_probes(family):
     assert sum(near) / len(near) > 0.6
 
 
+@pytest.mark.parametrize("least", [2, 6, 16])
+@pytest.mark.parametrize("family", [linear, *ROUGH], ids=lambda family: family.__name__)
+def test_no_batch_below_the_least_is_run_and_the_promises_hold(family, least):
+    for seed in range(100):
+        fits, bound, _ = case(family, seed)
+        bound = max(bound, least)
+        best = max((b for b in range(least, bound + 1) if fits(b)), default=0)
+        found = largest_batch(fits, bound=bound, least=least)
+        assert all(probe.batch >= least for probe in found.probes)
+        assert found.batch <= best and (found.batch == 0) == (best == 0)
+        assert len(found.probes) <= 6 and found.out_of_memory <= 2
+        assert len({probe.batch for probe in found.probes}) == len(found.probes)
+
+
+def test_a_net_that_refuses_one_image_is_tried_at_two():
+    found = largest_batch(lambda b: [{HELD: 0.5, "step": 0.5 + b / 11}] if b <= 5 else None, bound=1000, least=2)
+    assert [probe.batch for probe in found.probes][:2] == [8, 2] and 3 <= found.batch <= 5
+
+
 def test_a_gathered_layer_that_hides_the_slope_is_seen_through():
     """alexnet under fsdp_sim as measured: the first layers' peak grows by less than the one that takes over."""
 

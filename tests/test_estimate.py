@@ -80,3 +80,12 @@ def test_a_net_that_refuses_single_images_is_estimated(tmp_path):
     done = run_door("find_batch_size", "--estimate", *options, "trainer.devices=4", logs=tmp_path)
     assert done.code == 0, done.output
     assert "estimated largest batch" in done.output
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"), [(1.55, "estimated largest batch"), (0.5, "Not even 2 images, the fewest that the net takes,")]
+)
+def test_a_net_that_refuses_single_images_is_estimated_where_hardly_any_fit(limit, said, tmp_path):
+    options = ["model=alexnet_bn", "data=synthetic", "data.image_size=127", "data.eval_batch_size=1", "trainer=cpu"]
+    done = run_door("find_batch_size", "--estimate", *options, f"trainer.memory_limit_gib={limit}", logs=tmp_path)
+    assert said in done.output, done.output

@@ -20,6 +20,7 @@ FLOOR_2 = {
     "model_card",
     "estimate",
     "batch_probe",
+    "least_batch",
     "targets",
     "rank_process",
 }
