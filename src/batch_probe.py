@@ -27,6 +27,7 @@ from errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
 from least_batch import least_batch
 from leave import leave
 from search_peers import Peers, leave_at_once
+from strategies.model_parallel import checked_devices
 from supervisor import die_with_parent
 
 MEMORY_SHARE_OF_CPU = 0.8  # of what is free: the tracker sees tensors only
@@ -134,6 +135,8 @@ class Prober:
         """Two optimizer steps at this batch for each device; this rank's shares."""
         config = self._of_batch(batch)
         data = assemble.build_data(config, self.cluster, rank_process.device_of(config, self.cluster))
+        if config["test"]:
+            evaluate_largest(data)
         gc.collect()
         meter = self.meter.fresh()
         with meter:
@@ -167,14 +170,12 @@ class Prober:
             strategy["initial_peers"] = []  # one peer, away from the swarm
         return config
 
-    def _meter(self, device: Any) -> Any:
+    def _meter(self, device: torch.device) -> Any:
         own = self.config["trainer"]
         fraction, stated = own.get("memory_fraction") or 1.0, own.get("memory_limit_gib")
         limit = int(stated * GIB) if stated else None
         if device.type == "cuda":
-            alone = own["launch"] == "one_process" and own["devices"] != 1
-            devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if alone else [device]
-            return AllocatedBytes(devices, fraction, limit)
+            return AllocatedBytes(metered_devices(own, device), fraction, limit)
         if limit is None:
             limit = int(MEMORY_SHARE_OF_CPU * psutil.virtual_memory().available / self.cluster.devices)
             limit = min(self._gather(limit))
@@ -215,6 +216,27 @@ class Prober:
         gathered: list[Any] = [None] * self.cluster.world_size
         dist.all_gather_object(gathered, value)
         return gathered
+
+
+def metered_devices(own: dict[str, Any], device: torch.device) -> list[torch.device]:
+    """The GPUs that this process computes on: those of the net's stages, those that share each batch, or its one.
+
+    Args:
+        own: the trainer's options.
+        device: of a process that computes on one.
+    """
+    if "stage_devices" in own:
+        stages = checked_devices(own["stage_devices"])
+        return list(dict.fromkeys(torch.device("cuda", stage.index or 0) for stage in stages if stage.type == "cuda"))
+    if "num_gpus" in own:
+        return [torch.device("cuda", index) for index in range(own["num_gpus"] or torch.cuda.device_count())]
+    return [device]
+
+
+def evaluate_largest(data: Any) -> None:
+    """Validate on the test images where their batches are larger: small splits have batches of their own size."""
+    if data.test_dataloader().batch_size > data.val_dataloader().batch_size:
+        data.val_dataloader = data.test_dataloader
 
 
 def _averaging(config: dict[str, Any]) -> list[Any]:

@@ -20,6 +20,7 @@ from provenance import available_cores
 from run_end import report_failure
 from run_files import RunFolder
 from shared_checkpoint import share_checkpoint
+from strategies.model_parallel import checked_devices
 from targets import check_targets
 
 EXPECTED_WARNINGS = (
@@ -116,9 +117,12 @@ def enter_world(config: dict[str, Any], cluster: Cluster, folder: RunFolder) -> 
 
 
 def device_of(config: dict[str, Any], cluster: Cluster) -> torch.device:
-    if config["trainer"]["accelerator"] == "gpu":
-        return torch.device("cuda", cluster.local_rank or 0)
-    return torch.device("cpu")
+    """Where this rank's data lie and its net begins."""
+    if config["trainer"]["accelerator"] != "gpu":
+        return torch.device("cpu")
+    if stages := config["trainer"].get("stage_devices"):
+        return torch.device("cuda", checked_devices(stages)[0].index or 0)
+    return torch.device("cuda", cluster.local_rank or 0)
 
 
 def prepare_process(config: dict[str, Any], cluster: Cluster) -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from batch_probe import two_steps
-from batch_sessions import find_largest
+import rank_process
+from batch_probe import Prober, metered_devices, two_steps
+from batch_sessions import SessionFiles, find_largest
 from callbacks.memory_phases import GIB, OutOfTrackedMemory, TrackedBytes, ran_out
 from cluster import Cluster
 from memory_runs import composed, peaks
@@ -79,6 +80,55 @@ def test_the_failure_of_one_of_two_ranks_is_shown_and_is_no_out_of_memory(tmp_pa
         find_largest(config, Cluster("none", 1, 2, 0, None, "127.0.0.1", None), dict(os.environ), command)
 
 
+def test_the_larger_of_validation_and_test_batch_is_evaluated(tmp_path):
+    options = ["data=synthetic", "data.num_images=100", "data.eval_batch_size=1000", "model=small_cnn", "trainer=cpu"]
+    validation = {}
+    for name, more in {
+        "few": ["data.num_test_images=5"],
+        "many": ["data.num_test_images=400"],
+        "untested": ["data.num_test_images=400", "test=false"],
+    }.items():
+        config = composed([*options, *more], tmp_path / name)
+        [[phases]] = peaks(config, tmp_path, 1, [2])
+        validation[name] = phases["validation"]
+    assert validation["many"] > 5 * validation["few"] and validation["untested"] == pytest.approx(validation["few"])
+
+
+CUDA = [torch.device("cuda", index) for index in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("own", "devices"),
+    [
+        ({}, CUDA[1:2]),
+        ({"stage_devices": None}, CUDA),
+        ({"stage_devices": ["cuda:2", "cuda:3", "cuda:2"]}, CUDA[2:]),
+        ({"stage_devices": ["cuda", "cpu"]}, CUDA[:1]),
+        ({"num_gpus": None}, CUDA),
+        ({"num_gpus": 3}, CUDA[:3]),
+    ],
+)
+def test_every_gpu_that_a_process_uses_is_measured(own, devices, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert metered_devices(own, CUDA[1]) == devices
+
+
+def test_a_net_in_stages_has_its_data_on_the_first_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    own = {"accelerator": "gpu", "stage_devices": ["cuda:2", "cuda:3"]}
+    second = Cluster("none", 1, 2, 1, 1, "127.0.0.1", None)
+    on_cpu = {"accelerator": "cpu", "stage_devices": ["cpu", "cpu"]}
+    assert rank_process.device_of({"trainer": own}, second) == CUDA[2]
+    assert rank_process.device_of({"trainer": {"accelerator": "gpu"}}, second) == CUDA[1]
+    assert rank_process.device_of({"trainer": on_cpu}, second) == torch.device("cpu")
+
+
+def test_the_fraction_is_of_the_device_that_is_played(tmp_path):
+    options = [*SMALL, "model=small_cnn", "trainer=cpu", "trainer.memory_limit_gib=2", "trainer.memory_fraction=0.75"]
+    prober = Prober(composed(options, tmp_path), Cluster("none", 1, 1, 0, 0, "127.0.0.1", None), SessionFiles(tmp_path))
+    assert prober._meter(torch.device("cpu")).limit == 1.5 * GIB
+
+
 def test_two_steps_are_consecutive_where_the_data_suffice():
     assert two_steps(2, 2)["limit_train_batches"] == 4 and two_steps(2, 2)["max_epochs"] == 1
     assert two_steps(1, 1)["limit_train_batches"] == 1 and two_steps(1, 1)["max_epochs"] == 2
@@ -134,13 +184,32 @@ def test_what_counts_as_out_of_memory(error, memory):
     assert ran_out(error) is memory
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_on_a_gpu_the_largest_batch_is_real(tmp_path):
-    """Five percent more than what was found runs out, and what was found ran."""
-    options = ["data=synthetic", "data.num_images=40000", "model=small_cnn", "trainer=gpu", "optimizer=sgd"]
-    config = composed([*options, "trainer.memory_limit_gib=2"], tmp_path)
-    largest = find_largest(config, Cluster("none", 1, 1, 0, 0, "127.0.0.1", None), dict(os.environ))
+def largest_is_real(config, folder):
+    """What was found runs, and no batch that is more than five percent larger does."""
+    one = Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
+    largest = find_largest(config, one, dict(os.environ))
     fields = largest.record()
     assert fields["probes"] <= 6 and fields["out_of_memory"] <= 2 and fields["bounded_by"] == "memory"
-    assert fields["peak_memory_gib"] > 0.85 * 2
+    prober = Prober(config, one, SessionFiles(folder))
+    prober.prepare()
+    assert peak(prober.train(largest.per_device)) <= 1
+    with pytest.raises(RuntimeError) as raised:
+        prober.train(int(largest.per_device / 0.95) + 1)
+    assert ran_out(raised.value)
+    return fields
+
+
+def test_the_largest_batch_is_real(tmp_path):
+    own = ["trainer=cpu", "trainer.memory_limit_gib=0.1", "trainer.memory_fraction=0.6"]
+    fields = largest_is_real(composed([*SMALL, "model=small_cnn", *own], tmp_path), tmp_path)
+    assert 0.95 * 0.06 <= fields["peak_memory_gib"] <= fields["limit_gib"] == pytest.approx(0.06)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_on_a_gpu_the_largest_batch_is_real(tmp_path, fraction):
+    options = ["data=synthetic", "data.num_images=40000", "model=small_cnn", "trainer=gpu", "optimizer=sgd"]
+    own = ["trainer.memory_limit_gib=2", f"trainer.memory_fraction={fraction}"]
+    fields = largest_is_real(composed([*options, *own], tmp_path), tmp_path)
+    assert 0.85 * 2 * fraction < fields["peak_memory_gib"] <= fields["limit_gib"] == pytest.approx(2 * fraction)

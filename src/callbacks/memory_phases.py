@@ -79,14 +79,14 @@ class AllocatedBytes:
 
     Args:
         fraction: of each GPU's memory that this process may use.
-        limit: bytes of a smaller device to play; None: the GPU's own.
+        limit: bytes of a smaller device to play, of which `fraction` may be used; None: the GPU's own.
     """
 
     def __init__(self, devices: list[torch.device], fraction: float = 1.0, limit: int | None = None) -> None:
         self.devices, self.limits = devices, {}
         for device in devices:
             free, total = torch.cuda.mem_get_info(device)
-            allowed = min(int(fraction * total), limit or total)
+            allowed = int(fraction * min(limit or total, total))
             torch.cuda.set_per_process_memory_fraction(allowed / total, device)
             self.limits[str(device)] = min(allowed, free + torch.cuda.memory_reserved(device))
 
