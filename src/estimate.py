@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
@@ -31,6 +30,7 @@ from callbacks.memory_phases import GIB, MemoryPhases, TrackedBytes
 from cluster import Cluster
 from compose import plain
 from errors import EXIT_OK, UserError
+from fake_images import FakeImages
 from least_batch import least_batch
 
 RUNTIME_GIB = 0.6  # assumed for CUDA's context and NCCL, which lie beside the allocator's memory
@@ -65,9 +65,10 @@ def estimate(cfg: Any) -> int:
         raise UserError(f"Not even {images} for each device fits into {limit_gib:.3g} GiB: {needs}.")
     parts = cluster.world_size * config["trainer"]["accumulate_grad_batches"]
     shares = next(probe.shares for probe in found.probes if probe.batch == found.batch)
+    at_least = "at least " if found.at_bound else ""  # the estimate stops there, the memory does not
     print(
-        f"estimated largest batch {found.batch} per device, {found.batch * parts} global = {found.batch} × "
-        f"{cluster.world_size} × {config['trainer']['accumulate_grad_batches']} · "
+        f"estimated largest batch {at_least}{found.batch} per device, {at_least}{found.batch * parts} global = "
+        f"{found.batch} × {cluster.world_size} × {config['trainer']['accumulate_grad_batches']} · "
         f"{_phases(shares, limit_gib)} of {limit_gib:.3g} GiB · nothing was run"
     )
     return EXIT_OK
@@ -88,9 +89,8 @@ def stated_cluster(config: dict[str, Any]) -> Cluster:
         return Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
     devices = hardware.get("gpus") or 1 if trainer["devices"] == "auto" else trainer["devices"]
     if trainer["devices"] != "auto" and hardware.get("gpus") and devices > hardware["gpus"]:
-        raise UserError(
-            f"trainer.devices={devices}, but a {hardware['name']} has {hardware['gpus']}: use more num_nodes."
-        )
+        gpus = f"{hardware['gpus']} GPU{'s' if hardware['gpus'] > 1 else ''}"
+        print(f"A {hardware['name']} has {gpus}: this is for {devices} such GPUs on each node, as asked.")
     num_nodes = 1 if trainer["num_nodes"] == "auto" else trainer["num_nodes"]
     return Cluster("none", num_nodes, devices, 0, 0, "127.0.0.1", None)
 
@@ -129,33 +129,6 @@ class Shapes(FakeTensorMode):
 
 def _one(dtype: torch.dtype) -> Any:
     return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
-
-
-class FakeImages(pl.LightningDataModule):
-    """Batches of the right shape: `steps` to train on, one to validate on."""
-
-    def __init__(self, shape: tuple[int, int, int], batch: int, eval_batch: int, steps: int, num_classes: int) -> None:
-        super().__init__()
-        self.shape, self.batch, self.eval_batch, self.steps = shape, batch, eval_batch, steps
-        self.num_classes = num_classes
-
-    def train_dataloader(self) -> "Repeated":
-        return Repeated(self.shape, self.batch, self.steps)
-
-    def val_dataloader(self) -> "Repeated":
-        return Repeated(self.shape, self.eval_batch, 1)
-
-
-class Repeated:
-    def __init__(self, shape: tuple[int, int, int], batch: int, times: int) -> None:
-        self.shape, self.batch, self.times = shape, batch, times
-
-    def __len__(self) -> int:
-        return self.times
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for _ in range(self.times):
-            yield torch.zeros(self.batch, *self.shape), torch.zeros(self.batch, dtype=torch.int64)
 
 
 def peak_bytes(config: dict[str, Any], facts: dict[str, Any], cluster: Cluster, batch: int) -> dict[str, int]:

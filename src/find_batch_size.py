@@ -20,10 +20,12 @@ from leave import leave
 def find(cfg: Any) -> int:
     """The door's task: search, print, record."""
     from launch import agree_on_run, describe_batch, resolve_cluster
+    from no_secrets import refuse_secrets
     from run_files import RunFolder, new_run_id, read_record, utc_now, write_record
     from run_start import begin
 
     config = plain(cfg)
+    refuse_secrets(config)
     environment = world.environment()
     config["choices"] = chosen_options(cfg)
     cluster = resolve_cluster(config, environment)

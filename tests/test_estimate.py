@@ -61,15 +61,21 @@ def test_buckets_are_those_of_ddp():
     assert [[round(size, 1) for size in bucket] for bucket in grouped] == [[0.5, 0.4, 0.3], [20, 4, 2], [1]]
 
 
-def test_the_world_and_the_limit_come_from_the_options(tmp_path):
+def test_the_world_and_the_limit_come_from_the_options(tmp_path, capsys):
     options = ["model=small_cnn", "data=synthetic", "trainer=cpu", "hardware=g4dn.12xlarge"]
     config = composed(options, tmp_path)
     config["trainer"].update(launch="process_per_device", devices="auto", num_nodes=8, accelerator="gpu")
     assert estimate.stated_cluster(config).world_size == 32
     assert estimate.stated_limit_gib(config) == pytest.approx(15.0 - estimate.RUNTIME_GIB)
+    config["trainer"]["memory_fraction"], config["trainer"]["memory_limit_gib"] = 0.5, 6
+    assert estimate.stated_limit_gib(config) == 3
+    config["trainer"].update(memory_limit_gib=None, devices=4)
+    assert estimate.stated_limit_gib(config) == pytest.approx(7.5 - estimate.RUNTIME_GIB)
+    assert estimate.stated_cluster(config).world_size == 32 and capsys.readouterr().out == ""
     config["trainer"]["devices"] = 8
-    with pytest.raises(UserError, match="trainer.devices=8, but a g4dn.12xlarge has 4"):
-        estimate.stated_cluster(config)
+    assert estimate.stated_cluster(config).world_size == 64
+    said = "A g4dn.12xlarge has 4 GPUs: this is for 8 such GPUs on each node, as asked.\n"
+    assert capsys.readouterr().out == said
     config["hardware"] = {}
     with pytest.raises(UserError, match="--estimate needs to know the memory"):
         estimate.stated_limit_gib(config)
@@ -89,3 +95,17 @@ def test_a_net_that_refuses_single_images_is_estimated_where_hardly_any_fit(limi
     options = ["model=alexnet_bn", "data=synthetic", "data.image_size=127", "data.eval_batch_size=1", "trainer=cpu"]
     done = run_door("find_batch_size", "--estimate", *options, f"trainer.memory_limit_gib={limit}", logs=tmp_path)
     assert said in done.output, done.output
+
+
+def test_more_ranks_on_a_node_than_its_gpus_are_answered_with_a_warning(tmp_path):
+    options = ["model=small_cnn", "data=synthetic", "trainer=fsdp", "trainer.devices=4", "trainer.num_nodes=8"]
+    done = run_door("find_batch_size", "--estimate", *options, "hardware=g4dn.xlarge", logs=tmp_path)
+    assert done.code == 0, done.output
+    assert "A g4dn.xlarge has 1 GPU: this is for 4 such GPUs on each node, as asked." in done.output
+    assert " × 32 × 1 · " in done.output and " at least " not in done.output
+
+
+def test_an_estimate_that_stops_before_the_memory_does_says_so(tmp_path):
+    options = ["model=small_cnn", "data=synthetic", "data.image_size=8", "trainer=cpu", "trainer.memory_limit_gib=4000"]
+    done = run_door("find_batch_size", "--estimate", *options, logs=tmp_path)
+    assert "estimated largest batch at least 65536 per device, at least 65536 global = 65536 × 1 × 1" in done.output

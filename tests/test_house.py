@@ -19,6 +19,7 @@ FLOOR_2 = {
     "finished_model",
     "model_card",
     "estimate",
+    "fake_images",
     "batch_probe",
     "least_batch",
     "targets",

@@ -119,6 +119,13 @@ def test_an_override_with_a_secret_is_refused_and_not_repeated(word, tmp_path):
     assert "ghp_" not in done.output
 
 
+def test_the_batch_search_writes_its_options_down_too(tmp_path):
+    word = f"s3.endpoint_url=http://u:{canary(1)}@127.0.0.1:9"
+    done = run_door("find_batch_size", *SMALL, "trainer=cpu", word, "trainer.memory_limit_gib=0.06", logs=tmp_path)
+    assert done.code == 2 and "s3.endpoint_url holds an address with credentials" in done.output, done.output
+    assert hits(done.output + everything_in(tmp_path)) == []
+
+
 def test_harmless_options_are_no_secrets():
     refuse_secrets({
         "s3": {"uri": "s3://bucket/prefix", "sse_kms_key_id": "arn:aws:kms:eu-west-1:1:key/1", "endpoint_url": "http://h:1"},
