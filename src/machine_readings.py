@@ -5,9 +5,11 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 GIB = 2**30
+DRIVER = Path("/proc/driver/nvidia/version")
 Reading = dict[str, float | str | None]
 
 THROTTLE_REASONS = {  # NVML's bit → word; a GPU that idles or follows a set clock is not throttled
@@ -61,10 +63,15 @@ class GpuReader:
             self._once(f"no GPU readings: {error}")
             return
         try:
-            for handle in self._visible_handles(visible):
-                self._add(handle)
+            handles = self._visible_handles(visible)
         except nvml.NVMLError as error:
-            self._once(f"GPU readings stop at {len(self.gpus)} GPUs: {error}")
+            self._once(f"no GPU readings: {error}")
+            return
+        for handle in handles:
+            try:
+                self._add(handle, whole_card=visible is None)
+            except nvml.NVMLError as error:
+                self._once(f"a GPU does not answer ({error}): no readings of it")
 
     def facts(self) -> list[dict[str, Any]]:
         """Name and memory of each, for the record."""
@@ -122,16 +129,17 @@ class GpuReader:
 
     def _visible_handles(self, visible: str | None) -> list[Any]:
         """As CUDA reads CUDA_VISIBLE_DEVICES: indices or UUIDs, up to the first that does not exist."""
-        nvml = self.nvml
-        count = nvml.nvmlDeviceGetCount()
+        count = self.nvml.nvmlDeviceGetCount()
         if visible is None:
-            return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+            return [handle for index in range(count) if (handle := self._by_index(index)) is not None]
         handles = []
         for word in (word.strip() for word in visible.split(",")):
-            if word.startswith(("GPU-", "MIG-")):
-                handle = self._by_uuid(word, count)
+            if word.isdigit() and int(word) < count:
+                handle = self._by_index(int(word))
+                if handle is None:
+                    continue
             else:
-                handle = nvml.nvmlDeviceGetHandleByIndex(int(word)) if word.isdigit() and int(word) < count else None
+                handle = self._by_uuid(word, count) if word.startswith(("GPU-", "MIG-")) else None
             if handle is None:
                 if word not in ("", "-1"):
                     self._once(f"CUDA_VISIBLE_DEVICES names {word!r}, which is not here; CUDA stops there too")
@@ -139,16 +147,33 @@ class GpuReader:
             handles.append(handle)
         return handles
 
+    def _by_index(self, index: int) -> Any:
+        """None where this one does not answer; the others do."""
+        try:
+            return self.nvml.nvmlDeviceGetHandleByIndex(index)
+        except self.nvml.NVMLError as error:
+            self._once(f"GPU {index} does not answer ({error}): no readings of it")
+            return None
+
     def _by_uuid(self, word: str, count: int) -> Any:
         """A full UUID, or the beginning of a GPU's."""
         nvml = self.nvml
         try:
             return nvml.nvmlDeviceGetHandleByUUID(word)
         except nvml.NVMLError:
-            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
-            return next((handle for handle in handles if text(nvml.nvmlDeviceGetUUID(handle)).startswith(word)), None)
+            for index in range(count):
+                try:
+                    if (handle := self._by_index(index)) and text(nvml.nvmlDeviceGetUUID(handle)).startswith(word):
+                        return handle
+                except nvml.NVMLError as error:
+                    self._once(f"GPU {index} does not answer ({error}): no readings of it")
+            return None
 
-    def _add(self, handle: Any) -> None:
+    def _add(self, handle: Any, whole_card: bool) -> None:
+        """
+        Args:
+            whole_card: with all its MIG instances; CUDA takes the first one of a card that is named.
+        """
         nvml = self.nvml
         try:
             divided = nvml.nvmlDeviceGetMigMode(handle)[0] == 1
@@ -157,7 +182,7 @@ class GpuReader:
         instances = self._mig_instances(handle) if divided else []
         if divided and not instances:
             self._once("a GPU is in MIG mode without an instance: CUDA cannot use it")
-        for found in instances if divided else [handle]:
+        for found in (instances if whole_card else instances[:1]) if divided else [handle]:
             gpu = Gpu(len(self.gpus), found, self._parent(found))
             gpu.facts = self._facts_of(gpu)
             self.gpus.append(gpu)
@@ -249,10 +274,12 @@ def nvidia_smi() -> str | None:
 
 
 def nvml_library() -> Any:
-    """pynvml, or None where it is not installed."""
+    """pynvml, or None where it is not installed, which is said where there is a driver that it could ask."""
     try:
         import pynvml
     except ImportError:
+        if DRIVER.exists():
+            say("no GPU readings: the package nvidia-ml-py is not installed")
         return None
     return pynvml
 

@@ -1,11 +1,13 @@
 """NVML through a stand-in that answers as the library does: whole cards, MIG, gaps, no driver, a driver that dies."""
 
 import os
+import sys
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
+import machine_readings
 from machine_readings import CpuReader, GpuReader, throttle_words
 
 GIB = 2**30
@@ -161,6 +163,54 @@ def test_mig_mode_without_an_instance():
     nvml.refuse["nvmlDeviceGetMigDeviceHandleByIndex"] = NotFound(6, "Not Found")
     gpus, told = reader(nvml)
     assert gpus.read() == {} and told == ["a GPU is in MIG mode without an instance: CUDA cannot use it"]
+
+
+@pytest.mark.parametrize(
+    "visible", [None, "0,1,2,3,4,5,6,7", "GPU-aaaa0,GPU-aaaa1,GPU-aaaa3,GPU-aaaa2,GPU-aaaa4,4,5,6,7"]
+)
+def test_a_gpu_that_is_lost_at_the_start_hides_no_other(visible):
+    nvml = FakeNvml(cards=8)
+    nvml.refuse[("nvmlDeviceGetHandleByIndex", 2)] = NVMLError(15, "GPU is lost")
+    gpus, told = reader(nvml, visible)
+    readings = gpus.read()
+    memory = [readings[f"gpu{i}/memory_gib"] for i in range(len(gpus.gpus))]
+    if visible and visible.startswith("GPU"):
+        assert memory == [3.0, 4.0, 6.0] and len(told) == 2 and "CUDA_VISIBLE_DEVICES names 'GPU-aaaa2'" in told[1]
+    else:
+        assert memory == [3.0, 4.0, 6.0, 7.0, 8.0, 9.0, 10.0] and len(told) == 1
+    assert told[0] == "GPU 2 does not answer (GPU is lost): no readings of it"
+
+
+def test_a_gpu_that_is_lost_while_uuids_are_compared_hides_no_other():
+    nvml = FakeNvml(cards=3)
+    nvml.refuse[("nvmlDeviceGetUUID", "card0")] = NVMLError(15, "GPU is lost")
+    gpus, told = reader(nvml, "GPU-aaaa1,GPU-aaaa2")
+    assert [gpus.read()[f"gpu{i}/memory_gib"] for i in (0, 1)] == [4.0, 5.0]
+    assert told == ["GPU 0 does not answer (GPU is lost): no readings of it"]
+
+
+def test_a_gpu_that_is_lost_while_it_is_asked_for_its_instances_hides_no_other():
+    nvml = FakeNvml(cards=1, mig=2)
+    nvml.cards = 2
+    nvml.refuse[("nvmlDeviceGetMaxMigDeviceCount", "card0")] = NVMLError(15, "GPU is lost")
+    gpus, told = reader(nvml)
+    assert len(gpus.gpus) == 2 and told == ["a GPU does not answer (GPU is lost): no readings of it"]
+
+
+@pytest.mark.parametrize(("visible", "instances"), [("0", 1), ("GPU-aaaa0-bbbb", 1), ("MIG-1", 1), (None, 2)])
+def test_of_a_card_that_is_named_cuda_takes_the_first_instance(visible, instances):
+    gpus, told = reader(FakeNvml(cards=1, mig=2), visible)
+    assert len(gpus.gpus) == instances and told == []
+    assert gpus.read()["gpu0/memory_gib"] == (4.0 if visible == "MIG-1" else 3.0)
+
+
+def test_a_driver_without_the_library_is_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(machine_readings, "DRIVER", tmp_path / "version")
+    assert machine_readings.nvml_library() is None and capsys.readouterr().out == ""
+    (tmp_path / "version").touch()
+    assert machine_readings.nvml_library() is None
+    assert capsys.readouterr().out == "hardware: no GPU readings: the package nvidia-ml-py is not installed\n"
 
 
 def test_a_missing_value_is_named_once_and_not_asked_again():
