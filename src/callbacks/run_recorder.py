@@ -28,6 +28,7 @@ class RunRecorder(Callback):
         self.fit_started_at: float | None = None
         self.fit_before_s = 0.0  # seconds of fit in earlier starts of this run
         self.best_metrics: dict[str, float] = {}
+        self.training = False
 
     def write(self, trainer: pl.Trainer | None = None, **fields: Any) -> None:
         """Merge fields, and what every callback contributes, into the record."""
@@ -37,7 +38,7 @@ class RunRecorder(Callback):
         if trainer is not None:
             record["metrics"] = {**record.get("metrics", {}), **self._metrics(trainer)}
             record["epochs"] = max(record.get("epochs", 0), trainer.current_epoch)
-            record["steps"] = max(record.get("steps", 0), trainer.global_step)
+            record["steps"] = self._steps(trainer, record.get("steps", 0))
             for part in (*trainer.callbacks, trainer.strategy):
                 if part is not self and hasattr(part, "record_fields"):
                     record.update(part.record_fields())
@@ -46,6 +47,11 @@ class RunRecorder(Callback):
         record.update(derived_fields(record, self.hardware))
         write_record(self.path, record)
         self.written_at = time.monotonic()
+
+    def _steps(self, trainer: pl.Trainer, before: int) -> int:
+        """In training where it stands: what was done beyond the checkpoint before a restart is lost, and counted so."""
+        in_training = self.training and trainer.state.fn == "fit"
+        return trainer.global_step if in_training else before
 
     def _metrics(self, trainer: pl.Trainer) -> dict[str, Any]:
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -65,10 +71,11 @@ class RunRecorder(Callback):
             self.fit_before_s = float(before.get("fit_seconds") or 0.0)
             self.best_metrics = {n: v for n, v in before.get("metrics", {}).items() if n == "val/acc_best"}
             self.fit_started_at = time.monotonic()
-            self.write(trainer, phase="start")
+            restarts = before.get("restarts") or [{}]
+            self.write(trainer, phase="start", steps=restarts[-1].get("resumed_step", before.get("steps") or 0))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.begun_at, self.begun_step = time.monotonic(), trainer.global_step
+        self.training = True
         self.write(trainer, phase="training")
 
     def _beat(self, trainer: pl.Trainer, phase: str) -> None:
@@ -99,7 +106,7 @@ class RunRecorder(Callback):
 
     def on_checkpoint_complete(self, path: Path, facts: dict[str, Any], kind: str) -> None:
         """A best that is not yet in the record would be lost with the process."""
-        fields: dict[str, Any] = {"steps": facts["step"]}
+        fields: dict[str, Any] = {"steps": max(facts["step"], self._steps_so_far())}
         if kind == "best":
             named = {key: facts[key] for key in ("bytes", "sha256", "epoch", "step", "metric")}
             fields["best_checkpoint"] = {"path": f"{path.parent.name}/{path.name}", **named}
@@ -108,7 +115,7 @@ class RunRecorder(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """How far it came; who started the run writes how it ended."""
         if trainer.is_global_zero:
-            self.write(None, steps=trainer.global_step if trainer.state.fn == "fit" else self._steps_so_far())
+            self.write(None, steps=self._steps(trainer, self._steps_so_far()))
 
     def _steps_so_far(self) -> int:
         return int(read_record(self.path).get("steps") or 0)
