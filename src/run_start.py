@@ -214,6 +214,7 @@ def continued(previous: dict[str, Any], record: dict[str, Any], config: dict[str
     }
     record = {**record, **{key: previous[key] for key in kept if previous.get(key) is not None}}
     record["restarts"] = [*record["restarts"], restart]
+    record["steps"] = step  # what was lost is counted once, though this start too may be killed before it trains
     record["resumed_from"] = config.get("ckpt_path")
     return record
 

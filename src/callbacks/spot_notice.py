@@ -83,15 +83,16 @@ class SpotNotice(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.interruption = next(c for c in trainer.callbacks if isinstance(c, Interruption))
         self.uploads = [c for c in trainer.callbacks if hasattr(c, "expect_end")]
-        if trainer.local_rank == 0 and stage == "fit":
-            self.ended.clear()
+        if trainer.local_rank == 0 and stage in ("fit", "test"):
+            self.ended = threading.Event()  # the thread of a stage before may still be asking
             threading.Thread(target=self._poll, name="spot-notice", daemon=True).start()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.ended.set()
 
     def _poll(self) -> None:
-        while not self.ended.is_set():
+        ended = self.ended
+        while not ended.is_set():
             try:
                 notice = self.fetch()
             except (OSError, ValueError, http.client.HTTPException) as error:
@@ -107,7 +108,7 @@ class SpotNotice(Callback):
                 for upload in self.uploads:
                     upload.expect_end(self.end_after_s - 5)
                 return self._end_in_time()
-            self.ended.wait(self.interval_s)
+            ended.wait(self.interval_s)
 
     def _end_in_time(self) -> None:
         """The machine goes soon: a checkpoint or an upload that hangs must not hold this process."""

@@ -100,11 +100,11 @@ class Upload:
         self.seconds = seconds
 
 
-def watched(callback, local_rank=0):
+def watched(callback, local_rank=0, stage="fit"):
     """The interruption and the upload that the callback would reach in a trainer."""
     interruption, upload = Interruption(), Upload()
     trainer = SimpleNamespace(callbacks=[interruption, upload, callback], local_rank=local_rank)
-    callback.setup(trainer, None, "fit")
+    callback.setup(trainer, None, stage)
     return interruption, upload
 
 
@@ -140,6 +140,18 @@ def test_a_service_that_is_not_there_is_said_once_and_asked_again(capsys):
     assert wait_for(lambda: interruption.reason == "spot notice")
     callback.teardown(None, None, "fit")
     assert capsys.readouterr().out.count("No spot notices can be had") == 1
+
+
+def test_a_notice_during_the_test_counts_too():
+    notice = []
+    callback = SpotNotice(interval_s=0.01, fetch=lambda: notice[0] if notice else None)
+    before, _ = watched(callback)
+    callback.teardown(None, None, "fit")
+    interruption, upload = watched(callback, stage="test")
+    notice.append("now")
+    assert wait_for(lambda: interruption.reason == "spot notice" and upload.seconds is not None)
+    assert before.reason is None, "the thread of the training has ended"
+    callback.teardown(None, None, "test")
 
 
 def test_one_rank_of_a_node_asks():
