@@ -114,13 +114,14 @@ def test_a_run_on_two_hosts_and_eval_from_the_bucket(place, tmp_path):
     check_same_elsewhere(place, ended[0].record, tmp_path / "there")
 
 
-def test_an_interrupted_run_goes_on_on_a_fresh_machine_from_the_bucket_alone(place, tmp_path):
+@pytest.mark.parametrize("trainer", [["trainer=cpu"], ["trainer=fsdp_sim", "trainer.sharded_checkpoint=true"]])
+def test_an_interrupted_run_goes_on_on_a_fresh_machine_from_the_bucket_alone(place, tmp_path, trainer):
     stop = partial(signal_at_step, 30, signal.SIGTERM)
-    first = place.train("trainer=cpu", logs=tmp_path / "first", before=stop)
+    first = place.train(*trainer, logs=tmp_path / "first", before=stop)
     assert first.code == EXIT_INTERRUPTED, first.output
     last, _ = place.run().read_pointer("last")
     assert last.step == first.record["steps"] >= 30
-    again = place.train("trainer=cpu", "resume=auto", logs=tmp_path / "second")
+    again = place.train(*trainer, "resume=auto", logs=tmp_path / "second")
     assert again.code == EXIT_OK, again.output
     restart = again.record["restarts"][-1]
     assert (restart["resumed_step"], restart["lost_steps"]) == (last.step, 0)
