@@ -61,11 +61,11 @@ bench: install-dev  ## measure this machine against peers and goals (about an ho
 	$(PY) benchmarks/step_time.py
 	$(PY) benchmarks/syncs.py
 	$(PY) benchmarks/input_path.py $(if $(CIFAR),--root $(CIFAR))
-	$(if $(MNIST),$(PY) benchmarks/mnist.py --root $(MNIST),$(if $(CIFAR),$(PY) benchmarks/mnist.py --cifar-root $(CIFAR)))
+	$(if $(MNIST),$(PY) benchmarks/mnist.py --root $(MNIST),$(if $(FASHION),$(PY) benchmarks/mnist.py --fashion-root $(FASHION)))
 	$(if $(CIFAR),$(PY) benchmarks/alexnet.py --root $(CIFAR) trainer.precision=bf16-mixed)
 	$(PY) benchmarks/speedrun.py $(if $(CIFAR),--root $(CIFAR))
 	$(PY) benchmarks/start.py
-	$(if $(MNIST),$(PY) benchmarks/template.py --root $(MNIST),$(if $(CIFAR),$(PY) benchmarks/template.py --cifar-root $(CIFAR)))
+	$(if $(MNIST),$(PY) benchmarks/template.py --root $(MNIST),$(if $(FASHION),$(PY) benchmarks/template.py --fashion-root $(FASHION)))
 	$(PY) benchmarks/ranks.py
 	$(PY) benchmarks/memory.py
 	$(PY) benchmarks/memory_per_rank.py
@@ -80,6 +80,7 @@ bench: install-dev  ## measure this machine against peers and goals (about an ho
 	$(PY) benchmarks/make_readme.py
 CIFAR ?=# make bench CIFAR=folder that holds cifar-10-batches-py
 MNIST ?=# make bench MNIST=folder in torchvision's layout
+FASHION ?= $(wildcard /usr/share/datasets/fashion-mnist)# where Debian's package dataset-fashion-mnist puts it
 
 soak: install-dev  ## the campaign of faults, or PIECE=kills SEED=1 COUNT=60 MINUTES=5 of it; hours
 	$(PY) benchmarks/faults.py $(PIECE) $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) \

@@ -1,7 +1,7 @@
 """The usual Hydra + Lightning template on the same MNIST net, optimizer, batch and epochs as experiment=mnist.
 
-    python benchmarks/template.py --root FOLDER             # MNIST in torchvision's layout (FOLDER/MNIST/raw)
-    python benchmarks/template.py --cifar-root FOLDER       # CIFAR-10 in grey in its place
+    python benchmarks/template.py --root FOLDER             # MNIST in torchvision's layout
+    python benchmarks/template.py --fashion-root FOLDER     # Fashion-MNIST's four .gz files in its place
 
 benchmarks/peers/hydra_template/ is written as the template's own documentation shows it. Seconds of whole processes,
 and without imports: the template's from behind its last import, ours less a process that only imports what it needs.
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from measuring import HERE, goal_row, in_turns, median, output_of, paired_ratio, run_record, save
-from mnist_stand_in import write_stand_in
+from mnist_images import add_arguments, images_of
 
 TEMPLATE = [sys.executable, str(HERE / "peers" / "hydra_template" / "train.py")]
 WHOLE_LIMIT, INNER_LIMIT = 0.6, 0.4
@@ -23,8 +23,7 @@ WHOLE_LIMIT, INNER_LIMIT = 0.6, 0.4
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path)
-    parser.add_argument("--cifar-root", type=Path)
+    add_arguments(parser)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("overrides", nargs="*", help="of our run, e.g. trainer.precision=bf16-mixed")
@@ -32,16 +31,13 @@ def main() -> None:
     inner: dict[str, list[float]] = {"ours": [], "template": []}
     accuracies: dict[str, list[float]] = {"ours": [], "template": []}
     with tempfile.TemporaryDirectory() as scratch:
-        root = arguments.root.resolve() if arguments.root else None
-        if root is None:
-            root = write_stand_in(arguments.cifar_root.resolve(), Path(scratch) / "grey")
-        fit = 50_000 if arguments.root is None else 60_000
-        split = f"data.train_val_test_split=[{fit - 5000},5000,10000]"
+        root, data, images = images_of(arguments, Path(scratch))
+        split = "data.train_val_test_split=[55000,5000,10000]"
 
         def ours() -> float:
             words = [
                 "experiment=mnist",
-                f"data.root={root}",
+                *data,
                 "data.num_val=5000",
                 f"trainer.max_epochs={arguments.epochs}",
             ]
@@ -64,7 +60,6 @@ def main() -> None:
         import_s = import_seconds()
         mine, theirs = in_turns(arguments.repetitions, ours, template)
     whole, without = paired_ratio(mine, theirs), paired_ratio(inner["ours"], inner["template"])
-    images = "the files in --root" if arguments.root else "CIFAR-10 in grey, 28×28, in MNIST's format"
     detail = f"{arguments.epochs} epoch(s); images: {images}" + "".join(f"; {word}" for word in arguments.overrides)
     save(
         "template",

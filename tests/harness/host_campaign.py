@@ -165,6 +165,6 @@ def lossy(task: Task) -> list[Row]:
                 wrong += goes_on(run, 60)
                 outcomes.append(f"went on, {taken} steps further at the last checkpoint after 60 s")
             carrier.loss, carrier.delay_s = 0.0, 0.0
-        lost = f"{carrier.lost} of {carrier.lost + carrier.passed} frames lost"
+        lost = f"{carrier.lost} of {carrier.lossy} frames lost meanwhile"
     what = f"30 % loss and 500 ms for 60 s between two hosts (a relay in user space), `trainer.timeout_s={limit_s:.0f}`"
     return [Row("lossy", what, task.count, f"{'; '.join(outcomes)}; {lost}", clock.seconds, wrong)]

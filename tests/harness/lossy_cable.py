@@ -29,7 +29,7 @@ class LossyCable:
     def __init__(self, one: Host, two: Host, seed: int = 0) -> None:
         self.hosts, self.loss, self.delay_s = (one, two), 0.0, 0.0
         self.chance, self.ended = random.Random(seed), threading.Event()
-        self.passed = self.lost = 0
+        self.passed = self.lost = self.lossy = 0  # frames; lossy: those that could have been lost
 
     def __enter__(self) -> "LossyCable":
         self.hosts[0].run("ip", "link", "del", INTERFACE)  # its other end goes with it
@@ -59,6 +59,7 @@ class LossyCable:
                 frame, address = source.recvfrom(65536)
                 if address[2] == socket.PACKET_OUTGOING:
                     continue
+                self.lossy += self.loss > 0
                 if self.chance.random() < self.loss:
                     self.lost += 1
                     continue
