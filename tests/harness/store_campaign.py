@@ -181,12 +181,12 @@ def folder_bytes(folder: Path) -> int:
 
 @piece("store-faults", 60, no_store)
 def store_faults(task: Task) -> list[Row]:
-    """The store is away, answers 503, or loses and delays for `count` seconds each, then is well again."""
+    """The store is away ten times `count` seconds, answers 503 or loses and delays for `count`; then it is well."""
     rows = []
-    for mode, words in (
-        ("away", "gone"),
-        ("503", "answering 503"),
-        ("lossy", "breaking off 30 % of its connections, slow"),
+    for mode, words, seconds in (
+        ("away", "gone", 10 * task.count),
+        ("503", "answering 503", task.count),
+        ("lossy", "breaking off 30 % of its connections, slow", task.count),
     ):
         clock, wrong = Clock(), []
         with object_store(task.folder / f"store-{mode}") as store, FaultyProxy(store.ports[0], task.seed) as proxy:
@@ -203,7 +203,7 @@ def store_faults(task: Task) -> list[Row]:
             proxy.be(mode)
             spool = logs / "train/runs/r/upload"
             largest = 0
-            while time.time() < ill_from + task.count:
+            while time.time() < ill_from + seconds:
                 largest = max(largest, folder_bytes(spool))
                 time.sleep(0.2)
             well_again = time.time()
@@ -229,7 +229,7 @@ def store_faults(task: Task) -> list[Row]:
                 f"{'the best arrived afterwards' if arrived else 'the record says that the best is not there'}; "
                 f"the spool held at most {largest / best['bytes']:.1f} checkpoints"
             )
-            rows.append(Row("store-faults", f"S3 {words} for {task.count} s", 1, seen, clock.seconds, wrong))
+            rows.append(Row("store-faults", f"S3 {words} for {seconds} s", 1, seen, clock.seconds, wrong))
             task.say(f"{mode}: {seen} {wrong}")
     return [*rows, full(task)]
 
