@@ -35,6 +35,7 @@ for module in (
     "long_run",
     "fuzz",
     "tested",
+    "slurm_campaign",
 ):
     importlib.import_module(module)
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -18,7 +17,6 @@ from slurm import cluster, needs_slurm
 
 pytestmark = needs_slurm
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 SMALL = ["experiment=quickstart", "trainer=ddp_sim", "trainer.num_threads=1", "trainer.timeout_s=30"]
 NODES = ["--nodes=2", "--ntasks-per-node=1", "launch/train.sbatch", *SMALL, "trainer.devices=1"]
 
@@ -26,12 +24,7 @@ NODES = ["--nodes=2", "--ntasks-per-node=1", "launch/train.sbatch", *SMALL, "tra
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
     with cluster(tmp_path_factory.mktemp("slurm")) as slurm:
-        for name in ("src", "configs", "launch"):
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(REPOSITORY / name, slurm.submit_from / name, ignore=ignored)
-        shutil.copy(REPOSITORY / "requirements.txt", slurm.submit_from)
-        (slurm.submit_from / "logs").mkdir()
-        (slurm.submit_from / ".venv").symlink_to(Path(sys.prefix))
+        slurm.install_project()
         yield slurm
 
 

@@ -66,6 +66,9 @@ def missing() -> str | None:
 needs_slurm = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
 def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
@@ -77,12 +80,22 @@ class Slurm:
 
     def __init__(self, folder: Path, master_port: int) -> None:
         self.folder, self.submit_from = folder, folder / "project"
+        self.daemons: list[subprocess.Popen] = []  # munged, slurmctld, slurmd of n1, slurmd of n2
         # Both nodes share one address, and the host's name may resolve to nothing.
         self.environment = {
             **{k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LANG", "TMPDIR")},
             "SLURM_CONF": str(folder / "slurm.conf"), "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
             "MASTER_PORT": str(master_port),
         }  # fmt: skip
+
+    def install_project(self) -> None:
+        """A copy of src, configs and launch to submit from, with this interpreter's packages."""
+        for name in ("src", "configs", "launch"):
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(REPOSITORY / name, self.submit_from / name, ignore=ignored)
+        shutil.copy(REPOSITORY / "requirements.txt", self.submit_from)
+        (self.submit_from / "logs").mkdir()
+        (self.submit_from / ".venv").symlink_to(Path(sys.prefix))
 
     def call(self, *command: str, seconds: float | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -157,7 +170,7 @@ def cluster(folder: Path) -> Iterator[Slurm]:
          f"--log-file={munge}/munged.log", f"--seed-file={munge}/munged.seed", "--force"],
         ["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"],
     ]  # fmt: skip
-    daemons = []
+    daemons = slurm.daemons
     try:
         for command in commands:
             with (folder / "log/daemons.txt").open("a") as log:
