@@ -16,6 +16,8 @@ FLOOR_2 = {
     "compose",
     "sweep",
     "join",
+    "shared_checkpoint",
+    "checks",
     "finished_model",
     "model_card",
     "estimate",

@@ -5,8 +5,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
-from strategies.buffers import broadcast_buffers
-
 
 class WeightAverage(EMAWeightAveraging):
     """Lightning's, which exchanges trained and averaged weights for the time of a validation; here a checkpoint of a
@@ -24,8 +22,7 @@ class WeightAverage(EMAWeightAveraging):
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_validation_epoch_start(trainer, pl_module)
         self.is_exchanged = self._average_model is not None
-        if trainer.world_size > 1:
-            broadcast_buffers(pl_module, trainer.strategy.root_device)
+        trainer.strategy.on_validation_start()  # again: it gave all ranks rank 0's buffers of what is trained
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_validation_epoch_end(trainer, pl_module)

@@ -62,7 +62,7 @@ def moment(second):
 def test_what_the_sampler_writes_becomes_curves(tmp_path):
     sampler = Sampler(lambda: {"cpu/percent": 50.0, "rank0/memory_gib": 1.5}, tmp_path / "hardware-node0.csv", 0.01)
     sampler.start()
-    while len(sampler.values.get("cpu/percent", ())) < 5:
+    while "cpu/percent" not in sampler.values or len(sampler.values["cpu/percent"].values) < 5:
         time.sleep(0.01)
     sampler.stop()
     (node,) = hardware_curves([[tmp_path / "hardware-node0.csv"]])
