@@ -25,7 +25,7 @@ def long_run(task: Task) -> list[Row]:
     with object_store(task.folder / "store") as store:
         stamps, bucket = task.folder / "steps.txt", store.new_bucket()
         started = start_door(
-            "train", *WORDS, f"+trainer.max_steps={task.count}", "trainer.max_epochs=100000", "run_id=long",
+            "train", *WORDS, f"trainer.max_steps={task.count}", "trainer.max_epochs=100000", "run_id=long",
             f"s3.uri=s3://{bucket}/p", f"s3.endpoint_url={store.endpoint_url}", logs=task.folder / "logs",
             environment=store.environment(), before=functools.partial(log_steps, str(stamps)),
         )  # fmt: skip
@@ -41,6 +41,7 @@ def long_run(task: Task) -> list[Row]:
         times = [float(line) for line in stamps.read_text().split()]
     if done.code != 0 or len(times) != task.count:
         wrong.append(f"exit code {done.code} after {len(times)} steps: {done.output[-400:]}")
+        return [Row("long-run", "steps of a tiny net", 1, "it did not reach its end", clock.seconds, wrong)]
     first, last = times[len(times) // TENTHS], times[-len(times) // TENTHS]
     early = [s for s in samples if times[0] + 1 < s[3] < first]
     late = [s for s in samples if last < s[3] < times[-1]]
