@@ -25,9 +25,9 @@ from errors import UserError
 from strategies.swarm import (
     OwnOrder,
     children_end_with_this_process,
+    clip_before_step,
     imported,
     initialise_state,
-    parameters_of,
     start_dht,
 )
 
@@ -98,8 +98,7 @@ class Hivemind(SingleDeviceStrategy):
         [optimizer] = self.optimizers
         initialise_state(optimizer)
         if trainer.gradient_clip_val:
-            clip = trainer.gradient_clip_val
-            optimizer.register_step_pre_hook(lambda opt, *_: torch.nn.utils.clip_grad_norm_(parameters_of(opt), clip))
+            clip_before_step(optimizer, trainer.gradient_clip_val)
         schedule = self.lr_scheduler_configs[0] if self.lr_scheduler_configs else None
         if schedule is not None:
             schedule.interval = "swarm step"  # hivemind steps it, Lightning never

@@ -114,3 +114,12 @@ def initialise_state(optimizer: torch.optim.Optimizer) -> None:
                     value.zero_()  # moments, and Adam's count of steps
                 elif name == "step":
                     state[name] = 0
+
+
+def clip_before_step(optimizer: torch.optim.Optimizer, largest_norm: float) -> None:
+    """hivemind steps the optimizer itself, on the swarm's mean gradient: what it steps on is clipped then."""
+
+    def clip(stepping: torch.optim.Optimizer, *_: Any) -> None:  # torch takes anything returned for new arguments
+        torch.nn.utils.clip_grad_norm_(parameters_of(stepping), largest_norm)
+
+    optimizer.register_step_pre_hook(clip)

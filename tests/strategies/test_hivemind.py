@@ -15,7 +15,7 @@ import torch
 from errors import UserError
 from strategies import hivemind
 from strategies.hivemind import Hivemind
-from strategies.swarm import OwnOrder, initialise_state
+from strategies.swarm import OwnOrder, clip_before_step, initialise_state
 
 ROOT = Path(__file__).resolve().parents[2]
 EPOCHS = 14  # of five steps of the swarm
@@ -72,6 +72,18 @@ class Loader:
 
     def load_state_dict(self, state):
         self.epoch = state["epoch"]
+
+
+@pytest.mark.parametrize("largest_norm", [0.5, 100.0])
+def test_what_the_swarm_steps_on_is_clipped(largest_norm):
+    """A hook that returned the norm let no step happen at all."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    clip_before_step(optimizer, largest_norm)
+    weight.grad = torch.tensor([3.0, 4.0])
+    optimizer.step()
+    expected = torch.tensor([-3.0, -4.0]) * min(1.0, largest_norm / 5.0)
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_each_peer_has_an_order_of_its_own_that_counts_from_zero():
