@@ -20,6 +20,7 @@ def do(name, count, seed=3):
         return piece.work(given)
 
 
+@pytest.mark.soak
 def test_four_kills_one_in_each_phase():
     [row] = do("kills", 4)
     assert row.wrong == [] and row.times == 4

@@ -114,7 +114,13 @@ def test_a_run_on_two_hosts_and_eval_from_the_bucket(place, tmp_path):
     check_same_elsewhere(place, ended[0].record, tmp_path / "there")
 
 
-@pytest.mark.parametrize("trainer", [["trainer=cpu"], ["trainer=fsdp_sim", "trainer.sharded_checkpoint=true"]])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        pytest.param(["trainer=cpu"], marks=FULL),
+        ["trainer=fsdp_sim", "trainer.sharded_checkpoint=true"],
+    ],
+)
 def test_an_interrupted_run_goes_on_on_a_fresh_machine_from_the_bucket_alone(place, tmp_path, trainer):
     stop = partial(signal_at_step, 30, signal.SIGTERM)
     first = place.train(*trainer, logs=tmp_path / "first", before=stop)

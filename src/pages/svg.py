@@ -188,7 +188,7 @@ class Axis:
         values = [min(value, ceiling) for value in values] if ceiling is not None else values
         self.log = log and min(values) > 0
         low, high = (math.log10(min(values)), math.log10(max(values))) if self.log else (min(values), max(values))
-        if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
+        if high - low <= max(1e-12 * max(abs(low), abs(high)), 1e-300):
             pad = 0.5 if fitted or self.log or abs(low) < 1e-100 else abs(low) * 0.1
             low, high = low - pad, high + pad
         self.step = (

@@ -23,7 +23,7 @@ def last_of(done):
     return {key: content[key] for key in STATE}
 
 
-@pytest.mark.parametrize("trainer", ["cpu", "ddp_sim"])
+@pytest.mark.parametrize("trainer", [pytest.param("cpu", marks=pytest.mark.soak), "ddp_sim"])
 def test_a_run_stopped_in_a_validation_goes_on_with_the_same_weights(tmp_path, trainer):
     words = [*WORDS, f"trainer={trainer}"]
     whole = run_door("train", *words, logs=tmp_path / "whole")

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from object_store import shared_store
 from pages.page_set import load_entries
+from pages.publish import publish_report
 from pages.report import PARTS, report_data, report_html
 from pages.tolerant import mapping
 
@@ -77,7 +79,7 @@ def browser():
 class Opened:
     """A page with what it said and asked for."""
 
-    def __init__(self, browser, report: Path, **context):
+    def __init__(self, browser, report: Path | str, **context):
         self.context = browser.new_context(**context)
         self.page = self.context.new_page()
         self.errors: list[str] = []
@@ -85,8 +87,8 @@ class Opened:
         self.page.on("console", lambda message: self.errors.append(message.text))
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.goto(report.as_uri())
-        self.report = report
+        self.address = report if isinstance(report, str) else report.as_uri()
+        self.page.goto(self.address)
 
     def __enter__(self):
         return self
@@ -122,7 +124,7 @@ class Opened:
 
     def assert_quiet(self) -> None:
         assert self.errors == []
-        assert self.requests == [self.report.as_uri()]
+        assert self.requests == [self.address]
 
 
 RANGE = "[c.plot.scales.x.min, c.plot.scales.x.max]"
@@ -141,6 +143,23 @@ def test_curves_are_drawn_zoomed_and_shown_whole_again(browser, report):
         assert opened.chart("gpu", RANGE) != [low, high], "but not those over another axis"
         opened.page.get_by_role("button", name="Show all").click()
         assert opened.chart("train/loss", RANGE) == whole
+        opened.assert_quiet()
+
+
+def test_it_opens_from_s3(browser, logbook, monkeypatch):
+    """As a page and not as a download, by a link that its owner has signed."""
+    store = shared_store()
+    for name, value in store.environment().items():
+        monkeypatch.setenv(name, value)
+    bucket = store.new_bucket()
+    published = publish_report(
+        logbook, load_entries(logbook), f"s3://{bucket}/reports", endpoint_url=store.endpoint_url
+    )
+    key = published.uri.removeprefix(f"s3://{bucket}/")
+    link = store.client().generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": key}, ExpiresIn=600)
+    with Opened(browser, link) as opened:
+        assert opened.page.evaluate("report.charts.length") == 7
+        assert opened.colours("train/loss") > 200
         opened.assert_quiet()
 
 

@@ -38,6 +38,11 @@ def test_steps_have_whole_ticks(steps, ticks):
     assert re.findall(r'<text class="m" x="[\d.]+" y="242">([^<]*)</text>', picture) == ticks
 
 
+def test_values_closer_than_a_float_can_divide_have_an_axis():
+    axis = Axis([0.0, 2.225073858507203e-309], 0, 100, whole=True)
+    assert axis.low < axis.high and axis.place(0.0) == 50.0
+
+
 @pytest.mark.parametrize("rough, step", [(0.9, 1), (1.1, 2), (3, 5), (5.1, 10), (0.023, 0.05)])
 def test_round_steps(rough, step):
     assert round_step(rough) == pytest.approx(step)
