@@ -53,7 +53,10 @@ def sigterm(task: Task) -> list[Row]:
         counts = reference_of(words, task.folder, environment).totals
         task.say(f"calls: {counts}")
         for number in range(2 * task.count):  # a start may make fewer calls than the one they were counted in
-            for phase in () if task.over() else [phase for phase in ALL_PHASES if hits[phase] < task.count]:
+            open_ = [phase for phase in ALL_PHASES if hits[phase] < task.count]
+            if task.over() or not open_:
+                break
+            for phase in open_:
                 name, rank = f"{phase.replace(' ', '-')}-{number}", task.chance.randrange(2)
                 if phase == "upload":
                     rank, event = 0, task.chance.randrange(150)
