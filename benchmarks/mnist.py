@@ -19,6 +19,8 @@ from mnist_images import add_arguments, images_of
 
 EXAMPLE = [sys.executable, str(HERE / "peers" / "mnist_example.py")]
 LIMIT = 0.333
+# The recipe's three epochs are for 99 % on MNIST; for 90 % on Fashion-MNIST two times 0.7 of one do
+LENGTH = {"Fashion-MNIST": ["trainer.max_epochs=2", "trainer.limit_train_batches=0.7"]}
 
 
 def main() -> None:
@@ -36,7 +38,9 @@ def main() -> None:
 
         def ours() -> float:
             started = time.perf_counter()
-            record = run_record(f"{scratch}/{time.time_ns()}", ["experiment=mnist_fast", *words])
+            record = run_record(
+                f"{scratch}/{time.time_ns()}", ["experiment=mnist_fast", *words, *LENGTH.get(images, [])]
+            )
             seconds = time.perf_counter() - started
             accuracies["ours"].append(round(100 * record["metrics"]["test/acc"], 2))
             return seconds
