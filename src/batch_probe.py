@@ -14,7 +14,6 @@ import psutil
 import torch
 import torch.distributed as dist
 import yaml
-from lightning.pytorch.callbacks import EMAWeightAveraging
 
 import assemble
 import cluster as world
@@ -23,6 +22,7 @@ import targets
 from batch_search import Probe, next_batch
 from batch_sessions import EXIT_OUT_OF_MEMORY, SessionFiles, from_json, read_state, write_state
 from callbacks.memory_phases import GIB, AllocatedBytes, MemoryPhases, TrackedBytes, ran_out, untracked
+from callbacks.weight_average import WeightAverage
 from errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
 from least_batch import least_batch
 from leave import leave
@@ -243,7 +243,7 @@ def _averaging(config: dict[str, Any]) -> list[Any]:
     """The moving average of the weights, which holds memory of its own."""
     if not config["trainer"]["ema_decay"]:
         return []
-    return [EMAWeightAveraging(decay=config["trainer"]["ema_decay"])]
+    return [WeightAverage(decay=config["trainer"]["ema_decay"])]
 
 
 if __name__ == "__main__":

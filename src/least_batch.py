@@ -35,6 +35,6 @@ def _takes(net: Any, batch: int, facts: dict[str, Any]) -> bool:
     shape = (batch, facts["channels"], facts["image_size"], facts["image_size"])
     try:
         net(torch.empty(shape, dtype=next(net.parameters()).dtype))
-    except Exception:
+    except ValueError:  # BatchNorm's "Expected more than 1 value per channel when training"
         return False
     return True
