@@ -98,6 +98,24 @@ def seconds_of(command: list[str], *, env: dict[str, str] | None = None, cwd: Pa
     return time.perf_counter() - started
 
 
+def peak_mib(command: list[str], env: dict[str, str] | None = None) -> float:
+    """Resident MiB of a whole process at their highest, as the kernel counts them.
+
+    Raises:
+        SystemExit: it failed; its output is shown.
+    """
+    process = subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}
+    )
+    assert process.stdout is not None
+    said = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{shlex.join(command)} ended with {process.returncode}:\n{said.decode()}")
+    return usage.ru_maxrss / 1024
+
+
 def places(scratch: Path | str) -> list[str]:
     """Overrides that keep a run's folder, decoded images and pages out of the repository."""
     return [f"paths.{name}_dir={scratch}/{name}" for name in ("log", "data", "logbook")]

@@ -7,12 +7,10 @@ imports the libraries, because most of it is theirs.
 """
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
 
-from measuring import HERE, REPOSITORY, TRAIN, goal_row, in_turns, median, paired_ratio, places, save
+from measuring import HERE, TRAIN, goal_row, in_turns, median, paired_ratio, peak_mib, places, save
 
 BARE = [sys.executable, str(HERE / "peers" / "bare_digits.py")]
 IMPORTS = [sys.executable, "-c", "import torch, lightning.pytorch, hydra, numpy"]
@@ -38,17 +36,6 @@ def main() -> None:
         ],
         mib={"quickstart": median(ours, 1), "bare_loop": median(bare, 1), "imports_only": median(imports, 1)},
     )  # fmt: skip
-
-
-def peak_mib(command: list[str]) -> float:
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert process.stdout is not None
-    said = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"{command} ended with {process.returncode}:\n{said.decode()}")
-    return usage.ru_maxrss / 1024
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 import provenance
 from callbacks.interruption import Interruption
 from callbacks.watch import SILENT_AFTER_S, Watch
-from cluster import Cluster, supervisor_port
+from cluster import Cluster, environment, supervisor_port
+from heap import keep_freed_memory
 from join import check_all_equal, join, own_connection
 from provenance import available_cores
 from run_end import report_failure
@@ -133,6 +134,8 @@ def prepare_process(config: dict[str, Any], cluster: Cluster) -> None:
     torch.manual_seed(config["seed"])
     if config["trainer"]["accelerator"] == "gpu":
         torch.set_float32_matmul_precision("high")
+    else:
+        keep_freed_memory(environment())
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message)

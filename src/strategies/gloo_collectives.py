@@ -1,8 +1,12 @@
 """FSDP's two collectives over gloo, by messages between pairs of ranks.
 
 Gloo reduces and scatters by reducing everything to everyone and throwing most of it away, and gathers in a ring. In
-CPU processes on one machine each rank's part sent straight to the rank that wants it takes about half that time.
+CPU processes on one machine each rank's part sent straight to the rank that wants it takes about half that time. The
+next unit's weights are on their way while a unit computes, as on a GPU, so that ranks seldom wait for one another.
 """
+
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,12 +28,23 @@ class GlooReduceScatter(DefaultReduceScatter):
         return None
 
 
+class Messages(dist.Work):
+    """Sends and receives under way, as FSDP waits for them; holds their tensors until then."""
+
+    def __init__(self, works: list[Any], *tensors: torch.Tensor) -> None:
+        super().__init__()
+        self.works, self.tensors = works, tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        for work in self.works:
+            work.wait()
+        return True
+
+
 class GlooAllGather(DefaultAllGather):
     """Each rank sends its part to all others."""
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        if async_op:
-            return super().__call__(output_tensor, input_tensor, group, async_op)
         mine, parts = group.rank(), output_tensor.view(group.size(), -1)
         others = [rank for rank in range(group.size()) if rank != mine]
         own = parts[mine]
@@ -37,14 +52,20 @@ class GlooAllGather(DefaultAllGather):
             own.copy_(input_tensor.view(-1))
         works = [group.recv([parts[rank]], rank, 0) for rank in others]
         works += [group.send([own], rank, 0) for rank in others]
-        for work in works:
-            work.wait()
-        return None
+        messages = Messages(works, output_tensor)
+        return messages if async_op else messages.wait() and None
 
 
-def use_gloo_collectives(net: FSDPModule) -> None:
-    """In this module and in all sharded modules within it."""
+def use_gloo_collectives(net: FSDPModule, units: list[FSDPModule]) -> None:
+    """In this module and in all sharded modules within it.
+
+    Args:
+        units: the sharded modules that forward goes through one after the other.
+    """
     for module in net.modules():  # type: ignore[attr-defined]
         if isinstance(module, FSDPModule):
             module.set_custom_reduce_scatter(GlooReduceScatter())
             module.set_custom_all_gather(GlooAllGather())
+    net._set_unshard_async_op(True)
+    for before, after in pairwise([net, *units]):
+        before.set_modules_to_forward_prefetch([after])

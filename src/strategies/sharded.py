@@ -149,7 +149,7 @@ class Sharded(ModelParallelStrategy):
             shard(unit, mp_policy=block)
         shard(net, mp_policy=root)
         if self.root_device.type == "cpu":
-            use_gloo_collectives(net)
+            use_gloo_collectives(net, units)
 
     def _offload(self) -> OffloadPolicy:
         return CPUOffloadPolicy() if self.cpu_offload and self.root_device.type != "cpu" else OffloadPolicy()
