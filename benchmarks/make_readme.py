@@ -57,7 +57,7 @@ def main() -> None:
     unknown = found.keys() - {what for _, what, _ in LINES}
     assert not unknown, f"results without a line here: {unknown}"
     text = HEAD + "".join(line(*each, found.get(each[1])) for each in LINES)
-    (HERE / "README.md").write_text(text + "\n" + details(found) + machines() + FOOT)
+    (HERE / "README.md").write_text(text + "\n" + details(found) + heap() + machines() + FOOT)
 
 
 def measured() -> dict[str, dict[str, Any]]:
@@ -65,21 +65,10 @@ def measured() -> dict[str, dict[str, Any]]:
     found = {}
     for path in sorted(RESULTS.glob("*.json")):
         content = json.loads(path.read_text())
-        for goal in content.get("goals", []) or _input_path(content):
+        for goal in content.get("goals", []):
             written = {"command": content.get("command", f"python benchmarks/{path.stem}.py"), "file": path.name}
             found[goal["what"]] = {**goal, **written, "date": content.get("date", "")}
     return found
-
-
-def _input_path(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """The goals of an input_path.json that an earlier version of its script wrote, which says no date."""
-    sizes = {"32 px": 32, "224 px": 224}
-    return [
-        {"what": f"input path ÷ torchvision at {sizes[case['case'].split(':')[0]]} px", "measured": case["ratio"],
-         "unit": "×", "met": case["ratio"] >= case["required"],
-         "detail": f"{case['images_per_s']:,} images/s on the CPU"}
-        for case in content.get("cases", []) if case["case"].split(":")[0] in sizes
-    ]  # fmt: skip
 
 
 def line(row: int, what: str, goal: str, found: dict[str, Any] | None) -> str:
@@ -96,6 +85,19 @@ def details(found: dict[str, dict[str, Any]]) -> str:
         f"- {row} · {what}: {found[what]['detail']}." for row, what, _ in LINES if found.get(what, {}).get("detail")
     ]
     return "\n".join(said) + "\n\n" if said else ""
+
+
+def heap() -> str:
+    """What kept memory brings and costs, of benchmarks/heap.py."""
+    path = RESULTS / "heap.json"
+    if not path.exists():
+        return ""
+    nets = json.loads(path.read_text())["nets"]
+    said = ", ".join(f"{net} {of['speed']} × images/s for {of['memory']} × memory" for net, of in nets.items())
+    return (
+        "A CPU's freed memory stays with the process while memory is not scarce (src/heap.py), against glibc's "
+        f"default: {said} (`python benchmarks/heap.py`, [results](results/heap.json)).\n\n"
+    )
 
 
 def machines() -> str:

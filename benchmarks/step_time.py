@@ -19,7 +19,7 @@ from typing import Any
 from measuring import goal_row, in_turns, median, paired_ratio, places, save
 
 PARTS = {
-    "tiny": {"overrides": ["model=small_cnn", "data=digits", "data.global_batch_size=64"], "steps": 700, "rounds": 5},
+    "tiny": {"overrides": ["model=small_cnn", "data=digits", "data.global_batch_size=64"], "steps": 700, "rounds": 9},
     "vit": {
         "overrides": ["model=vit_tiny_32", "data=synthetic", "data.global_batch_size=256"],
         "steps": 3,

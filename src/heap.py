@@ -1,8 +1,9 @@
 """The C library's heap: freed memory stays with the process, so that a CPU's steps find it without page faults.
 
 glibc maps every large tensor anew and gives it back when it is freed: in each step the kernel then finds and clears
-gigabytes, which costs a training on a CPU a tenth to a third of its time (benchmarks/heap.py). Kept memory has holes
-that no tensor fits: up to a third more than the tensors need. Where that becomes scarce, it is given back.
+gigabytes, a fifth to a third of a CPU training's time (benchmarks/heap.py). Kept memory has holes that no tensor fits,
+up to a third of it. Where memory becomes scarce, it is given back. MALLOC_MMAP_MAX_=65536 in the environment turns it
+off.
 """
 
 import ctypes
