@@ -15,7 +15,7 @@ from pathlib import Path
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
 OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 SCARCE = 0.15  # of the machine's memory, or of the control group's where that is less
-INTERVAL_S = 0.25
+INTERVAL_S = 0.1
 
 kept = False
 
@@ -54,7 +54,8 @@ def free_memory_share() -> float:
     """Of the machine's memory, or of a control group's (SLURM, containers) where less of that is free."""
     memory = _numbers(Path("/proc/meminfo"))
     shares = [memory["MemAvailable:"] / memory["MemTotal:"]]
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    groups = Path("/proc/self/cgroup")
+    for line in groups.read_text().splitlines() if groups.exists() else []:
         _, controllers, group = line.split(":", 2)
         if controllers == "":
             root, limit, used, cache = "/sys/fs/cgroup", "memory.max", "memory.current", "file"
@@ -79,9 +80,9 @@ def _numbers(path: Path) -> dict[str, int]:
 
 def _watch(free_share: Callable[[], float]) -> None:
     wait = threading.Event()
-    while free_share() > SCARCE:
-        wait.wait(INTERVAL_S)
-    give_back()
+    while not wait.wait(INTERVAL_S):
+        if free_share() < SCARCE:
+            give_back()  # again and again: what the heap holds leaves holes when it is freed later
 
 
 def _mallopt(parameter: int, value: int) -> int:

@@ -53,7 +53,10 @@ class GlooAllGather(DefaultAllGather):
         works = [group.recv([parts[rank]], rank, 0) for rank in others]
         works += [group.send([own], rank, 0) for rank in others]
         messages = Messages(works, output_tensor)
-        return messages if async_op else messages.wait() and None
+        if async_op:
+            return messages
+        messages.wait()
+        return None
 
 
 def use_gloo_collectives(net: FSDPModule, units: list[FSDPModule]) -> None:
