@@ -17,7 +17,7 @@ OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESH
 SCARCE = 0.15  # of the machine's memory, or of the control group's where that is less
 INTERVAL_S = 0.1
 
-kept = False
+kept: bool | None = None  # not asked for yet; once given back, it stays so
 
 
 def keep_freed_memory(environment: Mapping[str, str], free_share: Callable[[], float] | None = None) -> bool:
@@ -33,7 +33,7 @@ def keep_freed_memory(environment: Mapping[str, str], free_share: Callable[[], f
     stated = any(name in environment for name in OF_THE_USER) or "malloc" in environment.get("GLIBC_TUNABLES", "")
     if stated or platform.libc_ver()[0] != "glibc":
         return False
-    if not kept:
+    if kept is None:
         kept = bool(_mallopt(M_MMAP_MAX, 0) and _mallopt(M_TRIM_THRESHOLD, -1))
         arguments = (free_share or free_memory_share,)
         threading.Thread(target=_watch, args=arguments, name="heap", daemon=True).start()
@@ -41,7 +41,7 @@ def keep_freed_memory(environment: Mapping[str, str], free_share: Callable[[], f
 
 
 def give_back() -> None:
-    """As glibc is by default, and what is free goes to the kernel at once."""
+    """About as glibc is by default, and what is free goes to the kernel at once."""
     global kept
     _mallopt(M_MMAP_MAX, 65536)
     _mallopt(M_MMAP_THRESHOLD, 2**20)

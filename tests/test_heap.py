@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import heap
+import rank_process
 
 SRC = Path(__file__).parents[1] / "src"
 PROGRAM = f"""
@@ -93,3 +94,14 @@ def test_free_memory_is_that_of_the_narrowest_group(tmp_path, monkeypatch, line,
 
 def test_here_too():
     assert 0 < heap.free_memory_share() <= 1
+
+
+@pytest.mark.parametrize(("accelerator", "told"), [("cpu", 1), ("gpu", 0)])
+def test_a_rank_that_trains_on_a_cpu_keeps_it(monkeypatch, accelerator, told):
+    calls = []
+    monkeypatch.setattr(rank_process, "keep_freed_memory", calls.append)
+    monkeypatch.setattr(rank_process.torch, "set_float32_matmul_precision", lambda _: None)
+    threads = rank_process.torch.get_num_threads()
+    config = {"trainer": {"num_threads": threads, "accelerator": accelerator}, "seed": 0}
+    rank_process.prepare_process(config, None)
+    assert len(calls) == told
