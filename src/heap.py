@@ -37,7 +37,7 @@ def keep_freed_memory(environment: Mapping[str, str], free_share: Callable[[], f
         kept = bool(_mallopt(M_MMAP_MAX, 0) and _mallopt(M_TRIM_THRESHOLD, -1))
         arguments = (free_share or free_memory_share,)
         threading.Thread(target=_watch, args=arguments, name="heap", daemon=True).start()
-    return kept
+    return bool(kept)
 
 
 def give_back() -> None:
