@@ -2,40 +2,38 @@
 
     python benchmarks/ranks.py            # also one rank per core on larger machines: --ranks N
 
-Whole runs of `python src/train.py` on made-up images, in turns; each one's own record says its images/s and step time.
+Three runs of `python src/train.py` on made-up images, up at once, that take turns of a few steps (step_turns.py), since
+a machine that others share changes its speed from one minute to the next. A ratio is the median over the rounds.
 """
 
 import argparse
+import json
+import os
+import select
+import subprocess
+import sys
 import tempfile
+from pathlib import Path
 
-from measuring import goal_row, in_turns, median, paired_ratio, run_record, save
+from measuring import HERE, REPOSITORY, goal_row, median, paired_ratio, places, save
+from step_turns import Pipe, Turn
 
-WORDS = ["model=vit_tiny_32", "data=synthetic", "data.global_batch_size=64", "test=false", "trainer.max_epochs=1",
+WORDS = ["model=vit_tiny_32", "data=synthetic", "data.global_batch_size=64", "data.num_val=640", "test=false",
          "trainer.limit_val_batches=0"]  # fmt: skip
-SIDES = {"one_process": ["trainer=cpu"], "ddp_sim": ["trainer=ddp_sim"], "fsdp_sim": ["trainer=fsdp_sim"]}
+SIDES = ["one_process", "ddp_sim", "fsdp_sim"]
+LONGEST_S = 300  # without a word from any of them
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=4, help="in a turn; the first is not counted")
     parser.add_argument("--ranks", type=int, default=2)
     arguments = parser.parse_args()
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory() as scratch:
-
-        def images_per_s(side: str) -> float:
-            extra = [] if side == "one_process" else [f"trainer.devices={arguments.ranks}"]
-            extra += [f"data.num_images={64 * arguments.steps + 640}", "data.num_val=640"]
-            record = run_record(scratch, [*WORDS, *SIDES[side], *extra])
-            figures = {"images_per_s": record["images_per_s"], "step_s": record["throughput"]["step_seconds"]["p50"]}
-            found[side].append(figures)
-            return figures["images_per_s"]
-
-        in_turns(arguments.repetitions, *[lambda side=side: images_per_s(side) for side in SIDES])
-    rates = {side: [f["images_per_s"] for f in rows] for side, rows in found.items()}
-    steps = {side: [f["step_s"] for f in rows] for side, rows in found.items()}
-    ddp, fsdp = paired_ratio(rates["ddp_sim"], rates["one_process"]), paired_ratio(steps["fsdp_sim"], steps["ddp_sim"])
+        rounds = measure(Path(scratch), arguments.rounds, arguments.steps, arguments.ranks)
+    steps = {side: [median(turn) for turn in turns] for side, turns in rounds.items()}
+    ddp, fsdp = paired_ratio(steps["one_process"], steps["ddp_sim"]), paired_ratio(steps["fsdp_sim"], steps["ddp_sim"])
     save(
         "ranks",
         [
@@ -43,10 +41,63 @@ def main() -> None:
             goal_row(9, "fsdp_sim step ÷ ddp_sim step", "≤ 1.2", fsdp, fsdp <= 1.2),
         ],
         model="vit_tiny_32", global_batch=64, ranks=arguments.ranks,
-        images_per_s={side: median(values, 1) for side, values in rates.items()},
+        images_per_s={side: round(64 / median(values), 1) for side, values in steps.items()},
         step_seconds={side: median(values) for side, values in steps.items()},
-        all=found,
+        all_step_seconds=steps,
     )  # fmt: skip
+
+
+def measure(folder: Path, rounds: int, steps: int, ranks: int) -> dict[str, list[list[float]]]:
+    """Seconds of each counted step, by run and turn."""
+    number = {side: 1 if side == "one_process" else ranks for side in SIDES}
+    everyone = sum(number.values())
+    for name in ["ready", "end", *[f"{side}.{rank}" for side in SIDES for rank in range(number[side])]]:
+        os.mkfifo(folder / name)
+    ready, runs = Pipe(folder / "ready"), []
+    try:
+        for i, side in enumerate(SIDES):
+            before, after = SIDES[i - 1], SIDES[(i + 1) % len(SIDES)]
+            turn = Turn(str(folder), side, number[side], after, number[after], number[before], 5, steps, rounds)
+            runs.append(start(turn, side))
+            expect(ready, number[side], runs)  # one after the other: a start takes both cores
+        for rank in range(number[SIDES[0]]):
+            Pipe(folder / f"{SIDES[0]}.{rank}").put(number[SIDES[-1]])
+        expect(ready, everyone * rounds, runs)
+        Pipe(folder / "end").put(everyone)
+        for run in runs:
+            if run.wait(LONGEST_S):
+                raise SystemExit(f"a run ended with {run.returncode}")
+        return {side: json.loads((folder / f"{side}.json").read_text()) for side in SIDES}
+    finally:
+        for run in runs:
+            run.kill()  # its ranks leave with it
+
+
+def start(turn: Turn, side: str) -> subprocess.Popen[bytes]:
+    words = [*WORDS, *places(f"{turn.folder}/{side}"), f"trainer.max_steps={turn.total_steps}"]
+    words += [f"data.num_images={64 * turn.total_steps + 640}"]
+    words += ["trainer=cpu"] if side == "one_process" else [f"trainer={side}", f"trainer.devices={turn.ranks}"]
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "step_turns.py"), *words],
+        cwd=REPOSITORY, env={**os.environ, **turn.environment()}, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def expect(ready: Pipe, count: int, runs: list[subprocess.Popen[bytes]]) -> None:
+    """Wait until that many words came from ranks.
+
+    Raises:
+        SystemExit: a run ended, or none said anything for long.
+    """
+    waited = 0
+    while count:
+        if select.select([ready.handle], [], [], 1)[0]:
+            ready.take(1)
+            count, waited = count - 1, 0
+        else:
+            waited += 1
+        if waited > LONGEST_S or any(run.poll() is not None for run in runs):
+            raise SystemExit("a run ended early, or hangs; its words are above")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ from torch import nn
 
 from errors import UserError
 from local_ranks import run_ranks
+from strategies.gloo_collectives import GlooAllGather, Messages
 from strategies.sharded import Sharded
 from strategies.sharded_precision import precision_for
-from strategy_runs import adamw, difference, fit, mean_losses, one, ranks, ranks_all, worst
+from strategy_runs import Block, adamw, difference, fit, mean_losses, one, ranks, ranks_all, worst
 
 SETTINGS = {
     (2, 1): [
@@ -79,6 +80,36 @@ def count_reductions(cluster, accumulate):
 def test_no_gradient_is_reduced_on_inner_micro_batches():
     plain, accumulated = (run_ranks(count_reductions, 2, accumulate)[0] for accumulate in (1, 4))
     assert plain == accumulated == 3 * 4  # steps × (three blocks and the root)
+
+
+def gathers_under_way(cluster):
+    """How many while each block computes: forward, then backward."""
+    under_way, seen = [], []
+
+    def begun(*args, **kwargs):
+        messages = gather(*args, **kwargs)
+        under_way.append(messages)
+        return messages
+
+    def ended(messages, *args):
+        if messages in under_way:
+            under_way.remove(messages)
+        return wait(messages, *args)
+
+    def computing(block, x):
+        if x.requires_grad:  # no validation
+            seen.append(len(under_way))
+            x.register_hook(lambda grad: seen.append(len(under_way)))
+        return forward(block, x)
+
+    gather, wait, forward = GlooAllGather.__call__, Messages.wait, Block.forward
+    GlooAllGather.__call__, Messages.wait, Block.forward = begun, ended, computing
+    fit(cluster, "fsdp", steps=2)
+    return seen
+
+
+def test_the_next_blocks_weights_are_on_their_way_while_a_block_computes():
+    assert run_ranks(gathers_under_way, 2) == [[1, 1, 0, 1, 1, 0] * 2] * 2
 
 
 def scale(trainer):
