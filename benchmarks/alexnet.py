@@ -1,7 +1,7 @@
 """AlexNet on CIFAR-10 as the SLURM tutorials train it: images/s of whole epochs with their validation.
 
     python benchmarks/alexnet.py --root FOLDER      # holds cifar-10-batches-py
-    python benchmarks/alexnet.py --root FOLDER trainer.precision=bf16-mixed       # our run's own options
+    python benchmarks/alexnet.py --root FOLDER trainer.precision=bf16-mixed       # our run's own options, and without
 
 Both sides train one epoch after a warm-up epoch on the same number of images and validate on a tenth of them. The
 tutorial's side is benchmarks/peers/alexnet_tutorial.py with its best worker count.
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measuring import HERE, goal_row, in_turns, median, output_of, paired_ratio, run_record, save
+from measuring import HERE, goal_row, in_turns, median, output_of, paired_ratio, run_record, save, with_and_without
 
 TUTORIAL = [sys.executable, str(HERE / "peers" / "alexnet_tutorial.py")]
 LIMIT_CPU, LIMIT_GPU = 1.3, 50
@@ -37,19 +37,23 @@ def main() -> None:
     trial = {workers: tutorial(workers) for workers in WORKERS}
     best = max(trial, key=trial.__getitem__)
     with tempfile.TemporaryDirectory() as scratch:
-        ours, theirs = in_turns(
+        theirs, ours, *plain = in_turns(
             arguments.repetitions,
-            lambda: our_rate(Path(scratch), root, images, arguments.overrides),
             lambda: tutorial(best),
+            *[
+                lambda options=options: our_rate(Path(scratch), root, images, options)
+                for options in with_and_without(arguments.overrides)
+            ],
         )
     ratio = paired_ratio(ours, theirs)
     detail = f"ours {median(ours, 0):.0f} images/s, the tutorial's recipe {median(theirs, 0):.0f} with {best} workers"
-    detail += "".join(f"; {word}" for word in arguments.overrides)
+    if plain:
+        detail += f"; ours with {' '.join(arguments.overrides)}, without {paired_ratio(*plain, theirs):g} ×"
     save(
         "alexnet",
         [goal_row(5, "AlexNet on CIFAR-10, images/s with validation ÷ the tutorial's recipe", f"≥ {LIMIT_CPU}", ratio,
                   ratio >= LIMIT_CPU, detail=detail)],
-        images_per_s={"ours": ours, "tutorial": theirs}, tutorial_by_workers=trial, images=images,
+        images_per_s={"ours": ours, "ours_plain": plain, "tutorial": theirs}, tutorial_by_workers=trial, images=images,
         overrides=arguments.overrides,
     )  # fmt: skip
 

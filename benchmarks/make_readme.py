@@ -44,8 +44,8 @@ LINES = (
 HEAD = """# Benchmarks
 
 `make bench` measures this table on the machine at hand; `python benchmarks/make_readme.py` writes this page from
-`results/`, and no number is here that is not there. Ratios of medians over runs in turns, or medians of paired ratios.
-Peers are in `peers/`, written as their own documentation shows them.
+`results/`, and no number is here that is not there. Both sides run several times (`--repetitions`), alternating; the
+figure is the median of the rounds' ratios. Peers are in `peers/`, written as their own documentation shows them: fp32.
 
 | | what | goal | measured | met | measured by | date |
 |---|---|---|---|---|---|---|
@@ -120,7 +120,9 @@ def machines() -> str:
     return "\n\n".join(told) + "\n\n"
 
 
-FOOT = """More: [parity.md](parity.md) (every strategy against one process), [memory_per_rank.md](memory_per_rank.md),
+MEASURED = "../logbook/measurements"
+FOOT = f"""More: [parity.md]({MEASURED}/parity.md) (every strategy against one process),
+[memory_per_rank.md]({MEASURED}/memory_per_rank.md), [batch_search.md]({MEASURED}/batch_search.md),
 [faults.md](faults.md), [scaling.md](scaling.md) (a model of many nodes), and the other files in [results/](results).
 """
 

@@ -87,6 +87,11 @@ def paired_ratio(ours: list[float], theirs: list[float], digits: int = 3) -> flo
     return round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), digits)
 
 
+def with_and_without(overrides: list[str]) -> list[list[str]]:
+    """Our run with the options that a peer does not have, and, where there are any, as the peer does it."""
+    return [overrides, []] if overrides else [overrides]
+
+
 def seconds_of(command: list[str], *, env: dict[str, str] | None = None, cwd: Path = REPOSITORY) -> float:
     """Wall seconds of a whole process.
 

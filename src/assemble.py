@@ -96,6 +96,31 @@ def load_weights(module: ImageClassifier, path: str, model_name: str) -> None:
     module.load_state_dict(found)
 
 
+def start_from(module: ImageClassifier, path: str, model_name: str) -> str:
+    """Put a checkpoint's weights into the module of a new run; where the classes are others, the head stays new.
+
+    Returns:
+        A sentence that says so.
+    Raises:
+        UserError: the checkpoint is of another model; names the first parameter that differs.
+    """
+    checkpoint = read_checkpoint(path)
+    own, found = module.state_dict(), checkpoint["state_dict"]
+    facts = (checkpoint.get("lockstep") or {}).get("data") or {}
+    there, here = facts.get("num_classes", module.num_classes), module.num_classes
+    new = [
+        name
+        for name, value in found.items()
+        if there != here and name in own and own[name].shape[1:] == value.shape[1:]
+        and (own[name].shape[:1], value.shape[:1]) == ((here,), (there,))
+    ]  # fmt: skip
+    found = {**found, **{name: own[name] for name in new}}
+    check_fits(module, found, path, model_name)
+    module.load_state_dict(found)
+    but = f"; of {there} classes there, {here} here: {', '.join(new)} start new" if new else ""
+    return f"Starting from the weights of {path}{but}."
+
+
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """A file, or a folder of shards, as tensors and plain values in CPU memory."""
     return checkpoint_io.read_checkpoint(path, read_folder=read_shards)
@@ -184,6 +209,20 @@ def _strategy(config: dict[str, Any], cluster: Cluster) -> Any:
     return strategy
 
 
+def _loggers(config: dict[str, Any], folder: RunFolder, known: dict[str, Any]) -> list[Any]:
+    """Ours, and Lightning's, in whose words a `run_id` is the name of a run that is there already (MLflow)."""
+    ours = {**known, "folder": folder.tensorboard}
+    theirs = {"save_dir": str(folder.path), "id": folder.run_id, "run_name": folder.run_id}
+    loggers = []
+    for name, node in (config["logger"] or {}).items():
+        try:
+            if node:
+                loggers.append(build(node, theirs if node["_target_"].startswith("lightning.") else ours))
+        except ModuleNotFoundError as error:
+            raise UserError(f"logger {name}: {error}") from None
+    return loggers
+
+
 def build_run(
     config: dict[str, Any],
     cluster: Cluster,
@@ -243,10 +282,7 @@ def build_run(
         from callbacks.weight_average import WeightAverage
 
         callbacks.insert(0, WeightAverage(decay=own["ema_decay"]))
-    loggers = []
-    if trainable:
-        known["folder"] = folder.tensorboard
-        loggers = [build(node, known) for node in (config["logger"] or {}).values() if node]
+    loggers = _loggers(config, folder, known) if trainable else []
     trainer = build_trainer(config, cluster, callbacks, loggers, folder.path)
     checkpoints = next((c for c in chosen if isinstance(c, Checkpoints)), None)
     return Run(trainer, module, data, recorder, checkpoints, facts)

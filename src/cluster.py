@@ -157,6 +157,18 @@ def agent_id(environ: Mapping[str, str]) -> str | None:
     return None
 
 
+def launched_alone(environ: Mapping[str, str]) -> bool:
+    """Neither torchrun nor srun decided how many ranks there are."""
+    return not (_started_by_torchrun(environ) or _started_by_srun(environ))
+
+
+def first_on_node(environ: Mapping[str, str]) -> bool:
+    """Of the processes that a launcher started on this node the one that prepares what all of them read."""
+    if _started_by_torchrun(environ):
+        return environ.get("LOCAL_RANK") == "0"
+    return not _started_by_srun(environ) or environ.get("SLURM_LOCALID") == "0"
+
+
 def slurm_task(environ: Mapping[str, str]) -> tuple[int, int]:
     """This process's number among a SLURM step's tasks, and how often its job was queued again; (0, 0) elsewhere."""
     return int(environ.get("SLURM_PROCID") or 0), int(environ.get("SLURM_RESTART_COUNT") or 0)

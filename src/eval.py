@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import cluster as world
+from checkpoint_address import locate_checkpoint
 from compose import CONFIGS, run_door
 from errors import UserError
 from launch import launch_config, resume_in_rank
@@ -53,7 +54,8 @@ def config_of(cfg: Any) -> dict[str, Any]:
     composed = plain(cfg)
     if not composed["ckpt_path"]:
         raise UserError("eval needs to know which checkpoint: ckpt_path=FILE, ckpt_path=<run_id> or ckpt_path=s3://….")
-    path = locate(composed)
+    logs = Path(composed["paths"]["log_dir"])
+    path = locate_checkpoint(str(composed["ckpt_path"]), logs, composed.get("s3"), logs / "cache")
     own = read_checkpoint(path).get("lockstep")
     stored = own.get("config") if isinstance(own, dict) else None
     if not isinstance(stored, dict) or not all(isinstance(stored.get(part), dict) for part in PARTS):
@@ -105,28 +107,6 @@ def overlay(base: dict[str, Any], composed: dict[str, Any], overrides: list[str]
             target, source = target.setdefault(parent, {}), source[parent]
         target[last] = source[last]
     return config
-
-
-def locate(config: dict[str, Any]) -> Path:
-    """The local file that ckpt_path means: a path, or a run id (its best checkpoint)."""
-    from checkpoint_files import complete
-    from run_files import RUN_ID_PATTERN, find_run
-
-    named = str(config["ckpt_path"])
-    if named.startswith("s3:"):
-        from storage import resolve_checkpoint
-
-        return resolve_checkpoint(named, config.get("s3"), Path(config["paths"]["log_dir"]) / "cache").resolve()
-    path = Path(named)
-    if not path.exists() and RUN_ID_PATTERN.fullmatch(named) and path.suffix != ".ckpt":
-        folder = find_run(Path(config["paths"]["log_dir"]), named)
-        best = next((found for found, _ in complete(folder.checkpoints, "best")), None)
-        if best is None:
-            raise UserError(f"The run {named} has no complete best checkpoint.")
-        return best
-    if not path.exists():
-        raise UserError(f"There is no checkpoint {named}.")
-    return path.resolve()
 
 
 def main(argv: list[str]) -> int:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from assemble import build_module, check_fits, read_checkpoint
-from checkpoint_files import complete, measure
+from checkpoint_address import locate_checkpoint
+from checkpoint_files import measure
 from data.batch_transforms import BatchTransforms
 from errors import UserError
-from run_files import RUN_ID_PATTERN, find_run, read_record
-from storage import resolve_checkpoint
+from run_files import read_record
 from targets import check_targets
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -73,7 +73,7 @@ def load_finished(address: str, logs: Path, s3: dict[str, Any] | None = None) ->
     Raises:
         UserError: there is none, or it was not written by this project.
     """
-    path = _locate(address, logs, s3)
+    path = locate_checkpoint(address, logs, s3, REPOSITORY / "data" / "checkpoints")
     checkpoint = read_checkpoint(path)
     own = checkpoint.get("lockstep")
     if not isinstance(own, dict) or not {"config", "data"} <= own.keys():
@@ -89,17 +89,6 @@ def load_finished(address: str, logs: Path, s3: dict[str, Any] | None = None) ->
     run_file = path.parent.parent / "run.json"
     record = read_record(run_file) if run_file.exists() else {}
     return FinishedModel(module.net.eval().float(), config, facts, path, record)
-
-
-def _locate(address: str, logs: Path, s3: dict[str, Any] | None) -> Path:
-    path = Path(address)
-    if path.exists() or not RUN_ID_PATTERN.fullmatch(address) or path.suffix == ".ckpt":
-        return resolve_checkpoint(address, s3, REPOSITORY / "data" / "checkpoints")
-    folder = find_run(logs, address)
-    best = next((found for found, _ in complete(folder.checkpoints, "best")), None)
-    if best is None:
-        raise UserError(f"The run {address} has no complete best checkpoint.")
-    return best
 
 
 def read_words(argv: list[str], known: dict[str, str | None], usage: str) -> dict[str, str]:

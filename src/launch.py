@@ -25,6 +25,7 @@ from run_end import (
     stop_at_once_on_signal,
 )
 from run_files import RunFolder, new_run_id, read_config, read_record, write_record
+from run_options import with_options_of_run
 from run_start import begin, run_folder
 from supervisor import Supervisor, die_with_parent
 
@@ -35,6 +36,7 @@ def launch(cfg: Any, work: Work) -> int:
     Returns:
         The exit code.
     """
+    cfg = with_options_of_run(cfg, world.environment())
     config = plain(cfg)
     config["choices"], config["overrides"] = chosen_options(cfg), list(cfg.hydra.overrides.task)
     return launch_config(config, work)
@@ -47,7 +49,7 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     cluster = resolve_cluster(config, environment)
     if config["data"].get("global_batch_size") != "max":
         describe_batch(config, cluster)
-    _fetch_checkpoint(config)
+    _fetch_checkpoint(config, cluster)
     if cluster.num_nodes > 1 or cluster.launcher == "torchrun":
         stop_at_once_on_signal()
     if cluster.world_size > 1 and cluster.local_rank in (0, None):
@@ -114,18 +116,25 @@ def _batch_before(folder: RunFolder) -> int | None:
     return read_config(path)["data"]["global_batch_size"] if path else None
 
 
-def _fetch_checkpoint(config: dict[str, Any]) -> None:
-    """Check the bucket's settings before anything is written; make ckpt_path=s3://… a file of this machine."""
+def _fetch_checkpoint(config: dict[str, Any], cluster: Cluster) -> None:
+    """Check the bucket's settings before anything is written; make ckpt_path a file of this machine.
+
+    A node other than the first may lack it: rank 0 sends it.
+    """
     s3 = config.get("s3") or {}
     if s3.get("uri"):
         from s3_client import options_from
 
         options_from(s3)
-    if str(config.get("ckpt_path") or "").startswith("s3:"):
-        from storage import resolve_checkpoint
+    if config.get("ckpt_path"):
+        from checkpoint_address import locate_checkpoint
 
-        cache = Path(config["paths"]["log_dir"]) / "cache"
-        config["ckpt_path"] = str(resolve_checkpoint(config["ckpt_path"], s3, cache).resolve())
+        logs = Path(config["paths"]["log_dir"])
+        try:
+            config["ckpt_path"] = str(locate_checkpoint(str(config["ckpt_path"]), logs, s3, logs / "cache"))
+        except UserError:
+            if cluster.node_rank == 0:
+                raise
 
 
 def _finish_upload(config: dict[str, Any], folder: RunFolder, code: int, cluster: Cluster) -> int:

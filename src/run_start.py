@@ -26,6 +26,7 @@ from run_files import (
     write_atomically,
     write_record,
 )
+from run_options import runs_folder
 
 
 def run_folder(config: dict[str, Any], cluster: Cluster, environment: dict[str, str]) -> tuple[RunFolder, bool]:
@@ -39,11 +40,6 @@ def run_folder(config: dict[str, Any], cluster: Cluster, environment: dict[str, 
     named = config.get("run_id") or world.outside_run_id(environment)
     if resume == "auto":
         folder = RunFolder(runs_folder(config, logs) / checked_run_id(named or ""))
-        if (config.get("s3") or {}).get("uri") and cluster.local_rank in (0, None):
-            from s3_client import options_from
-            from storage import fetch_run
-
-            fetch_run(options_from(config["s3"]), folder)
         return folder, not folder.record.exists()
     if resume and cluster.node_rank == 0:
         return find_run(logs, resume), False
@@ -62,10 +58,6 @@ def run_folder(config: dict[str, Any], cluster: Cluster, environment: dict[str, 
     return folder, True
 
 
-def runs_folder(config: dict[str, Any], logs: Path) -> Path:
-    return Path(config["sweep_dir"]) if config.get("sweep_dir") else logs / config["task_name"] / "runs"
-
-
 def _restarted_from_outside(folder: RunFolder, environment: dict[str, str]) -> bool:
     """torchrun's agent started its ranks again, or SLURM requeued the job: the same run goes on by itself."""
     agent = world.agent_id(environment)
@@ -79,8 +71,10 @@ def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bo
         _check_resumable(config, folder, previous)
     if previous is not None or config.get("resume") == "auto":
         checkpoint = newest_whole(folder.checkpoints)
-        config["ckpt_path"] = str(checkpoint) if checkpoint else None
-        config["resume_step"] = (read_sidecar(checkpoint) or {}).get("step") if checkpoint else 0
+        config["resume_step"] = 0
+        if checkpoint:
+            config["ckpt_path"] = str(checkpoint)
+            config["resume_step"] = (read_sidecar(checkpoint) or {}).get("step")
         if previous is not None or checkpoint:
             place = checkpoint.name if checkpoint else "its start: no whole checkpoint"
             print(f"Resuming {folder.run_id} from {place}.")
@@ -187,7 +181,8 @@ def first_record(config: dict[str, Any], cluster: Cluster, folder: RunFolder) ->
         "fit_seconds": None,
         "images_per_s": None,
         "best_checkpoint": None,
-        "resumed_from": config.get("ckpt_path"),
+        "initial_weights": None if config.get("resume_step") else config.get("ckpt_path"),
+        "resumed_from": config.get("ckpt_path") if config.get("resume_step") else None,
         "restarts": [],
     }
 
@@ -201,7 +196,7 @@ def continued(previous: dict[str, Any], record: dict[str, Any], config: dict[str
     """One record for one run across its restarts: the beginning and what was reached stay."""
     kept = (
         "started_at", "metrics", "fit_seconds", "best_checkpoint", "restarts", "command", "code", "steps", "epochs",
-        "largest_batch",
+        "largest_batch", "initial_weights",
     )  # fmt: skip
     step = config.get("resume_step") or 0
     restart = {
@@ -214,8 +209,8 @@ def continued(previous: dict[str, Any], record: dict[str, Any], config: dict[str
     }
     record = {**record, **{key: previous[key] for key in kept if previous.get(key) is not None}}
     record["restarts"] = [*record["restarts"], restart]
+    record["resumed_from"] = config.get("ckpt_path") if step else None
     record["steps"] = step  # what was lost is counted once, though this start too may be killed before it trains
-    record["resumed_from"] = config.get("ckpt_path")
     return record
 
 

@@ -36,7 +36,7 @@ def share_checkpoint(config: dict[str, Any], cluster: Cluster, folder: RunFolder
             local = fetch_from_rank_zero(Path(path), cluster, folder, source)
             break
         except UserError as error:
-            if step is None:
+            if not step:
                 raise  # the user named it
             if cluster.is_rank_zero:
                 print(f"Passed over: {error}", flush=True)

@@ -15,22 +15,26 @@ from leave import leave
 
 def train(config: dict[str, Any], cluster: Any, folder: Any) -> int:
     """One rank's whole run: fit, test the best checkpoint, finish the record."""
-    from assemble import build_run, read_checkpoint
+    from assemble import build_run, read_checkpoint, start_from
     from checks import check_data_of_run, check_fits
     from rank_process import enter_world
     from run_files import utc_now
 
     with enter_world(config, cluster, folder) as world:
         run = build_run(config, cluster, folder, world, config.get("resume_step"))
-        if path := config.get("ckpt_path"):
+        path, goes_on = config.get("ckpt_path"), bool(config.get("resume_step"))
+        if path and goes_on:
             checkpoint = read_checkpoint(path)
             check_fits(run.module, checkpoint["state_dict"], path, config["model"]["name"])
-            if config.get("resume_step") is not None:
-                check_data_of_run(checkpoint, run.facts, folder)
+            check_data_of_run(checkpoint, run.facts, folder)
             del checkpoint
+        elif path:
+            said = start_from(run.module, path, config["model"]["name"])
+            if cluster.is_rank_zero:
+                print(said, flush=True)
         if cluster.is_rank_zero:
             run.recorder.write(**_known_at_start(run), hosts=world.hosts)
-        run.trainer.fit(run.module, datamodule=run.data, ckpt_path=config.get("ckpt_path"), weights_only=True)
+        run.trainer.fit(run.module, datamodule=run.data, ckpt_path=path if goes_on else None, weights_only=True)
         for profile in sorted(folder.path.glob("fit-profile*.txt")) if cluster.is_rank_zero else ():
             print(profile.read_text(), flush=True)
         if config["test"]:

@@ -10,6 +10,7 @@ ROOMS = {path.name for path in SRC.iterdir() if path.is_dir() and path.name != "
 FLOOR_2 = {
     "assemble",
     "launch",
+    "run_options",
     "run_start",
     "run_end",
     "no_secrets",

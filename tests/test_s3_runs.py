@@ -127,7 +127,8 @@ def test_an_interrupted_run_goes_on_on_a_fresh_machine_from_the_bucket_alone(pla
     assert first.code == EXIT_INTERRUPTED, first.output
     last, _ = place.run().read_pointer("last")
     assert last.step == first.record["steps"] >= 30
-    again = place.train(*trainer, "resume=auto", logs=tmp_path / "second")
+    bucket_alone = ["run_id=the-run", "resume=auto", *place.arguments]
+    again = run_door("train", *bucket_alone, logs=tmp_path / "second", environment=place.environment)
     assert again.code == EXIT_OK, again.output
     restart = again.record["restarts"][-1]
     assert (restart["resumed_step"], restart["lost_steps"]) == (last.step, 0)

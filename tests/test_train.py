@@ -127,7 +127,7 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(uninterrupted,
     done = run_door("train", *SMALL, "run_id=r", logs=tmp_path, before=partial(signal_at_step, stop_after))
     assert done.code == 75, done.output
     assert done.record["status"] == "interrupted" and done.record["steps"] == stop_after
-    done = run_door("train", *SMALL, "resume=r", logs=tmp_path)
+    done = run_door("train", "resume=r", logs=tmp_path)  # with the options that it was started with
     assert done.code == 0, done.output
     assert_equal(weights(done.folder), weights(uninterrupted.folder))
     assert_equal(weights(done.folder, "best"), weights(uninterrupted.folder, "best"))
@@ -152,7 +152,7 @@ def test_a_killed_rank_is_named_and_the_run_resumes_to_the_same_weights(uninterr
     assert died.code == 1
     assert died.record["status"] == "failed" and died.record["error"]["rank"] == 1
     assert "SIGKILL" in died.output.strip().splitlines()[-1]
-    resumed = run_door("train", *two, "resume=r", logs=tmp_path / "killed")
+    resumed = run_door("train", "resume=r", logs=tmp_path / "killed")
     assert resumed.code == 0, resumed.output
     assert_equal(weights(resumed.folder), weights(whole.folder))
     assert resumed.record["restarts"][0]["resumed_step"] == 10 and len(resumed.record["restarts"]) == 1
@@ -212,6 +212,30 @@ def test_a_file_that_is_no_checkpoint_and_one_of_another_model(uninterrupted, tm
     other = uninterrupted.folder.path / uninterrupted.record["best_checkpoint"]["path"]
     done = run_door("train", f"ckpt_path={other}", "model.width=7", logs=tmp_path)
     assert done.code == 2, done.output
+
+
+def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_it(uninterrupted):
+    """Optimizer, schedule, epochs and best are its own, also where it is killed before its first checkpoint."""
+    best = weights(uninterrupted.folder, "best")
+    still = ["experiment=quickstart", f"ckpt_path={uninterrupted.folder.run_id}", "trainer.max_epochs=1"]
+    still += ["optimizer.lr=1e-30", "optimizer.weight_decay=0"]
+    there = uninterrupted.logs  # a run id is looked up among the runs
+    done = run_door("train", *still, "run_id=still", logs=there)
+    assert done.code == 0, done.output
+    assert "Starting from the weights of " in done.output
+    assert done.record["steps"] == 20 and done.record["epochs"] == 1
+    assert_equal(weights(done.folder, "best"), best)
+    assert done.record["metrics"]["test/correct"] == uninterrupted.record["metrics"]["test/correct"]
+    assert done.record["resumed_from"] is None and "/best-step" in done.record["initial_weights"]
+
+    moves = ["experiment=quickstart", f"ckpt_path={uninterrupted.folder.run_id}", "trainer.max_epochs=1"]
+    whole = run_door("train", *moves, "run_id=whole", logs=there)
+    died = run_door("train", *moves, "run_id=k", logs=there, before=partial(signal_at_step, 3, number=signal.SIGKILL))
+    assert died.code == -signal.SIGKILL and not list(died.folder.checkpoints.glob("*.ckpt")), died.output
+    again = run_door("train", "resume=k", logs=there)
+    assert again.code == 0, again.output
+    assert_equal(weights(again.folder), weights(whole.folder))
+    assert again.record["initial_weights"] == whole.record["initial_weights"] and again.record["resumed_from"] is None
 
 
 def test_a_finished_run_and_another_config_are_not_overwritten(uninterrupted, tmp_path):

@@ -1,0 +1,50 @@
+"""What docs/howto.md shows runs as it stands there."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TEXT = (REPOSITORY / "docs" / "howto.md").read_text()
+FILES = dict(re.findall(r"^`((?:src|configs)/\S+)`\n\n```\w+\n(.*?)```", TEXT, re.DOTALL | re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The repository with the files that the page tells to write."""
+    root = tmp_path_factory.mktemp("howto")
+    for folder in ("src", "configs"):
+        shutil.copytree(REPOSITORY / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, content in FILES.items():
+        assert not (root / name).exists(), f"{name} is there already"
+        (root / name).write_text(content)
+    return root
+
+
+def test_a_model_a_data_set_a_callback_and_a_recipe_of_ones_own(copy):
+    assert len(FILES) == 7
+    (early,) = re.findall(r"`(\+callbacks\.early=\{.*?\})`", TEXT)
+    command = re.search(r"`python (src/train.py experiment=squares)`", TEXT)[1].split()
+    more = ["trainer=fsdp_sim", early, "run_id=r", "trainer.log_every_n_steps=3"]
+    done = subprocess.run([sys.executable, *command, *more], cwd=copy, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = copy / "logs" / "train" / "runs" / "r"
+    record = json.loads((folder / "run.json").read_text())
+    assert (record["model"], record["data"], record["experiment"]) == ("mlp", "squares", "squares")
+    assert record["metrics"]["test/images"] == 100 and record["metrics"]["test/acc"] > 0.95
+    assert record["num_parameters"] == 64 * 16 + 16 + 16 * 2 + 2
+    assert "train/gradient_norm" in (folder / "metrics.csv").read_text().splitlines()[0]
+
+
+def test_the_links_lead_somewhere():
+    pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "benchmarks").glob("*.md")]
+    assert len(pages) > 6
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
