@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test install install-dev check docs lock audit parity bench soak logbook completion clean
+.PHONY: help train test test-long install install-dev check docs lock audit parity bench soak logbook completion clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -15,6 +15,9 @@ train: install  ## train and test a small model on real digits (no download), in
 
 test: install-dev  ## run all tests; needs no network, no GPU
 	$(PY) -m pytest
+
+test-long: install-dev  ## the tests that take too long for make test: more launchers, lost nodes, stores that die
+	$(PY) -m pytest -m soak
 
 install: $(VENV)/.installed  ## make .venv with the pinned, hash-checked requirements
 
@@ -86,7 +89,7 @@ FASHION ?= $(wildcard /usr/share/datasets/fashion-mnist)# where Debian's package
 soak: install-dev  ## the campaign of faults, or PIECE=kills SEED=1 COUNT=60 MINUTES=5 of it; hours
 	$(PY) benchmarks/faults.py $(PIECE) $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) \
 	  $(if $(MINUTES),--minutes $(MINUTES)) $(RECORD)
-	$(if $(PIECE),,$(PY) -m pytest -m soak)
+	$(if $(PIECE),,$(MAKE) test-long)
 
 logbook: install  ## build the pages in logbook/ from the runs
 	$(PY) src/logbook.py build

@@ -23,12 +23,22 @@ from cluster import Cluster, visible_devices
 from errors import UserError
 from rank_process import StartedRanks, World, device_of
 from run_files import RunFolder
+from strategies.mixed_precision import BFloat16Mixed
 from strategies.sharded_checkpoint import read as read_shards
 from strategies.sync_batchnorm import batch_norm_warnings, layer_sync
 from targets import build
 
 PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}
 OWN_TRAINER_KEYS = ("accelerator", "devices", "num_nodes", "strategy", "precision", "sync_batchnorm", "deterministic")
+
+VALIDATION = "a run validates at the end of epochs (trainer.check_val_every_n_epoch); limit_train_batches shortens them"
+OURS = "the run makes it itself"
+REFUSED_TRAINER_KEYS = {
+    "val_check_interval": VALIDATION, "reload_dataloaders_every_n_epochs": OURS, "callbacks": "take callbacks=",
+    "logger": "take logger=", "plugins": OURS, "default_root_dir": "take paths.log_dir", "enable_checkpointing": OURS,
+    "enable_progress_bar": OURS, "enable_model_summary": OURS, "use_distributed_sampler": OURS,
+    "fast_dev_run": "take debug=fast_dev_run", "max_time": "take max_epochs or max_steps",
+}  # fmt: skip
 
 
 @dataclass
@@ -153,18 +163,25 @@ def build_trainer(
     config: dict[str, Any], cluster: Cluster, callbacks: list[Any], loggers: list[Any], root: Path
 ) -> pl.Trainer:
     own = config["trainer"]
+    if refused := sorted(REFUSED_TRAINER_KEYS.keys() & own.keys()):
+        raise UserError(f"trainer.{refused[0]} cannot be given: {REFUSED_TRAINER_KEYS[refused[0]]}.")
+    if own["log_every_n_steps"] < 1:
+        raise UserError(f"trainer.log_every_n_steps={own['log_every_n_steps']}: give a whole number from 1 on.")
     # What Lightning's Trainer does not know is ours or the strategy's.
     known = inspect.signature(pl.Trainer).parameters.keys() - set(OWN_TRAINER_KEYS)
     arguments = {key: value for key, value in own.items() if key in known}
     if name := own.get("profiler"):
         arguments["profiler"] = _profiler(name, root)
-    strategy = _strategy(config, cluster)
+    strategy, device_type = _strategy(config, cluster), "cuda" if own["accelerator"] == "gpu" else "cpu"
     plugins: list[Any] = [StartedRanks(cluster), CheckpointFiles(read_folder=read_shards)]
     if own["sync_batchnorm"] and cluster.world_size > 1:
-        plugins.append(layer_sync("cuda" if own["accelerator"] == "gpu" else "cpu"))
+        plugins.append(layer_sync(device_type))
     precision = precision_of(config)
     if hasattr(strategy, "precision_for"):
-        plugins.append(strategy.precision_for(precision, "cuda" if own["accelerator"] == "gpu" else "cpu"))
+        plugins.append(strategy.precision_for(precision, device_type))
+        precision = None
+    elif precision == "bf16-mixed":
+        plugins.append(BFloat16Mixed(device_type))
         precision = None
     arguments["profiler"] = arguments.get("profiler") or NoProfiler()
     trainer = pl.Trainer(

@@ -80,7 +80,8 @@ class ImageClassifier(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
         loss = F.cross_entropy(self.net(images), labels, label_smoothing=self.label_smoothing)
-        self.loss_sum = loss.detach() if self.loss_sum is None else self.loss_sum + loss.detach()
+        own = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))  # 16 bits would lose what is added
+        self.loss_sum = own if self.loss_sum is None else self.loss_sum + own
         self.losses_summed += 1
         return loss
 

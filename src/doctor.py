@@ -1,6 +1,8 @@
 """Is this machine, this cluster, this bucket ready? One sentence per finding, with the mend.
 
-python src/doctor.py trainer=ddp trainer.num_nodes=2      on each node, with the options of the run to come
+MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK=0 python src/doctor.py trainer=ddp trainer.num_nodes=2
+
+On each node, with the variables and options of the run to come.
 """
 
 import socket
@@ -157,7 +159,7 @@ def diagnose(cfg: Any) -> int:
 
 
 def main(argv: list[str]) -> int:
-    return run_door("train", argv, diagnose, (__doc__ or "").splitlines()[0])
+    return run_door("train", argv, diagnose, __doc__ or "")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ def evaluate(config: dict[str, Any], cluster: Any, folder: Any) -> int:
         run = build_run(config, cluster, folder, world, None, trainable=False)
         load_weights(run.module, config["ckpt_path"], config["model"]["name"])
         run.trainer.test(run.module, datamodule=run.data, verbose=False)
+        if run.module.test_confusion is None:
+            raise UserError("trainer.limit_test_batches=0 leaves nothing to test.")
         if cluster.is_rank_zero:
             per_class = write_confusion(run.module.test_confusion, run.facts["class_names"], folder)
             run.recorder.write(
@@ -72,6 +74,8 @@ def config_of(cfg: Any) -> dict[str, Any]:
         config["trainer"].update(launch="one_process", accelerator=composed["trainer"]["accelerator"], devices=1,
                                  num_nodes=1, strategy=None)  # fmt: skip
     config["trainer"]["accumulate_grad_batches"] = 1
+    if config["trainer"]["launch"] == "one_process" and any(word.startswith("data.") for word in overrides):
+        config["data"]["global_batch_size"] = 1  # nothing is trained: fewer images than that are no error
     if "choices" in config:
         config["choices"] = {**config["choices"], "trainer": cfg.hydra.runtime.choices["trainer"]}
     config["overrides"] = overrides
@@ -112,7 +116,7 @@ def overlay(base: dict[str, Any], composed: dict[str, Any], overrides: list[str]
 def main(argv: list[str]) -> int:
     if config := world.supervised_config():
         return resume_in_rank(config, evaluate)
-    return run_door("train", argv, lambda cfg: launch_config(config_of(cfg), evaluate), (__doc__ or "").splitlines()[0])
+    return run_door("train", argv, lambda cfg: launch_config(config_of(cfg), evaluate), __doc__ or "")
 
 
 if __name__ == "__main__":

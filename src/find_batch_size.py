@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
         from estimate import estimate
 
         argv, task = [word for word in argv if word != "--estimate"], estimate
-    return run_door("train", argv, task, (__doc__ or "").splitlines()[0])
+    return run_door("train", argv, task, __doc__ or "")
 
 
 if __name__ == "__main__":

@@ -209,6 +209,7 @@ def resolve_cluster(config: dict[str, Any], environment: dict[str, str]) -> Clus
     """
     trainer = config["trainer"]
     name = config.get("choices", {}).get("trainer", "this trainer")
+    _check_one_process(trainer, name)
     gpus = world.visible_gpus(environment)
     if trainer.get("stage_devices"):
         trainer["accelerator"] = "cpu" if str(trainer["stage_devices"][0]).startswith("cpu") else "gpu"
@@ -237,6 +238,15 @@ def resolve_cluster(config: dict[str, Any], environment: dict[str, str]) -> Clus
         trainer["devices"] = cluster.devices
     trainer["num_nodes"] = cluster.num_nodes
     return cluster
+
+
+def _check_one_process(trainer: dict[str, Any], name: str) -> None:
+    """A trainer that runs in one process would silently leave out what it cannot do."""
+    own = next((f"give trainer.{key}" for key in ("num_gpus", "stage_devices") if key in trainer), None)
+    for key in ("devices", "num_nodes"):
+        if trainer["launch"] == "one_process" and trainer[key] not in ("auto", 1):
+            instead = (key == "devices" and own) or "trainer=ddp (on CPUs ddp_sim) has several"
+            raise UserError(f"trainer.{key}={trainer[key]}, but trainer={name} is one process: {instead}.")
 
 
 def describe_batch(config: dict[str, Any], cluster: Cluster) -> None:

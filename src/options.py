@@ -64,8 +64,12 @@ def _description(path: Path) -> str:
 
 
 def help_text(configs: Path, config_name: str, description: str) -> str:
-    """The whole answer to --help."""
-    lines = [description, "", f"python src/{config_name}.py [group=option …] [key=value …] [-m] [--cfg job]", ""]
+    """The whole answer to --help.
+
+    Args:
+        description: of the door, with how it is called.
+    """
+    lines = [description.strip(), ""]
     text = (configs / f"{config_name}.yaml").read_text()
     defaults = dict(re.findall(r"^  - (\w+): \[?(\w+)\]?$", text, re.MULTILINE))
     for group, options in groups(configs).items():

@@ -47,6 +47,7 @@ def train(config: dict[str, Any], cluster: Any, folder: Any) -> int:
 
 def _known_at_start(run: Any) -> dict[str, Any]:
     return {
+        "precision": str(run.trainer.precision),  # what `auto` came to
         "num_parameters": sum(p.numel() for p in run.module.net.parameters()),
         "num_train": run.data.num_train,
         "num_val": run.data.num_val,
@@ -66,7 +67,7 @@ def _test(run: Any, cluster: Any, folder: Any) -> None:
     # A checkpoint's weights are the averaged ones where there is an average; the callback would swap them away.
     run.trainer.callbacks = [callback for callback in run.trainer.callbacks if not hasattr(callback, "_average_model")]
     run.trainer.test(run.module, datamodule=run.data, ckpt_path=best, weights_only=True, verbose=False)
-    if run.trainer.is_global_zero:
+    if run.trainer.is_global_zero and run.module.test_confusion is not None:  # limit_test_batches=0 tests nothing
         from callbacks.confusion import write_confusion
 
         per_class = write_confusion(run.module.test_confusion, run.facts["class_names"], folder)
@@ -76,7 +77,7 @@ def _test(run: Any, cluster: Any, folder: Any) -> None:
 def main(argv: list[str]) -> int:
     if config := world.supervised_config():
         return resume_in_rank(config, train)
-    return run_door("train", argv, lambda cfg: launch(cfg, train), (__doc__ or "").splitlines()[0])
+    return run_door("train", argv, lambda cfg: launch(cfg, train), __doc__ or "")
 
 
 if __name__ == "__main__":

@@ -60,6 +60,14 @@ def test_it_makes_the_same_steps(optimizer):
     torch.testing.assert_close(*weights, rtol=1e-13, atol=1e-13)
 
 
+def test_losses_of_sixteen_bits_add_up_in_thirty_two():
+    classifier = ImageClassifier(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).bfloat16(), num_classes=3)
+    batch = torch.ones(2, 1, 2, 2, dtype=torch.bfloat16), torch.tensor([0, 2])
+    losses = [float(classifier.training_step(batch, 0).detach()) for _ in range(300)]
+    total, count = classifier.take_loss_sum()
+    assert count == 300 and total.item() == pytest.approx(sum(losses), rel=1e-5)
+
+
 def test_parameters_are_still_found():
     classifier = module(partial(torch.optim.SGD, lr=0.1))
     classifier._current_fx_name = "training_step"

@@ -51,6 +51,7 @@ def test_under_torchrun_every_rank_trains_with_the_same_and_a_run_that_goes_on_k
 
 
 @needs_hosts
+@pytest.mark.soak
 def test_on_two_hosts_all_ranks_probe_together(tmp_path):
     with two_hosts(tmp_path) as hosts:
         started = [

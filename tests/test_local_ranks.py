@@ -39,7 +39,7 @@ def fail_on_one(cluster, how):
 def test_a_rank_that_fails_dies_or_hangs_is_named(how, said):
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=said):
-        run_ranks(fail_on_one, 2, how, timeout_s=10 if how == "hang" else 60)
+        run_ranks(fail_on_one, 2, how, timeout_s=4 if how == "hang" else 60)
     assert time.monotonic() - started < 60
 
 

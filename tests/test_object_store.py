@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from object_store import object_store, remove_dead_folders, remove_dead_sockets
 
 
@@ -16,6 +18,7 @@ def sockets_of(store):
     return [path for port in ports for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock")]
 
 
+@pytest.mark.soak
 def test_a_stopped_and_a_killed_server_leave_no_socket(tmp_path):
     with object_store(tmp_path) as store:
         assert sockets_of(store)

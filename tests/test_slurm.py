@@ -94,6 +94,7 @@ def test_scancel_saves_and_the_job_stays_cancelled(slurm):
     assert slurm.state(job) == "CANCELLED" and slurm.facts(job)["Restarts"] == "0"
 
 
+@pytest.mark.soak
 def test_a_job_whose_node_goes_down_starts_again_in_the_same_run(slurm):
     job = slurm.sbatch(*NODES, "trainer.max_epochs=40")
     wait_for_checkpoint(slurm, job)
@@ -119,6 +120,7 @@ def test_one_task_is_a_run_too(slurm):
     assert record(slurm, job)["status"] == "finished" and only_run(slurm, job)
 
 
+@pytest.mark.soak
 def test_each_job_of_a_sweep_is_a_slurm_job(slurm):
     """Two ranks on two nodes each; the second learning rate diverges, which its record and the exit code say."""
     launcher = ["nodes=2", "tasks_per_node=1", "array_parallelism=1", "timeout_min=5"]

@@ -189,6 +189,14 @@ BAD = {
     "resume=auto": "run_id=",
     "run_id=../x": "run_id",
     "model=alexnet": "image",
+    "trainer=cpu trainer.devices=2": "trainer=cpu is one process: trainer=ddp (on CPUs ddp_sim) has several",
+    "trainer=gpu trainer.num_nodes=2": "trainer.num_nodes=2",
+    "trainer=model_parallel trainer.devices=2": "give trainer.stage_devices",
+    "+trainer.val_check_interval=5": "validates at the end of epochs",
+    "trainer.log_every_n_steps=0": "from 1 on",
+    "callbacks.checkpoints.mode=Max": "max or min",
+    "callbacks.checkpoints.monitor=val/loss": "give mode=min",
+    "experiment=quickstart trainer.max_epochs=1 callbacks.checkpoints.monitor=val_acc": "there are val/acc,",
     "+callbacks.x._target_=os.system": "not allowed",
     "+callbacks.x._target_=callbacks.checkpoints.link": "not allowed",
     "+callbacks.x._target_=models.small_cnn.nn.Linear": "cannot be found",
@@ -236,6 +244,41 @@ def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_i
     assert again.code == 0, again.output
     assert_equal(weights(again.folder), weights(whole.folder))
     assert again.record["initial_weights"] == whole.record["initial_weights"] and again.record["resumed_from"] is None
+
+
+def test_a_run_that_max_steps_ends_in_mid_epoch_is_validated_tested_and_goes_on(tmp_path):
+    words = ["experiment=quickstart", "scheduler=none", "trainer.log_every_n_steps=4"]
+    whole = run_door("train", *words, "trainer.max_steps=30", logs=tmp_path / "whole")
+    assert whole.code == 0, whole.output
+    short = run_door("train", *words, "trainer.max_steps=7", "run_id=r", logs=tmp_path)
+    assert short.code == 0, short.output
+    assert short.record["best_checkpoint"]["step"] == 7 and short.record["metrics"]["test/images"] == 360
+    again = run_door("train", "resume=r", "trainer.max_steps=30", logs=tmp_path)
+    assert again.code == 0 and again.record["steps"] == 30, again.output
+    assert_equal(weights(again.folder), weights(whole.folder))
+    assert {row["step"] for row in rows(again.folder) if row["val/acc"]} == {"7", "20", "30"}
+
+
+@pytest.mark.parametrize("trainer", ["cpu", "fsdp_sim"])
+def test_bfloat16_is_clipped_also_where_one_kernel_steps_all_parameters(tmp_path, trainer):
+    words = [f"trainer={trainer}", "trainer.precision=bf16-mixed", "trainer.gradient_clip_val=0.1", "optimizer=sgd"]
+    words += ["trainer.max_steps=6", "test=false", "scheduler=none"]
+    done = [
+        run_door("train", *words, *more, logs=tmp_path / name)
+        for name, more in (("fused", []), ("plain", ["+optimizer.fused=false"]))
+    ]
+    assert [d.code for d in done] == [0, 0], [d.output for d in done]
+    fused, plain = (weights(d.folder) for d in done)
+    for name, value in fused.items():
+        torch.testing.assert_close(value, plain[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_test_of_no_batches_is_no_failure(tmp_path):
+    words = ["experiment=quickstart", "trainer.max_steps=2", "run_id=r"]
+    done = run_door("train", *words, "trainer.limit_test_batches=0", logs=tmp_path)
+    assert done.code == 0 and not done.folder.confusion_matrix.exists(), done.output
+    done = run_door("eval", "ckpt_path=r", "trainer.limit_test_batches=0", logs=tmp_path)
+    assert done.code == 2 and "nothing to test" in done.output
 
 
 def test_a_finished_run_and_another_config_are_not_overwritten(uninterrupted, tmp_path):

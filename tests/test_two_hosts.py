@@ -97,7 +97,11 @@ def weights(folder):
     return read_checkpoint(path)["state_dict"]
 
 
-@pytest.mark.parametrize("launcher", [OneCommandPerNode(), Torchrun(), Nodes()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "launcher",
+    [OneCommandPerNode(), *(pytest.param(launcher, marks=pytest.mark.soak) for launcher in (Torchrun(), Nodes()))],
+    ids=lambda launcher: type(launcher).__name__,
+)
 def test_a_run_across_two_hosts_loses_one_and_resumes_to_the_weights_of_one_host(launcher, hosts, one_host):
     first, second = hosts
     with pytest.raises(Exception, match="returned non-zero"):

@@ -239,6 +239,7 @@ def test_a_mistake_of_ours_does_not_end_the_uploads(setting, monkeypatch):
     assert "ZeroDivisionError in test_uploader.py" in setting.said[0]
 
 
+@pytest.mark.soak
 def test_a_store_that_is_killed_in_the_middle_and_comes_back(tmp_path, monkeypatch):
     with object_store(tmp_path / "store") as server:
         for name, value in server.environment().items():

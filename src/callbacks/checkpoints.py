@@ -24,7 +24,7 @@ from checkpoint_files import (
     sidecar_path,
     write_sidecar,
 )
-from errors import Diverged
+from errors import Diverged, UserError
 
 
 class Checkpoints(Callback):
@@ -34,7 +34,6 @@ class Checkpoints(Callback):
         folder: checkpoints/ of the run.
         monitor, mode: which metric chooses the best, and whether its largest (max) or smallest (min) value does.
         contents: plain values that every checkpoint carries (composed config, class names, normalisation, …).
-        keep_state: False while resuming weights into a fresh run would make the loops' place meaningless.
     """
 
     def __init__(
@@ -46,6 +45,10 @@ class Checkpoints(Callback):
         every_minutes: float | None = 10.0,
         contents: dict[str, Any] | None = None,
     ) -> None:
+        if mode not in ("max", "min"):
+            raise UserError(f"callbacks.checkpoints.mode={mode!r}: max or min.")
+        if mode == "max" and monitor.endswith("loss"):
+            raise UserError(f"callbacks.checkpoints.monitor={monitor}: the best is the smallest, give mode=min.")
         self.folder, self.monitor, self.mode = Path(folder), monitor, mode
         self.every_n_epochs, self.every_minutes = every_n_epochs, every_minutes
         self.contents = contents or {}
@@ -104,6 +107,8 @@ class Checkpoints(Callback):
         self.phase = VALIDATION
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == trainer.max_steps:
+            trainer.should_stop = True  # else Lightning would not validate what ends in mid-epoch
         if self.every_minutes is None or trainer.global_step == self.saved_step or self._is_last_batch(trainer):
             return
         if trainer.fit_loop.epoch_loop._should_accumulate():
@@ -118,6 +123,9 @@ class Checkpoints(Callback):
         self.phase = EPOCH_END
         value = trainer.callback_metrics.get(self.monitor)
         validated = trainer.fit_loop.epoch_loop._should_check_val_epoch()
+        validations = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
+        if validated and value is None and validations:
+            raise UserError(f"callbacks.checkpoints.monitor={self.monitor}: there are {', '.join(validations)}.")
         is_best = validated and value is not None and self._improves(float(value))
         if is_best:
             self.best_value = float(value)
@@ -193,7 +201,10 @@ class Checkpoints(Callback):
         per_epoch = int(trainer.num_training_batches) // trainer.accumulate_grad_batches
         done = trainer.fit_loop.epoch_loop.batch_progress.current.ready // trainer.accumulate_grad_batches
         phase = self.phase
-        if phase == TRAINING and done == per_epoch:
+        is_last = trainer.global_step == trainer.max_steps
+        if done < per_epoch and not (phase == VALIDATION and is_last):  # max_steps: a longer run goes on from here
+            phase = TRAINING
+        elif phase == TRAINING:
             phase = VALIDATION if trainer.fit_loop.epoch_loop._should_check_val_epoch() else EPOCH_END
         return resume_point(trainer.current_epoch, done, per_epoch, phase)
 
@@ -246,16 +257,26 @@ def random_state() -> dict[str, Any]:
     numpy_state = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,
+        "cuda": cuda_state(),
         "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
         "python": _as_lists(random.getstate()),
     }
 
 
+def cuda_state() -> torch.Tensor | list[torch.Tensor] | None:
+    """Of this process's GPU; of all GPUs where it uses several (dp, model_parallel)."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return None
+    several = not torch.distributed.is_initialized() and torch.cuda.device_count() > 1
+    return torch.cuda.get_rng_state_all() if several else torch.cuda.get_rng_state()
+
+
 def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"].cpu())
     if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].cpu())
+        states = state["cuda"] if isinstance(state["cuda"], list) else [state["cuda"]]
+        for device, own in zip(range(torch.cuda.device_count()), states, strict=False):  # there may be fewer here
+            torch.cuda.set_rng_state(own.cpu(), device if len(states) > 1 else "cuda")
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     version, internal, gauss = state["python"]

@@ -19,6 +19,10 @@ class WeightAverage(EMAWeightAveraging):
         super().__init__(decay=decay)
         self.is_exchanged = False
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._device = trainer.strategy.root_device  # the module gets there later
+        super().setup(trainer, pl_module, stage)
+
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_validation_epoch_start(trainer, pl_module)
         self.is_exchanged = self._average_model is not None

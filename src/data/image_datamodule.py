@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
@@ -266,14 +267,14 @@ class ImageDataModule(LightningDataModule):
         return {"draws": draws, "labels": torch.from_numpy(labels)}
 
     def sample_images(self, count: int) -> Tensor:
-        """(count, channels, image_size, image_size) float, normalised: the first training images, not augmented.
+        """(count, channels, image_size, image_size) float, normalised, on the CPU: the first training images.
 
-        The same on every rank, for nets that look at data before they train.
+        Not augmented, and the same on every rank: for nets that look at data before they train.
         """
         centre, index = self._batch_transforms.centre(), self._train_index[:count]
         batches = EvalBatches(self._deliver, index, centre, batch_size=self.eval_batch_size, rank=0, world_size=1)
-        images = [self._images_of(batch) for batch in batches]
-        return torch.cat(images)[: len(index)]
+        images = [self._images_of(move_data_to_device(batch, self._device)) for batch in batches]
+        return torch.cat(images)[: len(index)].cpu()
 
     # Batches
 

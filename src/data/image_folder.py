@@ -80,6 +80,11 @@ class ImageFolderDataModule(ImageDataModule):
         """All images, and how many are to fit on, to validate and to test on, in this order."""
         if not (self._root / "train").is_dir():
             return self._drawn()
+        if not (self._root / "test").is_dir():
+            raise UserError(
+                f"{self._root} has train/ and no test/, which tests the finished run: name a part of it so, or give a "
+                "folder that holds the classes alone (data.test_fraction of it then tests)."
+            )
         parts = [list_split(self._root / split) for split in ("train", "val", "test") if self._has(split)]
         for part in parts[1:]:
             if part.class_names != parts[0].class_names:
@@ -96,19 +101,31 @@ class ImageFolderDataModule(ImageDataModule):
         return split != "val" or (self._root / split).is_dir()
 
     def _drawn(self) -> tuple[Listing, tuple[int, int, int]]:
-        """root/<class>/ alone: the test images are drawn from the seed."""
+        """root/<class>/ alone: the test images are drawn from the seed, out of one cache for all seeds."""
         listing = list_split(self._root)
-        n = len(listing.files)
+        self._num_drawn(len(listing.files))
+        return listing, (len(listing.files), 0, 0)
+
+    def _num_drawn(self, n: int) -> int:
         num_test = round(self._test_fraction * n)
         if not 1 <= num_test < n:
             raise UserError(
                 f"data.test_fraction={self._test_fraction} of {n} images leaves {n - num_test} to train and {num_test} "
                 "to test on: both need one at least."
             )
-        order = random_stream(self.seed, TEST).permutation(n)
-        order = np.concatenate([np.sort(order[num_test:]), np.sort(order[:num_test])])
-        files = [listing.files[i] for i in order]
-        return Listing(listing.class_names, files, listing.labels[order]), (n - num_test, 0, num_test)
+        return num_test
+
+    def _read_facts(self, meta: dict[str, Any]) -> None:
+        if meta["num_test"]:
+            super()._read_facts(meta)
+            return
+        num_test = self._num_drawn(meta["num_fit"])
+        order = random_stream(self.seed, TEST).permutation(meta["num_fit"])
+        fit, test = np.sort(order[num_test:]), np.sort(order[:num_test])
+        super()._read_facts({**meta, "num_fit": len(fit), "num_test": num_test})
+        self._check_classes(self._labels[fit])
+        self.data_hash = fingerprint([self.data_hash, test.tolist()])
+        self._train_index, self._val_index, self._test_index = fit[self._train_index], fit[self._val_index], test
 
     # In one array
 
@@ -140,17 +157,21 @@ class ImageFolderDataModule(ImageDataModule):
 
     def _kept(self, failures: dict[int, str]) -> np.ndarray:
         kept = np.array([i for i in range(len(self._listing.files)) if i not in failures], np.int64)
-        left = np.unique(self._listing.labels[kept[kept < self._counts[0]]])
+        self._check_classes(self._listing.labels[kept[kept < self._counts[0]]])
+        return kept
+
+    def _check_classes(self, labels: np.ndarray) -> None:
+        left = np.unique(labels)
         for label, name in enumerate(self._listing.class_names):
             if label not in left:
                 raise UserError(f"{self._root}: the class {name} has no training image that can be decoded: add some.")
-        return kept
 
     def _image_set(self, images: np.ndarray, kept: np.ndarray, failures: dict[int, str]) -> ImageSet:
         ends = np.searchsorted(kept, np.cumsum(self._counts))
         num_fit, num_val, num_test = (int(n) for n in np.diff(ends, prepend=0))
         labels, names = self._listing.labels[kept], self._listing.class_names
-        return ImageSet(images, labels, names, num_fit, num_test, num_val, list(failures.values()))
+        drawn = not self._counts[2]
+        return ImageSet(images, labels, names, num_fit, num_test, num_val, list(failures.values()), drawn)
 
     # Streamed
 

@@ -80,9 +80,7 @@ def decode(path: Path, size: int, channels: int) -> np.ndarray:
         with Image.open(path) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise CorruptImage(f"{path} claims {image.width}×{image.height} pixels, more than {MAX_PIXELS}")
-            # A palette may hold transparency, which Pillow wants resolved first.
-            plain = image.convert("RGBA") if image.mode == "P" else image
-            pixels = plain.convert("L" if channels == 1 else "RGB")
+            pixels = _eight_bits(image, path).convert("L" if channels == 1 else "RGB")
             if pixels.size != (size, size):
                 pixels = pixels.resize((size, size), Image.Resampling.BILINEAR)
             return np.asarray(pixels).reshape(size, size, channels)
@@ -90,6 +88,16 @@ def decode(path: Path, size: int, channels: int) -> np.ndarray:
         raise CorruptImage(f"{path} cannot be decoded ({error})") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise CorruptImage(f"{path} claims too many pixels ({error})") from None
+
+
+def _eight_bits(image: Image.Image, path: Path) -> Image.Image:
+    """What Pillow converts as people see it; it would cut 16 bits off at 255."""
+    if image.mode.startswith("I;16"):
+        return Image.fromarray(np.round(np.asarray(image) / 257).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise CorruptImage(f"{path} has 32 bits a pixel, of which nobody says what is white: convert it to 8 or 16")
+    # A palette may hold transparency, which Pillow wants resolved first.
+    return image.convert("RGBA") if image.mode == "P" else image
 
 
 def common_size(files: Sequence[Path]) -> int | None:

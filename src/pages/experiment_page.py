@@ -114,6 +114,7 @@ def summary_rows(entry: Entry) -> list[list[str]]:
         "Peak memory": f.gib(run.peak_memory_gib) if run.peak_memory_gib is not None else "",
         "Cost": cost_text(entry),
         "Best checkpoint": checkpoint_text(entry),
+        "Started from the weights of": code(run.text("initial_weights")),
         "Resumed from": code(run.text("resumed_from")),
         "TensorBoard": code(f"tensorboard --logdir {entry.folder}/tensorboard") if entry.has_tensorboard else "",
         "Report": report_text(entry),

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
@@ -61,6 +62,7 @@ class ModelParallel(SingleDeviceStrategy):
                 child.to(self.root_device)
         for group, device in zip(groups, self.stage_devices, strict=True):
             group.to(device)
+        _update_properties(module, device=self.root_device)  # what the module makes itself comes to the first device
         module.net.__dict__["forward"] = Pipeline(groups, self.stage_devices, self.micro_batches)
 
     def _costs(self, stages: list[nn.Module]) -> list[int]:
@@ -90,8 +92,19 @@ class Pipeline:
 
     def _through(self, x: Tensor) -> Tensor:
         for group, device in zip(self.groups, self.devices, strict=True):
-            x = group(x.to(device, non_blocking=True))
-        return x.to(self.devices[0], non_blocking=True)
+            x = group(moved(x, device, group))
+        return moved(x, self.devices[0])
+
+
+def moved(x: Tensor, device: torch.device, group: nn.Module | None = None) -> Tensor:
+    """On `device`: to a GPU without waiting; a CPU would read what has not arrived.
+
+    On a CPU there is no autocast beside a GPU's: there x gets the type of the group's weights.
+    """
+    if device.type != "cpu" or x.device.type == "cpu":
+        return x.to(device, non_blocking=True)
+    weights = next(group.parameters(), None) if group is not None else None
+    return x.to(device, dtype=None if weights is None else weights.dtype)
 
 
 def balanced_cut(costs: list[int], parts: int) -> list[int]:

@@ -23,6 +23,9 @@ class ShardedPrecision(MixedPrecision):
         scaler = torch.amp.GradScaler(device_type) if precision == "16-mixed" else None
         super().__init__(precision, device_type, scaler)
 
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        (MixedPrecision if self.scaler is not None else Precision).clip_gradients(self, *args, **kwargs)
+
     @property
     def dtype(self) -> torch.dtype:
         return LOW_PRECISION[self.precision]

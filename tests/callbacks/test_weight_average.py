@@ -2,11 +2,14 @@
 
 import signal
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from callbacks.weight_average import WeightAverage
 from checkpoint_files import newest_whole
+from classifier import ImageClassifier
 from kill_hooks import Plan, plant
 from kills import differences
 from runs import run_door
@@ -21,6 +24,14 @@ STATE = ("state_dict", "current_model_state", "averaging_state", "optimizer_stat
 def last_of(done):
     content = load_checkpoint(newest_whole(done.folder.checkpoints, kind="last"))
     return {key: content[key] for key in STATE}
+
+
+def test_the_average_lies_where_training_will(tmp_path):
+    """The module itself gets to its device only after callbacks are set up."""
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("meta")))
+    callback = WeightAverage(0.9)
+    callback.setup(trainer, ImageClassifier(torch.nn.Linear(2, 2), num_classes=2), "fit")
+    assert {p.device.type for p in callback._average_model.parameters()} == {"meta"}
 
 
 @pytest.mark.parametrize("trainer", [pytest.param("cpu", marks=pytest.mark.soak), "ddp_sim"])

@@ -51,6 +51,29 @@ def test_classes_alone_are_split_by_the_seed(tmp_path, root):
     assert dm.data_hash != seeded(tmp_path, root, 1) and dm.data_hash == seeded(tmp_path, root, 0)
 
 
+def test_all_seeds_draw_their_test_images_out_of_one_cache(tmp_path, root):
+    drawn = []
+    for seed in (0, 1):
+        dm = module(tmp_path, root, test_fraction=0.2, seed=seed)
+        dm.prepare()
+        parts = [dm._train_index, dm._val_index, dm._test_index]
+        assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(55)), "each image in one part"
+        drawn.append(dm._test_index)
+    assert len(set(drawn[0]) & set(drawn[1])) < 11
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
+
+
+def test_a_class_that_only_the_test_would_have_is_named(tmp_path, root):
+    write(root, {"owl": 1})
+    said = set()
+    for seed in range(20):
+        try:
+            module(tmp_path, root, test_fraction=0.4, seed=seed).prepare()
+        except UserError as error:
+            said.add(str(error))
+    assert len(said) == 1 and "the class owl has no training image" in said.pop()
+
+
 def seeded(tmp_path, root, seed):
     dm = module(tmp_path, root, test_fraction=0.2, seed=seed)
     dm.prepare()
@@ -165,7 +188,7 @@ def test_folders_that_are_missing_or_empty(tmp_path, root):
 
 def test_parts_with_different_classes(tmp_path):
     write(tmp_path / "set" / "train", {"a": 3, "b": 3})
-    with pytest.raises(UserError, match="test does not exist"):
+    with pytest.raises(UserError, match="has train/ and no test/"):
         module(tmp_path, tmp_path / "set").prepare()
     write(tmp_path / "set" / "test", {"a": 3, "c": 3})
     with pytest.raises(UserError, match="not every part has the classes b, c"):
@@ -208,11 +231,32 @@ def test_an_image_that_claims_to_be_huge_is_refused(tmp_path, side):
         decode(path, 24, 3)
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16", "F"])
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16"])
 def test_every_mode_becomes_colour(tmp_path, mode):
-    path = tmp_path / ("image.tif" if mode in ("F", "CMYK") else "image.png")
+    path = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
     Image.new(mode, (30, 20)).save(path, **({"transparency": b"\x00\x7f"} if mode == "P" else {}))
     assert decode(path, 24, 3).shape == (24, 24, 3) and decode(path, 24, 1).shape == (24, 24, 1)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_sixteen_bits_keep_their_shades(tmp_path, suffix):
+    shades = np.linspace(0, 65535, 24 * 24).round().astype(np.uint16).reshape(24, 24)
+    Image.fromarray(shades).save(tmp_path / f"x.{suffix}")
+    for channels in (1, 3):
+        found = decode(tmp_path / f"x.{suffix}", 24, channels)
+        assert np.array_equal(found, np.repeat(np.round(shades / 257)[..., None], channels, 2))
+
+
+def test_thirty_two_bits_are_refused(tmp_path):
+    Image.fromarray(np.ones((9, 9), np.float32)).save(tmp_path / "x.tif")
+    with pytest.raises(CorruptImage, match="32 bits a pixel"):
+        decode(tmp_path / "x.tif", 24, 3)
+
+
+def test_a_train_folder_without_a_test_folder_is_said(tmp_path):
+    write(tmp_path / "images" / "train", {"cat": 3, "dog": 3})
+    with pytest.raises(UserError, match="has train/ and no test/"):
+        module(tmp_path, tmp_path / "images").prepare()
 
 
 def test_names_sort_as_people_count():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from runs import run_door
 from strategies.sharded import Sharded
 from strategy_runs import adamw, difference, mean_losses, one, ranks, worst
 
@@ -54,3 +55,20 @@ def test_shards_and_checkpointed_activations_fit_together():
 def test_offloading_asks_for_gloo_beside_nccl():
     strategy = Sharded(parallel_devices=[GPU], cpu_offload=True)
     assert strategy._get_process_group_backend() == "cpu:gloo,cuda:nccl"
+
+
+RUNS = {
+    "clipped, averaged": "trainer=gpu trainer.gradient_clip_val=1.0 trainer.ema_decay=0.9",
+    "looks at images first": "trainer=gpu model=airbench optimizer=muon data=synthetic data.num_images=2000",
+    "one GPU twice": "trainer=model_parallel trainer.stage_devices=[cuda:0,cuda:0]",
+    "its end on the CPU": "trainer=model_parallel trainer.stage_devices=[cuda:0,cpu]",
+    "float32": "trainer=model_parallel trainer.stage_devices=[cuda:0,cpu] trainer.precision=32-true",
+    "its start on the CPU": "trainer=model_parallel trainer.stage_devices=[cpu,cuda:0]",
+}
+
+
+@pytest.mark.parametrize("words", RUNS.values(), ids=RUNS)
+def test_a_whole_run_trains_validates_and_tests(words, tmp_path):
+    done = run_door("train", "experiment=quickstart", *words.split(), "trainer.max_epochs=2", logs=tmp_path)
+    assert done.code == 0, done.output
+    assert done.record["metrics"]["test/acc"] > 0.3, "drawing lots gives 0.1"

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from classifier import ImageClassifier
 from errors import UserError
 from local_ranks import local_cluster
 from models.alexnet import AlexNet, AlexNetBN
 from models.small_cnn import SmallCNN
 from models.timm_vit import TimmViT
-from strategies.model_parallel import Pipeline, balanced_cut, check_cover, checked_devices, count_flops
+from strategies.model_parallel import ModelParallel, Pipeline, balanced_cut, check_cover, checked_devices, count_flops
 from strategy_runs import difference, fit, one
 
 TWO = ["cpu", "cpu"]
@@ -31,6 +32,16 @@ def test_equals_one_process_in_float64(settings):
     found = split(**settings)
     expected = one(clip=settings.get("clip"))
     assert difference([found], expected, settings.get("accumulate", 1)) < 1e-12
+
+
+def test_what_the_module_makes_comes_to_the_first_device():
+    """Lightning's own model_to_device would say so; a module that says "cpu" counts there what a GPU computes."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net.stages = lambda: list(net)
+    strategy = ModelParallel(stage_devices=["meta", "meta"])
+    strategy.example, strategy._lightning_module = None, ImageClassifier(net, num_classes=2)
+    strategy.model_to_device()
+    assert strategy.lightning_module.device.type == "meta"
 
 
 def test_checkpoints_go_both_ways(tmp_path):
