@@ -49,7 +49,7 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     cluster = resolve_cluster(config, environment)
     if config["data"].get("global_batch_size") != "max":
         describe_batch(config, cluster)
-    _fetch_checkpoint(config, cluster)
+    _check_bucket(config)
     if cluster.num_nodes > 1 or cluster.launcher == "torchrun":
         stop_at_once_on_signal()
     if cluster.world_size > 1 and cluster.local_rank in (0, None):
@@ -63,6 +63,7 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     finally:
         signals_end_this_process()
     folder, fresh = run_folder(config, cluster, environment)
+    _find_weights(config, cluster, folder)
     largest = largest_batch(config, cluster, environment, folder)
     scaled = scale_learning_rates(config) if config["task_name"] == "train" else None
     if cluster.is_rank_zero or cluster.local_rank in (0, None):
@@ -116,25 +117,31 @@ def _batch_before(folder: RunFolder) -> int | None:
     return read_config(path)["data"]["global_batch_size"] if path else None
 
 
-def _fetch_checkpoint(config: dict[str, Any], cluster: Cluster) -> None:
-    """Check the bucket's settings before anything is written; make ckpt_path a file of this machine.
-
-    A node other than the first may lack it: rank 0 sends it.
-    """
+def _check_bucket(config: dict[str, Any]) -> None:
+    """Its settings, before anything is written."""
     s3 = config.get("s3") or {}
     if s3.get("uri"):
         from s3_client import options_from
 
         options_from(s3)
-    if config.get("ckpt_path"):
-        from checkpoint_address import locate_checkpoint
 
-        logs = Path(config["paths"]["log_dir"])
-        try:
-            config["ckpt_path"] = str(locate_checkpoint(str(config["ckpt_path"]), logs, s3, logs / "cache"))
-        except UserError:
-            if cluster.node_rank == 0:
-                raise
+
+def _find_weights(config: dict[str, Any], cluster: Cluster, folder: RunFolder) -> None:
+    """Make ckpt_path a file of this machine, where the run does not go on from a checkpoint of its own.
+
+    A node other than the first may lack it: rank 0 sends it.
+    """
+    if not config.get("ckpt_path") or (config.get("resume") and any(folder.checkpoints.glob("*.json"))):
+        return
+    from checkpoint_address import locate_checkpoint
+
+    logs = Path(config["paths"]["log_dir"])
+    try:
+        found = locate_checkpoint(str(config["ckpt_path"]), logs, config.get("s3"), logs / "cache")
+        config["ckpt_path"] = str(found)
+    except UserError:
+        if cluster.node_rank == 0:
+            raise
 
 
 def _finish_upload(config: dict[str, Any], folder: RunFolder, code: int, cluster: Cluster) -> int:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import signal
 from functools import partial
 
@@ -222,7 +223,7 @@ def test_a_file_that_is_no_checkpoint_and_one_of_another_model(uninterrupted, tm
     assert done.code == 2, done.output
 
 
-def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_it(uninterrupted):
+def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_it(uninterrupted, tmp_path):
     """Optimizer, schedule, epochs and best are its own, also where it is killed before its first checkpoint."""
     best = weights(uninterrupted.folder, "best")
     still = ["experiment=quickstart", f"ckpt_path={uninterrupted.folder.run_id}", "trainer.max_epochs=1"]
@@ -236,7 +237,8 @@ def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_i
     assert done.record["metrics"]["test/correct"] == uninterrupted.record["metrics"]["test/correct"]
     assert done.record["resumed_from"] is None and "/best-step" in done.record["initial_weights"]
 
-    moves = ["experiment=quickstart", f"ckpt_path={uninterrupted.folder.run_id}", "trainer.max_epochs=1"]
+    own = shutil.copy(uninterrupted.folder.path / uninterrupted.record["best_checkpoint"]["path"], tmp_path / "w.ckpt")
+    moves = ["experiment=quickstart", f"ckpt_path={own}", "trainer.max_epochs=1"]
     whole = run_door("train", *moves, "run_id=whole", logs=there)
     died = run_door("train", *moves, "run_id=k", logs=there, before=partial(signal_at_step, 3, number=signal.SIGKILL))
     assert died.code == -signal.SIGKILL and not list(died.folder.checkpoints.glob("*.ckpt")), died.output
@@ -244,6 +246,11 @@ def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_i
     assert again.code == 0, again.output
     assert_equal(weights(again.folder), weights(whole.folder))
     assert again.record["initial_weights"] == whole.record["initial_weights"] and again.record["resumed_from"] is None
+
+    own.unlink()  # a run that has checkpoints of its own asks no more for what it started from
+    longer = run_door("train", "resume=whole", "trainer.max_epochs=2", logs=there)
+    assert longer.code == 0 and longer.record["steps"] == 40, longer.output
+    assert longer.record["initial_weights"] == str(own) and "/last-step" in longer.record["resumed_from"]
 
 
 def test_a_run_that_max_steps_ends_in_mid_epoch_is_validated_tested_and_goes_on(tmp_path):

@@ -121,13 +121,15 @@ def test_best_goes_before_last_and_an_urgent_last_before_all(setting, monkeypatc
 
 
 def test_last_goes_at_its_interval_the_newest_of_them_and_at_the_end(setting):
-    uploader = setting.uploader(last_interval_s=1.0)
+    uploader = setting.uploader(last_interval_s=3.0)  # long enough for a machine that stands still for a second
     uploader.start()
     uploader.offer(*setting.checkpoint(10, "last"))
     time.sleep(0.4)
     assert named(setting, "last") is None
     uploader.offer(*setting.checkpoint(20, "last"))
-    time.sleep(1.2)
+    deadline = time.monotonic() + 20
+    while named(setting, "last") is None and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert named(setting, "last").step == 20
     uploader.offer(*setting.checkpoint(30, "last"))
     assert uploader.flush(10)

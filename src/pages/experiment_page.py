@@ -147,7 +147,7 @@ def joined(*parts: str) -> str:
 
 
 def unit(value: float | None, suffix: str, form=f.rate) -> str:
-    return "" if value is None else f"{form(value)}{suffix}"
+    return "" if value is None else f"{form(value)}{suffix.removesuffix('s') if value == 1 else suffix}"
 
 
 def training_text(entry: Entry) -> str:

@@ -100,7 +100,8 @@ class RunFacts:
             return "" if total is None else f"{total:.0f}"
         if self.is_peer:
             return f"{total:.0f} = pieces of {each:.0f} from all peers of the swarm"
-        return f"{total:.0f} = {each:.0f} per device × {size:.0f} devices × {accumulated:.0f} accumulated"
+        devices = "device" if size == 1 else "devices"
+        return f"{total:.0f} = {each:.0f} per device × {size:.0f} {devices} × {accumulated:.0f} accumulated"
 
     @cached_property
     def config(self) -> dict[str, Any]:

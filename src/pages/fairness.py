@@ -25,6 +25,9 @@ def caution(entries: Sequence[Entry]) -> str:
         ("the code", lambda run: first_text(run.text("code", "tree_hash"), run.text("code", "commit"))),
     ]
     unlike = [name for name, read in held if len({read(entry.facts) for entry in entries}) > 1]
+    commits = dict.fromkeys(entry.facts.text("code", "commit")[:7] or "unknown" for entry in entries)
+    if "the code" in unlike and len(commits) > 1:
+        unlike[-1] += f" (commits {', '.join(map(plain, commits))})"
     return f"**Not held fixed between these runs:** {', '.join(unlike)}." if unlike else ""
 
 
