@@ -13,7 +13,7 @@ help:  ## list the targets
 train: install  ## train and test a small model on real digits (no download), in about a minute
 	$(PY) src/train.py experiment=quickstart
 
-test: install-dev  ## run all tests; needs no network, no GPU
+test: install-dev  ## run the tests; needs no network, no GPU
 	$(PY) -m pytest
 
 test-long: install-dev  ## the tests that take too long for make test: more launchers, lost nodes, stores that die

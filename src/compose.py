@@ -79,10 +79,19 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY), replace=True)
 
 
-def run_door(config_name: str, argv: list[str], task: Callable[[Any], int], description: str) -> int:
+def run_door(
+    config_name: str,
+    argv: list[str],
+    task: Callable[[Any], int],
+    description: str,
+    completed: Callable[[list[str]], list[str]] = list,
+) -> int:
     """Compose what the command line says and hand it to `task`; returns the exit code.
 
     `--help` and `--cfg job` answer without the task; `-m`, `--info` and completion are Hydra's own.
+
+    Args:
+        completed: gives the overrides to compose for those on the command line.
     """
     if "--help" in argv or "-h" in argv:
         from options import help_text
@@ -91,7 +100,7 @@ def run_door(config_name: str, argv: list[str], task: Callable[[Any], int], desc
         return 0
     try:
         if not [word for word in argv if word.startswith("-")]:
-            return task(compose(config_name, argv))
+            return task(compose(config_name, completed(argv)))
         return _through_hydra(config_name, task)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -25,8 +25,7 @@ from run_end import (
     stop_at_once_on_signal,
 )
 from run_files import RunFolder, new_run_id, read_config, read_record, write_record
-from run_options import with_options_of_run
-from run_start import begin, run_folder
+from run_start import begin, find_weights, run_folder
 from supervisor import Supervisor, die_with_parent
 
 
@@ -36,7 +35,6 @@ def launch(cfg: Any, work: Work) -> int:
     Returns:
         The exit code.
     """
-    cfg = with_options_of_run(cfg, world.environment())
     config = plain(cfg)
     config["choices"], config["overrides"] = chosen_options(cfg), list(cfg.hydra.overrides.task)
     return launch_config(config, work)
@@ -63,7 +61,8 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     finally:
         signals_end_this_process()
     folder, fresh = run_folder(config, cluster, environment)
-    _find_weights(config, cluster, folder)
+    if not any(folder.checkpoints.glob("*.json")):  # else the run goes on from its own
+        find_weights(config, cluster)
     largest = largest_batch(config, cluster, environment, folder)
     scaled = scale_learning_rates(config) if config["task_name"] == "train" else None
     if cluster.is_rank_zero or cluster.local_rank in (0, None):
@@ -126,24 +125,6 @@ def _check_bucket(config: dict[str, Any]) -> None:
         options_from(s3)
 
 
-def _find_weights(config: dict[str, Any], cluster: Cluster, folder: RunFolder) -> None:
-    """Make ckpt_path a file of this machine, where the run does not go on from a checkpoint of its own.
-
-    A node other than the first may lack it: rank 0 sends it.
-    """
-    if not config.get("ckpt_path") or (config.get("resume") and any(folder.checkpoints.glob("*.json"))):
-        return
-    from checkpoint_address import locate_checkpoint
-
-    logs = Path(config["paths"]["log_dir"])
-    try:
-        found = locate_checkpoint(str(config["ckpt_path"]), logs, config.get("s3"), logs / "cache")
-        config["ckpt_path"] = str(found)
-    except UserError:
-        if cluster.node_rank == 0:
-            raise
-
-
 def _finish_upload(config: dict[str, Any], folder: RunFolder, code: int, cluster: Cluster) -> int:
     if not (config.get("s3") or {}).get("uri"):
         return code
@@ -186,7 +167,7 @@ def meet(config: dict[str, Any], cluster: Cluster, run_id: str | None) -> None:
         config["run_id"] = answer["run_id"]
 
 
-RANK_OWN_KEYS = ("paths", "run_id", "resume", "ckpt_path", "resume_step", "overrides", "sweep_dir")
+RANK_OWN_KEYS = ("paths", "run_id", "resume", "ckpt_path", "initial_weights", "resume_step", "overrides", "sweep_dir")
 
 
 def config_hash(config: dict[str, Any]) -> str:

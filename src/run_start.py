@@ -64,9 +64,31 @@ def _restarted_from_outside(folder: RunFolder, environment: dict[str, str]) -> b
     return agent is not None and read_record(folder.record).get("agent") == agent
 
 
+def find_weights(config: dict[str, Any], cluster: Cluster) -> None:
+    """Make ckpt_path, from whose weights a run starts, a file of this machine.
+
+    A node other than the first may lack it: rank 0 sends it.
+
+    Raises:
+        UserError: on node 0, where there is none.
+    """
+    if not config.get("ckpt_path"):
+        return
+    from checkpoint_address import locate_checkpoint
+
+    logs = Path(config["paths"]["log_dir"])
+    try:
+        found = locate_checkpoint(str(config["ckpt_path"]), logs, config.get("s3"), logs / "cache")
+        config["ckpt_path"] = str(found)
+    except UserError:
+        if cluster.node_rank == 0:
+            raise
+
+
 def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bool) -> None:
     """Make the folder, config.yaml and the first record; for a resumed run check that it is the same one."""
     previous = None if fresh else read_record(folder.record)
+    config["initial_weights"] = config.get("ckpt_path")  # for a run whose own checkpoints all turn out to be torn
     if previous is not None:
         _check_resumable(config, folder, previous)
     if previous is not None or config.get("resume") == "auto":
@@ -75,6 +97,8 @@ def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bo
         if checkpoint:
             config["ckpt_path"] = str(checkpoint)
             config["resume_step"] = (read_sidecar(checkpoint) or {}).get("step")
+        else:
+            find_weights(config, cluster)
         if previous is not None or checkpoint:
             place = checkpoint.name if checkpoint else "its start: no whole checkpoint"
             print(f"Resuming {folder.run_id} from {place}.")
@@ -100,18 +124,23 @@ def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bo
 
 
 IGNORED_ON_RESUME = (
-    "resume", "run_id", "ckpt_path", "overrides", "choices", "resume_step", "per_device_batch_size", "trainer", "paths",
-    "tags", "test", "s3", "hardware", "callbacks", "logger", "debug", "optimized_metric", "sweep_dir", "task_name",
+    "resume", "run_id", "ckpt_path", "initial_weights", "overrides", "choices", "resume_step", "per_device_batch_size",
+    "trainer", "paths", "tags", "test", "s3", "hardware", "callbacks", "logger", "debug", "optimized_metric",
+    "sweep_dir", "task_name",
 )  # fmt: skip
 
 
 def _check_resumable(config: dict[str, Any], folder: RunFolder, previous: dict[str, Any]) -> None:
-    if previous.get("status") == "finished" and config["trainer"]["max_epochs"] <= previous.get("epochs", 0):
+    stored, steps = read_config(folder.config), config["trainer"]["max_steps"]
+    by_steps = previous.get("steps") == stored.get("trainer", {}).get("max_steps")
+    longer = by_steps and (steps == -1 or steps > previous["steps"])
+    is_over = config["trainer"]["max_epochs"] <= previous.get("epochs", 0) and not longer
+    if previous.get("status") == "finished" and is_over:
         raise UserError(
             f"The run {folder.run_id} is finished ({previous.get('epochs')} epochs): "
-            "give more trainer.max_epochs to go on."
+            f"give more trainer.max_{'steps' if by_steps else 'epochs'} to go on."
         )
-    before, now = (_without_places(tree) for tree in (read_config(folder.config), config))
+    before, now = (_without_places(tree) for tree in (stored, config))
     for key in sorted(before.keys() | now.keys()):
         if key not in IGNORED_ON_RESUME and before.get(key) != now.get(key):
             differs = _difference(before.get(key), now.get(key))
@@ -123,7 +152,9 @@ def _check_resumable(config: dict[str, Any], folder: RunFolder, previous: dict[s
 
 def _without_places(config: dict[str, Any]) -> dict[str, Any]:
     """Where the data lies may differ from machine to machine; what it is, data_hash tells."""
-    data = {key: value for key, value in config.get("data", {}).items() if key not in ("root", "cache_dir")}
+    data = {
+        key: value for key, value in config.get("data", {}).items() if key not in ("root", "cache_dir", "download_dir")
+    }
     return {**config, "data": data}
 
 

@@ -25,6 +25,8 @@ def share_checkpoint(config: dict[str, Any], cluster: Cluster, folder: RunFolder
     Sets config["ckpt_path"] to a path that exists on this node, and config["resume_step"], on every rank.
     """
     mine = config.get("ckpt_path"), config.get("resume_step")
+    own = mine[0] is not None and Path(mine[0]).resolve().is_relative_to(folder.checkpoints.resolve())
+    initial = (config.get("initial_weights") if own else mine[0]), None if mine[1] is None else 0
     while True:
         offers: list[Any] = [None] * cluster.world_size
         dist.all_gather_object(offers, list(mine))
@@ -40,7 +42,7 @@ def share_checkpoint(config: dict[str, Any], cluster: Cluster, folder: RunFolder
                 raise  # the user named it
             if cluster.is_rank_zero:
                 print(f"Passed over: {error}", flush=True)
-            mine = _before(mine, step)
+            mine = _before(folder, step) or initial
     if source != 0:
         record = [read_record(folder.record) if cluster.rank == source and folder.record.exists() else None]
         dist.broadcast_object_list(record, src=source)
@@ -50,13 +52,12 @@ def share_checkpoint(config: dict[str, Any], cluster: Cluster, folder: RunFolder
     config["ckpt_path"] = str(local)
 
 
-def _before(mine: tuple[str | None, int | None], step: int | None) -> tuple[str | None, int | None]:
-    """What a rank offers after the checkpoint of `step` could not be had: its own newest of an earlier step."""
-    path = mine[0]
-    for older, facts in complete(Path(path).parent) if path and step else ():
+def _before(folder: RunFolder, step: int) -> tuple[str, int] | None:
+    """What a rank offers after the checkpoint of `step` could not be had: the run's newest here of an earlier step."""
+    for older, facts in complete(folder.checkpoints):
         if facts["step"] < step and fault_of(older) is None:
             return str(older), facts["step"]
-    return None, 0 if mine[1] is not None else None
+    return None
 
 
 def newest_offer(offers: list[tuple[str | None, int | None]]) -> int:

@@ -77,7 +77,9 @@ def _test(run: Any, cluster: Any, folder: Any) -> None:
 def main(argv: list[str]) -> int:
     if config := world.supervised_config():
         return resume_in_rank(config, train)
-    return run_door("train", argv, lambda cfg: launch(cfg, train), __doc__ or "")
+    from run_options import with_options_of_run
+
+    return run_door("train", argv, lambda cfg: launch(cfg, train), __doc__ or "", with_options_of_run)
 
 
 if __name__ == "__main__":

@@ -266,6 +266,18 @@ def test_a_run_that_max_steps_ends_in_mid_epoch_is_validated_tested_and_goes_on(
     assert {row["step"] for row in rows(again.folder) if row["val/acc"]} == {"7", "20", "30"}
 
 
+def test_a_stop_at_the_last_step_of_max_steps_waits_for_its_validation(tmp_path):
+    words = ["experiment=quickstart", "trainer.max_steps=7", "run_id=r"]
+    stopped = run_door("train", *words, logs=tmp_path, before=partial(signal_at_step, 7))
+    assert stopped.code == 75 and stopped.record["best_checkpoint"]["step"] == 7, stopped.output
+    again = run_door("train", "resume=r", logs=tmp_path)
+    assert again.code == 0 and again.record["metrics"]["test/images"] == 360, again.output
+    longer = run_door("train", "resume=r", "trainer.max_steps=8", "trainer.max_epochs=1", logs=tmp_path)
+    assert longer.code == 0 and longer.record["steps"] == 8, longer.output
+    over = run_door("train", "resume=r", logs=tmp_path)
+    assert over.code == 2 and "give more trainer.max_steps" in over.output
+
+
 @pytest.mark.parametrize("trainer", ["cpu", "fsdp_sim"])
 def test_bfloat16_is_clipped_also_where_one_kernel_steps_all_parameters(tmp_path, trainer):
     words = [f"trainer={trainer}", "trainer.precision=bf16-mixed", "trainer.gradient_clip_val=0.1", "optimizer=sgd"]

@@ -109,6 +109,7 @@ class Checkpoints(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step == trainer.max_steps:
             trainer.should_stop = True  # else Lightning would not validate what ends in mid-epoch
+            return
         if self.every_minutes is None or trainer.global_step == self.saved_step or self._is_last_batch(trainer):
             return
         if trainer.fit_loop.epoch_loop._should_accumulate():

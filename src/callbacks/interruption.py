@@ -113,14 +113,22 @@ class Interruption(Callback):
         self._previous = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if not trainer.fit_loop.epoch_loop._should_accumulate() and self.votes["train"](self.reason is not None):
+        if trainer.fit_loop.epoch_loop._should_accumulate():
+            return
+        if trainer.global_step == trainer.max_steps:
+            return  # Lightning would not validate it when the run goes on: the test is the next place to stop
+        if self.votes["train"](self.reason is not None):
             self._stop(trainer)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.state.fn == "fit" and trainer.global_step == trainer.max_steps:
+            return
         if self.votes["evaluate"](self.reason is not None):
             self._stop(trainer)
 
-    on_test_batch_end = on_validation_batch_end
+    def on_test_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if self.votes["evaluate"](self.reason is not None):
+            self._stop(trainer)
 
     def _stop(self, trainer: pl.Trainer) -> None:
         training = trainer.state.fn == "fit" and not trainer.sanity_checking

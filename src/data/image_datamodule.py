@@ -17,7 +17,7 @@ from data.image_set import IMAGES, LABELS, ImageSet, fingerprint
 from data.node_cache import cached
 from errors import UserError
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 COMPILE_FROM_BYTES = 2**30  # of an epoch's float images: from here on a faster kernel repays its import
 
 

@@ -92,7 +92,7 @@ def decode(path: Path, size: int, channels: int) -> np.ndarray:
 
 def _eight_bits(image: Image.Image, path: Path) -> Image.Image:
     """What Pillow converts as people see it; it would cut 16 bits off at 255."""
-    if image.mode.startswith("I;16"):
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):  # of 16 bits, says Pillow
         return Image.fromarray(np.round(np.asarray(image) / 257).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise CorruptImage(f"{path} has 32 bits a pixel, of which nobody says what is white: convert it to 8 or 16")

@@ -27,8 +27,8 @@ MAX_ITEMS = 400
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Different in every run by nature, or of no interest to a reader
 NOT_COMPARED = (
-    "paths", "hydra", "run_id", "resume", "resume_step", "task_name", "tags", "ckpt_path", "overrides", "sweep_dir",
-    "experiment_name", "optimized_metric",
+    "paths", "hydra", "run_id", "resume", "resume_step", "task_name", "tags", "ckpt_path", "initial_weights",
+    "overrides", "sweep_dir", "experiment_name", "optimized_metric",
 )  # fmt: skip
 
 
