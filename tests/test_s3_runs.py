@@ -3,7 +3,10 @@
 import csv
 import hashlib
 import json
+import os
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 
@@ -13,7 +16,7 @@ from bucket import Bucket
 from errors import EXIT_INTERRUPTED, EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR
 from faults import signal_at_step
 from object_store import KEY_IDS, SECRETS, object_store, shared_store
-from ranks import free_port
+from ranks import SRC, free_port
 from run_bucket import RunBucket
 from run_files import RunFolder, read_record
 from runs import run_door, start_door
@@ -183,3 +186,27 @@ def test_a_store_that_is_away_for_twenty_seconds_while_it_trains(tmp_path, monke
         uploads = server.client().list_multipart_uploads(Bucket=place.options.bucket)
         assert not uploads.get("Uploads") and done.record["upload"]["error"] is None
         check_no_secret(tmp_path / "here", done.output)
+
+
+@FULL
+def test_torchruns_ranks_go_on_from_the_bucket_alone(place, tmp_path):
+    """None of them knows the run's options but from there; all wait until they are."""
+    stop = partial(signal_at_step, 30, signal.SIGTERM)
+    first = place.train("trainer=ddp_sim", "optimizer.lr=0.002", logs=tmp_path / "first", before=stop)
+    assert first.code == EXIT_INTERRUPTED, first.output
+    paths = [f"paths.{name}_dir={tmp_path / 'second' / name}" for name in ("log", "data", "logbook")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    command += [
+        str(SRC / "train.py"),
+        "trainer=ddp",
+        "trainer.accelerator=cpu",
+        "run_id=the-run",
+        "resume=auto",
+        *place.arguments,
+        *paths,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, **place.environment})
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = read_record(RunFolder(tmp_path / "second/log/train/runs/the-run").record)
+    assert record["status"] == "finished" and record["restarts"][-1]["resumed_step"] == first.record["steps"]
+    assert record["steps"] == 2 * (record["num_train"] // 64) and "optimizer.lr=0.002" in record["overrides"]
