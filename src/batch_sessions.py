@@ -227,7 +227,9 @@ class stopped_by_signals:
         def stop(number: int, _frame: Any) -> None:
             raise SystemExit(128 + number)
 
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup means it
+            numbers.append(signal.SIGHUP)
         self.previous: dict[int, Callable[..., Any] | int | None] = {n: signal.signal(n, stop) for n in numbers}
 
     def __exit__(self, *_: Any) -> None:

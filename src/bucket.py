@@ -293,7 +293,8 @@ class Bucket:
     def _winners(self, key: str, conditions: dict[str, str], writers: int) -> int:
         def write(number: int) -> int:
             try:
-                self._call("put_object", Key=key, Body=f"writer {number}".encode(), **conditions)
+                extra = {**self.options.encryption(), **conditions}
+                self._call("put_object", Key=key, Body=f"writer {number}".encode(), **extra)
             except StoreError as error:
                 if error.kind in ("unreachable", "busy"):
                     raise

@@ -5,6 +5,7 @@ MASTER_PORT, NODE_RANK, WORLD_SIZE), by torchrun, and by SLURM's srun. A rank th
 looks like one of torchrun's, with LOCKSTEP_CONFIG naming the composed config.
 """
 
+import itertools
 import os
 import re
 import socket
@@ -120,6 +121,7 @@ def adopt(cluster: Cluster, environ: dict[str, str] | None = None) -> None:
     target = os.environ if environ is None else environ
     for name, value in cluster.rank_environment(cluster.local_rank or 0, cluster.master_port or 0).items():
         target[name] = value
+    target.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as nvidia-smi counts, and our readings do
     target.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a lost peer prints C++ stacks over the error that counts
     where = cluster.master_addr if cluster.num_nodes > 1 else "127.0.0.1"  # ranks of one machine listen to it alone
     interface = network_interface(where) if cluster.world_size > 1 else None
@@ -200,8 +202,10 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
     environ = os.environ if environ is None else environ
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
-        return len([name for name in chosen.split(",") if name.strip() not in ("", "-1")])
-    if not os.path.exists("/proc/driver/nvidia") and not os.path.exists("/dev/nvidiactl"):
+        words = [word.strip() for word in chosen.split(",")]
+        names = itertools.takewhile(lambda word: word.isdigit() or word.startswith(("GPU-", "MIG-")), words)
+        return len(list(names))  # CUDA too stops at the first that is none, such as -1 or SLURM's NoDevFiles
+    if not any(os.path.exists(path) for path in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")):  # dxg: WSL
         return 0
     try:
         import pynvml

@@ -31,7 +31,8 @@ def examine(config: dict[str, Any], environment: dict[str, str]) -> Iterator[Fin
     yield from readiness.stale_ranks(environment)
     try:
         cluster = resolve_cluster(config, environment)
-        describe_batch(config, cluster)
+        if config["data"].get("global_batch_size") != "max":
+            describe_batch(config, cluster)
         words = f"{cluster.world_size} ranks on {cluster.num_nodes} nodes, this is node {cluster.node_rank}"
         yield True, f"settings: {words} ({cluster.launcher})."
     except UserError as error:
@@ -89,7 +90,7 @@ def _bucket(config: dict[str, Any]) -> Iterator[Finding]:
 
     try:
         options = options_from(s3)
-        Bucket(options).probe(options.prefix)
+        Bucket(options).probe(f"{options.prefix}/" if options.prefix else "")
         yield True, f"{options.uri} can be written."
     except (UserError, StoreError) as error:
         yield False, f"s3: {error}."

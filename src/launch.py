@@ -223,6 +223,11 @@ def resolve_cluster(config: dict[str, Any], environment: dict[str, str]) -> Clus
         machine=gpus if trainer["accelerator"] == "gpu" else 1,
     )
     if trainer["launch"] == "process_per_device":
+        if trainer["accelerator"] == "gpu" and cluster.devices > gpus:
+            raise UserError(
+                f"{cluster.devices} ranks on this node see {gpus} GPU{'s' if gpus != 1 else ''}: each rank must see "
+                "all of its node's (SLURM: --gpus-per-node, not --gpus-per-task), and there must be one for each."
+            )
         trainer["devices"] = cluster.devices
     trainer["num_nodes"] = cluster.num_nodes
     return cluster

@@ -96,7 +96,7 @@ class GpuReader:
     def _queries(self, gpu: Gpu) -> dict[str, Callable[[], Any]]:
         nvml, card = self.nvml, gpu.parent
         return {
-            "utilization_percent": lambda: float(nvml.nvmlDeviceGetUtilizationRates(gpu.handle).gpu),
+            "utilisation_percent": lambda: float(nvml.nvmlDeviceGetUtilizationRates(gpu.handle).gpu),
             "memory_gib": lambda: nvml.nvmlDeviceGetMemoryInfo(gpu.handle).used / GIB,
             "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(card) / 1000,
             "temperature_c": lambda: float(nvml.nvmlDeviceGetTemperature(card, nvml.NVML_TEMPERATURE_GPU)),

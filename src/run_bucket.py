@@ -117,7 +117,11 @@ class RunBucket:
         if not self.generation:
             self._claim()
         if not self.prepared:
-            self.bucket.abort_unfinished(self.root)
+            try:
+                self.bucket.abort_unfinished(self.root)
+            except StoreError as error:
+                if error.kind != "refused":  # a role that may not list them: a lifecycle rule of the bucket sweeps them
+                    raise
             for kind in KINDS:
                 self._take_over(kind)
             self.prepared = True

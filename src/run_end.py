@@ -43,7 +43,9 @@ def in_this_process(config: dict[str, Any], cluster: Cluster, folder: RunFolder,
         return _failed(folder, cluster, error, EXIT_USER_ERROR)
     except Diverged as error:
         return _failed(folder, cluster, error, EXIT_FAILED)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as error:  # Lightning turns the one into the other
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):
+            raise
         _end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
         return EXIT_INTERRUPTED
     except Exception as error:

@@ -120,6 +120,7 @@ class Supervisor:
         previous = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # nohup means it
         }
         for path in self.folder.path.glob("error-rank*.json"):  # an earlier start's, perhaps of more ranks
             path.unlink(missing_ok=True)  # another node may share the folder

@@ -6,6 +6,7 @@ that knows nothing but what was pickled.
 """
 
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 
 import cluster as world
+from errors import EXIT_INTERRUPTED
 from run_files import RunFolder, read_record
 
 CODES = ".exit-codes"  # in the sweep's folder: a small file per job and task
@@ -45,7 +47,27 @@ def run_job(cfg: Any, program: str) -> float | None:
 
 
 def run_child(command: list[str]) -> int:
-    return subprocess.run(command, stdin=subprocess.DEVNULL).returncode
+    """Its exit code; asked to stop, the sweep waits for the job to save, and ends.
+
+    A Ctrl-C reaches the job from the terminal, and SLURM signals all processes of a step by itself.
+    """
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    asked: list[int] = []
+
+    def stop(number: int, _frame: Any) -> None:
+        asked.append(number)
+        if number == signal.SIGTERM and "SLURM_JOB_ID" not in world.environment():
+            process.send_signal(number)
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if asked:
+        raise SystemExit(EXIT_INTERRUPTED)
+    return code
 
 
 class ExitCodes(Callback):

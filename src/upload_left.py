@@ -49,7 +49,7 @@ def finish_upload(
         if "generation" not in notes:
             return code  # it ended before there was anything to send, or a bucket to send it to
         left_s = min(left_s, FILES_ALONE_TIMEOUT_S)
-    if "deadline" in notes:
+    if notes.get("deadline") is not None:
         left_s = min(left_s, float(notes["deadline"]) - time.time())
     error = upload_left(options_from(s3), folder, max(MIN_TIMEOUT_S, left_s), ranks=ranks, say=say)
     if error is None:

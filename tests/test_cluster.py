@@ -101,6 +101,8 @@ def test_chosen_gpus_are_counted_without_a_driver():
     assert cluster.visible_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2
     assert cluster.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
     assert cluster.visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+    assert cluster.visible_gpus({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}) == 0
+    assert cluster.visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-1f, 2,-1,3"}) == 2
 
 
 def test_who_would_start_this_process_again():

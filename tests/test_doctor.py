@@ -28,6 +28,19 @@ def test_a_machine_alone_is_ready(tmp_path):
     assert "1 ranks on 1 nodes" in text and "GiB free" in text and "packages installed" in text
 
 
+def test_a_batch_to_be_found_is_no_contradiction(tmp_path):
+    found = findings(config_of("trainer=cpu", "data.global_batch_size=max", f"paths.log_dir={tmp_path}"), {})
+    assert all(fine for fine, _ in found) and len(found) > 3, found
+
+
+def test_ranks_that_see_too_few_gpus_are_named(monkeypatch):
+    """srun --gpus-per-task=1: each rank sees one, and asks for its own of four."""
+    monkeypatch.setattr("cluster.visible_gpus", lambda environment: 1)
+    environment = {**SLURM, "SLURM_JOB_NODELIST": "a", "SLURM_STEP_NUM_NODES": "1"}
+    bad = [sentence for fine, sentence in findings(config_of("trainer=ddp"), environment) if not fine]
+    assert any("4 ranks on this node see 1 GPU: " in sentence for sentence in bad), bad
+
+
 NODES = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "0"}
 SLURM = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2",
          "SLURM_NODEID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "a,b"}  # fmt: skip

@@ -1,12 +1,15 @@
 """NVML through a stand-in that answers as the library does: whole cards, MIG, gaps, no driver, a driver that dies."""
 
+import inspect
 import os
+import re
 import sys
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
+import example_runs
 import machine_readings
 from machine_readings import CpuReader, GpuReader, throttle_words
 
@@ -123,7 +126,7 @@ def test_a_whole_card():
     gpus, told = reader(FakeNvml(cards=1))
     assert gpus.facts() == [{"name": "NVIDIA T4", "memory_gib": 15.0}]
     assert gpus.read() == {
-        "gpu0/utilization_percent": 97.0, "gpu0/memory_gib": 3.0, "gpu0/power_w": 68.5, "gpu0/temperature_c": 71.0,
+        "gpu0/utilisation_percent": 97.0, "gpu0/memory_gib": 3.0, "gpu0/power_w": 68.5, "gpu0/temperature_c": 71.0,
         "gpu0/sm_clock_mhz": 1590.0, "gpu0/memory_clock_mhz": 5000.0, "gpu0/throttle": "power-cap|sw-thermal",
     }  # fmt: skip
     assert told == []
@@ -154,8 +157,8 @@ def test_mig_instances_have_their_own_memory_and_the_cards_power(visible):
     first, second = gpus.read(), gpus.read()
     assert [fact["name"] for fact in gpus.facts()] == ["NVIDIA A100 MIG 3g.20gb"] * 2
     assert (first["gpu0/memory_gib"], first["gpu1/memory_gib"], first["gpu1/power_w"]) == (3.0, 4.0, 68.5)
-    assert first["gpu0/utilization_percent"] is None and second == first
-    assert told == [f"gpu{i}: MIG instances do not report utilization_percent" for i in (0, 1)]
+    assert first["gpu0/utilisation_percent"] is None and second == first
+    assert told == [f"gpu{i}: MIG instances do not report utilisation_percent" for i in (0, 1)]
 
 
 def test_mig_mode_without_an_instance():
@@ -268,3 +271,9 @@ def test_cpu_readings_of_a_real_process_and_of_one_that_is_gone(capsys):
 def test_throttle_reasons_leave_out_idle_and_set_clocks():
     assert throttle_words(0x1 | 0x2 | 0x40 | 0x8) == "hw-slowdown|hw-thermal"
     assert throttle_words(0x3) == ""
+
+
+def test_pages_draw_the_names_that_are_written():
+    """The example runs, whose GPU panels the pages' tests see, have columns that a GPU's readings have."""
+    columns = set(re.findall(r"gpu\d/\w+", inspect.getsource(example_runs.write_hardware)))
+    assert len(columns) == 4 and columns <= GpuReader(FakeNvml()).read().keys()

@@ -115,6 +115,22 @@ time.sleep(60)
     assert gone(folder)
 
 
+def test_under_nohup_a_lost_terminal_ends_nothing(start):
+    build, folder = start
+    supervisor = build("""
+open(f"{folder}/ready-{rank}", "w")
+time.sleep(1)
+""")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        hangup = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGHUP))
+        hangup.start()
+        assert supervisor.run() == 0
+        hangup.join()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_rank_that_ignores_the_stop_is_killed_in_the_end(start):
     build, folder = start
     supervisor = build("""

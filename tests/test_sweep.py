@@ -1,5 +1,7 @@
 """A sweep's jobs tell how they ended through files, and a requeued SLURM job goes on."""
 
+import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -39,3 +41,19 @@ def test_a_job_that_slurm_queued_again_goes_on(config, monkeypatch, restarts, wo
     assert asked.command[1:3] == ["src/train.py", "seed=1"]
     assert [word for word in asked.command if word.startswith("resume=")] == words
     assert "run_id=night_3" in asked.command
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_sweep_that_is_asked_to_stop_lets_its_job_save(tmp_path, monkeypatch, number):
+    """Python's own subprocess.run kills the child a quarter of a second after a Ctrl-C."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    saved = tmp_path / "saved"
+    job = (
+        "import os, pathlib, signal, time; signal.signal(signal.SIGTERM, lambda *_: None); "
+        f"signal.signal(signal.SIGINT, signal.SIG_IGN); os.kill(os.getppid(), {int(number)}); time.sleep(1.5); "
+        f"pathlib.Path({str(saved)!r}).touch()"
+    )
+    with pytest.raises(SystemExit) as end:
+        sweep.run_child([sys.executable, "-c", job])
+    assert end.value.code == 75 and saved.exists()
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler

@@ -311,11 +311,11 @@ def test_a_bucket_that_is_full(tmp_path, monkeypatch):
         setting = Setting(tmp_path, server)
         noise = os.urandom(3 * MIB)  # what repeats would be compressed
         server.client().put_object(Bucket=setting.options.bucket, Key="fills-it", Body=noise)
-        server.set_quota(setting.options.bucket, megabytes=1)
+        server.set_quota(setting.options.bucket, megabytes=1, full=True)
         Spool(setting.folder.path / "upload").add(*setting.best(10))
         assert finish_upload({**setting.s3, "flush_timeout_s": 0.1}, setting.folder, 0, say=lambda _: None) == 3
         assert "may be full" in read_record(setting.folder.record)["upload"]["error"]
         assert [item.step for item in Spool(setting.folder.path / "upload").left()] == [10]
-        server.set_quota(setting.options.bucket, megabytes=1000)
+        server.set_quota(setting.options.bucket, megabytes=1000, full=False)
         assert finish_upload(setting.s3, setting.folder, 0, say=lambda _: None) == EXIT_OK
         assert check_the_pointer(setting) == 10

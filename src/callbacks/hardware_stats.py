@@ -104,6 +104,16 @@ def _cell(value: float | str | None) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
+def gpus_in_use(trainer: pl.Trainer) -> set[int]:
+    """Of the GPUs that this node's processes see those that they compute on, by position."""
+    strategy = trainer.strategy
+    if stages := getattr(strategy, "stage_devices", None):
+        return {device.index or 0 for device in stages if device.type == "cuda"}
+    if strategy.root_device.type != "cuda":
+        return set()
+    return set(range(getattr(strategy, "num_gpus", None) or trainer.num_devices))
+
+
 class HardwareStats(pl.Callback):
     """Hardware statistics of every node.
 
@@ -143,8 +153,11 @@ class HardwareStats(pl.Callback):
             return
         self.folder = RunFolder(Path(self.run_folder or trainer.default_root_dir))
         psutil = self.psutil or importlib.import_module("psutil")
-        nvml = self.nvml or (machine_readings.nvml_library() if torch.cuda.is_available() else None)
+        used = gpus_in_use(trainer)
+        nvml = self.nvml or (machine_readings.nvml_library() if used and torch.cuda.is_available() else None)
         self.gpus = GpuReader(nvml, self.visible_devices)
+        if not self.nvml:  # others may work on the rest
+            self.gpus.gpus = [gpu for gpu in self.gpus.gpus if gpu.index in used]
         self.cpus = CpuReader(processes, psutil)
         self.facts = self._facts(psutil)
         path = self.folder.hardware_samples(self.node_rank)

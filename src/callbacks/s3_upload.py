@@ -78,6 +78,8 @@ class S3Upload(Callback):
             files_interval_s=self.files_interval_s,
             say=self.say,
         )
+        # Of an earlier start, which may have been told to hurry.
+        self.uploader.spool.note(deadline=None, flush_left_s=self.flush_left_s)
         self.uploader.start()
 
     # While it trains

@@ -101,9 +101,12 @@ def suggest(trial: Any, override: Override) -> Any:
         kind = trial.suggest_int if isinstance(value.start, int) and isinstance(value.end, int) else trial.suggest_float
         return kind(key, value.start, value.end, log=log)
     if isinstance(value, RangeSweep):
-        start, stop, step = (int(cast(float, number)) for number in (value.start, value.stop, value.step))
+        numbers = [cast(float, number) for number in (value.start, value.stop, value.step)]
+        if any(number != int(number) for number in numbers):
+            raise UserError(f"{override.input_line}: a range of whole numbers, or an interval.")
+        start, stop, step = map(int, numbers)
         return trial.suggest_int(key, start, stop - 1, step=step)
     if isinstance(value, ChoiceSweep):
-        return trial.suggest_categorical(key, [str(choice) for choice in value.list])
-    given = override.get_value_element_as_str()
+        return trial.suggest_categorical(key, [Override._get_value_element_as_str(choice) for choice in value.list])
+    given = (override.input_line or "").partition("=")[2]
     raise UserError(f"{key} cannot be searched over {given}: use interval, range or choice.")

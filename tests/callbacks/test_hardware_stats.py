@@ -2,12 +2,13 @@
 
 import csv
 import time
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
-from callbacks.hardware_stats import HardwareStats, Sampler
+from callbacks.hardware_stats import HardwareStats, Sampler, gpus_in_use
 from callbacks.tensorboard import TensorBoard
 
 
@@ -38,8 +39,6 @@ class OneCard:
     def nvmlShutdown(self): ...
 
     def __getattr__(self, name):
-        from types import SimpleNamespace
-
         if not name.startswith("nvml"):
             raise AttributeError(name)
         if "Mig" in name:
@@ -164,3 +163,21 @@ def test_the_thread_ends_when_the_run_fails(tmp_path):
     with pytest.raises(ValueError, match="bad batch"):
         trainer.fit(Failing(), torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=4))
     assert not callback.sampler.is_alive()
+
+
+def strategy(device, **own):
+    return SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device), **own), num_devices=2)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "used"),
+    [
+        (strategy("cpu"), set()),
+        (strategy("cuda:1"), {0, 1}),
+        (strategy("cuda:0", num_gpus=3), {0, 1, 2}),
+        (strategy("cuda:2", stage_devices=[torch.device("cuda:2"), torch.device("cpu")]), {2}),
+        (strategy("cpu", stage_devices=[torch.device("cpu")] * 2), set()),
+    ],
+)
+def test_only_gpus_that_the_run_computes_on_are_read(trainer, used):
+    assert gpus_in_use(trainer) == used

@@ -109,6 +109,17 @@ def test_an_interrupted_run_sends_its_last_at_once(make):
     assert notes["generation"] == 1 and 0 < notes["deadline"] - time.time() < 61
 
 
+def test_the_next_start_has_its_whole_time_again(make):
+    first = make()
+    first.setup(trainer(), None, "fit")
+    first.on_exception(trainer(), None, Interrupted("spot notice"))
+    assert first.uploader.spool.notes()["deadline"] is not None
+    again = make(flush_timeout_s=77.0)
+    again.setup(trainer(), None, "fit")
+    notes = again.uploader.spool.notes()
+    assert notes["deadline"] is None and notes["flush_left_s"] == 77.0
+
+
 def test_an_exception_sends_what_waits(make):
     callback = make()
     callback.setup(trainer(), None, "fit")

@@ -93,6 +93,13 @@ class Run:
     def _ended(self) -> bool:
         return any(process.poll() is not None for process in self.started)
 
+    def _alive(self) -> bool:
+        """A process on its way into its host is found by no host yet."""
+        return any(process.poll() is None for process in self.started)
+
+    def _found(self) -> list[int]:
+        return [pid for host in self.hosts for pid in host.pids_of(self.name)]
+
     def said(self) -> str:
         return "\n".join(f"--- {host.name}\n{host.output(self.name)}" for host in self.hosts)
 
@@ -108,10 +115,10 @@ class Run:
         """Do it and wait until nothing of the run is left."""
         began = time.monotonic()
         act()
-        while any(host.pids_of(self.name) for host in self.hosts) and time.monotonic() < began + limit_s + 30:
+        while (self._alive() or self._found()) and time.monotonic() < began + limit_s + 30:
             time.sleep(0.05)
         seconds = round(time.monotonic() - began, 1)
-        left = [pid for host in self.hosts for pid in host.pids_of(self.name)]
+        left = self._found()
         for host in self.hosts:
             host.die_of(self.name)
         lines = [re.sub(r"\s+", " ", (host.output(self.name).strip().splitlines() or [""])[-1]) for host in self.hosts]

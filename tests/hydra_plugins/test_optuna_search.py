@@ -3,6 +3,11 @@
 import json
 import re
 
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from errors import UserError
+from hydra_plugins.optuna_search import suggest
 from runs import run_door
 
 COMMAND = [
@@ -30,3 +35,28 @@ def test_a_search_survives_a_failing_trial_goes_on_and_finds_better(tmp_path):
 def test_without_a_range_it_says_what_to_type(tmp_path):
     done = run_door("train", "-m", "hydra/sweeper=optuna", "experiment=quickstart", logs=tmp_path)
     assert "tag(log,interval(" in done.output
+
+
+class Trial:
+    def suggest_categorical(self, key, choices):
+        return choices
+
+    def suggest_int(self, key, first, last, step):
+        return list(range(first, last + 1, step))
+
+
+@pytest.mark.parametrize(
+    ("word", "wanted"),
+    [
+        ("a=choice(1.0,true,[1,2])", ["1.0", "True", "[1,2]"]),
+        ("a=choice('x y',z)", ["x\\ y", "z"]),
+        ("a=range(1,7,2)", [1, 3, 5]),
+    ],
+)
+def test_values_are_given_as_hydra_reads_them(word, wanted):
+    assert suggest(Trial(), OverridesParser.create().parse_override(word)) == wanted
+
+
+def test_a_range_of_fractions_is_refused():
+    with pytest.raises(UserError, match="a range of whole numbers, or an interval"):
+        suggest(Trial(), OverridesParser.create().parse_override("a=range(0.1,0.5,0.1)"))
