@@ -17,6 +17,8 @@ class UserError(Exception):
 class Interrupted(Exception):
     """Raised on every rank at the same step boundary once a stop was asked for and the checkpoint is complete."""
 
+    elsewhere = False  # only ranks of other nodes were asked
+
 
 class Diverged(Exception):
     """The loss or a weight became nan or inf; raised on every rank at the same step."""

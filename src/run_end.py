@@ -38,6 +38,8 @@ def in_this_process(config: dict[str, Any], cluster: Cluster, folder: RunFolder,
         _end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
         if cluster.is_rank_zero:
             print(f"Interrupted ({error}): resume={folder.run_id} goes on.", flush=True)
+        if cluster.launcher == "torchrun" and cluster.num_nodes > 1 and error.elsewhere:
+            return EXIT_FAILED  # torchrun shall start this node's ranks again, beside those of a node that comes back
         return EXIT_INTERRUPTED
     except UserError as error:
         return _failed(folder, cluster, error, EXIT_USER_ERROR)

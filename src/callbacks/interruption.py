@@ -137,4 +137,14 @@ class Interruption(Callback):
                 callback.save_last(trainer)
         stop = Interrupted(self.reason or "another rank was asked to stop")
         stop.agreed = True  # every rank raises it at this step
+        stop.elsewhere = not self._asked_here(trainer)
         raise stop
+
+    def _asked_here(self, trainer: pl.Trainer) -> bool:
+        """Whether any rank of this node was: of several, one alone may see a notice or a signal."""
+        if trainer.num_nodes == 1:
+            return True
+        asked = torch.zeros(trainer.num_nodes, dtype=torch.int64)
+        asked[trainer.node_rank] = int(self.reason is not None)
+        torch.distributed.all_reduce(asked, op=torch.distributed.ReduceOp.MAX, group=self.votes["train"].group)
+        return bool(asked[trainer.node_rank])

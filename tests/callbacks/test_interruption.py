@@ -12,6 +12,7 @@ import torch
 from callbacks import interruption as module
 from callbacks.interruption import Interruption, Vote, silence_lightning
 from checkpoint_files import complete, fault_of
+from errors import Interrupted
 from faults import signal_at_step
 from local_ranks import run_ranks
 from runs import run_door
@@ -115,6 +116,23 @@ def test_votes_are_rare_where_steps_are_quick():
 def test_one_process_needs_no_vote():
     vote = Vote(1)
     assert [vote(False), vote(True)] == [False, True]
+
+
+def stop_of_nodes(place, asked):
+    """Whether this rank, one of two on its node, is told that only another node's was asked."""
+    torch.distributed.init_process_group("gloo", rank=place.rank, world_size=place.world_size)
+    interruption = Interruption()
+    interruption.votes = {"train": Vote(place.world_size)}
+    interruption.reason = "spot notice" if place.rank == asked else None
+    state = SimpleNamespace(fn="test")
+    node = SimpleNamespace(num_nodes=2, node_rank=place.rank // 2, callbacks=[], state=state, sanity_checking=False)
+    with pytest.raises(Interrupted) as stopped:
+        interruption._stop(node)
+    return stopped.value.elsewhere
+
+
+def test_only_the_node_whose_rank_was_asked_was_asked():
+    assert run_ranks(stop_of_nodes, 4, 3) == [True, True, False, False]
 
 
 def test_the_first_reason_stays_and_a_second_ctrl_c_is_at_once():
