@@ -41,6 +41,7 @@ def evaluate(config: dict[str, Any], cluster: Any, folder: Any) -> int:
                 exit_code=0,
                 finished_at=utc_now(),
                 phase="end",
+                num_test=run.data.num_test,
                 test_acc_per_class=per_class,
             )
             metrics = {name: float(value) for name, value in run.trainer.callback_metrics.items()}

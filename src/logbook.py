@@ -31,14 +31,31 @@ def build(options: argparse.Namespace) -> None:
             raise UserError(f"{path} holds no run: give a run folder, a folder of runs such as logs, or s3://….")
     folders = [folder for path in given for folder in run_folders_under(path)]
     if not options.sources:
-        folders = [folder for folder in run_folders_under(options.logs) if belongs_here(folder, options.logbook)]
+        found = [folder for folder in run_folders_under(options.logs) if is_readable(folder)]
+        folders = [folder for folder in found if belongs_here(folder, options.logbook)]
+        if elsewhere := len(found) - len(folders):
+            print(f"{elsewhere} runs keep their pages in another logbook (paths.logbook_dir).")
     if options.check:
+        if addresses:
+            raise UserError("--check compares with folders of this machine: leave s3://… out.")
         check(options.logbook, folders)
         return
     changed = build_pages(options.logbook, folders)
     for address in addresses:
         changed += build_from_bucket(address, options)
     print(f"{options.logbook}: {len(changed)} files changed" if changed else f"{options.logbook}: up to date")
+
+
+def is_readable(folder: Path) -> bool:
+    """One damaged record keeps no other run out of the logbook."""
+    from run_files import read_record
+
+    try:
+        read_record(folder / "run.json")
+    except (UserError, OSError, RecursionError) as error:
+        print(f"Left out: {folder} ({error}).", file=sys.stderr)
+        return False
+    return True
 
 
 def check(logbook: Path, folders: list[Path]) -> None:
@@ -80,14 +97,20 @@ def chosen_runs(options: argparse.Namespace) -> list[Any]:
         UserError: no such run, or more than one.
     """
     from pages.build import build as build_pages
-    from pages.build import run_folders_under
+    from pages.build import known_runs, run_folders_under
     from pages.page_set import load_entries
+    from run_files import read_record
 
-    known = {entry.run_id for entry in load_entries(options.logbook)}
+    known = known_runs(options.logbook)
     folders = {path.name: path for path in run_folders_under(options.logs)}
     asked = {name for name in folders for word in options.runs if word in name}
-    if missing := sorted(asked - known):
-        build_pages(options.logbook, [folders[name] for name in missing])
+    newer = [
+        folders[name]
+        for name in sorted(asked)
+        if known.get(name, "") < str(read_record(folders[name] / "run.json").get("updated_at"))
+    ]
+    if newer:
+        build_pages(options.logbook, newer)
     entries = load_entries(options.logbook)
     return [one_run(entries, word) for word in options.runs]
 

@@ -21,9 +21,9 @@ def card_text(model: Any, timm_config: dict[str, Any], compared: dict[str, float
 
 def metadata(model: Any) -> dict[str, Any]:
     """With the result of the test in the hub's `model-index` form where the record holds one."""
-    config, record = model.config, model.record
+    config = model.config
     data, name = config["data"]["name"], config["model"]["name"]
-    accuracy = (record.get("metrics") or {}).get("test/acc")
+    accuracy = tested(model).get("test/acc")
     held = {
         "library_name": "timm" if "timm_name" in config["model"] else "pytorch",
         "pipeline_tag": "image-classification",
@@ -50,6 +50,7 @@ def body(model: Any, timm_config: dict[str, Any], compared: dict[str, float]) ->
         "Classes": f"{facts['num_classes']}: {plain(', '.join(facts['class_names']))}",
         "Input": f"{facts['channels']} × {facts['image_size']} × {facts['image_size']}, resized to {model.resize}, "
         f"then minus mean {facts['mean']} over std {facts['std']} of pixels from 0 to 1",
+        **{plain(key): f"{value:.6g}" for key, value in sorted(tested(model).items())},
         **record_rows(redact(model.record)),
         "Checkpoint": f"{code(model.path.name)}, sha256 {code(model.sha256())}",
         **{f"Logits of {name}": f"within {value:.1e} of the net's" for name, value in compared.items()},
@@ -61,15 +62,21 @@ def body(model: Any, timm_config: dict[str, Any], compared: dict[str, float]) ->
     return blocks([title, table(("", ""), shown), timm_example(timm_config)])
 
 
+def tested(model: Any) -> dict[str, float]:
+    """What the run reached with this very checkpoint: nothing where another is its best; a whole test alone counts."""
+    metrics = {key: value for key, value in (model.record.get("metrics") or {}).items() if isinstance(value, float)}
+    if (model.record.get("best_checkpoint") or {}).get("sha256") != model.sha256():
+        return {}
+    images, there = metrics.get("test/images"), model.record.get("num_test")
+    whole = images is None or there is None or images >= there
+    return {k: v for k, v in metrics.items() if k.startswith("val/acc") or (whole and k.startswith("test/"))}
+
+
 def record_rows(record: dict[str, Any]) -> dict[str, str]:
-    """Metrics, command, commit and hardware of the run."""
-    metrics = {key: value for key, value in (record.get("metrics") or {}).items() if isinstance(value, float)}
+    """Command, commit and hardware of the run."""
     state = record.get("code") or {}
     nodes = (record.get("hardware") or {}).get("nodes") or record.get("hosts") or []
     return {
-        **{
-            plain(key): f"{value:.6g}" for key, value in sorted(metrics.items()) if key.startswith(("test/", "val/acc"))
-        },
         "Run": code(record.get("run_id") or ""),
         "Command": code(record.get("command") or ""),
         "Commit": code(state.get("commit") or "") + (" with uncommitted changes" if state.get("dirty") is True else ""),

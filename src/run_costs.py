@@ -17,9 +17,10 @@ def derived_fields(record: dict[str, Any], hardware: dict[str, Any] | None = Non
 
 
 def running_seconds(record: dict[str, Any]) -> float:
-    """From start to the last sign of life, without the time between a death and the restart after it."""
+    """From start to the last sign of life, without the time between an end and the start after it."""
     alive = _between(record.get("started_at"), record.get("finished_at") or record.get("updated_at"))
-    return max(alive - sum(restart.get("downtime_s") or 0.0 for restart in record.get("restarts", [])), 0.0)
+    pauses = [restart.get("downtime_s") or restart.get("idle_s") or 0.0 for restart in record.get("restarts", [])]
+    return max(alive - sum(pauses), 0.0)
 
 
 def cost(record: dict[str, Any], hardware: dict[str, Any]) -> dict[str, Any]:
@@ -45,6 +46,7 @@ def goodput(record: dict[str, Any]) -> dict[str, float | None]:
     if not kept:
         return {"steps": None, "wall": None}
     wall = _between(record.get("started_at"), record.get("finished_at") or record.get("updated_at"))
+    wall -= sum(restart.get("idle_s") or 0.0 for restart in record.get("restarts", []))
     step_s = ((record.get("throughput") or {}).get("step_seconds") or {}).get("mean")
     useful_s = kept * step_s if step_s else None
     return {

@@ -21,6 +21,7 @@ SCHEMA_VERSION = 1
 STATUSES = ("running", "finished", "failed", "interrupted", "lost")
 HEARTBEAT_INTERVAL_S = 15.0
 LOST_AFTER_S = 300.0
+LOST_AFTER_STARTING_S = 3600.0  # it downloads and decodes, and its heart does not beat yet
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -209,9 +210,10 @@ def status_of(record: dict[str, Any], now: str | None = None) -> str:
     updated_at = record.get("updated_at") or record.get("started_at")
     try:
         age_s = seconds_between(str(updated_at), now or utc_now())
-    except ValueError:
+    except (ValueError, TypeError):  # no time, or one without a zone
         return "lost"
-    return "lost" if age_s > LOST_AFTER_S else "running"
+    silence_s = LOST_AFTER_STARTING_S if record.get("phase") == "start" else LOST_AFTER_S
+    return "lost" if age_s > silence_s else "running"
 
 
 def find_run(logs: Path, run_id: str) -> RunFolder:

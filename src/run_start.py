@@ -198,6 +198,7 @@ def first_record(config: dict[str, Any], cluster: Cluster, folder: RunFolder) ->
         "world_size": cluster.world_size,
         "num_nodes": cluster.num_nodes,
         "devices": trainer["devices"],
+        "num_gpus": _gpus_of_one_process(trainer),
         "accelerator": trainer["accelerator"],
         "precision": trainer["precision"],
         "seed": config["seed"],
@@ -218,6 +219,13 @@ def first_record(config: dict[str, Any], cluster: Cluster, folder: RunFolder) ->
     }
 
 
+def _gpus_of_one_process(trainer: dict[str, Any]) -> int | None:
+    """Under trainer=dp: all of this machine where none are chosen."""
+    if "num_gpus" not in trainer:
+        return None
+    return trainer["num_gpus"] or world.visible_gpus(world.environment())
+
+
 def _as_typed(program: str) -> str:
     path = Path(program).resolve()
     return str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else path.name
@@ -230,15 +238,23 @@ def continued(previous: dict[str, Any], record: dict[str, Any], config: dict[str
         "largest_batch", "initial_weights",
     )  # fmt: skip
     step = config.get("resume_step") or 0
+    pause_s = _seconds(previous.get("updated_at"), record["started_at"])
+    was_over = previous.get("status") == "finished"
     restart = {
         "at": record["started_at"],
         "resumed_step": step,
         "lost_steps": max(0, (previous.get("steps") or 0) - step),
-        "downtime_s": _seconds(previous.get("updated_at"), record["started_at"]),
+        "downtime_s": None if was_over else pause_s,
+        "idle_s": pause_s if was_over else None,  # it was done, and is made longer
         "command": record["command"],
         "previous_status": previous.get("status"),
     }
+    if (previous.get("code") or {}).get("tree_hash") != (record.get("code") or {}).get("tree_hash"):
+        restart["code"] = record["code"]
     record = {**record, **{key: previous[key] for key in kept if previous.get(key) is not None}}
+    # Of a checkpoint that may not stay the best: a test comes again.
+    reached = record.get("metrics") or {}
+    record["metrics"] = {name: value for name, value in reached.items() if not name.startswith("test/")}
     record["restarts"] = [*record["restarts"], restart]
     record["resumed_from"] = config.get("ckpt_path") if step else None
     record["steps"] = step  # what was lost is counted once, though this start too may be killed before it trains

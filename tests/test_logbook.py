@@ -1,6 +1,7 @@
 """The logbook's door: build, compare, publish, note; from folders and from a real S3 server."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,25 @@ def test_build_takes_every_run_of_the_logs(door, tmp_path, capsys):
     assert page.count("](vit_ddp.md#run-run-") >= 2 and "run-ddp" in page and "run-fsdp" in page
     assert door("build") == 0
     assert capsys.readouterr().out.endswith("up to date\n")
+
+
+def test_a_damaged_record_keeps_no_other_run_out(door, tmp_path, capsys):
+    broken = tmp_path / "logs/train/runs/broken/run.json"
+    broken.parent.mkdir()
+    broken.write_text('{"run_id": "bro')
+    assert door("build") == 0
+    assert (tmp_path / "logbook" / "README.md").read_text().count("](vit_ddp.md#run-run-") >= 2
+    assert f"Left out: {broken.parent} (" in capsys.readouterr().err
+
+
+def test_a_comparison_shows_what_running_runs_have_become(door, tmp_path):
+    runs = tmp_path / "logs/train/runs"
+    door("build")
+    shutil.rmtree(runs / "run-ddp")
+    write_run(runs, "run-ddp", epochs=77, updated_at="2099-01-01T00:00:00Z")
+    assert door("compare", "run-ddp", "run-fsdp") == 0
+    [page] = (tmp_path / "logbook").glob("compare-*.md")
+    assert "77" in page.read_text()
 
 
 def test_build_check_changes_nothing_and_says_what_is_old(door, tmp_path, capsys):
@@ -80,6 +100,7 @@ def test_a_note_keeps_no_secret(door, tmp_path):
         (["note", "run-dpd", "x"], "has no run 'run-dpd'; the newest are: run-ddp, run-fsdp."),
         (["note", "run-ddp"], "Nothing to note"),
         (["build", "/no/such/folder"], "holds no run"),
+        (["build", "--check", "s3://bucket/runs"], "leave s3://… out"),
         (["publish", "run-ddp", "--to", "s3:///x"], "cannot name a bucket"),
         (["publish", "run-ddp", "--to", "/dev/null/x"], "cannot be written"),
     ],

@@ -22,3 +22,9 @@ def test_goodput_counts_lost_steps_and_all_other_time():
 def test_no_price_no_cost():
     assert "cost" not in derived_fields(RECORD, {"name": None, "price_per_hour_usd": None})
     assert derived_fields(RECORD, {"name": "local", "price_per_hour_usd": 0.0})["cost"]["usd"] == 0.0
+
+
+def test_a_run_that_is_made_longer_was_not_down_in_between():
+    made_longer = {**RECORD, "restarts": [{"lost_steps": 0, "downtime_s": None, "idle_s": 1800.0}]}
+    assert running_seconds(made_longer) == 5400
+    assert goodput(made_longer) == {"steps": 1.0, "wall": 1.0}

@@ -70,6 +70,14 @@ def test_a_running_record_without_a_heartbeat_is_lost():
     assert LOST_AFTER_S < 3600 and status_of(record, "2026-01-01T01:00:00Z") == "lost"
     assert status_of({"status": "finished", "updated_at": "2020-01-01T00:00:00Z"}) == "finished"
     assert status_of({}) == "lost"
+    assert status_of({**record, "updated_at": "2026-01-01T00:00:00"}) == "lost"  # no zone: this program wrote it not
+
+
+def test_a_run_that_still_prepares_its_images_is_not_lost():
+    record = {"status": "running", "phase": "start", "updated_at": "2026-01-01T00:00:00Z"}
+    assert status_of(record, "2026-01-01T00:30:00Z") == "running"
+    assert status_of({**record, "phase": "training"}, "2026-01-01T00:30:00Z") == "lost"
+    assert status_of(record, "2026-01-01T01:30:00Z") == "lost"
 
 
 def test_an_unknown_run_names_the_newest(tmp_path):

@@ -47,7 +47,7 @@ def test_a_job_that_slurm_queued_again_goes_on(config, monkeypatch, restarts, wo
 def test_a_sweep_that_is_asked_to_stop_lets_its_job_save(tmp_path, monkeypatch, number):
     """Python's own subprocess.run kills the child a quarter of a second after a Ctrl-C."""
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    saved = tmp_path / "saved"
+    saved, before = tmp_path / "saved", signal.getsignal(signal.SIGINT)
     job = (
         "import os, pathlib, signal, time; signal.signal(signal.SIGTERM, lambda *_: None); "
         f"signal.signal(signal.SIGINT, signal.SIG_IGN); os.kill(os.getppid(), {int(number)}); time.sleep(1.5); "
@@ -56,4 +56,4 @@ def test_a_sweep_that_is_asked_to_stop_lets_its_job_save(tmp_path, monkeypatch, 
     with pytest.raises(SystemExit) as end:
         sweep.run_child([sys.executable, "-c", job])
     assert end.value.code == 75 and saved.exists()
-    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) == before

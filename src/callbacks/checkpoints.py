@@ -49,6 +49,8 @@ class Checkpoints(Callback):
             raise UserError(f"callbacks.checkpoints.mode={mode!r}: max or min.")
         if mode == "max" and monitor.endswith("loss"):
             raise UserError(f"callbacks.checkpoints.monitor={monitor}: the best is the smallest, give mode=min.")
+        if every_n_epochs < 1:
+            raise UserError(f"callbacks.checkpoints.every_n_epochs={every_n_epochs}: 1 or more.")
         self.folder, self.monitor, self.mode = Path(folder), monitor, mode
         self.every_n_epochs, self.every_minutes = every_n_epochs, every_minutes
         self.contents = contents or {}
@@ -62,10 +64,12 @@ class Checkpoints(Callback):
     # What a checkpoint says of itself
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best_value": self.best_value, "best": self.best}
+        return {"best_value": self.best_value, "best": self.best, "monitor": self.monitor, "mode": self.mode}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best_value, self.best = state["best_value"], state["best"]
+        if state.get("monitor", self.monitor) != self.monitor or state.get("mode", self.mode) != self.mode:
+            self.best_value = None  # the next value of the new metric is the best; until then the old best stays
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["lockstep"] = {
@@ -131,7 +135,7 @@ class Checkpoints(Callback):
         if is_best:
             self.best_value = float(value)
             self.best = {
-                "file": checkpoint_name("best", trainer.global_step), "value": self.best_value,
+                "metric": self.monitor, "file": checkpoint_name("best", trainer.global_step), "value": self.best_value,
                 "epoch": trainer.current_epoch, "step": trainer.global_step,
             }  # fmt: skip
             self._save(trainer, "best")
@@ -222,7 +226,7 @@ class Checkpoints(Callback):
             "best_checkpoint": {
                 "path": f"{self.folder.name}/{self.best['file']}", "bytes": facts.get("bytes"),
                 "sha256": facts.get("sha256"), "epoch": self.best["epoch"], "step": self.best["step"],
-                "metric": {self.monitor: self.best["value"]},
+                "metric": {self.best.get("metric", self.monitor): self.best["value"]},
             },
             "checkpoint_stall_s": round(self.stalled_s, 3),
         }  # fmt: skip

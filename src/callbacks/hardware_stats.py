@@ -23,10 +23,11 @@ from run_files import RunFolder, utc_now
 
 PEAK_GROWTH = 1.05  # nvidia-smi is asked again when memory has grown by this factor
 PEAK_INTERVAL_S = 10.0
+DENSE_SAMPLES = 7200  # of a start; later ones come further apart, so that days of a large node stay some tens of MB
 
 
 class Sampler(threading.Thread):
-    """Reads every `interval_s`, writes a CSV row, keeps what percentiles need.
+    """Reads every `interval_s` (in long runs less often), writes a CSV row, keeps what percentiles need.
 
     Args:
         read: returns one reading; an exception is named once and the row left out.
@@ -44,6 +45,7 @@ class Sampler(threading.Thread):
         self._told = False
 
     def run(self) -> None:
+        began = time.perf_counter()
         with open_csv(self.path) as file:
             writer: csv.DictWriter | None = None
             while True:
@@ -51,7 +53,7 @@ class Sampler(threading.Thread):
                 writer = self._sample(writer, file)
                 busy = time.perf_counter() - started
                 self.seconds_busy += busy
-                if self.finished.wait(max(self.interval_s - busy, 0.01)):
+                if self.finished.wait(max(pause_s(self.interval_s, started - began) - busy, 0.01)):
                     return
 
     def stop(self) -> None:
@@ -89,6 +91,11 @@ class Sampler(threading.Thread):
                 if name not in self.values:
                     self.values[name] = KeptSamples()
                 self.values[name].add(value)
+
+
+def pause_s(interval_s: float, age_s: float) -> float:
+    """Between two samples: in proportion to the age of the file once it holds DENSE_SAMPLES."""
+    return max(interval_s, age_s / DENSE_SAMPLES)
 
 
 def open_csv(path: Path) -> Any:

@@ -1,6 +1,6 @@
 """Writes loss, learning rate and images/s to every logger at log points, and ends a run whose loss is not finite.
 
-`time_s` counts the seconds of all starts of a run, without the time between them.
+`time_s` counts the seconds of all starts of a run, without the time between them and without steps that were lost.
 
 The only host-device synchronisation and the only collective of the training loop are here, once in
 `log_every_n_steps` steps.

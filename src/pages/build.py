@@ -3,6 +3,7 @@
 A page depends on the sources and notes alone, so a rebuild without news changes no byte.
 """
 
+import contextlib
 import fcntl
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ from errors import UserError
 from pages.facts import RunFacts
 from pages.page_set import write_pages
 from pages.source import dump, import_run, read_source, read_sources, read_yaml, source_path, write_if_changed
+from pages.tolerant import mapping
 from run_files import RunFolder, read_record, status_of
 
 
@@ -24,7 +26,8 @@ def record_run(run_folder: Path, logbook_dir: Path) -> None:
     """
     with locked(logbook_dir):
         changed = {import_folder(run_folder, logbook_dir)}
-        changed |= {import_folder(folder, logbook_dir) for folder in lost_beside(run_folder, logbook_dir)}
+        neighbours = [*lost_beside(run_folder, logbook_dir), *running_beside(run_folder, logbook_dir)]
+        changed |= {import_folder(folder, logbook_dir) for folder in neighbours}
         write_pages(logbook_dir, {run_id for run_id in changed if run_id})
 
 
@@ -98,15 +101,35 @@ def run_folders_under(logs: Path) -> list[Path]:
     """Every run folder of runs and sweeps, or `logs` itself where it is one."""
     if (logs / "run.json").exists():
         return [logs]
-    patterns = ("train/runs/*/run.json", "train/multiruns/*/*/run.json", "runs/*/run.json", "*/run.json")
+    patterns = (
+        "train/runs/*/run.json", "train/multiruns/*/*/run.json", "eval/runs/*/run.json", "runs/*/run.json",
+        "*/run.json",
+    )  # fmt: skip
     return sorted({path.parent for pattern in patterns for path in logs.glob(pattern)})
 
 
 def belongs_here(folder: Path, logbook: Path) -> bool:
     """False for a run that was told to keep its pages in another logbook."""
     paths = read_yaml(RunFolder(folder).config).get("paths")
-    chosen = paths.get("logbook_dir") if isinstance(paths, dict) else None
-    return not isinstance(chosen, str) or Path(chosen).resolve() == logbook.resolve()
+    chosen, root = (paths.get(key) if isinstance(paths, dict) else None for key in ("logbook_dir", "root_dir"))
+    if not isinstance(chosen, str) or Path(chosen).resolve() == logbook.resolve():
+        return True
+    # The default, of a clone on another machine or in another place: its logs were copied here.
+    return isinstance(root, str) and Path(chosen) == Path(root) / "logbook" and not Path(chosen).exists()
+
+
+def running_beside(run_folder: Path, logbook: Path) -> list[Path]:
+    """Neighbours that the logbook shows as running, from an hour ago perhaps: what they are now."""
+    found = []
+    for path in sorted(run_folder.parent.glob("*/run.json")):
+        known = source_path(logbook, path.parent.name)
+        if path.parent == run_folder or not known.exists() or known.stat().st_mtime >= path.stat().st_mtime:
+            continue
+        with contextlib.suppress(UserError):
+            read_record(path)
+            if mapping(read_source(known).get("record")).get("status") == "running":
+                found.append(path.parent)
+    return found
 
 
 def lost_beside(run_folder: Path, logbook: Path) -> list[Path]:

@@ -21,13 +21,16 @@ def read_columns(path: Path) -> dict[str, Column]:
     """
     try:
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            rows = list(csv.reader(line.replace("\0", "") for line in file))
+            rows = csv.reader(line.replace("\0", "") for line in file)
+            head = next(rows, [])
+            columns: dict[str, Column] = {name: [] for name in head if name}
+            places = [(i, columns[name]) for i, name in enumerate(head) if name and head.index(name) == i]
+            for row in rows:  # one at a time: a day of a large node is millions of cells
+                for i, column in places:
+                    column.append(number(row[i]) if i < len(row) else None)
     except (OSError, csv.Error):
         return {}
-    if not rows:
-        return {}
-    head, body = rows[0], rows[1:]
-    return {name: [number(row[i]) if i < len(row) else None for row in body] for i, name in enumerate(head) if name}
+    return columns
 
 
 def samples(paths: Sequence[Path]) -> dict[str, Column]:

@@ -84,7 +84,14 @@ class RunFacts:
         size, nodes = self.number("world_size"), self.number("num_nodes")
         if size is None:
             return ""
+        if self.gpus_of_one_process:
+            return f"1 with {self.gpus_of_one_process:.0f} GPUs"
         return f"{size:.0f} = {nodes:.0f} nodes × {size / nodes:.0f}" if nodes and nodes > 1 else f"{size:.0f}"
+
+    @cached_property
+    def gpus_of_one_process(self) -> float | None:
+        """Under trainer=dp, where they share each batch."""
+        return self.number("num_gpus")
 
     @property
     def is_peer(self) -> bool:
@@ -95,13 +102,15 @@ class RunFacts:
     def batch_formula(self) -> str:
         """`256 = 64 per device × 2 devices × 2 accumulated`."""
         total, each = self.number("global_batch_size"), self.number("per_device_batch_size")
-        size, accumulated = self.number("world_size") or 1, self.number("accumulate_grad_batches") or 1
+        size = self.gpus_of_one_process or self.number("world_size") or 1
+        accumulated = self.number("accumulate_grad_batches") or 1
         if total is None or each is None:
             return "" if total is None else f"{total:.0f}"
         if self.is_peer:
             return f"{total:.0f} = pieces of {each:.0f} from all peers of the swarm"
         devices = "device" if size == 1 else "devices"
-        return f"{total:.0f} = {each:.0f} per device × {size:.0f} {devices} × {accumulated:.0f} accumulated"
+        each /= self.gpus_of_one_process or 1
+        return f"{total:.0f} = {each:g} per device × {size:.0f} {devices} × {accumulated:.0f} accumulated"
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -133,6 +142,21 @@ class RunFacts:
         images, there = self.number("metrics", "test/images"), self.number("num_test")
         return images if images is not None and there is not None and images < there else None
 
+    @property
+    def is_evaluation(self) -> bool:
+        """Of a checkpoint that another run trained."""
+        return self.text("task_name") == "eval"
+
+    @property
+    def is_tested_training(self) -> bool:
+        """It trained to its end and was tested on all test images."""
+        return (
+            self.status == "finished"
+            and not self.is_evaluation
+            and self.test_acc is not None
+            and self.tested_images is None
+        )
+
     @cached_property
     def metrics(self) -> dict[str, float]:
         found = {key: self.number("metrics", key) for key in mapping(self.at("metrics"))}
@@ -160,9 +184,9 @@ class RunFacts:
 
     @cached_property
     def peak_memory_gib(self) -> float | None:
-        """Of the fullest GPU; without one, of the largest rank process."""
+        """Of the fullest GPU; of a run on CPUs, of the largest rank process."""
         known = [*self._recorded_stats(), *(self._sampled_stats() if self.restarts else ())]
-        for device in ("gpu", "rank"):
+        for device in ("gpu",) if self.text("accelerator") == "gpu" else ("gpu", "rank"):
             named = [entry for _, name, entry in known if name.startswith(device) and name.endswith("/memory_gib")]
             if found := [peak for entry in named if (peak := entry.get("max")) is not None]:
                 return max(found)

@@ -1,14 +1,21 @@
 """Which pictures a page has: the curves of one run, its confusion matrix, and several runs in one picture."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from pages.confusion_svg import confusion_svg
 from pages.curves import interpolated, mean_over_time
 from pages.facts import RunFacts
-from pages.svg import LIGHT, Panel, Series, figure
+from pages.svg import LIGHT, STYLE_BEGINS, Panel, Series, figure
 
 MAX_LINES = len(LIGHT)
 MAX_COMPARED = 2 * len(LIGHT)  # each colour once as a line and once dashed
+
+
+def is_ours(path: Path) -> bool:
+    """A person may keep drawings beside ours."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return STYLE_BEGINS in file.read(2000)
 
 
 def run_figure(run: RunFacts) -> str:

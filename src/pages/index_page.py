@@ -96,10 +96,9 @@ def best_runs(entries: Sequence[Entry]) -> str:
     for entry in entries:
         run = entry.facts
         data = run.text("data") or f.NONE
-        if run.status == "finished" and run.test_acc is not None and run.tested_images is None:
-            kept = best.get(data)
-            if kept is None or run.test_acc > (kept.facts.test_acc or 0):
-                best[data] = entry
+        kept = best.get(data)
+        if run.is_tested_training and (kept is None or (run.test_acc or 0) > (kept.facts.test_acc or 0)):
+            best[data] = entry
     if not best:
         return ""
     rows = [best_row(data, entry) for data, entry in sorted(best.items())]
@@ -132,4 +131,7 @@ def checkpoint_place(entry: Entry) -> str:
     run = entry.facts
     path = run.text("best_checkpoint", "path")
     local = f"{entry.folder}/{path}" if path and not path.startswith("/") and entry.folder else path
-    return run.text("best_checkpoint", "s3_uri") or run.text("upload", "uri") or local
+    sent = run.text("upload", "uri")
+    if sent and run.number("upload", "step") != run.number("best_checkpoint", "step"):
+        sent = ""  # of an earlier best: this one never arrived
+    return run.text("best_checkpoint", "s3_uri") or sent or local

@@ -90,7 +90,8 @@ def place_on_pages(name: str, members: Sequence[Entry]) -> None:
 
 
 def experiment_pages(logbook: Path, name: str, members: Sequence[Entry]) -> Iterator[tuple[str, str]]:
-    before = {after.run_id: earlier for earlier, after in zip(members, members[1:], strict=False)}
+    trained = [entry for entry in members if not entry.facts.is_evaluation]
+    before = {after.run_id: earlier for earlier, after in zip(trained, trained[1:], strict=False)}
     older, newest = archived(members, RUNS_PER_PAGE)
     title = members[-1].facts.experiment
     older_names = [f"{name}-older-{number}.md" for number in range(len(older), 0, -1)]
@@ -158,7 +159,7 @@ def report_lines(logbook: Path) -> list[tuple[str, int]]:
 
 def remove_stale(logbook: Path, current: set[str]) -> list[Path]:
     """Delete pictures and pages that we wrote once and that no source calls for any more."""
-    pictures = [path for path in (logbook / "figures").glob("*.svg")]
+    pictures = [path for path in (logbook / "figures").glob("*.svg") if figures.is_ours(path)]
     pages = [path for path in logbook.glob("*.md") if GENERATED in path.read_text(errors="replace")[:2000]]
     stale = sorted(path for path in pictures + pages if str(path.relative_to(logbook)) not in current)
     for path in stale:

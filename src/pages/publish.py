@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from errors import UserError
 from pages.comparison_page import labels_for
@@ -96,8 +96,14 @@ def put_report(page: bytes, file_name: str, to: str, endpoint_url: str | None) -
             Bucket=options.bucket, Key=key, Body=page, ContentType="text/html; charset=utf-8",
             CacheControl="no-cache", ChecksumSHA256=checksum, **options.put_arguments(),
         )  # fmt: skip
-    host = f"{endpoint_url.rstrip('/')}/{options.bucket}" if endpoint_url else amazon_host(options.bucket)
-    return f"s3://{options.bucket}/{key}", f"{host}/{key}"
+    return f"s3://{options.bucket}/{key}", f"{web_host(client.meta.endpoint_url, options.bucket)}/{key}"
+
+
+def web_host(endpoint_url: str, bucket: str) -> str:
+    """The endpoint may have come from the environment or a profile."""
+    if (urlsplit(endpoint_url).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn")):
+        return amazon_host(bucket)
+    return f"{endpoint_url.rstrip('/')}/{bucket}"
 
 
 def amazon_host(bucket: str) -> str:

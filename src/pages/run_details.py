@@ -104,10 +104,19 @@ def node_row(node: dict[str, Any]) -> list[str]:
 
 def restarts_block(entry: Entry) -> str:
     shown = entry.facts.restarts[:MAX_ROWS]
-    head = ("at (UTC)", "went on at step", "steps lost", "down for", "by")
+    head = ("at (UTC)", "went on at step", "steps lost", "down for", "by", "with other code")
     width = 5 if any(as_text(restart.get("command")) for restart in shown) else 4
-    rows = table(head[:width], (restart_row(restart)[:width] for restart in shown), "lrrrl")
+    width = 6 if any(mapping(restart.get("code")) for restart in shown) else width
+    rows = table(head[:width], (restart_row(restart)[:width] for restart in shown), "lrrrll")
     return f"**Restarts**\n\n{rows}" if rows else ""
+
+
+def code_words(state: dict[str, Any]) -> str:
+    """`commit 1a2b3c4 with uncommitted changes`, of a start that ran other code than the run's first."""
+    if not state:
+        return ""
+    commit = code(as_text(state.get("commit"))[:12]) or "unknown"
+    return f"commit {commit}" + (" with uncommitted changes" if state.get("dirty") is True else "")
 
 
 def restart_row(restart: dict[str, Any]) -> list[str]:
@@ -117,6 +126,7 @@ def restart_row(restart: dict[str, Any]) -> list[str]:
         f.whole(finite(restart.get("lost_steps"))),
         f.duration(finite(restart.get("downtime_s"))),
         code(as_text(restart.get("command")), 1000),
+        code_words(mapping(restart.get("code"))),
     ]
 
 

@@ -42,6 +42,9 @@ class Panel:
         return len(self.series) == 1 and self.series[0].label.lower() == self.title.lower()
 
 
+STYLE_BEGINS = "svg{--bg:"
+
+
 def style() -> str:
     def colors(palette: Sequence[str]) -> str:
         return "".join(f"--c{i}:{color};" for i, color in enumerate(palette))
@@ -49,7 +52,7 @@ def style() -> str:
     classes = "".join(f".c{i}{{stroke:var(--c{i})}}.f{i}{{fill:var(--c{i})}}" for i in range(len(LIGHT)))
     return (
         "<style>"
-        f"svg{{--bg:#fff;--ink:#1f2328;--muted:#59636e;--grid:#dfe4e9;--on:#fff;{colors(LIGHT)}}}"
+        f"{STYLE_BEGINS}#fff;--ink:#1f2328;--muted:#59636e;--grid:#dfe4e9;--on:#fff;{colors(LIGHT)}}}"
         "@media (prefers-color-scheme:dark){"
         f"svg{{--bg:#0d1117;--ink:#e6edf3;--muted:#9198a1;--grid:#2b323b;--on:#0d1117;{colors(DARK)}}}}}"
         ".bg{fill:var(--bg)}text{font:12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;"

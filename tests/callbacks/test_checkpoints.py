@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from callbacks.checkpoints import random_state, set_random_state
+from callbacks.checkpoints import Checkpoints, random_state, set_random_state
+from errors import UserError
 
 
 class Gpus:
@@ -36,3 +37,19 @@ def test_a_rank_of_several_keeps_its_own_alone(monkeypatch):
     Gpus(monkeypatch, 2)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     assert random_state()["cuda"].item() == 1
+
+
+def test_another_monitor_finds_its_own_best(tmp_path):
+    before = Checkpoints(tmp_path)
+    before.best_value = 0.95
+    before.best = {"metric": "val/acc", "file": "best.ckpt", "value": 0.95, "epoch": 3, "step": 40}
+    same, other = Checkpoints(tmp_path), Checkpoints(tmp_path, monitor="val/loss", mode="min")
+    for callback in (same, other):
+        callback.load_state_dict(before.state_dict())
+    assert not same._improves(0.9) and other._improves(2.5)
+    assert other.record_fields()["best_checkpoint"]["metric"] == {"val/acc": 0.95}
+
+
+def test_no_epochs_between_saves_are_refused(tmp_path):
+    with pytest.raises(UserError, match="every_n_epochs=0: 1 or more"):
+        Checkpoints(tmp_path, every_n_epochs=0)

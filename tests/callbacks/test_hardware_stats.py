@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from callbacks.hardware_stats import HardwareStats, Sampler, gpus_in_use
+from callbacks.hardware_stats import HardwareStats, Sampler, gpus_in_use, pause_s
 from callbacks.tensorboard import TensorBoard
 
 
@@ -181,3 +181,11 @@ def strategy(device, **own):
 )
 def test_only_gpus_that_the_run_computes_on_are_read(trainer, used):
     assert gpus_in_use(trainer) == used
+
+
+def test_samples_come_further_apart_in_long_runs():
+    assert [pause_s(1.0, age) for age in (0, 7200, 14_400, 72_000)] == [1.0, 1.0, 2.0, 10.0]
+    age, samples = 0.0, 0
+    while age < 3 * 86_400:
+        age, samples = age + pause_s(1.0, age), samples + 1
+    assert samples < 34_000

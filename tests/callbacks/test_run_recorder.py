@@ -53,6 +53,19 @@ def test_steps_that_a_crash_undid_count_once(path):
     assert record["steps"] == 1000 and goodput(record)["steps"] == round(1000 / 1108, 4)
 
 
+def test_a_run_that_goes_on_claims_neither_its_old_test_nor_its_first_code_alone():
+    before = {"status": "finished", "updated_at": "2026-01-01T00:00:00Z", "steps": 10, "restarts": [],
+              "metrics": {"val/acc_best": 0.9, "test/acc": 0.8}, "code": {"commit": "a", "tree_hash": "1"}}  # fmt: skip
+    fresh = {"started_at": "2026-01-02T00:00:00Z", "command": "again", "code": {"commit": "b", "tree_hash": "2"}}
+    found = continued(before, fresh, {"resume_step": 10})
+    [entry] = found["restarts"]
+    assert found["metrics"] == {"val/acc_best": 0.9}
+    assert found["code"]["commit"] == "a" and entry["code"]["commit"] == "b"
+    assert entry["downtime_s"] is None and entry["idle_s"] == 86_400
+    same = continued({**before, "status": "failed"}, {**fresh, "code": before["code"]}, {"resume_step": 10})
+    assert "code" not in same["restarts"][0] and same["restarts"][0]["downtime_s"] == 86_400
+
+
 def test_a_failure_before_the_first_step_takes_no_steps_away(path):
     write_record(path, {**read_record(path), "steps": 700})
     recorder = restart(path, 600)

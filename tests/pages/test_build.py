@@ -10,12 +10,13 @@ import pytest
 
 from errors import UserError
 from example_runs import example_config, write_run
-from pages.build import build, record_run, run_folders_under
+from pages.build import belongs_here, build, record_run, run_folders_under
 from pages.comparison_page import save_comparison
 from pages.facts import RunFacts
 from pages.notes import add_note, run_note_path
 from pages.page_set import archived
 from pages.source import dump
+from run_files import utc_now
 
 NOW = "2026-11-21T00:00:00Z"
 
@@ -78,6 +79,76 @@ def test_only_a_test_on_all_images_can_be_the_best(tmp_path):
     page = (tmp_path / "logbook" / "compare-both.md").read_text().replace("\N{NO-BREAK SPACE}", " ")
     assert "| Test accuracy | 86.43 % | 100.00 % of 10 |" in page
     assert "the number of test images" in page
+
+
+def test_an_evaluation_is_neither_the_best_run_nor_the_one_before(tmp_path):
+    metrics = {"test/acc": 1.0, "test/correct": 10_000, "test/images": 10_000}
+    at = [f"2026-11-20T1{hour}:00:00Z" for hour in range(3)]
+    runs = tmp_path / "logs/train/runs"
+    write_run(runs, "one", started_at=at[0])
+    write_run(tmp_path / "logs/eval/runs", "again", started_at=at[1], task_name="eval", metrics=metrics)
+    write_run(runs, "two", started_at=at[2], metrics={"test/acc": 0.5})
+    logbook = tmp_path / "logbook"
+    build(logbook, run_folders_under(tmp_path / "logs"), NOW)
+    text = (logbook / "README.md").read_text()
+    assert len(rows(logbook)) == 3 and "[again]" not in text.split("## All runs")[0]
+    assert "**86.43" in text.split("## All runs")[0]
+    page = (logbook / "vit_ddp.md").read_text()
+    assert "[one]" in page.split("## ")[1] and "[again]" not in page.split("## ")[1], page
+
+
+def test_a_best_that_never_arrived_is_not_at_the_address_of_the_one_before(tmp_path):
+    best = {"path": "checkpoints/best-step00000900.ckpt", "sha256": "ab" * 32, "step": 900, "epoch": 9}
+    for name, step, shown in (("sent", 900, "s3://b/best-900"), ("left", 100, "checkpoints/best-step00000900.ckpt")):
+        upload = {"uri": f"s3://b/best-{step}", "step": step, "error": "unreachable" if step == 100 else None}
+        run = write_run(tmp_path / name, name, best_checkpoint=best, upload=upload, metrics={"test/acc": 1.0})
+        build(tmp_path / f"logbook-{name}", [run], NOW)
+        index = (tmp_path / f"logbook-{name}" / "README.md").read_text().split("## All runs")[0]
+        assert shown in index and ("s3://b/best-100" not in index)
+
+
+def test_a_run_that_the_logbook_shows_as_running_is_looked_at_again(tmp_path):
+    runs, logbook = tmp_path / "runs", tmp_path / "logbook"
+    now = utc_now()
+    live = write_run(runs, "live", status="running", finished_at=None, updated_at="2026-11-20T20:16:00Z", epochs=1)
+    build(logbook, [live])
+    assert "❔ lost" in rows(logbook)[0]
+    shutil.rmtree(live)
+    write_run(runs, "live", status="running", finished_at=None, updated_at=now, epochs=2)
+    record_run(write_run(runs, "other"), logbook)
+    assert any("▶ running" in row and "[live]" in row for row in rows(logbook))
+
+
+def test_logs_that_were_copied_from_another_machine_belong_here(tmp_path):
+    def folder(name, **paths):
+        return write_run(tmp_path / "runs", name, config=example_config(paths=paths))
+
+    there = folder("there", root_dir="/home/ec2/lockstep", logbook_dir="/home/ec2/lockstep/logbook")
+    own = folder("own", root_dir="/home/ec2/lockstep", logbook_dir="/home/ec2/another")
+    (tmp_path / "second/logbook").mkdir(parents=True)
+    second = folder("second", root_dir=str(tmp_path / "second"), logbook_dir=str(tmp_path / "second/logbook"))
+    assert [belongs_here(run, tmp_path / "logbook") for run in (there, own, second)] == [True, False, False]
+
+
+def test_a_start_with_other_code_is_named(tmp_path):
+    code = {"commit": "1a2b3c4d5e6f7", "dirty": True, "tree_hash": "x"}
+    restart = {"at": "2026-11-20T20:19:00Z", "resumed_step": 700, "lost_steps": 5, "downtime_s": 60, "code": code}
+    build(tmp_path / "logbook", [write_run(tmp_path / "runs", "run-1", restarts=[restart])], NOW)
+    page = (tmp_path / "logbook" / "vit_ddp.md").read_text()
+    assert "| with other code |" in page and "commit `1a2b3c4d5e6f` with uncommitted changes" in page
+
+
+def test_the_gpus_of_dp_share_a_batch_in_one_process():
+    record = {"world_size": 1, "num_gpus": 4, "global_batch_size": 256, "per_device_batch_size": 256}
+    facts = RunFacts({"run_id": "r", "record": {**record, "trainer": "dp"}})
+    assert facts.batch_formula == "256 = 64 per device × 4 devices × 1 accumulated" and facts.world == "1 with 4 GPUs"
+
+
+def test_the_memory_of_a_process_is_not_that_of_a_gpu():
+    stats = {"node_rank": 0, "stats": {"rank0/memory_gib": {"max": 3.0}}}
+    known = {"hardware": {"nodes": [stats]}, "accelerator": "gpu"}
+    assert RunFacts({"run_id": "r", "record": known}).peak_memory_gib is None
+    assert RunFacts({"run_id": "r", "record": {**known, "accelerator": "cpu"}}).peak_memory_gib == 3.0
 
 
 def test_a_run_that_went_on_stays_one_row(tmp_path):
@@ -161,10 +232,12 @@ def test_runs_on_two_branches_merge_without_conflict(tmp_path):
 def test_notes_survive_and_stale_files_go(logbook):
     (logbook / "runs" / "2026-11-20_22-40-00_ee33ff.json").unlink()
     (logbook / "mine.md").write_text("# a page of my own\n")
+    (logbook / "figures" / "mine.svg").write_text("<svg/>")
     add_note(run_note_path(logbook, "2026-11-20_20-15-00_aa11bb"), "Second thought.")
     build(logbook, [], NOW)
     assert len(rows(logbook)) == 2
     assert not list(logbook.glob("figures/*ee33ff*")) and (logbook / "mine.md").exists()
+    assert (logbook / "figures" / "mine.svg").exists()
     page = (logbook / "vit_ddp.md").read_text()
     assert "> Baseline of the *report*.\n>\n> Second thought." in page and "`paper`" in page
 
