@@ -44,8 +44,9 @@ LINES = (
 HEAD = """# Benchmarks
 
 `make bench` measures this table on the machine at hand; `python benchmarks/make_readme.py` writes this page from
-`results/`, and no number is here that is not there. Both sides run several times (`--repetitions`), alternating; the
-figure is the median of the rounds' ratios. Peers are in `peers/`, written as their own documentation shows them: fp32.
+`results/`, and no number is here that is not there. Both sides run as often as the command says (`--repetitions`,
+several times unless it does), alternating; the figure is the median of the rounds' ratios. Peers are in `peers/`,
+written as their own documentation shows them: fp32.
 
 | | what | goal | measured | met | measured by | date |
 |---|---|---|---|---|---|---|

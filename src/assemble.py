@@ -1,6 +1,7 @@
 """Config → Run(trainer, module, data): the only place where the rooms meet."""
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +30,7 @@ from strategies.sync_batchnorm import batch_norm_warnings, layer_sync
 from targets import build
 
 PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}
+PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 OWN_TRAINER_KEYS = ("accelerator", "devices", "num_nodes", "strategy", "precision", "sync_batchnorm", "deterministic")
 
 VALIDATION = "a run validates at the end of epochs (trainer.check_val_every_n_epoch); limit_train_batches shortens them"
@@ -78,7 +80,7 @@ def build_module(config: dict[str, Any], facts: dict[str, Any], *, trainable: bo
     net = build(own, shape)
     if config["trainer"].get("channels_last"):
         net = net.to(memory_format=torch.channels_last)
-    if config["trainer"]["precision"] == "64-true":
+    if str(config["trainer"]["precision"]) in ("64-true", "64"):
         net = net.double()  # Lightning restores weights before it converts the module, and would round them
     schedule = config.get("scheduler") or {}
     return ImageClassifier(
@@ -106,9 +108,11 @@ def load_weights(module: ImageClassifier, path: str, model_name: str) -> None:
     module.load_state_dict(found)
 
 
-def start_from(module: ImageClassifier, path: str, model_name: str) -> str:
+def start_from(module: ImageClassifier, path: str, model_name: str, data: Mapping[str, Any]) -> str:
     """Put a checkpoint's weights into the module of a new run; where the classes are others, the head stays new.
 
+    Args:
+        data: the run's data config: the same name under another seed has other validation images.
     Returns:
         A sentence that says so.
     Raises:
@@ -128,6 +132,11 @@ def start_from(module: ImageClassifier, path: str, model_name: str) -> str:
     check_fits(module, found, path, model_name)
     module.load_state_dict(found)
     but = f"; of {there} classes there, {here} here: {', '.join(new)} start new" if new else ""
+    before = ((checkpoint.get("lockstep") or {}).get("config") or {}).get("data") or {}
+    if before.get("name") == data["name"] and before.get("seed") != data["seed"]:
+        but += (
+            f". It may have trained on images that validate here: data.seed was {before.get('seed')}, is {data['seed']}"
+        )
     return f"Starting from the weights of {path}{but}."
 
 
@@ -150,13 +159,22 @@ def data_facts(data: Any) -> dict[str, Any]:
 
 
 def precision_of(config: dict[str, Any]) -> str:
-    """auto: bf16 where the hardware has it, else fp16 with scaling on a GPU, fp32 on the CPU."""
-    stated = config["trainer"]["precision"]
+    """auto: bf16 where the hardware has it, else fp16 with scaling on a GPU (fp32 in a swarm), fp32 on the CPU.
+
+    Raises:
+        UserError: none of those that every strategy knows.
+    """
+    stated = str(config["trainer"]["precision"])
+    stated = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}.get(stated, stated)
+    if stated not in PRECISIONS:
+        raise UserError(f"trainer.precision={stated}: take one of {', '.join(PRECISIONS)}.")
     if stated != "auto":
         return stated
     if config["trainer"]["accelerator"] != "gpu":
         return "32-true"
-    return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "16-mixed"
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16-mixed"
+    return "32-true" if "swarm" in config["trainer"] else "16-mixed"  # peers cannot scale their losses together
 
 
 def build_trainer(
@@ -258,8 +276,10 @@ def build_run(
     device = device_of(config, cluster)
     data = build_data(config, cluster, device)
     facts = data_facts(data)
-    check_same_data(facts, data, cluster)
     module = build_module(config, facts, trainable=trainable)
+    if world.watch is not None:
+        world.watch.wait_for_all("prepared")
+    check_same_data(facts, data, cluster)
     own = config["trainer"]
     if trainable:
         accumulate = own["accumulate_grad_batches"]

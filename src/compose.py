@@ -1,5 +1,6 @@
 """The command line → one composed config. Imports Hydra only, so that --help and --cfg job answer at once."""
 
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -77,6 +78,7 @@ def register_resolvers() -> None:
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY), replace=True)
+    OmegaConf.register_new_resolver("product", lambda *numbers: math.prod(numbers), replace=True)
 
 
 def run_door(

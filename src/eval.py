@@ -72,6 +72,8 @@ def config_of(cfg: Any) -> dict[str, Any]:
     )
     config["callbacks"] = {}
     if not any(word.startswith("trainer=") for word in overrides):
+        for key in ("num_gpus", "stage_devices", "micro_batches", "balance"):  # of strategies that are left out here
+            config["trainer"].pop(key, None)
         config["trainer"].update(launch="one_process", accelerator=composed["trainer"]["accelerator"], devices=1,
                                  num_nodes=1, strategy=None)  # fmt: skip
     config["trainer"]["accumulate_grad_batches"] = 1

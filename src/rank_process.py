@@ -133,7 +133,7 @@ def prepare_process(config: dict[str, Any], cluster: Cluster) -> None:
     torch.set_num_threads(threads)
     torch.manual_seed(config["seed"])
     if config["trainer"]["accelerator"] == "gpu":
-        torch.set_float32_matmul_precision("high")
+        torch.set_float32_matmul_precision(config["trainer"].get("matmul_precision", "high"))
     else:
         keep_freed_memory(environment())
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

@@ -140,6 +140,12 @@ def _check_resumable(config: dict[str, Any], folder: RunFolder, previous: dict[s
             f"The run {folder.run_id} is finished ({previous.get('epochs')} epochs): "
             f"give more trainer.max_{'steps' if by_steps else 'epochs'} to go on."
         )
+    longest = [tree.get("trainer", {}).get("max_epochs") for tree in (stored, config)]
+    if longest[0] != longest[1] and "_target_" in (config.get("scheduler") or {}):
+        print(
+            f"trainer.max_epochs was {longest[0]}, now {longest[1]}: the learning rate's schedule is stretched over "
+            "the new length, and may jump."
+        )
     before, now = (_without_places(tree) for tree in (stored, config))
     for key in sorted(before.keys() | now.keys()):
         if key not in IGNORED_ON_RESUME and before.get(key) != now.get(key):
@@ -151,10 +157,9 @@ def _check_resumable(config: dict[str, Any], folder: RunFolder, previous: dict[s
 
 
 def _without_places(config: dict[str, Any]) -> dict[str, Any]:
-    """Where the data lies may differ from machine to machine; what it is, data_hash tells."""
-    data = {
-        key: value for key, value in config.get("data", {}).items() if key not in ("root", "cache_dir", "download_dir")
-    }
+    """Where the data lies and what a machine can hold of it may differ; what it is, data_hash tells."""
+    of_machine = ("root", "cache_dir", "download_dir", "eval_batch_size", "device_cache_gib", "num_workers")
+    data = {key: value for key, value in config.get("data", {}).items() if key not in of_machine}
     return {**config, "data": data}
 
 

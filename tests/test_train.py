@@ -42,7 +42,7 @@ def uninterrupted(tmp_path_factory):
 def test_a_run_leaves_its_whole_folder(uninterrupted):
     folder, record = uninterrupted.folder, uninterrupted.record
     assert record["status"] == "finished" and record["exit_code"] == 0 and record["error"] is None
-    assert record["model"] == "small_cnn" and record["data"] == "digits" and record["trainer"] == "default"
+    assert record["model"] == "small_cnn" and record["data"] == "digits" and record["trainer"] == "cpu"
     assert record["global_batch_size"] == 64 == record["per_device_batch_size"]
     assert record["num_train"] + record["num_val"] == 1437 and record["num_test"] == 360
     assert record["epochs"] == 3 and record["steps"] == 3 * (record["num_train"] // 64)
@@ -69,7 +69,7 @@ def test_metrics_rows_have_unique_rising_steps(uninterrupted):
 
 def test_headline_and_last_line(uninterrupted):
     lines = uninterrupted.output.strip().splitlines()
-    assert lines[0].endswith("small_cnn · digits · default · global batch 64 = 64 × 1 × 1")
+    assert lines[0].endswith("small_cnn · digits · cpu · global batch 64 = 64 × 1 × 1")
     assert lines[-1].startswith("finished") and uninterrupted.folder.run_id in lines[-1]
 
 
@@ -196,6 +196,7 @@ BAD = {
     "+trainer.val_check_interval=5": "validates at the end of epochs",
     "trainer.log_every_n_steps=0": "from 1 on",
     "callbacks.checkpoints.mode=Max": "max or min",
+    "trainer.precision=fp16": "take one of auto, 32-true",
     "callbacks.checkpoints.monitor=val/loss": "give mode=min",
     "experiment=quickstart trainer.max_epochs=1 callbacks.checkpoints.monitor=val_acc": "there are val/acc,",
     "+callbacks.x._target_=os.system": "not allowed",
@@ -238,8 +239,9 @@ def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_i
     assert done.record["resumed_from"] is None and "/best-step" in done.record["initial_weights"]
 
     own = shutil.copy(uninterrupted.folder.path / uninterrupted.record["best_checkpoint"]["path"], tmp_path / "w.ckpt")
-    moves = ["experiment=quickstart", f"ckpt_path={own}", "trainer.max_epochs=1"]
+    moves = ["experiment=quickstart", f"ckpt_path={own}", "trainer.max_epochs=1", "seed=7"]
     whole = run_door("train", *moves, "run_id=whole", logs=there)
+    assert "It may have trained on images that validate here: data.seed was 42, is 7." in whole.output
     died = run_door("train", *moves, "run_id=k", logs=there, before=partial(signal_at_step, 3, number=signal.SIGKILL))
     assert died.code == -signal.SIGKILL and not list(died.folder.checkpoints.glob("*.ckpt")), died.output
     again = run_door("train", "resume=k", logs=there)
@@ -250,6 +252,7 @@ def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_i
     own.unlink()  # a run that has checkpoints of its own asks no more for what it started from
     longer = run_door("train", "resume=whole", "trainer.max_epochs=2", logs=there)
     assert longer.code == 0 and longer.record["steps"] == 40, longer.output
+    assert "trainer.max_epochs was 1, now 2: the learning rate's schedule is stretched" in longer.output
     assert longer.record["initial_weights"] == str(own) and "/last-step" in longer.record["resumed_from"]
 
 

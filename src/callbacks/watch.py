@@ -26,6 +26,7 @@ from run_files import RunFolder, write_atomically
 BEAT_INTERVAL_S = 1.0
 SILENT_AFTER_S = 5.0  # a rank whose heart has not beaten for so long when another fails is the one to blame
 GRACE_S = 6.0  # for this rank to end by itself after another has failed
+SPEAK_INTERVAL_S = 15.0
 LEAVE_TOGETHER_S = 90.0  # an interrupted run's other ranks wait so long for rank 0, which may have to upload
 ERROR, STOP, LEFT = "error", "stop", "left"
 
@@ -69,6 +70,21 @@ class Watch(Callback):
 
     def end(self) -> None:
         self.ended.set()
+
+    def wait_for_all(self, what: str) -> None:
+        """Until every rank has come here, however long the slowest takes (a node that downloads and decodes first).
+
+        A collective would give up after its timeout; here nobody does while all hearts beat.
+        """
+        self.store.set(f"{what}/{self.rank}", "1")
+        speak_at = time.monotonic() + SPEAK_INTERVAL_S
+        while missing := [rank for rank in range(self.world_size) if not self.store.check([f"{what}/{rank}"])]:
+            if self.rank == 0 and time.monotonic() > speak_at:
+                beats = self._beats()
+                hosts = sorted({beats[rank][1] for rank in missing if rank in beats})
+                print(f"Waiting for the images and weights of {', '.join(hosts) or 'other ranks'} …", flush=True)
+                speak_at += SPEAK_INTERVAL_S
+            time.sleep(0.05)
 
     def _watch(self) -> None:
         lost_since = None

@@ -3,7 +3,9 @@
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class WeightAverage(EMAWeightAveraging):
@@ -17,11 +19,15 @@ class WeightAverage(EMAWeightAveraging):
 
     def __init__(self, decay: float) -> None:
         super().__init__(decay=decay)
+        self._kwargs = {"multi_avg_fn": get_ema_multi_avg_fn(decay)}  # all tensors at once: a few kernels a step
         self.is_exchanged = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._device = trainer.strategy.root_device  # the module gets there later
         super().setup(trainer, pl_module, stage)
+        if self._average_model is not None:
+            # Its count decides what is done: read from a GPU, it would stop every step.
+            self._average_model.n_averaged = torch.zeros((), dtype=torch.long)
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_validation_epoch_start(trainer, pl_module)

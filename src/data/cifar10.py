@@ -157,7 +157,8 @@ def _from_tree(root: Path) -> ImageSet:
                 f"{', '.join(CLASS_NAMES)}: use data=image_folder for images of your own."
             )
         order = _canonical_order([file.stem for file in listing.files], listing.labels)
-        images, _ = decode_all([listing.files[i] for i in order], SIZE, 3)
+        images = np.zeros((len(order), SIZE, SIZE, 3), np.uint8)
+        decode_all([listing.files[i] for i in order], SIZE, 3, out=images)
         parts.append((images, listing.labels[order]))
     return _image_set(parts)
 

@@ -121,10 +121,11 @@ class ImageArray:
         size, strides = self._rows
         cut = self._spans.index_select(0, torch.as_tensor(start)).as_strided((len(start), *size), strides)
         if not self.layout.num_mirrored:
-            flipped = torch.as_tensor(draws[2]).nonzero().squeeze(1)
-            if len(flipped):
-                images = cut.view(-1, self.window, self.window, self.layout.channels)
-                images[flipped] = images[flipped].flip(2)
+            images, flip = cut.view(-1, self.window, self.window, self.layout.channels), torch.as_tensor(draws[2])
+            if flip.device.type == "cpu":
+                mirror_some(images, flip)
+            else:
+                return mirrored(images, flip).flatten(2)
         return cut
 
     def starts(self, index: Any, draws: Any) -> Any:
@@ -137,3 +138,15 @@ class ImageArray:
             last = layout.size + 2 * layout.padding - self.window
             index, dx = index + flip * layout.num_images, dx + flip * (last - 2 * dx)
         return index * layout.image_pixels + dy * layout.row_pixels + dx
+
+
+def mirror_some(images: Tensor, flip: Tensor) -> None:
+    """Left to right, in place, where flip (n,) is 1; how many those are has to be read first."""
+    flipped = flip.nonzero().squeeze(1)
+    if len(flipped):
+        images[flipped] = images[flipped].flip(2)
+
+
+def mirrored(images: Tensor, flip: Tensor) -> Tensor:
+    """The same as a copy, where reading a number would wait for the device: of (n, height, width, channels)."""
+    return torch.where((flip > 0).view(-1, 1, 1, 1), images.flip(2), images)

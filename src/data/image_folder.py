@@ -20,6 +20,7 @@ from data.node_cache import file_identity, require_space
 from data.streaming import stream
 from errors import UserError
 
+TEST_SEED = 42  # of the test images that are drawn: every seed trains on others than these
 FILES = "files.json"
 HINT = ", or skip such files with data.skip_corrupt=true"
 
@@ -101,7 +102,7 @@ class ImageFolderDataModule(ImageDataModule):
         return split != "val" or (self._root / split).is_dir()
 
     def _drawn(self) -> tuple[Listing, tuple[int, int, int]]:
-        """root/<class>/ alone: the test images are drawn from the seed, out of one cache for all seeds."""
+        """root/<class>/ alone: test images are drawn, and are the same under every seed, so that none is trained on."""
         listing = list_split(self._root)
         self._num_drawn(len(listing.files))
         return listing, (len(listing.files), 0, 0)
@@ -120,7 +121,7 @@ class ImageFolderDataModule(ImageDataModule):
             super()._read_facts(meta)
             return
         num_test = self._num_drawn(meta["num_fit"])
-        order = random_stream(self.seed, TEST).permutation(meta["num_fit"])
+        order = random_stream(TEST_SEED, TEST).permutation(meta["num_fit"])
         fit, test = np.sort(order[num_test:]), np.sort(order[:num_test])
         super()._read_facts({**meta, "num_fit": len(fit), "num_test": num_test})
         self._check_classes(self._labels[fit])
@@ -147,7 +148,7 @@ class ImageFolderDataModule(ImageDataModule):
         """Decode everything; without `out` only to see whether it can be decoded."""
         files = self._listing.files
         hint = "" if self._skip_corrupt else HINT
-        _, failures = decode_all(
+        failures = decode_all(
             files, self._stored_size, self.channels, skip_corrupt=self._skip_corrupt, out=out, hint=hint
         )
         if failures:

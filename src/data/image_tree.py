@@ -120,23 +120,25 @@ def decode_all(
     channels: int,
     *,
     skip_corrupt: bool = False,
-    out: np.ndarray | None = None,
+    out: np.ndarray | None,
     hint: str = "",
-) -> tuple[np.ndarray, dict[int, str]]:
-    """All images (n, size, size, channels) uint8, and for each skipped position what was wrong.
+) -> dict[int, str]:
+    """Decode all images into `out`; for each skipped position what was wrong.
 
     Args:
         hint: what else would help, for the error.
-        out: where to decode to; None: a new array. Skipped positions keep what they held.
+        out: (n, size, size, channels) uint8; skipped positions keep what they held. None: nothing is kept, to see only
+            whether all can be decoded.
     Raises:
         UserError: names the first image that cannot be decoded, unless `skip_corrupt`.
     """
-    images = np.zeros((len(files), size, size, channels), np.uint8) if out is None else out
     failures: dict[int, str] = {}
 
     def work(i: int) -> None:
         try:
-            images[i] = decode(files[i], size, channels)
+            image = decode(files[i], size, channels)
+            if out is not None:
+                out[i] = image
         except CorruptImage as error:
             if not skip_corrupt:
                 raise
@@ -150,4 +152,4 @@ def decode_all(
         except CorruptImage as error:
             pool.shutdown(cancel_futures=True)
             raise UserError(f"{error}: mend or remove it{hint}.") from None
-    return images, failures
+    return failures

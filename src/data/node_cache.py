@@ -30,7 +30,7 @@ def node_lock(path: Path) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     except OSError as error:
-        if error.errno == errno.ENOLCK:
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise UserError(f"{path.parent} cannot lock files: give data.cache_dir=FOLDER on a local disk.") from None
         raise
     finally:

@@ -5,6 +5,8 @@ than trainer=ddp, which is why DDP exists. The batch statistics of BatchNorm are
 """
 
 import copy
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -49,5 +51,26 @@ def spread_forward(net: nn.Module, device_ids: list[int]) -> None:
     The replicas are made of a shallow copy, which shares every parameter but has the forward of the class.
     """
     net.__dict__.pop("forward", None)
-    parallel = nn.DataParallel(copy.copy(net), device_ids=device_ids)
-    net.__dict__["forward"] = parallel.forward
+    parallel = _Spread(copy.copy(net), device_ids=device_ids)
+
+    def forward(*inputs: Any, **named: Any) -> Any:
+        parallel.module.training = net.training  # train() and eval() reach the original alone
+        return parallel(*inputs, **named)
+
+    net.__dict__["forward"] = forward
+
+
+class _Spread(nn.DataParallel):
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
+        return super().parallel_apply([under_this_autocast(replica, "cuda") for replica in replicas], inputs, kwargs)
+
+
+def under_this_autocast(call: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """`call` for another thread: torch takes autocast along, but not its dtype, and would compute in float16."""
+    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+    def called(*inputs: Any, **named: Any) -> Any:
+        with torch.autocast(device_type, dtype=dtype, enabled=enabled):
+            return call(*inputs, **named)
+
+    return called

@@ -7,9 +7,10 @@ and every rank normalises with the statistics of the whole batch.
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import LayerSync
-from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from errors import UserError
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -77,26 +78,68 @@ def has_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(layer, _BatchNorm) for layer in module.modules())
 
 
-class CpuSyncBatchNorm(LayerSync):
-    """Turns every BatchNorm of a model into the SyncBatchNorm above, in place: names and weights stay."""
+class _ThenActs:
+    """timm's BatchNormAct2d: an activation within the layer, after dropout of whole channels in some nets."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.act(self.drop(super().forward(input)))  # type: ignore[attr-defined,misc]
+
+
+class SyncBatchNormAct(_ThenActs, SyncBatchNorm):
+    """The layer above with timm's activation."""
+
+
+class TorchSyncBatchNormAct(_ThenActs, nn.SyncBatchNorm):
+    """torch's layer with timm's activation."""
+
+
+class SyncLayers(LayerSync):
+    """Turns every BatchNorm of a model into one over all ranks, in place: names, weights and buffers stay.
+
+    Args:
+        plain, with_act: the classes that they become.
+    """
+
+    def __init__(self, plain: type[nn.Module], with_act: type[nn.Module]) -> None:
+        super().__init__()
+        self.plain, self.with_act = plain, with_act
 
     def apply(self, model: nn.Module) -> nn.Module:
-        for layer in model.modules():
-            if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm):
-                layer.class_without_sync = type(layer)
-                layer.__class__ = SyncBatchNorm
+        """
+        Raises:
+            UserError: a layer that does something else beside normalising, which would be lost.
+        """
+        layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+        for layer in layers:
+            own = type(layer)
+            if isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm):
+                continue
+            if own.forward is _BatchNorm.forward:
+                layer.__class__ = self.plain
+            elif own.__module__.startswith("timm.") and {"drop", "act"} <= layer._modules.keys():
+                layer.__class__ = self.with_act
+            else:
+                raise UserError(
+                    f"trainer.sync_batchnorm=true does not know what {own.__name__} does beside normalising: leave it "
+                    "out, or build the net with plain nn.BatchNorm layers."
+                )
+            layer.class_without_sync = own
+            layer.process_group = None  # torch's: all ranks
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:
         for layer in model.modules():
-            if isinstance(layer, SyncBatchNorm):
+            if hasattr(layer, "class_without_sync"):
                 layer.__class__ = layer.class_without_sync
+                del layer.class_without_sync
         return model
 
 
 def layer_sync(device_type: str) -> LayerSync:
     """The plugin behind `trainer.sync_batchnorm=true`: torch's fused SyncBatchNorm on GPUs, ours elsewhere."""
-    return TorchSyncBatchNorm() if device_type == "cuda" else CpuSyncBatchNorm()
+    if device_type == "cuda":
+        return SyncLayers(nn.SyncBatchNorm, TorchSyncBatchNormAct)
+    return SyncLayers(SyncBatchNorm, SyncBatchNormAct)
 
 
 def batch_norm_warnings(net: nn.Module, *, world_size: int, micro_batches: int, synchronised: bool) -> list[str]:

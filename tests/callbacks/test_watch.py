@@ -9,6 +9,7 @@ import pytest
 import watched_ranks
 from callbacks.watch import _is_of_the_network
 from errors import Diverged, UserError
+from runs import run_door
 from watched_ranks import collective, finishes, gets_signal, is_stopped_at_the_start, raises, stops_together
 
 
@@ -29,6 +30,24 @@ def named(ranks, rank, culprit, said):
     facts = ranks.culprit(rank)
     assert facts["rank"] == culprit and said in facts["message"] and facts["phase"] == "training", facts
     assert facts["host"]
+
+
+def test_ranks_wait_for_one_that_prepares_for_longer_than_the_timeout(tmp_path):
+    done = run_door("train", "experiment=quickstart", "trainer=ddp_sim", "trainer.max_steps=2", "trainer.timeout_s=3",
+                    "test=false", logs=tmp_path, before=prepare_slowly)  # fmt: skip
+    assert done.code == 0 and done.record["steps"] == 2, done.output
+
+
+def prepare_slowly():
+    import assemble
+
+    original = assemble.build_data
+
+    def build_data(config, cluster, device):
+        time.sleep(6 * cluster.rank)
+        return original(config, cluster, device)
+
+    assemble.build_data = build_data
 
 
 def test_all_end_well(start):

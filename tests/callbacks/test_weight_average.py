@@ -32,6 +32,7 @@ def test_the_average_lies_where_training_will(tmp_path):
     callback = WeightAverage(0.9)
     callback.setup(trainer, ImageClassifier(torch.nn.Linear(2, 2), num_classes=2), "fit")
     assert {p.device.type for p in callback._average_model.parameters()} == {"meta"}
+    assert callback._average_model.n_averaged.device.type == "cpu"  # read in every step
 
 
 @pytest.mark.parametrize("trainer", [pytest.param("cpu", marks=pytest.mark.soak), "ddp_sim"])

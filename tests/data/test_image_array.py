@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.image_array import ImageArray, Layout, write_images
+from data.image_array import ImageArray, Layout, mirror_some, mirrored, write_images
 
 IMAGES = np.random.default_rng(0).integers(1, 256, (7, 6, 6, 3), dtype=np.uint8)
 
@@ -42,6 +42,13 @@ def test_only_the_first_images_need_a_mirrored_copy():
     assert np.array_equal(cut.numpy(), expected(index, draws, 2, 6))
     last = array(2, 4, 6).windows(torch.tensor([6]), torch.tensor([[2], [2], [0]]))
     assert np.array_equal(last[0].numpy(), IMAGES[6])
+
+
+def test_a_copy_that_reads_no_number_is_mirrored_alike():
+    images, flip = torch.from_numpy(IMAGES.copy()), torch.tensor([0, 1, 1, 0, 1, 0, 0])
+    copied = mirrored(images, flip)
+    mirror_some(images, flip)
+    assert torch.equal(copied, images) and not np.array_equal(images.numpy(), IMAGES)
 
 
 @pytest.mark.parametrize("padding", [0, 2])

@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from errors import UserError
 from local_ranks import run_ranks
-from strategies.sync_batchnorm import CpuSyncBatchNorm, SyncBatchNorm, batch_norm_warnings, layer_sync
+from strategies.sync_batchnorm import SyncBatchNorm, SyncBatchNormAct, batch_norm_warnings, layer_sync
 
 PARTS = (5, 3)  # images of each rank: unequal on purpose
 
@@ -39,7 +40,7 @@ def in_rank(cluster, dtype, momentum, offset, affine):
         "gloo", init_method=f"tcp://127.0.0.1:{cluster.master_port}", rank=cluster.rank, world_size=2
     )
     layer, batch, weights = layer_and_batch(dtype, momentum, offset, affine)
-    layer = CpuSyncBatchNorm().apply(layer)
+    layer = layer_sync("cpu").apply(layer)
     assert isinstance(layer, SyncBatchNorm)
     start = sum(PARTS[: cluster.rank])
     own = slice(start, start + PARTS[cluster.rank])
@@ -84,10 +85,10 @@ def test_equals_batchnorm_over_the_whole_batch(dtype, momentum, offset, affine, 
 def test_names_and_classes_stay_and_come_back():
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.BatchNorm2d(2))
     names, kept = list(net.state_dict()), [net[1]]
-    CpuSyncBatchNorm().apply(net)
+    layer_sync("cpu").apply(net)
     assert [type(layer) for layer in net[1::2]] == [SyncBatchNorm] * 2
     assert list(net.state_dict()) == names and kept[0] is net[1]
-    CpuSyncBatchNorm().revert(net)
+    layer_sync("cpu").revert(net)
     assert type(net[1]) is nn.BatchNorm2d
 
 
@@ -95,12 +96,45 @@ def test_alone_it_is_batchnorm():
     layer, batch, weights = layer_and_batch(torch.float64)
     expected = run(layer, batch, weights)[0]
     other, _, _ = layer_and_batch(torch.float64)
-    assert torch.equal(run(CpuSyncBatchNorm().apply(other), batch, weights)[0], expected)
+    assert torch.equal(run(layer_sync("cpu").apply(other), batch, weights)[0], expected)
 
 
-def test_the_plugin_fits_the_device():
-    assert isinstance(layer_sync("cpu"), CpuSyncBatchNorm)
-    assert type(layer_sync("cuda")).__name__ == "TorchSyncBatchNorm"
+def test_on_a_gpu_it_is_torch_s_layer():
+    net = nn.Sequential(nn.BatchNorm2d(2))
+    layer_sync("cuda").apply(net)
+    assert type(net[0]) is nn.SyncBatchNorm and net[0].process_group is None
+    x = torch.randn(4, 2, 3, 3)
+    net.eval()
+    evaluated = net(x)
+    layer_sync("cuda").revert(net)
+    assert type(net[0]) is nn.BatchNorm2d and torch.equal(net(x), evaluated)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_timm_s_activation_within_the_layer_stays(device):
+    from timm.layers import BatchNormAct2d
+
+    net = nn.Sequential(BatchNormAct2d(2, act_layer=nn.ReLU)).eval()
+    x = torch.randn(4, 2, 3, 3)
+    expected = net(x)
+    assert expected.min() == 0
+    layer_sync(device).apply(net)
+    assert isinstance(net[0], SyncBatchNormAct if device == "cpu" else nn.SyncBatchNorm)
+    assert torch.equal(net(x), expected)
+    if device == "cpu":  # torch's own refuses to train on one
+        assert net.train()(x).min() == 0
+        net.eval()
+    layer_sync(device).revert(net)
+    assert type(net[0]) is BatchNormAct2d
+
+
+def test_a_layer_that_does_more_is_refused():
+    class Scaled(nn.BatchNorm2d):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    with pytest.raises(UserError, match="does not know what Scaled does beside normalising"):
+        layer_sync("cpu").apply(nn.Sequential(Scaled(2)))
 
 
 @pytest.mark.parametrize(
