@@ -71,7 +71,7 @@ sys.exit(batch_probe.main())
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_the_failure_of_one_of_two_ranks_is_shown_and_is_no_out_of_memory(tmp_path, rank):
     config = composed([*SMALL, "model=small_cnn", "trainer=ddp_sim", "trainer.memory_limit_gib=1"], tmp_path)
     (tmp_path / "child.py").write_text(FAILING)

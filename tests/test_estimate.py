@@ -81,6 +81,7 @@ def test_the_world_and_the_limit_come_from_the_options(tmp_path, capsys):
         estimate.stated_limit_gib(config)
 
 
+@pytest.mark.soak
 def test_a_net_that_refuses_single_images_is_estimated(tmp_path):
     options = ["model=alexnet_bn", "data=synthetic", "data.image_size=127", "trainer=fsdp", "hardware=g4dn.12xlarge"]
     done = run_door("find_batch_size", "--estimate", *options, "trainer.devices=4", logs=tmp_path)
@@ -97,6 +98,7 @@ def test_a_net_that_refuses_single_images_is_estimated_where_hardly_any_fit(limi
     assert said in done.output, done.output
 
 
+@pytest.mark.soak
 def test_more_ranks_on_a_node_than_its_gpus_are_answered_with_a_warning(tmp_path):
     options = ["model=small_cnn", "data=synthetic", "trainer=fsdp", "trainer.devices=4", "trainer.num_nodes=8"]
     done = run_door("find_batch_size", "--estimate", *options, "hardware=g4dn.xlarge", logs=tmp_path)

@@ -49,7 +49,7 @@ print(json.dumps([told, series[-3:], full, resident_mib(), faults()]))
 @pytest.mark.parametrize(
     ("environment", "told"),
     [({"GLIBC_TUNABLES": "glibc.rtld.nns=5"}, True), ({"MALLOC_MMAP_MAX_": "65536"}, False),
-     ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, False)],
+     pytest.param({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, False, marks=pytest.mark.soak)],
 )  # fmt: skip
 def test_freed_memory_comes_back_without_faults(environment, told):
     done = subprocess.run([sys.executable, "-c", PROGRAM, json.dumps(environment)], capture_output=True, text=True)

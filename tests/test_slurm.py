@@ -72,6 +72,7 @@ def test_usr1_saves_and_requeues_and_the_same_run_ends_with_bit_equal_weights(sl
     gone(slurm, job)
 
 
+@pytest.mark.soak
 def test_a_killed_task_fails_the_job_and_is_named(slurm):
     job = slurm.sbatch(*NODES, "trainer.max_epochs=1000")
     wait_for_checkpoint(slurm, job)
@@ -84,6 +85,7 @@ def test_a_killed_task_fails_the_job_and_is_named(slurm):
     gone(slurm, job)
 
 
+@pytest.mark.soak
 def test_scancel_saves_and_the_job_stays_cancelled(slurm):
     job = slurm.sbatch(*NODES, "trainer.max_epochs=1000")
     wait_for_checkpoint(slurm, job)
@@ -114,6 +116,7 @@ def test_the_wrong_number_of_tasks_is_one_sentence(slurm):
     assert "SLURM started 2 tasks, but trainer.devices=2" in slurm.output(job)
 
 
+@pytest.mark.soak
 def test_one_task_is_a_run_too(slurm):
     job = slurm.sbatch("launch/train.sbatch", "experiment=quickstart", "trainer=cpu", "trainer.max_epochs=1")
     slurm.wait(job, "COMPLETED", seconds=120)

@@ -157,7 +157,7 @@ def test_accumulated_micro_batches_are_no_step():
         ("on_train_batch_end", 4, "training"),
         ("on_validation_batch_end", 1, "validation"),
         ("on_test_start", 1, "test"),
-        ("setup", 1, "start"),
+        pytest.param("setup", 1, "start", marks=pytest.mark.soak),
     ],
 )
 def test_sigterm_to_one_rank_interrupts_all_and_resume_finishes(hook, at, phase, tmp_path):
