@@ -30,6 +30,7 @@ from strategies.sync_batchnorm import batch_norm_warnings, layer_sync
 from targets import build
 
 PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}
+REFUSED_CALLBACKS = (pl.callbacks.ModelCheckpoint, pl.callbacks.ProgressBar)
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 OWN_TRAINER_KEYS = ("accelerator", "devices", "num_nodes", "strategy", "precision", "sync_batchnorm", "deterministic")
 
@@ -111,6 +112,8 @@ def load_weights(module: ImageClassifier, path: str, model_name: str) -> None:
 def start_from(module: ImageClassifier, path: str, model_name: str, data: Mapping[str, Any]) -> str:
     """Put a checkpoint's weights into the module of a new run; where the classes are others, the head stays new.
 
+    A net that has `adapted` takes weights from another image size.
+
     Args:
         data: the run's data config: the same name under another seed has other validation images.
     Returns:
@@ -120,6 +123,10 @@ def start_from(module: ImageClassifier, path: str, model_name: str, data: Mappin
     """
     checkpoint = read_checkpoint(path)
     own, found = module.state_dict(), checkpoint["state_dict"]
+    if hasattr(module.net, "adapted"):
+        of_net = {name[4:]: value for name, value in found.items() if name.startswith("net.")}
+        others = {name: value for name, value in found.items() if not name.startswith("net.")}
+        found = {**others, **{f"net.{name}": value for name, value in module.net.adapted(of_net).items()}}
     facts = (checkpoint.get("lockstep") or {}).get("data") or {}
     there, here = facts.get("num_classes", module.num_classes), module.num_classes
     new = [
@@ -308,6 +315,12 @@ def build_run(
     }  # fmt: skip
     recorder = RunRecorder(folder.record, data.global_batch_size, config.get("hardware"))
     chosen = [build(node, known) for node in (config["callbacks"] or {}).values() if node]
+    for callback in chosen:
+        if isinstance(callback, REFUSED_CALLBACKS):
+            raise UserError(
+                f"callbacks: {type(callback).__name__} cannot be added: checkpoints (callbacks.checkpoints.…) and the "
+                "progress line are here already."
+            )
     if trainable and (config.get("s3") or {}).get("uri"):
         from callbacks.s3_upload import S3Upload
 

@@ -199,6 +199,7 @@ BAD = {
     "trainer.precision=fp16": "take one of auto, 32-true",
     "callbacks.checkpoints.monitor=val/loss": "give mode=min",
     "experiment=quickstart trainer.max_epochs=1 callbacks.checkpoints.monitor=val_acc": "there are val/acc,",
+    "+callbacks.x._target_=lightning.pytorch.callbacks.ModelCheckpoint": "are here already",
     "+callbacks.x._target_=os.system": "not allowed",
     "+callbacks.x._target_=callbacks.checkpoints.link": "not allowed",
     "+callbacks.x._target_=models.small_cnn.nn.Linear": "cannot be found",

@@ -56,6 +56,18 @@ class TimmViT(nn.Module):
         units = [unit for sequence in sequences for unit in sequence]
         return [unit for unit in units if len(list(unit.children())) > 0 and len(list(unit.parameters())) > 0]
 
+    def adapted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A state dict of this net built for another image size: position embeddings resampled, as timm does it."""
+        adapt = getattr(sys.modules[type(self.backbone).__module__], "checkpoint_filter_fn", None)
+        own, prefix = self.state_dict(), "backbone."
+        name = f"{prefix}pos_embed"
+        if adapt is None or name not in own or name not in state or own[name].shape == state[name].shape:
+            return state
+        return {
+            f"{prefix}{key}": value
+            for key, value in adapt({key.removeprefix(prefix): v for key, v in state.items()}, self.backbone).items()
+        }
+
     def stages(self) -> list[nn.Module]:
         """Patch embedding, each block, norm, head.
 

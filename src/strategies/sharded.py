@@ -127,7 +127,11 @@ class Sharded(ModelParallelStrategy):
     def _shard(self, net: nn.Module) -> None:
         if self._layer_sync:
             self._layer_sync.apply(net)
-        units = net.shard_units() if hasattr(net, "shard_units") else []  # none named: the net as one unit
+        units = net.shard_units() if hasattr(net, "shard_units") else []
+        if not units and self.global_rank == 0:
+            print(
+                "The model names no shard_units(): FSDP gathers it as a whole, which saves little memory.", flush=True
+            )
         self._check(net, units)
         broadcast_from_rank_zero([*net.parameters(), *net.buffers()], self.root_device)
         for parameter in net.parameters():

@@ -37,6 +37,19 @@ def test_parameters_of_the_default_model():
     assert len(net.shard_units()) == 12 and len(net.stages()) == 15
 
 
+def test_weights_of_another_image_size_are_resampled_as_timm_does():
+    from timm.layers import resample_abs_pos_embed
+
+    small, large = tiny(image_size=16), tiny(image_size=32)
+    own, found = small.state_dict(), large.adapted(small.state_dict())
+    assert found.keys() == own.keys() and small.adapted(own) is own
+    large.load_state_dict(found)
+    wanted = resample_abs_pos_embed(own["backbone.pos_embed"], new_size=[8, 8], num_prefix_tokens=1)
+    assert torch.equal(found["backbone.pos_embed"], wanted) and wanted.shape[1] == 65
+    same = [name for name in own if name != "backbone.pos_embed"]
+    assert all(torch.equal(found[name], own[name]) for name in same)
+
+
 def test_unknown_name_is_answered_with_the_closest():
     with pytest.raises(UserError, match="vit_bass_patch32_224 .*vit_base_patch32_224"):
         tiny(timm_name="vit_bass_patch32_224")
