@@ -98,24 +98,28 @@ def _without_scaling(optimizer: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in optimizer.items() if key not in ("scale_lr_with_batch", "base_batch_size")}
 
 
-def load_weights(module: ImageClassifier, path: str, model_name: str) -> None:
+def load_weights(module: ImageClassifier, path: str, model_name: str) -> dict[str, Any]:
     """Put a checkpoint's weights into the module, before a strategy takes it.
 
+    Returns:
+        What the checkpoint says of the data that it was trained on.
     Raises:
         UserError: the checkpoint is of another model; names the first parameter that differs.
     """
-    found = read_checkpoint(path)["state_dict"]
-    check_fits(module, found, path, model_name)
-    module.load_state_dict(found)
+    checkpoint = read_checkpoint(path)
+    check_fits(module, checkpoint["state_dict"], path, model_name)
+    module.load_state_dict(checkpoint["state_dict"])
+    return (checkpoint.get("lockstep") or {}).get("data") or {}
 
 
-def start_from(module: ImageClassifier, path: str, model_name: str, data: Mapping[str, Any]) -> str:
+def start_from(module: ImageClassifier, path: str, model_name: str, data: Mapping[str, Any], data_hash: str) -> str:
     """Put a checkpoint's weights into the module of a new run; where the classes are others, the head stays new.
 
     A net that has `adapted` takes weights from another image size.
 
     Args:
         data: the run's data config: the same name under another seed has other validation images.
+        data_hash: of the run's images.
     Returns:
         A sentence that says so.
     Raises:
@@ -123,10 +127,13 @@ def start_from(module: ImageClassifier, path: str, model_name: str, data: Mappin
     """
     checkpoint = read_checkpoint(path)
     own, found = module.state_dict(), checkpoint["state_dict"]
+    resampled = False
     if hasattr(module.net, "adapted"):
         of_net = {name[4:]: value for name, value in found.items() if name.startswith("net.")}
         others = {name: value for name, value in found.items() if not name.startswith("net.")}
-        found = {**others, **{f"net.{name}": value for name, value in module.net.adapted(of_net).items()}}
+        adapted = module.net.adapted(of_net)
+        resampled = adapted is not of_net
+        found = {**others, **{f"net.{name}": value for name, value in adapted.items()}}
     facts = (checkpoint.get("lockstep") or {}).get("data") or {}
     there, here = facts.get("num_classes", module.num_classes), module.num_classes
     new = [
@@ -139,11 +146,14 @@ def start_from(module: ImageClassifier, path: str, model_name: str, data: Mappin
     check_fits(module, found, path, model_name)
     module.load_state_dict(found)
     but = f"; of {there} classes there, {here} here: {', '.join(new)} start new" if new else ""
+    but += "; position embeddings resampled" if resampled else ""
     before = ((checkpoint.get("lockstep") or {}).get("config") or {}).get("data") or {}
-    if before.get("name") == data["name"] and before.get("seed") != data["seed"]:
-        but += (
-            f". It may have trained on images that validate here: data.seed was {before.get('seed')}, is {data['seed']}"
-        )
+    if before.get("name") == data["name"]:
+        if before.get("seed") != data["seed"]:
+            why = f"data.seed was {before.get('seed')}, is {data['seed']}"
+            but += f". It may have trained on images that validate here: {why}"
+        elif facts.get("image_size") == data["image_size"] and facts.get("data_hash") != data_hash:
+            but += ". It may have trained on images that validate or test here, which are not those of then"
     return f"Starting from the weights of {path}{but}."
 
 

@@ -293,8 +293,7 @@ class Bucket:
     def _winners(self, key: str, conditions: dict[str, str], writers: int) -> int:
         def write(number: int) -> int:
             try:
-                extra = {**self.options.encryption(), **conditions}
-                self._call("put_object", Key=key, Body=f"writer {number}".encode(), **extra)
+                self._put(key, f"writer {number}".encode(), None, {**self.options.put_arguments(), **conditions})
             except StoreError as error:
                 if error.kind in ("unreachable", "busy"):
                     raise

@@ -295,7 +295,9 @@ def _from_srun(environ, devices, num_nodes, several_processes) -> Cluster:
     address = environ.get("MASTER_ADDR") or first_host(
         environ.get("SLURM_STEP_NODELIST", environ["SLURM_JOB_NODELIST"])
     )
-    port = int(environ.get("MASTER_PORT") or 20000 + int(environ["SLURM_JOB_ID"]) % 20000)
+    # Four for each step, for the sessions of the batch search too; neighbours on a node and steps of a job differ.
+    number = int(environ["SLURM_JOB_ID"]) + 997 * int(environ.get("SLURM_STEP_ID") or 0)
+    port = int(environ.get("MASTER_PORT") or 20000 + 4 * (number % 3000))
     return Cluster("slurm", given_nodes, given_devices, node_rank, local_rank, address, port)
 
 

@@ -6,6 +6,7 @@ Rank 0 of a fake process group of any size runs two steps and a validation; tens
 """
 
 import copy
+import inspect
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -146,7 +147,7 @@ def peak_bytes(config: dict[str, Any], facts: dict[str, Any], cluster: Cluster, 
         limit_val_batches=1, num_sanity_val_steps=0, check_val_every_n_epoch=1, accelerator="cpu", compile=False,
         launch="process_per_device", devices=cluster.devices,
     )  # fmt: skip
-    precision = _precision(config, on_gpu)
+    precision, scales = _precision(config, on_gpu), _scales_losses(config, on_gpu)
     config["trainer"]["precision"] = precision
     config["model"].update(
         {key: value for key, value in (("pretrained", False), ("weights", None)) if key in config["model"]}
@@ -157,6 +158,10 @@ def peak_bytes(config: dict[str, Any], facts: dict[str, Any], cluster: Cluster, 
         module = assemble.build_module(config, facts)
         if precision in TRUE_DTYPES:
             module = module.to(TRUE_DTYPES[precision])
+    factory: Any = module.optimizer_factory
+    if scales and "foreach" in inspect.signature(factory.func).parameters:
+        # With scaled losses no kernel steps all parameters at once, and a GPU holds a term of every one of them.
+        module.optimizer_factory = partial(factory, **{"foreach": True, **factory.keywords})
     mode, tracker = Shapes(allow_non_fake_inputs=True), TrackedBytes()
     with fake_world(cluster.world_size), mode, tracker, tempfile.TemporaryDirectory() as folder:
         materialise(module)
@@ -198,6 +203,14 @@ def _precision(config: dict[str, Any], on_gpu: bool) -> str:
     if stated == "auto":
         stated = "bf16-mixed" if on_gpu else "32-true"
     return AS_LARGE.get(stated, stated)
+
+
+def _scales_losses(config: dict[str, Any], on_gpu: bool) -> bool:
+    """fp16, as `auto` is on a GPU whose data sheet has no bfloat16."""
+    stated = str(config["trainer"]["precision"])
+    peaks = (config.get("hardware") or {}).get("peak_tflops") or {}
+    lacks_it = "bfloat16" in peaks and peaks["bfloat16"] is None
+    return stated in ("16", "16-mixed") or (stated == "auto" and on_gpu and lacks_it)
 
 
 class Buckets(nn.Module):

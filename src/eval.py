@@ -29,7 +29,10 @@ def evaluate(config: dict[str, Any], cluster: Any, folder: Any) -> int:
 
     with enter_world(config, cluster, folder) as world:
         run = build_run(config, cluster, folder, world, None, trainable=False)
-        load_weights(run.module, config["ckpt_path"], config["model"]["name"])
+        before = load_weights(run.module, config["ckpt_path"], config["model"]["name"])
+        chosen = any(word.lstrip("+~").startswith("data") for word in config["overrides"])
+        if cluster.is_rank_zero and not chosen and before.get("data_hash", "") != run.facts["data_hash"]:
+            print("The images are not those of the training: it may have trained on some of this test.", flush=True)
         run.trainer.test(run.module, datamodule=run.data, verbose=False)
         if run.module.test_confusion is None:
             raise UserError("trainer.limit_test_batches=0 leaves nothing to test.")

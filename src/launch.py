@@ -6,6 +6,7 @@ Imports no torch: a supervisor, and every error that can be found before work st
 import json
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from run_end import (
     stop_at_once_on_signal,
 )
 from run_files import RunFolder, new_run_id, read_config, read_record, write_record
-from run_start import begin, find_weights, run_folder
+from run_start import be_the_only_one, begin, find_weights, finished_already, run_folder
 from supervisor import Supervisor, die_with_parent
 
 
@@ -42,12 +43,23 @@ def launch(cfg: Any, work: Work) -> int:
 
 def launch_config(config: dict[str, Any], work: Work) -> int:
     """The same from a plain config that also holds `choices` (option by group) and `overrides`."""
+    with ExitStack() as kept:
+        return _launch(config, work, kept)
+
+
+def _launch(config: dict[str, Any], work: Work, kept: ExitStack) -> int:
+    """
+    Args:
+        kept: what lasts as long as the run.
+    """
     refuse_secrets(config)
     environment = world.environment()
     cluster = resolve_cluster(config, environment)
     if config["data"].get("global_batch_size") != "max":
         describe_batch(config, cluster)
     _check_bucket(config)
+    if done := finished_already(config, environment):
+        return send_what_is_left(config, done, cluster)
     if cluster.num_nodes > 1 or cluster.launcher == "torchrun":
         stop_at_once_on_signal()
     if cluster.world_size > 1 and cluster.local_rank in (0, None):
@@ -66,6 +78,8 @@ def launch_config(config: dict[str, Any], work: Work) -> int:
     largest = largest_batch(config, cluster, environment, folder)
     scaled = scale_learning_rates(config) if config["task_name"] == "train" else None
     if cluster.is_rank_zero or cluster.local_rank in (0, None):
+        if cluster.node_rank == 0:
+            kept.enter_context(be_the_only_one(folder))
         begin(config, cluster, folder, fresh)
     if cluster.is_rank_zero:
         if largest:
@@ -123,6 +137,17 @@ def _check_bucket(config: dict[str, Any]) -> None:
         from s3_client import options_from
 
         options_from(s3)
+
+
+def send_what_is_left(config: dict[str, Any], folder: RunFolder, cluster: Cluster) -> int:
+    """Of a run that an earlier start has finished; whoever started it again (systemd, torchrun) may leave it now."""
+    code = EXIT_OK
+    if cluster.is_supervisor or cluster.local_rank == 0:
+        code = _finish_upload(config, folder, code, cluster)
+    if cluster.is_rank_zero:
+        print(f"The run {folder.run_id} has finished.", flush=True)
+        conclude(config, folder, code)
+    return code
 
 
 def _finish_upload(config: dict[str, Any], folder: RunFolder, code: int, cluster: Cluster) -> int:

@@ -129,7 +129,9 @@ def device_of(config: dict[str, Any], cluster: Cluster) -> torch.device:
 def prepare_process(config: dict[str, Any], cluster: Cluster) -> None:
     threads = config["trainer"]["num_threads"]
     if threads == "auto":
-        threads = max(1, available_cores() // cluster.devices)
+        cores, own = available_cores(), int(environment().get("SLURM_CPUS_PER_TASK") or 0)
+        bound = cluster.launcher == "slurm" and cores <= own  # to this task's cores already
+        threads = cores if bound else max(1, cores // cluster.devices)
     torch.set_num_threads(threads)
     torch.manual_seed(config["seed"])
     if config["trainer"]["accelerator"] == "gpu":

@@ -4,6 +4,8 @@ A run folder is `logs/train/runs/<run_id>/` (a sweep's: `logs/train/multiruns/<s
 Nothing here needs torch: the supervisor, the logbook and the uploader read and write records too.
 """
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -56,6 +58,11 @@ class RunFolder:
     @property
     def record(self) -> Path:
         return self.path / "run.json"
+
+    @property
+    def alive(self) -> Path:
+        """Locked for as long as the run trains."""
+        return self.path / ".alive"
 
     @property
     def metrics(self) -> Path:
@@ -193,6 +200,24 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a run's config: it holds no mapping.")
     return config
+
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of some network file systems
+
+
+def lock(handle: Any, *, wait: bool = True) -> bool:
+    """An exclusive lock that goes with the process; False where another holds it, and `wait` is not asked for.
+
+    Where the disk has no locks, nothing is locked.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    return True
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:

@@ -1,13 +1,12 @@
 """A run that goes on has the options that it was started with; what the command line says beside resume= wins."""
 
-import fcntl
 from pathlib import Path
 from typing import Any
 
 import cluster as world
 from compose import CONFIGS, compose, plain
 from errors import UserError
-from run_files import RunFolder, checked_run_id, find_run, read_config
+from run_files import RunFolder, checked_run_id, find_run, lock, read_config
 
 # The run is found by these; where it was found, it goes on.
 NOT_KEPT = ("resume", "run_id", "sweep_dir", "paths.log_dir")
@@ -121,8 +120,8 @@ def _fetch(config: dict[str, Any], folder: RunFolder, *, first: bool) -> None:
     from storage import fetch_run
 
     folder.path.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.path.parent / f".{folder.run_id}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with (folder.path.parent / f".{folder.run_id}.lock").open("w") as file:
+        lock(file)
         fetch_run(options_from(config["s3"]), folder, *(() if first else (lambda text: None,)))
 
 

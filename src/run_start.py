@@ -1,8 +1,9 @@
 """The start of a run: its folder, config.yaml and first record; for a resumed run, that it is the same one."""
 
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -18,6 +19,7 @@ from run_files import (
     RunFolder,
     checked_run_id,
     find_run,
+    lock,
     new_run_id,
     read_config,
     read_record,
@@ -56,6 +58,54 @@ def run_folder(config: dict[str, Any], cluster: Cluster, environment: dict[str, 
             "another run_id= starts anew."
         )
     return folder, True
+
+
+def be_the_only_one(folder: RunFolder, wait_s: float = 120.0) -> IO[str]:
+    """Hold the run for as long as this process lives: a second one would remove the first one's checkpoints.
+
+    One that is just ending, or whose machine was lost (a network file system frees its locks in a minute or two), is
+    waited for.
+
+    Returns:
+        What to keep open.
+    Raises:
+        UserError: another process still trains it.
+    """
+    folder.path.mkdir(parents=True, exist_ok=True)
+    handle = folder.alive.open("a")
+    deadline, said = time.monotonic() + wait_s, False
+    while not lock(handle, wait=False):
+        if time.monotonic() > deadline:
+            handle.close()
+            raise UserError(
+                f"The run {folder.run_id} is still trained by another process, on this machine or on one that shares "
+                f"{folder.path.parent}: wait until it has ended, or end it."
+            )
+        if not said:
+            print(f"The run {folder.run_id} is trained by another process: waiting for it to end …", flush=True)
+            said = True
+        time.sleep(0.5)
+    return handle
+
+
+def is_over(config: dict[str, Any], folder: RunFolder, previous: dict[str, Any]) -> bool:
+    """It has finished, and this start asks for no more epochs or steps."""
+    stored, steps = read_config(folder.config), config["trainer"]["max_steps"]
+    by_steps = previous.get("steps") == stored.get("trainer", {}).get("max_steps")
+    longer = by_steps and (steps == -1 or steps > previous["steps"])
+    enough = not longer if by_steps else config["trainer"]["max_epochs"] <= previous.get("epochs", 0)
+    return previous.get("status") == "finished" and enough
+
+
+def finished_already(config: dict[str, Any], environment: dict[str, str]) -> RunFolder | None:
+    """The run that resume=auto names, where nothing is left to train: a restart from outside found it done."""
+    named = config.get("run_id") or world.outside_run_id(environment)
+    if config.get("resume") != "auto" or not named or config["task_name"] != "train":
+        return None
+    folder = RunFolder(runs_folder(config, Path(config["paths"]["log_dir"])) / checked_run_id(named))
+    if not folder.record.exists() or not folder.config.exists():
+        return None
+    return folder if is_over(config, folder, read_record(folder.record)) else None
 
 
 def _restarted_from_outside(folder: RunFolder, environment: dict[str, str]) -> bool:
@@ -131,11 +181,9 @@ IGNORED_ON_RESUME = (
 
 
 def _check_resumable(config: dict[str, Any], folder: RunFolder, previous: dict[str, Any]) -> None:
-    stored, steps = read_config(folder.config), config["trainer"]["max_steps"]
-    by_steps = previous.get("steps") == stored.get("trainer", {}).get("max_steps")
-    longer = by_steps and (steps == -1 or steps > previous["steps"])
-    is_over = config["trainer"]["max_epochs"] <= previous.get("epochs", 0) and not longer
-    if previous.get("status") == "finished" and is_over:
+    stored = read_config(folder.config)
+    if is_over(config, folder, previous):
+        by_steps = previous.get("steps") == stored.get("trainer", {}).get("max_steps")
         raise UserError(
             f"The run {folder.run_id} is finished ({previous.get('epochs')} epochs): "
             f"give more trainer.max_{'steps' if by_steps else 'epochs'} to go on."

@@ -31,7 +31,11 @@ SENTENCES: dict[str, tuple[str, str]] = {
     "RequestExpired": ("refused", "this machine's clock differs too much from the store's{at}: set the clock"),
     "ExpiredToken": ("refused", "the temporary credentials have expired: renew them"),
     "InvalidToken": ("refused", "the session token is not valid: renew the temporary credentials"),
-    "AccessDenied": ("refused", "access denied to bucket {bucket}{at}: they need put, get, list, delete"),
+    "AccessDenied": (
+        "refused",
+        "access denied to bucket {bucket}{at}: they need put, get, list, delete, "
+        "and with a KMS key kms:GenerateDataKey and kms:Decrypt",
+    ),
     "AllAccessDisabled": ("refused", "all access to bucket {bucket} is switched off{at}"),
     "AuthorizationHeaderMalformed": ("refused", "bucket {bucket} lies in another region: set AWS_DEFAULT_REGION to it"),
     "PermanentRedirect": ("refused", "bucket {bucket} lies in another region: set AWS_DEFAULT_REGION to it"),

@@ -4,17 +4,19 @@ A checkpoint is linked, not copied: its files never change once they are complet
 no space, while training deletes or replaces its own name for the file as it likes.
 """
 
+import contextlib
 import errno
 import json
 import os
 import re
 import shutil
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from run_files import write_atomically
+from run_files import lock, write_atomically
 
 ITEM = "item.json"
 START = "start.json"
@@ -80,9 +82,21 @@ class Spool:
 
     def note(self, **facts: Any) -> None:
         """Keep facts of this start for whoever finishes its uploads: generation, flush_left_s, deadline."""
-        with self._noting:  # the uploading thread and the training one both do
+        with self._noting, self._alone():  # the uploading thread and the training one do, and other ranks
             text = json.dumps({**self.notes(), **facts})
             write_atomically(self.folder / START, lambda file: file.write(text))
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Between processes; where the folder's disk has no locks, without."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self.folder, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # a folder cannot be locked over NFS
+                lock(handle)
+            yield
+        finally:
+            os.close(handle)
 
     def notes(self) -> dict[str, Any]:
         try:

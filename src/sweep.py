@@ -46,26 +46,33 @@ def run_job(cfg: Any, program: str) -> float | None:
     return float(value) if code == 0 and value is not None else float("nan")
 
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
 def run_child(command: list[str]) -> int:
     """Its exit code; asked to stop, the sweep waits for the job to save, and ends.
 
-    A Ctrl-C reaches the job from the terminal, and SLURM signals all processes of a step by itself.
+    A Ctrl-C reaches the job from the terminal; SLURM with cgroups signals this process alone. A job that submitit runs
+    has a result to hand in all the same.
     """
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     asked: list[int] = []
 
     def stop(number: int, _frame: Any) -> None:
         asked.append(number)
-        if number == signal.SIGTERM and "SLURM_JOB_ID" not in world.environment():
+        if number != signal.SIGINT:  # SLURM may have told it too, which is no harm
             process.send_signal(number)
 
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, stop) for number in STOPS}
     try:
         code = process.wait()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if asked:
+    requeue = previous[signal.SIGUSR1]
+    if signal.SIGUSR1 in asked and callable(requeue):  # submitit's: the job has saved, and is to be queued again
+        requeue(signal.SIGUSR1, None)
+    if asked and "SUBMITIT_EXECUTOR" not in world.environment():
         raise SystemExit(EXIT_INTERRUPTED)
     return code
 

@@ -29,7 +29,7 @@ def train(config: dict[str, Any], cluster: Any, folder: Any) -> int:
             check_data_of_run(checkpoint, run.facts, folder)
             del checkpoint
         elif path:
-            said = start_from(run.module, path, config["model"]["name"], config["data"])
+            said = start_from(run.module, path, config["model"]["name"], config["data"], run.facts["data_hash"])
             if cluster.is_rank_zero:
                 print(said, flush=True)
         if cluster.is_rank_zero:

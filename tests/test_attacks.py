@@ -160,7 +160,14 @@ def test_a_hostile_checkpoint_runs_nothing(attack, trained, canary, tmp_path):
         load_finished(str(path), logs)
 
 
-@pytest.mark.parametrize("attack", [raw_pickle, optimizer_state, lightning_instantiator], ids=lambda a: a.__name__)
+@pytest.mark.parametrize(
+    "attack",
+    [
+        raw_pickle,
+        *(pytest.param(attack, marks=pytest.mark.soak) for attack in (optimizer_state, lightning_instantiator)),
+    ],
+    ids=lambda a: a.__name__,
+)
 def test_going_on_from_a_hostile_checkpoint_runs_nothing(attack, trained, canary, tmp_path):
     """As ckpt_path of a new run, and put over the last one of a run that is resumed, with the right hash beside it."""
     logs, wanted = tmp_path / "logs", CHECKPOINTS[attack]

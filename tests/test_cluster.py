@@ -53,7 +53,7 @@ def test_torchrun_states_devices_and_nodes():
 def test_slurm_states_tasks_and_nodes():
     rank = ask(SLURM)
     assert (rank.rank, rank.local_rank, rank.node_rank, rank.devices, rank.num_nodes) == (3, 1, 1, 2, 2)
-    assert rank.master_addr == "gpu03" and rank.master_port == 20007
+    assert rank.master_addr == "gpu03" and rank.master_port == 20028
 
 
 @pytest.mark.parametrize(
@@ -144,3 +144,14 @@ def test_gloo_of_one_machines_ranks_stays_on_loopback(monkeypatch):
 def test_the_interface_of_an_address():
     assert cluster.network_interface("127.0.0.1") == "lo"
     assert cluster.network_interface("no.such.host.invalid") is None
+
+
+def test_neighbouring_jobs_and_steps_of_one_have_ports_of_their_own():
+    """Of each the batch search takes the three after its first."""
+    taken = set()
+    for job, step in ((100, 0), (101, 0), (102, 0), (100, 1), (100, 2)):
+        environment = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+                       "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}  # fmt: skip
+        port = describe(environment, devices=None, num_nodes=None, several_processes=True, machine=2).master_port
+        assert not taken & set(range(port, port + 4)) and 1024 < port < 32768
+        taken |= set(range(port, port + 4))

@@ -25,11 +25,11 @@ def peak(phases):
     ("trainer", "ranks", "options"),
     [
         ("cpu", 1, ["optimizer=adamw"]),
-        ("cpu", 1, ["trainer.accumulate_grad_batches=2"]),
+        pytest.param("cpu", 1, ["trainer.accumulate_grad_batches=2"], marks=pytest.mark.soak),
         ("ddp_sim", 2, []),
-        ("allreduce_sim", 2, ["optimizer=sgd"]),
+        pytest.param("allreduce_sim", 2, ["optimizer=sgd"], marks=pytest.mark.soak),
         ("fsdp_sim", 2, []),
-        ("fsdp_sim", 4, ["trainer.devices=4"]),
+        pytest.param("fsdp_sim", 4, ["trainer.devices=4"], marks=pytest.mark.soak),
     ],
 )
 def test_within_one_percent_of_a_real_run(trainer, ranks, options, tmp_path):

@@ -70,7 +70,10 @@ def test_on_two_hosts_all_ranks_probe_together(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "ranks"),
-    [(["trainer=allreduce_sim"], 2), (["trainer=model_parallel", "trainer.stage_devices=[cpu,cpu]"], 1)],
+    [
+        pytest.param(["trainer=allreduce_sim"], 2, marks=pytest.mark.soak),
+        (["trainer=model_parallel", "trainer.stage_devices=[cpu,cpu]"], 1),
+    ],
 )
 def test_other_trainers(tmp_path, options, ranks):
     done = run_door("find_batch_size", *LIMITED, LIMIT, *options, logs=tmp_path)

@@ -43,6 +43,29 @@ def test_a_job_that_slurm_queued_again_goes_on(config, monkeypatch, restarts, wo
     assert "run_id=night_3" in asked.command
 
 
+def test_a_job_of_submitit_hands_in_its_code_all_the_same(monkeypatch):
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    job = "import os, signal, sys; os.kill(os.getppid(), signal.SIGINT); sys.exit(75)"
+    assert sweep.run_child([sys.executable, "-c", job]) == 75
+
+
+def test_a_job_at_its_limit_saves_before_submitit_queues_it_again(tmp_path, monkeypatch):
+    """SLURM with cgroups signals submitit's process alone, whose own handler would queue the job at once."""
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    saved, queued = tmp_path / "saved", []
+    job = (
+        "import os, pathlib, signal, sys, time; told = []; signal.signal(signal.SIGUSR1, lambda *_: told.append(1)); "
+        "os.kill(os.getppid(), signal.SIGUSR1)\n"
+        f"while not told: time.sleep(0.05)\ntime.sleep(0.5); pathlib.Path({str(saved)!r}).touch(); sys.exit(75)"
+    )
+    before = signal.signal(signal.SIGUSR1, lambda *_: queued.append(saved.exists()))
+    try:
+        assert sweep.run_child([sys.executable, "-c", job]) == 75
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert queued == [True]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_sweep_that_is_asked_to_stop_lets_its_job_save(tmp_path, monkeypatch, number):
     """Python's own subprocess.run kills the child a quarter of a second after a Ctrl-C."""

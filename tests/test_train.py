@@ -14,6 +14,7 @@ from checkpoint_files import complete, fault_of
 from faults import signal_at_step
 from runs import run_door
 
+SOAK = pytest.mark.soak
 SMALL = ["experiment=quickstart", "trainer.max_epochs=3", "trainer.log_every_n_steps=4"]
 
 
@@ -110,6 +111,7 @@ def test_eval_counts_the_same_and_its_loss_is_bit_equal(uninterrupted):
     assert done.code == 0, done.output
     wanted = {name: value for name, value in uninterrupted.record["metrics"].items() if name.startswith("test/")}
     assert {name: done.record["metrics"][name] for name in wanted} == wanted
+    assert "trained on some of this test" not in done.output
 
 
 def test_a_checkpoint_is_plain_and_carries_its_config(uninterrupted):
@@ -122,7 +124,7 @@ def test_a_checkpoint_is_plain_and_carries_its_config(uninterrupted):
     assert facts["world_size"] == 1 and facts["epoch"] in (0, 1, 2)
 
 
-@pytest.mark.parametrize("stop_after", [3, 20, 21, 30])
+@pytest.mark.parametrize("stop_after", [3, pytest.param(20, marks=SOAK), 21, pytest.param(30, marks=SOAK)])
 def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(uninterrupted, tmp_path, stop_after):
     """Mid-epoch, at an epoch's last step (20 of 20), just after it, and later; dropout and shuffling on."""
     done = run_door("train", *SMALL, "run_id=r", logs=tmp_path, before=partial(signal_at_step, stop_after))
@@ -296,10 +298,19 @@ def test_bfloat16_is_clipped_also_where_one_kernel_steps_all_parameters(tmp_path
         torch.testing.assert_close(value, plain[name], rtol=1e-4, atol=1e-6)
 
 
+def other_images():
+    import assemble
+
+    original = assemble.data_facts
+    assemble.data_facts = lambda data: {**original(data), "data_hash": "others"}
+
+
 def test_a_test_of_no_batches_is_no_failure(tmp_path):
     words = ["experiment=quickstart", "trainer.max_steps=2", "run_id=r"]
     done = run_door("train", *words, "trainer.limit_test_batches=0", logs=tmp_path)
     assert done.code == 0 and not done.folder.confusion_matrix.exists(), done.output
+    done = run_door("eval", "ckpt_path=r", logs=tmp_path, before=other_images)
+    assert "it may have trained on some of this test" in done.output, done.output
     done = run_door("eval", "ckpt_path=r", "trainer.limit_test_batches=0", logs=tmp_path)
     assert done.code == 2 and "nothing to test" in done.output
 

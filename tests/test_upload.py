@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 # One process of a run: offers better and better checkpoints, slowly sent, until it is killed
 CHILD = """
 import hashlib, os, sys, time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from bucket import Bucket
 from checkpoint_files import write_sidecar
@@ -117,6 +119,20 @@ def check_the_pointer(setting) -> int | None:
     return pointer.step
 
 
+def test_ranks_that_note_at_once_lose_nothing(tmp_path):
+    """Each with a Spool of its own, as ranks that share a run folder."""
+    spools = [Spool(tmp_path, rank) for rank in range(4)]
+
+    def work(rank: int) -> None:
+        for number in range(50):
+            spools[rank].note(**{f"{rank}-{number}": number})
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert len(spools[0].notes()) == 200
+
+
+@pytest.mark.soak
 def test_five_kills_in_the_middle_of_an_upload(setting, tmp_path):
     reached = []
     for kill, parts in enumerate((2, 5, 11, 14, 3)):

@@ -46,10 +46,14 @@ class S3Upload(Callback):
         storage_class: str | None = None,
         server_side_encryption: str | None = None,
         sse_kms_key_id: str | None = None,
+        connect_timeout_s: float = 5.0,
+        read_timeout_s: float = 30.0,
         client: Any = None,
         say: Callable[[str], None] = print,
     ) -> None:
-        self.options = S3Options(uri, endpoint_url, storage_class, server_side_encryption, sse_kms_key_id)
+        self.options = S3Options(
+            uri, endpoint_url, storage_class, server_side_encryption, sse_kms_key_id, connect_timeout_s, read_timeout_s
+        )
         self.folder, self.required, self.client, self.say = RunFolder(Path(run_folder)), required, client, say
         self.flush_left_s = flush_timeout_s
         self.last_interval_s, self.files_interval_s = last_interval_s, files_interval_s
@@ -78,8 +82,8 @@ class S3Upload(Callback):
             files_interval_s=self.files_interval_s,
             say=self.say,
         )
-        # Of an earlier start, which may have been told to hurry.
-        self.uploader.spool.note(deadline=None, flush_left_s=self.flush_left_s)
+        # The earlier start may have been told to hurry.
+        self.uploader.spool.note(deadline=self.deadline, flush_left_s=self.flush_left_s)
         self.uploader.start()
 
     # While it trains

@@ -27,6 +27,7 @@ BEAT_INTERVAL_S = 1.0
 SILENT_AFTER_S = 5.0  # a rank whose heart has not beaten for so long when another fails is the one to blame
 GRACE_S = 6.0  # for this rank to end by itself after another has failed
 SPEAK_INTERVAL_S = 15.0
+PREPARING_SILENT_S = 30.0  # decoding may keep a heart from beating for a while
 LEAVE_TOGETHER_S = 90.0  # an interrupted run's other ranks wait so long for rank 0, which may have to upload
 ERROR, STOP, LEFT = "error", "stop", "left"
 
@@ -75,16 +76,34 @@ class Watch(Callback):
         """Until every rank has come here, however long the slowest takes (a node that downloads and decodes first).
 
         A collective would give up after its timeout; here nobody does while all hearts beat.
+
+        Raises:
+            Interrupted: another rank was asked to stop.
+            RuntimeError: another rank has failed or died; `explain` finds out which.
         """
         self.store.set(f"{what}/{self.rank}", "1")
-        speak_at = time.monotonic() + SPEAK_INTERVAL_S
-        while missing := [rank for rank in range(self.world_size) if not self.store.check([f"{what}/{rank}"])]:
-            if self.rank == 0 and time.monotonic() > speak_at:
+        keys, pause_s = [f"{what}/{rank}" for rank in range(self.world_size)], 0.02
+        look_at = speak_at = time.monotonic() + SPEAK_INTERVAL_S
+        while not self.store.check(keys):
+            if self._stopped_elsewhere():
+                stop = Interrupted("another rank was asked to stop")
+                stop.elsewhere = True
+                raise stop
+            if self._error() is not None:
+                raise RuntimeError("connection closed: another rank has failed")
+            if time.monotonic() > look_at:
+                look_at += BEAT_INTERVAL_S
                 beats = self._beats()
-                hosts = sorted({beats[rank][1] for rank in missing if rank in beats})
-                print(f"Waiting for the images and weights of {', '.join(hosts) or 'other ranks'} …", flush=True)
-                speak_at += SPEAK_INTERVAL_S
-            time.sleep(0.05)
+                silence_s, rank = self._silent(beats)[0]
+                if silence_s > PREPARING_SILENT_S:
+                    raise RuntimeError(f"connection closed: rank {rank} is silent")
+                if self.rank == 0 and time.monotonic() > speak_at:
+                    speak_at += SPEAK_INTERVAL_S
+                    late = [rank for rank in range(self.world_size) if not self.store.check([keys[rank]])]
+                    hosts = sorted({beats[rank][1] for rank in late if rank in beats})
+                    print(f"Waiting for the images and weights of {', '.join(hosts) or 'other ranks'} …", flush=True)
+            time.sleep(pause_s)
+            pause_s = min(0.5, 1.3 * pause_s)
 
     def _watch(self) -> None:
         lost_since = None
@@ -213,6 +232,7 @@ class Watch(Callback):
                 return exception
             if echo and self._stopped_elsewhere():
                 exception = Interrupted("another rank was asked to stop")
+                exception.elsewhere = True
             if isinstance(exception, Interrupted):
                 exception.culprit = None
                 self.store.set(STOP, "1")

@@ -33,7 +33,7 @@ class ImageFolderDataModule(ImageDataModule):
     Args:
         root: the folder.
         channels: 3 for colour, 1 for grey.
-        test_fraction: where there is no test folder: part of all images, drawn from the seed.
+        test_fraction: where there is no test folder: part of all images, the same under every seed.
         skip_corrupt: leave out images that cannot be decoded, and count them, instead of ending with an error.
         memory_limit_gib: beyond this array size images are streamed from their files.
         num_workers: processes per rank that decode streamed images, at most one per core.

@@ -1,5 +1,6 @@
 """Images that are too many for one array, decoded by DataLoader workers as they are needed."""
 
+import signal
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,6 +50,7 @@ def stream(
         collate_fn=_as_it_is,
         num_workers=num_workers,
         pin_memory=pin_memory,
+        worker_init_fn=_outlive_signals,
         generator=torch.Generator(),  # the loader draws a seed: not from the global stream, which a resume restores
     )
     with warnings.catch_warnings():  # forking beside idle threads is what every DataLoader does; Python 3.12 warns
@@ -59,6 +61,11 @@ def stream(
             yield waiting.popleft(), images
     except CorruptImage as error:
         raise UserError(f"{error}: it has changed since the images were checked; start again.") from None
+
+
+def _outlive_signals(_worker: int) -> None:
+    """A signal to the whole process group is for the run, which saves; torch ends its workers by itself."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -57,11 +57,21 @@ class TimmViT(nn.Module):
         return [unit for unit in units if len(list(unit.children())) > 0 and len(list(unit.parameters())) > 0]
 
     def adapted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A state dict of this net built for another image size: position embeddings resampled, as timm does it."""
+        """A state dict of this net built for another image size: position embeddings resampled, as timm does it.
+
+        Returns:
+            The same dict where there is nothing to do.
+        """
         adapt = getattr(sys.modules[type(self.backbone).__module__], "checkpoint_filter_fn", None)
         own, prefix = self.state_dict(), "backbone."
-        name = f"{prefix}pos_embed"
-        if adapt is None or name not in own or name not in state or own[name].shape == state[name].shape:
+        place, patch = f"{prefix}pos_embed", f"{prefix}patch_embed.proj.weight"
+        held = all(name in own and name in state for name in (place, patch))
+        if (
+            adapt is None
+            or not held
+            or own[place].shape == state[place].shape
+            or own[patch].shape != state[patch].shape
+        ):
             return state
         return {
             f"{prefix}{key}": value

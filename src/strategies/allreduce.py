@@ -20,7 +20,7 @@ from strategies.buffers import broadcast_buffers, broadcast_from_rank_zero
 
 class AllReduce(ParallelStrategy):
     is_distributed = True  # self.log(sync_dist=True) asks for it
-    last_micro_batch = True
+    last_micro_batch, num_nodes = True, 1  # Lightning sets the second, where it is there
 
     def __init__(
         self,

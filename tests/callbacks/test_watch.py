@@ -1,5 +1,6 @@
 """No rank hangs when another fails, and the one that failed is named: with real processes and signals."""
 
+import json
 import signal
 import time
 from functools import partial
@@ -7,8 +8,9 @@ from functools import partial
 import pytest
 
 import watched_ranks
+from callbacks import watch
 from callbacks.watch import _is_of_the_network
-from errors import Diverged, UserError
+from errors import Diverged, Interrupted, UserError
 from runs import run_door
 from watched_ranks import collective, finishes, gets_signal, is_stopped_at_the_start, raises, stops_together
 
@@ -33,9 +35,38 @@ def named(ranks, rank, culprit, said):
 
 
 def test_ranks_wait_for_one_that_prepares_for_longer_than_the_timeout(tmp_path):
-    done = run_door("train", "experiment=quickstart", "trainer=ddp_sim", "trainer.max_steps=2", "trainer.timeout_s=3",
+    done = run_door("train", "experiment=quickstart", "trainer=ddp_sim", "trainer.max_steps=2", "trainer.timeout_s=2",
                     "test=false", logs=tmp_path, before=prepare_slowly)  # fmt: skip
     assert done.code == 0 and done.record["steps"] == 2, done.output
+
+
+class Store(dict):
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+    set, get = dict.__setitem__, dict.__getitem__
+
+
+def waiting(monkeypatch, tmp_path, **held):
+    """What ends the wait of rank 1 for a rank 0 that never comes."""
+    monkeypatch.setattr(watch, "SPEAK_INTERVAL_S", 0.0)
+    watching = watch.Watch(tmp_path)
+    watching.store, watching.rank, watching.world_size, watching.heard = Store(held), 1, 2, {}
+    watching.store["beat/0"] = json.dumps([1.0, "host0", "start"])
+    watching.wait_for_all("prepared")
+
+
+def test_who_waits_ends_with_the_others(monkeypatch, tmp_path):
+    with pytest.raises(Interrupted) as stopped:
+        waiting(monkeypatch, tmp_path, **{watch.STOP: "1"})
+    assert stopped.value.elsewhere
+    with pytest.raises(RuntimeError) as failed:
+        waiting(monkeypatch, tmp_path, **{watch.ERROR: json.dumps({"rank": 0})})
+    assert _is_of_the_network(failed.value)
+    monkeypatch.setattr(watch, "PREPARING_SILENT_S", 0.1)
+    with pytest.raises(RuntimeError, match="rank 0 is silent") as died:
+        waiting(monkeypatch, tmp_path)
+    assert _is_of_the_network(died.value)
 
 
 def prepare_slowly():
@@ -44,7 +75,7 @@ def prepare_slowly():
     original = assemble.build_data
 
     def build_data(config, cluster, device):
-        time.sleep(6 * cluster.rank)
+        time.sleep(4 * cluster.rank)
         return original(config, cluster, device)
 
     assemble.build_data = build_data

@@ -1,13 +1,15 @@
 """The moving average is what is validated and saved, and a stop in a validation leaves each weight in its place."""
 
+import copy
 import signal
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-from callbacks.weight_average import WeightAverage
+from callbacks.weight_average import WeightAverage, update
 from checkpoint_files import newest_whole
 from classifier import ImageClassifier
 from kill_hooks import Plan, plant
@@ -35,7 +37,27 @@ def test_the_average_lies_where_training_will(tmp_path):
     assert callback._average_model.n_averaged.device.type == "cpu"  # read in every step
 
 
-@pytest.mark.parametrize("trainer", [pytest.param("cpu", marks=pytest.mark.soak), "ddp_sim"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_the_mean_that_torch_takes_and_stays_in_its_precision(dtype):
+    torch.manual_seed(0)
+    start = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    ours, torchs = (AveragedModel(start, avg_fn=get_ema_avg_fn(0.9), use_buffers=True) for _ in range(2))
+    trained = copy.deepcopy(start).to(dtype)
+    for step in range(4):
+        for parameter in trained.parameters():
+            parameter.data.add_(0.1 * (step + 1))
+        trained[1].num_batches_tracked += 1
+        update(ours, 0.9, trained)
+        torchs.update_parameters(trained)
+    assert ours.n_averaged == 4 and ours.module[1].num_batches_tracked == 4
+    for name, value in ours.module.named_parameters():
+        assert value.dtype == torch.float32
+        tolerance = {"rtol": 1e-6, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2e-3, "atol": 1e-3}
+        torch.testing.assert_close(value, torchs.module.get_parameter(name), **tolerance)
+    assert not torch.equal(ours.module[0].weight, trained[0].weight.float())
+
+
+@pytest.mark.parametrize("trainer", ["cpu", pytest.param("ddp_sim", marks=pytest.mark.soak)])
 def test_a_run_stopped_in_a_validation_goes_on_with_the_same_weights(tmp_path, trainer):
     words = [*WORDS, f"trainer={trainer}"]
     whole = run_door("train", *words, logs=tmp_path / "whole")

@@ -43,6 +43,8 @@ def test_weights_of_another_image_size_are_resampled_as_timm_does():
     small, large = tiny(image_size=16), tiny(image_size=32)
     own, found = small.state_dict(), large.adapted(small.state_dict())
     assert found.keys() == own.keys() and small.adapted(own) is own
+    other = tiny(patch_size=8).state_dict()
+    assert large.adapted(other) is other, "another net, for the check to name"
     large.load_state_dict(found)
     wanted = resample_abs_pos_embed(own["backbone.pos_embed"], new_size=[8, 8], num_prefix_tokens=1)
     assert torch.equal(found["backbone.pos_embed"], wanted) and wanted.shape[1] == 65
