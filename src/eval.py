@@ -31,7 +31,7 @@ def evaluate(config: dict[str, Any], cluster: Any, folder: Any) -> int:
         run = build_run(config, cluster, folder, world, None, trainable=False)
         before = load_weights(run.module, config["ckpt_path"], config["model"]["name"])
         chosen = any(word.lstrip("+~").startswith("data") for word in config["overrides"])
-        if cluster.is_rank_zero and not chosen and before.get("data_hash", "") != run.facts["data_hash"]:
+        if cluster.is_rank_zero and not chosen and before.get("data_hash") not in (None, run.facts["data_hash"]):
             print("The images are not those of the training: it may have trained on some of this test.", flush=True)
         run.trainer.test(run.module, datamodule=run.data, verbose=False)
         if run.module.test_confusion is None:

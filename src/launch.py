@@ -27,6 +27,7 @@ from run_end import (
 )
 from run_files import RunFolder, new_run_id, read_config, read_record, write_record
 from run_start import be_the_only_one, begin, find_weights, finished_already, run_folder
+from spool import Spool
 from supervisor import Supervisor, die_with_parent
 
 
@@ -59,6 +60,8 @@ def _launch(config: dict[str, Any], work: Work, kept: ExitStack) -> int:
         describe_batch(config, cluster)
     _check_bucket(config)
     if done := finished_already(config, environment):
+        if cluster.node_rank == 0 and cluster.local_rank in (0, None):
+            kept.enter_context(be_the_only_one(done))
         return send_what_is_left(config, done, cluster)
     if cluster.num_nodes > 1 or cluster.launcher == "torchrun":
         stop_at_once_on_signal()
@@ -80,6 +83,7 @@ def _launch(config: dict[str, Any], work: Work, kept: ExitStack) -> int:
     if cluster.is_rank_zero or cluster.local_rank in (0, None):
         if cluster.node_rank == 0:
             kept.enter_context(be_the_only_one(folder))
+            fresh = fresh and not folder.record.exists()  # another may have begun it while this one waited
         begin(config, cluster, folder, fresh)
     if cluster.is_rank_zero:
         if largest:
@@ -143,6 +147,8 @@ def send_what_is_left(config: dict[str, Any], folder: RunFolder, cluster: Cluste
     """Of a run that an earlier start has finished; whoever started it again (systemd, torchrun) may leave it now."""
     code = EXIT_OK
     if cluster.is_supervisor or cluster.local_rank == 0:
+        if (config.get("s3") or {}).get("uri"):  # the earlier start has used its time up
+            Spool(folder.path / "upload").note(deadline=None, flush_left_s=float(config["s3"]["flush_timeout_s"]))
         code = _finish_upload(config, folder, code, cluster)
     if cluster.is_rank_zero:
         print(f"The run {folder.run_id} has finished.", flush=True)

@@ -4,6 +4,7 @@ A run folder is `logs/train/runs/<run_id>/` (a sweep's: `logs/train/multiruns/<s
 Nothing here needs torch: the supervisor, the logbook and the uploader read and write records too.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -11,6 +12,7 @@ import os
 import re
 import secrets
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -205,19 +207,30 @@ def read_config(path: Path) -> dict[str, Any]:
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of some network file systems
 
 
-def lock(handle: Any, *, wait: bool = True) -> bool:
-    """An exclusive lock that goes with the process; False where another holds it, and `wait` is not asked for.
+def lock(handle: Any, wait_s: float | None = None) -> bool:
+    """An exclusive lock that goes with the process; False where another holds it for longer than `wait_s`.
 
-    Where the disk has no locks, nothing is locked.
+    Where the disk has no locks, nothing is locked. What is let go before the process ends needs `unlock`: to close is
+    not enough while a child that was forked meanwhile has the handle too.
     """
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-    return True
+    deadline = None if wait_s is None else time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX if deadline is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if deadline is None or time.monotonic() < deadline:
+                time.sleep(0.02)
+                continue
+            return False
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        return True
+
+
+def unlock(handle: Any) -> None:
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_UN)
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """The start of a run: its folder, config.yaml and first record; for a resumed run, that it is the same one."""
 
 import sys
-import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -60,11 +59,11 @@ def run_folder(config: dict[str, Any], cluster: Cluster, environment: dict[str, 
     return folder, True
 
 
-def be_the_only_one(folder: RunFolder, wait_s: float = 120.0) -> IO[str]:
+def be_the_only_one(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
     """Hold the run for as long as this process lives: a second one would remove the first one's checkpoints.
 
-    One that is just ending, or whose machine was lost (a network file system frees its locks in a minute or two), is
-    waited for.
+    One that is just ending (with its last upload), or whose machine was lost (a network file system frees its locks in
+    a minute or two), is waited for.
 
     Returns:
         What to keep open.
@@ -73,18 +72,14 @@ def be_the_only_one(folder: RunFolder, wait_s: float = 120.0) -> IO[str]:
     """
     folder.path.mkdir(parents=True, exist_ok=True)
     handle = folder.alive.open("a")
-    deadline, said = time.monotonic() + wait_s, False
-    while not lock(handle, wait=False):
-        if time.monotonic() > deadline:
+    if not lock(handle, wait_s=0):
+        print(f"The run {folder.run_id} is trained by another process: waiting for it to end …", flush=True)
+        if not lock(handle, wait_s):
             handle.close()
             raise UserError(
                 f"The run {folder.run_id} is still trained by another process, on this machine or on one that shares "
-                f"{folder.path.parent}: wait until it has ended, or end it."
+                f"{folder.path.parent}: end it; where its machine is gone, remove {folder.alive}."
             )
-        if not said:
-            print(f"The run {folder.run_id} is trained by another process: waiting for it to end …", flush=True)
-            said = True
-        time.sleep(0.5)
     return handle
 
 

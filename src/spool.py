@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from run_files import lock, write_atomically
+from run_files import lock, unlock, write_atomically
 
 ITEM = "item.json"
 START = "start.json"
@@ -93,9 +93,10 @@ class Spool:
         handle = os.open(self.folder, os.O_RDONLY)
         try:
             with contextlib.suppress(OSError):  # a folder cannot be locked over NFS
-                lock(handle)
+                lock(handle, wait_s=2.0)
             yield
         finally:
+            unlock(handle)
             os.close(handle)
 
     def notes(self) -> dict[str, Any]:

@@ -121,6 +121,8 @@ def _add_best(spool: Spool, run: RunBucket, folder: RunFolder, say: Callable[[st
 def _complete_record(folder: RunFolder, status: dict[str, Any]) -> None:
     record = read_record(folder.record)
     before = record.get("upload") or {}
+    if before.get("sha256") and status["sha256"] is None and status["error"] is None:
+        status = {**before, "error": None}  # nothing was to be sent: what is there stays there
     keep_seconds = status["seconds"] is None and before.get("sha256") == status["sha256"]
     record["upload"] = {**status, "seconds": before.get("seconds")} if keep_seconds else status
     best = record.get("best_checkpoint")

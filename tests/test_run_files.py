@@ -2,6 +2,7 @@
 
 import errno
 import json
+import subprocess
 
 import pytest
 
@@ -10,9 +11,11 @@ from run_files import (
     LOST_AFTER_S,
     checked_run_id,
     find_run,
+    lock,
     new_run_id,
     read_record,
     status_of,
+    unlock,
     write_atomically,
     write_record,
 )
@@ -86,3 +89,16 @@ def test_an_unknown_run_names_the_newest(tmp_path):
     assert find_run(tmp_path, "2026-a").run_id == "2026-a"
     with pytest.raises(UserError, match="2026-a"):
         find_run(tmp_path, "2026-b")
+
+
+def test_what_is_unlocked_is_free_though_a_child_has_the_handle_too(tmp_path):
+    with (tmp_path / "a").open("w") as first, (tmp_path / "a").open("w") as second:
+        assert lock(first)
+        child = subprocess.Popen(["sleep", "30"], pass_fds=[first.fileno()])
+        try:
+            assert not lock(second, wait_s=0.1)
+            unlock(first)
+            assert lock(second, wait_s=0.1)
+        finally:
+            child.kill()
+            child.wait()

@@ -160,6 +160,13 @@ def test_a_best_that_never_arrived_is_the_last_line_and_the_exit_code(place, tmp
     assert last_line.startswith("The best checkpoint is NOT in the bucket: ") and "src/upload.py the-run" in last_line
     assert "cannot be reached" in done.record["upload"]["error"]
     check_no_secret(tmp_path, done.output)
+    again = place.train("trainer=cpu", "resume=auto", logs=tmp_path)  # as systemd does after an exit code that is not 0
+    assert again.code == EXIT_OK and "The run the-run has finished." in again.output, again.output
+    assert again.record["restarts"] == [] and again.record["upload"]["error"] is None
+    pointer, _ = place.run().read_pointer("best")
+    assert pointer.sha256 == again.record["best_checkpoint"]["sha256"]
+    third = place.train("trainer=cpu", "resume=auto", logs=tmp_path)  # with nothing left to send
+    assert third.code == EXIT_OK and third.record["upload"] == again.record["upload"]
 
 
 @FULL

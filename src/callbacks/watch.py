@@ -27,7 +27,7 @@ BEAT_INTERVAL_S = 1.0
 SILENT_AFTER_S = 5.0  # a rank whose heart has not beaten for so long when another fails is the one to blame
 GRACE_S = 6.0  # for this rank to end by itself after another has failed
 SPEAK_INTERVAL_S = 15.0
-PREPARING_SILENT_S = 30.0  # decoding may keep a heart from beating for a while
+PREPARING_SILENT_S = 120.0  # writing decoded images out may keep a heart from beating for a while
 LEAVE_TOGETHER_S = 90.0  # an interrupted run's other ranks wait so long for rank 0, which may have to upload
 ERROR, STOP, LEFT = "error", "stop", "left"
 
@@ -95,7 +95,7 @@ class Watch(Callback):
                 look_at += BEAT_INTERVAL_S
                 beats = self._beats()
                 silence_s, rank = self._silent(beats)[0]
-                if silence_s > PREPARING_SILENT_S:
+                if silence_s > max(PREPARING_SILENT_S, self.timeout_s):
                     raise RuntimeError(f"connection closed: rank {rank} is silent")
                 if self.rank == 0 and time.monotonic() > speak_at:
                     speak_at += SPEAK_INTERVAL_S

@@ -50,7 +50,7 @@ class Store(dict):
 def waiting(monkeypatch, tmp_path, **held):
     """What ends the wait of rank 1 for a rank 0 that never comes."""
     monkeypatch.setattr(watch, "SPEAK_INTERVAL_S", 0.0)
-    watching = watch.Watch(tmp_path)
+    watching = watch.Watch(tmp_path, timeout_s=0.1)
     watching.store, watching.rank, watching.world_size, watching.heard = Store(held), 1, 2, {}
     watching.store["beat/0"] = json.dumps([1.0, "host0", "start"])
     watching.wait_for_all("prepared")
