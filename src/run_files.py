@@ -13,7 +13,7 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -210,7 +210,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of some network fil
 def lock(handle: Any, wait_s: float | None = None) -> bool:
     """An exclusive lock that goes with the process; False where another holds it for longer than `wait_s`.
 
-    Where the disk has no locks, nothing is locked. What is let go before the process ends needs `unlock`: to close is
+    Where the disk has no locks, nothing is locked. What is let go before the process ends takes `locked`: to close is
     not enough while a child that was forked meanwhile has the handle too.
     """
     deadline = None if wait_s is None else time.monotonic() + wait_s
@@ -228,9 +228,15 @@ def lock(handle: Any, wait_s: float | None = None) -> bool:
         return True
 
 
-def unlock(handle: Any) -> None:
-    with contextlib.suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_UN)
+@contextlib.contextmanager
+def locked(handle: Any, wait_s: float | None = None) -> Iterator[None]:
+    """`lock` for as long as the block lasts."""
+    lock(handle, wait_s)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:

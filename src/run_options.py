@@ -6,7 +6,7 @@ from typing import Any
 import cluster as world
 from compose import CONFIGS, compose, plain
 from errors import UserError
-from run_files import RunFolder, checked_run_id, find_run, lock, read_config, unlock
+from run_files import RunFolder, checked_run_id, find_run, locked, read_config
 
 # The run is found by these; where it was found, it goes on.
 NOT_KEPT = ("resume", "run_id", "sweep_dir", "paths.log_dir")
@@ -120,12 +120,8 @@ def _fetch(config: dict[str, Any], folder: RunFolder, *, first: bool) -> None:
     from storage import fetch_run
 
     folder.path.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.path.parent / f".{folder.run_id}.lock").open("w") as file:
-        lock(file)
-        try:
-            fetch_run(options_from(config["s3"]), folder, *(() if first else (lambda text: None,)))
-        finally:
-            unlock(file)
+    with (folder.path.parent / f".{folder.run_id}.lock").open("w") as file, locked(file):
+        fetch_run(options_from(config["s3"]), folder, *(() if first else (lambda text: None,)))
 
 
 def runs_folder(config: dict[str, Any], logs: Path) -> Path:

@@ -4,22 +4,20 @@ A checkpoint is linked, not copied: its files never change once they are complet
 no space, while training deletes or replaces its own name for the file as it likes.
 """
 
-import contextlib
 import errno
 import json
 import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from run_files import lock, unlock, write_atomically
+from run_files import locked, write_atomically
 
 ITEM = "item.json"
-START = "start.json"
+START, START_LOCK = "start.json", "start.lock"
 ENTRY = re.compile(r"rank(\d{5})-(best|last)-step\d+")
 SHARD = re.compile(r"shard-(\d{5})-")  # counted from 1, as torch.distributed.checkpoint names them
 NO_LINKS = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS)
@@ -82,22 +80,11 @@ class Spool:
 
     def note(self, **facts: Any) -> None:
         """Keep facts of this start for whoever finishes its uploads: generation, flush_left_s, deadline."""
-        with self._noting, self._alone():  # the uploading thread and the training one do, and other ranks
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # The uploading thread and the training one both do, and other ranks that share the folder.
+        with self._noting, (self.folder / START_LOCK).open("w") as file, locked(file, wait_s=2.0):
             text = json.dumps({**self.notes(), **facts})
             write_atomically(self.folder / START, lambda file: file.write(text))
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Between processes; where the folder's disk has no locks, without."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self.folder, os.O_RDONLY)
-        try:
-            with contextlib.suppress(OSError):  # a folder cannot be locked over NFS
-                lock(handle, wait_s=2.0)
-            yield
-        finally:
-            unlock(handle)
-            os.close(handle)
 
     def notes(self) -> dict[str, Any]:
         try:

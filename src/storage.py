@@ -12,7 +12,7 @@ from bucket import Bucket
 from checkpoint_files import checkpoint_name, fault_of, measure, newest_whole, read_sidecar, sha256_of, write_sidecar
 from errors import UserError
 from run_bucket import KINDS, MANIFEST, SHA256, Pointer, RunBucket, parse_pointer
-from run_files import RunFolder, lock, sync_folder, unlock
+from run_files import RunFolder, locked, sync_folder
 from s3_client import S3Options, StoreError, options_from, parse_uri
 from sharded_upload import read_manifest, shards_of
 from small_files import restore_small_files
@@ -176,12 +176,8 @@ def _size(path: Path) -> int:
 def _locked(folder: Path, name: str) -> Iterator[None]:
     """One process of this machine at a time; the lock goes with the process."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f".{name}.lock").open("w") as file:
-        lock(file)
-        try:
-            yield
-        finally:
-            unlock(file)
+    with (folder / f".{name}.lock").open("w") as file, locked(file):
+        yield
 
 
 def fetch_run(options: S3Options, folder: RunFolder, say: Callable[[str], None] = print) -> Path | None:

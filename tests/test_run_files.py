@@ -12,10 +12,10 @@ from run_files import (
     checked_run_id,
     find_run,
     lock,
+    locked,
     new_run_id,
     read_record,
     status_of,
-    unlock,
     write_atomically,
     write_record,
 )
@@ -93,11 +93,10 @@ def test_an_unknown_run_names_the_newest(tmp_path):
 
 def test_what_is_unlocked_is_free_though_a_child_has_the_handle_too(tmp_path):
     with (tmp_path / "a").open("w") as first, (tmp_path / "a").open("w") as second:
-        assert lock(first)
-        child = subprocess.Popen(["sleep", "30"], pass_fds=[first.fileno()])
-        try:
+        with locked(first):
+            child = subprocess.Popen(["sleep", "30"], pass_fds=[first.fileno()])
             assert not lock(second, wait_s=0.1)
-            unlock(first)
+        try:
             assert lock(second, wait_s=0.1)
         finally:
             child.kill()

@@ -27,7 +27,6 @@ BEAT_INTERVAL_S = 1.0
 SILENT_AFTER_S = 5.0  # a rank whose heart has not beaten for so long when another fails is the one to blame
 GRACE_S = 6.0  # for this rank to end by itself after another has failed
 SPEAK_INTERVAL_S = 15.0
-PREPARING_SILENT_S = 120.0  # writing decoded images out may keep a heart from beating for a while
 LEAVE_TOGETHER_S = 90.0  # an interrupted run's other ranks wait so long for rank 0, which may have to upload
 ERROR, STOP, LEFT = "error", "stop", "left"
 
@@ -75,7 +74,7 @@ class Watch(Callback):
     def wait_for_all(self, what: str) -> None:
         """Until every rank has come here, however long the slowest takes (a node that downloads and decodes first).
 
-        A collective would give up after its timeout; here nobody does while all hearts beat.
+        A collective would give up after its timeout; here nobody does while all hearts beat, which rank 0 looks after.
 
         Raises:
             Interrupted: another rank was asked to stop.
@@ -83,7 +82,7 @@ class Watch(Callback):
         """
         self.store.set(f"{what}/{self.rank}", "1")
         keys, pause_s = [f"{what}/{rank}" for rank in range(self.world_size)], 0.02
-        look_at = speak_at = time.monotonic() + SPEAK_INTERVAL_S
+        speak_at = time.monotonic() + SPEAK_INTERVAL_S
         while not self.store.check(keys):
             if self._stopped_elsewhere():
                 stop = Interrupted("another rank was asked to stop")
@@ -91,17 +90,10 @@ class Watch(Callback):
                 raise stop
             if self._error() is not None:
                 raise RuntimeError("connection closed: another rank has failed")
-            if time.monotonic() > look_at:
-                look_at += BEAT_INTERVAL_S
-                beats = self._beats()
-                silence_s, rank = self._silent(beats)[0]
-                if silence_s > max(PREPARING_SILENT_S, self.timeout_s):
-                    raise RuntimeError(f"connection closed: rank {rank} is silent")
-                if self.rank == 0 and time.monotonic() > speak_at:
-                    speak_at += SPEAK_INTERVAL_S
-                    late = [rank for rank in range(self.world_size) if not self.store.check([keys[rank]])]
-                    hosts = sorted({beats[rank][1] for rank in late if rank in beats})
-                    print(f"Waiting for the images and weights of {', '.join(hosts) or 'other ranks'} …", flush=True)
+            if self.rank == 0 and time.monotonic() > speak_at:
+                speak_at += SPEAK_INTERVAL_S
+                hosts = {beat[1] for rank, beat in self._beats().items() if not self.store.check([keys[rank]])}
+                print(f"Waiting for the images and weights of {', '.join(sorted(hosts))} …", flush=True)
             time.sleep(pause_s)
             pause_s = min(0.5, 1.3 * pause_s)
 

@@ -179,9 +179,11 @@ class ObjectStore:
         raise TimeoutError(f"{bucket} is {'not yet' if full else 'still'} full")
 
     def _takes(self, bucket: str) -> bool:
+        from botocore.exceptions import ClientError
+
         try:
             self.client().put_object(Bucket=bucket, Key="is-it-full", Body=b"x")
-        except Exception:
+        except ClientError:
             return False
         return True
 
