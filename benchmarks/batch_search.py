@@ -48,8 +48,8 @@ limit. *Prediction error* is that of the line through the two small probes, as a
 
 
 def search(options: list[str], folder: Path, ranks: int) -> dict[str, Any]:
-    from batch_sessions import find_largest
-    from cluster import Cluster
+    from lockstep.batch_size.sessions import find_largest
+    from lockstep.distributed.cluster import Cluster
     from memory_runs import composed
 
     config = composed(options, folder)
@@ -99,9 +99,9 @@ def lightning_finder(options: list[str]) -> dict[str, Any]:
     from lightning.pytorch.tuner import Tuner
     from lightning.pytorch.tuner import batch_size_scaling as scaling
 
-    import assemble
-    from callbacks.memory_phases import OutOfTrackedMemory, TrackedBytes, untracked
-    from cluster import Cluster
+    from lockstep.batch_size.memory import OutOfTrackedMemory, TrackedBytes, untracked
+    from lockstep.distributed.cluster import Cluster
+    from lockstep.training import build as assemble
     from memory_runs import composed
 
     class InItsWords(TrackedBytes):

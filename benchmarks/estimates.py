@@ -40,8 +40,8 @@ a fake process group and in real processes, {batch} images for each. The phase i
 
 
 def compare(options: list[str], trainer: str, ranks: int, batch: int, folder: Path) -> dict[str, Any]:
-    import estimate
-    from cluster import Cluster
+    from lockstep.batch_size import estimate
+    from lockstep.distributed.cluster import Cluster
     from memory_runs import composed, peaks
 
     more = [f"trainer.devices={ranks}"] if ranks > 1 else []

@@ -8,8 +8,8 @@ import time
 
 from measuring import REPOSITORY  # noqa: F401 puts src/ on the path
 
-import cluster as world
 import train
+from lockstep.distributed import cluster as world
 
 SUPERVISES = "trainer=ddp_sim" in sys.argv and not world.supervised_config()
 

@@ -17,8 +17,8 @@ sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent / "tests" / "harness")
 def measure(num_runs: int) -> dict[str, float]:
     """Seconds on the wall and of this process alone (cpu); each run has curves, hardware samples and a matrix."""
     from example_runs import write_run
-    from pages.build import build, record_run
-    from pages.source import dump, read_source
+    from lockstep.pages.build import build, record_run
+    from lockstep.pages.source import dump, read_source
 
     with tempfile.TemporaryDirectory() as scratch:
         root, logbook = Path(scratch), Path(scratch) / "logbook"

@@ -96,7 +96,8 @@ def heap() -> str:
     nets = json.loads(path.read_text())["nets"]
     said = ", ".join(f"{net} {of['speed']} × images/s for {of['memory']} × memory" for net, of in nets.items())
     return (
-        "A CPU's freed memory stays with the process while memory is not scarce (src/heap.py), against glibc's "
+        "A CPU's freed memory stays with the process while memory is not scarce (src/lockstep/training/heap.py), "
+        "against glibc's "
         f"default: {said} (`python benchmarks/heap.py`, [results](results/heap.json)).\n\n"
     )
 

@@ -16,8 +16,8 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
 sys.path.insert(0, str(REPOSITORY / "src"))
 
-import provenance  # noqa: E402 the line above puts it on the path
-from machine_readings import cpu_name  # noqa: E402
+from lockstep.callbacks.hardware_readings import cpu_name  # noqa: E402
+from lockstep.runs import provenance  # noqa: E402 the line above puts it on the path
 
 TRAIN = [sys.executable, str(REPOSITORY / "src" / "train.py")]
 

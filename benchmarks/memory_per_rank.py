@@ -22,16 +22,17 @@ import lightning.pytorch as pl
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "harness"))
 
-from callbacks.memory_phases import TrackedBytes
 from classifier import ImageClassifier
-from cluster import Cluster
 from data.synthetic import SyntheticDataModule
 from local_ranks import local_cluster, run_ranks
+from lockstep.batch_size.memory import TrackedBytes
+from lockstep.distributed.cluster import Cluster
+from lockstep.strategies.ddp import DDP
+from lockstep.strategies.sharded import Sharded
+from lockstep.training.rank import StartedRanks
 from models.timm_vit import TimmViT
-from rank_process import StartedRanks
-from strategies.ddp import DDP
-from strategies.sharded import Sharded
 
 HERE = Path(__file__).resolve().parent
 PAGES = HERE.parent / "logbook" / "measurements"

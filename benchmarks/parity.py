@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "harness"))
 
 from parity_runs import FAULTS, GLOBAL_BATCH, MODELS, STEPS, Case, bare_loop, lightning_run
 

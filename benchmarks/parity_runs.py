@@ -14,17 +14,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from classifier import ImageClassifier
-from cluster import Cluster
 from data.synthetic import SyntheticDataModule
+from lockstep.distributed.cluster import Cluster
+from lockstep.strategies.allreduce import AllReduce
+from lockstep.strategies.ddp import DDP
+from lockstep.strategies.model_parallel import ModelParallel
+from lockstep.strategies.sharded import Sharded
+from lockstep.strategies.sync_batchnorm import layer_sync
+from lockstep.training.rank import StartedRanks
 from models.alexnet import AlexNet, AlexNetBN
 from models.small_cnn import SmallCNN
 from models.timm_vit import TimmViT
-from rank_process import StartedRanks
-from strategies.allreduce import AllReduce
-from strategies.ddp import DDP
-from strategies.model_parallel import ModelParallel
-from strategies.sharded import Sharded
-from strategies.sync_batchnorm import layer_sync
 
 STEPS, EPOCHS, GLOBAL_BATCH, CLASSES, SEED = 20, 2, 16, 4, 5
 MODELS = ("vit", "alexnet", "alexnet_bn", "small_cnn")

@@ -27,14 +27,15 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "s3.json", ROOT / "logbook" / "measurements" / "s3.md"
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "harness")]
 
-import background  # noqa: E402
-from bucket import Bucket  # noqa: E402
+from lockstep.runs.files import write_atomically  # noqa: E402
+from lockstep.runs.folder import RunFolder  # noqa: E402
+from lockstep.runs.provenance import code_state  # noqa: E402
+from lockstep.storage import background  # noqa: E402
+from lockstep.storage.bucket import Bucket  # noqa: E402
+from lockstep.storage.run_bucket import RunBucket  # noqa: E402
+from lockstep.storage.s3 import S3Options, make_client  # noqa: E402
+from lockstep.storage.uploader import Uploader  # noqa: E402
 from object_store import ObjectStore, weed_binary  # noqa: E402
-from provenance import code_state  # noqa: E402
-from run_bucket import RunBucket  # noqa: E402
-from run_files import RunFolder, write_atomically  # noqa: E402
-from s3_client import S3Options, make_client  # noqa: E402
-from uploader import Uploader  # noqa: E402
 
 MIB = 2**20
 # boto3's best of these is what counts: part sizes and threads as its documentation advises to try

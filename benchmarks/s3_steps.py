@@ -30,10 +30,10 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "harness")]
 import torch  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from callbacks.s3_upload import S3Upload  # noqa: E402
+from lockstep.callbacks.s3_upload import S3Upload  # noqa: E402
+from lockstep.runs.provenance import code_state  # noqa: E402
 from models.timm_vit import TimmViT  # noqa: E402
 from object_store import ObjectStore, weed_binary  # noqa: E402
-from provenance import code_state  # noqa: E402
 from ranks import free_port  # noqa: E402
 
 ARMS = {"off": "no S3", "on": "uploads arrive", "503": "every answer is 503", "away": "nothing listens"}

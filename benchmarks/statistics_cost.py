@@ -23,14 +23,14 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/statistics_cost.json", ROOT / "logbook/measurements/statistics_cost.md"
 sys.path.insert(0, str(ROOT / "src"))
 
-from callbacks.hardware_stats import HardwareStats  # noqa: E402
-from callbacks.tensorboard import TensorBoard  # noqa: E402
-from callbacks.throughput import Throughput  # noqa: E402
 from classifier import ImageClassifier  # noqa: E402
 from data.synthetic import SyntheticDataModule  # noqa: E402
+from lockstep.callbacks.hardware_stats import HardwareStats  # noqa: E402
+from lockstep.callbacks.tensorboard import TensorBoard  # noqa: E402
+from lockstep.callbacks.throughput import Throughput  # noqa: E402
+from lockstep.runs.provenance import code_state  # noqa: E402
 from models.small_cnn import SmallCNN  # noqa: E402
 from models.timm_vit import TimmViT  # noqa: E402
-from provenance import code_state  # noqa: E402
 
 GOAL = 0.01
 HOOKS = ("on_train_batch_start", "on_before_backward", "on_train_batch_end")

@@ -78,8 +78,8 @@ class Sides:
     def __init__(self, overrides: list[str], steps: int, scratch: Path) -> None:
         import torch
 
-        from compose import compose, plain
-        from launch import chosen_options
+        from lockstep.config.compose import compose, plain
+        from lockstep.launch.launcher import chosen_options
 
         overrides = [*overrides, "trainer=cpu", "trainer.max_epochs=1", "test=false", "trainer.limit_val_batches=0"]
         overrides += places(scratch)
@@ -93,7 +93,7 @@ class Sides:
         self.count = 0
 
     def ours(self) -> float:
-        from launch import launch_config
+        from lockstep.launch.launcher import launch_config
 
         clock = self._clock()
         config = {**self.config, "run_id": f"bench{self.count}"}
@@ -103,8 +103,8 @@ class Sides:
         return clock.seconds_per_step()
 
     def _fit(self, config: dict[str, Any], cluster: Any, folder: Any, clock: Any) -> int:
-        from assemble import build_run
-        from rank_process import enter_world
+        from lockstep.training.build import build_run
+        from lockstep.training.rank import enter_world
 
         with enter_world(config, cluster, folder) as world:
             run = build_run(config, cluster, folder, world, None)
@@ -167,7 +167,7 @@ class Sides:
 
     def _parts(self) -> tuple[Any, Callable[..., Any]]:
         """Net and optimizer as our run gets them: its one kernel for all parameters is not what is measured here."""
-        from assemble import build_module
+        from lockstep.training.build import build_module
 
         if not self.batches:
             self.ours()

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from measuring import REPOSITORY  # noqa: F401 puts src/ on the path
 
-import cluster as world
 import train
+from lockstep.distributed import cluster as world
 
 PLAN = "LOCKSTEP_BENCH_TURN"
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from measuring import REPOSITORY  # noqa: F401 puts src/ on the path
 
-import cluster as world
 import train
+from lockstep.distributed import cluster as world
 
 FIRST, LAST = 55, 95
 SUPERVISES = "trainer=ddp_sim" in sys.argv and not world.supervised_config()

@@ -6,7 +6,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "src"))
 
-from options import groups, keys  # noqa: E402
+from lockstep.config.help import groups, keys  # noqa: E402
 
 
 def cell(text: str) -> str:

@@ -13,20 +13,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import cluster as world
-import provenance
-import readiness
-from compose import REPOSITORY, plain, run_door
-from errors import EXIT_FAILED, EXIT_OK, UserError
-from leave import leave
-from readiness import Finding
+from lockstep.config.compose import plain, run_door
+from lockstep.distributed import cluster as world
+from lockstep.distributed import preflight as readiness
+from lockstep.distributed.preflight import Finding
+from lockstep.runs import provenance
+from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
+from lockstep.runs.leave import leave
+from lockstep.runs.provenance import REPOSITORY
 
 NO_FILES = ("digits", "synthetic")  # come with a package, or from nothing
 
 
 def examine(config: dict[str, Any], environment: dict[str, str]) -> Iterator[Finding]:
     """(fine, sentence) for each check that needs only this node."""
-    from launch import describe_batch, resolve_cluster
+    from lockstep.launch.launcher import describe_batch, resolve_cluster
 
     yield from readiness.stale_ranks(environment)
     try:
@@ -85,8 +86,8 @@ def _bucket(config: dict[str, Any]) -> Iterator[Finding]:
     s3 = config.get("s3") or {}
     if not s3.get("uri"):
         return
-    from bucket import Bucket
-    from s3_client import StoreError, options_from
+    from lockstep.storage.bucket import Bucket
+    from lockstep.storage.s3 import StoreError, options_from
 
     try:
         options = options_from(s3)
@@ -97,8 +98,8 @@ def _bucket(config: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _other_nodes(config: dict[str, Any], cluster: world.Cluster) -> Iterator[Finding]:
-    from launch import config_hash
-    from rendezvous import agree
+    from lockstep.distributed.rendezvous import agree
+    from lockstep.runs.provenance import config_hash
 
     mine = {
         "run_id": None, "host": socket.gethostname(), "tree_hash": provenance.tree_hash(REPOSITORY),
@@ -123,7 +124,7 @@ def _all_reduce(config: dict[str, Any], cluster: world.Cluster) -> Iterator[Find
     import torch
     import torch.distributed as dist
 
-    from join import join
+    from lockstep.distributed.process_group import join
 
     try:
         join(one_each, torch.device("cpu"), min(60.0, config["trainer"]["timeout_s"]))

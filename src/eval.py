@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import cluster as world
-from checkpoint_address import locate_checkpoint
-from compose import CONFIGS, run_door
-from errors import UserError
-from launch import launch_config, resume_in_rank
-from leave import leave
+from lockstep.config.compose import CONFIGS, run_door
+from lockstep.distributed import cluster as world
+from lockstep.launch.launcher import launch_config, resume_in_rank
+from lockstep.runs.errors import UserError
+from lockstep.runs.leave import leave
+from lockstep.storage.fetch import locate_checkpoint
 
 FROM_COMMAND_LINE = ("paths", "tags", "ckpt_path", "run_id", "test", "resume", "sweep_dir", "s3")
 PARTS = ("trainer", "data", "model", "classifier", "optimizer")  # of a config that can be evaluated
@@ -22,10 +22,10 @@ PARTS = ("trainer", "data", "model", "classifier", "optimizer")  # of a config t
 
 def evaluate(config: dict[str, Any], cluster: Any, folder: Any) -> int:
     """One rank's evaluation."""
-    from assemble import build_run, load_weights
-    from callbacks.confusion import write_confusion
-    from rank_process import enter_world
-    from run_files import utc_now
+    from lockstep.callbacks.confusion import write_confusion
+    from lockstep.runs.files import utc_now
+    from lockstep.training.build import build_run, load_weights
+    from lockstep.training.rank import enter_world
 
     with enter_world(config, cluster, folder) as world:
         run = build_run(config, cluster, folder, world, None, trainable=False)
@@ -54,8 +54,8 @@ def evaluate(config: dict[str, Any], cluster: Any, folder: Any) -> int:
 
 def config_of(cfg: Any) -> dict[str, Any]:
     """The checkpoint's config with the command line's choices over it."""
-    from assemble import read_checkpoint
-    from compose import plain
+    from lockstep.config.compose import plain
+    from lockstep.training.build import read_checkpoint
 
     composed = plain(cfg)
     if not composed["ckpt_path"]:

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
-from leave import leave
+from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.runs.leave import leave
 
 USAGE = "python src/export.py ckpt_path=…"
 FORMATS = ("safetensors", "onnx", "pt2")
@@ -147,8 +147,9 @@ def export_onnx(model: Any, out: Path) -> Any:
 def export(argv: list[str]) -> None:
     import warnings
 
-    from finished_model import REPOSITORY, load_finished, read_words
-    from model_card import card_text
+    from lockstep.pages.model_card import card_text
+    from lockstep.runs.provenance import REPOSITORY
+    from lockstep.training.inference import load_finished, read_words
 
     options = read_words(argv, OPTIONS, USAGE)
     formats = chosen_formats(options["formats"])

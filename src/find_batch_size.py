@@ -10,19 +10,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import cluster as world
-from batch_sessions import find_largest
-from compose import chosen_options, plain, run_door
-from errors import EXIT_OK
-from leave import leave
+from lockstep.batch_size.sessions import find_largest
+from lockstep.config.compose import chosen_options, plain, run_door
+from lockstep.distributed import cluster as world
+from lockstep.runs.errors import EXIT_OK
+from lockstep.runs.leave import leave
 
 
 def find(cfg: Any) -> int:
     """The door's task: search, print, record."""
-    from launch import agree_on_run, describe_batch, resolve_cluster
-    from no_secrets import refuse_secrets
-    from run_files import RunFolder, new_run_id, read_record, utc_now, write_record
-    from run_start import begin
+    from lockstep.launch.launcher import agree_on_run, describe_batch, resolve_cluster
+    from lockstep.launch.start import begin
+    from lockstep.runs.files import utc_now
+    from lockstep.runs.folder import RunFolder, new_run_id
+    from lockstep.runs.record import read_record, write_record
+    from lockstep.runs.redact import refuse_secrets
 
     config = plain(cfg)
     refuse_secrets(config)
@@ -65,7 +67,7 @@ def sentence(fields: dict[str, Any], config: dict[str, Any], cluster: Any) -> st
 def main(argv: list[str]) -> int:
     task = find
     if "--estimate" in argv:
-        from estimate import estimate
+        from lockstep.batch_size.estimate import estimate
 
         argv, task = [word for word in argv if word != "--estimate"], estimate
     return run_door("train", argv, task, __doc__ or "")

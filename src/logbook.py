@@ -14,15 +14,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from errors import EXIT_OK, EXIT_USER_ERROR, UserError
-from s3_client import StoreError
-
-REPOSITORY = Path(__file__).resolve().parents[1]
+from lockstep.runs.errors import EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.runs.provenance import REPOSITORY
+from lockstep.storage.s3 import StoreError
 
 
 def build(options: argparse.Namespace) -> None:
-    from pages.build import belongs_here, run_folders_under
-    from pages.build import build as build_pages
+    from lockstep.pages.build import belongs_here, run_folders_under
+    from lockstep.pages.build import build as build_pages
 
     addresses = [source for source in options.sources if source.startswith("s3://")]
     given = [Path(source) for source in options.sources if source not in addresses]
@@ -48,7 +47,7 @@ def build(options: argparse.Namespace) -> None:
 
 def is_readable(folder: Path) -> bool:
     """One damaged record keeps no other run out of the logbook."""
-    from run_files import read_record
+    from lockstep.runs.record import read_record
 
     try:
         read_record(folder / "run.json")
@@ -62,7 +61,7 @@ def check(logbook: Path, folders: list[Path]) -> None:
     """UserError where a build would change a page; changes nothing itself."""
     import shutil
 
-    from pages.build import build as build_pages
+    from lockstep.pages.build import build as build_pages
 
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "logbook"
@@ -77,11 +76,11 @@ def check(logbook: Path, folders: list[Path]) -> None:
 
 
 def build_from_bucket(address: str, options: argparse.Namespace) -> list[Path]:
-    from bucket import Bucket
-    from pages.bucket_source import fetch_runs
-    from pages.build import build as build_pages
-    from pages.build import known_runs
-    from s3_client import S3Options
+    from lockstep.pages.bucket_source import fetch_runs
+    from lockstep.pages.build import build as build_pages
+    from lockstep.pages.build import known_runs
+    from lockstep.storage.bucket import Bucket
+    from lockstep.storage.s3 import S3Options
 
     where = S3Options(address, endpoint_url=options.endpoint_url)
     with tempfile.TemporaryDirectory() as scratch:
@@ -96,10 +95,10 @@ def chosen_runs(options: argparse.Namespace) -> list[Any]:
     Raises:
         UserError: no such run, or more than one.
     """
-    from pages.build import build as build_pages
-    from pages.build import known_runs, run_folders_under
-    from pages.page_set import load_entries
-    from run_files import read_record
+    from lockstep.pages.build import build as build_pages
+    from lockstep.pages.build import known_runs, run_folders_under
+    from lockstep.pages.page_set import load_entries
+    from lockstep.runs.record import read_record
 
     known = known_runs(options.logbook)
     folders = {path.name: path for path in run_folders_under(options.logs)}
@@ -130,8 +129,8 @@ def one_run(entries: list[Any], word: str) -> Any:
 
 
 def compare(options: argparse.Namespace) -> None:
-    from pages.build import write_some_pages
-    from pages.comparison_page import labels_for, save_comparison
+    from lockstep.pages.build import write_some_pages
+    from lockstep.pages.comparison_page import labels_for, save_comparison
 
     entries = chosen_runs(options)
     if len(entries) < 2:
@@ -143,8 +142,8 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def publish(options: argparse.Namespace) -> None:
-    from pages.build import write_some_pages
-    from pages.publish import publish_report
+    from lockstep.pages.build import write_some_pages
+    from lockstep.pages.publish import publish_report
 
     entries = chosen_runs(options)
     report = publish_report(
@@ -157,8 +156,8 @@ def publish(options: argparse.Namespace) -> None:
 
 
 def note(options: argparse.Namespace) -> None:
-    from pages.build import write_some_pages
-    from pages.notes import add_note, run_note_path
+    from lockstep.pages.build import write_some_pages
+    from lockstep.pages.notes import add_note, run_note_path
 
     options.runs = [options.run]
     entry = chosen_runs(options)[0]

@@ -15,10 +15,10 @@ import threading
 import time
 from typing import Any
 
-import cluster
-from compose import REPOSITORY
-from errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from run_files import new_run_id
+from lockstep.distributed import cluster
+from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from lockstep.runs.folder import new_run_id
+from lockstep.runs.provenance import REPOSITORY
 
 GRACE_AFTER_FAILURE_S = 30.0  # within which the other nodes notice by themselves, and say what they know
 GRACE_AFTER_STOP_S = 120.0  # for the coordinated checkpoint and its upload

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from errors import EXIT_OK, EXIT_USER_ERROR, UserError
-from leave import leave
+from lockstep.runs.errors import EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.runs.leave import leave
 
 USAGE = "python src/predict.py ckpt_path=… images=DIR"
 OPTIONS: dict[str, str | None] = {
@@ -51,7 +51,7 @@ def classify(model: Any, files: list[Path], top: int, batch: int) -> list[list[t
     import numpy as np
     import torch
 
-    from data.image_tree import CorruptImage, decode
+    from lockstep.data.image_tree import CorruptImage, decode
 
     names, found = model.facts["class_names"], []
     for start in range(0, len(files), batch):
@@ -68,7 +68,7 @@ def classify(model: Any, files: list[Path], top: int, batch: int) -> list[list[t
 
 
 def write_csv(path: Path, folder: Path, files: list[Path], found: list[list[tuple[str, float]]]) -> None:
-    from run_files import write_atomically
+    from lockstep.runs.files import write_atomically
 
     head = ["file", "class", "probability"]
     head += [name for i in range(2, len(found[0]) + 1) for name in (f"class_{i}", f"probability_{i}")]
@@ -106,7 +106,8 @@ def write_contact_sheet(path: Path, files: list[Path], found: list[list[tuple[st
 
 
 def predict(argv: list[str]) -> None:
-    from finished_model import REPOSITORY, load_finished, read_words
+    from lockstep.runs.provenance import REPOSITORY
+    from lockstep.training.inference import load_finished, read_words
 
     options = read_words(argv, OPTIONS, USAGE)
     top, batch = positive("top", options["top"]), positive("batch", options["batch"])

@@ -7,18 +7,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import cluster as world
-from compose import run_door
-from launch import launch, resume_in_rank
-from leave import leave
+from lockstep.config.compose import run_door
+from lockstep.distributed import cluster as world
+from lockstep.launch.launcher import launch, resume_in_rank
+from lockstep.runs.leave import leave
 
 
 def train(config: dict[str, Any], cluster: Any, folder: Any) -> int:
     """One rank's whole run: fit, test the best checkpoint, finish the record."""
-    from assemble import build_run, read_checkpoint, start_from
-    from checks import check_data_of_run, check_fits
-    from rank_process import enter_world
-    from run_files import utc_now
+    from lockstep.runs.files import utc_now
+    from lockstep.training.build import build_run, read_checkpoint, start_from
+    from lockstep.training.checks import check_data_of_run, check_fits
+    from lockstep.training.rank import enter_world
 
     with enter_world(config, cluster, folder) as world:
         run = build_run(config, cluster, folder, world, config.get("resume_step"))
@@ -61,14 +61,14 @@ def _test(run: Any, cluster: Any, folder: Any) -> None:
     """Test the best checkpoint (the last weights where nothing was validated) and keep the confusion matrix."""
     best: Path | None = run.checkpoints.best_path if run.checkpoints else None
     if best is not None and cluster.num_nodes > 1:
-        from shared_checkpoint import fetch_from_rank_zero
+        from lockstep.training.share_checkpoint import fetch_from_rank_zero
 
         best = fetch_from_rank_zero(best, cluster, folder)
     # A checkpoint's weights are the averaged ones where there is an average; the callback would swap them away.
     run.trainer.callbacks = [callback for callback in run.trainer.callbacks if not hasattr(callback, "_average_model")]
     run.trainer.test(run.module, datamodule=run.data, ckpt_path=best, weights_only=True, verbose=False)
     if run.trainer.is_global_zero and run.module.test_confusion is not None:  # limit_test_batches=0 tests nothing
-        from callbacks.confusion import write_confusion
+        from lockstep.callbacks.confusion import write_confusion
 
         per_class = write_confusion(run.module.test_confusion, run.facts["class_names"], folder)
         run.recorder.write(run.trainer, test_acc_per_class=per_class)
@@ -77,9 +77,10 @@ def _test(run: Any, cluster: Any, folder: Any) -> None:
 def main(argv: list[str]) -> int:
     if config := world.supervised_config():
         return resume_in_rank(config, train)
-    from run_options import with_options_of_run
+    from lockstep.batch_size.sessions import find_largest
+    from lockstep.launch.resume import with_options_of_run
 
-    return run_door("train", argv, lambda cfg: launch(cfg, train), __doc__ or "", with_options_of_run)
+    return run_door("train", argv, lambda cfg: launch(cfg, train, find_largest), __doc__ or "", with_options_of_run)
 
 
 if __name__ == "__main__":

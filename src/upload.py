@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from compose import REPOSITORY
-from errors import EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR, UserError
-from run_files import RunFolder, checked_run_id, find_run, read_config, read_record, status_of
-from s3_client import options_from
-from upload_left import upload_left
+from lockstep.runs.errors import EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.runs.folder import RunFolder, checked_run_id, find_run, read_config
+from lockstep.runs.provenance import REPOSITORY
+from lockstep.runs.record import read_record, status_of
+from lockstep.storage.finish import upload_left
+from lockstep.storage.s3 import options_from
 
 TIMEOUT_S = 3600.0
 

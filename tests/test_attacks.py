@@ -17,15 +17,15 @@ import pytest
 import torch
 from markdown_it import MarkdownIt
 
-from callbacks.checkpoint_io import read_checkpoint, write_checkpoint
-from checkpoint_files import complete, measure, sidecar_path, write_sidecar
-from data.array_pickle import load_arrays
 from data.cifar10 import ARCHIVE, FOLDER, TRAIN_FILES, CIFAR10DataModule
 from data.mnist import read_idx
-from errors import UserError
 from example_runs import example_config, write_run
-from finished_model import load_finished
-from pages.build import record_run
+from lockstep.callbacks.checkpoint_io import read_checkpoint, write_checkpoint
+from lockstep.data.array_pickle import load_arrays
+from lockstep.pages.build import record_run
+from lockstep.runs.errors import UserError
+from lockstep.storage.checkpoint_files import complete, measure, sidecar_path, write_sidecar
+from lockstep.training.inference import load_finished
 from runs import run_door
 
 SMALL = ["data=synthetic", "data.num_images=200", "data.image_size=8", "data.global_batch_size=64", "model=small_cnn",
@@ -188,7 +188,10 @@ def test_a_config_in_a_run_folder_names_no_code(trained, canary, tmp_path):
     logs = tmp_path / "logs"
     folder = run_door("train", *SMALL, "run_id=r", logs=logs).folder
     config = yaml.safe_load(folder.config.read_text())
-    config["callbacks"]["extra"] = {"_target_": "callbacks.checkpoints.os.system", "command": f"touch '{canary}'"}
+    config["callbacks"]["extra"] = {
+        "_target_": "lockstep.callbacks.checkpoints.os.system",
+        "command": f"touch '{canary}'",
+    }
     folder.config.write_text(yaml.safe_dump(config))
     assert run_door("eval", "ckpt_path=r", logs=logs).code == 0
     folder.config.write_text(f"a: !!python/object/apply:os.system [\"touch '{canary}'\"]\n")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from compose import compose, plain
-from options import groups, help_text, keys
-from targets import build
+from lockstep.config.compose import compose, plain
+from lockstep.config.help import groups, help_text, keys
+from lockstep.config.instantiate import build
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = REPOSITORY / "configs"

@@ -3,10 +3,10 @@
 import pytest
 
 import doctor
-import readiness
-from cluster import Cluster
-from compose import compose, plain
 from local_ranks import run_ranks
+from lockstep.config.compose import compose, plain
+from lockstep.distributed import preflight as readiness
+from lockstep.distributed.cluster import Cluster
 from ranks import free_port
 
 

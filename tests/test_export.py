@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import export
-from errors import UserError
 from export import chosen_formats, example_images, main
-from finished_model import load_finished
+from lockstep.runs.errors import UserError
+from lockstep.training.inference import load_finished
 from runs import run_door
 
 HAS_ONNX = all(find_spec(name) for name in export.NEEDED["onnx"])

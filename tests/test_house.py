@@ -1,4 +1,4 @@
-"""The floors of the house: imports go downwards only, rooms never import each other."""
+"""The floors of the house: imports go downwards only, folders of one floor never import each other, no circles."""
 
 import ast
 from pathlib import Path
@@ -6,100 +6,112 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).resolve().parents[1] / "src"
-ROOMS = {path.name for path in SRC.iterdir() if path.is_dir() and path.name != "__pycache__"} | {"classifier"}
-FLOOR_2 = {
-    "assemble",
-    "launch",
-    "run_options",
-    "run_start",
-    "run_end",
-    "no_secrets",
-    "compose",
-    "sweep",
-    "join",
-    "shared_checkpoint",
-    "checks",
-    "finished_model",
-    "model_card",
-    "estimate",
-    "fake_images",
-    "batch_probe",
-    "least_batch",
-    "targets",
-    "rank_process",
-}
-DOORS = {"train", "eval", "find_batch_size", "doctor", "logbook", "nodes", "upload", "predict", "export"}
-MODULES = {path.stem for path in SRC.glob("*.py")}
-FLOOR_0 = MODULES - ROOMS - FLOOR_2 - DOORS
+FLOORS = (
+    {"runs"},
+    {"distributed", "storage", "data"},
+    {"config", "strategies", "callbacks", "pages"},
+    {"launch", "training"},
+    {"batch_size"},
+)
+FLOOR = {f"lockstep.{room}": number for number, rooms in enumerate(FLOORS) for room in rooms}
+YOURS, SCRIPTS = len(FLOORS), len(FLOORS) + 1
+SCRIPT_NAMES = {path.stem for path in SRC.glob("*.py")} - {"classifier"}
+WITHOUT_TORCH = ("runs", "distributed", "storage", "config", "launch", "pages")
+WITH_TORCH = {"lockstep/distributed/process_group.py"}
 HEAVY = {"torch", "lightning", "hydra", "torchvision", "timm"}
-ROOM_OF_GROUP = {
-    "model": "models", "data": "data", "optimizer": "optimizers", "scheduler": "schedulers", "trainer": "strategies",
-    "callbacks": "callbacks", "logger": "callbacks",
+FOLDER_OF_GROUP = {
+    "model": ("models",), "data": ("data",), "optimizer": ("optimizers", "torch"), "scheduler": ("schedulers", "torch"),
+    "trainer": ("lockstep.strategies",), "callbacks": ("callbacks", "lockstep.callbacks", "lightning"),
+    "logger": ("lockstep.callbacks", "lightning"),
 }  # fmt: skip
-FILES = sorted(SRC.rglob("*.py"))
+FILES = {str(path.relative_to(SRC)): path for path in sorted(SRC.rglob("*.py"))}
+MODULES = {name.removesuffix(".py").replace("/", "."): path for name, path in FILES.items()}
 
 
 def imports(path: Path, *, top_level: bool = False) -> set[str]:
-    """First parts of all imported modules; with top_level only those that run when the file is imported."""
+    """Dotted names of all imported modules; with top_level only those that run when the file is imported."""
     tree = ast.parse(path.read_text())
-    nodes = tree.body if top_level else ast.walk(tree)
     found = set()
-    for node in nodes:
+    for node in tree.body if top_level else ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module.split(".")[0])
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in names}
     return found
 
 
-def home(path: Path) -> str:
-    return path.relative_to(SRC).parts[0].removesuffix(".py")
+def folder(module: str) -> str:
+    """What stands on a floor: a folder of the machinery, a folder or file at the top of src/."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "lockstep" else parts[0]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
-def test_imports_go_downwards(path):
-    mine, used = home(path), imports(path)
-    if mine in FLOOR_0:
-        assert not used & (ROOMS | FLOOR_2 | DOORS), used
-        assert not imports(path, top_level=True) & HEAVY
-    elif mine in ROOMS:
-        assert not used & ((ROOMS - {mine}) | FLOOR_2 | DOORS), used
-    elif mine in FLOOR_2:
-        assert not used & DOORS, used
-    else:
-        assert not used & (DOORS - {mine}), used
-        assert not imports(path, top_level=True) & HEAVY, "a door imports torch inside main, so that --help is quick"
+def floor(name: str) -> int | None:
+    """None: not of this project."""
+    if name in FLOOR:
+        return FLOOR[name]
+    if name in SCRIPT_NAMES:
+        return SCRIPTS
+    return YOURS if (SRC / name).is_dir() or (SRC / f"{name}.py").exists() else None
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_go_downwards(module):
+    mine = folder(module)
+    for used in {folder(name) for name in imports(MODULES[module])} - {mine}:
+        if floor(used) is not None:
+            assert floor(used) < floor(mine), f"{mine} uses {used}"
+
+
+def test_every_folder_of_the_machinery_has_a_floor():
+    found = {path.name for path in (SRC / "lockstep").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert found == set().union(*FLOORS)
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    uses = {name: {used for used in imports(path) if used in MODULES} for name, path in MODULES.items()}
+    done: set[str] = set()
+
+    def walk(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " → ".join((*way, name))
+        if name not in done:
+            for used in uses[name]:
+                walk(used, (*way, name))
+            done.add(name)
+
+    for name in uses:
+        walk(name, ())
 
 
 def test_only_cluster_reads_the_environment():
-    readers = {str(p.relative_to(SRC)) for p in FILES if "os.environ" in p.read_text() or "getenv" in p.read_text()}
-    assert readers == {"cluster.py"}
+    readers = {name for name, path in FILES.items() if "os.environ" in path.read_text() or "getenv" in path.read_text()}
+    assert readers == {"lockstep/distributed/cluster.py"}
 
 
-def test_pages_and_launch_come_without_torch():
-    for path in [
-        *SRC.glob("pages/*.py"),
-        SRC / "launch.py",
-        SRC / "run_start.py",
-        SRC / "run_end.py",
-        SRC / "compose.py",
-        SRC / "supervisor.py",
-    ]:
-        assert not imports(path) & {"torch", "lightning"}, path
+def test_what_starts_a_run_comes_without_torch():
+    for name, path in FILES.items():
+        parts = name.split("/")
+        if parts[0] == "lockstep" and parts[1] in WITHOUT_TORCH and name not in WITH_TORCH:
+            assert not {used.split(".")[0] for used in imports(path)} & {"torch", "lightning"}, name
+        elif len(parts) == 1 and name != "classifier.py":
+            heavy = {used.split(".")[0] for used in imports(path, top_level=True)} & HEAVY
+            assert not heavy, "a script imports torch inside main, so that --help is quick"
 
 
 def test_init_files_are_empty_and_no_file_name_says_nothing():
-    for path in FILES:
+    for name, path in FILES.items():
         assert path.name != "__init__.py" or path.read_text() == ""
         assert path.stem not in {"utils", "common", "helpers", "components", "misc"}
-        assert len(path.relative_to(SRC).parts) <= 2, "two levels, never three"
+        assert len(name.split("/")) <= (3 if name.startswith("lockstep/") else 2)
 
 
-def test_each_room_with_a_config_group_builds_only_itself():
+def test_each_config_group_builds_what_lies_in_its_folder():
     for path in SRC.parent.glob("configs/*/*.yaml"):
         for line in path.read_text().splitlines():
-            if "_target_:" in line:
+            if "_target_:" in line and path.parent.name in FOLDER_OF_GROUP:
                 target = line.split("_target_:")[1].strip(" {}").split(",")[0].split(" ")[0].rstrip("}")
-                room = target.split(".")[0]
-                expected = ROOM_OF_GROUP.get(path.parent.name)
-                assert expected is None or room in (expected, "torch", "lightning"), (path, target)
+                assert target.startswith(tuple(f"{home}." for home in FOLDER_OF_GROUP[path.parent.name])), (
+                    path,
+                    target,
+                )

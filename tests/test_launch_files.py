@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from compose import compose
+from lockstep.config.compose import compose
 
 LAUNCH = Path(__file__).resolve().parents[1] / "launch"
 

@@ -31,12 +31,12 @@ def test_a_real_run_writes_its_page_and_takes_in_the_lost(tmp_path):
 
 
 def no_page() -> None:
-    import pages.build
+    import lockstep.pages.build
 
     def refuse(*_):
         raise MemoryError("no page today")
 
-    pages.build.record_run = refuse
+    lockstep.pages.build.record_run = refuse
 
 
 def test_a_failing_logbook_is_said_and_the_lost_have_their_rows_since_the_start(tmp_path):
@@ -51,8 +51,8 @@ def test_a_failing_logbook_is_said_and_the_lost_have_their_rows_since_the_start(
 CONCLUDE = """
 import sys
 from pathlib import Path
-from run_end import conclude
-from run_files import RunFolder
+from lockstep.launch.finish import conclude
+from lockstep.runs.folder import RunFolder
 conclude({"paths": {"logbook_dir": sys.argv[2]}}, RunFolder(Path(sys.argv[1])), 0)
 sys.exit(7)
 """

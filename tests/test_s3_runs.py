@@ -12,15 +12,16 @@ from functools import partial
 
 import pytest
 
-from bucket import Bucket
-from errors import EXIT_INTERRUPTED, EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR
 from faults import signal_at_step
+from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR
+from lockstep.runs.folder import RunFolder
+from lockstep.runs.record import read_record
+from lockstep.storage.bucket import Bucket
+from lockstep.storage.run_bucket import RunBucket
+from lockstep.storage.s3 import S3Options
 from object_store import KEY_IDS, SECRETS, object_store, shared_store
 from ranks import SRC, free_port
-from run_bucket import RunBucket
-from run_files import RunFolder, read_record
 from runs import run_door, start_door
-from s3_client import S3Options
 
 SMALL = ["experiment=quickstart", "trainer.max_epochs=2", "trainer.log_every_n_steps=4", "run_id=the-run"]
 FULL = pytest.mark.soak

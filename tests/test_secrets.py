@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from errors import UserError
-from no_secrets import refuse_secrets
+from lockstep.runs.errors import UserError
+from lockstep.runs.redact import refuse_secrets
 from object_store import IDENTITIES, shared_store
 from runs import run_door, start_door
 
@@ -83,7 +83,7 @@ def test_secrets_of_the_environment_and_the_home_go_nowhere(tmp_path):
 
 def raises_with_locals():
     """A callback whose frame holds a secret fails, quoting a request that holds others."""
-    from callbacks.run_recorder import RunRecorder
+    from lockstep.callbacks.run_recorder import RunRecorder
 
     def fails(self, *_):
         password = canary(10)
@@ -143,7 +143,7 @@ def test_what_git_would_show_of_uncommitted_code_is_kept_without_secrets(tmp_pat
 
 
 def _dirty():
-    import provenance
+    from lockstep.runs import provenance
 
     provenance.code_diff = lambda _: f"+password = '{canary(1)}'\n+x = 1\n"
     provenance.code_state = lambda _: {"commit": "c", "dirty": True}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from callbacks.checkpoint_io import read_checkpoint
-from checkpoint_files import complete
-from run_files import RunFolder
+from lockstep.callbacks.checkpoint_io import read_checkpoint
+from lockstep.runs.folder import RunFolder
+from lockstep.storage.checkpoint_files import complete
 from runs import run_door
 from slurm import cluster, needs_slurm
 

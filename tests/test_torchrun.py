@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.runs.folder import RunFolder
 from ranks import SRC, free_port
-from run_files import RunFolder
 
 SMALL = ["experiment=quickstart", "trainer=ddp_sim", "trainer.max_epochs=25", "trainer.num_threads=1",
          "trainer.timeout_s=30"]  # fmt: skip

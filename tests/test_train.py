@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 import torch
 
-from callbacks.checkpoint_io import read_checkpoint
-from checkpoint_files import complete, fault_of
 from faults import signal_at_step
+from lockstep.callbacks.checkpoint_io import read_checkpoint
+from lockstep.storage.checkpoint_files import complete, fault_of
 from runs import run_door
 
 SOAK = pytest.mark.soak
@@ -203,7 +203,7 @@ BAD = {
     "experiment=quickstart trainer.max_epochs=1 callbacks.checkpoints.monitor=val_acc": "there are val/acc,",
     "+callbacks.x._target_=lightning.pytorch.callbacks.ModelCheckpoint": "are here already",
     "+callbacks.x._target_=os.system": "not allowed",
-    "+callbacks.x._target_=callbacks.checkpoints.link": "not allowed",
+    "+callbacks.x._target_=lockstep.callbacks.checkpoints.link": "not allowed",
     "+callbacks.x._target_=models.small_cnn.nn.Linear": "cannot be found",
 }
 
@@ -299,7 +299,7 @@ def test_bfloat16_is_clipped_also_where_one_kernel_steps_all_parameters(tmp_path
 
 
 def other_images():
-    import assemble
+    from lockstep.training import build as assemble
 
     original = assemble.data_facts
     assemble.data_facts = lambda data: {**original(data), "data_hash": "others"}

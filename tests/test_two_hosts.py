@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from callbacks.checkpoint_io import read_checkpoint
-from checkpoint_files import complete
 from hosts import make_keys, needs_hosts, two_hosts, wait_until
-from run_files import RunFolder
+from lockstep.callbacks.checkpoint_io import read_checkpoint
+from lockstep.runs.folder import RunFolder
+from lockstep.storage.checkpoint_files import complete
 from runs import run_door
 
 pytestmark = needs_hosts

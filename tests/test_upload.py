@@ -13,16 +13,17 @@ from pathlib import Path
 import pytest
 
 import upload
-import upload_left as upload_left_module
-from bucket import Bucket
-from errors import EXIT_NOT_UPLOADED, EXIT_OK
+from lockstep.runs.errors import EXIT_NOT_UPLOADED, EXIT_OK
+from lockstep.runs.folder import RunFolder
+from lockstep.runs.record import read_record, write_record
+from lockstep.storage import finish as upload_left_module
+from lockstep.storage.bucket import Bucket
+from lockstep.storage.fetch import fetch_run
+from lockstep.storage.finish import finish_upload, upload_left
+from lockstep.storage.outbox import Spool
+from lockstep.storage.run_bucket import OBJECT_NAME, RunBucket
+from lockstep.storage.s3 import S3Options
 from object_store import KEY_IDS, SECRETS, object_store, sharded, shared_store
-from run_bucket import OBJECT_NAME, RunBucket
-from run_files import RunFolder, read_record, write_record
-from s3_client import S3Options
-from spool import Spool
-from storage import fetch_run
-from upload_left import finish_upload, upload_left
 
 MIB = 2**20
 SRC = Path(__file__).resolve().parents[1] / "src"
@@ -32,12 +33,12 @@ CHILD = """
 import hashlib, os, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from bucket import Bucket
-from checkpoint_files import write_sidecar
-from run_bucket import RunBucket
-from run_files import RunFolder
-from s3_client import S3Options
-from uploader import Uploader
+from lockstep.storage.bucket import Bucket
+from lockstep.storage.checkpoint_files import write_sidecar
+from lockstep.storage.run_bucket import RunBucket
+from lockstep.runs.folder import RunFolder
+from lockstep.storage.s3 import S3Options
+from lockstep.storage.uploader import Uploader
 
 uri, endpoint_url, path, first = sys.argv[1:]
 folder = RunFolder(Path(path))

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from data.array_pickle import load_arrays
-from data.download import download
-from data.image_datamodule import ImageDataModule
-from data.image_set import ImageSet
-from data.image_tree import decode_all, list_split, natural_key
-from data.node_cache import file_identity
-from errors import UserError
+from lockstep.data.array_pickle import load_arrays
+from lockstep.data.download import download
+from lockstep.data.image_datamodule import ImageDataModule
+from lockstep.data.image_set import ImageSet
+from lockstep.data.image_tree import decode_all, list_split, natural_key
+from lockstep.data.node_cache import file_identity
+from lockstep.runs.errors import UserError
 
 ARCHIVE, FOLDER = "cifar-10-python.tar.gz", "cifar-10-batches-py"
 MD5 = "c58f30108f718f92721af3b95e74349a"  # of the archive, as torchvision has it

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from data.image_datamodule import ImageDataModule
-from data.image_set import ImageSet
+from lockstep.data.image_datamodule import ImageDataModule
+from lockstep.data.image_set import ImageSet
 
 NUM_TEST = 360
 

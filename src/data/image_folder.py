@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batches import TEST, Selection, random_stream
-from data.image_array import Layout
-from data.image_datamodule import ImageDataModule
-from data.image_set import DECODED, LABELS, ImageSet, fingerprint
-from data.image_tree import Listing, common_size, decode_all, list_split
-from data.node_cache import file_identity, require_space
-from data.streaming import stream
-from errors import UserError
+from lockstep.data.batches import TEST, Selection, random_stream
+from lockstep.data.image_array import Layout
+from lockstep.data.image_datamodule import ImageDataModule
+from lockstep.data.image_set import DECODED, LABELS, ImageSet, fingerprint
+from lockstep.data.image_tree import Listing, common_size, decode_all, list_split
+from lockstep.data.node_cache import file_identity, require_space
+from lockstep.data.streaming import stream
+from lockstep.runs.errors import UserError
 
 TEST_SEED = 42  # of the test images that are drawn: every seed trains on others than these
 FILES = "files.json"

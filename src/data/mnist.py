@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from data.download import download
-from data.image_datamodule import ImageDataModule
-from data.image_set import ImageSet
-from data.node_cache import file_identity
-from errors import UserError
+from lockstep.data.download import download
+from lockstep.data.image_datamodule import ImageDataModule
+from lockstep.data.image_set import ImageSet
+from lockstep.data.node_cache import file_identity
+from lockstep.runs.errors import UserError
 
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 SIZE = 28

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from data.image_datamodule import ImageDataModule
-from data.image_set import ImageSet
-from errors import UserError
+from lockstep.data.image_datamodule import ImageDataModule
+from lockstep.data.image_set import ImageSet
+from lockstep.runs.errors import UserError
 
 
 class SyntheticDataModule(ImageDataModule):

@@ -18,7 +18,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from errors import UserError
+from lockstep.runs.errors import UserError
 
 
 class OptunaSearch(Sweeper):

@@ -5,7 +5,7 @@ python src/train.py model=small_cnn data=mnist
 
 from torch import Tensor, nn
 
-from errors import UserError
+from lockstep.runs.errors import UserError
 from models.dropout import Dropout
 
 SMALLEST = 6  # two 3x3 convolutions without padding and one pooling leave a single pixel

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from errors import UserError
+from lockstep.runs.errors import UserError
 
 HEAD_NAMES = ("attn_pool", "fc_norm", "head_drop", "head", "head_dist")  # what VisionTransformer.forward_head uses
 

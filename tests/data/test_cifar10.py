@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision.datasets import CIFAR10
 
 from data.cifar10 import ARCHIVE, CLASS_NAMES, FOLDER, TRAIN_FILES, CIFAR10DataModule
-from errors import UserError
+from lockstep.runs.errors import UserError
 
 RNG = np.random.default_rng(0)
 TRAIN, TEST = 60, 20

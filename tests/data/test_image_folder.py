@@ -9,10 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from data import image_tree
 from data.image_folder import ImageFolderDataModule
-from data.image_tree import CorruptImage, decode, natural_key
-from errors import UserError
+from lockstep.data import image_tree
+from lockstep.data.image_tree import CorruptImage, decode, natural_key
+from lockstep.runs.errors import UserError
 
 RNG = np.random.default_rng(0)
 

@@ -8,7 +8,7 @@ import pytest
 from torchvision.datasets import MNIST
 
 from data.mnist import FILES, FashionMNISTDataModule, MNISTDataModule, read_idx
-from errors import UserError
+from lockstep.runs.errors import UserError
 
 RNG = np.random.default_rng(0)
 IMAGES = {name: RNG.integers(0, 256, (n, 28, 28), dtype=np.uint8) for name, n in ((FILES[0], 40), (FILES[2], 15))}

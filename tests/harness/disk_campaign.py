@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from campaign import Clock, Row, Task, piece
-from checkpoint_files import complete, newest_whole
 from kills import DDP, TINY, differences, final_state, reference_of
+from lockstep.runs.folder import RunFolder
+from lockstep.storage.checkpoint_files import complete, newest_whole
 from object_store import object_store
-from run_files import RunFolder
 from runs import run_door, start_door
 from signals import no_store
 

@@ -21,8 +21,8 @@ def _rank() -> int:
 
 def signal_at_step(step: int, number: int = signal.SIGTERM, rank: int = 0, hook: str = "on_train_batch_end") -> None:
     """This rank sends itself a signal when `step` optimizer steps are done, or at that call of another hook."""
-    from callbacks import interruption
-    from callbacks.interruption import Interruption
+    from lockstep.callbacks import interruption
+    from lockstep.callbacks.interruption import Interruption
 
     seen = [0]
     interruption.VOTE_INTERVAL_S = 0.02  # an epoch of a test is over in less than a second

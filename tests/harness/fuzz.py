@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from campaign import Clock, Row, Task, piece
-from errors import UserError
+from lockstep.runs.errors import UserError
 
 ROUND = 300  # examples between two looks at the clock
 SLOW_S = 30.0
@@ -51,9 +51,9 @@ ANY = st.recursive(
 
 
 def overrides() -> tuple[st.SearchStrategy, Callable]:
-    from compose import CONFIGS, compose, plain
-    from no_secrets import refuse_secrets
-    from targets import check_targets
+    from lockstep.config.compose import CONFIGS, compose, plain
+    from lockstep.config.instantiate import check_targets
+    from lockstep.runs.redact import refuse_secrets
 
     groups = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir())
     options = sorted({path.stem for path in CONFIGS.glob("*/*.yaml")})
@@ -86,8 +86,9 @@ def overrides() -> tuple[st.SearchStrategy, Callable]:
 
 def record_files() -> tuple[st.SearchStrategy, Callable]:
     from example_runs import example_record, write_run
-    from pages.source import import_run
-    from run_files import read_config, read_record, status_of
+    from lockstep.pages.source import import_run
+    from lockstep.runs.folder import read_config
+    from lockstep.runs.record import read_record, status_of
 
     folder = Path(tempfile.mkdtemp(prefix="fuzz-records-"))
     run = write_run(folder, "run-1")
@@ -115,8 +116,8 @@ def record_files() -> tuple[st.SearchStrategy, Callable]:
 def cifar_batches() -> tuple[st.SearchStrategy, Callable]:
     import pickle
 
-    from data.array_pickle import load_arrays
     from data.cifar10 import _batch
+    from lockstep.data.array_pickle import load_arrays
 
     content = {b"data": np.zeros((4, 3072), np.uint8), b"labels": [1, 2, 3, 4], b"filenames": [b"a", b"b", b"c", b"d"]}
     samples = [pickle.dumps(content, protocol) for protocol in range(6)]
@@ -154,11 +155,11 @@ def with_other_values(whole: dict[str, Any]) -> st.SearchStrategy[bytes]:
 
 def small_files() -> tuple[st.SearchStrategy, Callable]:
     """What lies beside a checkpoint, in its folder of shards, and in the bucket."""
-    from checkpoint_files import fault_of, newest_whole, sidecar_path
-    from run_bucket import parse_pointer
-    from s3_client import StoreError
-    from sharded_upload import read_manifest
-    from strategies.sharded_checkpoint import check as check_shards
+    from lockstep.storage.checkpoint_files import fault_of, newest_whole, sidecar_path
+    from lockstep.storage.run_bucket import parse_pointer
+    from lockstep.storage.s3 import StoreError
+    from lockstep.storage.shards import read_manifest
+    from lockstep.strategies.sharded_checkpoint import check as check_shards
 
     folder = Path(tempfile.mkdtemp(prefix="fuzz-small-"))
     checkpoint = folder / "last-step00000010.ckpt"

@@ -12,8 +12,8 @@ from campaign import Clock, Row, Task, piece, spread
 from hosts import Host, cut, mend, missing, two_hosts
 from kill_hooks import PHASES, Plan
 from kills import DDP, KILLS_PER_RUN, TINY, Kills, history, reference_of
+from lockstep.runs.folder import RunFolder
 from lossy_cable import LossyCable
-from run_files import RunFolder
 
 DOOR = f"""
 import json, os, sys

@@ -83,14 +83,14 @@ class Tap:
 
 def plant(plan: Plan) -> None:
     """Before the ranks are started, in the process that they are forked from, or in each rank."""
-    import assemble
-    from callbacks import watch
-    from callbacks.checkpoints import Checkpoints
-    from callbacks.run_recorder import RunRecorder
-    from callbacks.s3_upload import S3Upload
-    from callbacks.training_log import TrainingLog
     from classifier import ImageClassifier
-    from data.batches import TrainBatches
+    from lockstep.callbacks import heartbeat as watch
+    from lockstep.callbacks.checkpoints import Checkpoints
+    from lockstep.callbacks.run_recorder import RunRecorder
+    from lockstep.callbacks.s3_upload import S3Upload
+    from lockstep.callbacks.training_log import TrainingLog
+    from lockstep.data.batches import TrainBatches
+    from lockstep.training import build as assemble
 
     watch.GRACE_S, watch.SILENT_AFTER_S, watch.LEAVE_TOGETHER_S = 1.0, 2.0, 4.0  # what is measured is the restart
     tap: list[Tap] = []

@@ -16,7 +16,8 @@ import torch
 
 from campaign import Clock, Row, Task, piece, spread
 from kill_hooks import PHASES, Plan, plant
-from run_files import RunFolder, read_record
+from lockstep.runs.folder import RunFolder
+from lockstep.runs.record import read_record
 from runs import run_door
 
 EPOCHS = 6
@@ -63,8 +64,8 @@ def each_image_once(found: dict[tuple[int, int], list[list[int]]]) -> list[str]:
 
 
 def final_state(folder: RunFolder) -> dict[str, Any]:
-    from assemble import read_checkpoint
-    from checkpoint_files import newest_whole
+    from lockstep.storage.checkpoint_files import newest_whole
+    from lockstep.training.build import read_checkpoint
 
     path = newest_whole(folder.checkpoints, kind="last")
     assert path is not None, list(folder.checkpoints.iterdir())

@@ -10,8 +10,8 @@ AMPLE_GIB = 64.0
 
 def composed(overrides: list[str], folder: Path) -> dict[str, Any]:
     """The plain config of these overrides, resolved for this machine as the launch does it."""
-    from compose import compose, plain
-    from launch import resolve_cluster
+    from lockstep.config.compose import compose, plain
+    from lockstep.launch.launcher import resolve_cluster
 
     paths = [f"paths.data_dir={folder}/data", f"paths.log_dir={folder}/logs"]
     cfg = compose("train", [*overrides, *paths])
@@ -22,9 +22,9 @@ def composed(overrides: list[str], folder: Path) -> dict[str, Any]:
 
 
 def _peaks(config: dict[str, Any], folder: str, batches: list[int]) -> list[dict[str, int]]:
-    import cluster as world
-    from batch_probe import GIB, Prober
-    from batch_sessions import SessionFiles
+    from lockstep.batch_size.probe import GIB, Prober
+    from lockstep.batch_size.sessions import SessionFiles
+    from lockstep.distributed import cluster as world
 
     environment = {**world.environment(), world.SUPERVISED_CONFIG: "none"}
     own = world.describe(environment, devices=None, num_nodes=None, several_processes=True, machine=1)

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.runs.folder import RunFolder
+from lockstep.runs.record import read_record
 from ranks import SRC, _context
-from run_files import RunFolder, read_record
 
 TIMEOUT_S = 120.0  # of a whole run; a campaign on a busy machine sets it higher
 PATHS = [str(SRC), str(Path(__file__).parent)]
@@ -76,8 +77,8 @@ class ForkedRank:
 
 
 def _main(door: str, argv: list[str]) -> int:
-    import supervisor
-    import sweep
+    from lockstep.config import sweep
+    from lockstep.distributed import supervisor
 
     sweep.run_child = lambda command: ForkedRank(command, dict(os.environ), None).wait()
     supervisor.Supervisor._popen = staticmethod(ForkedRank)

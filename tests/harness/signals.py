@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 
 from campaign import Clock, Row, Task, piece, spread
-from checkpoint_files import newest_whole
 from kill_hooks import ALL_PHASES, Plan
 from kills import DDP, TINY, planted, reference_of
+from lockstep.storage.checkpoint_files import newest_whole
 from object_store import object_store, weed_binary
 from runs import Done, start_door
 

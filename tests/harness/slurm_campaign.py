@@ -8,7 +8,7 @@ import psutil
 
 from campaign import Clock, Row, Task, piece, spread
 from kills import differences, final_state
-from run_files import RunFolder
+from lockstep.runs.folder import RunFolder
 from runs import run_door
 from slurm import Slurm, cluster, missing
 

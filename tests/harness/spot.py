@@ -14,8 +14,8 @@ import psutil
 
 from campaign import Clock, Row, Task, piece, spread
 from kills import DDP, TINY
+from lockstep.runs.record import read_record
 from object_store import ObjectStore, object_store
-from run_files import read_record
 from runs import run_door, start_door
 from signals import no_store
 

@@ -15,8 +15,8 @@ from campaign import Clock, Row, Task, piece
 from faulty_proxy import FaultyProxy
 from kill_hooks import Plan
 from kills import planted
+from lockstep.runs.record import read_record
 from object_store import ObjectStore, object_store
-from run_files import read_record
 from runs import run_door, start_door
 from signals import no_store
 from spot import best_in
@@ -87,7 +87,7 @@ def upload_kills(task: Task) -> list[Row]:
 @piece("pointer-races", 200, no_store)
 def pointer_races(task: Task) -> list[Row]:
     """An old start of a run that moves best.json while a new one takes over."""
-    from run_bucket import Superseded
+    from lockstep.storage.run_bucket import Superseded
 
     clock, wrong, before, refused = Clock(), [], dict(os.environ), 0
     races = 0
@@ -139,9 +139,9 @@ def pointer_races(task: Task) -> list[Row]:
 
 
 def _begin(address: str, endpoint_url: str, run_id: str) -> Any:
-    from bucket import Bucket
-    from run_bucket import RunBucket
-    from s3_client import S3Options
+    from lockstep.storage.bucket import Bucket
+    from lockstep.storage.run_bucket import RunBucket
+    from lockstep.storage.s3 import S3Options
 
     run = RunBucket(Bucket(S3Options(address, endpoint_url)), "p", run_id)
     run.prepare()
@@ -158,7 +158,7 @@ def _entry(run: Any, step: int) -> Any:
 
 def log_steps(path: str) -> None:
     """Writes the wall clock after every optimizer step."""
-    from callbacks.training_log import TrainingLog
+    from lockstep.callbacks.training_log import TrainingLog
 
     original = TrainingLog.on_train_batch_end
     file = open(path, "w", buffering=1)  # noqa: SIM115 as long as the process

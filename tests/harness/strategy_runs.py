@@ -13,10 +13,10 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import nn
 from torch.nn import functional as F
 
-from cluster import Cluster
 from local_ranks import local_cluster, run_ranks
-from rank_process import StartedRanks
-from strategies.sharded_checkpoint import load_checkpoint
+from lockstep.distributed.cluster import Cluster
+from lockstep.strategies.sharded_checkpoint import load_checkpoint
+from lockstep.training.rank import StartedRanks
 
 CLASSES, FEATURES = 7, 12
 CPU = torch.device("cpu")
@@ -122,12 +122,12 @@ def strategy_of(name: str, **own: Any) -> Any:
     if name == "one":
         return "auto"
     if name == "model_parallel":
-        from strategies.model_parallel import ModelParallel
+        from lockstep.strategies.model_parallel import ModelParallel
 
         return ModelParallel(**own)
-    from strategies.allreduce import AllReduce
-    from strategies.ddp import DDP
-    from strategies.sharded import Sharded
+    from lockstep.strategies.allreduce import AllReduce
+    from lockstep.strategies.ddp import DDP
+    from lockstep.strategies.sharded import Sharded
 
     cls = {"ddp": DDP, "fsdp": Sharded, "allreduce": AllReduce}[name]
     return cls(timeout=timedelta(seconds=60), **own)
@@ -150,7 +150,7 @@ def trainer_of(
     sync_batchnorm: bool = False,
     own: dict[str, Any] | None = None,
 ) -> pl.Trainer:
-    from strategies.sync_batchnorm import layer_sync
+    from lockstep.strategies.sync_batchnorm import layer_sync
 
     warnings.filterwarnings("ignore", module="lightning")
     for library in ("lightning.pytorch", "lightning.fabric"):
@@ -226,7 +226,7 @@ def fit(
         trainer.save_checkpoint(save)
     state = trainer.strategy.lightning_module_state_dict()
     if getattr(trainer.strategy, "sharded_checkpoint", False):
-        from strategies.sharded_state import full_state_dict
+        from lockstep.strategies.sharded_state import full_state_dict
 
         state = full_state_dict(state, keep=rank == 0)
     result |= {"losses": module.losses, "weights": {name: as_array(value) for name, value in state.items()}}

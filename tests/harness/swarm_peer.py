@@ -14,8 +14,8 @@ def main(epochs: int, cache_dir: str, initial_peers: list[str]) -> None:
 
     from classifier import ImageClassifier
     from data.digits import DigitsDataModule
+    from lockstep.strategies.hivemind import Hivemind
     from models.small_cnn import SmallCNN
-    from strategies.hivemind import Hivemind
 
     warnings.filterwarnings("ignore", module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -59,11 +59,11 @@ def _rank(scenario, rank, world_size, port, folder, timeout_s, paths) -> None:
     import torch
     import torch.distributed as dist
 
-    from callbacks import watch as module
-    from callbacks.watch import Watch
-    from cluster import Cluster
-    from errors import Interrupted
-    from join import join, own_connection
+    from lockstep.callbacks import heartbeat as module
+    from lockstep.callbacks.heartbeat import Watch
+    from lockstep.distributed.cluster import Cluster
+    from lockstep.distributed.process_group import join, own_connection
+    from lockstep.runs.errors import Interrupted
 
     module.GRACE_S, module.SILENT_AFTER_S, module.LEAVE_TOGETHER_S = 1.0, 2.0, 4.0
     module.BEAT_INTERVAL_S = 0.2
@@ -123,7 +123,7 @@ def gets_signal(
 
 
 def is_stopped_at_the_start(rank: int, folder: Path, who: int = 1) -> None:
-    from errors import Interrupted
+    from lockstep.runs.errors import Interrupted
 
     if rank == who:
         _fault(folder)
@@ -133,7 +133,7 @@ def is_stopped_at_the_start(rank: int, folder: Path, who: int = 1) -> None:
 
 def stops_together(rank: int, folder: Path) -> None:
     """All have agreed to stop; rank 0 still has to upload."""
-    from errors import Interrupted
+    from lockstep.runs.errors import Interrupted
 
     stop = Interrupted("SIGTERM")
     stop.agreed = True

@@ -6,8 +6,8 @@ import re
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from errors import UserError
 from hydra_plugins.optuna_search import suggest
+from lockstep.runs.errors import UserError
 from runs import run_door
 
 COMMAND = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from errors import UserError
+from lockstep.runs.errors import UserError
 from models.airbench import Airbench
 from models.alexnet import AlexNet, AlexNetBN
 from models.small_cnn import SmallCNN

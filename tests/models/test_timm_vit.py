@@ -2,7 +2,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from errors import UserError
+from lockstep.runs.errors import UserError
 from models.timm_vit import TimmViT
 
 TINY = {

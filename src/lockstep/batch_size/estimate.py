@@ -1,0 +1,300 @@
+"""Memory and largest batch of a training without its hardware: the real trainer's steps on fake tensors.
+
+    python src/find_batch_size.py model=… trainer=fsdp trainer.num_nodes=8 hardware=g4dn.12xlarge --estimate
+
+Rank 0 of a fake process group of any size runs two steps and a validation; tensors have shapes and no contents.
+"""
+
+import copy
+import inspect
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lockstep.batch_size.fake_images import FakeImages
+from lockstep.batch_size.least_batch import least_batch
+from lockstep.batch_size.memory import GIB, MemoryPhases, TrackedBytes
+from lockstep.batch_size.search import Shares, largest_batch
+from lockstep.config import instantiate as targets
+from lockstep.config.compose import plain
+from lockstep.distributed.cluster import Cluster
+from lockstep.runs.errors import EXIT_OK, UserError
+from lockstep.training import build as assemble
+from lockstep.training import rank as rank_process
+
+RUNTIME_GIB = 0.6  # assumed for CUDA's context and NCCL, which lie beside the allocator's memory
+UNBOUND = 65536  # largest batch that is tried: the data are not looked at
+CLASSES = 10  # where the data do not say before they are read
+KNOWN = (
+    "lockstep.strategies.ddp.DDP",
+    "lockstep.strategies.sharded.Sharded",
+    "lockstep.strategies.allreduce.AllReduce",
+)
+TRUE_DTYPES = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
+AS_LARGE = {"16-mixed": "bf16-mixed", "16-true": "bf16-true"}  # fp16's loss scaling reads values, and holds none
+
+
+def estimate(cfg: Any) -> int:
+    """The door's task under --estimate: the largest batch and the memory at its phases, printed."""
+    config = plain(cfg)
+    config["choices"] = {key: value for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")}
+    cluster = stated_cluster(config)
+    limit_gib = stated_limit_gib(config)
+    targets.check_targets(config)
+    rank_process.prepare_process(config, cluster)
+    facts = stated_facts(config)
+    if cluster.world_size > 1:
+        # DTensor's own shape propagation, done once, would be counted; BatchNorm refuses a single image
+        peak_bytes(config, facts, cluster, 2)
+
+    def fits(batch: int) -> Shares:
+        return [{phase: held / (limit_gib * GIB) for phase, held in peak_bytes(config, facts, cluster, batch).items()}]
+
+    least = least_batch(config, facts, cluster.world_size)
+    found = largest_batch(fits, bound=UNBOUND, least=least)
+    if found.batch == 0:
+        images = "one image" if least == 1 else f"{least} images, the fewest that the net takes,"
+        needs = _phases(fits(least), limit_gib)
+        raise UserError(f"Not even {images} for each device fits into {limit_gib:.3g} GiB: {needs}.")
+    parts = cluster.world_size * config["trainer"]["accumulate_grad_batches"]
+    shares = next(probe.shares for probe in found.probes if probe.batch == found.batch)
+    at_least = "at least " if found.at_bound else ""  # the estimate stops there, the memory does not
+    print(
+        f"estimated largest batch {at_least}{found.batch} per device, {at_least}{found.batch * parts} global = "
+        f"{found.batch} × {cluster.world_size} × {config['trainer']['accumulate_grad_batches']} · "
+        f"{_phases(shares, limit_gib)} of {limit_gib:.3g} GiB · nothing was run"
+    )
+    return EXIT_OK
+
+
+def _phases(shares: Shares | None, limit_gib: float) -> str:
+    return ", ".join(f"{phase} {share * limit_gib:.2f}" for phase, share in (shares or [{}])[0].items())
+
+
+def stated_cluster(config: dict[str, Any]) -> Cluster:
+    """The world that the options and `hardware=` describe; nothing of this machine goes in."""
+    trainer, hardware = config["trainer"], config.get("hardware") or {}
+    if (trainer["strategy"] or {}).get("_target_", KNOWN[0]) not in KNOWN:
+        raise UserError(
+            f"--estimate knows cpu, gpu, ddp, fsdp, allreduce and their _sim, not {config['choices']['trainer']}."
+        )
+    if trainer["launch"] == "one_process":
+        return Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
+    devices = hardware.get("gpus") or 1 if trainer["devices"] == "auto" else trainer["devices"]
+    if trainer["devices"] != "auto" and hardware.get("gpus") and devices > hardware["gpus"]:
+        gpus = f"{hardware['gpus']} GPU{'s' if hardware['gpus'] > 1 else ''}"
+        print(f"A {hardware['name']} has {gpus}: this is for {devices} such GPUs on each node, as asked.")
+    num_nodes = 1 if trainer["num_nodes"] == "auto" else trainer["num_nodes"]
+    return Cluster("none", num_nodes, devices, 0, 0, "127.0.0.1", None)
+
+
+def stated_limit_gib(config: dict[str, Any]) -> float:
+    """What tensors may take of one device."""
+    trainer, hardware = config["trainer"], config.get("hardware") or {}
+    fraction = trainer.get("memory_fraction") or 1.0
+    if trainer.get("memory_limit_gib"):
+        return trainer["memory_limit_gib"] * fraction
+    if hardware.get("gpu_memory_gib"):
+        return hardware["gpu_memory_gib"] * fraction - RUNTIME_GIB
+    raise UserError(
+        "--estimate needs to know the memory: hardware=g4dn.xlarge names a machine, or trainer.memory_limit_gib=."
+    )
+
+
+def stated_facts(config: dict[str, Any]) -> dict[str, Any]:
+    """Shape of the images without reading them; the number of classes hardly matters for memory."""
+    data = targets.resolve_target(config["data"]["_target_"], "data._target_")
+    return {
+        "num_classes": config["data"].get("num_classes") or CLASSES,
+        "image_size": config["data"]["image_size"],
+        "channels": config["data"].get("channels") or data.channels,
+    }
+
+
+class Shapes(FakeTensorMode):
+    """Fake tensors that answer 1 where a program reads a value (optimizer step counts, votes of the ranks)."""
+
+    def dispatch(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _one(args[0].dtype)
+        return super().dispatch(func, types, args, kwargs)
+
+
+def _one(dtype: torch.dtype) -> Any:
+    return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+
+
+def peak_bytes(config: dict[str, Any], facts: dict[str, Any], cluster: Cluster, batch: int) -> dict[str, int]:
+    """Bytes at the peak of each phase on rank 0, at this batch for each device.
+
+    Args:
+        facts: num_classes, image_size and channels of the data.
+    """
+    warnings.filterwarnings("ignore", ".*across ranks is zero.*")  # a sum over ranks that reads 1, see Shapes
+    on_gpu = config["trainer"]["accelerator"] != "cpu"
+    config = copy.deepcopy(config)
+    accumulate = min(config["trainer"]["accumulate_grad_batches"], 2)
+    config["trainer"].update(
+        accumulate_grad_batches=accumulate, max_epochs=1, max_steps=-1, limit_train_batches=2 * accumulate,
+        limit_val_batches=1, num_sanity_val_steps=0, check_val_every_n_epoch=1, accelerator="cpu", compile=False,
+        launch="process_per_device", devices=cluster.devices,
+    )  # fmt: skip
+    precision, scales = _precision(config, on_gpu), _scales_losses(config, on_gpu)
+    config["trainer"]["precision"] = precision
+    config["model"].update(
+        {key: value for key, value in (("pretrained", False), ("weights", None)) if key in config["model"]}
+    )
+    shape = (facts["channels"], facts["image_size"], facts["image_size"])
+    eval_batch = config["data"].get("eval_batch_size") or batch
+    with fake_world(cluster.world_size), torch.device("meta"):
+        module = assemble.build_module(config, facts)
+        if precision in TRUE_DTYPES:
+            module = module.to(TRUE_DTYPES[precision])
+    factory: Any = module.optimizer_factory
+    if scales and "foreach" in inspect.signature(factory.func).parameters:
+        # With scaled losses no kernel steps all parameters at once, and a GPU holds a term of every one of them.
+        module.optimizer_factory = partial(factory, **{"foreach": True, **factory.keywords})  # type: ignore[assignment]
+    mode, tracker = Shapes(allow_non_fake_inputs=True), TrackedBytes()
+    with fake_world(cluster.world_size), mode, tracker, tempfile.TemporaryDirectory() as folder:
+        materialise(module)
+        phases = MemoryPhases(tracker)
+        trainer = assemble.build_trainer(config, cluster, [phases], [], Path(folder))
+        adapt(trainer.strategy)
+        stay_in_place(module)
+        average = [torch.empty_like(p) for p in module.parameters()] if config["trainer"]["ema_decay"] else []
+        trainer.fit(module, datamodule=FakeImages(shape, batch, eval_batch, 2 * accumulate, facts["num_classes"]))
+        del average
+    return {phase: int(share) for phase, share in phases.shares.items()}
+
+
+def stay_in_place(module: Any) -> None:
+    """Everything is on its device and in its precision already, and the counts of an evaluation have no values."""
+    module._apply = lambda function, recurse=True: module
+    module.on_validation_epoch_end = lambda: None
+
+
+def adapt(strategy: Any) -> None:
+    """What a strategy does with real values or in C++, in a form that shapes suffice for."""
+    make_mesh = strategy.setup_environment
+
+    def with_real_tensors() -> None:
+        with _disable_current_modes():
+            make_mesh()
+
+    strategy.setup_environment = with_real_tensors
+    strategy.broadcast = lambda value, src=0: value
+    ddp: Any = strategy
+    if isinstance(strategy, DDPStrategy):
+        cap = strategy._ddp_kwargs.get("bucket_cap_mb", 25.0)
+        ddp._setup_model = partial(Buckets, bucket_cap_mb=cap)
+        ddp.block_backward_sync = lambda: ddp.model.accumulating()
+
+
+def _precision(config: dict[str, Any], on_gpu: bool) -> str:
+    stated = config["trainer"]["precision"]
+    if stated == "auto":
+        stated = "bf16-mixed" if on_gpu else "32-true"
+    return AS_LARGE.get(stated, stated)
+
+
+def _scales_losses(config: dict[str, Any], on_gpu: bool) -> bool:
+    """fp16, as `auto` is on a GPU whose data sheet has no bfloat16."""
+    stated = str(config["trainer"]["precision"])
+    peaks = (config.get("hardware") or {}).get("peak_tflops") or {}
+    lacks_it = "bfloat16" in peaks and peaks["bfloat16"] is None
+    return stated in ("16", "16-mixed") or (stated == "auto" and on_gpu and lacks_it)
+
+
+class Buckets(nn.Module):
+    """Holds what DistributedDataParallel holds, whose C++ takes no fake tensors: all gradients as views of buckets.
+
+    The buckets live from the start. Before the second forward they are laid out anew in the order in which gradients
+    arrived, one after the other, each taking over its gradients from the old ones.
+    """
+
+    def __init__(self, module: nn.Module, bucket_cap_mb: float = 25.0) -> None:
+        super().__init__()
+        self.module, self.bucket_cap_mb = module, bucket_cap_mb
+        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.views: dict[nn.Parameter, torch.Tensor] = {}
+        self.arrived: list[nn.Parameter] = []
+        self.synchronises, self.laid_out_again = True, False
+        self._lay_out(trainable)
+        for parameter in trainable:
+            parameter.register_post_accumulate_grad_hook(self._into_bucket)
+
+    def _lay_out(self, order: list[nn.Parameter]) -> None:
+        for parameters in in_buckets(order, self.bucket_cap_mb):
+            bucket = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+            for parameter, flat in zip(parameters, bucket.split([p.numel() for p in parameters]), strict=True):
+                self.views[parameter] = flat.view(parameter.shape)
+                if parameter.grad is not None:
+                    parameter.grad = self.views[parameter]
+
+    def _into_bucket(self, parameter: nn.Parameter) -> None:
+        if self.synchronises:
+            parameter.grad = self.views[parameter]
+            if not self.laid_out_again:
+                self.arrived.append(parameter)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        self.synchronises = False
+        yield
+        self.synchronises = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.arrived and not self.laid_out_again and self.training:
+            self._lay_out(self.arrived)
+            self.laid_out_again, self.arrived = True, []
+        return self.module(*args, **kwargs)
+
+
+def in_buckets(parameters: list[nn.Parameter], cap_mb: float) -> Iterator[list[nn.Parameter]]:
+    """As DDP groups them: the first bucket is full from 1 MiB on, the others from `cap_mb` MiB on."""
+    bucket: list[nn.Parameter] = []
+    cap = 1.0
+    for parameter in parameters:
+        bucket.append(parameter)
+        if sum(p.numel() * p.element_size() for p in bucket) >= cap * 2**20:
+            yield bucket
+            bucket, cap = [], cap_mb
+    if bucket:
+        yield bucket
+
+
+def materialise(module: nn.Module) -> None:
+    """Replace parameters and buffers on the meta device by fake ones on the CPU."""
+    for owner in module.modules():
+        for name, weight in list(owner.named_parameters(recurse=False)):
+            setattr(owner, name, nn.Parameter(torch.empty_like(weight, device="cpu"), weight.requires_grad))
+        for name, value in list(owner.named_buffers(recurse=False)):
+            setattr(owner, name, torch.empty_like(value, device="cpu"))
+
+
+@contextmanager
+def fake_world(world_size: int) -> Iterator[None]:
+    """A process group of this size whose collectives do nothing; this process is rank 0."""
+    if world_size == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with mock.patch.object(FakeTensor, "data_ptr", lambda tensor: id(tensor)):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

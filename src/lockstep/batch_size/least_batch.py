@@ -1,0 +1,40 @@
+"""The smallest batch that a net trains at: BatchNorm that sees one value for each channel refuses a single image."""
+
+from typing import Any
+
+import torch
+
+from lockstep.training import build as assemble
+
+
+def least_batch(config: dict[str, Any], facts: dict[str, Any], world_size: int) -> int:
+    """Images for each device, by a forward pass of shapes alone. 1 where the net cannot run so.
+
+    Args:
+        facts: num_classes, image_size and channels of the data.
+    """
+    trainer = config["trainer"]
+    if trainer["sync_batchnorm"] and world_size > 1:
+        return 1
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            net = assemble.build_module(config, facts, trainable=False).net.train()
+            refused = not _takes(net, 1, facts) and _takes(net, 2, facts)
+    except Exception as error:  # an initialisation that wants real numbers
+        print(f"Whether the net trains at one image is not known ({type(error).__name__}: {error}).", flush=True)
+        return 1
+    if not refused:
+        return 1
+    parts = trainer.get("micro_batches") or 1
+    if "num_gpus" in trainer:  # dp deals each batch out
+        parts *= trainer["num_gpus"] or max(torch.cuda.device_count(), 1)
+    return 2 * parts
+
+
+def _takes(net: Any, batch: int, facts: dict[str, Any]) -> bool:
+    shape = (batch, facts["channels"], facts["image_size"], facts["image_size"])
+    try:
+        net(torch.empty(shape, dtype=next(net.parameters()).dtype))
+    except ValueError:  # BatchNorm's "Expected more than 1 value per channel when training"
+        return False
+    return True

@@ -1,0 +1,87 @@
+"""How Lightning writes and reads checkpoint files here: whole or not at all, and never unpickling code."""
+
+import hashlib
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+
+from lockstep.runs.errors import UserError
+from lockstep.runs.files import write_atomically
+from lockstep.storage.checkpoint_files import remove
+
+
+class _Hashing:
+    """A file that hashes what is written to it; torch.save only ever appends."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.digest, self.bytes = file, hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        self.bytes += len(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Write beside the target, sync, rename; returns {bytes, sha256} of what was written."""
+    facts: dict[str, Any] = {}
+
+    def write(file: Any) -> None:
+        hashing = _Hashing(file)
+        torch.save(checkpoint, hashing)
+        facts.update(bytes=hashing.bytes, sha256=hashing.digest.hexdigest())
+
+    write_atomically(path, write, binary=True)
+    return facts
+
+
+def read_checkpoint(
+    path: str | Path, map_location: Any = "cpu", read_folder: Callable[[Path], dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """A checkpoint's tensors and plain values; nothing in the file chooses code to run.
+
+    Args:
+        read_folder: reads a folder of shards.
+
+    Raises:
+        UserError: there is no such file, or it is no checkpoint.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"There is no checkpoint {path}.")
+    try:
+        if path.is_dir() and read_folder is not None:
+            return read_folder(path)
+        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+    except (pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, EOFError, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path} is no checkpoint that can be loaded safely: {reason}") from None
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise UserError(f"{path} is no checkpoint of this project: it holds no state_dict.")
+    return checkpoint
+
+
+class CheckpointFiles(CheckpointIO):
+    """Remembers size and hash of the file it wrote last, for the small file beside it."""
+
+    def __init__(self, read_folder: Callable[[Path], dict[str, Any]] | None = None) -> None:
+        self.read_folder = read_folder
+        self.written: dict[str, dict[str, Any]] = {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.written = {os.fspath(path): write_checkpoint(checkpoint, Path(path))}
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        return read_checkpoint(path, map_location or "cpu", self.read_folder)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        remove(Path(path))

@@ -1,0 +1,301 @@
+"""The best checkpoint and the last one, each complete and verified before the one before it goes."""
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lockstep.callbacks.resume_point import EPOCH_END, TRAINING, VALIDATION, loop_state, resume_point
+from lockstep.runs.errors import Diverged, UserError
+from lockstep.storage.checkpoint_files import (
+    checkpoint_name,
+    complete,
+    has_only_own_shards,
+    link,
+    measure,
+    remove,
+    remove_leftovers,
+    remove_own_shards,
+    set_aside,
+    sidecar_path,
+    write_sidecar,
+)
+
+
+class Checkpoints(Callback):
+    """Saves `last` after every n-th epoch and every few minutes, `best` when the monitored metric improves.
+
+    Args:
+        folder: checkpoints/ of the run.
+        monitor, mode: which metric chooses the best, and whether its largest (max) or smallest (min) value does.
+        contents: plain values that every checkpoint carries (composed config, class names, normalisation, …).
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        monitor: str = "val/acc",
+        mode: str = "max",
+        every_n_epochs: int = 1,
+        every_minutes: float | None = 10.0,
+        contents: dict[str, Any] | None = None,
+    ) -> None:
+        if mode not in ("max", "min"):
+            raise UserError(f"callbacks.checkpoints.mode={mode!r}: max or min.")
+        if mode == "max" and monitor.endswith("loss"):
+            raise UserError(f"callbacks.checkpoints.monitor={monitor}: the best is the smallest, give mode=min.")
+        if every_n_epochs < 1:
+            raise UserError(f"callbacks.checkpoints.every_n_epochs={every_n_epochs}: 1 or more.")
+        self.folder, self.monitor, self.mode = Path(folder), monitor, mode
+        self.every_n_epochs, self.every_minutes = every_n_epochs, every_minutes
+        self.contents = contents or {}
+        self.best_value: float | None = None
+        self.best: dict[str, Any] | None = None  # {file, value, epoch, step}
+        self.saved_step = -1
+        self.loaded: dict[str, Any] | None = None
+        self.phase = TRAINING
+        self.stalled_s = 0.0  # seconds that training stood still to write
+
+    # What a checkpoint says of itself
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_value": self.best_value, "best": self.best, "monitor": self.monitor, "mode": self.mode}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best_value, self.best = state["best_value"], state["best"]
+        if state.get("monitor", self.monitor) != self.monitor or state.get("mode", self.mode) != self.mode:
+            self.best_value = None  # the next value of the new metric is the best; until then the old best stays
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["lockstep"] = {
+            **self.contents,
+            "point": self._point(trainer),
+            "loader": trainer.train_dataloader.state_dict(),
+            "random": self._random_states,
+        }
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        own = checkpoint.get("lockstep")
+        if own is None:
+            return
+        self.loaded = own
+        loops = checkpoint["loops"]
+        loops["fit_loop"] = loop_state(loops["fit_loop"], own["point"], trainer.accumulate_grad_batches)
+
+    # When
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if trainer.is_global_zero and stage == "fit":
+            self.folder.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(self.folder)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.saved_at = time.monotonic()
+        if self.loaded is not None:
+            self.saved_step = trainer.global_step
+            # Lightning forgets the loader's state where something asked for the number of steps before fit began.
+            trainer.train_dataloader.load_state_dict(self.loaded["loader"])
+            states = self.loaded["random"]
+            if len(states) == trainer.world_size:
+                set_random_state(states[trainer.global_rank])
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.phase = TRAINING
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.phase = VALIDATION
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == trainer.max_steps:
+            trainer.should_stop = True  # else Lightning would not validate what ends in mid-epoch
+            return
+        if self.every_minutes is None or trainer.global_step == self.saved_step or self._is_last_batch(trainer):
+            return
+        if trainer.fit_loop.epoch_loop._should_accumulate():
+            return
+        # Every rank looks at the clock of rank 0, and only at log points: no collective in other steps.
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            due = time.monotonic() - self.saved_at > 60 * self.every_minutes
+            if trainer.strategy.broadcast(due, src=0):
+                self.save_last(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.phase = EPOCH_END
+        value = trainer.callback_metrics.get(self.monitor)
+        validated = trainer.fit_loop.epoch_loop._should_check_val_epoch()
+        validations = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
+        if validated and value is None and validations:
+            raise UserError(f"callbacks.checkpoints.monitor={self.monitor}: there are {', '.join(validations)}.")
+        is_best = validated and value is not None and self._improves(float(value))
+        if is_best:
+            self.best_value = float(value)
+            self.best = {
+                "metric": self.monitor, "file": checkpoint_name("best", trainer.global_step), "value": self.best_value,
+                "epoch": trainer.current_epoch, "step": trainer.global_step,
+            }  # fmt: skip
+            self._save(trainer, "best")
+        is_end = trainer.current_epoch + 1 == trainer.max_epochs or trainer.global_step == trainer.max_steps
+        if is_end or (trainer.current_epoch + 1) % self.every_n_epochs == 0:
+            self.save_last(trainer, same_as_best=bool(is_best))
+
+    def save_last(self, trainer: pl.Trainer, same_as_best: bool = False) -> None:
+        """Every rank calls it at the same step. A last that equals the best is a second name for its bytes."""
+        if not same_as_best:
+            self._save(trainer, "last")
+        else:
+            best, name = self.folder / self.best["file"], self.folder / checkpoint_name("last", trainer.global_step)
+            if trainer.is_global_zero:
+                link(best, name)
+                self._announce(trainer, name, "last")
+            elif trainer.local_rank == 0 and has_only_own_shards(best):
+                link(best, name)
+                remove_own_shards(self.folder, "last", name)
+        self.saved_step, self.saved_at = trainer.global_step, time.monotonic()
+
+    # How
+
+    def _improves(self, value: float) -> bool:
+        if value != value:
+            return False
+        if self.best_value is None:
+            return True
+        return value > self.best_value if self.mode == "max" else value < self.best_value
+
+    def _save(self, trainer: pl.Trainer, kind: str) -> None:
+        started = time.monotonic()
+        refuse_non_finite(trainer)
+        self._random_states = gather_random_states(trainer)
+        path = self.folder / checkpoint_name(kind, trainer.global_step)
+        if trainer.is_global_zero or (trainer.local_rank == 0 and has_only_own_shards(path)):
+            set_aside(path)  # of a run that stopped in this step's validation, and goes on
+        trainer.save_checkpoint(path)
+        if trainer.is_global_zero:
+            written = getattr(trainer.strategy.checkpoint_io, "written", {}).get(str(path)) or measure(path)
+            metric = {self.monitor: self.best_value} if kind == "best" else {}
+            write_sidecar(path, {**written, **self._point(trainer), "step": trainer.global_step,
+                                 "world_size": trainer.world_size, "metric": metric})  # fmt: skip
+        trainer.strategy.barrier("checkpoint is complete")
+        self.stalled_s += time.monotonic() - started
+        if trainer.is_global_zero:
+            self._announce(trainer, path, kind)
+        elif path.is_dir():
+            for callback in trainer.callbacks:
+                if hasattr(callback, "on_shards_complete"):
+                    callback.on_shards_complete(path, kind, trainer.global_step)
+            if trainer.local_rank == 0:
+                remove_own_shards(self.folder, kind, path)
+
+    def _announce(self, trainer: pl.Trainer, path: Path, kind: str) -> None:
+        """Only now may the one before go; whoever sends checkpoints elsewhere hears of the new one first."""
+        import json
+
+        facts = json.loads(sidecar_path(path).read_text())
+        for callback in trainer.callbacks:
+            if hasattr(callback, "on_checkpoint_complete"):
+                callback.on_checkpoint_complete(path, facts, kind)
+        for older, _ in list(complete(self.folder, kind)):
+            if older != path:
+                remove(older)
+
+    def _point(self, trainer: pl.Trainer) -> dict[str, Any]:
+        per_epoch = int(trainer.num_training_batches) // trainer.accumulate_grad_batches
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready // trainer.accumulate_grad_batches
+        phase = self.phase
+        is_last = trainer.global_step == trainer.max_steps
+        if done < per_epoch and not (phase == VALIDATION and is_last):  # max_steps: a longer run goes on from here
+            phase = TRAINING
+        elif phase == TRAINING:
+            phase = VALIDATION if trainer.fit_loop.epoch_loop._should_check_val_epoch() else EPOCH_END
+        return resume_point(trainer.current_epoch, done, per_epoch, phase)
+
+    def _is_last_batch(self, trainer: pl.Trainer) -> bool:
+        return trainer.fit_loop.epoch_loop.batch_progress.current.ready >= trainer.num_training_batches
+
+    def record_fields(self) -> dict[str, Any]:
+        """best_checkpoint of the run record: relative path, bytes, sha256, where it stands, what it reached."""
+        if self.best is None:
+            return {}
+        path = self.folder / self.best["file"]
+        facts = next((facts for found, facts in complete(self.folder, "best") if found == path), {})
+        return {
+            "best_checkpoint": {
+                "path": f"{self.folder.name}/{self.best['file']}", "bytes": facts.get("bytes"),
+                "sha256": facts.get("sha256"), "epoch": self.best["epoch"], "step": self.best["step"],
+                "metric": {self.best.get("metric", self.monitor): self.best["value"]},
+            },
+            "checkpoint_stall_s": round(self.stalled_s, 3),
+        }  # fmt: skip
+
+    @property
+    def best_path(self) -> Path | None:
+        return None if self.best is None else self.folder / self.best["file"]
+
+
+def refuse_non_finite(trainer: pl.Trainer) -> None:
+    """One synchronisation per save. Raises Diverged on every rank if any weight on any rank is not finite."""
+    parameters = [p.detach() for p in trainer.lightning_module.parameters() if p.is_floating_point()]
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
+    finite = all(bool(torch.isfinite(total)) for total in _sums(local))
+    if not trainer.strategy.reduce_boolean_decision(finite, all=True):
+        raise Diverged(
+            f"weights became nan or inf by step {trainer.global_step}: nothing was saved; lower optimizer.lr"
+        )
+
+
+def _sums(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The sum of absolute values, one per device: nan and inf anywhere make it so."""
+    per_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            per_device.setdefault(tensor.device, []).append(tensor)
+    norms = [torch.stack([n.double() for n in torch._foreach_norm(group)]) for group in per_device.values()]
+    return [norm.sum() for norm in norms]
+
+
+def random_state() -> dict[str, Any]:
+    """Every generator that this process draws from, as plain values and byte tensors."""
+    numpy_state = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": cuda_state(),
+        "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
+        "python": _as_lists(random.getstate()),
+    }
+
+
+def cuda_state() -> torch.Tensor | list[torch.Tensor] | None:
+    """Of this process's GPU; of all GPUs where it uses several (dp, model_parallel)."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return None
+    several = not torch.distributed.is_initialized() and torch.cuda.device_count() > 1
+    return torch.cuda.get_rng_state_all() if several else torch.cuda.get_rng_state()
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] is not None and torch.cuda.is_available():
+        states = state["cuda"] if isinstance(state["cuda"], list) else [state["cuda"]]
+        for device, own in zip(range(torch.cuda.device_count()), states, strict=False):  # there may be fewer here
+            torch.cuda.set_rng_state(own.cpu(), device if len(states) > 1 else "cuda")
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+
+
+def _as_lists(value: Any) -> Any:
+    return [_as_lists(item) for item in value] if isinstance(value, tuple) else value
+
+
+def gather_random_states(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    """One state per rank, in rank order, on every rank."""
+    if trainer.world_size == 1 or not torch.distributed.is_initialized():
+        return [random_state()]
+    states: list[Any] = [None] * trainer.world_size
+    torch.distributed.all_gather_object(states, random_state())
+    return states

@@ -1,0 +1,150 @@
+"""SIGTERM, SIGUSR1 and Ctrl-C only set a flag; the ranks agree on it, save one checkpoint together, and stop.
+
+Also the one place where Lightning's own signal handlers, its per-step broadcast and its SLURM requeue are put
+out of the way: they save in mid-step, talk inside a signal handler, or requeue behind the user's back.
+"""
+
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+
+from lockstep.callbacks.checkpoints import Checkpoints
+from lockstep.runs.errors import Interrupted
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+VOTE_INTERVAL_S = 1.0
+MOST_STEPS = 100  # between two votes: quick steps may be followed by slow ones
+
+
+def silence_lightning(trainer: pl.Trainer) -> None:
+    """Take Lightning's handlers, per-step broadcast and hpc checkpoints out of this trainer.
+
+    Raises:
+        AttributeError: a release has renamed them; tests/lockstep/callbacks/test_interruption.py says so first.
+    """
+    for owner, name in ((trainer._signal_connector, "register_signal_handlers"),
+                        (trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor")):  # fmt: skip
+        getattr(owner, name)
+        setattr(owner, name, lambda: None)
+    type(trainer._checkpoint_connector)._hpc_resume_path  # noqa: B018 raises where it was renamed
+    trainer._checkpoint_connector.__class__ = _NoHpcCheckpoints
+
+
+class _NoHpcCheckpoints(_CheckpointConnector):
+    """Never resumes from a checkpoint that the user did not name."""
+
+    @property
+    def _hpc_resume_path(self) -> None:
+        return None
+
+
+class Vote:
+    """Agrees on a flag between ranks, with one small collective about once a second and none in other steps.
+
+    The steps at which ranks meet are equal everywhere: each vote also sets, as the largest wish of all ranks, how
+    many steps later the next one comes.
+    """
+
+    def __init__(self, world_size: int, group: Any = None, clock: Any = time.monotonic) -> None:
+        self.world_size, self.group, self.clock = world_size, group, clock
+        self.next_at, self.count, self.voted_at, self.last_count = 1, 0, clock(), 0
+
+    def __call__(self, flag: bool) -> bool:
+        """Call once per step on every rank: True on all of them at the same step."""
+        self.count += 1
+        if self.world_size == 1:
+            return flag
+        if self.count < self.next_at:
+            return False
+        elapsed = max(self.clock() - self.voted_at, 1e-4)
+        steps = max(1, min(MOST_STEPS, int(VOTE_INTERVAL_S * (self.count - self.last_count) / elapsed)))
+        # A rank much faster than another would ask for more steps: everybody takes the smallest wish.
+        ballot = torch.tensor([int(flag), -steps])
+        torch.distributed.all_reduce(ballot, op=torch.distributed.ReduceOp.MAX, group=self.group)
+        stop, wish = ballot.tolist()
+        self.voted_at, self.last_count = self.clock(), self.count
+        self.next_at = self.count - wish
+        return bool(stop)
+
+
+class Interruption(Callback):
+    """Turns a signal into: finish this step, save, `status: interrupted`, exit code 75.
+
+    Args:
+        timeout_s: bounds the votes, as every collective.
+    """
+
+    def __init__(self, timeout_s: float = 300.0) -> None:
+        self.timeout_s = timeout_s
+        self.reason: str | None = None
+        self._previous: dict[int, Any] = {}
+
+    def ask(self, reason: str) -> None:
+        """Stop at the next step boundary; safe to call from a signal handler or another thread."""
+        self.reason = self.reason or reason
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        if number == signal.SIGINT and self.reason is not None:
+            raise KeyboardInterrupt
+        self.ask(signal.Signals(number).name)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not self._previous:
+            self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        group = None
+        if trainer.world_size > 1 and torch.distributed.is_initialized():
+            group = torch.distributed.new_group(  # of its own, so that a vote never waits for a GPU
+                backend="gloo", timeout=timedelta(seconds=self.timeout_s)
+            )
+        self.votes = {stage: Vote(trainer.world_size, group) for stage in ("train", "evaluate")}
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop._should_accumulate():
+            return
+        if trainer.global_step == trainer.max_steps:
+            return  # Lightning would not validate it when the run goes on: the test is the next place to stop
+        if self.votes["train"](self.reason is not None):
+            self._stop(trainer)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.state.fn == "fit" and trainer.global_step == trainer.max_steps:
+            return
+        if self.votes["evaluate"](self.reason is not None):
+            self._stop(trainer)
+
+    def on_test_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if self.votes["evaluate"](self.reason is not None):
+            self._stop(trainer)
+
+    def _stop(self, trainer: pl.Trainer) -> None:
+        training = trainer.state.fn == "fit" and not trainer.sanity_checking
+        for callback in trainer.callbacks:
+            if training and isinstance(callback, Checkpoints) and callback.saved_step != trainer.global_step:
+                callback.save_last(trainer)
+        stop = Interrupted(self.reason or "another rank was asked to stop")
+        stop.agreed = True  # every rank raises it at this step
+        stop.elsewhere = not self._asked_here(trainer)
+        raise stop
+
+    def _asked_here(self, trainer: pl.Trainer) -> bool:
+        """Whether any rank of this node was: of several, one alone may see a notice or a signal."""
+        if trainer.num_nodes == 1:
+            return True
+        asked = torch.zeros(trainer.num_nodes, dtype=torch.int64)
+        asked[trainer.node_rank] = int(self.reason is not None)
+        torch.distributed.all_reduce(asked, op=torch.distributed.ReduceOp.MAX, group=self.votes["train"].group)
+        return bool(asked[trainer.node_rank])

@@ -1,0 +1,94 @@
+"""metrics.csv: one row per log point, its steps unique and rising also over restarts.
+
+Lightning's CSVLogger deletes what an earlier start of the same run wrote; this one goes on in it.
+"""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from lockstep.runs.files import write_atomically
+
+KEYS = ("step", "epoch", "time_s")
+
+
+class MetricsCsv(Logger):
+    """
+    Args:
+        path: the file.
+        resume_step: rows after this step are of a past that no longer counts, and go; None: start anew.
+    """
+
+    def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
+        super().__init__()
+        self.path = Path(path)
+        self.columns: list[str] = list(KEYS)
+        self.row: dict[str, Any] = {}
+        self.last_is_row = False  # the file's last line is the row that is being filled
+        self._resume(resume_step)
+
+    @property
+    def name(self) -> str:
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:
+        """The run folder holds config.yaml."""
+
+    @rank_zero_only
+    def _resume(self, resume_step: int | None) -> None:
+        rows: list[dict[str, str]] = []
+        if resume_step is not None and self.path.exists():
+            with self.path.open(newline="") as file:
+                reader = csv.DictReader(file)
+                self.columns = list(reader.fieldnames or KEYS)
+                rows = [row for row in reader if (row["step"] or "").isdigit() and int(row["step"]) <= resume_step]
+        if rows and int(rows[-1]["step"]) == resume_step:  # its validation may be still to come
+            self.row = {**{name: value for name, value in rows[-1].items() if value}, "step": resume_step}
+            self.last_is_row = True  # and this start may be killed before it comes
+        self._write_all(rows)
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Values of one step share a row, however many calls bring them."""
+        if self.row and self.row["step"] != step:
+            self.end_row()
+        if not self.row:
+            self.row = {"step": step}
+        self.row.update(metrics)
+
+    @rank_zero_only
+    def end_row(self) -> None:
+        """Append the current row; a new column, or more of the row that a start went on from, rewrites the file.
+
+        Not `save`: Lightning calls that at its own times, when values of the same step may be still to come.
+        """
+        if not self.row:
+            return
+        new = [name for name in self.row if name not in self.columns]
+        if new or self.last_is_row:
+            with self.path.open(newline="") as file:
+                rows: list[dict[str, Any]] = list(csv.DictReader(file))
+            self.columns += new
+            self._write_all([*(rows[:-1] if self.last_is_row else rows), self.row])
+        else:
+            with self.path.open("a", newline="") as file:
+                csv.DictWriter(file, self.columns).writerow(self.row)
+        self.row, self.last_is_row = {}, False
+
+    def _write_all(self, rows: list[dict[str, Any]]) -> None:
+        def write(file: Any) -> None:
+            writer = csv.DictWriter(file, self.columns)
+            writer.writeheader()
+            writer.writerows(rows)
+
+        write_atomically(self.path, write)
+
+    def finalize(self, status: str) -> None:
+        self.end_row()

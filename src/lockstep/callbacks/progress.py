@@ -1,0 +1,83 @@
+"""A bar with epoch, images/s, loss and validation accuracy on a terminal; a plain line every interval elsewhere."""
+
+import sys
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
+from lockstep.callbacks.training_log import TrainingLog
+
+
+class Progress(Callback):
+    """
+    Args:
+        interval_s: seconds between two plain lines where there is no terminal (a SLURM log).
+    """
+
+    def __init__(self, interval_s: float = 30.0) -> None:
+        self.interval_s = interval_s
+        self.bar: Any = None
+        self.spoken_at = time.monotonic()
+        self.shown_at = 0.0
+
+    def _latest(self, trainer: pl.Trainer) -> dict[str, float]:
+        latest = next((c.latest for c in trainer.callbacks if isinstance(c, TrainingLog)), {})
+        accuracy = trainer.callback_metrics.get("val/acc")
+        return latest if accuracy is None else {**latest, "val/acc": float(accuracy)}
+
+    @staticmethod
+    def _words(latest: dict[str, float]) -> str:
+        forms = {"train/loss": "loss {:.4f}", "val/acc": "val acc {:.2%}", "images_per_s": "{:,.0f} images/s"}
+        return " · ".join(form.format(latest[name]) for name, form in forms.items() if name in latest)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.is_global_zero or not sys.stdout.isatty():
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("{task.fields[words]}"), refresh_per_second=4,
+        )  # fmt: skip
+        self.bar.start()
+        self.task = self.bar.add_task("epoch", total=int(trainer.num_training_batches), words="")
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.bar:
+            self.bar.reset(self.task, description=f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}")
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now = time.monotonic()
+        if self.bar and now - self.shown_at > 0.2:
+            self.shown_at = now
+            self.bar.update(self.task, completed=batch_idx + 1, words=self._words(self._latest(trainer)))
+        elif not self.bar and trainer.is_global_zero and now - self.spoken_at > self.interval_s:
+            self._line(trainer, f"batch {batch_idx + 1}/{int(trainer.num_training_batches)}")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self.bar and trainer.is_global_zero:
+            last = trainer.current_epoch + 1 == trainer.max_epochs
+            if last or time.monotonic() - self.spoken_at > min(self.interval_s, 10):
+                self._line(trainer, "done")
+
+    def _line(self, trainer: pl.Trainer, place: str) -> None:
+        self.spoken_at = time.monotonic()
+        epoch = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
+        print(f"{epoch} · {place} · {self._words(self._latest(trainer))}", flush=True)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop()
+        if trainer.is_global_zero and sys.stdout.isatty():
+            print(f"trained {trainer.current_epoch} epochs · {self._words(self._latest(trainer))}")
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self.bar:
+            self.bar.stop()
+            self.bar = None

@@ -1,0 +1,170 @@
+"""The command line → one composed config. Imports Hydra only, so that --help and --cfg job answer at once."""
+
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lockstep.runs.errors import UserError
+from lockstep.runs.provenance import REPOSITORY
+
+CONFIGS = REPOSITORY / "configs"
+
+
+def compose(config_name: str, overrides: list[str]) -> Any:
+    """The composed DictConfig with Hydra's own node (`hydra.runtime.choices` names the chosen options).
+
+    Raises:
+        UserError: a misspelt group, option or key, or a value of the wrong form.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    register_resolvers()
+    for word in overrides:
+        if re.match(r"\s*[+~]*\s*(=|$)", word):
+            raise UserError(f"{word!r} names no key: write key=value; python src/train.py --help lists what there is.")
+    try:
+        with initialize_config_dir(str(CONFIGS), job_name=config_name, version_base="1.3"):
+            cfg = hydra_compose(config_name, overrides, return_hydra_config=True)
+            check_types(cfg, hydra_compose(config_name, [w for w in overrides if _is_choice(w)]), overrides)
+            return cfg
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise UserError(_one_sentence(error, overrides)) from None  # Hydra's own checks raise Python's errors too
+
+
+def _is_choice(override: str) -> bool:
+    """A group's option (`model=alexnet`), not a value."""
+    key = override.split("=")[0]
+    return "=" in override and not key.startswith(("+", "~")) and (CONFIGS / key).is_dir()
+
+
+WORDS = {
+    "data.global_batch_size": ("max",),
+    "trainer.devices": ("auto",),
+    "trainer.num_nodes": ("auto",),
+}  # words that stand where a number does
+
+
+def check_types(cfg: Any, defaults: Any, overrides: list[str]) -> None:
+    """An overridden number stays a number, a switch a switch.
+
+    Raises:
+        UserError: names the key, its default and what was given.
+    """
+    from omegaconf import OmegaConf
+
+    for word in overrides:
+        key = word.split("=")[0]
+        if "=" not in word or key.startswith(("+", "~")) or _is_choice(word) or key.startswith("hydra"):
+            continue
+        before, now = OmegaConf.select(defaults, key), OmegaConf.select(cfg, key)
+        if now is None or now == before or now in WORDS.get(key, ()):
+            continue
+        if isinstance(before, bool) and not isinstance(now, bool):
+            raise UserError(f"{key}={now!r}: give true or false (the default is {before}).")
+        number = int if isinstance(before, int) else int | float
+        is_number = isinstance(before, int | float) and not isinstance(before, bool)
+        if is_number and (isinstance(now, bool) or not isinstance(now, number)):
+            kind = "a whole number" if isinstance(before, int) else "a number"
+            raise UserError(f"{key}={now!r}: give {kind} (the default is {before}).")
+
+
+def register_resolvers() -> None:
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY), replace=True)
+    OmegaConf.register_new_resolver("product", lambda *numbers: math.prod(numbers), replace=True)
+
+
+def run_door(
+    config_name: str,
+    argv: list[str],
+    task: Callable[[Any], int],
+    description: str,
+    completed: Callable[[list[str]], list[str]] = list,
+) -> int:
+    """Compose what the command line says and hand it to `task`; returns the exit code.
+
+    `--help` and `--cfg job` answer without the task; `-m`, `--info` and completion are Hydra's own.
+
+    Args:
+        completed: gives the overrides to compose for those on the command line.
+    """
+    if "--help" in argv or "-h" in argv:
+        from lockstep.config.help import help_text
+
+        print(help_text(CONFIGS, config_name, description))
+        return 0
+    try:
+        if not [word for word in argv if word.startswith("-")]:
+            return task(compose(config_name, completed(argv)))
+        return _through_hydra(config_name, task)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _through_hydra(config_name: str, task: Callable[[Any], int]) -> int:
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf, open_dict
+
+    codes: list[int] = []
+    program = str(Path(sys.argv[0]).resolve())
+
+    def job(cfg):
+        whole = OmegaConf.create(cfg)
+        with open_dict(whole):
+            whole.hydra = HydraConfig.get()
+        if whole.hydra.mode.name == "MULTIRUN":
+            from lockstep.config.sweep import run_job
+
+            return run_job(whole, program)
+        codes.append(task(whole))
+        return None
+
+    register_resolvers()
+    hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
+    from lockstep.config.sweep import ExitCodes
+
+    return max([*codes, ExitCodes.worst])
+
+
+def _one_sentence(error: Exception, overrides: list[str]) -> str:
+    """Hydra's message without its line breaks, ANSI colours and advice about tracebacks."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type=")))
+    cause = error.__cause__
+    if cause is not None and str(cause) and str(cause).splitlines()[0] not in text:
+        text += f" ({str(cause).splitlines()[0]})"
+    from lockstep.runs.redact import redact_text
+
+    said = f" (from the overrides: {' '.join(overrides)})" if overrides else ""
+    return redact_text(f"{text}{said}; python src/train.py --help lists what there is.")
+
+
+def plain(cfg: Any) -> dict[str, Any]:
+    """The config without Hydra's node, every interpolation resolved, as plain dicts and lists.
+
+    Raises:
+        UserError: an interpolation that leads nowhere.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    own = OmegaConf.create({key: value for key, value in cfg.items_ex(resolve=False) if key != "hydra"})
+    try:
+        found: Any = OmegaConf.to_container(own, resolve=True)
+        return found
+    except OmegaConfBaseException as error:
+        raise UserError(_one_sentence(error, [])) from None
+
+
+def chosen_options(cfg: Any) -> dict[str, Any]:
+    """The option of each config group."""
+    return {key: value for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")}

@@ -1,0 +1,192 @@
+"""Which images, in which order and with which augmentation, each rank gets: the train and evaluation loaders.
+
+Everything follows from (seed, epoch, step): one process and N ranks see the same pixels. The order and the
+augmentation are drawn for the whole epoch at once (a generator for each step costs more than a batch of crops) and
+global batch s takes its images [s·G, (s+1)·G); micro-batch j of k covers its positions [j·G/k, (j+1)·G/k), and rank r
+of W takes the r-th of W equal contiguous parts of that.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import SequentialSampler
+
+from lockstep.runs.errors import UserError
+
+SPLIT, ORDER, AUGMENTATION, TEST = 0, 1, 2, 3  # keep the random streams of one seed apart
+
+
+class Selection(NamedTuple):
+    """What one rank takes next.
+
+    positions: (n,) int64 places in the image array; draws: (3, n) int64 rows dy, dx, flip;
+    counted: (n,) bool, False where an image only fills the batch up, or None where all count.
+    """
+
+    positions: np.ndarray
+    draws: np.ndarray
+    counted: np.ndarray | None = None
+
+
+Deliver = Callable[[Iterable[Selection]], Iterator[Any]]
+"""Turns selections into batches, in order; may read ahead."""
+
+
+def random_stream(seed: int, *purpose: int) -> np.random.Generator:
+    return np.random.default_rng([seed, *purpose])
+
+
+def per_device_batch_size(global_batch_size: int, world_size: int, accumulate_grad_batches: int) -> int:
+    """Images in one micro-batch of one rank.
+
+    Raises:
+        UserError: not positive, or it does not divide; the message names the nearest sizes that do.
+    """
+    for name, value in (
+        ("data.global_batch_size", global_batch_size),
+        ("trainer.accumulate_grad_batches", accumulate_grad_batches),
+    ):
+        if value < 1:
+            raise UserError(f"{name}={value} must be at least 1.")
+    parts = world_size * accumulate_grad_batches
+    if global_batch_size % parts:
+        below = global_batch_size // parts * parts
+        nearest = f"{below} or {below + parts}" if below else f"{parts}"
+        raise UserError(
+            f"data.global_batch_size={global_batch_size} cannot be shared out equally over {world_size} device(s) × "
+            f"{accumulate_grad_batches} accumulation step(s) = {parts} parts: take {nearest}."
+        )
+    return global_batch_size // parts
+
+
+class TrainBatches:
+    """An epoch's complete global batches, as this rank's micro-batches; the remainder is left out.
+
+    `len()` counts micro-batches, `state_dict()` counts global batches, so accumulation and world size may differ
+    between saving and loading. Lightning finds `set_epoch` through `sampler`.
+
+    Args:
+        indices: positions of the training images in the image array.
+        draw: draw(generator, n) → (3, n) int64 augmentation of an epoch.
+        fixed: the order and augmentation of epoch 0 in every epoch (Lightning's overfit_batches).
+    """
+
+    def __init__(
+        self,
+        deliver: Deliver,
+        indices: np.ndarray,
+        draw: Callable[[np.random.Generator, int], np.ndarray],
+        *,
+        global_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        accumulate_grad_batches: int = 1,
+        seed: int = 0,
+        fixed: bool = False,
+    ) -> None:
+        self.per_device_batch_size = per_device_batch_size(global_batch_size, world_size, accumulate_grad_batches)
+        self.steps_per_epoch = len(indices) // global_batch_size
+        self._deliver, self._indices, self._draw = deliver, indices, draw
+        self._global_batch_size, self._accumulate, self._seed = global_batch_size, accumulate_grad_batches, seed
+        # Where this rank's part of micro-batch j lies within a global batch.
+        first = np.arange(accumulate_grad_batches) * world_size + rank
+        self._parts = [(f * self.per_device_batch_size, (f + 1) * self.per_device_batch_size) for f in first.tolist()]
+        self._epoch = 0
+        self._first_step = 0  # where the next iteration starts: 0 but after load_state_dict
+        self._micro_batches_done = 0
+        # A sequential sampler tells Lightning that nothing is shuffled between epochs, and has no set_epoch.
+        self.sampler = SequentialSampler(range(len(indices))) if fixed else self
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch * self._accumulate
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._epoch, self._first_step, self._micro_batches_done = epoch, 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {
+            "epoch": self._epoch,
+            "global_batches": self._micro_batches_done // self._accumulate,
+            "steps_per_epoch": self.steps_per_epoch,
+            "global_batch_size": self._global_batch_size,
+            "accumulate_grad_batches": self._accumulate,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        done = state["global_batches"]
+        finished = done >= state["steps_per_epoch"]
+        same_steps = (state["steps_per_epoch"], state["global_batch_size"]) == (
+            self.steps_per_epoch,
+            self._global_batch_size,
+        )
+        if not same_steps and done > 0 and not finished:
+            raise UserError(
+                f"The checkpoint stands at step {done} of {state['steps_per_epoch']} within an epoch at "
+                f"data.global_batch_size={state['global_batch_size']}: go on with the same batch and data "
+                f"(now {self.steps_per_epoch} steps at {self._global_batch_size})."
+            )
+        self._epoch = state["epoch"]
+        self._first_step = self.steps_per_epoch if finished else done
+        self._micro_batches_done = self._first_step * self._accumulate
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator: nothing runs before the first next(), so Lightning may call iter() first and load_state_dict
+        # and set_epoch afterwards, as it does.
+        first_step, self._first_step = self._first_step, 0
+        self._micro_batches_done = first_step * self._accumulate
+        for batch in self._deliver(self._selections(first_step)):
+            self._micro_batches_done += 1
+            yield batch
+
+    def _selections(self, first_step: int) -> Iterator[Selection]:
+        epoch, size = self._epoch, self._global_batch_size
+        order = random_stream(self._seed, ORDER, epoch).permutation(self._indices)
+        draws = self._draw(random_stream(self._seed, AUGMENTATION, epoch), self.steps_per_epoch * size)
+        for start in range(first_step * size, self.steps_per_epoch * size, size):
+            for first, end in self._parts:
+                part = slice(start + first, start + end)
+                yield Selection(order[part], draws[:, part])
+
+
+class EvalBatches:
+    """Every image once over all ranks, in order, and as many batches of one size on every rank.
+
+    The batch is the largest up to `batch_size` (per device) that spreads the images evenly; what is left to fill
+    is marked as not counted.
+
+    Args:
+        draws: (3,) int64 dy, dx, flip for every image: the centre crop.
+    """
+
+    def __init__(
+        self,
+        deliver: Deliver,
+        indices: np.ndarray,
+        draws: np.ndarray,
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if batch_size < 1:
+            raise UserError(f"data.eval_batch_size={batch_size} must be at least 1.")
+        share = -(-len(indices) // world_size)
+        self._num_batches = -(-share // batch_size)
+        self.batch_size = -(-share // self._num_batches) if share else batch_size
+        self._deliver, self._indices, self._draws = deliver, indices, draws
+        self._rank, self._world_size = rank, world_size
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._deliver(self._selections()))
+
+    def _selections(self) -> Iterator[Selection]:
+        size, last = self.batch_size, len(self._indices) - 1
+        draws = np.repeat(self._draws[:, None], size, axis=1)
+        for batch in range(self._num_batches):
+            position = (batch * self._world_size + self._rank) * size + np.arange(size)
+            yield Selection(self._indices[np.minimum(position, last)], draws, position <= last)

@@ -1,0 +1,56 @@
+"""Checks of one node without torch: the doctor's, and those of the first second of every distributed run."""
+
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from lockstep.distributed.cluster import Cluster, network_interface
+
+FREE_DISK_GIB = 5.0
+STALE = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+STARTS_RANKS = ("TORCHELASTIC_RUN_ID", "LOCKSTEP_CONFIG")
+Finding = tuple[bool, str]  # fine or not, and one sentence with the mend
+
+
+def findings(cluster: Cluster, environment: Mapping[str, str], log_dir: Path) -> Iterator[str]:
+    """What a distributed run says of this node before it starts; nothing where all is well."""
+    checks = [*stale_ranks(environment), own_address(cluster, environment), free_disk(log_dir)]
+    yield from (sentence for fine, sentence in checks if not fine)
+
+
+def stale_ranks(environment: Mapping[str, str]) -> Iterator[Finding]:
+    stale = [name for name in STALE if name in environment]
+    if stale and not any(name in environment for name in STARTS_RANKS):
+        yield (
+            False,
+            f"{' and '.join(stale)} set, but nothing that starts ranks is at work: unset {' '.join(stale)}.",
+        )
+
+
+def own_address(cluster: Cluster, environment: Mapping[str, str]) -> Finding:
+    """Other nodes reach this one's ranks by the address of the interface towards the master."""
+    name = socket.gethostname()
+    if cluster.num_nodes == 1:
+        return True, f"host {name}, one node."
+    stated = environment.get("GLOO_SOCKET_IFNAME")
+    interface = stated or network_interface(cluster.master_addr)
+    if stated and stated not in [found for _, found in socket.if_nameindex()]:
+        return False, f"host {name} has no interface {stated}: correct GLOO_SOCKET_IFNAME, or unset it."
+    if interface is None:
+        return False, f"host {name} has no way to {cluster.master_addr}: correct MASTER_ADDR, or the network."
+    if interface == "lo" and not cluster.master_addr.startswith(("127.", "localhost")):
+        return False, (
+            f"{cluster.master_addr} is this host by its loopback interface, which other nodes cannot reach: "
+            "give the address of node 0 in MASTER_ADDR, or correct /etc/hosts."
+        )
+    return True, f"host {name} reaches the others by {interface}."
+
+
+def free_disk(folder: Path) -> Finding:
+    while not folder.exists():
+        folder = folder.parent
+    free_gib = shutil.disk_usage(folder).free / 2**30
+    if free_gib < FREE_DISK_GIB:
+        return False, f"only {free_gib:.1f} GiB free at {folder}: make room, or set paths.log_dir to another disk."
+    return True, f"{free_gib:.0f} GiB free for run folders."

@@ -1,0 +1,282 @@
+"""Starts and watches the ranks of one node: their environment, their lives, their signals, their exit codes.
+
+The supervisor imports no torch. Each rank dies with it, it ends survivors when one rank fails, and where ranks
+die without a word it completes the run record in their place.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.distributed.cluster import SUPERVISOR_PORT, Cluster
+from lockstep.distributed.failures import complete_record
+from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR
+from lockstep.runs.files import utc_now
+from lockstep.runs.folder import RunFolder
+from lockstep.runs.record import read_record, write_record
+
+POLL_S = 0.05
+GRACE_AFTER_FAILURE_S = 8.0  # for the others to notice by themselves and write their stacks
+GRACE_AFTER_STOP_S = 100.0  # for a coordinated checkpoint and its upload after SIGTERM
+GRACE_AFTER_PEER_STOPPED_S = 25.0  # for the others once one rank has stopped by itself
+SILENT_BEYOND_TIMEOUT_S = 10.0  # the ranks themselves notice first who is silent, if any of them still can
+PR_SET_PDEATHSIG = 1
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def die_with_parent(parent: int) -> None:
+    """In a rank: get SIGKILL when the supervisor is gone, however it went (Linux; elsewhere a no-op)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(EXIT_FAILED)
+
+
+@dataclass
+class Ranks:
+    """The processes of this node's ranks, in local order."""
+
+    processes: list[subprocess.Popen]
+    exit_codes: dict[int, int] = field(default_factory=dict)
+    first_failed: int | None = None
+
+    def poll(self) -> bool:
+        """Collect who has ended; True while anyone lives."""
+        for local_rank, process in enumerate(self.processes):
+            if local_rank not in self.exit_codes and process.poll() is not None:
+                self.exit_codes[local_rank] = process.returncode
+                if process.returncode not in (EXIT_OK, EXIT_INTERRUPTED) and self.first_failed is None:
+                    self.first_failed = local_rank
+        return len(self.exit_codes) < len(self.processes)
+
+    def signal(self, number: int) -> None:
+        for local_rank, process in enumerate(self.processes):
+            if local_rank not in self.exit_codes:
+                process.send_signal(number)
+
+
+class Heartbeats:
+    """What the ranks' watching threads say to their supervisor: a rank that is stopped, or hangs in C, says nothing."""
+
+    def __init__(self) -> None:
+        self.line = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.line.bind(("127.0.0.1", 0))
+        self.line.setblocking(False)
+        self.port = int(self.line.getsockname()[1])
+        self.silent_s: dict[int, float] = {}  # of each rank that has ever been heard
+        self.phases: dict[int, str] = {}
+
+    def listen(self, passed_s: float) -> None:
+        """Call often; time in which this process itself was stopped does not count."""
+        for rank in self.silent_s:
+            self.silent_s[rank] += min(passed_s, 1.0)
+        try:
+            while True:
+                sender, _, phase = self.line.recv(64).decode().partition(" ")
+                self.silent_s[int(sender)], self.phases[int(sender)] = 0.0, phase
+        except (BlockingIOError, ValueError):
+            return
+
+
+class Supervisor:
+    """One node's ranks from start to end.
+
+    Args:
+        command: how a rank is started, e.g. [python, src/train.py].
+        timeout_s: a rank whose heartbeat stops for somewhat longer is ended.
+        start: starts one process with (command, environment, stdout); tests give their own.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: RunFolder,
+        command: list[str],
+        environment: dict[str, str],
+        start: Callable[..., Any] | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self.cluster, self.folder, self.command, self.environment = cluster, folder, command, environment
+        self.start = start or self._popen
+        self.stop_signals = 0
+        self.stop_asked_at: float | None = None
+        self.ranks, self.heartbeats = Ranks([]), Heartbeats()
+        self.silent_after_s = timeout_s + SILENT_BEYOND_TIMEOUT_S
+        self.hung: dict[str, Any] | None = None
+
+    def run(self) -> int:
+        """Start every rank, wait for all; returns the node's exit code. Nothing of it lives afterwards."""
+        previous = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # nohup means it
+        }
+        for path in self.folder.path.glob("error-rank*.json"):  # an earlier start's, perhaps of more ranks
+            path.unlink(missing_ok=True)  # another node may share the folder
+        try:
+            port = self.cluster.master_port or free_port()
+            for local_rank in range(self.cluster.devices):
+                if self.stop_asked_at is None:
+                    self.ranks.processes.append(self._start_rank(local_rank, port))
+            if self.stop_asked_at is not None:
+                self.ranks.signal(signal.SIGTERM)
+            self._watch()
+        finally:
+            self.ranks.signal(signal.SIGKILL)
+            for process in self.ranks.processes:
+                process.wait()
+            self.heartbeats.line.close()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        self.ranks.poll()
+        return self._conclude()
+
+    def _start_rank(self, local_rank: int, port: int) -> Any:
+        environment = {
+            **self.environment,
+            **self.cluster.rank_environment(local_rank, port),
+            "LOCKSTEP_CONFIG": str(self.folder.config_of(self.cluster.node_rank)),
+            "LOCKSTEP_SUPERVISOR": str(os.getpid()),
+            SUPERVISOR_PORT: str(self.heartbeats.port),
+        }
+        rank = self.cluster.node_rank * self.cluster.devices + local_rank
+        output = None if local_rank == 0 else self.folder.path / f"rank{rank}.log"
+        return self.start(self.command, environment, output)
+
+    @staticmethod
+    def _popen(command: list[str], environment: dict[str, str], output: Path | None) -> subprocess.Popen:
+        if output is None:
+            return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
+        with output.open("ab") as log:
+            return subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
+            )
+
+    def _watch(self) -> None:
+        """Until all ranks have ended, or their time is up."""
+        deadline, before = None, time.monotonic()
+        while self.ranks.poll():
+            now = time.monotonic()
+            self.heartbeats.listen(now - before)
+            before = now
+            self._end_the_hung()
+            if self.stop_asked_at is None and EXIT_INTERRUPTED in self.ranks.exit_codes.values():
+                self.stop_asked_at = now - GRACE_AFTER_STOP_S + GRACE_AFTER_PEER_STOPPED_S
+                self.ranks.signal(signal.SIGTERM)
+            if self.ranks.first_failed is not None and deadline is None:
+                deadline = now + GRACE_AFTER_FAILURE_S
+            stopped_at = self.stop_asked_at
+            if stopped_at is not None and now > stopped_at + GRACE_AFTER_STOP_S:
+                return
+            if deadline is not None and now > deadline - GRACE_AFTER_FAILURE_S / 2 and not self._stacks_asked():
+                self.ranks.signal(signal.SIGUSR2)
+            if deadline is not None and now > deadline:
+                return
+            time.sleep(POLL_S)
+
+    def _end_the_hung(self) -> None:
+        for rank, silent_s in self.heartbeats.silent_s.items():
+            local_rank = rank - self.cluster.node_rank * self.cluster.devices
+            lives = 0 <= local_rank < len(self.ranks.processes) and local_rank not in self.ranks.exit_codes
+            if lives and silent_s > self.silent_after_s and self.hung is None:
+                message = f"no heartbeat for {silent_s:.0f} s: stopped, or hanging outside Python; killed"
+                self.hung = self._silent_death(rank, message)
+                self.ranks.processes[local_rank].send_signal(signal.SIGKILL)
+
+    _asked = False
+
+    def _stacks_asked(self) -> bool:
+        asked, self._asked = self._asked, True
+        return asked
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        """The first asks every rank to save and stop; a second Ctrl-C ends them at once."""
+        self.stop_signals += 1
+        if self.stop_asked_at is None:
+            self.stop_asked_at = time.monotonic()
+        if number == signal.SIGINT and self.stop_signals > 1:
+            self.ranks.signal(signal.SIGKILL)
+        else:
+            self.ranks.signal(signal.SIGTERM)
+
+    def _conclude(self) -> int:
+        """The exit code of the node, the record completed, the first error last on the screen."""
+        codes = self._codes()
+        if not codes:
+            self._record_interruption()
+            return EXIT_INTERRUPTED
+        error = None if all(code == EXIT_OK for code in codes.values()) else self._first_error()
+        if error is None:
+            return EXIT_OK
+        if EXIT_INTERRUPTED in codes.values() and self.ranks.first_failed is None:
+            self._record_interruption()
+            return EXIT_INTERRUPTED
+        user_error = error.get("kind") == "UserError"
+        code = EXIT_USER_ERROR if user_error else max((c for c in codes.values() if c > 0), default=EXIT_FAILED)
+        code = EXIT_FAILED if code == EXIT_INTERRUPTED else code
+        if self.cluster.node_rank == 0:
+            complete_record(self.folder, error, code)
+        where = "" if user_error else f"rank {error['rank']} on {error['host']}, in {error['phase']}: "
+        print(f"error: {where}{error['message']}", file=sys.stderr)
+        return code
+
+    def _codes(self) -> dict[int, int]:
+        """Exit codes; a rank that our SIGTERM ended before it could handle it was interrupted, it did not fail."""
+        codes = dict(self.ranks.exit_codes)
+        if self.stop_asked_at is not None and all(c in (EXIT_INTERRUPTED, -signal.SIGTERM) for c in codes.values()):
+            self.ranks.first_failed = None
+            codes = dict.fromkeys(codes, EXIT_INTERRUPTED)
+        return codes
+
+    def _record_interruption(self) -> None:
+        """Ranks that were stopped before they could write it themselves."""
+        if self.cluster.node_rank == 0 and self.folder.record.exists():
+            record = read_record(self.folder.record)
+            if record.get("status") == "running":
+                record.update(status="interrupted", exit_code=EXIT_INTERRUPTED, finished_at=utc_now())
+                write_record(self.folder.record, record)
+
+    def _first_error(self) -> dict[str, Any]:
+        """What the rank that failed first wrote, or how it died where it wrote nothing."""
+        if self.hung is not None:
+            return self.hung
+        written = []
+        for path in self.folder.path.glob("error-rank*.json"):
+            try:
+                written.append(json.loads(path.read_text()))
+            except (OSError, json.JSONDecodeError):
+                print(f"{path} cannot be read; going by the exit codes.", file=sys.stderr)
+        local = self.ranks.first_failed
+        if local is not None and self.ranks.exit_codes[local] < 0:
+            rank = self.cluster.node_rank * self.cluster.devices + local
+            died = min((e["time"] for e in written), default=None)
+            cause = signal.Signals(-self.ranks.exit_codes[local]).name
+            if died is None or self.ranks.exit_codes[local] == -signal.SIGKILL:
+                return self._silent_death(rank, f"killed by {cause}")
+        if written:
+            return min(written, key=lambda e: e["time"])
+        rank = self.cluster.node_rank * self.cluster.devices + (local or 0)
+        if self.stop_asked_at is not None and local is None:
+            return self._silent_death(rank, f"did not stop within {GRACE_AFTER_STOP_S:.0f} s of the signal, killed")
+        return self._silent_death(rank, f"ended with exit code {self.ranks.exit_codes.get(local or 0)}")
+
+    def _silent_death(self, rank: int, message: str) -> dict[str, Any]:
+        phase = self.heartbeats.phases.get(rank, "start")
+        return {
+            "rank": rank, "host": socket.gethostname(), "phase": phase, "message": message, "kind": "killed",
+            "time": time.time(),
+        }  # fmt: skip

@@ -1,0 +1,267 @@
+"""The start of a run: its folder, config.yaml and first record; for a resumed run, that it is the same one."""
+
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from lockstep.config.compose import chosen_options, compose, plain
+from lockstep.distributed import cluster as world
+from lockstep.distributed.cluster import Cluster, command_line
+from lockstep.launch.resume import runs_folder
+from lockstep.runs import provenance
+from lockstep.runs.errors import UserError
+from lockstep.runs.files import lock, utc_now, write_atomically
+from lockstep.runs.folder import RunFolder, checked_run_id, find_run, new_run_id, read_config
+from lockstep.runs.provenance import REPOSITORY
+from lockstep.runs.record import SCHEMA_VERSION, continued, read_record, write_record
+from lockstep.runs.redact import redact_text
+from lockstep.storage.checkpoint_files import newest_whole, read_sidecar
+
+
+def run_folder(config: dict[str, Any], cluster: Cluster, environment: dict[str, str]) -> tuple[RunFolder, bool]:
+    """The folder of this run, not yet made, and whether the run is new.
+
+    Raises:
+        UserError: the run to resume is unknown or finished, or a new run would overwrite one.
+    """
+    logs = Path(config["paths"]["log_dir"])
+    resume = config.get("resume")
+    named = config.get("run_id") or world.outside_run_id(environment)
+    if resume == "auto":
+        folder = RunFolder(runs_folder(config, logs) / checked_run_id(named or ""))
+        return folder, not folder.record.exists()
+    if resume and cluster.node_rank == 0:
+        return find_run(logs, resume), False
+    if resume:  # this node may never have had the folder, or share node 0's
+        folder = RunFolder(runs_folder(config, logs) / checked_run_id(resume))
+        return folder, not folder.record.exists()
+    folder = RunFolder(runs_folder(config, logs) / checked_run_id(named or new_run_id()))
+    makes_it = cluster.local_rank in (0, None) and cluster.node_rank == 0  # others may share its disk
+    if makes_it and folder.record.exists():
+        if _restarted_from_outside(folder, environment):
+            return folder, False
+        raise UserError(
+            f"The run {folder.run_id} exists already: resume={folder.run_id} goes on with it, "
+            "another run_id= starts anew."
+        )
+    return folder, True
+
+
+def be_the_only_one(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
+    """Hold the run for as long as this process lives: a second one would remove the first one's checkpoints.
+
+    One that is just ending (with its last upload), or whose machine was lost (a network file system frees its locks in
+    a minute or two), is waited for.
+
+    Returns:
+        What to keep open.
+    Raises:
+        UserError: another process still trains it.
+    """
+    folder.path.mkdir(parents=True, exist_ok=True)
+    handle = folder.alive.open("a")
+    if not lock(handle, wait_s=0):
+        print(f"The run {folder.run_id} is trained by another process: waiting for it to end …", flush=True)
+        if not lock(handle, wait_s):
+            handle.close()
+            raise UserError(
+                f"The run {folder.run_id} is still trained by another process, on this machine or on one that shares "
+                f"{folder.path.parent}: end it; where its machine is gone, remove {folder.alive}."
+            )
+    return handle
+
+
+def is_over(config: dict[str, Any], folder: RunFolder, previous: dict[str, Any]) -> bool:
+    """It has finished, and this start asks for no more epochs or steps."""
+    stored, steps = read_config(folder.config), config["trainer"]["max_steps"]
+    by_steps = previous.get("steps") == stored.get("trainer", {}).get("max_steps")
+    longer = by_steps and (steps == -1 or steps > previous["steps"])
+    enough = not longer if by_steps else config["trainer"]["max_epochs"] <= previous.get("epochs", 0)
+    return previous.get("status") == "finished" and enough
+
+
+def finished_already(config: dict[str, Any], environment: dict[str, str]) -> RunFolder | None:
+    """The run that resume=auto names, where nothing is left to train: a restart from outside found it done."""
+    named = config.get("run_id") or world.outside_run_id(environment)
+    if config.get("resume") != "auto" or not named or config["task_name"] != "train":
+        return None
+    folder = RunFolder(runs_folder(config, Path(config["paths"]["log_dir"])) / checked_run_id(named))
+    if not folder.record.exists() or not folder.config.exists():
+        return None
+    return folder if is_over(config, folder, read_record(folder.record)) else None
+
+
+def _restarted_from_outside(folder: RunFolder, environment: dict[str, str]) -> bool:
+    """torchrun's agent started its ranks again, or SLURM requeued the job: the same run goes on by itself."""
+    agent = world.agent_id(environment)
+    return agent is not None and read_record(folder.record).get("agent") == agent
+
+
+def find_weights(config: dict[str, Any], cluster: Cluster) -> None:
+    """Make ckpt_path, from whose weights a run starts, a file of this machine.
+
+    A node other than the first may lack it: rank 0 sends it.
+
+    Raises:
+        UserError: on node 0, where there is none.
+    """
+    if not config.get("ckpt_path"):
+        return
+    from lockstep.storage.fetch import locate_checkpoint
+
+    logs = Path(config["paths"]["log_dir"])
+    try:
+        found = locate_checkpoint(str(config["ckpt_path"]), logs, config.get("s3"), logs / "cache")
+        config["ckpt_path"] = str(found)
+    except UserError:
+        if cluster.node_rank == 0:
+            raise
+
+
+def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bool) -> None:
+    """Make the folder, config.yaml and the first record; for a resumed run check that it is the same one."""
+    previous = None if fresh else read_record(folder.record)
+    config["initial_weights"] = config.get("ckpt_path")  # for a run whose own checkpoints all turn out to be torn
+    if previous is not None:
+        _check_resumable(config, folder, previous)
+    if previous is not None or config.get("resume") == "auto":
+        checkpoint = newest_whole(folder.checkpoints)
+        config["resume_step"] = 0
+        if checkpoint:
+            config["ckpt_path"] = str(checkpoint)
+            config["resume_step"] = (read_sidecar(checkpoint) or {}).get("step")
+        else:
+            find_weights(config, cluster)
+        if previous is not None or checkpoint:
+            place = checkpoint.name if checkpoint else "its start: no whole checkpoint"
+            print(f"Resuming {folder.run_id} from {place}.")
+    if cluster.world_size > 1 and config.get("ckpt_path"):
+        config["ckpt_path"] = str(Path(config["ckpt_path"]).resolve())
+    folder.path.mkdir(parents=True, exist_ok=True)
+    if config["task_name"] == "train":
+        untouched = compose("train", [])
+        defaults = {**plain(untouched), "choices": chosen_options(untouched)}
+        write_atomically(folder.defaults, lambda file: yaml.safe_dump(defaults, file, sort_keys=False))
+    path = folder.config_of(cluster.node_rank)
+    write_atomically(path, lambda file: yaml.safe_dump(config, file, sort_keys=False))
+    if cluster.node_rank > 0:
+        return
+    record = first_record(config, cluster, folder)
+    if previous is not None:
+        record = continued(previous, record, config)
+    else:
+        diff = provenance.code_diff(REPOSITORY) if record["code"]["dirty"] else ""
+        if diff:
+            write_atomically(folder.code_diff, lambda file: file.write(redact_text(diff)))
+    write_record(folder.record, record)
+
+
+IGNORED_ON_RESUME = (
+    "resume", "run_id", "ckpt_path", "initial_weights", "overrides", "choices", "resume_step", "per_device_batch_size",
+    "trainer", "paths", "tags", "test", "s3", "hardware", "callbacks", "logger", "debug", "optimized_metric",
+    "sweep_dir", "task_name",
+)  # fmt: skip
+
+
+def _check_resumable(config: dict[str, Any], folder: RunFolder, previous: dict[str, Any]) -> None:
+    stored = read_config(folder.config)
+    if is_over(config, folder, previous):
+        by_steps = previous.get("steps") == stored.get("trainer", {}).get("max_steps")
+        raise UserError(
+            f"The run {folder.run_id} is finished ({previous.get('epochs')} epochs): "
+            f"give more trainer.max_{'steps' if by_steps else 'epochs'} to go on."
+        )
+    longest = [tree.get("trainer", {}).get("max_epochs") for tree in (stored, config)]
+    if longest[0] != longest[1] and "_target_" in (config.get("scheduler") or {}):
+        print(
+            f"trainer.max_epochs was {longest[0]}, now {longest[1]}: the learning rate's schedule is stretched over "
+            "the new length, and may jump."
+        )
+    before, now = (_without_places(tree) for tree in (stored, config))
+    for key in sorted(before.keys() | now.keys()):
+        if key not in IGNORED_ON_RESUME and before.get(key) != now.get(key):
+            differs = _difference(before.get(key), now.get(key))
+            raise UserError(
+                f"The run {folder.run_id} was started with another {key} ({differs}): "
+                "resume it with the same options, or start a new run with ckpt_path=."
+            )
+
+
+def _without_places(config: dict[str, Any]) -> dict[str, Any]:
+    """Where the data lies and what a machine can hold of it may differ; what it is, data_hash tells."""
+    of_machine = ("root", "cache_dir", "download_dir", "eval_batch_size", "device_cache_gib", "num_workers")
+    data = {key: value for key, value in config.get("data", {}).items() if key not in of_machine}
+    return {**config, "data": data}
+
+
+def _difference(before: Any, now: Any, path: str = "") -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted(before.keys() | now.keys()):
+            if before.get(key) != now.get(key):
+                return _difference(before.get(key), now.get(key), f"{path}.{key}")
+    return f"{path.lstrip('.')} was {before!r}, now {now!r}"
+
+
+def first_record(config: dict[str, Any], cluster: Cluster, folder: RunFolder) -> dict[str, Any]:
+    """The record before anything has happened."""
+    now = utc_now()
+    choices, trainer = config["choices"], config["trainer"]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": folder.run_id,
+        "task_name": config["task_name"],
+        "tags": list(config["tags"]),
+        "status": "running",
+        "phase": "start",
+        "error": None,
+        "exit_code": None,
+        "started_at": now,
+        "updated_at": now,
+        "finished_at": None,
+        "command": command_line([_as_typed(sys.argv[0]), *sys.argv[1:]], cluster, trainer["accelerator"] == "gpu"),
+        "overrides": config["overrides"],
+        "experiment": config.get("experiment_name") or choices.get("experiment"),
+        "code": provenance.code_state(REPOSITORY),
+        "versions": provenance.versions(),
+        "hosts": [provenance.host(cluster.node_rank)],
+        "launcher": cluster.launcher,
+        "agent": world.agent_id(world.environment()),
+        "model": config["model"]["name"],
+        "data": config["data"]["name"],
+        "trainer": choices["trainer"],
+        "world_size": cluster.world_size,
+        "num_nodes": cluster.num_nodes,
+        "devices": trainer["devices"],
+        "num_gpus": _gpus_of_one_process(trainer),
+        "accelerator": trainer["accelerator"],
+        "precision": trainer["precision"],
+        "seed": config["seed"],
+        "global_batch_size": config["data"]["global_batch_size"],
+        "per_device_batch_size": config["per_device_batch_size"],
+        "accumulate_grad_batches": trainer["accumulate_grad_batches"],
+        "max_epochs": trainer["max_epochs"],
+        "epochs": 0,
+        "steps": 0,
+        "num_parameters": None,
+        "metrics": {},
+        "fit_seconds": None,
+        "images_per_s": None,
+        "best_checkpoint": None,
+        "initial_weights": None if config.get("resume_step") else config.get("ckpt_path"),
+        "resumed_from": config.get("ckpt_path") if config.get("resume_step") else None,
+        "restarts": [],
+    }
+
+
+def _gpus_of_one_process(trainer: dict[str, Any]) -> int | None:
+    """Under trainer=dp: all of this machine where none are chosen."""
+    if "num_gpus" not in trainer:
+        return None
+    return trainer["num_gpus"] or world.visible_gpus(world.environment())
+
+
+def _as_typed(program: str) -> str:
+    path = Path(program).resolve()
+    return str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else path.name

@@ -1,0 +1,137 @@
+"""`logbook/README.md`: one row a run, newest first, and above it what a reviewer asks for first."""
+
+from collections.abc import Sequence
+
+from lockstep.pages import formats as f
+from lockstep.pages.entry import Entry
+from lockstep.pages.markdown import blocks, code, code_block, plain, quote, table
+from lockstep.pages.measured import of_tested
+
+HEAD = (
+    "Date (UTC)", "Run", "Status", "Test acc", "Best val acc", "Model", "Data", "Strategy", "World", "Global batch",
+    "Epochs", "Time", "Images/s", "Peak memory", "Cost", "Restarts", "Experiment", "Tags",
+)  # fmt: skip
+ALIGN = "lllrrlllrrrrrrrlll"
+ROWS_PER_PAGE = 300
+UNBROKEN = {ord(" "): "\N{NO-BREAK SPACE}", ord("-"): "\N{NON-BREAKING HYPHEN}"}  # a date stays on one line
+GENERATED = (
+    "<!-- Written by `make logbook` from runs/*.json: edits here are lost. Your own words go into notes/ "
+    '(`python src/logbook.py note RUN "text"`). -->'
+)
+WORDS = """*World*: ranks that train together. *Time*: of training, without the start and the test. On a run's page,
+*goodput* is the share of its steps that no restart undid, and of its time that it spent in them; *MFU* the arithmetic
+of the model as a share of the device's peak (on a CPU the peak that it reached when the run began); *own work* of a
+rank its waiting for data and its forward pass, before ranks wait for one another."""
+MARKS = {"finished": "✅ finished", "failed": "❌ failed", "interrupted": "⏸ interrupted", "running": "▶ running"}
+
+
+def index_page(
+    entries: Sequence[Entry], shown: Sequence[Entry], preface: str, links: str, older_pages: Sequence[str]
+) -> str:
+    """
+    Args:
+        entries: all runs, newest first.
+        shown: those whose row stands on this page.
+        preface: a person's own words (notes/README.md).
+        links: the comparisons and reports.
+    """
+    older = ", ".join(f"[{page}]({page})" for page in older_pages)
+    return blocks(
+        [
+            "# Logbook",
+            GENERATED,
+            quote(preface) if preface else "",
+            best_runs(entries),
+            links,
+            "## All runs\n",
+            runs_table(shown) or "No runs yet: `python src/train.py` writes the first.",
+            f"Older runs: {older}" if older else "",
+            WORDS if entries else "",
+        ]
+    )
+
+
+def older_page(entries: Sequence[Entry], number: int) -> str:
+    return blocks([f"# Logbook, older runs {number}", GENERATED, "[Newest runs](README.md)", runs_table(entries)])
+
+
+def runs_table(entries: Sequence[Entry]) -> str:
+    return table(HEAD, map(run_row, entries), ALIGN)
+
+
+def run_row(entry: Entry) -> list[str]:
+    run = entry.facts
+    return [
+        plain(run.date).translate(UNBROKEN) or f.NONE,
+        entry.link,
+        status_cell(entry),
+        f.percent(run.test_acc) + of_tested(run),
+        f.percent(run.best_val_acc),
+        plain(run.text("model"), 40),
+        plain(run.text("data"), 40),
+        plain(run.strategy, 30),
+        plain(run.world, 30),
+        f.whole(run.number("global_batch_size")),
+        f.rate(run.number("epochs")),
+        f.duration(run.seconds),
+        f.rate(run.images_per_s),
+        f.gib(run.peak_memory_gib),
+        f.dollars(run.number("cost", "usd")),
+        plain(run.restart_summary),
+        plain(run.experiment, 40),
+        plain(", ".join(entry.tags), 60),
+    ]
+
+
+def status_cell(entry: Entry) -> str:
+    run = entry.facts
+    if run.status == "failed" and run.is_out_of_memory:
+        return "❌ out of memory"
+    return MARKS.get(run.status, "❔ lost")
+
+
+def best_runs(entries: Sequence[Entry]) -> str:
+    """Of each data set the finished run with the highest accuracy on all test images: its command and checkpoint."""
+    best: dict[str, Entry] = {}
+    for entry in entries:
+        run = entry.facts
+        data = run.text("data") or f.NONE
+        kept = best.get(data)
+        if run.is_tested_training and (kept is None or (run.test_acc or 0) > (kept.facts.test_acc or 0)):
+            best[data] = entry
+    if not best:
+        return ""
+    rows = [best_row(data, entry) for data, entry in sorted(best.items())]
+    head = ("Data", "Run", "Model", "Strategy", "Test acc", "Val acc", "Time", "Cost", "Best checkpoint")
+    commands = [
+        f"{plain(data)}, {entry.link}:\n\n{code_block(entry.facts.text('command'), 'sh', 2000)}"
+        for data, entry in sorted(best.items())
+        if entry.facts.text("command")
+    ]
+    return blocks(["## Best run on each data set", table(head, rows, "llllrrrrl"), "How they were started:", *commands])
+
+
+def best_row(data: str, entry: Entry) -> list[str]:
+    run = entry.facts
+    return [
+        plain(data, 40),
+        entry.link,
+        plain(run.text("model"), 40),
+        plain(run.strategy, 30),
+        f"**{f.percent(run.test_acc)}**",
+        f.percent(run.best_val_acc),
+        f.duration(run.seconds),
+        f.dollars(run.number("cost", "usd")),
+        code(checkpoint_place(entry)) or f.NONE,
+    ]
+
+
+def checkpoint_place(entry: Entry) -> str:
+    """Where the best checkpoint lies: its S3 address, or the path on the machine that trained."""
+    run = entry.facts
+    path = run.text("best_checkpoint", "path")
+    local = f"{entry.folder}/{path}" if path and not path.startswith("/") and entry.folder else path
+    sent = run.text("upload", "uri")
+    if sent and run.number("upload", "step") != run.number("best_checkpoint", "step"):
+        sent = ""  # of an earlier best: this one never arrived
+    return run.text("best_checkpoint", "s3_uri") or sent or local

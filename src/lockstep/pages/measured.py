@@ -1,0 +1,95 @@
+"""What runs are compared in: each number beside its ratio to the first run's, where the two can be compared."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lockstep.pages import formats as f
+from lockstep.pages.entry import Entry
+from lockstep.pages.facts import RunFacts
+from lockstep.pages.fairness import same_peak
+
+Reader = Callable[[RunFacts], float | None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """
+    Args:
+        show: the value as a reader wants it.
+        against: how it stands to the first run's; None: not at all.
+        alike: False where two runs' values mean different things.
+        after: what stands behind a run's value.
+    """
+
+    name: str
+    read: Reader
+    show: Callable[[float | None], str]
+    against: Callable[[float | None, float | None], str] | None = None
+    alike: Callable[[RunFacts, RunFacts], bool] = lambda run, base: True
+    after: Callable[[RunFacts], str] = lambda run: ""
+
+    def cell(self, run: RunFacts, base: RunFacts | None) -> str:
+        value = self.read(run)
+        shown = self.show(value) + (self.after(run) if value is not None else "")
+        if base is None or self.against is None or not self.alike(run, base):
+            return shown
+        compared = self.against(value, self.read(base))
+        return f"{shown} ({compared})" if compared else shown
+
+
+def measured_rows() -> list[Row]:
+    def at(*path: str) -> Reader:
+        return lambda run: run.number(*path)
+
+    def one_digit(value: float | None) -> str:
+        return f.percent(value, 1)
+
+    return [
+        Row("Training time", lambda run: run.seconds, f.duration, f.ratio),
+        Row("Epochs", at("epochs"), f.rate),
+        Row("Steps", at("steps"), f.whole),
+        Row("Images/s", lambda run: run.images_per_s, f.rate, f.ratio),
+        Row("Images/s per device", at("throughput", "images_per_s_per_device"), f.rate, f.ratio),
+        Row("Step, p50", at("throughput", "step_seconds", "p50"), f.milliseconds, f.ratio),
+        Row("Step, p95", at("throughput", "step_seconds", "p95"), f.milliseconds, f.ratio),
+        Row("Waiting for data", at("throughput", "data_wait_share"), one_digit),
+        Row("MFU", lambda run: run.mfu, one_digit, f.ratio, same_peak),
+        Row("Peak memory", lambda run: run.peak_memory_gib, f.gib, f.ratio),
+        Row("Global batch", at("global_batch_size"), f.whole, f.ratio),
+        Row("Per-device batch", at("per_device_batch_size"), f.whole, f.ratio),
+        Row("Largest batch per device", at("largest_batch", "per_device"), f.whole, f.ratio, same_bound, of_all_data),
+        Row("Largest global batch", at("largest_batch", "global"), f.whole, f.ratio, same_bound),
+        Row("Peak memory at the largest batch", at("largest_batch", "peak_memory_gib"), f.gib, f.ratio),
+        Row("Best validation accuracy", lambda run: run.best_val_acc, f.percent, f.points),
+        Row("Test accuracy", lambda run: run.test_acc, f.percent, f.points, same_test, of_tested),
+        Row("Test loss", at("metrics", "test/loss"), f.decimal, f.ratio, same_test),
+        Row("Cost", at("cost", "usd"), f.dollars, f.ratio),
+    ]
+
+
+def same_bound(run: RunFacts, base: RunFacts) -> bool:
+    return run.text("largest_batch", "bounded_by") == base.text("largest_batch", "bounded_by")
+
+
+def of_all_data(run: RunFacts) -> str:
+    return ", all the data there is" if run.text("largest_batch", "bounded_by") == "data set" else ""
+
+
+def same_test(run: RunFacts, base: RunFacts) -> bool:
+    return run.tested_images == base.tested_images
+
+
+def of_tested(run: RunFacts) -> str:
+    """Behind a test accuracy: ` of 400` where only so many test images were counted."""
+    return f" of {f.whole(run.tested_images)}" if run.tested_images is not None and run.test_acc is not None else ""
+
+
+def measured_values(entries: Sequence[Entry]) -> list[tuple[str, list[str]]]:
+    """(what, one cell a run) for what at least one run has measured."""
+    runs = [entry.facts for entry in entries]
+    bases: list[RunFacts | None] = [None, *runs[:1] * (len(runs) - 1)]
+    return [
+        (row.name, [row.cell(run, base) for run, base in zip(runs, bases, strict=True)])
+        for row in measured_rows()
+        if any(row.read(run) is not None for run in runs)
+    ]

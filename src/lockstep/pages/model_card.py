@@ -1,0 +1,100 @@
+"""The README.md of an exported model: metadata that the hub's tools read, and what a reader must know."""
+
+import json
+from typing import Any
+
+import yaml
+
+from lockstep.pages.markdown import blocks, code, code_block, plain, table
+from lockstep.runs.redact import redact
+
+
+def card_text(model: Any, timm_config: dict[str, Any], compared: dict[str, float]) -> str:
+    """
+    Args:
+        model: finished_model.FinishedModel.
+        compared: format → largest difference of its logits.
+    """
+    head = yaml.safe_dump(metadata(model), sort_keys=False, allow_unicode=True)
+    return f"---\n{head}---\n\n{body(model, timm_config, compared)}"
+
+
+def metadata(model: Any) -> dict[str, Any]:
+    """With the result of the test in the hub's `model-index` form where the record holds one."""
+    config = model.config
+    data, name = config["data"]["name"], config["model"]["name"]
+    accuracy = tested(model).get("test/acc")
+    held = {
+        "library_name": "timm" if "timm_name" in config["model"] else "pytorch",
+        "pipeline_tag": "image-classification",
+        "tags": ["image-classification", name],
+        "datasets": [data],
+        "metrics": ["accuracy"],
+    }
+    if isinstance(accuracy, float):
+        result = {
+            "task": {"type": "image-classification"},
+            "dataset": {"name": data, "type": data, "split": "test"},
+            "metrics": [{"type": "accuracy", "value": round(accuracy, 6)}],
+        }
+        held["model-index"] = [{"name": name, "results": [result]}]
+    return held
+
+
+def body(model: Any, timm_config: dict[str, Any], compared: dict[str, float]) -> str:
+    config, facts = model.config, model.facts
+    rows = {
+        "Architecture": plain(timm_config["architecture"]),
+        "Parameters": f"{sum(p.numel() for p in model.net.parameters()):,}",
+        "Data": f"{plain(config['data']['name'])}, hash {code(facts['data_hash'][:16])}",
+        "Classes": f"{facts['num_classes']}: {plain(', '.join(facts['class_names']))}",
+        "Input": f"{facts['channels']} × {facts['image_size']} × {facts['image_size']}, resized to {model.resize}, "
+        f"then minus mean {facts['mean']} over std {facts['std']} of pixels from 0 to 1",
+        **{plain(key): f"{value:.6g}" for key, value in sorted(tested(model).items())},
+        **record_rows(redact(model.record)),
+        "Checkpoint": f"{code(model.path.name)}, sha256 {code(model.sha256())}",
+        **{f"Logits of {name}": f"within {value:.1e} of the net's" for name, value in compared.items()},
+    }
+    if config["classifier"].get("test_time_flip"):
+        rows["Test"] = "the run's test took the mean over an image and its mirror image; the exported net does not"
+    title = f"# {plain(config['model']['name'])} on {plain(config['data']['name'])}"
+    shown = [(name, value) for name, value in rows.items() if value]
+    return blocks([title, table(("", ""), shown), timm_example(timm_config)])
+
+
+def tested(model: Any) -> dict[str, float]:
+    """What the run reached with this very checkpoint: nothing where another is its best; a whole test alone counts."""
+    metrics = {key: value for key, value in (model.record.get("metrics") or {}).items() if isinstance(value, float)}
+    if (model.record.get("best_checkpoint") or {}).get("sha256") != model.sha256():
+        return {}
+    images, there = metrics.get("test/images"), model.record.get("num_test")
+    whole = images is None or there is None or images >= there
+    return {k: v for k, v in metrics.items() if k.startswith("val/acc") or (whole and k.startswith("test/"))}
+
+
+def record_rows(record: dict[str, Any]) -> dict[str, str]:
+    """Command, commit and hardware of the run."""
+    state = record.get("code") or {}
+    nodes = (record.get("hardware") or {}).get("nodes") or record.get("hosts") or []
+    return {
+        "Run": code(record.get("run_id") or ""),
+        "Command": code(record.get("command") or ""),
+        "Commit": code(state.get("commit") or "") + (" with uncommitted changes" if state.get("dirty") is True else ""),
+        "Trained on": plain("; ".join(one_machine(node) for node in nodes if isinstance(node, dict))),
+    }
+
+
+def one_machine(node: dict[str, Any]) -> str:
+    gpus = node.get("gpus") or []
+    names = ", ".join(str(gpu.get("name", gpu)) if isinstance(gpu, dict) else str(gpu) for gpu in gpus)
+    return names or f"{node.get('cpu') or 'CPU'}, {node.get('cores', '?')} cores"
+
+
+def timm_example(timm_config: dict[str, Any]) -> str:
+    """How to load the weights; empty for a net that timm does not know."""
+    if "model_args" not in timm_config:
+        return ""
+    arguments = {"num_classes": timm_config["num_classes"], **timm_config["model_args"]}
+    given = ", ".join(f"{key}={json.dumps(v) if isinstance(v, str) else repr(v)}" for key, v in arguments.items())
+    call = f'timm.create_model("{timm_config["architecture"]}", checkpoint_path="model.safetensors", {given})'
+    return code_block(f"import timm\n\nnet = {call}.eval()", "python")

@@ -1,0 +1,151 @@
+"""Publishing a report, and which were published: `logbook/reports/<name>.json` holds the link to each."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+from lockstep.pages.comparison_page import labels_for
+from lockstep.pages.entry import Entry
+from lockstep.pages.html_report import report_html
+from lockstep.pages.json_values import as_text, items, mapping
+from lockstep.pages.markdown import code, plain
+from lockstep.pages.names import free_name
+from lockstep.pages.source import write_if_changed
+from lockstep.runs.errors import UserError
+from lockstep.runs.files import write_atomically
+from lockstep.runs.redact import redact_text
+
+HOW_TO_OPEN = "GitHub shows an HTML file as its source: download it and open it in a browser"
+
+
+def is_shown_as_source(link: str) -> bool:
+    """Whether a report's link leads to a file of the repository."""
+    return "](" in link and not re.search(r"\]\(https?:", link)
+
+
+@dataclass(frozen=True)
+class Report:
+    """One published report.
+
+    Args:
+        address: where a browser finds it: https://…, or a path from the logbook.
+        uri: where it was written: s3://…, or the same path.
+    """
+
+    title: str
+    runs: tuple[str, ...]
+    address: str
+    uri: str
+
+    @property
+    def link(self) -> str:
+        """Markdown; an address that no page can link to stands there as text."""
+        if self.address.startswith("/"):
+            return f"{plain(self.title)}: {code(self.address)}"
+        return f"[{plain(self.title)}]({quote(redact_text(self.address), safe=':/%@?=&+,;~-._')})"
+
+
+def publish_report(
+    logbook: Path,
+    entries: Sequence[Entry],
+    to: str,
+    title: str | None = None,
+    endpoint_url: str | None = None,
+    base: str | None = None,
+) -> Report:
+    """Write the report of these runs to a bucket or a folder and remember its link.
+
+    Args:
+        to: s3://bucket/prefix, or a folder.
+        base: the web address under which readers see that place.
+    Raises:
+        UserError, StoreError: the place cannot be written.
+    """
+    labels = labels_for(entries)
+    title = title or (" beside ".join(labels) if len(labels) <= 4 else f"{labels[0]} and {len(labels) - 1} more")
+    name, title = free_name(logbook / "reports", title, [entry.run_id for entry in entries])
+    page = report_html(title, entries, labels).encode()
+    if to.startswith("s3://"):
+        uri, address = put_report(page, f"{name}.html", to, endpoint_url)
+    else:
+        uri, address = write_report(page, f"{name}.html", Path(to), logbook)
+    if base:
+        address = f"{base.rstrip('/')}/{name}.html"
+    report = Report(title, tuple(entry.run_id for entry in entries), redact_text(address), uri)
+    save_report(logbook, name, report)
+    return report
+
+
+def put_report(page: bytes, file_name: str, to: str, endpoint_url: str | None) -> tuple[str, str]:
+    """(s3:// address, web address); a browser can read the latter where the bucket's policy lets it."""
+    import base64
+
+    from lockstep.storage.s3 import S3Options, make_client, translated
+
+    options = S3Options(to, endpoint_url=endpoint_url)
+    key = f"{options.prefix}/{file_name}".lstrip("/")
+    checksum = base64.b64encode(hashlib.sha256(page).digest()).decode()
+    client = make_client(options)
+    with translated(options):
+        client.put_object(
+            Bucket=options.bucket, Key=key, Body=page, ContentType="text/html; charset=utf-8",
+            CacheControl="no-cache", ChecksumSHA256=checksum, **options.put_arguments(),
+        )  # fmt: skip
+    return f"s3://{options.bucket}/{key}", f"{web_host(client.meta.endpoint_url, options.bucket)}/{key}"
+
+
+def web_host(endpoint_url: str, bucket: str) -> str:
+    """The endpoint may have come from the environment or a profile."""
+    if (urlsplit(endpoint_url).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn")):
+        return amazon_host(bucket)
+    return f"{endpoint_url.rstrip('/')}/{bucket}"
+
+
+def amazon_host(bucket: str) -> str:
+    """A name with dots does not fit Amazon's certificate."""
+    return f"https://s3.amazonaws.com/{bucket}" if "." in bucket else f"https://{bucket}.s3.amazonaws.com"
+
+
+def write_report(page: bytes, file_name: str, folder: Path, logbook: Path) -> tuple[str, str]:
+    """The place twice, as a page of the logbook links it: relative where it stays within the same repository."""
+    path = (folder / file_name).resolve()
+    try:
+        write_atomically(path, lambda file: file.write(page), binary=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror}): give another folder or s3://….") from None
+    inside = path.is_relative_to(logbook.resolve().parent)
+    place = os.path.relpath(path, logbook.resolve()) if inside else str(path)
+    return place, place
+
+
+def saved_reports(logbook: Path) -> list[Report]:
+    """In alphabetical order of their names."""
+    found = []
+    for path in sorted((logbook / "reports").glob("*.json")):
+        try:
+            held = mapping(json.loads(path.read_text()))
+        except (OSError, ValueError):
+            continue
+        runs = tuple(run for run in items(held.get("runs")) if isinstance(run, str))
+        if address := as_text(held.get("address")):
+            found.append(Report(as_text(held.get("title")) or path.stem, runs, address, as_text(held.get("uri"))))
+    return found
+
+
+def save_report(logbook: Path, name: str, report: Report) -> None:
+    text = json.dumps(asdict(report), indent=1)
+    write_if_changed(logbook / "reports" / f"{name}.json", text + "\n")
+
+
+def report_links(reports: Sequence[Report]) -> dict[str, list[str]]:
+    """Run id to the links of its reports."""
+    links: dict[str, list[str]] = {}
+    for report in reports:
+        for run_id in report.runs:
+            links.setdefault(run_id, []).append(report.link)
+    return links

@@ -1,0 +1,91 @@
+"""Files that are whole or not there, locks that go with the process, and times as text. Imports no torch."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+
+def utc_now() -> str:
+    """Now as `2026-11-21T10:30:12Z`."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def seconds_between(earlier: str, later: str) -> float:
+    return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()
+
+
+def write_atomically(path: Path, write: Callable[[Any], None], *, binary: bool = False) -> None:
+    """Write beside the target, sync to disk, rename: a reader sees the old file or the new one, never a part.
+
+    Args:
+        write: called with the open file.
+
+    Raises:
+        OSError: names the target, e.g. where its disk is full.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb" if binary else "w") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException as error:
+        Path(name).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            error.filename = os.fspath(path)  # a full disk says nothing of where it is
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of some network file systems
+
+
+def lock(handle: Any, wait_s: float | None = None) -> bool:
+    """An exclusive lock that goes with the process; False where another holds it for longer than `wait_s`.
+
+    Where the disk has no locks, nothing is locked. What is let go before the process ends takes `locked`: to close is
+    not enough while a child that was forked meanwhile has the handle too.
+    """
+    deadline = None if wait_s is None else time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX if deadline is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if deadline is None or time.monotonic() < deadline:
+                time.sleep(0.02)
+                continue
+            return False
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        return True
+
+
+@contextlib.contextmanager
+def locked(handle: Any, wait_s: float | None = None) -> Iterator[None]:
+    """`lock` for as long as the block lasts."""
+    lock(handle, wait_s)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)

@@ -1,0 +1,146 @@
+"""The name of every file in a run folder, and where a run's folder lies. Imports no torch.
+
+A run folder is `logs/train/runs/<run_id>/` (a sweep's: `logs/train/multiruns/<sweep_id>/<job>/`).
+"""
+
+import re
+import secrets
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from lockstep.runs.errors import UserError
+
+RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where each file of one run lies."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    def config_of(self, node_rank: int) -> Path:
+        """What this node's ranks read: nodes may share the folder, and must not write over each other's."""
+        return self.path / f"config-node{node_rank}.yaml" if node_rank else self.config
+
+    def any_config(self) -> Path | None:
+        """config.yaml, or on a machine that never held node 0 its own node's."""
+        found = [self.config, *sorted(self.path.glob("config-node*.yaml"))]
+        return next((path for path in found if path.exists()), None)
+
+    @property
+    def defaults(self) -> Path:
+        """The config that no override would have composed: what differs from it is what the user chose."""
+        return self.path / "defaults.yaml"
+
+    @property
+    def record(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def alive(self) -> Path:
+        """Locked for as long as the run trains."""
+        return self.path / ".alive"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.csv"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "train.log"
+
+    @property
+    def confusion_matrix(self) -> Path:
+        """CSV: one row per true class, one column per predicted class, exact counts on the test set."""
+        return self.path / "confusion_matrix.csv"
+
+    @property
+    def confusion_matrix_image(self) -> Path:
+        return self.path / "confusion_matrix.png"
+
+    @property
+    def code_diff(self) -> Path:
+        """`git diff HEAD` of src and configs where the code was not committed."""
+        return self.path / "code.diff"
+
+    def hardware_samples(self, node_rank: int) -> Path:
+        return self.path / f"hardware-node{node_rank}.csv"
+
+    def nvidia_smi(self, node_rank: int, moment: str) -> Path:
+        """moment: start, peak or end."""
+        return self.path / f"nvidia-smi-node{node_rank}-{moment}.txt"
+
+    def stack(self, rank: int) -> Path:
+        """The Python stack of a rank after a hang."""
+        return self.path / f"stack-rank{rank}.txt"
+
+    def rank_error(self, rank: int) -> Path:
+        """JSON {rank, host, phase, message, time}: what ended this rank."""
+        return self.path / f"error-rank{rank}.json"
+
+
+def new_run_id() -> str:
+    """Sorts by time; the random part keeps two starts in one second apart."""
+    return f"{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
+
+
+def checked_run_id(run_id: str) -> str:
+    """The same id, or UserError where it could leave its folder or prefix."""
+    if not RUN_ID_PATTERN.fullmatch(run_id) or ".." in run_id:
+        raise UserError(
+            f"run_id={run_id!r} cannot name a folder: use letters, digits, '.', '_' and '-' (no '..'), at most 100."
+        )
+    return run_id
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A run folder's config.yaml.
+
+    Raises:
+        UserError: there is none, or it is not one; a tag that asks for code is none.
+    """
+    import yaml
+
+    try:
+        config = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read as a run's config: {' '.join(str(error).split())[:300]}.") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is not a run's config: it holds no mapping.")
+    return config
+
+
+def find_run(logs: Path, run_id: str) -> RunFolder:
+    """The folder of a run under `logs` (runs and sweeps).
+
+    Raises:
+        UserError: no such run; names the newest ones there are.
+    """
+    checked_run_id(run_id)
+    direct = logs / "train" / "runs" / run_id
+    if (direct / "run.json").exists():
+        return RunFolder(direct)
+    for found in (logs / "train" / "multiruns").glob(f"*/{run_id}/run.json"):
+        return RunFolder(found.parent)
+    known = sorted(p.parent.name for p in (logs / "train" / "runs").glob("*/run.json"))[-3:]
+    hint = f"the newest are {', '.join(known)}" if known else "there are none yet"
+    raise UserError(f"No run {run_id!r} under {logs}; {hint}.")

@@ -1,0 +1,104 @@
+"""Where a run came from: commit, the state of the code, package versions, host. Imports no torch."""
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+CODE = ("src", "configs", "requirements.txt")
+PACKAGES = ("torch", "torchvision", "lightning", "hydra-core", "timm", "numpy", "boto3", "tensorboard")
+DIFF_LIMIT_BYTES = 200_000
+
+
+def code_state(repository: Path) -> dict[str, Any]:
+    """{commit, dirty, tree_hash}: pages of the logbook do not make a run dirty, src, configs and requirements do."""
+    commit = _git(repository, "rev-parse", "HEAD")
+    changed = _git(repository, "status", "--porcelain", "--", *CODE)
+    return {"commit": commit, "dirty": bool(changed) if commit else None, "tree_hash": tree_hash(repository)}
+
+
+def tree_hash(repository: Path) -> str:
+    """Sha256 over the names and bytes of all code and config files: equal on every node that runs the same code."""
+    digest = hashlib.sha256()
+    for name in CODE:
+        top = repository / name
+        files = sorted(top.rglob("*")) if top.is_dir() else [top]
+        for path in files:
+            if path.suffix in (".py", ".yaml", ".txt") and path.is_file():
+                digest.update(f"{path.relative_to(repository)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def code_diff(repository: Path) -> str:
+    """`git diff HEAD` of the code with the files that git does not know yet, cut at DIFF_LIMIT_BYTES.
+
+    Empty where nothing differs or there is no git.
+    """
+    parts = [_git(repository, "diff", "HEAD", "--", *CODE) or ""]
+    unknown = _git(repository, "ls-files", "-z", "--others", "--exclude-standard", "--", *CODE) or ""
+    for name in filter(None, unknown.split("\0")):
+        if sum(map(len, parts)) > DIFF_LIMIT_BYTES:
+            break
+        parts.append(_diff_of_new(repository, name))
+    diff = "\n".join(filter(None, parts))
+    return diff if len(diff) <= DIFF_LIMIT_BYTES else diff[:DIFF_LIMIT_BYTES] + "\n… cut here\n"
+
+
+def _diff_of_new(repository: Path, name: str) -> str:
+    try:
+        size = (repository / name).lstat().st_size
+    except OSError:
+        return ""
+    if size > DIFF_LIMIT_BYTES:
+        return f"new file {name}: its {size:,} bytes are left out here"
+    return _git(repository, "diff", "--no-index", "--", os.devnull, name, differs=1) or ""
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+RANK_OWN_KEYS = ("paths", "run_id", "resume", "ckpt_path", "initial_weights", "resume_step", "overrides", "sweep_dir")
+
+
+def config_hash(config: dict[str, Any]) -> str:
+    """Equal where the options are, whatever folders a node has."""
+    text = json.dumps({k: v for k, v in config.items() if k not in RANK_OWN_KEYS}, sort_keys=True, default=str)
+    for folder in config["paths"].values():
+        text = text.replace(str(folder), "")
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def host(node_rank: int) -> dict[str, Any]:
+    return {"node_rank": node_rank, "host": platform.node(), "cores": available_cores(), "system": platform.platform()}
+
+
+def available_cores() -> int:
+    """Cores that this process may use: affinity counts, and a container's CPU quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return cores
+
+
+def _git(repository: Path, *arguments: str, differs: int = 0) -> str | None:
+    """What git prints; None where it fails. differs: the exit code of a diff that found something."""
+    command = ["git", "-C", str(repository), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode in (0, differs) else None

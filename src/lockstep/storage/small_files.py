@@ -1,0 +1,90 @@
+"""The small files of a run folder (config, record, metrics, TensorBoard …) to and from the bucket."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lockstep.runs.files import write_atomically
+from lockstep.runs.folder import RunFolder
+from lockstep.storage.run_bucket import FILE_NAME, RunBucket
+
+SUFFIXES = (".yaml", ".json", ".csv", ".png", ".txt", ".diff", ".log")
+NOT_OURS = ("generation.json", "best.json", "last.json")  # the bucket's own names in the run's prefix
+
+
+class SmallFiles:
+    """Sends those files of a run folder that changed since they were last sent."""
+
+    def __init__(self, run: RunBucket, folder: RunFolder) -> None:
+        self.run, self.folder = run, folder
+        self._sent: dict[str, tuple[int, int]] = {}
+
+    def send(self, cancelled: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+        for relative, path in small_files(self.folder):
+            try:
+                facts = path.stat()
+                state = (facts.st_mtime_ns, facts.st_size)
+                if self._sent.get(relative) == state or not facts.st_size or cancelled():
+                    continue
+                self.run.bucket.put_file(path, self.run.file_key(relative), cancelled=cancelled)
+            except FileNotFoundError:
+                continue
+            self._sent[relative] = state
+        return {"files": len(self._sent)}
+
+
+def small_files(folder: RunFolder) -> Iterator[tuple[str, Path]]:
+    """(name in the bucket, path); links are not followed, so nothing outside the folder is sent."""
+    for path in sorted(folder.path.glob("*")):
+        if path.suffix in SUFFIXES and path.name not in NOT_OURS and _is_plain(path):
+            yield path.name, path
+    for root, folders, names in os.walk(folder.tensorboard):
+        folders[:] = [name for name in sorted(folders) if FILE_NAME.fullmatch(name)]
+        for name in sorted(names):
+            path = Path(root) / name
+            if _is_plain(path):
+                yield path.relative_to(folder.path).as_posix(), path
+
+
+def _is_plain(path: Path) -> bool:
+    return bool(FILE_NAME.fullmatch(path.name)) and path.is_file() and not path.is_symlink()
+
+
+def restore_small_files(run: RunBucket, folder: RunFolder) -> list[str]:
+    """Fetch the run's small files, so that its record and curves go on; what is here stays unless it is older."""
+    overwrite = _updated_at(run.bucket.read_small(f"{run.root}run.json")[0]) > _updated_at(_bytes_of(folder.record))
+    restored = []
+    for key, _size in run.bucket.keys(run.root):
+        relative = key.removeprefix(run.root)
+        if _is_small_file(relative) and (overwrite or not (folder.path / relative).exists()):
+            _fetch_small(run, key, folder.path / relative)
+            restored.append(relative)
+    return restored
+
+
+def _is_small_file(relative: str) -> bool:
+    parts = relative.split("/")
+    ours = len(parts) == 1 and Path(relative).suffix in SUFFIXES and relative not in NOT_OURS
+    return (ours or parts[0] == "tensorboard") and all(FILE_NAME.fullmatch(part) for part in parts)
+
+
+def _fetch_small(run: RunBucket, key: str, target: Path) -> None:
+    def write(file: Any) -> None:
+        for block in run.bucket.read_blocks(key)[1]:
+            file.write(block)
+
+    write_atomically(target, write, binary=True)
+
+
+def _updated_at(record: bytes | None) -> str:
+    """The record's time stamp; times of this form sort as text."""
+    try:
+        return str(json.loads(record or b"{}").get("updated_at", ""))
+    except (ValueError, AttributeError, RecursionError):
+        return ""
+
+
+def _bytes_of(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None

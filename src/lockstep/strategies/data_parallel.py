@@ -1,0 +1,76 @@
+"""torch.nn.DataParallel: one process, every GPU of this machine (trainer=dp).
+
+The batch is cut over the GPUs in each forward, the weights are copied to all of them every time: simple, and slower
+than trainer=ddp, which is why DDP exists. The batch statistics of BatchNorm are those of each GPU's part.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+
+from lockstep.runs.errors import UserError
+
+
+class DataParallel(SingleDeviceStrategy):
+    """Weights, optimizer and checkpoints are those of the plain net on the first GPU.
+
+    Args:
+        num_gpus: how many to use; None for all.
+    Raises:
+        UserError: fewer than two GPUs: torch's DataParallel would then do nothing, silently.
+    """
+
+    def __init__(self, num_gpus: int | None = None) -> None:
+        found = torch.cuda.device_count()
+        wanted = found if num_gpus is None else num_gpus
+        if wanted < 2 or wanted > found:
+            works = {0: "trainer=ddp_sim", 1: "trainer=gpu"}.get(found, f"trainer.num_gpus={found}")
+            raise UserError(
+                f"trainer=dp spreads a batch over two or more GPUs of one machine, and {found} of "
+                f"{max(wanted, 2)} is here: {works} works."
+            )
+        super().__init__(device=torch.device("cuda", 0))
+        self.num_gpus = wanted
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        spread_forward(model.net, list(range(self.num_gpus)))
+        return model
+
+    def teardown(self) -> None:
+        self.lightning_module.net.__dict__.pop("forward", None)
+        super().teardown()
+
+
+def spread_forward(net: nn.Module, device_ids: list[int]) -> None:
+    """Route net's forward through nn.DataParallel, keeping the net and its parameter names.
+
+    The replicas are made of a shallow copy, which shares every parameter but has the forward of the class.
+    """
+    net.__dict__.pop("forward", None)
+    parallel = _Spread(copy.copy(net), device_ids=device_ids)
+
+    def forward(*inputs: Any, **named: Any) -> Any:
+        parallel.module.training = net.training  # train() and eval() reach the original alone
+        return parallel(*inputs, **named)
+
+    net.__dict__["forward"] = forward
+
+
+class _Spread(nn.DataParallel):
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
+        return super().parallel_apply([under_this_autocast(replica, "cuda") for replica in replicas], inputs, kwargs)
+
+
+def under_this_autocast(call: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """`call` for another thread: torch takes autocast along, but not its dtype, and would compute in float16."""
+    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+    def called(*inputs: Any, **named: Any) -> Any:
+        with torch.autocast(device_type, dtype=dtype, enabled=enabled):
+            return call(*inputs, **named)
+
+    return called

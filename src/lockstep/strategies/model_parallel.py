@@ -1,0 +1,180 @@
+"""The net cut into stages on several devices of one process (trainer=model_parallel): features here, head there.
+
+It makes room for models that one device cannot hold. The devices work one after the other; with micro-batches the
+next one enters the first stage while the last stage still computes, on GPUs, whose kernels run asynchronously.
+`trainer.stage_devices=[cpu,cpu]` runs the same code without a GPU.
+"""
+
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+
+from lockstep.runs.errors import UserError
+
+
+class ModelParallel(SingleDeviceStrategy):
+    """Weights keep their names: checkpoints are those of the unsplit model.
+
+    Args:
+        stage_devices: one device for each stage, in order, as ["cuda:0", "cuda:1"]; None for all GPUs.
+        micro_batches: parts in which a batch goes through the stages.
+        balance: what the cut makes as equal as the net's stages allow: "parameters" or "flops".
+    Raises:
+        UserError: fewer than two devices, devices that are not here, a net with fewer stages than devices.
+    """
+
+    supports_ema = False  # Lightning's averaged copy would sit on one device
+
+    def __init__(
+        self, stage_devices: list[str] | None = None, micro_batches: int = 1, balance: str = "parameters"
+    ) -> None:
+        self.stage_devices = checked_devices(stage_devices)
+        if balance not in ("parameters", "flops"):
+            raise UserError(f"trainer.balance={balance}: parameters or flops.")
+        if micro_batches < 1:
+            raise UserError(f"trainer.micro_batches={micro_batches}: a whole number from 1 on.")
+        super().__init__(device=self.stage_devices[0])
+        self.micro_batches, self.balance = micro_batches, balance
+
+    def setup(self, trainer) -> None:
+        data = trainer.datamodule
+        self.example = (1, data.channels, data.image_size, data.image_size) if data is not None else None
+        super().setup(trainer)
+
+    def model_to_device(self) -> None:
+        """The stages to their devices, and what the module has beside the net to the first."""
+        module = self.lightning_module
+        if not hasattr(module.net, "stages"):
+            raise UserError(f"{type(module.net).__name__} names no stages(): trainer=model_parallel cannot cut it.")
+        stages = module.net.stages()
+        check_cover(module.net, stages)
+        sizes = self._costs(stages)
+        ends = balanced_cut(sizes, len(self.stage_devices))
+        self.cut = [list(range(start, end)) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        groups = [nn.Sequential(*(stages[i] for i in part)) for part in self.cut]
+        for name, child in module.named_children():
+            if name != "net":
+                child.to(self.root_device)
+        for group, device in zip(groups, self.stage_devices, strict=True):
+            group.to(device)
+        _update_properties(module, device=self.root_device)  # what the module makes itself comes to the first device
+        module.net.__dict__["forward"] = Pipeline(groups, self.stage_devices, self.micro_batches)
+
+    def _costs(self, stages: list[nn.Module]) -> list[int]:
+        if self.balance == "parameters" or self.example is None:
+            return [sum(p.numel() for p in stage.parameters()) for stage in stages]
+        return count_flops(stages, self.example)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Each state to its parameter's device; Lightning would move all of them to the first."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+    def teardown(self) -> None:
+        self.lightning_module.net.__dict__.pop("forward", None)
+        super().teardown()
+
+
+class Pipeline:
+    """net's forward: micro-batches through the stages; the logits come back to the first device."""
+
+    def __init__(self, groups: list[nn.Module], devices: list[torch.device], micro_batches: int) -> None:
+        self.groups, self.devices, self.micro_batches = groups, devices, micro_batches
+
+    def __call__(self, images: Tensor) -> Tensor:
+        parts = images.tensor_split(min(self.micro_batches, len(images)))
+        return torch.cat([self._through(part) for part in parts])
+
+    def _through(self, x: Tensor) -> Tensor:
+        for group, device in zip(self.groups, self.devices, strict=True):
+            x = group(moved(x, device, group))
+        return moved(x, self.devices[0])
+
+
+def moved(x: Tensor, device: torch.device, group: nn.Module | None = None) -> Tensor:
+    """On `device`: to a GPU without waiting; a CPU would read what has not arrived.
+
+    On a CPU there is no autocast beside a GPU's: there x gets the type of the group's weights.
+    """
+    if device.type != "cpu" or x.device.type == "cpu":
+        return x.to(device, non_blocking=True)
+    weights = next(group.parameters(), None) if group is not None else None
+    return x.to(device, dtype=None if weights is None else weights.dtype)
+
+
+def balanced_cut(costs: list[int], parts: int) -> list[int]:
+    """The ends of `parts` runs of consecutive stages, none empty, whose most expensive one is as cheap as can be.
+
+    >>> balanced_cut([1, 1, 1, 9, 1, 1], 2)
+    [3, 6]
+
+    Raises:
+        UserError: more parts than stages.
+    """
+    if parts > len(costs):
+        raise UserError(f"The model has {len(costs)} stages, trainer.stage_devices {parts}: give {len(costs)} at most.")
+    sums = [0, *accumulate(costs)]
+    # best[n] = (cost of the dearest run, ends) for the first n stages
+    best = {n: (sums[n], [n]) for n in range(1, len(costs) + 1)}
+    for count in range(2, parts + 1):
+        best = {
+            n: min((max(best[m][0], sums[n] - sums[m]), [*best[m][1], n]) for m in range(count - 1, n))
+            for n in range(count, len(costs) + 1)
+        }
+    return best[len(costs)][1]
+
+
+@torch.no_grad()
+def count_flops(stages: list[nn.Module], shape: tuple[int, ...]) -> list[int]:
+    """Of each stage's forward for an input of this shape, where the stages are."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    parameter = next(p for stage in stages for p in stage.parameters())
+    x = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+    modes = [(module, module.training) for stage in stages for module in stage.modules()]
+    counts = []
+    for stage in stages:
+        with FlopCounterMode(display=False) as counter:
+            x = stage.eval()(x)
+        counts.append(counter.get_total_flops())
+    for module, training in modes:
+        module.training = training
+    return counts
+
+
+def check_cover(net: nn.Module, stages: list[nn.Module]) -> None:
+    """Every parameter in exactly one stage, or the cut would leave some of them behind on the wrong device."""
+    owners: dict[int, int] = {}
+    for stage in stages:
+        for parameter in stage.parameters():
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    wrong = [name for name, parameter in net.named_parameters() if owners.get(id(parameter)) != 1]
+    if wrong:
+        raise UserError(f"{type(net).__name__}.stages() does not hold each parameter once: {', '.join(wrong[:3])}.")
+
+
+def checked_devices(names: list[str] | None) -> list[torch.device]:
+    """The devices, each of them here."""
+    found = torch.cuda.device_count()
+    if names is None:
+        if found < 2:
+            raise UserError(
+                f"trainer=model_parallel needs two devices and {found} GPU{'' if found == 1 else 's'} is here: "
+                f"trainer.stage_devices=[{'cuda:0,cpu' if found else 'cpu,cpu'}] works."
+            )
+        return [torch.device("cuda", index) for index in range(found)]
+    try:
+        devices = [torch.device(name) for name in names]
+    except (RuntimeError, TypeError) as error:
+        raise UserError(f"trainer.stage_devices={names}: {str(error).splitlines()[0]}") from None
+    missing = [str(d) for d in devices if d.type == "cuda" and (d.index or 0) >= found]
+    if missing:
+        raise UserError(f"trainer.stage_devices names {missing[0]}, and {found} GPUs are here: [cpu,cpu] works.")
+    if len(devices) < 2:
+        raise UserError("trainer.stage_devices needs two devices or more; [cpu,cpu] works everywhere.")
+    return devices

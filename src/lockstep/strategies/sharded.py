@@ -1,0 +1,232 @@
+"""Fully sharded data parallelism (FSDP2): each rank keeps 1/N of weights, gradients and optimizer state.
+
+trainer=fsdp (GPUs), trainer=fsdp_sim (the same code in CPU processes over gloo). The weights of a block are gathered
+just before it computes, and freed after it. See https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import ClusterEnvironment, Precision
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint as recompute
+
+from lockstep.runs.errors import UserError
+from lockstep.strategies import sharded_checkpoint
+from lockstep.strategies.ddp import broadcast_buffers, broadcast_from_rank_zero
+from lockstep.strategies.gloo_collectives import use_gloo_collectives
+from lockstep.strategies.local_step import step_on_shards
+from lockstep.strategies.sharded_precision import ShardedPrecision, policies, precision_for
+from lockstep.strategies.sharded_state import (
+    full_optimizer_state,
+    full_state_dict,
+    sharded_optimizer_state,
+    sharded_state_dict,
+)
+
+
+class Sharded(ModelParallelStrategy):
+    """fully_shard over the net's `shard_units()`, then over the net itself.
+
+    Args:
+        shard_within_node: shard over the ranks of a node and replicate over nodes (HSDP): the gathers stay inside a
+            node, which pays off where the network between nodes is slow and the model fits one node.
+        activation_checkpointing: forget each unit's activations and compute them again in backward: less memory,
+            about a third more time.
+        cpu_offload: keep shards and optimizer state in CPU memory, and step there: slow, for what fits no other way.
+        sharded_checkpoint: write folders of shards instead of one file made on rank 0.
+        reshard_after_forward: free a unit's weights between forward and backward; false trades memory for time.
+    """
+
+    steps_on_shards = True  # torch's own optimizers get plain tensors: one kernel for all parameters works
+    supports_ema = False  # averaged weights would have to be gathered for every evaluation
+
+    def __init__(
+        self,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        timeout: timedelta = timedelta(seconds=300),
+        shard_within_node: bool = False,
+        activation_checkpointing: bool = False,
+        cpu_offload: bool = False,
+        sharded_checkpoint: bool = False,
+        reshard_after_forward: bool = True,
+    ) -> None:
+        super().__init__(save_distributed_checkpoint=sharded_checkpoint, timeout=timeout)
+        self.parallel_devices, self.cluster_environment = parallel_devices, cluster_environment
+        self.shard_within_node = shard_within_node
+        self.activation_checkpointing = activation_checkpointing
+        self.cpu_offload = cpu_offload
+        self.sharded_checkpoint = sharded_checkpoint
+        self.reshard_after_forward = reshard_after_forward
+
+    @staticmethod
+    def precision_for(precision: str, device_type: str) -> Precision:
+        """The plugin to give to the Trainer in place of `precision=`, whose fp16 Lightning refuses here."""
+        return precision_for(precision, device_type)
+
+    def _configure_launcher(self) -> None:
+        """The ranks are there already: Lightning starts none."""
+
+    def _get_process_group_backend(self) -> str:
+        if self.root_device.type == "cpu":
+            return "gloo"
+        # Clipping and loss scaling reduce over gradients, which offloading leaves in CPU memory.
+        return "cpu:gloo,cuda:nccl" if self.cpu_offload else "nccl"
+
+    def setup_environment(self) -> None:
+        self._setup_distributed()
+        self._device_mesh = self._make_mesh()
+
+    def _make_mesh(self) -> DeviceMesh:
+        device_type = self.root_device.type
+        if not self.shard_within_node:
+            return init_device_mesh(device_type, (self.world_size,), mesh_dim_names=("shard",))
+        per_node = len(self.parallel_devices)
+        shape = (self.world_size // per_node, per_node)
+        return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup(self, trainer) -> None:
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        self.model = self.precision_plugin.convert_module(module)
+        if not isinstance(module.net, FSDPModule):
+            self._shard(module.net)
+        for name, child in module.named_children():
+            if name != "net":
+                child.to(self.root_device)
+        # Not module.to(): offloaded shards stay in CPU memory.
+        _update_properties(module, device=self.root_device)
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def setup_optimizers(self, trainer) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            step_on_shards(optimizer)
+
+    def _shard(self, net: nn.Module) -> None:
+        if self._layer_sync:
+            self._layer_sync.apply(net)
+        units = net.shard_units() if hasattr(net, "shard_units") else []
+        if not units and self.global_rank == 0:
+            print(
+                "The model names no shard_units(): FSDP gathers it as a whole, which saves little memory.", flush=True
+            )
+        self._check(net, units)
+        broadcast_from_rank_zero([*net.parameters(), *net.buffers()], self.root_device)
+        for parameter in net.parameters():
+            parameter.data = parameter.data.contiguous()  # fully_shard refuses channels_last weights
+        if self.activation_checkpointing:
+            for unit in units:
+                unit.forward = partial(recompute, unit.forward, use_reentrant=False)
+        block, root, norm = policies(self.precision_plugin)
+        shard = partial(
+            fully_shard,
+            mesh=self.device_mesh,
+            offload_policy=self._offload(),
+            reshard_after_forward=self.reshard_after_forward,
+        )
+        if isinstance(self.precision_plugin, ShardedPrecision):
+            for layer in [layer for layer in net.modules() if isinstance(layer, _BatchNorm)]:
+                shard(layer, mp_policy=norm)
+        for unit in units:
+            shard(unit, mp_policy=block)
+        shard(net, mp_policy=root)
+        if self.root_device.type == "cpu":
+            use_gloo_collectives(net, units)
+
+    def _offload(self) -> OffloadPolicy:
+        return CPUOffloadPolicy() if self.cpu_offload and self.root_device.type != "cpu" else OffloadPolicy()
+
+    def _check(self, net: nn.Module, units: list[nn.Module]) -> None:
+        """What fully_shard cannot do, before it begins."""
+        scalars = [name for name, parameter in net.named_parameters() if parameter.dim() == 0]
+        if scalars:
+            raise UserError(f"The parameter {scalars[0]} is a scalar, which FSDP cannot shard: trainer=ddp works.")
+        if self.activation_checkpointing and any(isinstance(m, _BatchNorm) for unit in units for m in unit.modules()):
+            raise UserError(
+                "trainer.activation_checkpointing=true computes forward twice, which would count BatchNorm's "
+                "statistics twice: leave it off for this model."
+            )
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around the micro-batches of an accumulated step but the last: gradients add up unsharded, unreduced."""
+        net = self.lightning_module.net
+        net.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            net.set_requires_gradient_sync(True)
+
+    def on_validation_start(self) -> None:
+        broadcast_buffers(self.lightning_module, self.root_device)
+
+    def on_test_start(self) -> None:
+        broadcast_buffers(self.lightning_module, self.root_device)
+
+    # --- checkpoints: whole on rank 0 by default, so that any strategy and world size reads them
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole on rank 0 and empty elsewhere; shards where `sharded_checkpoint`. Every rank must call it."""
+        state = self.lightning_module.state_dict()
+        return state if self.sharded_checkpoint else full_state_dict(state, keep=self.is_global_zero)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """As lightning_module_state_dict."""
+        state = (optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
+        return state if self.sharded_checkpoint else full_optimizer_state(state, keep=self.is_global_zero)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        if self.sharded_checkpoint:
+            sharded_checkpoint.write(checkpoint, Path(filepath), first_on_node=self.local_rank == 0)
+        else:
+            ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """A file or a folder of shards, written under any strategy; from a folder each rank reads its own parts."""
+        if not sharded_checkpoint.is_shard_folder(checkpoint_path):
+            return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only=weights_only)
+        state = self.lightning_module.state_dict()
+        own = {f"{sharded_checkpoint.WEIGHTS}/{name}": value for name, value in state.items()}
+        for index, optimizer in enumerate(self.optimizers):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            own |= {f"{sharded_checkpoint.OPTIMIZER}/{index}/{number}": p for number, p in enumerate(parameters)}
+        return sharded_checkpoint.read(Path(checkpoint_path), own)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        module.load_state_dict(sharded_state_dict(checkpoint["state_dict"], module.state_dict()), strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(sharded_optimizer_state(state, optimizer))
+
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized():
+            on_gpu = self.root_device.type == "cuda"
+            dist.barrier(device_ids=[self.root_device.index] if on_gpu else None)

@@ -1,0 +1,175 @@
+"""A checkpoint as a folder of shards: each rank writes what it holds, and any strategy reads it.
+
+    <name>/shard-0000N-model-….safetensors   tensors with their offsets, by torch.distributed.checkpoint
+    <name>/rest.pt                           everything else, as torch.save writes it
+    <name>/manifest.json                     every file with its bytes and sha256, written last: complete
+
+Nothing in it is a pickle that runs code: DCP's own format has a pickled .metadata, so its safetensors form is used,
+and rest.pt loads with weights_only=True.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from lockstep.runs.errors import UserError
+
+MANIFEST = "manifest.json"
+REST = "rest.pt"
+FORMAT = 1
+WEIGHTS, OPTIMIZER = "state_dict", "optimizer_states"
+
+
+def is_shard_folder(path: str | Path) -> bool:
+    return (Path(path) / MANIFEST).is_file()
+
+
+def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of weights and optimizer states by flat names, and the checkpoint without them.
+
+    `state_dict/<name>`, `optimizer_states/<optimizer>/<parameter's number>/<name>`.
+    """
+    rest = {key: value for key, value in checkpoint.items() if key not in (WEIGHTS, OPTIMIZER)}
+    tensors = {f"{WEIGHTS}/{name}": value for name, value in checkpoint.get(WEIGHTS, {}).items()}
+    if OPTIMIZER in checkpoint:
+        rest[OPTIMIZER] = []
+    for index, optimizer in enumerate(checkpoint.get(OPTIMIZER, [])):
+        plain: dict[int, dict[str, Any]] = {}
+        for number, state in optimizer["state"].items():
+            plain[number] = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    tensors[f"{OPTIMIZER}/{index}/{number}/{name}"] = value
+        rest[OPTIMIZER].append({**optimizer, "state": plain})
+    return tensors, rest
+
+
+def join(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `split`."""
+    checkpoint = {**rest, WEIGHTS: {}}
+    for key, value in tensors.items():
+        kind, _, name = key.partition("/")
+        if kind == WEIGHTS:
+            checkpoint[WEIGHTS][name] = value
+        else:
+            index, number, name = name.split("/", 2)
+            checkpoint[OPTIMIZER][int(index)]["state"][int(number)][name] = value
+    return checkpoint
+
+
+def write(checkpoint: Mapping[str, Any], folder: Path, first_on_node: bool) -> None:
+    """Write a checkpoint whose tensors are sharded over the ranks; every rank calls it, with its own shards.
+
+    An interrupted write leaves a folder without a manifest, which no reader takes for a checkpoint.
+
+    Args:
+        first_on_node: this rank clears away what an earlier world, of more ranks perhaps, left under this name.
+    """
+    tensors, rest = split(checkpoint)
+    dist.barrier()  # whoever keeps a second name for what lies there has made it
+    if first_on_node and folder.exists():
+        (folder / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # nodes that share the disk are at it together
+    dist.barrier()
+    folder.mkdir(parents=True, exist_ok=True)
+    dcp.save(
+        {name: value.detach() for name, value in tensors.items()},
+        storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True),
+    )
+    rank = dist.get_rank()
+    if rank == 0:
+        with open(folder / REST, "wb") as file:
+            torch.save(rest, file)
+            file.flush()
+            os.fsync(file.fileno())
+    own = [path for path in sorted(folder.glob(f"shard-{rank + 1:05d}-*"))] + [folder / REST] * (rank == 0)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, {path.name: _fingerprint(path) for path in own})
+    if rank == 0:
+        files = {name: entry for part in gathered for name, entry in part.items()}
+        shapes = {name: list(value.shape) for name, value in tensors.items()}
+        _write_manifest(folder, {"format": FORMAT, "world_size": len(gathered), "files": files, "tensors": shapes})
+    dist.barrier()
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    temporary = folder / f"{MANIFEST}.tmp"
+    with open(temporary, "w") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / MANIFEST)
+
+
+def check(folder: Path, hashes: bool = False) -> dict[str, Any]:
+    """The manifest of a complete folder.
+
+    Raises:
+        UserError: a file is missing or has another size (with `hashes`: another content) than the manifest says.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        files, written = manifest["files"], manifest["format"]
+        sizes = {name: entry["bytes"] for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{folder} is no complete folder of shards ({type(error).__name__}: {error}).") from None
+    if written != FORMAT:
+        raise UserError(f"{folder} has shard format {written}; this version reads {FORMAT}.")
+    strangers = {path.name for path in folder.glob("*.safetensors")} - files.keys()
+    if strangers:
+        raise UserError(
+            f"{folder} holds {min(strangers)}, which its manifest does not name: it is of another checkpoint."
+        )
+    for name, entry in files.items():
+        path = folder / Path(name).name
+        if not path.is_file() or path.stat().st_size != sizes[name]:
+            raise UserError(f"{folder} is torn: {name} is missing or not {sizes[name]} bytes long.")
+        if hashes and _fingerprint(path) != entry:
+            raise UserError(f"{folder} is damaged: {name} has not the content that was written.")
+    return manifest
+
+
+def read(folder: Path, own: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    """The checkpoint that a folder of shards holds.
+
+    Args:
+        own: parameters by the flat name of the weight, and of the optimizer state without the state's own name.
+            What is sharded there comes back sharded alike, each rank reading only its part; all else is read whole.
+    """
+    check(folder)
+    rest = torch.load(folder / REST, map_location="cpu", weights_only=True)
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    targets: dict[str, Tensor] = {}
+    for name, stored in reader.read_metadata().state_dict_metadata.items():
+        match = (own or {}).get(name, (own or {}).get(name.rpartition("/")[0]))
+        if isinstance(match, DTensor) and match.shape == stored.size:
+            targets[name] = torch.empty_like(match.detach(), dtype=stored.properties.dtype)
+        else:
+            targets[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        dcp.load(targets, storage_reader=reader, no_dist=True)
+    return join(targets, rest)
+
+
+def load_checkpoint(path: str | Path) -> dict[str, Any]:
+    """A checkpoint from a file or from a folder of shards, whole, in CPU memory, with weights_only=True."""
+    if is_shard_folder(path):
+        return read(Path(path))
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -1,0 +1,110 @@
+"""A trained net out of its checkpoint alone, for predict.py and export.py."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.instantiate import check_targets
+from lockstep.data.batch_transforms import BatchTransforms
+from lockstep.runs.errors import UserError
+from lockstep.runs.provenance import REPOSITORY
+from lockstep.runs.record import read_record
+from lockstep.storage.checkpoint_files import measure
+from lockstep.storage.fetch import locate_checkpoint
+from lockstep.training.build import build_module, check_fits, read_checkpoint
+
+
+@dataclass
+class FinishedModel:
+    """
+    Args:
+        net: in evaluation mode, on the CPU; (B, C, H, W) float32 normalised → (B, classes) logits.
+        config: the run's whole config.
+        facts: class_names, num_classes, image_size, channels, mean, std, data_hash.
+        record: the run's record where it lies beside the checkpoint, else empty.
+    """
+
+    net: nn.Module
+    config: dict[str, Any]
+    facts: dict[str, Any]
+    path: Path
+    record: dict[str, Any]
+
+    @property
+    def resize(self) -> int:
+        """Side that an image is resized to before the centre is cut out."""
+        return self.config["data"].get("resize") or self.facts["image_size"]
+
+    def transforms(self) -> BatchTransforms:
+        return BatchTransforms(
+            stored_size=self.resize,
+            image_size=self.facts["image_size"],
+            resize=self.resize,
+            mean=self.facts["mean"],
+            std=self.facts["std"],
+        )
+
+    def prepared(self, images: Tensor) -> Tensor:
+        """(B, C, H, W) normalised, from (B, resize, resize, C) uint8: what evaluation feeds the net."""
+        transforms = self.transforms()
+        draws = torch.from_numpy(transforms.centre())[:, None].expand(3, len(images)).contiguous()
+        return transforms(transforms.cut_batch(images, draws), draws).clone()
+
+    def logits(self, images: Tensor) -> Tensor:
+        """What the run's own test took for its answer: with test-time flip the mean over an image and its mirror."""
+        logits = self.net(images)
+        if self.config["classifier"].get("test_time_flip"):
+            logits = (logits + self.net(images.flip(-1))) / 2
+        return logits
+
+    def sha256(self) -> str:
+        """Of the file; of a folder of shards, over all its files."""
+        return measure(self.path)["sha256"]
+
+
+def load_finished(address: str, logs: Path, s3: dict[str, Any] | None = None) -> FinishedModel:
+    """
+    Args:
+        address: a checkpoint file or folder of shards, a run id (its best), or s3://….
+    Raises:
+        UserError: there is none, or it was not written by this project.
+    """
+    path = locate_checkpoint(address, logs, s3, REPOSITORY / "data" / "checkpoints")
+    checkpoint = read_checkpoint(path)
+    own = checkpoint.get("lockstep")
+    if not isinstance(own, dict) or not {"config", "data"} <= own.keys():
+        raise UserError(f"{path} carries no config: it was not written by this project.")
+    config, facts = own["config"], own["data"]
+    check_targets(config)
+    for key, value in (("pretrained", False), ("weights", None)):  # the checkpoint brings all weights
+        if key in config["model"]:
+            config["model"][key] = value
+    module = build_module(config, facts, trainable=False)
+    check_fits(module, checkpoint["state_dict"], str(path), config["model"]["name"])
+    module.load_state_dict(checkpoint["state_dict"])
+    run_file = path.parent.parent / "run.json"
+    record = read_record(run_file) if run_file.exists() else {}
+    return FinishedModel(module.net.eval().float(), config, facts, path, record)
+
+
+def read_words(argv: list[str], known: dict[str, str | None], usage: str) -> dict[str, str]:
+    """key=value words over defaults; None marks a key that must be given.
+
+    Raises:
+        UserError: an unknown key, or one that is missing.
+    """
+    given = dict(known)
+    for word in argv:
+        key, sign, value = word.partition("=")
+        if not sign or key not in known:
+            raise UserError(
+                f"{word!r} is not understood; it takes {', '.join(f'{name}=' for name in known)} ({usage})."
+            )
+        given[key] = value
+    missing = [key for key, default in known.items() if default is None and not given[key]]
+    if missing:
+        raise UserError(f"{missing[0]}= is missing: {usage}.")
+    return {key: value for key, value in given.items() if value is not None}

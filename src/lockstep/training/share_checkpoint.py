@@ -1,0 +1,142 @@
+"""One checkpoint for all ranks of a run: the newest that any node has, and its bytes on every node."""
+
+import contextlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.distributed.cluster import Cluster
+from lockstep.runs.errors import UserError
+from lockstep.runs.folder import RunFolder
+from lockstep.runs.record import read_record, take_over_record
+from lockstep.storage.checkpoint_files import complete, fault_of, measure, sha256_of
+from lockstep.storage.shards import shards_of
+
+CHUNK_BYTES = 64 * 2**20
+
+
+def share_checkpoint(config: dict[str, Any], cluster: Cluster, folder: RunFolder) -> None:
+    """The run goes on from the newest whole checkpoint that any node has; nodes without a copy of it get its bytes.
+
+    Of a sharded one each node may hold its own ranks' shards only. One of which shards are nowhere is passed over.
+    Sets config["ckpt_path"] to a path that exists on this node, and config["resume_step"], on every rank.
+    """
+    mine = config.get("ckpt_path"), config.get("resume_step")
+    own = mine[0] is not None and Path(mine[0]).resolve().is_relative_to(folder.checkpoints.resolve())
+    initial = (config.get("initial_weights") if own else mine[0]), None if mine[1] is None else 0
+    while True:
+        offers: list[Any] = [None] * cluster.world_size
+        dist.all_gather_object(offers, list(mine))
+        source = newest_offer(offers)
+        config["ckpt_path"], config["resume_step"] = path, step = offers[source]
+        if path is None:
+            return
+        try:
+            local = fetch_from_rank_zero(Path(path), cluster, folder, source)
+            break
+        except UserError as error:
+            if not step:
+                raise  # the user named it
+            if cluster.is_rank_zero:
+                print(f"Passed over: {error}", flush=True)
+            mine = _before(folder, step) or initial
+    if source != 0:
+        record = [read_record(folder.record) if cluster.rank == source and folder.record.exists() else None]
+        dist.broadcast_object_list(record, src=source)
+        if cluster.is_rank_zero:
+            print(f"Going on from step {step}: node {source // cluster.devices} has the newest checkpoint.", flush=True)
+            take_over_record(folder.record, record[0], config)
+    config["ckpt_path"] = str(local)
+
+
+def _before(folder: RunFolder, step: int) -> tuple[str, int] | None:
+    """What a rank offers after the checkpoint of `step` could not be had: the run's newest here of an earlier step."""
+    for older, facts in complete(folder.checkpoints):
+        if facts["step"] < step and fault_of(older) is None:
+            return str(older), facts["step"]
+    return None
+
+
+def newest_offer(offers: list[tuple[str | None, int | None]]) -> int:
+    """The rank whose (checkpoint, step) is the furthest; rank 0 where nobody states a step."""
+    steps = [step if path is not None and step is not None else -1 for path, step in offers]
+    return steps.index(max(steps))
+
+
+def fetch_from_rank_zero(path: Path, cluster: Cluster, folder: RunFolder, source: int = 0) -> Path:
+    """A local path to the checkpoint that lies at `path` on the host of rank 0 (or `source`).
+
+    The same place in this node's run folder where it has all its bytes there, else a copy in from-rank-0/ of it, file
+    by file, each from the first node that has it: of a sharded checkpoint every node may hold its own ranks' files
+    only. Every rank calls it.
+
+    Raises:
+        UserError: a file is on no node, or a copy is not what was sent.
+    """
+    home, told = folder.path.resolve(), list[Any]([None, None])
+    if cluster.rank == source:
+        inside = path.resolve().is_relative_to(home)
+        told = [_files_of(path), str(path.resolve().relative_to(home)) if inside else None]
+    dist.broadcast_object_list(told, src=source)
+    files: dict[str, dict[str, Any]] = told[0]
+    path, cache = home / told[1] if told[1] else path, folder.path / "from-rank-0"
+    here: list[str] = []
+    if cluster.rank == cluster.node_rank * cluster.devices:  # one rank of each node looks, for all of them
+        here = [name for name, facts in files.items() if _is_whole(path / name, facts)]
+    everyone: list[Any] = [None] * cluster.world_size
+    dist.all_gather_object(everyone, here)
+    holders = {name: [rank for rank, names in enumerate(everyone) if name in names] for name in files}
+    if lost := next((name for name in files if not holders[name]), None):
+        raise UserError(f"{path.name} is torn: {lost} is on none of these nodes.")
+    if all(len(ranks) == cluster.num_nodes for ranks in holders.values()):
+        return path
+    have = everyone[cluster.node_rank * cluster.devices]
+    target = path if len(have) == len(files) else cache / path.name
+    writes = cluster.local_rank == 0 and target != path
+    if writes:
+        shutil.rmtree(cache, ignore_errors=True)
+        cache.mkdir(parents=True)
+    for name, facts in files.items():
+        if writes and name in have:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path / name, target / name)
+        if len(holders[name]) < cluster.num_nodes:
+            reads = cluster.rank == holders[name][0]
+            gets = writes and name not in have
+            _copy_file(path / name, target / name, facts["bytes"], reads, gets, holders[name][0])
+    whole = not writes or all(_is_whole(target / name, facts) for name, facts in files.items())
+    dist.all_gather_object(everyone, whole)
+    if not all(everyone):
+        raise UserError(f"{path.name} did not arrive whole on every node: is there room in {cache}?")
+    return target
+
+
+def _files_of(path: Path) -> dict[str, dict[str, Any]]:
+    """{name: {bytes, sha256}}: of a file under the empty name; of shards also what lies on other nodes."""
+    found = measure(path)
+    return {**found["files"], **shards_of(path)} if "files" in found else {"": found}
+
+
+def _is_whole(path: Path, facts: dict[str, Any]) -> bool:
+    """By its size, and where that is right by its content."""
+    return path.is_file() and path.stat().st_size == facts["bytes"] and sha256_of(path) == facts["sha256"]
+
+
+def _copy_file(source: Path, target: Path, size: int, reads: bool, writes: bool, rank: int) -> None:
+    with contextlib.ExitStack() as stack:
+        reader = stack.enter_context(source.open("rb")) if reads else None
+        if writes:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        writer = stack.enter_context(target.open("wb")) if writes else None
+        for start in range(0, size, CHUNK_BYTES):
+            length = min(CHUNK_BYTES, size - start)
+            if reader:
+                data = torch.frombuffer(bytearray(reader.read(length)), dtype=torch.uint8)
+            else:
+                data = torch.empty(length, dtype=torch.uint8)
+            dist.broadcast(data, src=rank)
+            if writer:
+                writer.write(data.numpy().tobytes())

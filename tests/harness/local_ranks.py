@@ -1,0 +1,107 @@
+"""Start ranks of one world on this machine, each a function call in a fresh child of a warm fork server.
+
+For checks that compare strategies (benchmarks, tests): with torch and Lightning imported once in the server, a rank
+starts in about 0.1 s instead of 5. Training itself goes through the supervisor.
+"""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from lockstep.distributed import cluster as world
+
+PRELOAD = ("torch", "torch.distributed", "lightning.pytorch", "timm")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def local_cluster(rank: int, world_size: int, port: int, num_nodes: int = 1) -> world.Cluster:
+    """Rank `rank` of a world on this machine; with several nodes they are nodes in name only."""
+    devices = world_size // num_nodes
+    return world.Cluster("supervisor", num_nodes, devices, rank // devices, rank % devices, "127.0.0.1", port)
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    num_nodes: int = 1,
+    timeout_s: float = 300.0,
+    preload: Sequence[str] = PRELOAD,
+) -> list[Any]:
+    """`function(cluster, *arguments)` once in each rank; the results in rank order.
+
+    Each rank has one thread and the environment that torchrun would set. The function must be importable by name.
+
+    Raises:
+        RuntimeError: the first exception of any rank with its traceback, a rank that died, or the time is up. The
+            other ranks are ended.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    port = free_port()
+    ranks: dict[Connection, tuple[int, Any]] = {}
+    for rank in range(world_size):
+        here, there = context.Pipe(duplex=False)
+        place = local_cluster(rank, world_size, port, num_nodes)
+        process = context.Process(target=_rank, args=(there, list(sys.path), function, place, arguments))
+        process.start()
+        there.close()
+        ranks[here] = (rank, process)
+    try:
+        return _collect(ranks, timeout_s)
+    finally:
+        for _, process in ranks.values():
+            process.join(2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _collect(ranks: dict[Connection, tuple[int, Any]], timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = set(ranks)
+    while waiting:
+        ready: list[Any] = wait(waiting, timeout_s)
+        if not ready:
+            missing = sorted(ranks[connection][0] for connection in waiting)
+            raise RuntimeError(f"ranks {missing} of {len(ranks)} said nothing for {timeout_s:.0f} s")
+        for connection in ready:
+            rank, process = ranks[connection]
+            try:
+                succeeded, value = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                process.join(2)
+                raise RuntimeError(f"rank {rank} of {len(ranks)} died (exit code {process.exitcode})") from None
+            if not succeeded:
+                raise RuntimeError(f"rank {rank} of {len(ranks)} failed:\n{value}")
+            results[rank] = value
+            waiting.discard(connection)
+    return [results[rank] for rank in sorted(results)]
+
+
+def _rank(connection: Connection, paths: list[str], function: Any, place: world.Cluster, arguments: Any) -> None:
+    sys.path[:] = paths
+    world.adopt(place)
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        answer = (True, function(place, *arguments))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    # Plain pickle: multiprocessing would pass tensors by file handles that die with this process.
+    connection.send_bytes(pickle.dumps(answer))
+    connection.close()
+    sys.stdout.flush()
+    os._exit(0)  # no collective of a destructor may wait for a rank that is gone

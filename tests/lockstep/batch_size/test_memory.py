@@ -1,0 +1,38 @@
+"""The limits of GPUs, whose allocator a stand-in answers for."""
+
+import pytest
+import torch
+
+from lockstep.batch_size.memory import GIB, AllocatedBytes
+
+FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
+
+
+@pytest.fixture
+def fractions(monkeypatch):
+    """Two GPUs of 16 GiB, the second one with 5 GiB taken by others; what was set for each is returned."""
+    found = {}
+    free = {FIRST: 16 * GIB, SECOND: 11 * GIB}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 16 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda f, device: found.update({device: f}))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fraction", "limit_gib", "limits_gib"),
+    [
+        (1.0, None, [16, 11]),
+        (0.5, None, [8, 8]),
+        (1.0, 4, [4, 4]),
+        (0.5, 4, [2, 2]),  # half of the device that is played, as on a CPU and in an estimate
+        (0.5, 64, [8, 8]),
+    ],
+)
+def test_fraction_and_size_of_the_device_multiply_and_the_tightest_gpu_counts(
+    fraction, limit_gib, limits_gib, fractions
+):
+    meter = AllocatedBytes([FIRST, SECOND], fraction, limit_gib and limit_gib * GIB)
+    assert list(meter.limits.values()) == [limit * GIB for limit in limits_gib] and meter.limit == limits_gib[1] * GIB
+    assert fractions == {device: min(limits_gib[0], 16) / 16 for device in (FIRST, SECOND)}
+    assert meter.shares({"cuda:1": meter.limit}) == {"cuda:1": 1.0}

@@ -1,0 +1,175 @@
+"""Signals become one coordinated checkpoint, and Lightning's own handlers stay out of the way."""
+
+import signal
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from faults import signal_at_step
+from local_ranks import run_ranks
+from lockstep.callbacks import interruption as module
+from lockstep.callbacks.interruption import Interruption, Vote, silence_lightning
+from lockstep.runs.errors import Interrupted
+from lockstep.storage.checkpoint_files import complete, fault_of
+from runs import run_door
+
+TWO = ["experiment=quickstart", "trainer=ddp_sim", "trainer.max_epochs=2", "data.global_batch_size=128", "run_id=r",
+       "trainer.num_threads=1"]  # fmt: skip
+
+
+def quiet_trainer():
+    return pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                      enable_model_summary=False, max_steps=1)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_neither_takes_signals_nor_looks_for_its_own_checkpoints(tmp_path):
+    """Fails where a release renames what silence_lightning overrides: then find the new names."""
+    trainer = quiet_trainer()
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    for owner, name in ((connector, "register_signal_handlers"), (loop, "_broadcast_sigterm_tensor")):
+        assert callable(getattr(type(owner), name)), name
+    assert isinstance(type(trainer._checkpoint_connector)._hpc_resume_path, property)
+    silence_lightning(trainer)
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    connector.register_signal_handlers()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+    assert loop._broadcast_sigterm_tensor() is None
+    trainer._default_root_dir = str(tmp_path)
+    (tmp_path / "hpc_ckpt_1.ckpt").write_bytes(b"")
+    assert trainer._checkpoint_connector._hpc_resume_path is None
+
+
+def test_lightning_calls_what_is_overridden_and_nothing_else_takes_signals():
+    """The names must not only exist: fit has to go through them."""
+    import inspect
+
+    from lightning.pytorch.loops import training_epoch_loop
+    from lightning.pytorch.trainer import trainer as trainer_module
+
+    assert "register_signal_handlers()" in inspect.getsource(trainer_module)
+    assert "_broadcast_sigterm_tensor()" in inspect.getsource(training_epoch_loop)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fit_leaves_our_handlers_in_place():
+    seen = []
+    trainer = quiet_trainer()
+    silence_lightning(trainer)
+    interruption = Interruption()
+    trainer.callbacks.append(interruption)
+
+    class Module(pl.LightningModule):
+        def training_step(self, batch, _):
+            seen.append(signal.getsignal(signal.SIGTERM) == interruption._on_signal)
+            return (self.layer(batch)).sum()
+
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    before = signal.getsignal(signal.SIGTERM)
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2))
+    assert seen == [True]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def vote_many(place, speeds, ask_at, change_at):
+    """Each rank steps at its own speed by its own clock; returns (step it stopped at, number of votes)."""
+    torch.distributed.init_process_group("gloo", rank=place.rank, world_size=place.world_size)
+    now, votes = [0.0], [0]
+    original = torch.distributed.all_reduce
+
+    def counted(*arguments, **options):
+        votes[0] += 1
+        return original(*arguments, **options)
+
+    torch.distributed.all_reduce = counted
+    vote = Vote(place.world_size, clock=lambda: now[0])
+    for step in range(1, 2000):
+        now[0] += speeds[place.rank][0 if step < change_at else 1]
+        if vote(place.rank == 1 and step >= ask_at):
+            return step, votes[0]
+    return None
+
+
+def test_ranks_of_different_speed_stop_at_the_same_step():
+    """Speeds in seconds per step, before and after step `change_at`."""
+    found = run_ranks(vote_many, 3, [(0.001, 0.5), (0.03, 0.03), (0.2, 0.001)], 300, 150)
+    assert len({step for step, _ in found}) == 1 and found[0][0] >= 300
+    assert len({votes for _, votes in found}) == 1
+
+
+def test_votes_are_rare_where_steps_are_quick():
+    found = run_ranks(vote_many, 2, [(0.01, 0.01), (0.01, 0.01)], 1000, 0)
+    step, votes = found[0]
+    assert 1000 <= step <= 1000 + module.MOST_STEPS and votes < 1000 / 50
+
+
+def test_one_process_needs_no_vote():
+    vote = Vote(1)
+    assert [vote(False), vote(True)] == [False, True]
+
+
+def stop_of_nodes(place, asked):
+    """Whether this rank, one of two on its node, is told that only another node's was asked."""
+    torch.distributed.init_process_group("gloo", rank=place.rank, world_size=place.world_size)
+    interruption = Interruption()
+    interruption.votes = {"train": Vote(place.world_size)}
+    interruption.reason = "spot notice" if place.rank == asked else None
+    state = SimpleNamespace(fn="test")
+    node = SimpleNamespace(num_nodes=2, node_rank=place.rank // 2, callbacks=[], state=state, sanity_checking=False)
+    with pytest.raises(Interrupted) as stopped:
+        interruption._stop(node)
+    return stopped.value.elsewhere
+
+
+def test_only_the_node_whose_rank_was_asked_was_asked():
+    assert run_ranks(stop_of_nodes, 4, 3) == [True, True, False, False]
+
+
+def test_the_first_reason_stays_and_a_second_ctrl_c_is_at_once():
+    interruption = Interruption()
+    interruption._on_signal(signal.SIGINT, None)
+    interruption.ask("spot notice")
+    assert interruption.reason == "SIGINT"
+    with pytest.raises(KeyboardInterrupt):
+        interruption._on_signal(signal.SIGINT, None)
+
+
+def test_accumulated_micro_batches_are_no_step():
+    interruption = Interruption()
+    interruption.votes = {"train": lambda _: pytest.fail("voted in the middle of a step")}
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_should_accumulate=lambda: True))
+    interruption.on_train_batch_end(SimpleNamespace(fit_loop=loop), None)
+
+
+@pytest.mark.parametrize(
+    ("hook", "at", "phase"),
+    [
+        ("on_train_batch_end", 4, "training"),
+        ("on_validation_batch_end", 1, "validation"),
+        ("on_test_start", 1, "test"),
+        pytest.param("setup", 1, "start", marks=pytest.mark.soak),
+    ],
+)
+def test_sigterm_to_one_rank_interrupts_all_and_resume_finishes(hook, at, phase, tmp_path):
+    began = time.monotonic()
+    fault = partial(signal_at_step, at, rank=1, hook=hook)
+    stopped = run_door("train", *TWO, logs=tmp_path, before=fault)
+    assert stopped.code == 75, stopped.output
+    assert stopped.record["status"] == "interrupted" and stopped.record["error"] is None
+    assert time.monotonic() - began < 90
+    if phase in ("training", "validation"):
+        [(path, facts)] = complete(stopped.folder.checkpoints, "last")
+        assert fault_of(path) is None and facts["phase"] == phase and facts["step"] == stopped.record["steps"]
+    done = run_door("train", *TWO, "resume=auto", logs=tmp_path)
+    assert done.code == 0 and done.record["status"] == "finished" and done.record["epochs"] == 2, done.output
+    assert done.record["restarts"][0]["lost_steps"] == 0

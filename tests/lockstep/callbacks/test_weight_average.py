@@ -1,0 +1,85 @@
+"""The moving average is what is validated and saved, and a stop in a validation leaves each weight in its place."""
+
+import copy
+import signal
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+
+from classifier import ImageClassifier
+from kill_hooks import Plan, plant
+from kills import differences
+from lockstep.callbacks.weight_average import WeightAverage, update
+from lockstep.storage.checkpoint_files import newest_whole
+from lockstep.strategies.sharded_checkpoint import load_checkpoint
+from runs import run_door
+
+WORDS = ["experiment=quickstart", "trainer.ema_decay=0.9", "trainer.max_epochs=3", "data.global_batch_size=128",
+         "trainer.num_threads=1", "data.eval_batch_size=16", "test=false", "~callbacks.hardware",
+         "run_id=r"]  # fmt: skip
+STATE = ("state_dict", "current_model_state", "averaging_state", "optimizer_states", "global_step")
+
+
+def last_of(done):
+    content = load_checkpoint(newest_whole(done.folder.checkpoints, kind="last"))
+    return {key: content[key] for key in STATE}
+
+
+def test_the_average_lies_where_training_will(tmp_path):
+    """The module itself gets to its device only after callbacks are set up."""
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("meta")))
+    callback = WeightAverage(0.9)
+    callback.setup(trainer, ImageClassifier(torch.nn.Linear(2, 2), num_classes=2), "fit")
+    assert {p.device.type for p in callback._average_model.parameters()} == {"meta"}
+    assert callback._average_model.n_averaged.device.type == "cpu"  # read in every step
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_the_mean_that_torch_takes_and_stays_in_its_precision(dtype):
+    torch.manual_seed(0)
+    start = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    ours, torchs = (AveragedModel(start, avg_fn=get_ema_avg_fn(0.9), use_buffers=True) for _ in range(2))
+    trained = copy.deepcopy(start).to(dtype)
+    for step in range(4):
+        for parameter in trained.parameters():
+            parameter.data.add_(0.1 * (step + 1))
+        trained[1].num_batches_tracked += 1
+        update(ours, 0.9, trained)
+        torchs.update_parameters(trained)
+    assert ours.n_averaged == 4 and ours.module[1].num_batches_tracked == 4
+    for name, value in ours.module.named_parameters():
+        assert value.dtype == torch.float32
+        tolerance = {"rtol": 1e-6, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2e-3, "atol": 1e-3}
+        torch.testing.assert_close(value, torchs.module.get_parameter(name), **tolerance)
+    assert not torch.equal(ours.module[0].weight, trained[0].weight.float())
+
+
+@pytest.mark.parametrize("trainer", ["cpu", pytest.param("ddp_sim", marks=pytest.mark.soak)])
+def test_a_run_stopped_in_a_validation_goes_on_with_the_same_weights(tmp_path, trainer):
+    words = [*WORDS, f"trainer={trainer}"]
+    whole = run_door("train", *words, logs=tmp_path / "whole")
+    assert whole.code == 0, whole.output
+    plan = Plan(str(tmp_path / "marks"), 1, "validation", 1, 0, "rank 0" if trainer == "ddp_sim" else "self")
+    plan.number = int(signal.SIGTERM)
+    stopped = run_door("train", *words, logs=tmp_path / "stopped", before=partial(plant, plan))
+    assert stopped.code == 75 and stopped.record["phase"] == "validation", stopped.output
+    again = run_door("train", *words, "resume=auto", logs=tmp_path / "stopped")
+    assert again.code == 0, again.output
+    assert differences(last_of(again), last_of(whole)) == []
+    assert not list(again.folder.checkpoints.glob("*-before-*")), "its step was saved twice"
+    assert again.record["metrics"]["val/acc"] == whole.record["metrics"]["val/acc"]
+
+
+def test_what_is_saved_is_the_average_and_beside_it_what_is_trained(tmp_path):
+    done = run_door("train", *WORDS, "trainer=cpu", logs=tmp_path)
+    state = last_of(done)
+    trained, averaged = state["current_model_state"], state["state_dict"]
+    apart = [name for name in averaged if not torch.equal(averaged[name], trained[name])]
+    assert apart and averaged.keys() == trained.keys()
+    # After many steps an average of decay 0.9 lies within some steps of what is trained.
+    for name in apart:
+        if averaged[name].is_floating_point():
+            assert (averaged[name] - trained[name]).abs().max() < 0.5

@@ -1,0 +1,94 @@
+"""Config → objects: what a `_target_` may name, and that every experiment's nodes fit what they build."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.callbacks.checkpoints import Checkpoints
+from lockstep.config.compose import CONFIGS, compose, plain
+from lockstep.config.instantiate import build, check_targets, options_of, resolve_target
+from lockstep.runs.errors import UserError
+from models.small_cnn import SmallCNN
+
+OWN_KEYS = {"_target_", "_partial_", "name", "scale_lr_with_batch", "base_batch_size"}  # taken out before it is built
+EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+REFUSED = [
+    "os.system", "subprocess.Popen", "builtins.eval", "torch.load", "torch.hub.load", "models.small_cnn.nn",
+    "lockstep.callbacks.checkpoints.random.seed", "lockstep.callbacks.checkpoints.link", "hydra.utils.get_method",
+    "posix.system",
+    "logging.os.system", "lightning.pytorch.Trainer", "modelsx.small_cnn", "", "SmallCNN", "data..digits",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("target", [*REFUSED, 7, None, ["os.system"]])
+def test_targets_elsewhere_are_refused(target):
+    with pytest.raises(UserError, match="not allowed|cannot be found"):
+        resolve_target(target, "x")
+
+
+def test_a_target_hidden_deep_is_found_and_named():
+    config = {"model": {"layers": [{"x": 1}, {"_target_": "os.system", "command": "true"}]}}
+    with pytest.raises(UserError, match=r"config\.model\.layers\[1\]\._target_='os\.system'"):
+        check_targets(config)
+
+
+def test_build_hands_over_what_the_run_knows_and_leaves_it_alone(tmp_path):
+    contents = {"config": {"_target_": "os.system"}}
+    built = build(
+        {"_target_": "lockstep.callbacks.checkpoints.Checkpoints", "mode": "min"},
+        {"folder": tmp_path, "contents": contents, "x": 1},
+    )
+    assert isinstance(built, Checkpoints) and built.mode == "min" and built.folder == tmp_path
+    assert built.contents is contents
+
+
+def test_build_makes_partials_and_names_an_unknown_option():
+    partial = build({"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.5})
+    assert isinstance(partial, functools.partial)
+    assert partial.func is torch.optim.SGD and partial.keywords == {"lr": 0.5}
+    with pytest.raises(UserError, match="'momentun'"):
+        build({"_target_": "torch.optim.SGD", "_partial_": True, "momentun": 0.9})
+
+
+def test_what_a_class_hands_on_to_its_base_is_checked_too():
+    data = {"_target_": "data.digits.DigitsDataModule", "flip": True}
+    assert build(data).flip is True
+    with pytest.raises(UserError, match="DigitsDataModule has no option 'flop'; it has .*val_fraction"):
+        build({**data, "flop": True})
+
+
+def test_the_display_name_of_a_model_is_no_option():
+    net = build(
+        {"_target_": "models.small_cnn.SmallCNN", "name": "mine"}, {"num_classes": 3, "image_size": 8, "channels": 1}
+    )
+    assert isinstance(net, SmallCNN)
+
+
+def nodes(config):
+    if isinstance(config, dict):
+        if "_target_" in config:
+            yield config
+        for value in config.values():
+            yield from nodes(value)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_node_of_an_experiment_fits_what_it_builds(experiment):
+    config = plain(compose("train", [f"experiment={experiment}"]))
+    check_targets(config)
+    found = list(nodes(config))
+    assert len(found) >= 5
+    for node in found:
+        parameters, any_name = options_of(resolve_target(node["_target_"], "x"))
+        if not any_name:
+            assert node.keys() - OWN_KEYS <= parameters.keys(), node["_target_"]
+
+
+def test_configs_name_only_files_that_can_be_opened():
+    for path in CONFIGS.glob("*/*.yaml"):
+        for line in path.read_text().splitlines():
+            if "_target_:" in line and "torch.optim" not in line and "lightning." not in line:
+                module = line.split("_target_:")[1].split("#")[0].strip(" {}").split(",")[0].rpartition(".")[0]
+                assert (Path(CONFIGS).parent / "src" / f"{module.replace('.', '/')}.py").exists(), (path, module)

@@ -1,0 +1,82 @@
+"""A sweep's jobs tell how they ended through files, and a requeued SLURM job goes on."""
+
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+from lockstep.config import sweep
+from lockstep.config.sweep import CODES, ExitCodes, run_job
+
+
+@pytest.fixture
+def config(tmp_path):
+    hydra = {"sweep": {"dir": str(tmp_path / "night")}, "job": {"num": 3}, "overrides": {"task": ["seed=1"]}}
+    return OmegaConf.create({"hydra": hydra, "optimized_metric": "val/acc"})
+
+
+def test_the_worst_code_counts_and_an_earlier_sweep_in_the_folder_does_not(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(ExitCodes, "worst", 0)
+    codes = tmp_path / "night" / CODES
+    codes.mkdir(parents=True)
+    (codes / "9-0").write_text("75")
+    end = ExitCodes()
+    end.on_multirun_start(config)
+    for ended in (0, 2, 1):
+        monkeypatch.setattr(sweep, "run_child", lambda command, ended=ended: ended)
+        run_job(config, "src/train.py")
+        config.hydra.job.num += 1
+    end.on_multirun_end(config)
+    assert ExitCodes.worst == 2
+
+
+@pytest.mark.parametrize(("restarts", "words"), [("", []), ("2", ["resume=auto"])])
+def test_a_job_that_slurm_queued_again_goes_on(config, monkeypatch, restarts, words):
+    asked = SimpleNamespace(command=[])
+    monkeypatch.setattr(sweep, "run_child", lambda command: asked.__setattr__("command", command) or 0)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    run_job(config, "src/train.py")
+    assert asked.command[1:3] == ["src/train.py", "seed=1"]
+    assert [word for word in asked.command if word.startswith("resume=")] == words
+    assert "run_id=night_3" in asked.command
+
+
+def test_a_job_of_submitit_hands_in_its_code_all_the_same(monkeypatch):
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    job = "import os, signal, sys; os.kill(os.getppid(), signal.SIGINT); sys.exit(75)"
+    assert sweep.run_child([sys.executable, "-c", job]) == 75
+
+
+def test_a_job_at_its_limit_saves_before_submitit_queues_it_again(tmp_path, monkeypatch):
+    """SLURM with cgroups signals submitit's process alone, whose own handler would queue the job at once."""
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    saved, queued = tmp_path / "saved", []
+    job = (
+        "import os, pathlib, signal, sys, time; told = []; signal.signal(signal.SIGUSR1, lambda *_: told.append(1)); "
+        "os.kill(os.getppid(), signal.SIGUSR1)\n"
+        f"while not told: time.sleep(0.05)\ntime.sleep(0.5); pathlib.Path({str(saved)!r}).touch(); sys.exit(75)"
+    )
+    before = signal.signal(signal.SIGUSR1, lambda *_: queued.append(saved.exists()))
+    try:
+        assert sweep.run_child([sys.executable, "-c", job]) == 75
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert queued == [True]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_sweep_that_is_asked_to_stop_lets_its_job_save(tmp_path, monkeypatch, number):
+    """Python's own subprocess.run kills the child a quarter of a second after a Ctrl-C."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    saved, before = tmp_path / "saved", signal.getsignal(signal.SIGINT)
+    job = (
+        "import os, pathlib, signal, time; signal.signal(signal.SIGTERM, lambda *_: None); "
+        f"signal.signal(signal.SIGINT, signal.SIG_IGN); os.kill(os.getppid(), {int(number)}); time.sleep(1.5); "
+        f"pathlib.Path({str(saved)!r}).touch()"
+    )
+    with pytest.raises(SystemExit) as end:
+        sweep.run_child([sys.executable, "-c", job])
+    assert end.value.code == 75 and saved.exists()
+    assert signal.getsignal(signal.SIGINT) == before

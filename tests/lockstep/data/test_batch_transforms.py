@@ -1,0 +1,184 @@
+"""Pixels against torchvision v2's float result, to 1e-4."""
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as F
+
+from lockstep.data.batch_transforms import LARGE_BYTES, BatchTransforms, OutputBuffers
+from lockstep.data.image_array import ImageArray, Layout, write_images
+from lockstep.runs.errors import UserError
+
+MEAN, STD = [0.49, 0.48, 0.44], [0.25, 0.24, 0.26]
+RAW = np.random.default_rng(1).integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
+
+
+def transforms(**options):
+    return BatchTransforms(**{"stored_size": 32, "image_size": 32, "mean": MEAN, "std": STD, **options})
+
+
+def ours(module, draws, raw=RAW):
+    raw, draws = torch.from_numpy(raw), torch.from_numpy(draws)
+    array = ImageArray.of_batch(raw, module.array_padding, module.window)
+    return module(module.cut(array, torch.arange(len(raw)), draws), draws)
+
+
+def theirs(draws, image_size, resize, padding, raw=RAW):
+    """Resize, pad, crop at the drawn place, flip, normalise: one image after the other with torchvision."""
+    images = torch.from_numpy(raw).permute(0, 3, 1, 2).float() / 255
+    if resize != raw.shape[1]:
+        images = F.resize(images, [resize, resize], antialias=True)
+    images = F.pad(images, [padding])
+    crops = [F.crop(image, int(y), int(x), image_size, image_size) for image, y, x in zip(images, *draws[:2])]
+    flipped = [F.horizontal_flip(crop) if flip else crop for crop, flip in zip(crops, draws[2])]
+    return F.normalize(torch.stack(flipped), MEAN, STD)
+
+
+CASES = {
+    "CIFAR-10's crop and flip": {"crop_padding": 4, "flip": True},
+    "crop without border": {"image_size": 24, "resize": 32, "flip": True},
+    "AlexNet under SLURM: 70, crop 64": {"image_size": 64, "resize": 70},
+    "224 by mixed rows": {"image_size": 224, "flip": True},
+    "a size with many phases": {"image_size": 45, "flip": True},
+    "shrunk, antialiased": {"image_size": 20, "flip": True},
+    "shrunk and cropped": {"image_size": 16, "resize": 19},
+    "enlarged with a border": {"image_size": 48, "crop_padding": 5, "flip": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pixels_are_torchvisions(case):
+    options = CASES[case]
+    module = transforms(**options)
+    draws = module.draw(np.random.default_rng(2), len(RAW))
+    image_size = options.get("image_size", 32)
+    expected = theirs(draws, image_size, options.get("resize", image_size), options.get("crop_padding", 0))
+    found = ours(module, draws)
+    assert found.shape == expected.shape == (12, 3, image_size, image_size) and found.dtype == torch.float32
+    assert (found - expected).abs().max() < 1e-4
+
+
+COMPILED = {
+    "224 by mixed rows": {"image_size": 224, "flip": True},
+    "a size with many phases": {"image_size": 45, "flip": True},
+    "AlexNet under SLURM: 70, crop 64": {"image_size": 64, "resize": 70},
+    "enlarged with a border": {"image_size": 48, "crop_padding": 5, "flip": True},
+}
+
+
+@pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_compiled_pixels_are_torchvisions_too(case, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    options = COMPILED[case]
+    module = transforms(**options)
+    assert module.use_compiled()
+    layout = Layout(32, 3, 12, num_mirrored=12)
+    flat = np.zeros(layout.num_bytes, np.uint8)
+    write_images(flat, RAW, layout)
+    array = ImageArray(torch.from_numpy(flat), layout, 32)
+    draws, order = module.draw(np.random.default_rng(2), len(RAW)), np.arange(12)[::-1].copy()
+    image_size = options["image_size"]
+    expected = theirs(draws, image_size, options.get("resize", image_size), options.get("crop_padding", 0), RAW[order])
+    found = module.images(array, order, draws)
+    assert found.shape == expected.shape and (found - expected).abs().max() < 1e-4
+    assert (found - module(module.cut(array, order, draws), draws)).abs().max() < 1e-5
+
+
+def test_what_the_compiled_kernel_cannot_do_is_done_by_torch():
+    assert not transforms(image_size=20).use_compiled()
+    assert not transforms().use_compiled()
+    module = transforms(image_size=48, flip=True)
+    assert module.use_compiled()
+    draws = module.draw(np.random.default_rng(2), len(RAW))
+    array = ImageArray.of_batch(torch.from_numpy(RAW), 0, 32)  # has no mirrored copy
+    assert (module.images(array, np.arange(12), draws) - theirs(draws, 48, 48, 0)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("resize", [32, 33, 69, 71, 70])
+def test_evaluation_is_torchvisions_centre_crop(resize):
+    module = transforms(image_size=28, resize=resize, crop_padding=3, flip=True)
+    pipeline = v2.Compose([v2.Resize([resize, resize], antialias=True), v2.CenterCrop(28), v2.Normalize(MEAN, STD)])
+    expected = pipeline(torch.from_numpy(RAW).permute(0, 3, 1, 2).float() / 255)
+    found = ours(module, np.repeat(module.centre()[:, None], len(RAW), 1))
+    assert (found - expected).abs().max() < 1e-4
+
+
+def test_draws_reach_every_start_and_both_sides():
+    module = transforms(crop_padding=4, flip=True)
+    draws = module.draw(np.random.default_rng(0), 5000)
+    assert [sorted(set(row.tolist())) for row in draws] == [list(range(9)), list(range(9)), [0, 1]]
+    assert (transforms().draw(np.random.default_rng(0), 5) == 0).all()
+
+
+def test_a_large_array_without_borders_gives_the_same_pixels():
+    module = transforms(crop_padding=4, flip=True)
+    draws = torch.from_numpy(module.draw(np.random.default_rng(2), len(RAW)))
+    plain, bordered = (ImageArray.of_batch(torch.from_numpy(RAW), padding, 32) for padding in (0, 4))
+    assert module.whole_images(plain.layout) and not module.whole_images(bordered.layout)
+    assert torch.equal(module.cut(plain, torch.arange(12), draws), module.cut(bordered, torch.arange(12), draws))
+
+
+def test_grey_images():
+    module = BatchTransforms(stored_size=32, image_size=32, mean=[0.5], std=[0.25], crop_padding=2)
+    draws = module.draw(np.random.default_rng(0), 12)
+    found = ours(module, draws, RAW[..., :1])
+    image = np.pad(RAW[5, :, :, 0], 2)[draws[0, 5] : draws[0, 5] + 32, draws[1, 5] : draws[1, 5] + 32]
+    assert found.shape == (12, 1, 32, 32)
+    assert np.allclose(found[5, 0].numpy(), (image / 255 - 0.5) / 0.25, atol=1e-5)
+
+
+def test_the_models_product_precision_does_not_reach_the_pixels():
+    torch.set_float32_matmul_precision("medium")
+    try:
+        module = transforms(image_size=64, resize=70)
+        draws = module.draw(np.random.default_rng(2), len(RAW))
+        assert (ours(module, draws) - theirs(draws, 64, 70, 0)).abs().max() < 1e-4
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"image_size": 64, "resize": 32}, "data.resize=32 is smaller than data.image_size=64"),
+        ({"image_size": 0}, "image_size=0"),
+        ({"crop_padding": -1}, "crop_padding=-1"),
+    ],
+)
+def test_sizes_that_contradict_each_other(options, message):
+    with pytest.raises(UserError, match=message):
+        transforms(**options)
+
+
+def test_large_results_reuse_memory_only_when_nobody_refers_to_it():
+    buffers, shape, cpu = OutputBuffers(), (LARGE_BYTES // 4, 1), torch.device("cpu")
+    first = buffers.empty(shape, cpu)
+    address = first.data_ptr()
+    view = first.view(-1)[5:]
+    del first
+    gc.collect()
+    second = buffers.empty(shape, cpu)
+    assert second.data_ptr() != address  # a view still lives on it
+    third = buffers.empty(shape, cpu)
+    assert third.data_ptr() not in (address, second.data_ptr())
+    del view, second, third
+    gc.collect()
+    again = {buffers.empty(shape, cpu).data_ptr() for _ in range(3)}
+    assert len(again) == 1
+
+
+def test_a_saved_activation_keeps_its_memory():
+    buffers, shape, cpu = OutputBuffers(), (LARGE_BYTES // 4,), torch.device("cpu")
+    images = buffers.empty(shape, cpu).fill_(2)
+    weight = torch.ones(1, requires_grad=True)
+    loss = (images * weight).sum()  # backward needs the images
+    del images
+    gc.collect()
+    buffers.empty(shape, cpu).fill_(9)
+    loss.backward()
+    assert weight.grad.item() == 2 * shape[0]

@@ -1,0 +1,152 @@
+"""The loaders' arithmetic: order, shares, resume and evaluation padding, without any images."""
+
+import numpy as np
+import pytest
+
+from lockstep.data.batches import EvalBatches, TrainBatches, per_device_batch_size
+from lockstep.runs.errors import UserError
+
+INDICES = np.arange(100, 297)  # 197 images that do not start at 0
+
+
+def draw(generator, n):
+    return generator.integers(0, 9, (3, n))
+
+
+def train(global_batch_size=24, rank=0, world_size=1, accumulate=1, **options):
+    return TrainBatches(
+        iter, INDICES, draw, global_batch_size=global_batch_size, rank=rank, world_size=world_size,
+        accumulate_grad_batches=accumulate, seed=3, **options,
+    )  # fmt: skip
+
+
+def pixels(selections):
+    """What decides the pixels of each image: its index and draws, as one array (4, n)."""
+    return np.concatenate([np.vstack([s.positions, s.draws]) for s in selections], axis=1)
+
+
+def test_per_device_batch_size_divides_by_devices_and_accumulation():
+    assert per_device_batch_size(128, 4, 8) == 4
+    assert per_device_batch_size(1, 1, 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nearest"), [((100, 3, 2), "take 96 or 102"), ((5, 4, 2), "take 8"), ((9, 2, 4), "take 8 or 16")]
+)
+def test_a_batch_that_does_not_divide_names_the_nearest_that_do(sizes, nearest):
+    with pytest.raises(UserError, match=nearest):
+        per_device_batch_size(*sizes)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (-8, 2, 1), (8, 1, 0)])
+def test_batches_must_be_positive(sizes):
+    with pytest.raises(UserError, match="at least 1"):
+        per_device_batch_size(*sizes)
+
+
+def test_an_epoch_is_complete_global_batches_of_different_images():
+    loader = train()
+    seen = pixels(loader)[0]
+    assert len(loader) == 197 // 24 == 8
+    assert len(seen) == 192 == len(set(seen)) and set(seen) <= set(INDICES)
+
+
+def test_order_and_augmentation_follow_seed_and_epoch_only():
+    first, again, other = train(), train(), train()
+    again.set_epoch(5), again.set_epoch(0)
+    other.set_epoch(1)
+    assert np.array_equal(pixels(first), pixels(again))
+    assert not np.array_equal(pixels(first)[0], pixels(other)[0])
+    assert not np.array_equal(pixels(train())[1:], pixels(other)[1:])
+    draws = pixels(train())[1:]
+    assert len({draws[:, i : i + 12].tobytes() for i in range(0, 192, 12)}) == 16  # no part repeats another
+
+
+@pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (3, 2), (4, 3), (1, 8)])
+def test_ranks_and_micro_batches_share_out_the_same_global_batch(world_size, accumulate):
+    whole = [pixels([s]) for s in train()]
+    ranks = [list(train(rank=r, world_size=world_size, accumulate=accumulate)) for r in range(world_size)]
+    for step, expected in enumerate(whole):
+        # Micro-batch after micro-batch, and within each rank after rank, is the global batch in its order.
+        parts = [ranks[r][step * accumulate + j] for j in range(accumulate) for r in range(world_size)]
+        assert {len(part.positions) for part in parts} == {24 // world_size // accumulate}
+        assert np.array_equal(pixels(parts), expected)
+
+
+def test_state_counts_global_batches_and_resumes_in_another_world():
+    saved = train(accumulate=2)
+    saved.set_epoch(4)
+    batches = iter(saved)
+    for _ in range(7):  # three steps and a half: the half is done again
+        next(batches)
+    state = saved.state_dict()
+    assert (state["epoch"], state["global_batches"]) == (4, 3)
+
+    resumed = [train(rank=r, world_size=3) for r in range(3)]
+    for loader in resumed:
+        iterator = iter(loader)  # Lightning's order: iter first, then the state, then the epoch
+        loader.load_state_dict(state)
+        loader.set_epoch(4)
+        loader.rest = list(iterator)
+    uninterrupted = train()
+    uninterrupted.set_epoch(4)
+    expected = list(uninterrupted)[3:]
+    rest = [loader.rest[i] for i in range(5) for loader in resumed]
+    assert all(len(loader.rest) == 5 for loader in resumed)
+    assert np.array_equal(pixels(rest), pixels(expected))
+    assert resumed[0].state_dict()["global_batches"] == 8
+
+
+def test_the_epoch_after_a_resumed_one_is_whole():
+    loader = train()
+    loader.load_state_dict({**train().state_dict(), "global_batches": 6})
+    assert len(list(loader)) == 2
+    loader.set_epoch(1)
+    assert len(list(loader)) == 8
+    assert len(list(loader)) == 8  # iterated again without a new epoch
+
+
+def test_a_state_at_the_end_of_an_epoch_leaves_nothing_of_it():
+    loader = train()
+    loader.load_state_dict({**train().state_dict(), "global_batches": 8})
+    assert list(loader) == []
+    loader.load_state_dict({**train().state_dict(), "global_batches": 8})
+    loader.set_epoch(1)
+    assert len(list(loader)) == 8
+
+
+def test_another_global_batch_cannot_continue_within_an_epoch():
+    state = {**train().state_dict(), "global_batches": 6}
+    with pytest.raises(UserError, match="step 6 of 8 .*global_batch_size=24"):
+        train(global_batch_size=12).load_state_dict(state)
+    train(global_batch_size=12).load_state_dict({**state, "global_batches": 8})
+
+
+def test_overfitting_repeats_the_same_epoch():
+    loader = train(fixed=True)
+    assert not hasattr(loader.sampler, "set_epoch")
+    assert np.array_equal(pixels(loader), pixels(train()))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("batch_size", [1, 7, 64, 500])
+def test_evaluation_counts_each_of_197_images_once_on_any_number_of_ranks(world_size, batch_size):
+    centre = np.array([4, 4, 0])
+    loaders = [
+        EvalBatches(iter, INDICES, centre, batch_size=batch_size, rank=r, world_size=world_size)
+        for r in range(world_size)
+    ]
+    selections = [list(loader) for loader in loaders]
+    assert len({len(batches) for batches in selections}) == 1 and len(selections[0]) == len(loaders[0])
+    flat = [s for batches in selections for s in batches]
+    assert len({len(s.positions) for s in flat}) == 1 and len(flat[0].positions) <= batch_size
+    counted = np.concatenate([s.positions[s.counted] for s in flat])
+    assert np.array_equal(np.sort(counted), INDICES)
+    assert all((s.draws == centre[:, None]).all() for s in flat)
+    padding = sum(int((~s.counted).sum()) for s in flat)
+    assert padding < world_size * len(loaders[0])  # less than one image a batch
+
+
+def test_evaluation_batch_must_be_positive():
+    with pytest.raises(UserError, match="eval_batch_size=0"):
+        EvalBatches(iter, INDICES, np.zeros(3), batch_size=0)

@@ -1,0 +1,276 @@
+"""The data module as Lightning drives it: facts, shares of ranks, resume in mid-epoch, short runs."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from data.synthetic import SyntheticDataModule
+from lockstep.callbacks.resume_point import TRAINING, VALIDATION, loop_state, resume_point
+from lockstep.runs.errors import UserError
+
+OPTIONS = {
+    "num_images": 220, "num_test_images": 197, "num_classes": 7, "image_size": 12, "crop_padding": 2, "flip": True,
+    "num_val": 23, "global_batch_size": 32, "eval_batch_size": 20, "seed": 5,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def make(cache):
+    def make(placed=None, **options):
+        dm = SyntheticDataModule(cache_dir=cache, **{**OPTIONS, **options})
+        if placed is not None:
+            dm.place(**placed)
+        return dm
+
+    return make
+
+
+def batches(dm, loader):
+    return [dm.on_after_batch_transfer(batch, 0) for batch in loader]
+
+
+def test_facts(make):
+    dm = make()
+    dm.prepare()
+    assert (dm.num_train, dm.num_val, dm.num_test, dm.left_out_per_epoch) == (197, 23, 197, 5)
+    assert (dm.num_classes, dm.channels, dm.image_size) == (7, 3, 12)
+    assert dm.class_names == [f"pattern {i}" for i in range(7)]
+    assert dm.mean == [0.5] * 3 and dm.std == [0.18] * 3
+    assert len(dm.data_hash) == 64 and dm.data_hash != make_hash(make, num_images=221)
+    assert dm.data_hash == make_hash(make, flip=False, seed=9)  # of the images, not of what is done with them
+
+
+def make_hash(make, **options):
+    dm = make(**options)
+    dm.prepare()
+    return dm.data_hash
+
+
+def test_validation_is_a_part_of_training_drawn_from_the_seed(make):
+    first, again, other = make({}), make({"rank": 1, "world_size": 2}), make({}, seed=6)
+    parts = [set(dm._train_index) | set(dm._val_index) for dm in (first, again, other)]
+    assert parts == [set(range(220))] * 3
+    assert not set(first._train_index) & set(first._val_index)
+    assert np.array_equal(first._val_index, again._val_index)
+    assert not np.array_equal(first._val_index, other._val_index)
+    assert list(first._test_index) == list(range(220, 417))
+
+
+def test_ranks_and_micro_batches_see_the_pixels_of_one_process(make):
+    one = make({})
+    whole = batches(one, one.train_dataloader())
+    assert len(whole) == 6 and whole[0][0].shape == (32, 3, 12, 12) and whole[0][1].dtype == torch.int64
+    world = [make({"rank": r, "world_size": 2, "accumulate_grad_batches": 4}) for r in range(2)]
+    assert world[0].per_device_batch_size == 4
+    parts = [batches(dm, dm.train_dataloader()) for dm in world]
+    for step, (images, labels) in enumerate(whole):
+        ours = [parts[r][step * 4 + j] for j in range(4) for r in range(2)]
+        assert torch.equal(torch.cat([x for x, _ in ours]), images)
+        assert torch.equal(torch.cat([y for _, y in ours]), labels)
+
+
+def test_training_pixels_are_cropped_flipped_and_normalised_images(make):
+    dm = make({})
+    raw = np.load(dm._cache / "labels.npy")
+    selection = next(iter(dm.train_dataloader()._selections(0)))
+    images, labels = dm.on_after_batch_transfer(next(iter(dm.train_dataloader())), 0)
+    centre = torch.tensor([[2], [2], [0]]).expand(3, 32)
+    plain = dm._batch_transforms.cut(dm._array, selection.positions, centre.numpy()).numpy()
+    for i, (y, x, flip) in enumerate(selection.draws.T):
+        crop = np.pad(plain[i], ((2, 2), (2, 2), (0, 0)))[y : y + 12, x : x + 12]
+        expected = ((crop[:, ::-1] if flip else crop) / 255 - 0.5) / 0.18
+        assert np.allclose(images[i].permute(1, 2, 0), expected, atol=1e-5)
+    assert np.array_equal(labels, raw[selection.positions])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_each_of_197_test_images_counts_once(make, world_size):
+    reference = make({}, eval_batch_size=197)
+    ((images, expected),) = batches(reference, reference.test_dataloader())
+    assert len(expected) == 197 and expected.min() == 0
+    world = [make({"rank": r, "world_size": world_size}, global_batch_size=24) for r in range(world_size)]
+    found = [batches(dm, dm.test_dataloader()) for dm in world]
+    assert len({len(batches) for batches in found}) == 1
+    labels = torch.cat([y for batches in found for _, y in batches])
+    assert torch.equal(labels[labels >= 0].sort().values, expected.sort().values)
+    pixels = torch.cat([x[y >= 0].double().sum((1, 2, 3)) for batches in found for x, y in batches])
+    assert torch.equal(pixels.sort().values, images.double().sum((1, 2, 3)).sort().values)
+
+
+def test_placed_again_for_another_world(make):
+    dm = make({"world_size": 2})
+    assert dm.per_device_batch_size == 16
+    dm.global_batch_size = 64
+    dm.place(accumulate_grad_batches=2)
+    assert dm.per_device_batch_size == 32 and len(dm.train_dataloader()) == 6 and dm.left_out_per_epoch == 5
+
+
+def test_an_array_that_does_not_fit_on_the_device_is_cut_before_the_transfer(make, monkeypatch):
+    dm, resident = make({}), make({})
+    dm._resident = False  # as for a GPU with too little room
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    for (images, labels), (expected, truth) in zip(
+        batches(dm, dm.train_dataloader()), batches(resident, resident.train_dataloader()), strict=True
+    ):
+        assert torch.equal(images, expected) and torch.equal(labels, truth)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_batch_size": 198}, "global_batch_size=198, but synthetic has 197 training images"),
+        ({"global_batch_size": 0}, "take a size from 1 to 197"),
+        ({"eval_batch_size": 0}, "eval_batch_size=0"),
+        ({"num_val": 220}, "num_val=220 leaves 0 of 220"),
+        ({"num_val": None, "val_fraction": 0.001}, "val_fraction=0.001 leaves 220 of 220 images to train on and 0"),
+        ({"mean": [0.5, 0.5]}, "has 2 values for 3 channels"),
+        ({"std": 0}, "must be positive"),
+        ({"seed": -1}, "seed=-1"),
+        ({"num_classes": 1}, "num_classes=1 must be at least 2"),
+        ({"image_size": 12, "resize": 10}, "resize=10 is smaller"),
+    ],
+)
+def test_bad_options_end_before_training(make, options, message):
+    with pytest.raises(UserError, match=message):
+        make(**options).prepare()
+
+
+def test_a_global_batch_that_does_not_divide(make):
+    with pytest.raises(UserError, match="take 30 or 33"):
+        make({"world_size": 3})
+
+
+class Recorder(LightningModule):
+    """A linear model that remembers a fingerprint of each image it was trained and validated on."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(12 * 12 * 3, 7)
+        self.seen, self.validated = [], []
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        self.seen.append((self.current_epoch, *images.double().sum((1, 2, 3)).tolist()))
+        return torch.nn.functional.cross_entropy(self.net(images.flatten(1).to(self.net.weight.dtype)), labels)
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.append(int((batch[1] >= 0).sum()))
+
+    def test_step(self, batch, batch_idx):
+        self.validated.append(int((batch[1] >= 0).sum()))
+        self.dtype_seen = batch[0].dtype
+
+    def on_load_checkpoint(self, checkpoint):
+        loops = checkpoint["loops"]
+        loader = loops["fit_loop"]["state_dict"]["combined_loader"][0]
+        phase = VALIDATION if loader["global_batches"] == loader["steps_per_epoch"] else TRAINING
+        point = resume_point(loader["epoch"], loader["global_batches"], loader["steps_per_epoch"], phase)
+        loops["fit_loop"] = loop_state(loops["fit_loop"], point, self.trainer.accumulate_grad_batches)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
+
+
+class SaveAt(Callback):
+    def __init__(self, path, step):
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+def trainer(tmp_path, **options):
+    return Trainer(
+        **{"accelerator": "cpu", "devices": 1, "max_epochs": 2, "logger": False, "enable_checkpointing": False,
+           "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": tmp_path, **options}
+    )  # fmt: skip
+
+
+def fit(tmp_path, dm, ckpt_path=None, **options):
+    torch.manual_seed(0)
+    module = Recorder()
+    with warnings.catch_warnings():  # Lightning's advice on its own and its dependencies' habits
+        warnings.simplefilter("ignore")
+        trainer(tmp_path, **options).fit(module, datamodule=dm, ckpt_path=ckpt_path)
+    return module
+
+
+def steps(module, accumulate=1):
+    """Per optimizer step: the epoch and the set of images."""
+    merged = [module.seen[i : i + accumulate] for i in range(0, len(module.seen), accumulate)]
+    return [(group[0][0], tuple(x for micro in group for x in micro[1:])) for group in merged]
+
+
+@pytest.mark.parametrize("at", [2, 6, 7])
+@pytest.mark.parametrize(("saved_with", "resumed_with"), [(1, 1), (2, 2), (2, 1), (1, 4)])
+def test_a_real_trainer_goes_on_in_mid_epoch(make, tmp_path, at, saved_with, resumed_with):
+    whole = fit(tmp_path, make(), accumulate_grad_batches=saved_with, callbacks=[SaveAt(tmp_path / "c.ckpt", at)])
+    resumed = fit(tmp_path, make(), tmp_path / "c.ckpt", accumulate_grad_batches=resumed_with)
+    assert [epoch for epoch, _ in steps(whole, saved_with)] == [0] * 6 + [1] * 6
+    assert steps(resumed, resumed_with) == steps(whole, saved_with)[at:]
+    assert resumed.trainer.global_step == 12
+    assert sum(resumed.validated) == (2 if at <= 6 else 1) * 23  # the validation after step 6 was still to come
+    if saved_with == resumed_with:
+        assert torch.equal(resumed.net.weight, whole.net.weight)
+
+
+def test_a_checkpoint_of_a_whole_epoch_goes_on_with_the_next(make, tmp_path):
+    class SaveAtEnd(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(tmp_path / "epoch.ckpt")
+
+    whole = fit(tmp_path, make(), callbacks=[SaveAtEnd()])
+    resumed = fit(tmp_path, make(), tmp_path / "epoch.ckpt")
+    assert steps(resumed) == steps(whole)[6:]
+    assert torch.equal(resumed.net.weight, whole.net.weight)
+
+
+def test_overfitting_takes_the_same_batches_each_epoch(make, tmp_path):
+    module = fit(tmp_path, make(), overfit_batches=2, max_epochs=3)
+    seen = [images for _, images in steps(module)]
+    assert len(seen) == 6 and seen[:2] == seen[2:4] == seen[4:] and seen[0] != seen[1]
+
+
+def test_limits_and_fast_dev_run(make, tmp_path):
+    limited = fit(tmp_path, make(), limit_train_batches=3, limit_val_batches=1)
+    whole = fit(tmp_path, make())
+    assert steps(limited) == steps(whole)[:3] + steps(whole)[6:9]
+    assert len(steps(fit(tmp_path, make(), fast_dev_run=True))) == 1
+
+
+def test_epochs_differ_and_reloading_loaders_changes_nothing(make, tmp_path):
+    whole = fit(tmp_path, make())
+    again = fit(tmp_path, make(), reload_dataloaders_every_n_epochs=1)
+    assert steps(whole) == steps(again)
+    assert set(steps(whole)[0][1]) != set(steps(whole)[6][1])
+
+
+def test_testing_alone_counts_all_and_true_precision_reaches_the_batch(make, tmp_path):
+    module = Recorder()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer(tmp_path, precision="64-true").test(module, datamodule=make(), verbose=False)
+    assert sum(module.validated) == 197 and module.dtype_seen == torch.float64
+
+
+def test_sample_images_are_the_first_training_images_without_augmentation(tmp_path):
+    from data.digits import DigitsDataModule
+
+    samples = []
+    for rank, world_size in ((0, 1), (1, 2)):
+        module = DigitsDataModule(cache_dir=str(tmp_path), global_batch_size=64, eval_batch_size=50)
+        module.prepare()
+        module.place(rank=rank, world_size=world_size, accumulate_grad_batches=1, device=torch.device("cpu"))
+        samples.append(module.sample_images(120))
+    assert samples[0].shape == (120, 1, 8, 8) and torch.equal(samples[0], samples[1])
+    assert abs(float(samples[0].mean())) < 0.1 and abs(float(samples[0].std()) - 1) < 0.1

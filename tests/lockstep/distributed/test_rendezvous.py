@@ -1,0 +1,144 @@
+"""Nodes meeting, each in a thread of this process."""
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from lockstep.distributed import rendezvous
+from lockstep.distributed.cluster import Cluster
+from lockstep.distributed.rendezvous import agree
+from lockstep.runs.errors import UserError
+from ranks import free_port
+
+SAME = {"run_id": None, "tree_hash": "t", "config_hash": "c", "versions": {"torch": "2"}}
+
+
+def mine(rank, **other):
+    return {**SAME, "host": f"host{rank}", **other}
+
+
+class Nodes:
+    """Starts nodes in threads and keeps what each was told."""
+
+    def __init__(self, num_nodes, timeout_s=5.0):
+        self.num_nodes, self.timeout_s, self.port = num_nodes, timeout_s, free_port()
+        self.answers, self.said, self.threads = {}, [], []
+
+    def start(self, rank, port=None, num_nodes=None, name=None, **other):
+        place = Cluster("nodes", num_nodes or self.num_nodes, 1, rank, None, "127.0.0.1", port or self.port)
+
+        def run():
+            try:
+                self.answers[name or rank] = agree(place, mine(rank, **other), self.timeout_s, self.said.append)
+            except UserError as error:
+                self.answers[name or rank] = str(error)
+
+        thread = threading.Thread(target=run)
+        self.threads.append(thread)
+        thread.start()
+        return self
+
+    def end(self):
+        for thread in self.threads:
+            thread.join(30)
+        return self.answers
+
+
+def test_all_get_node_zeros_run_id_in_whatever_order_they_come():
+    nodes = Nodes(3).start(2).start(1)
+    time.sleep(0.3)
+    answers = nodes.start(0, run_id="r").end()
+    assert [answers[rank]["run_id"] for rank in range(3)] == ["r", "r", "r"]
+    assert [node["host"] for node in answers[1]["nodes"]] == ["host0", "host1", "host2"]
+
+
+def test_the_port_is_free_again_for_the_ranks():
+    nodes = Nodes(2).start(0, run_id="r").start(1)
+    nodes.end()
+    with socket.create_server(("", nodes.port)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"tree_hash": "x"}, "node 1 (host1) runs with other code"),
+        ({"config_hash": "x"}, "node 1 (host1) runs with other options"),
+        ({"versions": {"torch": "3"}}, "node 1 (host1) has torch 3, node 0 has 2: run make install"),
+        ({"run_id": "other"}, "was given run_id=other, node 0 r"),
+        ({"num_nodes": 3}, "waits for 2 nodes"),
+    ],
+)
+def test_what_differs_is_named_on_every_node(other, said):
+    answers = Nodes(2).start(0, run_id="r").start(1, **other).end()
+    assert said in answers[0] and answers[0] == answers[1]
+
+
+def test_two_nodes_of_one_rank():
+    answers = Nodes(3).start(0).start(1, name="first").start(1, name="second").end()
+    assert all("two nodes say NODE_RANK=1" in answer for answer in answers.values())
+
+
+def test_a_node_that_never_comes_is_named_while_one_waits_and_at_the_end(monkeypatch):
+    monkeypatch.setattr(rendezvous, "SPEAK_INTERVAL_S", 0.5)
+    began = time.monotonic()
+    nodes = Nodes(3, timeout_s=2.0).start(0).start(1)
+    answers = nodes.end()
+    assert time.monotonic() - began < 5
+    assert answers[0] == answers[1] and answers[0].startswith("node rank 2 did not arrive at 127.0.0.1:")
+    assert "within 2 s" in answers[0]
+    assert any(line.startswith("Waiting for node rank 2 of 3") for line in nodes.said)
+
+
+def test_a_wrong_port_is_named_on_both_sides(monkeypatch):
+    monkeypatch.setattr(rendezvous, "SPEAK_INTERVAL_S", 0.5)
+    wrong = free_port()
+    nodes = Nodes(2, timeout_s=2.0).start(0).start(1, port=wrong)
+    answers = nodes.end()
+    assert "node rank 1 did not arrive" in answers[0]
+    assert f"node 0 did not answer at 127.0.0.1:{wrong}" in answers[1] and "MASTER_PORT" in answers[1]
+    assert any("waits for node 0" in line for line in nodes.said)
+
+
+def test_strangers_at_the_port_do_no_harm():
+    nodes = Nodes(2, timeout_s=20.0).start(0, run_id="r")
+    time.sleep(0.3)
+    silent = socket.create_connection(("127.0.0.1", nodes.port))
+    for words in (b"GET / HTTP/1.1\r\n\r\n", b'{"error": "ha"}\n', b"[1]\n", b"\xff\n", b""):
+        with socket.create_connection(("127.0.0.1", nodes.port)) as stranger:
+            stranger.sendall(words)
+    answers = nodes.start(1).end()
+    silent.close()
+    assert answers[1]["run_id"] == "r", answers
+
+
+def test_a_node_that_was_stopped_while_it_waited_may_come_again():
+    nodes = Nodes(3, timeout_s=20.0).start(0, run_id="r")
+    time.sleep(0.3)
+    hello = {**mine(1), "node_rank": 1, "num_nodes": 3, "time": time.time()}
+    with socket.create_connection(("127.0.0.1", nodes.port)) as gone:
+        gone.sendall(json.dumps(hello).encode() + b"\n")
+        time.sleep(0.5)
+    time.sleep(1.0)
+    answers = nodes.start(1).start(2).end()
+    assert answers[2]["run_id"] == "r", answers
+    assert any("Node 1 (host1) went away" in line for line in nodes.said)
+
+
+def test_a_clock_that_is_off_is_said():
+    nodes = Nodes(2).start(0, run_id="r")
+    time.sleep(0.3)
+    hello = {**mine(1), "node_rank": 1, "num_nodes": 2, "time": time.time() - 900}
+    with socket.create_connection(("127.0.0.1", nodes.port)) as late:
+        late.sendall(json.dumps(hello).encode() + b"\n")
+        nodes.end()
+    assert any("clock of node 1 (host1) is 900 s off" in line for line in nodes.said)
+
+
+def test_a_port_in_use_on_node_zero():
+    with socket.create_server(("", 0)) as taken:
+        answers = Nodes(2).start(0, port=taken.getsockname()[1]).end()
+    assert "cannot be used on node 0" in answers[0]

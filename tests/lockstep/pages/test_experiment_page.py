@@ -1,0 +1,73 @@
+"""What a run's section says of each kind of run."""
+
+import pytest
+
+from example_runs import example_record
+from lockstep.pages.entry import Entry
+from lockstep.pages.experiment_page import summary_rows
+from lockstep.pages.facts import RunFacts
+from lockstep.pages.run_details import hardware_block, restarts_block
+
+
+def entry_of(samples=None, reports=(), **changes) -> Entry:
+    source = {"run_id": "run-1", "record": example_record("run-1", **changes), "hardware": samples or {}}
+    return Entry(RunFacts(source), reports=reports)
+
+
+def summary(entry: Entry) -> dict[str, str]:
+    return {name: value.replace("\N{NO-BREAK SPACE}", " ") for name, value in summary_rows(entry)}
+
+
+def test_a_peer_shows_its_swarm_and_not_a_batch_of_its_own():
+    swarm = {"name": "lockstep", "steps": 20, "peers": 2}
+    rows = summary(entry_of(trainer="hivemind", swarm=swarm, world_size=1, per_device_batch_size=32))
+    assert rows["Swarm"] == "lockstep, 2 peers in its last step, 20 steps of all peers together"
+    assert rows["Global batch"] == "256 = pieces of 32 from all peers of the swarm"
+    rows = summary(entry_of())
+    assert "Swarm" not in rows and rows["Global batch"] == "256 = 64 per device × 2 devices × 2 accumulated"
+
+
+def test_goodput_and_ranks_are_read_as_a_record_holds_them():
+    slow, fast = ({"rank": rank, "host": f"node-{host}", "own_seconds": own} for rank, host, own in
+                  ((3, "b", 0.21), (0, "a", 0.198)))  # fmt: skip
+    throughput = {"images_per_s": 100.0, "slowest_rank": slow, "fastest_rank": fast}
+    rows = summary(entry_of(throughput=throughput, goodput={"steps": 0.9, "wall": 0.875}, world_size=4))
+    assert rows["Ranks"] == "slowest rank 3 on node-b 210 ms, fastest rank 0 on node-a 198 ms, of own work in a step"
+    assert rows["Goodput"] == "90.0 % of the steps kept, 87.5 % of the time spent on them"
+    rows = summary(entry_of(throughput=throughput, goodput={"steps": None, "wall": None}, world_size=1))
+    assert "Ranks" not in rows and "Goodput" not in rows
+
+
+@pytest.mark.parametrize("bound, said", [
+    ("data set", "at 3.00 GiB of 15.00 GiB, all the data there is: more would fit into memory"),
+    ("memory", "at 3.00 GiB of 15.00 GiB, limited by memory"), (None, "at 3.00 GiB of 15.00 GiB"),
+])  # fmt: skip
+def test_the_largest_batch_says_what_limited_it(bound, said):
+    found = {"per_device": 500, "global": 1000, "peak_memory_gib": 3.0, "limit_gib": 15.0, "bounded_by": bound}
+    assert summary(entry_of(largest_batch=found))["Largest batch"] == f"**500** per device, 1,000 global, {said}"
+
+
+def test_a_resumed_run_s_hardware_is_that_of_all_its_starts():
+    stats = {"rank0/memory_gib": {"p50": 1.0, "max": 1.5}, "cpu/percent": {"p50": 10, "max": 20}}
+    nodes = {"nodes": [{"node_rank": 0, "host": "a", "stats": stats}]}
+    joined = {"0": {"stats": {"rank0/memory_gib": {"p50": 2.0, "max": 2.5}}, "series": {}}}
+    restarts = [{"at": "2026-11-20T20:20:00Z", "resumed_step": 10, "command": "python src/train.py resume=run-1"}]
+    once, twice = (entry_of(joined, hardware=nodes, restarts=these) for these in ([], restarts))
+    assert [s["max"] for _, _, s in once.facts.device_stats] == [20, 1.5] and once.facts.peak_memory_gib == 1.5
+    assert [s["max"] for _, _, s in twice.facts.device_stats] == [20, 2.5] and twice.facts.peak_memory_gib == 2.5
+    assert "| `rank0/memory_gib` | – | 2 | – | 2.5 |" in hardware_block(twice)
+    assert "| 10 | – | – | `python src/train.py resume=run-1` |" in restarts_block(twice)
+
+
+def test_nodes_of_one_host_are_counted():
+    hosts = [{"node_rank": 0, "host": "vm"}, {"node_rank": 1, "host": "vm"}]
+    assert summary(entry_of(hosts=hosts, launcher="none", versions={}))["Started on"] == "`vm (2 nodes)`"
+    rows = summary(entry_of(hosts=[*hosts, {"host": "b"}], launcher="slurm", versions={}))
+    assert rows["Started on"] == "`vm (2 nodes), b`, launched by slurm"
+
+
+def test_a_report_that_github_shows_as_source_says_how_to_open_it():
+    local, far = "[a](reports/a.html)", "[a](https://pages.example/a.html)"
+    said = "GitHub shows an HTML file as its source: download it and open it in a browser"
+    assert summary(entry_of(reports=(local,)))["Report"] == f"{local} ({said})"
+    assert summary(entry_of(reports=(far,)))["Report"] == far

@@ -1,0 +1,94 @@
+"""Run ids, records, and files that are whole or not there."""
+
+import errno
+import json
+import subprocess
+
+import pytest
+
+from lockstep.runs.errors import UserError
+from lockstep.runs.files import lock, locked, write_atomically
+from lockstep.runs.folder import checked_run_id, find_run, new_run_id
+from lockstep.runs.record import LOST_AFTER_S, read_record, status_of, write_record
+
+
+@pytest.mark.parametrize("bad", ["../x", "a/b", "", ".hidden", "a..b", "x" * 101, "a\nb", "a b", "-x"])
+def test_a_run_id_cannot_leave_its_folder(bad):
+    with pytest.raises(UserError, match="run_id"):
+        checked_run_id(bad)
+
+
+def test_new_run_ids_sort_by_time_and_differ():
+    first, second = new_run_id(), new_run_id()
+    assert first != second and first[:10] <= second[:10] and checked_run_id(first) == first
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_part(tmp_path):
+    path = tmp_path / "f"
+    write_atomically(path, lambda file: file.write("old"))
+
+    def fail(file):
+        file.write("new")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, fail)
+    assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+def test_a_full_disk_is_named(tmp_path):
+    def fill(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left on device: '.*last.ckpt'"):
+        write_atomically(tmp_path / "last.ckpt", fill)
+
+
+def test_a_record_comes_back_and_says_when_it_was_written(tmp_path):
+    path = tmp_path / "run.json"
+    write_record(path, {"status": "running", "n": 1.5})
+    assert read_record(path)["n"] == 1.5 and read_record(path)["updated_at"].endswith("Z")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "\x00", "null"])
+def test_what_is_no_record_is_an_error_in_one_sentence(tmp_path, text):
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match="not a run record"):
+        read_record(path)
+
+
+def test_a_running_record_without_a_heartbeat_is_lost():
+    record = {"status": "running", "updated_at": "2026-01-01T00:00:00Z"}
+    assert status_of(record, "2026-01-01T00:01:00Z") == "running"
+    assert LOST_AFTER_S < 3600 and status_of(record, "2026-01-01T01:00:00Z") == "lost"
+    assert status_of({"status": "finished", "updated_at": "2020-01-01T00:00:00Z"}) == "finished"
+    assert status_of({}) == "lost"
+    assert status_of({**record, "updated_at": "2026-01-01T00:00:00"}) == "lost"  # no zone: this program wrote it not
+
+
+def test_a_run_that_still_prepares_its_images_is_not_lost():
+    record = {"status": "running", "phase": "start", "updated_at": "2026-01-01T00:00:00Z"}
+    assert status_of(record, "2026-01-01T00:30:00Z") == "running"
+    assert status_of({**record, "phase": "training"}, "2026-01-01T00:30:00Z") == "lost"
+    assert status_of(record, "2026-01-01T01:30:00Z") == "lost"
+
+
+def test_an_unknown_run_names_the_newest(tmp_path):
+    (tmp_path / "train/runs/2026-a").mkdir(parents=True)
+    (tmp_path / "train/runs/2026-a/run.json").write_text(json.dumps({}))
+    assert find_run(tmp_path, "2026-a").run_id == "2026-a"
+    with pytest.raises(UserError, match="2026-a"):
+        find_run(tmp_path, "2026-b")
+
+
+def test_what_is_unlocked_is_free_though_a_child_has_the_handle_too(tmp_path):
+    with (tmp_path / "a").open("w") as first, (tmp_path / "a").open("w") as second:
+        with locked(first):
+            child = subprocess.Popen(["sleep", "30"], pass_fds=[first.fileno()])
+            assert not lock(second, wait_s=0.1)
+        try:
+            assert lock(second, wait_s=0.1)
+        finally:
+            child.kill()
+            child.wait()

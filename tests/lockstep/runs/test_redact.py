@@ -1,0 +1,92 @@
+"""No secret reaches a page, and what is none stays readable."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.runs.redact import REDACTED, redact, redact_text
+
+SECRET = "hunter2-Geheim"
+LEAKS = [
+    (f"s3.secret_key={SECRET} trainer.devices=2", "trainer.devices=2"),
+    (f"python src/train.py --password {SECRET} seed=1", "seed=1"),
+    (f"AWS_SECRET_ACCESS_KEY={SECRET} python src/train.py", "python src/train.py"),
+    (f'+    api_key: "{SECRET} with blanks"  # end', "# end"),
+    (f"could not open https://me:{SECRET}@host/path/file", "host/path/file"),
+    (f"GET https://b.s3.amazonaws.com/k.ckpt?X-Amz-Credential=A&X-Amz-Signature={SECRET} failed", "failed"),
+    (f"Authorization: Bearer {SECRET} end", "end"),
+    (f"redis://{SECRET}@cache:6379/0", "cache:6379/0"),
+    (f"db_password='{SECRET}, x' next=1", "next=1"),
+]
+FORMS = [
+    "AKIAIOSFODNN7EXAMPLE",
+    "ASIAIOSFODNN7EXAMPLE",
+    "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY",
+    "ghp_16C7e42F292c6912E7710c838347Ae178B4a",
+    "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH",
+    "sk-proj-abcdefghijklmnopqrstuv",
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abc-DEF",
+    "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA\n-----END RSA PRIVATE KEY-----",
+]
+HARMLESS = [
+    "python src/train.py experiment=vit_ddp trainer.devices=2 data.global_batch_size=256",
+    "3b18e512dba79e4c8300dd08aeb37f8e728b8dad",
+    "b5bb9d8014a0f9b1d61e21e796d78dccdf1352f23cd32812f4850b878ae4944c",
+    "s3://models/vit/2026-11-20_20-15-00_aa11bb/best-step00001925.ckpt",
+    "model.num_tokens=196 model.class_token=true s3.secret_key=null",
+    "https://github.com/owner/name/pull/12?diff=split",
+    "logs/train/runs/2026-11-20_20-15-00_aa11bb/checkpoints/best.ckpt",
+    "timm/vit_base_patch32_224.augreg_in21k_ft_in1k",
+]
+
+
+@pytest.mark.parametrize("text, kept", LEAKS)
+def test_named_secrets_go_and_the_rest_stays(text, kept):
+    cleaned = redact_text(text)
+    assert SECRET not in cleaned
+    assert REDACTED in cleaned
+    assert kept in cleaned
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_known_forms_go(form):
+    assert redact_text(f"before {form} after") == f"before {REDACTED} after"
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_harmless_texts_stay_as_they_are(text):
+    assert redact_text(text) == text
+
+
+def test_keys_of_mappings_decide():
+    config = {
+        "s3": {"secret_key": SECRET, "uri": "s3://b/p", "access_key_id": 12345678},
+        "model": {"num_tokens": 196, "class_token": True},
+        "list": [{"password": SECRET}, f"token={SECRET}"],
+        "s3.credentials.user": SECRET,
+        "empty_password": "",
+    }
+    cleaned = redact(config)
+    assert SECRET not in str(cleaned)
+    assert cleaned["s3"] == {"secret_key": REDACTED, "uri": "s3://b/p", "access_key_id": REDACTED}
+    assert cleaned["model"] == {"num_tokens": 196, "class_token": True}
+    assert cleaned["empty_password"] == ""
+
+
+@settings(deadline=None, database=None, max_examples=200)
+@given(st.text(max_size=40), st.text(max_size=40), st.sampled_from(FORMS[:7]))
+def test_a_known_form_goes_wherever_it_stands(before, after, form):
+    assert form not in redact_text(f"{before} {form} {after}")
+
+
+@settings(deadline=None, database=None, max_examples=200)
+@given(st.text(max_size=200))
+def test_redacting_twice_is_redacting_once(text):
+    once = redact_text(text)
+    assert redact_text(once) == once
+
+
+@pytest.mark.parametrize("text", ["-" * 200_000, "a-" * 100_000, "a://" * 50_000, "secret" * 30_000, "?" * 200_000])
+def test_long_texts_are_linear(text):
+    """Quadratic behaviour would take minutes here; the limit is the suite's own patience."""
+    assert redact_text(text) == text

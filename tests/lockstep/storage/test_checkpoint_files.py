@@ -1,0 +1,111 @@
+"""Which checkpoints are complete and whole."""
+
+import json
+
+from lockstep.storage.checkpoint_files import (
+    checkpoint_name,
+    complete,
+    fault_of,
+    link,
+    measure,
+    newest_whole,
+    remove,
+    remove_leftovers,
+    remove_own_shards,
+    set_aside,
+    sidecar_path,
+    write_sidecar,
+)
+
+
+def make(folder, kind, step, data=b"weights"):
+    path = folder / checkpoint_name(kind, step)
+    path.write_bytes(data)
+    write_sidecar(path, {**measure(path), "step": step})
+    return path
+
+
+def test_newest_complete_comes_first_and_last_before_best(tmp_path):
+    make(tmp_path, "best", 10)
+    make(tmp_path, "last", 30)
+    make(tmp_path, "best", 30)
+    (tmp_path / checkpoint_name("last", 40)).write_bytes(b"no sidecar")
+    assert [path.name for path, _ in complete(tmp_path)] == [
+        "last-step00000030.ckpt", "best-step00000030.ckpt", "best-step00000010.ckpt"
+    ]  # fmt: skip
+
+
+def test_a_torn_and_a_flipped_one_are_passed_over_with_a_line(tmp_path):
+    good = make(tmp_path, "last", 10)
+    torn, flipped = make(tmp_path, "last", 20), make(tmp_path, "best", 30)
+    torn.write_bytes(b"weigh")
+    flipped.write_bytes(b"weighty")
+    said = []
+    assert newest_whole(tmp_path, said.append) == good
+    assert "sha256" in said[0] and flipped.name in said[0]
+    assert "5 bytes instead of 7" in said[1]
+
+
+def test_a_folder_of_shards_is_measured_whole(tmp_path):
+    folder = tmp_path / checkpoint_name("last", 5)
+    folder.mkdir()
+    (folder / "a").write_bytes(b"1")
+    (folder / "b").write_bytes(b"22")
+    write_sidecar(folder, {**measure(folder), "step": 5})
+    assert fault_of(folder) is None and measure(folder)["bytes"] == 3
+    (folder / "b").write_bytes(b"21")
+    assert "sha256" in fault_of(folder)
+
+
+def test_a_link_has_its_own_life(tmp_path):
+    best = make(tmp_path, "best", 7)
+    last = tmp_path / checkpoint_name("last", 7)
+    link(best, last)
+    remove(best)
+    assert not best.exists() and not sidecar_path(best).exists()
+    assert fault_of(last) is None
+
+
+def test_leftovers_of_a_killed_process_go_and_complete_ones_stay(tmp_path):
+    kept = make(tmp_path, "last", 1)
+    (tmp_path / ".last-step00000002.ckpt.x.part").write_bytes(b"half")
+    (tmp_path / checkpoint_name("last", 2)).write_bytes(b"no sidecar")
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [kept.name, sidecar_path(kept).name]
+
+
+def test_a_torn_sidecar_makes_no_checkpoint(tmp_path):
+    path = make(tmp_path, "last", 1)
+    sidecar_path(path).write_text(json.dumps({"bytes": 7})[:-2])
+    assert list(complete(tmp_path)) == [] and "no readable" in fault_of(path)
+
+
+def test_what_is_written_over_stays_until_its_successor_is_complete(tmp_path):
+    """A run that stopped in the validation of a step saves that step a second time."""
+    path = make(tmp_path, "last", 30, b"the first")
+    set_aside(path)
+    aside = tmp_path / "last-before-step00000030.ckpt"
+    assert newest_whole(tmp_path) == path
+    path.unlink()
+    path.write_bytes(b"half of")
+    assert newest_whole(tmp_path, say=lambda _: None) == aside and aside.read_bytes() == b"the first"
+    make(tmp_path, "last", 30, b"the second")
+    assert [found.name for found, _ in complete(tmp_path, "last")] == [path.name, aside.name]
+    set_aside(path)
+    assert aside.read_bytes() == b"the second" and fault_of(aside) is None
+
+
+def test_a_node_without_rank_zero_keeps_its_own_shards_of_the_newest_alone(tmp_path):
+    """They have no sidecar there; a folder with one lies on a disk that rank 0 sees and clears itself."""
+    names = ["last-step00000010.ckpt", "last-step00000020.ckpt", "last-before-step00000020.ckpt"]
+    folders = {name: tmp_path / name for name in [*names, "best-step00000010.ckpt"]}
+    for folder in folders.values():
+        folder.mkdir()
+        (folder / "shard-00002-x.safetensors").write_bytes(b"1")
+    shared = tmp_path / "last-step00000005.ckpt"
+    shared.mkdir()
+    write_sidecar(shared, {**measure(shared), "step": 5})
+    remove_own_shards(tmp_path, "last", folders["last-step00000020.ckpt"])
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
+        "best-step00000010.ckpt", "last-step00000005.ckpt", "last-step00000020.ckpt"
+    ]  # fmt: skip

@@ -1,0 +1,274 @@
+"""Checkpoints and whole runs fetched from a real S3 server: verified, cached, continued, passed over."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+
+from lockstep.runs.errors import UserError
+from lockstep.runs.folder import RunFolder
+from lockstep.runs.record import write_record
+from lockstep.storage import fetch as storage
+from lockstep.storage.bucket import Bucket
+from lockstep.storage.checkpoint_files import fault_of, read_sidecar
+from lockstep.storage.fetch import fetch_run, resolve_checkpoint
+from lockstep.storage.outbox import Item
+from lockstep.storage.run_bucket import RunBucket
+from lockstep.storage.s3 import S3Options, StoreError
+from lockstep.storage.shards import send_shards
+from lockstep.storage.small_files import SmallFiles
+from object_store import sharded, shared_store
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def bucket_name():
+    return shared_store().new_bucket()
+
+
+@pytest.fixture
+def s3(monkeypatch, bucket_name):
+    server = shared_store()
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(storage, "RETRY_DELAYS_S", (0.01, 0.01, 0.01))
+    return {"uri": f"s3://{bucket_name}/runs", "endpoint_url": server.endpoint_url}
+
+
+_number = iter(range(1000))
+
+
+@pytest.fixture
+def run(s3):
+    options = S3Options(**s3)
+    run = RunBucket(Bucket(options), options.prefix, f"run-{next(_number)}")
+    run.prepare()
+    return run
+
+
+def content(step: int, num_bytes: int = 3 * MIB) -> bytes:
+    return hashlib.shake_128(str(step).encode()).digest(num_bytes)
+
+
+def put(run: RunBucket, step: int, kind: str = "best") -> str:
+    """A complete checkpoint with its pointer; returns its key."""
+    data = content(step)
+    sha256 = hashlib.sha256(data).hexdigest()
+    key = run.bucket.put_bytes(run.checkpoint_key(kind, step, sha256), data).key
+    facts = {"key": key, "bytes": len(data), "sha256": sha256, "epoch": 1, "step": step, "metric": {"val/acc": 0.5}}
+    run.move(kind, facts)
+    return key
+
+
+def test_a_path_stays_a_path(tmp_path):
+    assert resolve_checkpoint("logs/x.ckpt", None, tmp_path) == storage.Path("logs/x.ckpt")
+
+
+def test_a_runs_prefix_means_its_best(run, s3, tmp_path):
+    key = put(run, 10)
+    path = resolve_checkpoint(run.uri, s3, tmp_path)
+    assert path.read_bytes() == content(10)
+    assert fault_of(path) is None
+    facts = read_sidecar(path)
+    assert (facts["step"], facts["epoch"], facts["metric"]) == (10, 1, {"val/acc": 0.5})
+    assert facts["s3_uri"] == f"s3://{run.bucket.options.bucket}/{key}"
+    for address in (f"{run.uri}/", f"{run.uri}/best.json", facts["s3_uri"]):
+        assert resolve_checkpoint(address, s3, tmp_path) == path
+
+
+def test_the_cache_is_used_again_unless_it_was_damaged(run, s3, tmp_path, monkeypatch):
+    put(run, 10)
+    path = resolve_checkpoint(run.uri, s3, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "download", lambda *_: pytest.fail("it lies in the cache"))
+        assert resolve_checkpoint(run.uri, s3, tmp_path) == path
+    path.write_bytes(b"damaged")
+    assert resolve_checkpoint(run.uri, s3, tmp_path).read_bytes() == content(10)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:-1] + b"!", lambda data: data + b"!"])
+def test_an_object_cut_short_or_tampered_with_is_refused_and_its_predecessor_named(run, s3, tmp_path, damage):
+    before, key = put(run, 10), put(run, 20)
+    run.bucket.client.put_object(Bucket=run.bucket.options.bucket, Key=key, Body=damage(content(20)))
+    with pytest.raises(UserError, match=r"bytes in the bucket instead of|sha256 differs") as caught:
+        resolve_checkpoint(run.uri, s3, tmp_path)
+    assert str(caught.value).endswith(f"the best before it is s3://{run.bucket.options.bucket}/{before}.")
+    assert not list(tmp_path.rglob("*.ckpt")) and not list(tmp_path.rglob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [("s3://{bucket}/runs/nobody", "there is no such object"), ("s3://{bucket}/x.ckpt", "there is no such object"),
+     ("s3://nowhere-at-all/x.ckpt", "no such"), ("s3:/typo", "An S3 address is"), ("s3://{bucket}/../x", "key")],
+)  # fmt: skip
+def test_an_address_that_leads_nowhere(s3, tmp_path, bucket_name, address, sentence):
+    with pytest.raises(UserError, match=sentence):
+        resolve_checkpoint(address.format(bucket=bucket_name), s3, tmp_path)
+
+
+class Breaking:
+    """A client whose downloads break off after `limit` bytes, `times` times."""
+
+    def __init__(self, client, limit: int, times: int):
+        self.client, self.limit, self.times, self.starts = client, limit, times, []
+
+    def __getattr__(self, name):
+        return getattr(self.client, name)
+
+    def get_object(self, **arguments):
+        answer = self.client.get_object(**arguments)
+        self.starts.append(arguments.get("Range"))
+        if self.times > 0:
+            self.times -= 1
+            answer["Body"] = _BreakingBody(answer["Body"], self.limit)
+        return answer
+
+
+class _BreakingBody:
+    def __init__(self, body, limit: int):
+        self.body, self.limit = body, limit
+
+    def iter_chunks(self, size):
+        sent = 0
+        if self.limit < 0:
+            raise ConnectionResetError
+        for chunk in self.body.iter_chunks(size):
+            yield chunk
+            sent += len(chunk)
+            if sent >= self.limit:
+                raise ConnectionResetError
+
+
+def test_a_download_that_breaks_off_is_continued(run, tmp_path):
+    key, said = put(run, 10), []
+    run.bucket.client = Breaking(run.bucket.client, MIB, times=2)
+    sha256 = hashlib.sha256(content(10)).hexdigest()
+    storage.download(run.bucket, key, tmp_path / "x", 3 * MIB, sha256, said.append)
+    assert (tmp_path / "x").read_bytes() == content(10)
+    assert run.bucket.client.starts == [None, f"bytes={MIB}-", f"bytes={2 * MIB}-"]
+    assert f"{MIB} of {3 * MIB} bytes are here, going on in" in said[0]
+
+
+def test_a_download_of_a_killed_process_is_continued_and_a_wrong_part_is_not_believed(run, tmp_path):
+    key, sha256 = put(run, 10), hashlib.sha256(content(10)).hexdigest()
+    run.bucket.client = Breaking(run.bucket.client, 0, times=0)
+    for part, starts in ((content(10)[:MIB], [f"bytes={MIB}-"]), (b"?" * MIB, [f"bytes={MIB}-", None])):
+        run.bucket.client.starts.clear()
+        (tmp_path / f".x.{sha256[:8]}.part").write_bytes(part)
+        storage.download(run.bucket, key, tmp_path / "x", 3 * MIB, sha256)
+        assert (tmp_path / "x").read_bytes() == content(10)
+        assert run.bucket.client.starts == starts
+
+
+def test_a_download_gives_up_where_nothing_comes(run, tmp_path):
+    key, sha256 = put(run, 10), hashlib.sha256(content(10)).hexdigest()
+    run.bucket.client = Breaking(run.bucket.client, -1, times=1000)
+    with pytest.raises(StoreError, match="broke"):
+        storage.download(run.bucket, key, tmp_path / "x", 3 * MIB, sha256, lambda _: None)
+
+
+def folder_of(run: RunBucket, tmp_path, name: str = "machine") -> RunFolder:
+    folder = RunFolder(tmp_path / name / run.run_id)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def test_a_fresh_machine_gets_the_newest_checkpoint_the_best_and_the_small_files(run, s3, tmp_path):
+    here = folder_of(run, tmp_path, "old")
+    write_record(here.record, {"run_id": run.run_id, "steps": 30})
+    here.metrics.write_text("step,loss\n1,2\n")
+    here.tensorboard.mkdir()
+    (here.tensorboard / "events.out.tfevents.1").write_bytes(b"events")
+    SmallFiles(run, here).send()
+    put(run, 20)
+    put(run, 30, "last")
+
+    there = folder_of(run, tmp_path)
+    fetched = fetch_run(S3Options(**s3), there)
+    assert fetched == there.checkpoints / "last-step00000030.ckpt" and fault_of(fetched) is None
+    assert (there.checkpoints / "best-step00000020.ckpt").read_bytes() == content(20)
+    for file in ("run.json", "metrics.csv", "tensorboard/events.out.tfevents.1"):
+        assert (there.path / file).read_bytes() == (here.path / file).read_bytes()
+    assert not (there.path / "generation.json").exists()
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_line_that_says_so(run, s3, tmp_path):
+    put(run, 10)
+    key, said = put(run, 20), []
+    run.bucket.client.put_object(Bucket=run.bucket.options.bucket, Key=key, Body=content(20)[:-1] + b"!")
+    fetched = fetch_run(S3Options(**s3), folder_of(run, tmp_path), said.append)
+    assert fetched.name == "best-step00000010.ckpt"
+    assert any(f"Passed over s3://{run.bucket.options.bucket}/{key}: " in line for line in said)
+
+
+def test_what_this_machine_has_and_is_newer_stays(run, s3, tmp_path):
+    put(run, 10)
+    folder = folder_of(run, tmp_path)
+    fetch_run(S3Options(**s3), folder)
+    write_record(folder.record, {"steps": 12})
+    assert fetch_run(S3Options(**s3), folder) is None
+    assert json.loads(folder.record.read_text())["steps"] == 12
+
+
+def test_a_run_that_went_on_elsewhere_brings_its_record_back(run, s3, tmp_path):
+    here, there = folder_of(run, tmp_path), folder_of(run, tmp_path, "there")
+    write_record(here.record, {"steps": 12})
+    there.record.write_text(json.dumps({"steps": 99, "updated_at": "2999-01-01T00:00:00Z"}))
+    SmallFiles(run, there).send()
+    put(run, 99, "last")
+    fetch_run(S3Options(**s3), here)
+    assert json.loads(here.record.read_text())["steps"] == 99
+
+
+def test_without_the_bucket_a_run_goes_on_from_here_or_says_that_it_cannot(run, s3, tmp_path):
+    put(run, 10)
+    folder, said = folder_of(run, tmp_path), []
+    away = S3Options(s3["uri"], "http://127.0.0.1:9", connect_timeout_s=0.5)
+    with pytest.raises(UserError, match="cannot be fetched from .* cannot be reached"):
+        fetch_run(away, folder)
+    fetch_run(S3Options(**s3), folder)
+    assert fetch_run(away, folder, said.append) is None
+    assert "going on with what is here" in said[-1]
+
+
+def test_a_sharded_checkpoint_comes_from_its_ranks_with_the_manifest_last(run, s3, tmp_path):
+    from lockstep.storage.shards import NotYet
+
+    source = tmp_path / "best-step00000010.ckpt"
+    files = sharded(source)
+    items = [Item("best", source, {"step": 10}) for _ in range(2)]
+    with pytest.raises(NotYet):
+        send_shards(run, items[0], 0, lambda: False)
+    root = run.checkpoint_folder("best", 10)
+    shards = sorted(files)
+    assert sorted(key.removeprefix(root) for key, _ in run.bucket.keys(root)) == [shards[0], shards[1]]
+    assert send_shards(run, items[1], 1, lambda: False) is None
+    stored = send_shards(run, items[0], 0, lambda: False)
+    run.move("best", {**stored, "epoch": 0, "step": 10, "metric": {}})
+
+    path = resolve_checkpoint(run.uri, s3, tmp_path / "cache")
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == {
+        file.name: file.read_bytes() for file in source.iterdir()
+    }
+    assert fault_of(path) is None
+
+    key = f"{root}{shards[2]}"
+    run.bucket.client.put_object(Bucket=run.bucket.options.bucket, Key=key, Body=b"!" + content(1, 999))
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(UserError, match="sha256 differs"):
+        resolve_checkpoint(run.uri, s3, tmp_path / "cache")
+    assert not list((tmp_path / "cache").rglob("manifest.json")), "it does not look complete"
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/etc/passwd", "a/b", ".hidden"])
+def test_a_manifest_names_no_file_outside_its_folder(run, s3, tmp_path, name):
+    files = {name: {"bytes": 1, "sha256": "ab" * 32}}
+    stored = run.bucket.put_bytes(
+        f"{run.checkpoint_folder('best', 10)}manifest.json", json.dumps({"files": files}).encode()
+    )
+    facts = {"key": stored.key, "bytes": stored.bytes, "sha256": stored.sha256}
+    run.move("best", {**facts, "epoch": 0, "step": 10, "metric": {}})
+    with pytest.raises(UserError, match="names files that no rank writes"):
+        resolve_checkpoint(run.uri, s3, tmp_path)

@@ -1,0 +1,88 @@
+"""DataParallel refuses machines where it would do nothing; what it computes needs two GPUs to be seen."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.runs.errors import UserError
+from lockstep.strategies import data_parallel
+from lockstep.strategies.data_parallel import DataParallel
+from strategy_runs import TinyNet
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "works"),
+    [
+        (0, None, "trainer=ddp_sim"),
+        (1, None, "trainer=gpu"),
+        (2, 4, "trainer.num_gpus=2"),
+        (4, 1, "trainer.num_gpus=4"),
+    ],
+)
+def test_fewer_than_two_gpus_is_an_error_that_names_what_works(monkeypatch, gpus, asked, works):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(UserError, match=works):
+        DataParallel(asked)
+
+
+class Recorder(nn.DataParallel):
+    """Two replicas on the CPU, as nn.DataParallel makes them on GPUs."""
+
+    def forward(self, images):
+        replicas = [self.module, self.module]
+        return torch.cat([replica(part) for replica, part in zip(replicas, images.chunk(2), strict=True)])
+
+
+def test_forward_is_spread_and_names_stay(monkeypatch):
+    monkeypatch.setattr(data_parallel, "_Spread", Recorder)
+    net = TinyNet()
+    names, images = list(net.state_dict()), torch.randn(6, 1, 3, 4)
+    expected = net(images)
+    data_parallel.spread_forward(net, [0, 1])
+    torch.testing.assert_close(net(images), expected)
+    assert list(net.state_dict()) == names
+    net(images).sum().backward()
+    assert all(parameter.grad is not None for parameter in net.parameters())
+
+
+def test_the_net_s_own_flag_follows_train_and_eval(monkeypatch):
+    class Dropping(TinyNet):
+        def forward(self, images):
+            return nn.functional.dropout(super().forward(images), 0.99, training=self.training)
+
+    monkeypatch.setattr(data_parallel, "_Spread", Recorder)
+    net = Dropping()
+    images = torch.randn(64, 1, 3, 4)
+    net.eval()
+    expected = net(images)
+    data_parallel.spread_forward(net, [0, 1])
+    torch.testing.assert_close(net(images), expected)
+    net.train()
+    assert (net(images) == 0).any()
+
+
+def test_threads_compute_in_the_dtype_of_autocast_here():
+    """torch's own threads know that autocast is on and forget in which dtype."""
+    linear, x, dtypes = nn.Linear(4, 4), torch.randn(2, 4), []
+    with torch.autocast("cpu", dtype=torch.float16):
+        call = data_parallel.under_this_autocast(linear, "cpu")
+        thread = threading.Thread(target=lambda: dtypes.append(call(x).dtype))
+        thread.start()
+        thread.join()
+    thread = threading.Thread(target=lambda: dtypes.append(data_parallel.under_this_autocast(linear, "cpu")(x).dtype))
+    thread.start()
+    thread.join()
+    assert dtypes == [torch.float16, torch.float32]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_give_the_logits_of_one():
+    net, images = TinyNet().cuda(), torch.randn(8, 1, 3, 4).cuda()
+    expected = net(images)
+    data_parallel.spread_forward(net, [0, 1])
+    torch.testing.assert_close(net(images), expected)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert net(images).dtype == torch.bfloat16

@@ -1,0 +1,142 @@
+"""Peers of a swarm find each other, take in a late one, survive a killed one, and learn together."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.runs.errors import UserError
+from lockstep.strategies import hivemind
+from lockstep.strategies.hivemind import Hivemind
+from lockstep.strategies.swarm import OwnOrder, clip_before_step, initialise_state
+
+ROOT = Path(__file__).resolve().parents[3]
+EPOCHS = 14  # of five steps of the swarm
+missing = importlib.util.find_spec("hivemind") is None
+
+
+def test_without_the_package_it_names_the_file_to_install(monkeypatch):
+    monkeypatch.setattr(hivemind.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="requirements-hivemind.txt, or choose trainer=ddp_sim"):
+        Hivemind()
+
+
+def test_by_default_it_listens_on_loopback_only_and_opens_no_port(monkeypatch):
+    monkeypatch.setattr(hivemind.importlib.util, "find_spec", lambda name: object())
+    network = Hivemind("cpu").network
+    assert network["host_maddrs"] == ["/ip4/127.0.0.1/tcp/0"]
+    assert network["nat_port_map"] is False and network["initial_peers"] == []
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.5),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+    ],
+)
+def test_an_optimizers_state_appears_without_a_step(build):
+    weights = [torch.nn.Parameter(torch.tensor([1.0, -2.0])) for _ in range(2)]
+    kept, fresh = build(weights), build([torch.nn.Parameter(w.detach().clone()) for w in weights])
+    initialise_state(kept)
+    assert all(torch.equal(w, torch.tensor([1.0, -2.0])) and w.grad is None for w in weights)
+    assert kept.param_groups[0]["lr"] == 0.1
+    for optimizer in (kept, fresh):
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones(2)
+        optimizer.step()
+    for a, b in zip(weights, fresh.param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Loader:
+    def __init__(self):
+        self.epoch = 0
+
+    def __len__(self):
+        return 3
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "global_batches": 2}
+
+    def load_state_dict(self, state):
+        self.epoch = state["epoch"]
+
+
+@pytest.mark.parametrize("largest_norm", [0.5, 100.0])
+def test_what_the_swarm_steps_on_is_clipped(largest_norm):
+    """A hook that returned the norm let no step happen at all."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    clip_before_step(optimizer, largest_norm)
+    weight.grad = torch.tensor([3.0, 4.0])
+    optimizer.step()
+    expected = torch.tensor([-3.0, -4.0]) * min(1.0, largest_norm / 5.0)
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_each_peer_has_an_order_of_its_own_that_counts_from_zero():
+    loader = Loader()
+    own = OwnOrder(loader, 1000)
+    own.sampler.set_epoch(2)
+    assert loader.epoch == 1002 and len(own) == 3
+    assert own.state_dict() == {"epoch": 2, "global_batches": 2}
+    own.load_state_dict({"epoch": 5})
+    assert loader.epoch == 1005
+
+
+class Peer:
+    """A process of tests/harness/swarm_peer.py, its output in a file."""
+
+    def __init__(self, folder, name, epochs, address=()):
+        self.log = folder / f"{name}.log"
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])}
+        command = [sys.executable, str(ROOT / "tests/harness/swarm_peer.py"), str(epochs), str(folder), *address]
+        with open(self.log, "w") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+
+    def wait_for(self, pattern, timeout_s=120):
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if match := re.search(pattern, self.log.read_text()):
+                return match
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.2)
+        raise AssertionError(f"no {pattern!r} in {timeout_s} s:\n{self.log.read_text()}")
+
+    def result(self, timeout_s=300):
+        assert self.process.wait(timeout_s) == 0, self.log.read_text()
+        return json.loads([line for line in self.log.read_text().splitlines() if line.startswith("{")][-1])
+
+
+@pytest.mark.skipif(missing, reason="hivemind is not installed: pip install -r requirements-hivemind.txt")
+def test_two_peers_a_late_third_and_a_killed_one(tmp_path):
+    first = Peer(tmp_path, "first", EPOCHS)
+    address = [first.wait_for(r"initial_peers=\[([^\],]+)")[1]]
+    second = Peer(tmp_path, "second", EPOCHS, address)
+    peers = [first, second]
+    try:
+        first.wait_for("2 peers")
+        peers.append(Peer(tmp_path, "third", EPOCHS, address))
+        first.wait_for("3 peers")
+        second.process.kill()
+        results = [peer.result() for peer in (first, peers[2])]
+    finally:
+        for peer in peers:
+            peer.process.kill()
+            peer.process.wait()
+    for result in results:
+        assert result["accuracy"] >= 0.97
+        assert result["swarm"]["steps"] == EPOCHS * (1293 // 256)
+    assert results[0]["weights"] == pytest.approx(results[1]["weights"], rel=0.02)

@@ -1,0 +1,157 @@
+"""SyncBatchNorm on the CPU equals BatchNorm over the whole batch, values, gradients and running statistics."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from local_ranks import run_ranks
+from lockstep.runs.errors import UserError
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm, SyncBatchNormAct, batch_norm_warnings, layer_sync
+
+PARTS = (5, 3)  # images of each rank: unequal on purpose
+
+
+def layer_and_batch(dtype, momentum=0.1, offset=0.0, affine=True):
+    generator = torch.Generator().manual_seed(0)
+    layer = nn.BatchNorm2d(4, momentum=momentum, affine=affine).to(dtype)
+    if affine:
+        with torch.no_grad():
+            layer.weight.copy_(torch.rand(4, generator=generator, dtype=dtype) + 0.5)
+            layer.bias.copy_(torch.randn(4, generator=generator, dtype=dtype))
+    batch = torch.randn(sum(PARTS), 4, 3, 2, generator=generator, dtype=dtype) * 2 + offset
+    weights = torch.randn(batch.shape, generator=generator, dtype=dtype)  # of the outputs in the loss
+    return layer, batch, weights
+
+
+def run(layer, batch, weights, steps=2):
+    batch = batch.clone().requires_grad_(True)
+    for _ in range(steps):
+        layer.zero_grad()
+        batch.grad = None
+        output = layer(batch)
+        (output * weights).sum().backward()
+    parameters = [p.grad for p in layer.parameters()]
+    return [output.detach(), batch.grad, layer.running_mean, layer.running_var, layer.num_batches_tracked, parameters]
+
+
+def in_rank(cluster, dtype, momentum, offset, affine):
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{cluster.master_port}", rank=cluster.rank, world_size=2
+    )
+    layer, batch, weights = layer_and_batch(dtype, momentum, offset, affine)
+    layer = layer_sync("cpu").apply(layer)
+    assert isinstance(layer, SyncBatchNorm)
+    start = sum(PARTS[: cluster.rank])
+    own = slice(start, start + PARTS[cluster.rank])
+    output, gradient, mean, variance, count, parameters = run(layer, batch[own], weights[own])
+    layer.eval()
+    evaluated = layer(batch[own]).detach()
+    for grad in parameters:
+        dist.all_reduce(grad)
+    return [output, gradient, mean, variance, count, parameters, evaluated]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "momentum", "offset", "affine", "tolerance"),
+    [
+        (torch.float64, 0.1, 0.0, True, 1e-12),
+        (torch.float64, None, 0.0, False, 1e-12),
+        (torch.float32, 0.1, 0.0, True, 2e-5),
+        (torch.float32, 0.1, 1000.0, True, 2e-3),  # a large mean: sums of squares would cancel in float32
+    ],
+)
+def test_equals_batchnorm_over_the_whole_batch(dtype, momentum, offset, affine, tolerance):
+    layer, batch, weights = layer_and_batch(dtype, momentum, offset, affine)
+    output, gradient, mean, variance, count, parameters = run(layer, batch, weights)
+    layer.eval()
+    evaluated = layer(batch).detach()
+    found = run_ranks(in_rank, 2, dtype, momentum, offset, affine)
+
+    def close(a, b):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+    close(torch.cat([rank[0] for rank in found]), output)
+    close(torch.cat([rank[1] for rank in found]), gradient)
+    close(torch.cat([rank[6] for rank in found]), evaluated)
+    for rank in found:
+        close(rank[2], mean)
+        close(rank[3], variance)
+        assert rank[4] == count == 2
+        for a, b in zip(rank[5], parameters, strict=True):
+            close(a, b)
+
+
+def test_names_and_classes_stay_and_come_back():
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.BatchNorm2d(2))
+    names, kept = list(net.state_dict()), [net[1]]
+    layer_sync("cpu").apply(net)
+    assert [type(layer) for layer in net[1::2]] == [SyncBatchNorm] * 2
+    assert list(net.state_dict()) == names and kept[0] is net[1]
+    layer_sync("cpu").revert(net)
+    assert type(net[1]) is nn.BatchNorm2d
+
+
+def test_alone_it_is_batchnorm():
+    layer, batch, weights = layer_and_batch(torch.float64)
+    expected = run(layer, batch, weights)[0]
+    other, _, _ = layer_and_batch(torch.float64)
+    assert torch.equal(run(layer_sync("cpu").apply(other), batch, weights)[0], expected)
+
+
+def test_on_a_gpu_it_is_torch_s_layer():
+    net = nn.Sequential(nn.BatchNorm2d(2))
+    layer_sync("cuda").apply(net)
+    assert type(net[0]) is nn.SyncBatchNorm and net[0].process_group is None
+    x = torch.randn(4, 2, 3, 3)
+    net.eval()
+    evaluated = net(x)
+    layer_sync("cuda").revert(net)
+    assert type(net[0]) is nn.BatchNorm2d and torch.equal(net(x), evaluated)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_timm_s_activation_within_the_layer_stays(device):
+    from timm.layers import BatchNormAct2d
+
+    net = nn.Sequential(BatchNormAct2d(2, act_layer=nn.ReLU)).eval()
+    x = torch.randn(4, 2, 3, 3)
+    expected = net(x)
+    assert expected.min() == 0
+    layer_sync(device).apply(net)
+    assert isinstance(net[0], SyncBatchNormAct if device == "cpu" else nn.SyncBatchNorm)
+    assert torch.equal(net(x), expected)
+    if device == "cpu":  # torch's own refuses to train on one
+        assert net.train()(x).min() == 0
+        net.eval()
+    layer_sync(device).revert(net)
+    assert type(net[0]) is BatchNormAct2d
+
+
+def test_a_layer_that_does_more_is_refused():
+    class Scaled(nn.BatchNorm2d):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    with pytest.raises(UserError, match="does not know what Scaled does beside normalising"):
+        layer_sync("cpu").apply(nn.Sequential(Scaled(2)))
+
+
+@pytest.mark.parametrize(
+    ("net", "world_size", "micro_batches", "synchronised", "said"),
+    [
+        (nn.Linear(1, 1), 4, 4, False, []),
+        (nn.BatchNorm1d(1), 1, 1, False, []),
+        (nn.BatchNorm1d(1), 2, 1, False, ["trainer.sync_batchnorm=true"]),
+        (nn.BatchNorm1d(1), 2, 1, True, []),
+        (nn.BatchNorm1d(1), 2, 4, True, ["4 micro-batches"]),
+        (nn.BatchNorm1d(1), 2, 4, False, ["trainer.sync_batchnorm=true", "4 micro-batches"]),
+    ],
+)
+def test_one_warning_for_each_way_in_which_batchnorm_depends_on_the_spread(
+    net, world_size, micro_batches, synchronised, said
+):
+    found = batch_norm_warnings(net, world_size=world_size, micro_batches=micro_batches, synchronised=synchronised)
+    assert len(found) == len(said)
+    for sentence, words in zip(found, said, strict=True):
+        assert words in sentence

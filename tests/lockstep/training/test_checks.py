@@ -1,0 +1,98 @@
+"""Data, model and checkpoint against each other, before a run trains."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from local_ranks import run_ranks
+from lockstep.distributed import process_group as join
+from lockstep.runs.errors import UserError
+from lockstep.runs.folder import RunFolder
+from lockstep.training.checks import check_data_of_run, check_same_data, whole_steps
+from runs import run_door
+
+SMALL = ["experiment=quickstart", "trainer=cpu", "trainer.max_epochs=2", "trainer.num_threads=1", "run_id=r",
+         "~callbacks.hardware"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("limit", "batches", "accumulate", "wanted"),
+    [
+        (1.0, 40, 4, 1.0),
+        (10, 40, 4, 8),
+        (0.25, 40, 4, 8),
+        (8, 40, 4, 8),
+        (100, 40, 4, 100),
+        (3, 40, 1, 3),
+        (0, 40, 4, 0),
+    ],
+)
+def test_an_epoch_ends_with_a_whole_step(limit, batches, accumulate, wanted):
+    assert whole_steps(limit, batches, accumulate) == wanted
+
+
+def test_less_than_one_step_is_refused():
+    with pytest.raises(UserError, match="leaves 3 micro-batches and a step takes 4: give at least 4"):
+        whole_steps(3, 40, 4)
+
+
+def with_data(here, images, num_val):
+    join.join(here, torch.device("cpu"), 30.0)
+    data = SimpleNamespace(num_train=90, num_val=num_val[here.rank], num_test=10)
+    try:
+        check_same_data({"data_hash": images[here.rank]}, data, here)
+        return "same"
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("images", "num_val"), [(["a", "b"], [5, 5]), (["a", "a"], [5, 4])])
+def test_other_images_on_one_node_are_named_to_every_rank(images, num_val):
+    answers = run_ranks(with_data, 2, images, num_val)
+    assert answers[0] == answers[1]
+    assert f"90 training, {num_val[1]} validation, 10 test, hash {images[1]}, instead of 90, 5, 10, a" in answers[0]
+    assert run_ranks(with_data, 2, ["a", "a"], [5, 5]) == ["same", "same"]
+
+
+def test_a_run_does_not_go_on_with_other_images(tmp_path):
+    folder = RunFolder(tmp_path / "r")
+    checkpoint = {"lockstep": {"data": {"data_hash": "a" * 64}}}
+    check_data_of_run(checkpoint, {"data_hash": "a" * 64}, folder)
+    check_data_of_run({}, {"data_hash": "a" * 64}, folder)
+    with pytest.raises(UserError, match="The run r was trained on other images .hash aaaaaaaaaaaa, now bbbbbbbbbbbb"):
+        check_data_of_run(checkpoint, {"data_hash": "b" * 64}, folder)
+
+
+def other_images():
+    from lockstep.training import build as assemble
+
+    facts = assemble.data_facts
+    assemble.data_facts = lambda data: {**facts(data), "data_hash": "b" * 64}
+
+
+def test_a_run_that_goes_on_asks_for_its_images_and_a_new_one_from_its_checkpoint_does_not(tmp_path):
+    first = run_door("train", *SMALL, logs=tmp_path)
+    assert first.code == 0, first.output
+    more = [*SMALL, "trainer.max_epochs=3"]
+    again = run_door("train", *more, "resume=auto", logs=tmp_path, before=other_images)
+    assert again.code == 2 and "The run r was trained on other images" in again.output
+    best = first.folder.path / first.record["best_checkpoint"]["path"]
+    other = run_door("train", *more, f"ckpt_path={best}", "run_id=other", logs=tmp_path, before=other_images)
+    assert other.code == 0, other.output
+
+
+def test_a_compiled_net_is_asked_for_and_refused_where_one_process_has_several_devices(tmp_path):
+    from lockstep.config.compose import compose, plain
+    from lockstep.distributed.cluster import Cluster
+    from lockstep.training.build import build_run
+    from lockstep.training.rank import World
+
+    words = ["experiment=quickstart", "trainer=cpu", "trainer.compile=true", f"data.cache_dir={tmp_path}"]
+    config = plain(compose("train", words))
+    config["callbacks"], config["per_device_batch_size"] = None, 64
+    run = build_run(config, Cluster("none", 1, 1, 0, 0, "127.0.0.1", None), RunFolder(tmp_path), World([]), None)
+    assert run.module.net._compiled_call_impl is not None
+    config["trainer"]["num_gpus"] = 2
+    with pytest.raises(UserError, match="trainer.compile=true needs one device a process"):
+        build_run(config, Cluster("none", 1, 1, 0, 0, "127.0.0.1", None), RunFolder(tmp_path), World([]), None)

@@ -1,0 +1,176 @@
+"""All ranks go on from one checkpoint, the newest that any node has; its bytes go where they are missing."""
+
+import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from faults import signal_at_step
+from local_ranks import run_ranks
+from lockstep.distributed import process_group as join
+from lockstep.runs.folder import RunFolder, read_config
+from lockstep.runs.record import read_record, write_record
+from lockstep.storage.checkpoint_files import checkpoint_name, measure, newest_whole, write_sidecar
+from lockstep.training import share_checkpoint as shared_checkpoint
+from lockstep.training.share_checkpoint import newest_offer
+from object_store import sharded
+from ranks import free_port
+from runs import Done, start_door
+
+CPU = torch.device("cpu")
+
+
+def test_the_furthest_checkpoint_wins_and_rank_zero_where_nobody_says():
+    assert newest_offer([(None, None), (None, None)]) == 0
+    assert newest_offer([("a", None), (None, None)]) == 0
+    assert newest_offer([("a", 10), ("b", 10)]) == 0
+    assert newest_offer([(None, 0), ("b", 10), ("c", 30)]) == 2
+    assert newest_offer([(None, None), (None, 0)]) == 0
+
+
+def write_checkpoint(folder, step, shards):
+    path = folder.checkpoints / checkpoint_name("last", step)
+    files = {"a": b"x" * 300, "deep/b": os.urandom(5000)} if shards else {"": os.urandom(70_000)}
+    for name, data in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(data)
+    write_sidecar(path, {**measure(path), "step": step})
+    return path
+
+
+def shared(here, top, owner, shards):
+    """Each node has a folder of its own; only the owner's holds a checkpoint. What each rank goes on from."""
+    shared_checkpoint.CHUNK_BYTES = 1024
+    home = Path(top) / f"node{here.node_rank}"
+    home.mkdir(exist_ok=True)
+    os.chdir(home)  # the same path names another file on each node
+    folder = RunFolder(Path("run"))
+    config = {"ckpt_path": None, "resume_step": 0 if here.node_rank == 0 else None}
+    if here.rank == 0:
+        write_record(folder.record, {"status": "running", "started_at": "2026-11-21T10:00:00Z", "restarts": [],
+                                     "command": "now", "steps": 0})  # fmt: skip
+    if here.node_rank == owner:
+        path = folder.checkpoints / checkpoint_name("last", 50)
+        if here.local_rank == 0:
+            write_checkpoint(folder, 50, shards)
+            if owner:
+                write_record(folder.record, {"status": "failed", "started_at": "2026-11-20T10:00:00Z", "steps": 55,
+                                             "restarts": [], "command": "then"})  # fmt: skip
+        config = {"ckpt_path": str(path), "resume_step": 50}
+    join.join(here, CPU, 30.0)
+    shared_checkpoint.share_checkpoint(config, here, folder)
+    return config, measure(Path(config["ckpt_path"]))["sha256"]
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["file", "folder"])
+@pytest.mark.parametrize("owner", [0, 1])
+def test_nodes_without_the_newest_checkpoint_get_its_bytes(tmp_path, owner, shards):
+    answers = run_ranks(shared, 4, str(tmp_path), owner, shards, num_nodes=2)
+    assert len({sha256 for _, sha256 in answers}) == 1
+    assert [config["resume_step"] for config, _ in answers] == [50] * 4
+    for rank, (config, _) in enumerate(answers):
+        node = rank // 2
+        parent = "checkpoints" if node == owner else "from-rank-0"
+        wanted = tmp_path / f"node{node}/run/{parent}/last-step00000050.ckpt"
+        assert (
+            Path(config["ckpt_path"]).absolute() == wanted or tmp_path / f"node{node}" / config["ckpt_path"] == wanted
+        )
+    record = read_record(tmp_path / "node0/run/run.json")
+    if owner == 1:
+        assert record["started_at"] == "2026-11-20T10:00:00Z"
+        assert record["restarts"][0]["resumed_step"] == 50 and record["restarts"][0]["lost_steps"] == 5
+    assert json.dumps(record)
+
+
+def torn(here, top, steps, lost):
+    """Each node holds only its own rank's shards; node 0 also the rest, the manifest and the sidecar. Of the newest
+    step the shards of `lost` are on no node. What each rank goes on from, and whether all files are there."""
+    home = Path(top) / f"node{here.node_rank}"
+    home.mkdir(exist_ok=True)
+    os.chdir(home)
+    folder = RunFolder(Path("run"))
+    write_record(folder.record, {"status": "running", "started_at": "2026-11-21T10:00:00Z", "restarts": []})
+    for step in steps:
+        path = folder.checkpoints / checkpoint_name("last", step)
+        files = sharded(path)
+        for name in files:
+            owner = 1 if name.startswith("shard-00002") else 0
+            if owner != here.node_rank or (step == max(steps) and name == lost):
+                (path / name).unlink()
+        if here.rank == 0:
+            write_sidecar(path, {**measure(path), "step": step})
+        else:
+            (path / "manifest.json").unlink()
+    offer = newest_whole(folder.checkpoints)
+    config = {"ckpt_path": str(offer) if offer else None, "resume_step": max(steps) if offer else None}
+    join.join(here, CPU, 30.0)
+    shared_checkpoint.share_checkpoint(config, here, folder)
+    found = Path(config["ckpt_path"])
+    return config, sorted(path.name for path in found.iterdir()), {n: measure(found / n)["sha256"] for n in files}
+
+
+def test_shards_that_lie_on_their_own_nodes_come_together_on_each(tmp_path):
+    answers = run_ranks(torn, 2, str(tmp_path), [10], None, num_nodes=2)
+    wanted = sharded(tmp_path / "whole")
+    for node, (config, names, hashes) in enumerate(answers):
+        assert config["resume_step"] == 10 and config["ckpt_path"] == "run/from-rank-0/last-step00000010.ckpt", node
+        assert names == sorted([*wanted, "manifest.json"])
+        assert hashes == {name: facts["sha256"] for name, facts in wanted.items()}
+
+
+def test_a_checkpoint_of_which_a_shard_is_nowhere_is_passed_over(tmp_path):
+    lost = "shard-00002-model-00001-of-00001.safetensors"
+    answers = run_ranks(torn, 2, str(tmp_path), [10, 20], lost, num_nodes=2)
+    for config, names, _ in answers:
+        assert config["resume_step"] == 10 and config["ckpt_path"].endswith("last-step00000010.ckpt")
+        assert lost in names
+
+
+WORDS = ["experiment=quickstart", "trainer.max_epochs=6", "data.global_batch_size=128", "trainer.num_threads=1",
+         "trainer.accelerator=cpu", "trainer.devices=1", "trainer.num_nodes=2", "~callbacks.hardware"]  # fmt: skip
+
+
+def on_two_nodes(words: list[str], logs: list[Path], before=None) -> list[Done]:
+    port, nodes = str(free_port()), []
+    for node, folder in enumerate(logs):
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": str(node), "WORLD_SIZE": "2",
+                       "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+        nodes.append(start_door("train", *WORDS, *words, logs=folder, environment=environment, before=before))
+    return [node.done() for node in nodes]
+
+
+def test_shards_on_two_nodes_that_share_no_disk(tmp_path):
+    """The run is stopped, goes on and is tested from its best, though no node has a whole checkpoint."""
+    words = ["trainer=fsdp", "trainer.sharded_checkpoint=true", "run_id=r"]
+    logs = [tmp_path / "node0", tmp_path / "node1"]
+    first = on_two_nodes(words, logs, partial(signal_at_step, 25, signal.SIGTERM))
+    assert [done.code for done in first] == [75, 75], [done.output for done in first]
+    stopped = first[0].record["steps"]
+    second = on_two_nodes([*words, "resume=auto"], logs)
+    assert [done.code for done in second] == [0, 0], [done.output for done in second]
+    record = second[0].record
+    assert record["restarts"][0]["resumed_step"] == stopped >= 25
+    assert record["metrics"]["test/acc"] > 0.8
+    for node in logs:
+        names = sorted(path.name for path in (node / "train/runs/r/checkpoints").glob("*.ckpt"))
+        assert [name[:4] for name in names] == ["best", "last"], "older ones are gone on both"
+
+
+def test_two_nodes_that_share_the_log_folder_go_on_by_the_runs_name(tmp_path):
+    """Node 1's options, which name no checkpoint, must not be what node 0's ranks read."""
+    words, logs = ["trainer=ddp", "test=false"], [tmp_path, tmp_path]
+    first = on_two_nodes([*words, "run_id=r"], logs, partial(signal_at_step, 25, signal.SIGTERM))
+    assert [done.code for done in first] == [75, 75], [done.output for done in first]
+    stopped = first[0].record["steps"]  # the ranks agree on a step soon after the signal
+    second = on_two_nodes([*words, "resume=r"], logs)
+    assert [done.code for done in second] == [0, 0], [done.output for done in second]
+    record = second[0].record
+    assert record["restarts"][0]["resumed_step"] == stopped >= 25 and record["restarts"][0]["lost_steps"] == 0
+    for node in (0, 1):
+        assert read_config(second[0].folder.config_of(node))["ckpt_path"].endswith(f"{stopped:08d}.ckpt"), node
+    steps = [int(line.split(",")[0]) for line in second[0].folder.metrics.read_text().splitlines()[1:]]
+    assert steps == sorted(set(steps)) and steps[0] <= stopped < steps[-1]
