@@ -5,6 +5,7 @@ MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK=0 python src/doctor.py trainer=
 On each node, with the variables and options of the run to come.
 """
 
+import logging
 import socket
 import sys
 import time
@@ -21,6 +22,8 @@ from lockstep.runs import provenance
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.runs.leave import leave
 from lockstep.runs.provenance import REPOSITORY
+
+log = logging.getLogger(__name__)
 
 NO_FILES = ("digits", "synthetic")  # come with a package, or from nothing
 
@@ -155,7 +158,7 @@ def diagnose(cfg: Any) -> int:
     config["choices"] = {key: value for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")}
     bad = 0
     for fine, sentence in examine(config, world.environment()):
-        print(f"{'ok  ' if fine else 'MEND'}  {sentence}", flush=True)
+        log.info(f"{'ok  ' if fine else 'MEND'}  {sentence}")
         bad += not fine
     return EXIT_FAILED if bad else EXIT_OK
 

@@ -5,6 +5,7 @@
 The checkpoint carries its composed config; what the command line says wins. ckpt_path also takes a run id and s3://….
 """
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from lockstep.launch.launcher import launch_config, resume_in_rank
 from lockstep.runs.errors import UserError
 from lockstep.runs.leave import leave
 from lockstep.storage.fetch import locate_checkpoint
+
+log = logging.getLogger(__name__)
 
 FROM_COMMAND_LINE = ("paths", "tags", "ckpt_path", "run_id", "test", "resume", "sweep_dir", "s3")
 PARTS = ("trainer", "data", "model", "classifier", "optimizer")  # of a config that can be evaluated
@@ -32,7 +35,7 @@ def evaluate(config: dict[str, Any], cluster: Any, folder: Any) -> int:
         before = load_weights(run.module, config["ckpt_path"], config["model"]["name"])
         chosen = any(word.lstrip("+~").startswith("data") for word in config["overrides"])
         if cluster.is_rank_zero and not chosen and before.get("data_hash") not in (None, run.facts["data_hash"]):
-            print("The images are not those of the training: it may have trained on some of this test.", flush=True)
+            log.info("The images are not those of the training: it may have trained on some of this test.")
         run.trainer.test(run.module, datamodule=run.data, verbose=False)
         if run.module.test_confusion is None:
             raise UserError("trainer.limit_test_batches=0 leaves nothing to test.")
@@ -48,7 +51,7 @@ def evaluate(config: dict[str, Any], cluster: Any, folder: Any) -> int:
                 test_acc_per_class=per_class,
             )
             metrics = {name: float(value) for name, value in run.trainer.callback_metrics.items()}
-            print(" · ".join(f"{name} {value:.10g}" for name, value in metrics.items()), flush=True)
+            log.info(" · ".join(f"{name} {value:.10g}" for name, value in metrics.items()))
     return 0
 
 

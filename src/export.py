@@ -7,12 +7,16 @@ from the folder with timm.create_model("local-dir:" + out). ONNX needs onnx, onn
 """
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.runs.leave import leave
+from lockstep.runs.output import set_up
+
+log = logging.getLogger(__name__)
 
 USAGE = "python src/export.py ckpt_path=…"
 FORMATS = ("safetensors", "onnx", "pt2")
@@ -163,27 +167,28 @@ def export(argv: list[str]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the exporters' own, about their internals
             compared[name] = largest_difference(model, makers[name](model, out))
-        print(f"{name}: logits within {compared[name]:.1e} of the net's")
+        log.info(f"{name}: logits within {compared[name]:.1e} of the net's")
     worst = max(compared, key=lambda name: compared[name])
     if not compared[worst] <= TOLERANCE:
         raise Differs(
             f"{worst} differs from the net by {compared[worst]:.1e} of the largest logit; nothing in {out} is good."
         )
     (out / "README.md").write_text(card_text(model, timm_config(model), compared))
-    print(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+    log.info(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
 
 
 def main(argv: list[str]) -> int:
+    set_up()
     if not argv or "--help" in argv or "-h" in argv:
         print(__doc__)
         return EXIT_OK
     try:
         export(argv)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        log.error(f"{error}")
         return EXIT_USER_ERROR
     except Differs as error:
-        print(f"error: {error}", file=sys.stderr)
+        log.error(f"{error}")
         return EXIT_FAILED
     return EXIT_OK
 

@@ -9,14 +9,18 @@ RUN is a run id, a part of one that only one run has, or the name that a note ga
 """
 
 import argparse
+import logging
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.storage.s3 import StoreError
+
+log = logging.getLogger(__name__)
 
 
 def build(options: argparse.Namespace) -> None:
@@ -52,7 +56,7 @@ def is_readable(folder: Path) -> bool:
     try:
         read_record(folder / "run.json")
     except (UserError, OSError, RecursionError) as error:
-        print(f"Left out: {folder} ({error}).", file=sys.stderr)
+        log.warning(f"Left out: {folder} ({error}).")
         return False
     return True
 
@@ -207,11 +211,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
+    set_up()
     options = parser().parse_args(argv)
     try:
         options.task(options)
     except (UserError, StoreError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        log.error(error)
         return EXIT_USER_ERROR
     return EXIT_OK
 

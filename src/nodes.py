@@ -7,6 +7,7 @@ ssh in without a question. host0 is the master.
 """
 
 import argparse
+import logging
 import shlex
 import signal
 import subprocess
@@ -18,7 +19,10 @@ from typing import Any
 from lockstep.distributed import cluster
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from lockstep.runs.folder import new_run_id
+from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
+
+log = logging.getLogger(__name__)
 
 GRACE_AFTER_FAILURE_S = 30.0  # within which the other nodes notice by themselves, and say what they know
 GRACE_AFTER_STOP_S = 120.0  # for the coordinated checkpoint and its upload
@@ -90,7 +94,7 @@ class Host:
             self.process.stdin.flush()
         except (BrokenPipeError, OSError):
             if self.code is None:
-                print(f"[{self.name}] cannot be told to {word}: the connection is gone.")
+                log.info(f"[{self.name}] cannot be told to {word}: the connection is gone.")
 
 
 class Watching:
@@ -139,11 +143,12 @@ class Watching:
         if first is None:
             return EXIT_INTERRUPTED if EXIT_INTERRUPTED in codes else EXIT_OK
         if first.error:
-            print(f"[{first.name}] {first.error}", flush=True)  # last on the screen, whoever spoke after it
+            log.info(f"[{first.name}] {first.error}")  # last on the screen, whoever spoke after it
         return first.code or EXIT_FAILED
 
 
 def main(argv: list[str]) -> int:
+    set_up()
     at = argv.index("--") if "--" in argv else len(argv)
     argv, overrides = argv[:at], argv[at + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

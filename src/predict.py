@@ -6,12 +6,16 @@ The contact sheet, the first images with what they were taken for, lies beside t
 """
 
 import csv
+import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.runs.leave import leave
+from lockstep.runs.output import set_up
+
+log = logging.getLogger(__name__)
 
 USAGE = "python src/predict.py ckpt_path=… images=DIR"
 OPTIONS: dict[str, str | None] = {
@@ -118,17 +122,18 @@ def predict(argv: list[str]) -> None:
     found = classify(model, files, top, batch)
     write_csv(out, folder, files, found)
     write_contact_sheet(out.with_suffix(".png"), files, found)
-    print(f"{len(files)} images · {out} · {out.with_suffix('.png')}")
+    log.info(f"{len(files)} images · {out} · {out.with_suffix('.png')}")
 
 
 def main(argv: list[str]) -> int:
+    set_up()
     if not argv or "--help" in argv or "-h" in argv:
         print(__doc__)
         return EXIT_OK
     try:
         predict(argv)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        log.error(f"{error}")
         return EXIT_USER_ERROR
     return EXIT_OK
 

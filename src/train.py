@@ -3,6 +3,7 @@
 python src/train.py [group=option …] [key=value …]      --help lists them all
 """
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from lockstep.config.compose import run_door
 from lockstep.distributed import cluster as world
 from lockstep.launch.launcher import launch, resume_in_rank
 from lockstep.runs.leave import leave
+
+log = logging.getLogger(__name__)
 
 
 def train(config: dict[str, Any], cluster: Any, folder: Any) -> int:
@@ -31,12 +34,12 @@ def train(config: dict[str, Any], cluster: Any, folder: Any) -> int:
         elif path:
             said = start_from(run.module, path, config["model"]["name"], config["data"], run.facts["data_hash"])
             if cluster.is_rank_zero:
-                print(said, flush=True)
+                log.info(said)
         if cluster.is_rank_zero:
             run.recorder.write(**_known_at_start(run), hosts=world.hosts)
         run.trainer.fit(run.module, datamodule=run.data, ckpt_path=path if goes_on else None, weights_only=True)
         for profile in sorted(folder.path.glob("fit-profile*.txt")) if cluster.is_rank_zero else ():
-            print(profile.read_text(), flush=True)
+            log.info(profile.read_text())
         if config["test"]:
             _test(run, cluster, folder)
         if cluster.is_rank_zero:

@@ -3,16 +3,20 @@
 python src/upload.py RUN_ID [s3.uri=s3://bucket/prefix] [s3.endpoint_url=https://…] [paths.log_dir=logs]
 """
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, read_config
+from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import read_record, status_of
 from lockstep.storage.finish import upload_left
 from lockstep.storage.s3 import options_from
+
+log = logging.getLogger(__name__)
 
 TIMEOUT_S = 3600.0
 
@@ -34,7 +38,7 @@ def upload(argv: list[str]) -> int:
     if folder.record.exists() and status_of(read_record(folder.record)) == "running":
         raise UserError(f"The run {folder.run_id} is still training: it uploads by itself.")
     error = upload_left(options, folder, TIMEOUT_S)
-    print(f"not uploaded: {error}." if error else f"{folder.run_id} is in {options.uri}.")
+    log.info(f"not uploaded: {error}." if error else f"{folder.run_id} is in {options.uri}.")
     return EXIT_NOT_UPLOADED if error else EXIT_OK
 
 
@@ -54,13 +58,14 @@ def _settings(folder: RunFolder, overrides: dict[str, str]) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
+    set_up()
     if not argv or "--help" in argv or "-h" in argv:
         print(__doc__)
         return EXIT_OK
     try:
         return upload(argv)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        log.error(f"{error}")
         return EXIT_USER_ERROR
 
 

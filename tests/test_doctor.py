@@ -35,7 +35,7 @@ def test_a_batch_to_be_found_is_no_contradiction(tmp_path):
 
 def test_ranks_that_see_too_few_gpus_are_named(monkeypatch):
     """srun --gpus-per-task=1: each rank sees one, and asks for its own of four."""
-    monkeypatch.setattr("cluster.visible_gpus", lambda environment: 1)
+    monkeypatch.setattr("lockstep.distributed.cluster.visible_gpus", lambda environment: 1)
     environment = {**SLURM, "SLURM_JOB_NODELIST": "a", "SLURM_STEP_NUM_NODES": "1"}
     bad = [sentence for fine, sentence in findings(config_of("trainer=ddp"), environment) if not fine]
     assert any("4 ranks on this node see 1 GPU: " in sentence for sentence in bad), bad

@@ -1,8 +1,8 @@
 """Images of one's own, one folder per class: decoded once into an array, or streamed where that would be too large."""
 
 import json
+import logging
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from lockstep.data.image_tree import Listing, common_size, decode_all, list_spli
 from lockstep.data.node_cache import file_identity, require_space
 from lockstep.data.streaming import stream
 from lockstep.runs.errors import UserError
+
+log = logging.getLogger(__name__)
 
 TEST_SEED = 42  # of the test images that are drawn: every seed trains on others than these
 FILES = "files.json"
@@ -153,7 +155,7 @@ class ImageFolderDataModule(ImageDataModule):
         )
         if failures:
             first = next(iter(failures.values()))
-            print(f"Skipped {len(failures)} of {len(files)} images: {first}; …", file=sys.stderr)
+            log.warning(f"Skipped {len(failures)} of {len(files)} images: {first}; …")
         return failures
 
     def _kept(self, failures: dict[int, str]) -> np.ndarray:

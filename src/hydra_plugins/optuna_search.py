@@ -7,6 +7,7 @@ The study lies in a journal file: the same command again goes on until num_trial
 on the package index is held at Optuna 2, whose storage no longer works with today's SQLAlchemy.)
 """
 
+import logging
 import math
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from lockstep.runs.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 class OptunaSearch(Sweeper):
@@ -79,14 +82,14 @@ class OptunaSearch(Sweeper):
             study.tell(trial, value)
         else:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        print(f"trial {trial.number}: {' '.join(chosen)} → {value if math.isfinite(value) else 'failed'}", flush=True)
+        log.info(f"trial {trial.number}: {' '.join(chosen)} → {value if math.isfinite(value) else 'failed'}")
 
     def _report(self, study: Any) -> None:
         if not any(trial.value is not None for trial in study.trials):
             raise UserError(f"No trial of the study {self.study} has finished: look at their run.json.")
         best = study.best_trial
         words = " ".join(f"{key}={value}" for key, value in best.params.items())
-        print(f"best of {len(study.trials)} trials: {best.value:.6g} with {words}", flush=True)
+        log.info(f"best of {len(study.trials)} trials: {best.value:.6g} with {words}")
 
 
 def suggest(trial: Any, override: Override) -> Any:

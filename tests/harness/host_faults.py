@@ -177,7 +177,7 @@ def wrong_port(hosts) -> Seen:
 
 def different_code(hosts) -> Seen:
     run = Run(hosts, "different-code")
-    changed = hosts[1].project / "src/errors.py"
+    changed = hosts[1].project / "src/lockstep/runs/errors.py"
     text = changed.read_text()
     changed.write_text(text + "# changed\n")
     try:

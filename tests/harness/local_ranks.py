@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from lockstep.distributed import cluster as world
+from lockstep.runs.output import set_up
 
 PRELOAD = ("torch", "torch.distributed", "lightning.pytorch", "timm")
 
@@ -93,6 +94,7 @@ def _collect(ranks: dict[Connection, tuple[int, Any]], timeout_s: float) -> list
 def _rank(connection: Connection, paths: list[str], function: Any, place: world.Cluster, arguments: Any) -> None:
     sys.path[:] = paths
     world.adopt(place)
+    set_up()
     import torch
 
     torch.set_num_threads(1)

@@ -7,6 +7,7 @@ Rank 0 of a fake process group of any size runs two steps and a validation; tens
 
 import copy
 import inspect
+import logging
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ from lockstep.distributed.cluster import Cluster
 from lockstep.runs.errors import EXIT_OK, UserError
 from lockstep.training import build as assemble
 from lockstep.training import rank as rank_process
+
+log = logging.getLogger(__name__)
 
 RUNTIME_GIB = 0.6  # assumed for CUDA's context and NCCL, which lie beside the allocator's memory
 UNBOUND = 65536  # largest batch that is tried: the data are not looked at
@@ -71,7 +74,7 @@ def estimate(cfg: Any) -> int:
     parts = cluster.world_size * config["trainer"]["accumulate_grad_batches"]
     shares = next(probe.shares for probe in found.probes if probe.batch == found.batch)
     at_least = "at least " if found.at_bound else ""  # the estimate stops there, the memory does not
-    print(
+    log.info(
         f"estimated largest batch {at_least}{found.batch} per device, {at_least}{found.batch * parts} global = "
         f"{found.batch} × {cluster.world_size} × {config['trainer']['accumulate_grad_batches']} · "
         f"{_phases(shares, limit_gib)} of {limit_gib:.3g} GiB · nothing was run"
@@ -95,7 +98,7 @@ def stated_cluster(config: dict[str, Any]) -> Cluster:
     devices = hardware.get("gpus") or 1 if trainer["devices"] == "auto" else trainer["devices"]
     if trainer["devices"] != "auto" and hardware.get("gpus") and devices > hardware["gpus"]:
         gpus = f"{hardware['gpus']} GPU{'s' if hardware['gpus'] > 1 else ''}"
-        print(f"A {hardware['name']} has {gpus}: this is for {devices} such GPUs on each node, as asked.")
+        log.info(f"A {hardware['name']} has {gpus}: this is for {devices} such GPUs on each node, as asked.")
     num_nodes = 1 if trainer["num_nodes"] == "auto" else trainer["num_nodes"]
     return Cluster("none", num_nodes, devices, 0, 0, "127.0.0.1", None)
 

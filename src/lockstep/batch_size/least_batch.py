@@ -1,10 +1,13 @@
 """The smallest batch that a net trains at: BatchNorm that sees one value for each channel refuses a single image."""
 
+import logging
 from typing import Any
 
 import torch
 
 from lockstep.training import build as assemble
+
+log = logging.getLogger(__name__)
 
 
 def least_batch(config: dict[str, Any], facts: dict[str, Any], world_size: int) -> int:
@@ -21,7 +24,7 @@ def least_batch(config: dict[str, Any], facts: dict[str, Any], world_size: int) 
             net = assemble.build_module(config, facts, trainable=False).net.train()
             refused = not _takes(net, 1, facts) and _takes(net, 2, facts)
     except Exception as error:  # an initialisation that wants real numbers
-        print(f"Whether the net trains at one image is not known ({type(error).__name__}: {error}).", flush=True)
+        log.info(f"Whether the net trains at one image is not known ({type(error).__name__}: {error}).")
         return 1
     if not refused:
         return 1

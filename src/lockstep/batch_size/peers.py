@@ -1,5 +1,6 @@
 """What the ranks of a batch search tell each other when one of them ends, so that all end, and for the right reason."""
 
+import logging
 import os
 import sys
 import threading
@@ -7,6 +8,8 @@ import time
 from typing import Any, NoReturn
 
 from lockstep.batch_size.sessions import EXIT_OUT_OF_MEMORY, EXIT_PEER_ENDED, EXIT_PEER_FAILED
+
+log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.5
 GONE_WORDS = (  # what gloo and NCCL say when the other end of a connection has closed
@@ -50,7 +53,7 @@ class Peers:
         try:
             self.store.compare_set("ended", "", str(code))
         except Exception as error:
-            print(f"The end could not be announced ({type(error).__name__}).", flush=True)
+            log.info(f"The end could not be announced ({type(error).__name__}).")
         if self.rank == 0 and code != EXIT_OUT_OF_MEMORY:
             time.sleep(3 * INTERVAL_S)  # its store goes with it, and without a word the others would assume memory
 
@@ -74,7 +77,7 @@ class Peers:
             return int(self.store.get("ended")) if self.store.check(["ended"]) else None
         except Exception as error:  # rank 0 is gone
             if not self.gone.is_set():
-                print(f"The ranks' store is gone ({type(error).__name__}).", flush=True)
+                log.info(f"The ranks' store is gone ({type(error).__name__}).")
             self.gone.set()
             return None
 

@@ -5,6 +5,7 @@ batch_sessions.py starts it, and ends it with all the others of its session.
 
 import copy
 import gc
+import logging
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -26,9 +27,12 @@ from lockstep.distributed import cluster as world
 from lockstep.distributed.supervisor import die_with_parent
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.runs.leave import leave
+from lockstep.runs.output import set_up
 from lockstep.strategies.model_parallel import checked_devices
 from lockstep.training import build as assemble
 from lockstep.training import rank as rank_process
+
+log = logging.getLogger(__name__)
 
 MEMORY_SHARE_OF_CPU = 0.8  # of what is free: the tracker sees tensors only
 
@@ -44,6 +48,7 @@ def two_steps(accumulate: int, steps_per_epoch: int) -> dict[str, Any]:
 
 def main() -> int:
     """Probe until the search is over; returns the exit code."""
+    set_up()
     environment = world.environment()
     config_path = world.supervised_config()
     assert config_path is not None, "this is for the search's own children"
@@ -78,7 +83,7 @@ class Prober:
                 traceback.print_exc()
                 self.peers.announce(code := EXIT_FAILED)
             else:
-                print(f"Another rank ended first ({type(error).__name__}).", flush=True)
+                log.info(f"Another rank ended first ({type(error).__name__}).")
             leave_at_once(code)
 
     def _session(self) -> int:
@@ -125,7 +130,7 @@ class Prober:
             mine = self.train(batch)
         except Exception as error:
             if ran_out(error):
-                print(f"{batch} images: {type(error).__name__}", flush=True)
+                log.info(f"{batch} images: {type(error).__name__}")
                 self.peers.announce(EXIT_OUT_OF_MEMORY)
                 leave_at_once(EXIT_OUT_OF_MEMORY)  # no clean-up that could wait for the others
             raise

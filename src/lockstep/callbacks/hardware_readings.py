@@ -1,5 +1,6 @@
 """What the GPUs and CPUs of this machine do right now: readings through NVML and psutil, oddities named once."""
 
+import logging
 import os
 import shutil
 import subprocess
@@ -7,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 GIB = 2**30
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -23,7 +26,7 @@ THROTTLE_REASONS = {  # NVML's bit → word; a GPU that idles or follows a set c
 
 
 def say(message: str) -> None:
-    print(f"hardware: {message}", flush=True)
+    log.info(f"hardware: {message}")
 
 
 @dataclass

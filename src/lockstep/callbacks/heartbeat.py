@@ -7,6 +7,7 @@ A second thread watches the first: an operation on the store of a stopped or unr
 
 import faulthandler
 import json
+import logging
 import os
 import socket
 import threading
@@ -23,6 +24,8 @@ from lockstep.callbacks.interruption import Interruption
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, Diverged, Interrupted, UserError
 from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import RunFolder
+
+log = logging.getLogger(__name__)
 
 BEAT_INTERVAL_S = 1.0
 SILENT_AFTER_S = 5.0  # a rank whose heart has not beaten for so long when another fails is the one to blame
@@ -94,7 +97,7 @@ class Watch(Callback):
             if self.rank == 0 and time.monotonic() > speak_at:
                 speak_at += SPEAK_INTERVAL_S
                 hosts = {beat[1] for rank, beat in self._beats().items() if not self.store.check([keys[rank]])}
-                print(f"Waiting for the images and weights of {', '.join(sorted(hosts))} …", flush=True)
+                log.info(f"Waiting for the images and weights of {', '.join(sorted(hosts))} …")
             time.sleep(pause_s)
             pause_s = min(0.5, 1.3 * pause_s)
 
@@ -233,7 +236,7 @@ class Watch(Callback):
                 exception.culprit = self._publish((self._look_for_the_dead() if echo else None) or own)
             self._leave_together(exception)
         except (RuntimeError, dist.DistError) as error:
-            print(f"rank {self.rank} cannot tell the others ({_first_line(error)}).", flush=True)
+            log.info(f"rank {self.rank} cannot tell the others ({_first_line(error)}).")
         return exception
 
     def _stopped_elsewhere(self) -> bool:

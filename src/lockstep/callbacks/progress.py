@@ -1,5 +1,6 @@
 """A bar with epoch, images/s, loss and validation accuracy on a terminal; a plain line every interval elsewhere."""
 
+import logging
 import sys
 import time
 from typing import Any
@@ -8,6 +9,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from lockstep.callbacks.training_log import TrainingLog
+
+log = logging.getLogger(__name__)
 
 
 class Progress(Callback):
@@ -67,12 +70,12 @@ class Progress(Callback):
     def _line(self, trainer: pl.Trainer, place: str) -> None:
         self.spoken_at = time.monotonic()
         epoch = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
-        print(f"{epoch} · {place} · {self._words(self._latest(trainer))}", flush=True)
+        log.info(f"{epoch} · {place} · {self._words(self._latest(trainer))}")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop()
         if trainer.is_global_zero and sys.stdout.isatty():
-            print(f"trained {trainer.current_epoch} epochs · {self._words(self._latest(trainer))}")
+            log.info(f"trained {trainer.current_epoch} epochs · {self._words(self._latest(trainer))}")
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._stop()

@@ -1,5 +1,6 @@
 """Sends the run to S3 while it trains: a thin hook of Lightning around uploader.py."""
 
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from lockstep.storage.bucket import Bucket
 from lockstep.storage.run_bucket import RunBucket
 from lockstep.storage.s3 import S3Options, StoreError
 from lockstep.storage.uploader import Uploader
+
+log = logging.getLogger(__name__)
 
 # Where one rank fails, the supervisor ends the others soon; what is left then, upload_left.py sends in their place
 FLUSH_BESIDE_OTHER_RANKS_S = 3.0
@@ -49,7 +52,7 @@ class S3Upload(Callback):
         connect_timeout_s: float = 5.0,
         read_timeout_s: float = 30.0,
         client: Any = None,
-        say: Callable[[str], None] = print,
+        say: Callable[[str], None] = log.info,
     ) -> None:
         self.options = S3Options(
             uri, endpoint_url, storage_class, server_side_encryption, sse_kms_key_id, connect_timeout_s, read_timeout_s

@@ -1,6 +1,7 @@
 """EC2's notice that a spot instance will be taken: save, upload, and be gone before it is."""
 
 import http.client
+import logging
 import os
 import threading
 import time
@@ -14,6 +15,8 @@ from lightning.pytorch.callbacks import Callback
 
 from lockstep.callbacks.interruption import Interruption
 from lockstep.runs.errors import EXIT_INTERRUPTED
+
+log = logging.getLogger(__name__)
 
 END_AFTER_S = 90.0  # of the two minutes that EC2 gives at best
 TOKEN_SECONDS = 21600
@@ -97,13 +100,11 @@ class SpotNotice(Callback):
                 notice = self.fetch()
             except (OSError, ValueError, http.client.HTTPException) as error:
                 if not self.complained:
-                    print(
-                        f"No spot notices can be had ({error}); asking again every {self.interval_s:.0f} s.", flush=True
-                    )
+                    log.info(f"No spot notices can be had ({error}); asking again every {self.interval_s:.0f} s.")
                 self.complained, notice = True, None
             if notice:
                 self.noticed_at = time.time()
-                print(f"Spot notice: {notice.strip()}", flush=True)
+                log.info(f"Spot notice: {notice.strip()}")
                 self.interruption.ask("spot notice")
                 for upload in self.uploads:
                     upload.expect_end(self.end_after_s - 5)
@@ -113,7 +114,7 @@ class SpotNotice(Callback):
     def _end_in_time(self) -> None:
         """The machine goes soon: a checkpoint or an upload that hangs must not hold this process."""
         if not self.ended.wait(self.end_after_s):
-            print(f"Not done {self.end_after_s:.0f} s after the spot notice: ending now.", flush=True)
+            log.info(f"Not done {self.end_after_s:.0f} s after the spot notice: ending now.")
             os._exit(EXIT_INTERRUPTED)
 
     def record_fields(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The command line → one composed config. Imports Hydra only, so that --help and --cfg job answer at once."""
 
+import logging
 import math
 import re
 import sys
@@ -8,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import UserError
+from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
+
+log = logging.getLogger(__name__)
 
 CONFIGS = REPOSITORY / "configs"
 
@@ -95,6 +99,7 @@ def run_door(
     Args:
         completed: gives the overrides to compose for those on the command line.
     """
+    set_up()
     if "--help" in argv or "-h" in argv:
         from lockstep.config.help import help_text
 
@@ -105,7 +110,7 @@ def run_door(
             return task(compose(config_name, completed(argv)))
         return _through_hydra(config_name, task)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        log.error(f"{error}")
         return 2
 
 

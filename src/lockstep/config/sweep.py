@@ -5,6 +5,7 @@ start the whole sweep again. On SLURM (hydra/launcher=submitit_slurm) each task 
 that knows nothing but what was pickled.
 """
 
+import logging
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,8 @@ from lockstep.distributed import cluster as world
 from lockstep.runs.errors import EXIT_INTERRUPTED
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import read_record
+
+log = logging.getLogger(__name__)
 
 CODES = ".exit-codes"  # in the sweep's folder: a small file per job and task
 
@@ -36,7 +39,7 @@ def run_job(cfg: Any, program: str) -> float | None:
     task, restarts = world.slurm_task(world.environment())
     if restarts:
         overrides.append("resume=auto")
-    print(f"\njob {number}: {' '.join(overrides)}", flush=True)
+    log.info(f"\njob {number}: {' '.join(overrides)}")
     code = run_child([sys.executable, program, *overrides, f"run_id={run_id}", f"sweep_dir={sweep_dir}"])
     codes = sweep_dir / CODES
     codes.mkdir(parents=True, exist_ok=True)

@@ -1,16 +1,19 @@
 """A progress bar on a terminal, one line elsewhere."""
 
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
 def progress(what: str, total: int | None, done: int = 0) -> Iterator[Callable[[int], None]]:
     """Gives advance(n); may be called from several threads."""
     if not sys.stderr.isatty():
-        print(what, file=sys.stderr, flush=True)
+        log.warning(what)
         yield lambda n: None
         return
     from rich.console import Console

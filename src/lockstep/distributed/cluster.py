@@ -6,6 +6,7 @@ looks like one of torchrun's, with LOCKSTEP_CONFIG naming the composed config.
 """
 
 import itertools
+import logging
 import os
 import re
 import shlex
@@ -14,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lockstep.runs.errors import UserError
+
+log = logging.getLogger(__name__)
 
 SUPERVISED_CONFIG = "LOCKSTEP_CONFIG"
 SUPERVISOR_PORT = "LOCKSTEP_SUPERVISOR_PORT"
@@ -214,7 +217,7 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
         pynvml.nvmlInit()
         return int(pynvml.nvmlDeviceGetCount())
     except Exception as error:  # no driver, or a broken one: NVML raises its own family of errors
-        print(f"GPUs cannot be counted ({error}); going on with the CPU.")
+        log.info(f"GPUs cannot be counted ({error}); going on with the CPU.")
         return 0
 
 

@@ -1,7 +1,7 @@
 """What a run says of its own end: one error file a rank, the record, the screen. Imports no torch."""
 
 import json
-import sys
+import logging
 from typing import Any
 
 from lockstep.distributed.cluster import Cluster
@@ -10,6 +10,8 @@ from lockstep.runs.files import utc_now, write_atomically
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import read_record, write_record
 from lockstep.runs.redact import redact_text
+
+log = logging.getLogger(__name__)
 
 
 def report_failure(facts: dict[str, Any] | None, folder: RunFolder, cluster: Cluster, code: int = EXIT_FAILED) -> None:
@@ -27,7 +29,7 @@ def report_failure(facts: dict[str, Any] | None, folder: RunFolder, cluster: Clu
         if code == EXIT_USER_ERROR and cluster.is_rank_zero:
             record_end(folder, cluster, "failed", code, facts)
         where = "" if code == EXIT_USER_ERROR else f"rank {facts['rank']} on {facts['host']}, in {facts['phase']}: "
-        print(f"error: {where}{facts['message']}", file=sys.stderr, flush=True)
+        log.error(f"{where}{facts['message']}")
 
 
 def record_end(folder: RunFolder, cluster: Cluster, status: str, code: int, error: dict[str, Any] | None) -> None:

@@ -1,6 +1,7 @@
 """The ranks of one run find each other: store, process group, and proof that all run the same thing."""
 
 import json
+import logging
 import secrets
 import socket
 import time
@@ -14,6 +15,8 @@ from lockstep.distributed.cluster import Cluster
 from lockstep.runs import provenance
 from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import REPOSITORY, config_hash
+
+log = logging.getLogger(__name__)
 
 SPEAK_INTERVAL_S = 5.0
 
@@ -95,7 +98,7 @@ def _wait_for_port(cluster: Cluster, timeout_s: float) -> None:
                 "did not start the same command, or MASTER_ADDR or MASTER_PORT is wrong."
             )
         if time.monotonic() > speak_at and cluster.local_rank == 0:
-            print(f"Waiting for node rank 0 at {where} ({reason}) …", flush=True)
+            log.info(f"Waiting for node rank 0 at {where} ({reason}) …")
             speak_at += SPEAK_INTERVAL_S
         time.sleep(0.1)
 
@@ -139,7 +142,7 @@ def handshake(
                 f"node rank {nodes} did not arrive within {timeout_s:.0f} s: is it running the same command?"
             )
         if time.monotonic() > speak_at and cluster.local_rank == 0:
-            print(f"Waiting for node rank {nodes} (ranks {', '.join(map(str, missing[:8]))}) …", flush=True)
+            log.info(f"Waiting for node rank {nodes} (ranks {', '.join(map(str, missing[:8]))}) …")
             speak_at += SPEAK_INTERVAL_S
         time.sleep(0.05)
 

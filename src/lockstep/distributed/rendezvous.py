@@ -5,6 +5,7 @@ with the same words, and the port is free again for the ranks.
 """
 
 import json
+import logging
 import socket
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import Any
 from lockstep.distributed.cluster import Cluster
 from lockstep.runs.errors import UserError
 
+log = logging.getLogger(__name__)
+
 SPEAK_INTERVAL_S = 5.0
 HELLO_WITHIN_S = 2.0  # a stranger that connects and says nothing holds the others up for no longer
 LARGEST_HELLO_BYTES = 1_000_000
@@ -20,7 +23,7 @@ CLOCK_TOLERANCE_S = 60.0
 
 
 def agree(
-    cluster: Cluster, mine: dict[str, Any], timeout_s: float, say: Callable[[str], None] = print
+    cluster: Cluster, mine: dict[str, Any], timeout_s: float, say: Callable[[str], None] = log.info
 ) -> dict[str, Any]:
     """Node 0's words on what all nodes share.
 
@@ -188,7 +191,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
         connection.settimeout(10)
         connection.sendall(json.dumps(message).encode() + b"\n")
     except OSError as error:
-        print(f"A node went away while it was answered ({error}).")
+        log.info(f"A node went away while it was answered ({error}).")
 
 
 def _receive(connection: socket.socket, within_s: float) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ die without a word it completes the run record in their place.
 
 import ctypes
 import json
+import logging
 import os
 import signal
 import socket
@@ -23,6 +24,8 @@ from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_US
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import read_record, write_record
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 GRACE_AFTER_FAILURE_S = 8.0  # for the others to notice by themselves and write their stacks
@@ -231,7 +234,7 @@ class Supervisor:
         if self.cluster.node_rank == 0:
             complete_record(self.folder, error, code)
         where = "" if user_error else f"rank {error['rank']} on {error['host']}, in {error['phase']}: "
-        print(f"error: {where}{error['message']}", file=sys.stderr)
+        log.error(f"{where}{error['message']}")
         return code
 
     def _codes(self) -> dict[int, int]:
@@ -259,7 +262,7 @@ class Supervisor:
             try:
                 written.append(json.loads(path.read_text()))
             except (OSError, json.JSONDecodeError):
-                print(f"{path} cannot be read; going by the exit codes.", file=sys.stderr)
+                log.warning(f"{path} cannot be read; going by the exit codes.")
         local = self.ranks.first_failed
         if local is not None and self.ranks.exit_codes[local] < 0:
             rank = self.cluster.node_rank * self.cluster.devices + local

@@ -1,6 +1,7 @@
 """How a run ends: exceptions and signals become an exit code, a record, one error file a rank, and a page."""
 
 import faulthandler
+import logging
 import os
 import signal
 import socket
@@ -27,6 +28,8 @@ from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import read_record
 from lockstep.runs.redact import redact_text
 
+log = logging.getLogger(__name__)
+
 Work = Callable[[dict[str, Any], Cluster, RunFolder], int]
 
 
@@ -45,7 +48,7 @@ def in_this_process(config: dict[str, Any], cluster: Cluster, folder: RunFolder,
     except Interrupted as error:
         record_end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
         if cluster.is_rank_zero:
-            print(f"Interrupted ({error}): resume={folder.run_id} goes on.", flush=True)
+            log.info(f"Interrupted ({error}): resume={folder.run_id} goes on.")
         if cluster.launcher == "torchrun" and cluster.num_nodes > 1 and error.elsewhere:
             return EXIT_FAILED  # torchrun shall start this node's ranks again, beside those of a node that comes back
         return EXIT_INTERRUPTED
@@ -59,7 +62,7 @@ def in_this_process(config: dict[str, Any], cluster: Cluster, folder: RunFolder,
         record_end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
         return EXIT_INTERRUPTED
     except Exception as error:
-        print(redact_text(traceback.format_exc()), file=sys.stderr, end="", flush=True)  # a library may quote a request
+        sys.stderr.write(redact_text(traceback.format_exc()))  # a library may quote a request
         return _failed(folder, cluster, error, EXIT_FAILED)
 
 
@@ -127,14 +130,7 @@ def _harmlessly(part: Callable[..., None], *arguments: Any) -> None:
     except Interrupted:
         raise
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        is_page = part in (_write_page, _write_pages_of_lost)
-        said = f"The logbook page was not written ({why}); make logbook tries again.\n" if is_page else ""
-        try:
-            print(said, end="", flush=True)
-        except (OSError, ValueError):  # nobody reads the screen any more: else Python would end with code 120
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), 1)
+        log.warning(f"The logbook page was not written ({type(error).__name__}: {error}); make logbook tries again.")
 
 
 def _say_result(folder: RunFolder, code: int) -> None:
@@ -142,7 +138,7 @@ def _say_result(folder: RunFolder, code: int) -> None:
     if code == EXIT_OK and record["status"] == "finished":
         shown = {name: value for name, value in record["metrics"].items() if name in ("val/acc_best", "test/acc")}
         words = " · ".join(f"{name} {value:.2%}" for name, value in shown.items())
-        print(f"finished · {words} · {os.path.relpath(folder.path)}", flush=True)
+        log.info(f"finished · {words} · {os.path.relpath(folder.path)}")
 
 
 def _write_page(folder: RunFolder, config: dict[str, Any]) -> None:
@@ -154,10 +150,9 @@ def _write_page(folder: RunFolder, config: dict[str, Any]) -> None:
 def _say_left_behind(folder: RunFolder) -> None:
     upload = read_record(folder.record).get("upload") or {}
     if upload.get("error"):
-        print(
+        log.info(
             f"The best checkpoint is NOT in the bucket: {upload['error']}; "
-            f"python src/upload.py {folder.run_id} sends it.",
-            flush=True,
+            f"python src/upload.py {folder.run_id} sends it."
         )
 
 

@@ -3,6 +3,7 @@
 Imports no torch: a supervisor, and every error that can be found before work starts, come without it.
 """
 
+import logging
 import socket
 import sys
 from collections.abc import Callable
@@ -27,10 +28,13 @@ from lockstep.launch.start import be_the_only_one, begin, find_weights, finished
 from lockstep.runs import provenance
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, Interrupted, UserError
 from lockstep.runs.folder import RunFolder, new_run_id, read_config
+from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import read_record, write_record
 from lockstep.runs.redact import refuse_secrets
 from lockstep.storage.outbox import Spool
+
+log = logging.getLogger(__name__)
 
 FindLargest = Callable[..., Any]
 
@@ -60,6 +64,7 @@ def _launch(config: dict[str, Any], work: Work, kept: ExitStack, find_largest: F
     Args:
         kept: what lasts as long as the run.
     """
+    set_up(verbose=config["verbose"], quiet=config["quiet"])
     refuse_secrets(config)
     environment = world.environment()
     cluster = resolve_cluster(config, environment)
@@ -74,11 +79,11 @@ def _launch(config: dict[str, Any], work: Work, kept: ExitStack, find_largest: F
         stop_at_once_on_signal()
     if cluster.world_size > 1 and cluster.local_rank in (0, None):
         for sentence in findings(cluster, environment, Path(config["paths"]["log_dir"])):
-            print(f"MEND  {sentence}", flush=True)
+            log.info(f"MEND  {sentence}")
     try:
         agree_on_run(config, cluster, environment)
     except Interrupted as error:
-        print(f"Interrupted ({error}) before the run began.", flush=True)
+        log.info(f"Interrupted ({error}) before the run began.")
         return EXIT_INTERRUPTED
     finally:
         signals_end_this_process()
@@ -95,9 +100,9 @@ def _launch(config: dict[str, Any], work: Work, kept: ExitStack, find_largest: F
     if cluster.is_rank_zero:
         if largest:
             write_record(folder.record, {**read_record(folder.record), "largest_batch": largest})
-        print(headline(config, cluster, folder.run_id), flush=True)
+        log.info(headline(config, cluster, folder.run_id))
         if scaled:
-            print(scaled, flush=True)
+            log.info(scaled)
     if cluster.is_supervisor:
         command = [sys.executable, str(Path(sys.argv[0]).resolve())]
         code = Supervisor(cluster, folder, command, environment, timeout_s=config["trainer"]["timeout_s"]).run()
@@ -131,7 +136,7 @@ def largest_batch(
     before = _batch_before(folder)
     if before is None or cluster.num_nodes > 1 or not (cluster.is_supervisor or cluster.world_size == 1):
         if cluster.is_rank_zero:
-            print("Looking for the largest batch …", flush=True)
+            log.info("Looking for the largest batch …")
         largest = find_largest(config, cluster, environment, known=before)
         before = largest.known
     config["data"]["global_batch_size"] = before or largest.global_batch_size
@@ -161,7 +166,7 @@ def send_what_is_left(config: dict[str, Any], folder: RunFolder, cluster: Cluste
             Spool(folder.path / "upload").note(deadline=None, flush_left_s=float(config["s3"]["flush_timeout_s"]))
         code = _finish_upload(config, folder, code, cluster)
     if cluster.is_rank_zero:
-        print(f"The run {folder.run_id} has finished.", flush=True)
+        log.info(f"The run {folder.run_id} has finished.")
         conclude(config, folder, code)
     return code
 
@@ -203,7 +208,7 @@ def meet(config: dict[str, Any], cluster: Cluster, run_id: str | None) -> None:
         "run_id": run_id, "host": socket.gethostname(), "tree_hash": provenance.tree_hash(REPOSITORY),
         "config_hash": provenance.config_hash(config), "versions": provenance.versions(),
     }  # fmt: skip
-    answer = agree(cluster, mine, config["trainer"]["timeout_s"], lambda text: print(text, flush=True))
+    answer = agree(cluster, mine, config["trainer"]["timeout_s"], log.info)
     if config.get("resume") in (None, "auto"):
         config["run_id"] = answer["run_id"]
 
@@ -213,6 +218,7 @@ def resume_in_rank(config_path: str, work: Work) -> int:
     environment = world.environment()
     die_with_parent(int(environment["LOCKSTEP_SUPERVISOR"]))
     config = read_config(Path(config_path))
+    set_up(verbose=config["verbose"], quiet=config["quiet"])
     cluster = world.describe(environment, devices=None, num_nodes=None, several_processes=True, machine=1)
     return in_this_process(config, cluster, RunFolder(Path(config_path).parent), work)
 

@@ -1,5 +1,6 @@
 """A run that goes on has the options that it was started with; what the command line says beside resume= wins."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ from lockstep.distributed import cluster as world
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import locked
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, read_config
+
+log = logging.getLogger(__name__)
 
 # The run is found by these; where it was found, it goes on.
 NOT_KEPT = ("resume", "run_id", "sweep_dir", "paths.log_dir")
@@ -46,9 +49,9 @@ def with_options_of_run(words: list[str]) -> list[str]:
     kept = kept_words(before, words)
     if world.first_on_node(environment):
         if kept:
-            print(f"The run's own options: {' '.join(kept)}", flush=True)
+            log.info(f"The run's own options: {' '.join(kept)}")
         if left := [word for word in mistrusted if _key(word) not in {_key(own) for own in words}]:
-            print(f"Not taken from the bucket, give them again if you want them: {' '.join(left)}", flush=True)
+            log.info(f"Not taken from the bucket, give them again if you want them: {' '.join(left)}")
     return [*kept, *words]
 
 

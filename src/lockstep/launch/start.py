@@ -1,5 +1,6 @@
 """The start of a run: its folder, config.yaml and first record; for a resumed run, that it is the same one."""
 
+import logging
 import sys
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +19,8 @@ from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import SCHEMA_VERSION, continued, read_record, write_record
 from lockstep.runs.redact import redact_text
 from lockstep.storage.checkpoint_files import newest_whole, read_sidecar
+
+log = logging.getLogger(__name__)
 
 
 def run_folder(config: dict[str, Any], cluster: Cluster, environment: dict[str, str]) -> tuple[RunFolder, bool]:
@@ -63,7 +66,7 @@ def be_the_only_one(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
     folder.path.mkdir(parents=True, exist_ok=True)
     handle = folder.alive.open("a")
     if not lock(handle, wait_s=0):
-        print(f"The run {folder.run_id} is trained by another process: waiting for it to end …", flush=True)
+        log.info(f"The run {folder.run_id} is trained by another process: waiting for it to end …")
         if not lock(handle, wait_s):
             handle.close()
             raise UserError(
@@ -136,7 +139,7 @@ def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bo
             find_weights(config, cluster)
         if previous is not None or checkpoint:
             place = checkpoint.name if checkpoint else "its start: no whole checkpoint"
-            print(f"Resuming {folder.run_id} from {place}.")
+            log.info(f"Resuming {folder.run_id} from {place}.")
     if cluster.world_size > 1 and config.get("ckpt_path"):
         config["ckpt_path"] = str(Path(config["ckpt_path"]).resolve())
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -175,7 +178,7 @@ def _check_resumable(config: dict[str, Any], folder: RunFolder, previous: dict[s
         )
     longest = [tree.get("trainer", {}).get("max_epochs") for tree in (stored, config)]
     if longest[0] != longest[1] and "_target_" in (config.get("scheduler") or {}):
-        print(
+        log.info(
             f"trainer.max_epochs was {longest[0]}, now {longest[1]}: the learning rate's schedule is stretched over "
             "the new length, and may jump."
         )

@@ -7,6 +7,7 @@ it makes the checkpoint complete, and its sha256 tells whether the bytes are sti
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.files import sync_folder, write_atomically
+
+log = logging.getLogger(__name__)
 
 NAME = re.compile(r"(?P<kind>best|last)(?P<before>-before)?-step(?P<step>\d{8,})\.ckpt")
 
@@ -83,7 +86,7 @@ def complete(folder: Path, kind: str | None = None) -> Iterator[tuple[Path, dict
         yield path, facts
 
 
-def newest_whole(folder: Path, say: Callable[[str], None] = print, kind: str | None = None) -> Path | None:
+def newest_whole(folder: Path, say: Callable[[str], None] = log.info, kind: str | None = None) -> Path | None:
     """The newest checkpoint whose bytes are still right; each one passed over is named."""
     for path, _ in complete(folder, kind):
         fault = fault_of(path)

@@ -1,5 +1,6 @@
 """A checkpoint by its path or its s3:// address: fetched, verified by sha256, cached; and a whole run from a bucket."""
 
+import logging
 import os
 import re
 import time
@@ -26,6 +27,8 @@ from lockstep.storage.run_bucket import KINDS, MANIFEST, SHA256, Pointer, RunBuc
 from lockstep.storage.s3 import S3Options, StoreError, options_from, parse_uri
 from lockstep.storage.shards import read_manifest, shards_of
 from lockstep.storage.small_files import restore_small_files
+
+log = logging.getLogger(__name__)
 
 RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 FALLBACK = re.compile(r"[^A-Za-z0-9._-]")
@@ -88,7 +91,7 @@ def _fetch_best(bucket: Bucket, pointer: Pointer, cache: Path) -> Path:
 
 
 def fetch(
-    bucket: Bucket, pointer: Pointer, folder: Path, name: str | None = None, say: Callable[[str], None] = print
+    bucket: Bucket, pointer: Pointer, folder: Path, name: str | None = None, say: Callable[[str], None] = log.info
 ) -> Path:
     """The checkpoint that a pointer names, whole, in `folder`, with its sidecar; used again where it is there.
 
@@ -127,7 +130,7 @@ def _fetch_shards(bucket: Bucket, pointer: Pointer, path: Path, say: Callable[[s
 
 
 def download(
-    bucket: Bucket, key: str, target: Path, num_bytes: int, sha256: str, say: Callable[[str], None] = print
+    bucket: Bucket, key: str, target: Path, num_bytes: int, sha256: str, say: Callable[[str], None] = log.info
 ) -> None:
     """Fetch one object beside the target, continue where it breaks off, verify, rename."""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +193,7 @@ def _locked(folder: Path, name: str) -> Iterator[None]:
         yield
 
 
-def fetch_run(options: S3Options, folder: RunFolder, say: Callable[[str], None] = print) -> Path | None:
+def fetch_run(options: S3Options, folder: RunFolder, say: Callable[[str], None] = log.info) -> Path | None:
     """Bring a run back from its bucket: its newest whole checkpoint, its best, its small files.
 
     What this machine has and is as new stays. A checkpoint that is damaged in the bucket is passed over, and said.

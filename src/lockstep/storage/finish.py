@@ -3,6 +3,7 @@
 The launch calls it when every rank has ended, however they ended; src/upload.py calls it by hand.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +19,8 @@ from lockstep.storage.s3 import S3Options, StoreError, options_from
 from lockstep.storage.small_files import SmallFiles
 from lockstep.storage.uploader import Uploader
 
+log = logging.getLogger(__name__)
+
 ALL_RANKS = range(2**31)
 MIN_TIMEOUT_S = 3.0
 FILES_ALONE_TIMEOUT_S = 30.0  # record and curves are worth less of a wait than a checkpoint
@@ -29,7 +32,7 @@ def finish_upload(
     code: int,
     *,
     ranks: range = ALL_RANKS,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = log.info,
 ) -> int:
     """At the end of a run, once per node: send what is left and complete the record, which says what is missing.
 
@@ -64,7 +67,7 @@ def upload_left(
     timeout_s: float,
     *,
     ranks: range | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = log.info,
     client: Any = None,
 ) -> str | None:
     """Send what this machine's ranks left in the spool, a best that never reached it, and the run's files.

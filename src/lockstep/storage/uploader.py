@@ -4,6 +4,7 @@ One thread, at most one waiting item of each kind: a newer best replaces the one
 everything waits a growing while, and it says when it tries next. `flush` at the end waits for what is left.
 """
 
+import logging
 import threading
 import time
 import traceback
@@ -20,6 +21,8 @@ from lockstep.storage.run_bucket import RunBucket, Superseded
 from lockstep.storage.s3 import StoreError
 from lockstep.storage.shards import NotYet, send_shards
 from lockstep.storage.small_files import SmallFiles
+
+log = logging.getLogger(__name__)
 
 RETRY_DELAYS_S = (1, 2, 4, 8, 15, 30, 60)
 RETRY_DELAY_AT_END_S = 10.0
@@ -46,9 +49,9 @@ class Uploader:
         files_interval_s: float = 60.0,
         retry_delays_s: Sequence[float] = RETRY_DELAYS_S,
         clock: Callable[[], float] = time.monotonic,
-        say: Callable[[str], None] = print,
+        say: Callable[[str], None] = log.info,
     ) -> None:
-        self.run, self.rank, self.clock, self._print = run, rank, clock, say
+        self.run, self.rank, self.clock, self.say = run, rank, clock, say
         self.last_interval_s, self.files_interval_s, self.retry_delays_s = (
             last_interval_s, files_interval_s, retry_delays_s,
         )  # fmt: skip
@@ -167,12 +170,6 @@ class Uploader:
                 "error": self._errors.get("best"),
                 "left": sorted(left),
             }
-
-    def say(self, line: str) -> None:
-        try:
-            self._print(line)
-        except (OSError, ValueError):  # whoever read our output is gone; the uploads go on, the record says the rest
-            self._print = lambda _: None
 
     # The thread
 

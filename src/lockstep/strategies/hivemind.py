@@ -11,6 +11,7 @@ https://github.com/learning-at-home/hivemind
 
 import hashlib
 import importlib.util
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -30,6 +31,8 @@ from lockstep.strategies.swarm import (
     initialise_state,
     start_dht,
 )
+
+log = logging.getLogger(__name__)
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 
@@ -125,7 +128,7 @@ class Hivemind(SingleDeviceStrategy):
 
     def _say_address(self) -> None:
         addresses = ",".join(str(address) for address in self.dht.get_visible_maddrs())
-        print(f"swarm {self.swarm_name}: peers join with 'trainer.initial_peers=[{addresses}]'", flush=True)
+        log.info(f"swarm {self.swarm_name}: peers join with 'trainer.initial_peers=[{addresses}]'")
 
     def teardown(self) -> None:
         if self.swarm is not None:
@@ -160,7 +163,7 @@ class Hivemind(SingleDeviceStrategy):
     def _after_swarm_step(self) -> None:
         peers = max(1, int(self.swarm.tracker.global_progress.num_peers))
         if peers != self.peers_seen:
-            print(f"swarm {self.swarm_name}: step {self.swarm.local_epoch}, {peers} peers", flush=True)
+            log.info(f"swarm {self.swarm_name}: step {self.swarm.local_epoch}, {peers} peers")
             self.peers_seen = peers
         if self.swarm.local_epoch >= self.total_steps:
             self.trainer.should_stop = True

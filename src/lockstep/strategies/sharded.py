@@ -4,6 +4,7 @@ trainer=fsdp (GPUs), trainer=fsdp_sim (the same code in CPU processes over gloo)
 just before it computes, and freed after it. See https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -36,6 +37,8 @@ from lockstep.strategies.sharded_state import (
     sharded_optimizer_state,
     sharded_state_dict,
 )
+
+log = logging.getLogger(__name__)
 
 
 class Sharded(ModelParallelStrategy):
@@ -129,9 +132,7 @@ class Sharded(ModelParallelStrategy):
             self._layer_sync.apply(net)
         units = net.shard_units() if hasattr(net, "shard_units") else []
         if not units and self.global_rank == 0:
-            print(
-                "The model names no shard_units(): FSDP gathers it as a whole, which saves little memory.", flush=True
-            )
+            log.info("The model names no shard_units(): FSDP gathers it as a whole, which saves little memory.")
         self._check(net, units)
         broadcast_from_rank_zero([*net.parameters(), *net.buffers()], self.root_device)
         for parameter in net.parameters():

@@ -1,6 +1,7 @@
 """Config → Run(trainer, module, data): the only place where the rooms meet."""
 
 import inspect
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,6 +28,8 @@ from lockstep.strategies.sharded_checkpoint import read as read_shards
 from lockstep.strategies.sync_batchnorm import batch_norm_warnings, layer_sync
 from lockstep.training.checks import check_fits, check_same_data, whole_steps
 from lockstep.training.rank import StartedRanks, World, device_of
+
+log = logging.getLogger(__name__)
 
 CLASSIFIER = "classifier.ImageClassifier"  # of checkpoints that do not name theirs
 PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}
@@ -313,7 +316,7 @@ def build_run(
             module.net, world_size=cluster.world_size, synchronised=own["sync_batchnorm"],
             micro_batches=own["accumulate_grad_batches"] * (own.get("micro_batches") or 1),
         ):  # fmt: skip
-            print(sentence, flush=True)
+            log.info(sentence)
     torch.manual_seed(config["seed"] + 7919 * cluster.rank)  # dropout differs between ranks
     known = {
         "folder": folder.checkpoints, "run_folder": folder.path, "run_id": folder.run_id,

@@ -1,6 +1,7 @@
 """One checkpoint for all ranks of a run: the newest that any node has, and its bytes on every node."""
 
 import contextlib
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import read_record, take_over_record
 from lockstep.storage.checkpoint_files import complete, fault_of, measure, sha256_of
 from lockstep.storage.shards import shards_of
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 * 2**20
 
@@ -41,13 +44,13 @@ def share_checkpoint(config: dict[str, Any], cluster: Cluster, folder: RunFolder
             if not step:
                 raise  # the user named it
             if cluster.is_rank_zero:
-                print(f"Passed over: {error}", flush=True)
+                log.info(f"Passed over: {error}")
             mine = _before(folder, step) or initial
     if source != 0:
         record = [read_record(folder.record) if cluster.rank == source and folder.record.exists() else None]
         dist.broadcast_object_list(record, src=source)
         if cluster.is_rank_zero:
-            print(f"Going on from step {step}: node {source // cluster.devices} has the newest checkpoint.", flush=True)
+            log.info(f"Going on from step {step}: node {source // cluster.devices} has the newest checkpoint.")
             take_over_record(folder.record, record[0], config)
     config["ckpt_path"] = str(local)
 

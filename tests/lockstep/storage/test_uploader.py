@@ -214,7 +214,7 @@ def test_a_disk_without_room_even_for_a_link(setting, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("spool.os.link", full)
+    monkeypatch.setattr("lockstep.storage.outbox.os.link", full)
     uploader = setting.uploader()
     uploader.start()
     uploader.offer(*setting.checkpoint(10))
