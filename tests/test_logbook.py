@@ -176,7 +176,7 @@ def test_a_bucket_that_is_not_there_is_said(door, tmp_path, monkeypatch, capsys)
 
 def test_the_door_and_the_pages_import_no_torch():
     code = (
-        "import sys, pages.build, pages.report, logbook;"
+        "import sys, lockstep.pages.build, lockstep.pages.html_report, logbook;"
         "print(sorted({'torch', 'lightning', 'hydra', 'boto3'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=SRC, capture_output=True, text=True)
