@@ -5,11 +5,13 @@ start the whole sweep again. On SLURM (hydra/launcher=submitit_slurm) each task 
 that knows nothing but what was pickled.
 """
 
+import itertools
 import logging
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,35 @@ def run_job(cfg: Any, program: str) -> float | None:
     metrics = read_record(record).get("metrics", {}) if record.exists() else {}
     value = metrics.get(f"{cfg.optimized_metric}_best", metrics.get(cfg.optimized_metric))
     return float(value) if code == 0 and value is not None else float("nan")
+
+
+def first_jobs(words: list[str], configs: Path) -> Iterator[list[str]]:
+    """The overrides of one job for each combination of options, every swept value at its first: enough to check keys.
+
+    Args:
+        configs: the folder of all options.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    choices = []
+    for word, override in zip(words, OverridesParser.create().parse_overrides(words), strict=True):
+        key = word.partition("=")[0]
+        if override.is_sweep_override() and not key.startswith("hydra"):
+            options = sorted(path.stem for path in (configs / key.lstrip("+~")).glob("*.yaml"))
+            found = _swept(override, options)
+            choices.append([f"{key}={value}" for value in (found if options else found[:1])])
+        else:
+            choices.append([word])
+    yield from (list(job) for job in itertools.product(*choices))
+
+
+def _swept(override: Any, options: list[str]) -> list[str]:
+    from hydra.core.override_parser.types import Glob, IntervalSweep
+
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        return [str(value.start)]
+    return value.filter(options) if isinstance(value, Glob) else [str(v) for v in override.sweep_string_iterator()]
 
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

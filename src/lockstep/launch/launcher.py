@@ -6,7 +6,7 @@ Imports no torch: a supervisor, and every error that can be found before work st
 import logging
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from lockstep.storage.outbox import Spool
 log = logging.getLogger(__name__)
 
 FindLargest = Callable[..., Any]
+CHECKPOINTS = "lockstep.callbacks.checkpoints.Checkpoints"
 
 
 def launch(cfg: Any, work: Work, find_largest: FindLargest | None = None) -> int:
@@ -319,5 +320,12 @@ def headline(config: dict[str, Any], cluster: Cluster, run_id: str) -> str:
     return (
         f"run {run_id} · {config['model']['name']} · {config['data']['name']} · {config['choices']['trainer']} · "
         f"global batch {config['data']['global_batch_size']} = {config['per_device_batch_size']} × "
-        f"{cluster.world_size} × {accumulate}"
+        f"{cluster.world_size} × {accumulate}{without_checkpoints(config)}"
     )
+
+
+def without_checkpoints(config: Mapping[str, Any]) -> str:
+    """Said at the end of the head line of a training that will leave nothing to resume or to test."""
+    callbacks = (config.get("callbacks") or {}).values()
+    kept = any(node and node.get("_target_") == CHECKPOINTS for node in callbacks)
+    return "" if kept or config["task_name"] != "train" else " · WITHOUT CHECKPOINTS"

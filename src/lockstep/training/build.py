@@ -37,15 +37,6 @@ REFUSED_CALLBACKS = (pl.callbacks.ModelCheckpoint, pl.callbacks.ProgressBar)
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 OWN_TRAINER_KEYS = ("accelerator", "devices", "num_nodes", "strategy", "precision", "sync_batchnorm", "deterministic")
 
-VALIDATION = "a run validates at the end of epochs (trainer.check_val_every_n_epoch); limit_train_batches shortens them"
-OURS = "the run makes it itself"
-REFUSED_TRAINER_KEYS = {
-    "val_check_interval": VALIDATION, "reload_dataloaders_every_n_epochs": OURS, "callbacks": "take callbacks=",
-    "logger": "take logger=", "plugins": OURS, "default_root_dir": "take paths.log_dir", "enable_checkpointing": OURS,
-    "enable_progress_bar": OURS, "enable_model_summary": OURS, "use_distributed_sampler": OURS,
-    "fast_dev_run": "take debug=fast_dev_run", "max_time": "take max_epochs or max_steps",
-}  # fmt: skip
-
 
 @dataclass
 class Run:
@@ -201,8 +192,6 @@ def build_trainer(
     config: dict[str, Any], cluster: Cluster, callbacks: list[Any], loggers: list[Any], root: Path
 ) -> pl.Trainer:
     own = config["trainer"]
-    if refused := sorted(REFUSED_TRAINER_KEYS.keys() & own.keys()):
-        raise UserError(f"trainer.{refused[0]} cannot be given: {REFUSED_TRAINER_KEYS[refused[0]]}.")
     if own["log_every_n_steps"] < 1:
         raise UserError(f"trainer.log_every_n_steps={own['log_every_n_steps']}: give a whole number from 1 on.")
     # What Lightning's Trainer does not know is ours or the strategy's.
