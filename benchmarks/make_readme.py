@@ -58,7 +58,7 @@ def main() -> None:
     unknown = found.keys() - {what for _, what, _ in LINES}
     assert not unknown, f"results without a line here: {unknown}"
     text = HEAD + "".join(line(*each, found.get(each[1])) for each in LINES)
-    (HERE / "README.md").write_text(text + "\n" + details(found) + heap() + machines() + FOOT)
+    (HERE / "README.md").write_text(text + "\n" + details(found) + machines() + FOOT)
 
 
 def measured() -> dict[str, dict[str, Any]]:
@@ -86,20 +86,6 @@ def details(found: dict[str, dict[str, Any]]) -> str:
         f"- {row} · {what}: {found[what]['detail']}." for row, what, _ in LINES if found.get(what, {}).get("detail")
     ]
     return "\n".join(said) + "\n\n" if said else ""
-
-
-def heap() -> str:
-    """What kept memory brings and costs, of benchmarks/heap.py."""
-    path = RESULTS / "heap.json"
-    if not path.exists():
-        return ""
-    nets = json.loads(path.read_text())["nets"]
-    said = ", ".join(f"{net} {of['speed']} × images/s for {of['memory']} × memory" for net, of in nets.items())
-    return (
-        "A CPU's freed memory stays with the process while memory is not scarce (src/lockstep/training/heap.py), "
-        "against glibc's "
-        f"default: {said} (`python benchmarks/heap.py`, [results](results/heap.json)).\n\n"
-    )
 
 
 def machines() -> str:

@@ -11,7 +11,6 @@ from typing import Any
 from lockstep.config.compose import run_door
 from lockstep.distributed import cluster as world
 from lockstep.launch.launcher import launch, resume_in_rank
-from lockstep.runs.leave import leave
 
 log = logging.getLogger(__name__)
 
@@ -87,4 +86,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

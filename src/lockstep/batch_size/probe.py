@@ -26,7 +26,6 @@ from lockstep.config import instantiate as targets
 from lockstep.distributed import cluster as world
 from lockstep.distributed.supervisor import die_with_parent
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
-from lockstep.runs.leave import leave
 from lockstep.runs.output import set_up
 from lockstep.strategies.model_parallel import checked_devices
 from lockstep.training import build as assemble
@@ -252,4 +251,4 @@ def _averaging(config: dict[str, Any]) -> list[Any]:
 
 
 if __name__ == "__main__":
-    leave(main())
+    sys.exit(main())

@@ -16,14 +16,13 @@ from lockstep.callbacks import checkpoint_io
 from lockstep.callbacks.checkpoint_io import CheckpointFiles
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.interruption import silence_lightning
-from lockstep.callbacks.lean_hooks import NoProfiler, skip_empty_hooks
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.config.instantiate import build
 from lockstep.distributed.cluster import Cluster, visible_devices
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
-from lockstep.strategies.mixed_precision import BFloat16Mixed
+from lockstep.strategies.precision import BFloat16Mixed
 from lockstep.strategies.sharded_checkpoint import read as read_shards
 from lockstep.strategies.sync_batchnorm import batch_norm_warnings, layer_sync
 from lockstep.training.checks import check_fits, check_same_data, whole_steps
@@ -221,7 +220,6 @@ def build_trainer(
     elif precision == "bf16-mixed":
         plugins.append(BFloat16Mixed(device_type))
         precision = None
-    arguments["profiler"] = arguments.get("profiler") or NoProfiler()
     trainer = pl.Trainer(
         accelerator=own["accelerator"],
         devices=cluster.devices if own["launch"] == "process_per_device" else own["devices"],
@@ -240,7 +238,6 @@ def build_trainer(
         **arguments,
     )
     silence_lightning(trainer)
-    skip_empty_hooks(trainer.callbacks)
     return trainer
 
 
