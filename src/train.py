@@ -66,8 +66,12 @@ def _test(run: Any, cluster: Any, folder: Any) -> None:
         from lockstep.training.share_checkpoint import fetch_from_rank_zero
 
         best = fetch_from_rank_zero(best, cluster, folder)
+    from lightning.pytorch.callbacks import WeightAveraging
+
     # A checkpoint's weights are the averaged ones where there is an average; the callback would swap them away.
-    run.trainer.callbacks = [callback for callback in run.trainer.callbacks if not hasattr(callback, "_average_model")]
+    run.trainer.callbacks = [
+        callback for callback in run.trainer.callbacks if not isinstance(callback, WeightAveraging)
+    ]
     run.trainer.test(run.module, datamodule=run.data, ckpt_path=best, weights_only=True, verbose=False)
     if run.trainer.is_global_zero and run.module.test_confusion is not None:  # limit_test_batches=0 tests nothing
         from lockstep.callbacks.confusion import write_confusion

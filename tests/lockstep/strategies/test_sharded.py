@@ -10,8 +10,8 @@ from torch import nn
 
 from local_ranks import run_ranks
 from lockstep.runs.errors import UserError
-from lockstep.strategies.sharded import Sharded
 from lockstep.strategies.precision import precision_for
+from lockstep.strategies.sharded import Sharded
 from strategy_runs import adamw, difference, fit, mean_losses, one, ranks, ranks_all, sgd, worst
 
 SETTINGS = {
