@@ -77,7 +77,6 @@ bench: install-dev  ## measure this machine against peers and goals (about an ho
 	$(PY) benchmarks/ranks.py
 	$(PY) benchmarks/memory.py
 	$(PY) benchmarks/memory_per_rank.py
-	$(PY) benchmarks/heap.py
 	$(PY) benchmarks/batch_search.py
 	$(PY) benchmarks/logbook_build.py
 	$(PY) benchmarks/growth.py

@@ -23,10 +23,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/statistics_cost.json", ROOT / "logbook/measurements/statistics_cost.md"
 sys.path.insert(0, str(ROOT / "src"))
 
+from lightning.pytorch.loggers import TensorBoardLogger  # noqa: E402
+
 from classifier import ImageClassifier  # noqa: E402
 from data.synthetic import SyntheticDataModule  # noqa: E402
 from lockstep.callbacks.hardware_stats import HardwareStats  # noqa: E402
-from lockstep.callbacks.tensorboard import TensorBoard  # noqa: E402
 from lockstep.callbacks.throughput import Throughput  # noqa: E402
 from lockstep.runs.provenance import code_state  # noqa: E402
 from models.small_cnn import SmallCNN  # noqa: E402
@@ -87,7 +88,7 @@ def fit(name: str, steps: int, folder: Path, measured: bool) -> dict[str, Any]:
         callbacks += [timed(Throughput(batch, measure_peak=False), spent), timed(stats, spent)]
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, max_steps=steps, limit_val_batches=0, callbacks=callbacks,
-        logger=TensorBoard(folder / "tensorboard") if measured else False, enable_checkpointing=False,
+        logger=TensorBoardLogger(folder, "tensorboard", "") if measured else False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, log_every_n_steps=10**6,
     )  # fmt: skip
     trainer.fit(module, datamodule=data)

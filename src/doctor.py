@@ -20,7 +20,6 @@ from lockstep.distributed import preflight as readiness
 from lockstep.distributed.preflight import Finding
 from lockstep.runs import provenance
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
-from lockstep.runs.leave import leave
 from lockstep.runs.provenance import REPOSITORY
 
 log = logging.getLogger(__name__)
@@ -168,4 +167,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -14,7 +14,6 @@ from lockstep.config.compose import CONFIGS, run_door
 from lockstep.distributed import cluster as world
 from lockstep.launch.launcher import launch_config, resume_in_rank
 from lockstep.runs.errors import UserError
-from lockstep.runs.leave import leave
 from lockstep.storage.fetch import locate_checkpoint
 
 log = logging.getLogger(__name__)
@@ -129,4 +128,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
-from lockstep.runs.leave import leave
 from lockstep.runs.output import set_up
 
 log = logging.getLogger(__name__)
@@ -194,4 +193,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -14,7 +14,6 @@ from lockstep.batch_size.sessions import find_largest
 from lockstep.config.compose import chosen_options, plain, run_door
 from lockstep.distributed import cluster as world
 from lockstep.runs.errors import EXIT_OK
-from lockstep.runs.leave import leave
 
 
 def find(cfg: Any) -> int:
@@ -74,4 +73,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -11,7 +11,6 @@ from typing import Any
 from lockstep.config.compose import run_door
 from lockstep.distributed import cluster as world
 from lockstep.launch.launcher import launch, resume_in_rank
-from lockstep.runs.leave import leave
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +66,12 @@ def _test(run: Any, cluster: Any, folder: Any) -> None:
         from lockstep.training.share_checkpoint import fetch_from_rank_zero
 
         best = fetch_from_rank_zero(best, cluster, folder)
+    from lightning.pytorch.callbacks import WeightAveraging
+
     # A checkpoint's weights are the averaged ones where there is an average; the callback would swap them away.
-    run.trainer.callbacks = [callback for callback in run.trainer.callbacks if not hasattr(callback, "_average_model")]
+    run.trainer.callbacks = [
+        callback for callback in run.trainer.callbacks if not isinstance(callback, WeightAveraging)
+    ]
     run.trainer.test(run.module, datamodule=run.data, ckpt_path=best, weights_only=True, verbose=False)
     if run.trainer.is_global_zero and run.module.test_confusion is not None:  # limit_test_batches=0 tests nothing
         from lockstep.callbacks.confusion import write_confusion
@@ -87,4 +90,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -105,16 +105,16 @@ class Batches:
         return len(self.parts)
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+def sgd(parameters, **kernel):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, **kernel)
 
 
 def plain_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=0.01)
+def adamw(parameters, **kernel):
+    return torch.optim.AdamW(parameters, lr=0.01, **kernel)
 
 
 def strategy_of(name: str, **own: Any) -> Any:

@@ -18,7 +18,6 @@ from lockstep.data.node_cache import cached
 from lockstep.runs.errors import UserError
 
 CACHE_VERSION = 2
-COMPILE_FROM_BYTES = 2**30  # of an epoch's float images: from here on a faster kernel repays its import
 
 
 class ImageDataModule(LightningDataModule):
@@ -210,8 +209,6 @@ class ImageDataModule(LightningDataModule):
         array = ImageArray.open(self._cache / IMAGES, layout, self._batch_transforms.window_in(layout))
         self._resident = self._device.type == "cpu" or layout.num_bytes <= self.device_cache_gib * 2**30
         self._array = array.to(self._device) if self._resident else array
-        if 4 * self.num_train * self.channels * self.image_size**2 >= COMPILE_FROM_BYTES:
-            self._batch_transforms.use_compiled()
 
     def setup(self, stage: str | None = None) -> None:
         if not self._placed:

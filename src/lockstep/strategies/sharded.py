@@ -28,9 +28,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from lockstep.runs.errors import UserError
 from lockstep.strategies import sharded_checkpoint
 from lockstep.strategies.ddp import broadcast_buffers, broadcast_from_rank_zero
-from lockstep.strategies.gloo_collectives import use_gloo_collectives
-from lockstep.strategies.local_step import step_on_shards
-from lockstep.strategies.sharded_precision import ShardedPrecision, policies, precision_for
+from lockstep.strategies.precision import ShardedPrecision, policies, precision_for
 from lockstep.strategies.sharded_state import (
     full_optimizer_state,
     full_state_dict,
@@ -54,7 +52,6 @@ class Sharded(ModelParallelStrategy):
         reshard_after_forward: free a unit's weights between forward and backward; false trades memory for time.
     """
 
-    steps_on_shards = True  # torch's own optimizers get plain tensors: one kernel for all parameters works
     supports_ema = False  # averaged weights would have to be gathered for every evaluation
 
     def __init__(
@@ -122,11 +119,6 @@ class Sharded(ModelParallelStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    def setup_optimizers(self, trainer) -> None:
-        super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            step_on_shards(optimizer)
-
     def _shard(self, net: nn.Module) -> None:
         if self._layer_sync:
             self._layer_sync.apply(net)
@@ -153,8 +145,6 @@ class Sharded(ModelParallelStrategy):
         for unit in units:
             shard(unit, mp_policy=block)
         shard(net, mp_policy=root)
-        if self.root_device.type == "cpu":
-            use_gloo_collectives(net, units)
 
     def _offload(self) -> OffloadPolicy:
         return CPUOffloadPolicy() if self.cpu_offload and self.root_device.type != "cpu" else OffloadPolicy()

@@ -16,14 +16,13 @@ from lockstep.callbacks import checkpoint_io
 from lockstep.callbacks.checkpoint_io import CheckpointFiles
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.interruption import silence_lightning
-from lockstep.callbacks.lean_hooks import NoProfiler, skip_empty_hooks
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.config.instantiate import build
 from lockstep.distributed.cluster import Cluster, visible_devices
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
-from lockstep.strategies.mixed_precision import BFloat16Mixed
+from lockstep.strategies.precision import BFloat16Mixed
 from lockstep.strategies.sharded_checkpoint import read as read_shards
 from lockstep.strategies.sync_batchnorm import batch_norm_warnings, layer_sync
 from lockstep.training.checks import check_fits, check_same_data, whole_steps
@@ -32,6 +31,7 @@ from lockstep.training.rank import StartedRanks, World, device_of
 log = logging.getLogger(__name__)
 
 CLASSIFIER = "classifier.ImageClassifier"  # of checkpoints that do not name theirs
+TENSORBOARD = "lightning.pytorch.loggers.TensorBoardLogger"
 PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}
 REFUSED_CALLBACKS = (pl.callbacks.ModelCheckpoint, pl.callbacks.ProgressBar)
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
@@ -210,7 +210,6 @@ def build_trainer(
     elif precision == "bf16-mixed":
         plugins.append(BFloat16Mixed(device_type))
         precision = None
-    arguments["profiler"] = arguments.get("profiler") or NoProfiler()
     trainer = pl.Trainer(
         accelerator=own["accelerator"],
         devices=cluster.devices if own["launch"] == "process_per_device" else own["devices"],
@@ -229,7 +228,6 @@ def build_trainer(
         **arguments,
     )
     silence_lightning(trainer)
-    skip_empty_hooks(trainer.callbacks)
     return trainer
 
 
@@ -255,13 +253,15 @@ def _strategy(config: dict[str, Any], cluster: Cluster) -> Any:
 
 def _loggers(config: dict[str, Any], folder: RunFolder, known: dict[str, Any]) -> list[Any]:
     """Ours, and Lightning's, in whose words a `run_id` is the name of a run that is there already (MLflow)."""
-    ours = {**known, "folder": folder.tensorboard}
     theirs = {"save_dir": str(folder.path), "id": folder.run_id, "run_name": folder.run_id}
     loggers = []
     for name, node in (config["logger"] or {}).items():
+        if not node:
+            continue
+        if node["_target_"] == TENSORBOARD and known["resume_step"] is not None:
+            node = {"purge_step": known["resume_step"] + 1, **node}  # hides what steps that were lost had written
         try:
-            if node:
-                loggers.append(build(node, theirs if node["_target_"].startswith("lightning.") else ours))
+            loggers.append(build(node, theirs if node["_target_"].startswith("lightning.") else known))
         except ModuleNotFoundError as error:
             raise UserError(f"logger {name}: {error}") from None
     return loggers
@@ -333,7 +333,7 @@ def build_run(
     if own["ema_decay"]:
         from lockstep.callbacks.weight_average import WeightAverage
 
-        callbacks.insert(0, WeightAverage(decay=own["ema_decay"]))
+        callbacks.insert(0, WeightAverage(own["ema_decay"], device))
     loggers = _loggers(config, folder, known) if trainable else []
     trainer = build_trainer(config, cluster, callbacks, loggers, folder.path)
     checkpoints = next((c for c in chosen if isinstance(c, Checkpoints)), None)

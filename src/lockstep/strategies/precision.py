@@ -1,4 +1,5 @@
-"""Mixed precision inside fully_shard instead of autocast: the shards stay float32, what is gathered is 16 bit wide."""
+"""Precision plugins: autocast where nothing is sharded; inside fully_shard the shards stay float32, what is gathered is
+16 bit wide."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lockstep.runs.errors import UserError
 
 LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+class BFloat16Mixed(MixedPrecision):
+    """Autocast. Lightning's own refuses to clip where the optimizer is fused; but nothing is scaled here.
+
+    Args:
+        device_type: "cpu" or "cuda".
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__("bf16-mixed", device_type)
+
+    clip_gradients = Precision.clip_gradients
 
 
 class ShardedPrecision(MixedPrecision):
