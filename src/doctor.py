@@ -9,7 +9,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def examine(config: dict[str, Any], environment: dict[str, str]) -> Iterator[Fin
     yield _packages()
     yield _data(config)
     yield from _gpus(config)
-    yield from _bucket(config)
+    yield from _bucket(config.get("s3") or {})
     if cluster.num_nodes > 1 and cluster.is_supervisor:
         yield from _other_nodes(config, cluster)
 
@@ -84,17 +84,18 @@ def _gpus(config: dict[str, Any]) -> Iterator[Finding]:
         yield fine, f"GPU {index} {name}: {free / 2**30:.0f} of {total / 2**30:.0f} GiB free{words}."
 
 
-def _bucket(config: dict[str, Any]) -> Iterator[Finding]:
-    s3 = config.get("s3") or {}
+def _bucket(s3: Mapping[str, Any]) -> Iterator[Finding]:
     if not s3.get("uri"):
         return
-    from lockstep.storage.bucket import Bucket
-    from lockstep.storage.s3 import StoreError, options_from
+    from lockstep.storage.bucket import open_store
+    from lockstep.storage.object_store import StoreError
 
     try:
-        options = options_from(s3)
-        Bucket(options).probe(f"{options.prefix}/" if options.prefix else "")
-        yield True, f"{options.uri} can be written."
+        store = open_store(s3)
+        conditional = store.probe(store.prefix)
+        yield True, f"{s3['uri']} can be written."
+        if not conditional:
+            yield False, f"{s3['uri']} honours no conditional writes: start only one process of a run at a time."
     except (UserError, StoreError) as error:
         yield False, f"s3: {error}."
 

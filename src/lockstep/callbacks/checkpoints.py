@@ -13,16 +13,17 @@ from lightning.pytorch.callbacks import Callback
 from lockstep.callbacks.resume_point import EPOCH_END, TRAINING, VALIDATION, loop_state, resume_point
 from lockstep.runs.errors import Diverged, UserError
 from lockstep.storage.checkpoint_files import (
+    Sidecar,
     checkpoint_name,
     complete,
     has_only_own_shards,
     link,
     measure,
+    read_sidecar,
     remove,
     remove_leftovers,
     remove_own_shards,
     set_aside,
-    sidecar_path,
     write_sidecar,
 )
 
@@ -177,8 +178,8 @@ class Checkpoints(Callback):
         if trainer.is_global_zero:
             written = getattr(trainer.strategy.checkpoint_io, "written", {}).get(str(path)) or measure(path)
             metric = {self.monitor: self.best_value} if kind == "best" else {}
-            write_sidecar(path, {**written, **self._point(trainer), "step": trainer.global_step,
-                                 "world_size": trainer.world_size, "metric": metric})  # fmt: skip
+            known = {**self._point(trainer), "world_size": trainer.world_size, "metric": metric}
+            write_sidecar(path, Sidecar.of(written, step=trainer.global_step, **known))
         trainer.strategy.barrier("checkpoint is complete")
         self.stalled_s += time.monotonic() - started
         if trainer.is_global_zero:
@@ -192,12 +193,10 @@ class Checkpoints(Callback):
 
     def _announce(self, trainer: pl.Trainer, path: Path, kind: str) -> None:
         """Only now may the one before go; whoever sends checkpoints elsewhere hears of the new one first."""
-        import json
-
-        facts = json.loads(sidecar_path(path).read_text())
+        sidecar = read_sidecar(path)
         for callback in trainer.callbacks:
             if hasattr(callback, "on_checkpoint_complete"):
-                callback.on_checkpoint_complete(path, facts, kind)
+                callback.on_checkpoint_complete(path, sidecar, kind)
         for older, _ in list(complete(self.folder, kind)):
             if older != path:
                 remove(older)
@@ -221,11 +220,11 @@ class Checkpoints(Callback):
         if self.best is None:
             return {}
         path = self.folder / self.best["file"]
-        facts = next((facts for found, facts in complete(self.folder, "best") if found == path), {})
+        sidecar = next((sidecar for found, sidecar in complete(self.folder, "best") if found == path), None)
         return {
             "best_checkpoint": {
-                "path": f"{self.folder.name}/{self.best['file']}", "bytes": facts.get("bytes"),
-                "sha256": facts.get("sha256"), "epoch": self.best["epoch"], "step": self.best["step"],
+                "path": f"{self.folder.name}/{self.best['file']}", "bytes": sidecar and sidecar.bytes,
+                "sha256": sidecar and sidecar.sha256, "epoch": self.best["epoch"], "step": self.best["step"],
                 "metric": {self.best.get("metric", self.monitor): self.best["value"]},
             },
             "checkpoint_stall_s": round(self.stalled_s, 3),

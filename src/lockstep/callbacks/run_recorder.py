@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lockstep.runs.costs import derived_fields
 from lockstep.runs.record import HEARTBEAT_INTERVAL_S, read_record, write_record
+from lockstep.storage.checkpoint_files import Sidecar
 
 
 class RunRecorder(Callback):
@@ -104,11 +105,11 @@ class RunRecorder(Callback):
             best = max(float(accuracy), self.best_metrics.get("val/acc_best", 0.0))
             self.best_metrics = {"val/acc_best": best}
 
-    def on_checkpoint_complete(self, path: Path, facts: dict[str, Any], kind: str) -> None:
+    def on_checkpoint_complete(self, path: Path, sidecar: Sidecar, kind: str) -> None:
         """A best that is not yet in the record would be lost with the process."""
-        fields: dict[str, Any] = {"steps": max(facts["step"], self._steps_so_far())}
+        fields: dict[str, Any] = {"steps": max(sidecar.step, self._steps_so_far())}
         if kind == "best":
-            named = {key: facts[key] for key in ("bytes", "sha256", "epoch", "step", "metric")}
+            named = {key: getattr(sidecar, key) for key in ("bytes", "sha256", "epoch", "step", "metric")}
             fields["best_checkpoint"] = {"path": f"{path.parent.name}/{path.name}", **named}
         self.write(None, **fields)
 

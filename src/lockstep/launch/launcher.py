@@ -32,7 +32,7 @@ from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import read_record, write_record
 from lockstep.runs.redact import refuse_secrets
-from lockstep.storage.outbox import Spool
+from lockstep.storage.outbox import Outbox
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ def _check_bucket(config: dict[str, Any]) -> None:
     """Its settings, before anything is written."""
     s3 = config.get("s3") or {}
     if s3.get("uri"):
-        from lockstep.storage.s3 import options_from
+        from lockstep.storage.s3_options import options_from
 
         options_from(s3)
 
@@ -164,7 +164,7 @@ def send_what_is_left(config: dict[str, Any], folder: RunFolder, cluster: Cluste
     code = EXIT_OK
     if cluster.is_supervisor or cluster.local_rank == 0:
         if (config.get("s3") or {}).get("uri"):  # the earlier start has used its time up
-            Spool(folder.path / "upload").note(deadline=None, flush_left_s=float(config["s3"]["flush_timeout_s"]))
+            Outbox(folder.path / "upload").note(deadline=None, flush_left_s=float(config["s3"]["flush_timeout_s"]))
         code = _finish_upload(config, folder, code, cluster)
     if cluster.is_rank_zero:
         log.info(f"The run {folder.run_id} has finished.")

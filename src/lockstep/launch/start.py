@@ -133,8 +133,9 @@ def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bo
         checkpoint = newest_whole(folder.checkpoints)
         config["resume_step"] = 0
         if checkpoint:
+            sidecar = read_sidecar(checkpoint)
             config["ckpt_path"] = str(checkpoint)
-            config["resume_step"] = (read_sidecar(checkpoint) or {}).get("step")
+            config["resume_step"] = sidecar.step if sidecar else None
         else:
             find_weights(config, cluster)
         if previous is not None or checkpoint:

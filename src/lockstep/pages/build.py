@@ -4,7 +4,6 @@ A page depends on the sources and notes alone, so a rebuild without news changes
 """
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from lockstep.pages.facts import RunFacts
 from lockstep.pages.json_values import mapping
 from lockstep.pages.page_set import write_pages
 from lockstep.pages.source import dump, import_run, read_source, read_sources, read_yaml, source_path, write_if_changed
+from lockstep.runs import files
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import read_record, status_of
@@ -76,8 +76,8 @@ def locked(logbook: Path) -> Iterator[None]:
     logbook.mkdir(parents=True, exist_ok=True)
     handle = os.open(logbook, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        with files.locked(handle):
+            yield
     finally:
         os.close(handle)
 

@@ -62,7 +62,7 @@ class FinishedModel:
 
     def sha256(self) -> str:
         """Of the file; of a folder of shards, over all its files."""
-        return measure(self.path)["sha256"]
+        return measure(self.path).sha256
 
 
 def load_finished(address: str, logs: Path, s3: dict[str, Any] | None = None) -> FinishedModel:

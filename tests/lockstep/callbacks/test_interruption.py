@@ -168,8 +168,8 @@ def test_sigterm_to_one_rank_interrupts_all_and_resume_finishes(hook, at, phase,
     assert stopped.record["status"] == "interrupted" and stopped.record["error"] is None
     assert time.monotonic() - began < 90
     if phase in ("training", "validation"):
-        [(path, facts)] = complete(stopped.folder.checkpoints, "last")
-        assert fault_of(path) is None and facts["phase"] == phase and facts["step"] == stopped.record["steps"]
+        [(path, sidecar)] = complete(stopped.folder.checkpoints, "last")
+        assert fault_of(path) is None and sidecar.phase == phase and sidecar.step == stopped.record["steps"]
     done = run_door("train", *TWO, "resume=auto", logs=tmp_path)
     assert done.code == 0 and done.record["status"] == "finished" and done.record["epochs"] == 2, done.output
     assert done.record["restarts"][0]["lost_steps"] == 0
