@@ -44,8 +44,9 @@ check: install-dev  ## format, lint, types: what CI runs beside the tests
 	$(VENV)/bin/ruff check src tests benchmarks
 	$(VENV)/bin/mypy
 
-docs: install  ## write docs/options.md from the comments in configs/
+docs: install  ## write docs/options.md from the comments in configs/, docs/run.schema.json from the record
 	$(PY) docs/make_options.py
+	$(PY) docs/make_schema.py
 
 lock: install  ## resolve requirements*.txt anew from pyproject.toml
 	$(VENV)/bin/uv pip compile $(LOCK) pyproject.toml -o requirements.txt

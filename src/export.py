@@ -107,7 +107,7 @@ def timm_config(model: Any) -> dict[str, Any]:
         "num_features": int(getattr(backbone, "num_features", 0)),
         "label_names": facts["class_names"],
         "pretrained_cfg": {
-            "tag": model.record.get("run_id", "local"), "custom_load": False, "input_size": size,
+            "tag": model.record.run_id or "local", "custom_load": False, "input_size": size,
             "fixed_input_size": True, "interpolation": "bilinear", "crop_mode": "center",
             "crop_pct": facts["image_size"] / model.resize, "mean": facts["mean"], "std": facts["std"],
             "num_classes": facts["num_classes"],
@@ -158,7 +158,7 @@ def export(argv: list[str]) -> None:
     formats = chosen_formats(options["formats"])
     logs = Path(options["log_dir"] or REPOSITORY / "logs")
     model = load_finished(options["ckpt_path"], logs, {"endpoint_url": options["endpoint_url"] or None})
-    out = Path(options["out"] or Path("exports") / (model.record.get("run_id") or model.path.stem))
+    out = Path(options["out"] or Path("exports") / (model.record.run_id or model.path.stem))
     out.mkdir(parents=True, exist_ok=True)
     makers = {"safetensors": export_safetensors, "onnx": export_onnx, "pt2": export_pt2}
     compared = {}

@@ -22,7 +22,7 @@ def find(cfg: Any) -> int:
     from lockstep.launch.start import begin
     from lockstep.runs.files import utc_now
     from lockstep.runs.folder import RunFolder, new_run_id
-    from lockstep.runs.record import read_record, write_record
+    from lockstep.runs.record import update_record
     from lockstep.runs.redact import refuse_secrets
 
     config = plain(cfg)
@@ -41,12 +41,9 @@ def find(cfg: Any) -> int:
     describe_batch(config, cluster)
     folder = RunFolder(Path(config["paths"]["log_dir"]) / config["task_name"] / "runs" / new_run_id())
     begin(config, cluster, folder, fresh=True)
-    record = read_record(folder.record)
-    record.update(
-        status="finished", phase="end", exit_code=0, finished_at=utc_now(), largest_batch=fields,
-        peak_memory_gib=fields["peak_memory_gib"],
-    )  # fmt: skip
-    write_record(folder.record, record)
+    with update_record(folder.record) as record:
+        record.take({"largest_batch": fields, "peak_memory_gib": fields["peak_memory_gib"]})
+        record.status, record.phase, record.exit_code, record.finished_at = "finished", "end", EXIT_OK, utc_now()
     print(sentence(fields, config, cluster), flush=True)
     return EXIT_OK
 

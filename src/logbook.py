@@ -51,10 +51,10 @@ def build(options: argparse.Namespace) -> None:
 
 def is_readable(folder: Path) -> bool:
     """One damaged record keeps no other run out of the logbook."""
-    from lockstep.runs.record import read_record
+    from lockstep.runs.record import read_json
 
     try:
-        read_record(folder / "run.json")
+        read_json(folder / "run.json")
     except (UserError, OSError, RecursionError) as error:
         log.warning(f"Left out: {folder} ({error}).")
         return False
@@ -101,7 +101,7 @@ def chosen_runs(options: argparse.Namespace) -> list[Any]:
     from lockstep.pages.build import build as build_pages
     from lockstep.pages.build import known_runs, run_folders_under
     from lockstep.pages.page_set import load_entries
-    from lockstep.runs.record import read_record
+    from lockstep.runs.record import read_json
 
     known = known_runs(options.logbook)
     folders = {path.name: path for path in run_folders_under(options.logs)}
@@ -109,7 +109,7 @@ def chosen_runs(options: argparse.Namespace) -> list[Any]:
     newer = [
         folders[name]
         for name in sorted(asked)
-        if known.get(name, "") < str(read_record(folders[name] / "run.json").get("updated_at"))
+        if known.get(name, "") < str(read_json(folders[name] / "run.json").get("updated_at"))
     ]
     if newer:
         build_pages(options.logbook, newer)

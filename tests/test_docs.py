@@ -1,5 +1,6 @@
 """The documents name every option, and what they show composes."""
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -20,6 +21,51 @@ EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml
 def test_options_page_is_up_to_date():
     page = runpy.run_path(str(REPOSITORY / "docs" / "make_options.py"))["options_page"](CONFIGS)
     assert (REPOSITORY / "docs" / "options.md").read_text() == page, "make docs"
+
+
+def test_the_schema_of_the_record_is_up_to_date():
+    text = runpy.run_path(str(REPOSITORY / "docs" / "make_schema.py"))["schema_text"]()
+    assert (REPOSITORY / "docs" / "run.schema.json").read_text() == text, "make docs"
+
+
+TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
+
+
+def faults(value, schema, definitions, place="record"):
+    """What of `value` is not as the schema says; the part of JSON Schema that ours uses."""
+    if "$ref" in schema:
+        schema = definitions[schema["$ref"].rsplit("/", 1)[1]]
+    if "anyOf" in schema:
+        each = [list(faults(value, option, definitions, place)) for option in schema["anyOf"]]
+        yield from min(each, key=len)
+        return
+    names = schema.get("type", [])
+    if not any(is_of_type(value, name) for name in ([names] if isinstance(names, str) else names)):
+        yield f"{place} is {value!r}, not {names}"
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            inner = schema.get("properties", {}).get(key, schema.get("additionalProperties"))
+            yield from faults(item, inner, definitions, f"{place}.{key}") if inner else ()
+    elif isinstance(value, list):
+        for item in value:
+            yield from faults(item, schema["items"], definitions, f"{place}[]")
+
+
+def is_of_type(value, name):
+    if name in ("integer", "number"):
+        return isinstance(value, int if name == "integer" else int | float) and not isinstance(value, bool)
+    return isinstance(value, TYPES[name])
+
+
+def test_the_records_of_the_logbook_are_as_the_schema_says():
+    schema = json.loads((REPOSITORY / "docs" / "run.schema.json").read_text())
+    records = [json.loads(path.read_text())["record"] for path in (REPOSITORY / "logbook/runs").glob("*.json")]
+    assert len(records) >= 30
+    for record in records:
+        assert list(faults(record, schema, schema["$defs"])) == []
+        assert set(record) <= set(schema["properties"]), "a field that the schema does not name"
+    damaged = {**records[0], "steps": "abc", "restarts": [{"lost_steps": 0.5}], "code": 3}
+    assert len(list(faults(damaged, schema, schema["$defs"]))) == 3
 
 
 def test_every_option_has_a_description_and_every_key_a_comment():

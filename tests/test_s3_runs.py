@@ -15,7 +15,7 @@ import pytest
 from faults import signal_at_step
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import read_record
+from lockstep.runs.record import read_json
 from lockstep.storage.bucket import read_small, sha256_of_object
 from lockstep.storage.run_bucket import RunBucket
 from lockstep.storage.s3 import S3Store
@@ -183,9 +183,9 @@ def test_a_store_that_is_away_for_twenty_seconds_while_it_trains(tmp_path, monke
         folder = RunFolder(tmp_path / "here/train/runs/the-run")
         run.wait_for(lambda: folder.record.exists() and place.run().read_pointer("best")[0])
         server.kill()
-        before = read_record(folder.record)["steps"]
+        before = read_json(folder.record)["steps"]
         time.sleep(20)
-        assert run.process.is_alive() and read_record(folder.record)["steps"] > before + 20, run.text()
+        assert run.process.is_alive() and read_json(folder.record)["steps"] > before + 20, run.text()
         server.start()
         done = run.done(200)
         assert done.code == EXIT_OK and "next try in" in done.output, done.output
@@ -220,6 +220,6 @@ def test_torchruns_ranks_go_on_from_the_bucket_alone(place, tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, **place.environment})
     assert done.returncode == 0, done.stdout + done.stderr
-    record = read_record(RunFolder(tmp_path / "second/log/train/runs/the-run").record)
+    record = read_json(RunFolder(tmp_path / "second/log/train/runs/the-run").record)
     assert record["status"] == "finished" and record["restarts"][-1]["resumed_step"] == first.record["steps"]
     assert record["steps"] == 2 * (record["num_train"] // 64) and "optimizer.lr=0.002" in record["overrides"]

@@ -14,7 +14,7 @@ import pytest
 import upload
 from lockstep.runs.errors import EXIT_NOT_UPLOADED, EXIT_OK
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import read_record, write_record
+from lockstep.runs.record import BestCheckpoint, RunRecord, read_record, update_record, write_record
 from lockstep.storage import finish as upload_left_module
 from lockstep.storage.bucket import read_small, sha256_of_object
 from lockstep.storage.checkpoint_files import Sidecar, measure, write_sidecar
@@ -74,7 +74,7 @@ class Setting:
         self.options = S3Options(f"s3://{server.new_bucket()}/runs", server.endpoint_url, connect_timeout_s=1)
         self.folder = RunFolder(tmp_path / "logs" / "train" / "runs" / "the-run")
         self.folder.checkpoints.mkdir(parents=True)
-        write_record(self.folder.record, {"run_id": "the-run", "status": "failed"})
+        write_record(self.folder.record, RunRecord(run_id="the-run", status="failed"))
         s3 = {"uri": self.options.uri, "endpoint_url": server.endpoint_url, "flush_timeout_s": 5.0}
         self.folder.config.write_text(json.dumps({"s3": s3}))
         self.s3 = s3
@@ -95,9 +95,9 @@ class Setting:
         path.write_bytes(data)
         sidecar = Sidecar.of(measure(path), step=step)
         write_sidecar(path, sidecar)
-        record = read_record(self.folder.record)
-        record["best_checkpoint"] = {"path": f"checkpoints/{path.name}", "step": step, "sha256": sidecar.sha256}
-        write_record(self.folder.record, record)
+        with update_record(self.folder.record) as record:
+            best = BestCheckpoint(path=f"checkpoints/{path.name}", step=step, sha256=sidecar.sha256)
+            record.best_checkpoint = best
         return "best", path, sidecar
 
 
@@ -153,9 +153,9 @@ def test_the_end_of_a_run_sends_what_its_process_left(setting, caplog):
     assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK
     assert check_the_pointer(setting) == 10 and caplog.messages == []
     record = read_record(setting.folder.record)
-    uri = record["upload"]["uri"]
+    uri = record.upload.uri
     assert uri.startswith(f"{setting.options.uri}/the-run/checkpoints/best-step00000010-g0001-")
-    assert (record["upload"]["error"], record["best_checkpoint"]["s3_uri"]) == (None, uri)
+    assert (record.upload.error, record.best_checkpoint.s3_uri) == (None, uri)
     run = setting.run()
     assert read_small(run.store, f"{run.root}run.json")[0] == setting.folder.record.read_bytes(), "the final record"
 
@@ -170,13 +170,13 @@ def test_a_best_that_never_arrived_is_said_in_the_record_and_by_the_exit_code(se
     setting.best(10)
     s3 = {**setting.s3, "endpoint_url": "http://127.0.0.1:9", "flush_timeout_s": 0.1}
     assert finish_upload(s3, setting.folder, 0) == EXIT_NOT_UPLOADED
-    assert "cannot be reached" in read_record(setting.folder.record)["upload"]["error"]
+    assert "cannot be reached" in read_record(setting.folder.record).upload.error
     assert finish_upload(s3, setting.folder, 75) == 75
 
     logs = setting.folder.path.parents[2]
     assert upload.main(["the-run", f"paths.log_dir={logs}"]) == EXIT_OK
     assert check_the_pointer(setting) == 10
-    assert read_record(setting.folder.record)["upload"]["error"] is None
+    assert read_record(setting.folder.record).upload.error is None
     assert capsys.readouterr().out.endswith(f"the-run is in {setting.options.uri}.\n")
 
 
@@ -248,7 +248,7 @@ def test_the_doors_bad_input(setting, capsys, argv, sentence):
 
 
 def test_the_door_leaves_a_run_that_still_trains_alone(setting, capsys):
-    write_record(setting.folder.record, {"status": "running"})
+    write_record(setting.folder.record, RunRecord(status="running"))
     assert upload.main(["the-run", f"paths.log_dir={setting.folder.path.parents[2]}"]) == 2
     assert "still training" in capsys.readouterr().err
 
@@ -276,7 +276,7 @@ def test_no_secret_reaches_a_file_or_the_output(setting, capfd, caplog, monkeypa
         finish_upload({**setting.s3, "endpoint_url": "http://127.0.0.1:9", "flush_timeout_s": 0.2}, setting.folder, 0)
     out, err = capfd.readouterr()
     text = out + err + caplog.text
-    assert read_record(setting.folder.record)["upload"]["error"] is not None
+    assert read_record(setting.folder.record).upload.error is not None
     for path in setting.folder.path.rglob("*"):
         text += path.read_bytes().decode("latin-1") if path.is_file() else ""
     for key, _ in setting.run().store.list(""):
@@ -295,7 +295,7 @@ def test_a_store_whose_disk_is_full(tmp_path, monkeypatch):
         server.client().put_object(Bucket=server.new_bucket(), Key="takes-the-only-volume", Body=b"x" * 100_000)
         Outbox(setting.folder.path / "upload").add(*setting.best(10))
         assert finish_upload({**setting.s3, "flush_timeout_s": 0.1}, setting.folder, 0) == 3
-        error = read_record(setting.folder.record)["upload"]["error"]
+        error = read_record(setting.folder.record).upload.error
         assert error.endswith("failed (HTTP 500, InternalError); it or the bucket may be full")
         assert [item.step for item in Outbox(setting.folder.path / "upload").left()] == [10]
         server.stop()
@@ -317,7 +317,7 @@ def test_a_bucket_that_is_full(tmp_path, monkeypatch):
         server.set_quota(setting.options.bucket, megabytes=1, full=True)
         Outbox(setting.folder.path / "upload").add(*setting.best(10))
         assert finish_upload({**setting.s3, "flush_timeout_s": 0.1}, setting.folder, 0) == 3
-        assert "may be full" in read_record(setting.folder.record)["upload"]["error"]
+        assert "may be full" in read_record(setting.folder.record).upload.error
         assert [item.step for item in Outbox(setting.folder.path / "upload").left()] == [10]
         server.set_quota(setting.options.bucket, megabytes=1000, full=False)
         assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK

@@ -43,14 +43,14 @@ def example_record(run_id: str, **changes: Any) -> dict[str, Any]:
                        "fastest_rank": {"rank": 0, "host": "node-a", "own_seconds": 0.198}},
         "goodput": {"steps": 1.0, "wall": 0.9513},
         "hardware": {"nodes": [{"node_rank": 0, "host": "node-a", "cpu": "Xeon Platinum 8259CL", "cores": 8,
-                                "memory_gib": 31.0, "gpus": ["Tesla T4", "Tesla T4"], "stats": {}}]},
+                                "memory_gib": 31.0, "gpus": [{"name": "Tesla T4"}] * 2, "stats": {}}]},
         "cost": {"usd": 0.126, "usd_per_epoch": 0.0105, "price_per_hour": 1.052, "instance": "2 × g4dn.xlarge"},
         "largest_batch": {"per_device": 412, "global": 824, "probes": 11, "seconds": 41.0, "peak_memory_gib": 14.2,
                           "limit_gib": 14.6, "bounded_by": "memory"},
         "restarts": [], "resumed_from": None,
         "best_checkpoint": {"path": "checkpoints/best-step00001925.ckpt", "bytes": 64_910_233, "epoch": 11,
                             "sha256": "b5bb9d8014a0f9b1d61e21e796d78dccdf1352f23cd32812f4850b878ae4944c", "step": 1925,
-                            "metric": 0.871, "s3_uri": f"s3://models/vit/{run_id}/best-step00001925.ckpt"},
+                            "metric": {"val/acc": 0.871}, "s3_uri": f"s3://models/vit/{run_id}/best-step00001925.ckpt"},
         "upload": {"uri": f"s3://models/vit/{run_id}/best-step00001925.ckpt", "seconds": 2.1, "error": None},
     }  # fmt: skip
     record.update(changes)

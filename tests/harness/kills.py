@@ -17,7 +17,7 @@ import torch
 from campaign import Clock, Row, Task, piece, spread
 from kill_hooks import PHASES, Plan, plant
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import read_record
+from lockstep.runs.record import read_json
 from runs import run_door
 
 EPOCHS = 6
@@ -156,7 +156,7 @@ def reference_of(words: list[str], folder: Path, environment: dict[str, str] | N
     assert done.code == 0, done.output
     totals = {int(p.stem.split("-rank")[1]): json.loads(p.read_text()) for p in marks.glob("counts-0-rank*.json")}
     found = history(marks)
-    assert len(found) == read_record(done.folder.record)["steps"] and not each_image_once(found)
+    assert len(found) == read_json(done.folder.record)["steps"] and not each_image_once(found)
     return Reference(done.folder, found, final_state(done.folder), totals)
 
 

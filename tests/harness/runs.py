@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import read_record
+from lockstep.runs.record import read_json
 from ranks import SRC, _context
 
 TIMEOUT_S = 120.0  # of a whole run; a campaign on a busy machine sets it higher
@@ -126,7 +126,7 @@ class Done:
 
     @property
     def record(self) -> dict[str, Any]:
-        return read_record(self.folder.record)
+        return read_json(self.folder.record)
 
 
 class Started:

@@ -14,7 +14,7 @@ import psutil
 
 from campaign import Clock, Row, Task, piece, spread
 from kills import DDP, TINY
-from lockstep.runs.record import read_record
+from lockstep.runs.record import read_json
 from object_store import ObjectStore, object_store
 from runs import run_door, start_door
 from signals import no_store
@@ -187,7 +187,7 @@ def without_notice(task: Task) -> Row:
             reached = _steps_logged(record.parent)
             more = [f"run_id={name}", "resume=auto", f"trainer.max_epochs={reached // 10 + 2}"]
             again = run_door("train", *words, *spot, *more, logs=logs)
-            resumed = read_record(record)["restarts"][-1]["resumed_step"]
+            resumed = read_json(record)["restarts"][-1]["resumed_step"]
             lost.append(max(0, reached - resumed))
             if again.code != 0 or lost[-1] > every:
                 wrong.append(f"{name}: exit code {again.code}, {lost[-1]} steps lost: {again.output[-300:]}")

@@ -15,7 +15,7 @@ from campaign import Clock, Row, Task, piece
 from faulty_proxy import FaultyProxy
 from kill_hooks import Plan
 from kills import planted
-from lockstep.runs.record import read_record
+from lockstep.runs.record import read_json
 from object_store import ObjectStore, object_store
 from runs import run_door, start_door
 from signals import no_store
@@ -67,7 +67,7 @@ def upload_kills(task: Task) -> list[Row]:
                 else:
                     break
             end = best_in(store, bucket, name)
-            best = read_record(done.folder.record)["best_checkpoint"]
+            best = read_json(done.folder.record)["best_checkpoint"]
             if end.get("best", {}).get("sha256") != best["sha256"]:
                 wrong.append(f"{name}: best.json names another checkpoint than the record")
             if unfinished(store, bucket) or orphans(store, bucket, name):

@@ -8,8 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from lockstep.runs.costs import derived_fields
-from lockstep.runs.record import HEARTBEAT_INTERVAL_S, read_record, write_record
+from lockstep.runs.record import HEARTBEAT_INTERVAL_S, RunRecord, read_record, update_record
 from lockstep.storage.checkpoint_files import Sidecar
 
 
@@ -18,62 +17,67 @@ class RunRecorder(Callback):
 
     Args:
         path: run.json, which the launch has begun.
-        global_batch_size: images per optimizer step.
-        hardware: the instance type with its price, for the cost.
     """
 
-    def __init__(self, path: str | Path, global_batch_size: int, hardware: dict[str, Any] | None = None) -> None:
-        self.hardware = hardware
-        self.path, self.global_batch_size = Path(path), global_batch_size
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
         self.written_at = 0.0
         self.fit_started_at: float | None = None
         self.fit_before_s = 0.0  # seconds of fit in earlier starts of this run
+        self.monitor, self.mode = "val/acc", "max"
         self.best_metrics: dict[str, float] = {}
         self.training = False
 
-    def write(self, trainer: pl.Trainer | None = None, **fields: Any) -> None:
-        """Merge fields, and what every callback contributes, into the record."""
+    def write(self, trainer: pl.Trainer | None = None, **fields: object) -> None:
+        """Set fields of the record, and what every callback contributes.
+
+        Raises:
+            WrongValue: one is not of its field's type.
+        """
         if trainer is not None and not trainer.is_global_zero:
             return
-        record = read_record(self.path)
-        if trainer is not None:
-            record["metrics"] = {**record.get("metrics", {}), **self._metrics(trainer)}
-            record["epochs"] = max(record.get("epochs", 0), trainer.current_epoch)
-            record["steps"] = self._steps(trainer, record.get("steps", 0))
-            for part in (*trainer.callbacks, trainer.strategy):
-                if part is not self and hasattr(part, "record_fields"):
-                    record.update(part.record_fields())
-            _add_uri(record)
-        record.update(self._fit(), **fields)
-        record.update(derived_fields(record, self.hardware))
-        write_record(self.path, record)
+        with update_record(self.path) as record:
+            if trainer is not None:
+                self._add_progress(record, trainer)
+            if self.fit_started_at is not None:
+                record.fit_seconds = self._fit_seconds(self.fit_started_at)
+            record.take(fields)
         self.written_at = time.monotonic()
+
+    def _add_progress(self, record: RunRecord, trainer: pl.Trainer) -> None:
+        record.metrics |= self._metrics(trainer)
+        record.epochs = max(record.epochs or 0, trainer.current_epoch)
+        record.steps = self._steps(trainer, record.steps or 0)
+        for part in (*trainer.callbacks, trainer.strategy):
+            if part is not self and hasattr(part, "record_fields"):
+                record.take(part.record_fields())
+        _add_uri(record)
 
     def _steps(self, trainer: pl.Trainer, before: int) -> int:
         """In training where it stands: what was done beyond the checkpoint before a restart is lost, and counted so."""
         in_training = self.training and trainer.state.fn == "fit"
         return trainer.global_step if in_training else before
 
-    def _metrics(self, trainer: pl.Trainer) -> dict[str, Any]:
+    def _metrics(self, trainer: pl.Trainer) -> dict[str, float | str]:
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
         for callback in trainer.callbacks:
             values.update({n: v for n, v in getattr(callback, "latest", {}).items() if n.startswith("train/")})
         values.update(self.best_metrics)
         return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
 
-    def _fit(self) -> dict[str, float]:
-        if self.fit_started_at is None:
-            return {}
-        return {"fit_seconds": round(self.fit_before_s + time.monotonic() - self.fit_started_at, 3)}
+    def _fit_seconds(self, started_at: float) -> float:
+        return round(self.fit_before_s + time.monotonic() - started_at, 3)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
             before = read_record(self.path)
-            self.fit_before_s = float(before.get("fit_seconds") or 0.0)
-            self.best_metrics = {n: v for n, v in before.get("metrics", {}).items() if n == "val/acc_best"}
+            self.monitor, self.mode = before.monitor, before.monitor_mode
+            self.fit_before_s = before.fit_seconds or 0.0
+            best = ((name, before.metrics.get(name)) for name in (f"{self.monitor}_best", "val/acc_best"))
+            self.best_metrics = {name: value for name, value in best if isinstance(value, int | float)}
             self.fit_started_at = time.monotonic()
-            restarts = before.get("restarts") or [{}]
-            self.write(trainer, phase="start", steps=restarts[-1].get("resumed_step", before.get("steps") or 0))
+            steps = before.restarts[-1].resumed_step if before.restarts else before.steps
+            self.write(trainer, phase="start", steps=steps or 0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.training = True
@@ -100,14 +104,15 @@ class RunRecorder(Callback):
             self.write(trainer, phase="training")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        accuracy = trainer.callback_metrics.get("val/acc")
-        if accuracy is not None:
-            best = max(float(accuracy), self.best_metrics.get("val/acc_best", 0.0))
-            self.best_metrics = {"val/acc_best": best}
+        """`<monitor>_best` is the best of what is monitored, and val/acc_best the accuracy of that epoch."""
+        value, best = trainer.callback_metrics.get(self.monitor), self.best_metrics.get(f"{self.monitor}_best")
+        if value is not None and improves(self.mode, float(value), best):
+            reached = {self.monitor: value, "val/acc": trainer.callback_metrics.get("val/acc")}
+            self.best_metrics = {f"{name}_best": float(value) for name, value in reached.items() if value is not None}
 
     def on_checkpoint_complete(self, path: Path, sidecar: Sidecar, kind: str) -> None:
         """A best that is not yet in the record would be lost with the process."""
-        fields: dict[str, Any] = {"steps": max(sidecar.step, self._steps_so_far())}
+        fields: dict[str, object] = {"steps": max(sidecar.step, self._steps_so_far())}
         if kind == "best":
             named = {key: getattr(sidecar, key) for key in ("bytes", "sha256", "epoch", "step", "metric")}
             fields["best_checkpoint"] = {"path": f"{path.parent.name}/{path.name}", **named}
@@ -119,19 +124,25 @@ class RunRecorder(Callback):
             self.write(None, steps=self._steps(trainer, self._steps_so_far()))
 
     def _steps_so_far(self) -> int:
-        return int(read_record(self.path).get("steps") or 0)
+        return read_record(self.path).steps or 0
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
             self.write(trainer, phase="trained", epochs=trainer.current_epoch, steps=trainer.global_step)
-            self.fit_before_s, self.fit_started_at = self._fit()["fit_seconds"], None
+            self.fit_before_s, self.fit_started_at = read_record(self.path).fit_seconds or 0.0, None
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.write(trainer, phase="test")
 
 
-def _add_uri(record: dict[str, Any]) -> None:
+def improves(mode: str, value: float, best: float | None) -> bool:
+    """mode: max or min, as callbacks.checkpoints has it. A nan never does."""
+    if math.isnan(value):
+        return False
+    return best is None or (value > best if mode == "max" else value < best)
+
+
+def _add_uri(record: RunRecord) -> None:
     """Where the best checkpoint lies in the bucket, once this one is there."""
-    best, upload = record.get("best_checkpoint") or {}, record.get("upload") or {}
-    if upload.get("uri") and upload.get("step") == best.get("step"):
-        best["s3_uri"] = upload["uri"]
+    if record.upload.uri and record.upload.step == record.best_checkpoint.step:
+        record.best_checkpoint.s3_uri = record.upload.uri

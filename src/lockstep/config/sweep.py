@@ -47,7 +47,7 @@ def run_job(cfg: Any, program: str) -> float | None:
     codes.mkdir(parents=True, exist_ok=True)
     (codes / f"{number}-{task}").write_text(str(code if code >= 0 else 128 - code))
     record = RunFolder(sweep_dir / run_id).record
-    metrics = read_record(record).get("metrics", {}) if record.exists() else {}
+    metrics = read_record(record).metrics if record.exists() else {}
     value = metrics.get(f"{cfg.optimized_metric}_best", metrics.get(cfg.optimized_metric))
     return float(value) if code == 0 and value is not None else float("nan")
 

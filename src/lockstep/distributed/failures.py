@@ -8,7 +8,7 @@ from lockstep.distributed.cluster import Cluster
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR
 from lockstep.runs.files import utc_now, write_atomically
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import read_record, write_record
+from lockstep.runs.record import Failure, read_record, update_record
 from lockstep.runs.redact import redact_text
 
 log = logging.getLogger(__name__)
@@ -34,16 +34,19 @@ def report_failure(facts: dict[str, Any] | None, folder: RunFolder, cluster: Clu
 
 def record_end(folder: RunFolder, cluster: Cluster, status: str, code: int, error: dict[str, Any] | None) -> None:
     if cluster.is_rank_zero:
-        record = read_record(folder.record)
-        named = {key: error[key] for key in ("message", "rank", "host", "phase")} if error else None
-        record.update(status=status, exit_code=code, finished_at=utc_now(), error=named)
-        write_record(folder.record, record)
+        with update_record(folder.record) as record:
+            record.status, record.exit_code, record.finished_at = status, code, utc_now()
+            record.error = named(error)
 
 
 def complete_record(folder: RunFolder, error: dict[str, Any] | None, exit_code: int) -> None:
     """Write how the run ended where no rank lived to say so."""
-    record = read_record(folder.record)
-    if record.get("status") in ("running", "failed"):
-        record.update(status="failed", exit_code=exit_code, finished_at=utc_now())
-        record["error"] = {key: error[key] for key in ("message", "rank", "host", "phase")} if error else None
-        write_record(folder.record, record)
+    if read_record(folder.record).status in ("running", "failed"):
+        with update_record(folder.record) as record:
+            record.status, record.exit_code, record.finished_at = "failed", exit_code, utc_now()
+            record.error = named(error)
+
+
+def named(error: dict[str, Any] | None) -> Failure:
+    """What the record keeps of a rank's error file."""
+    return Failure(**{key: error[key] for key in ("message", "rank", "host", "phase")}) if error else Failure()

@@ -23,7 +23,7 @@ from lockstep.distributed.failures import complete_record
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import read_record, write_record
+from lockstep.runs.record import read_record, update_record
 
 log = logging.getLogger(__name__)
 
@@ -247,11 +247,10 @@ class Supervisor:
 
     def _record_interruption(self) -> None:
         """Ranks that were stopped before they could write it themselves."""
-        if self.cluster.node_rank == 0 and self.folder.record.exists():
-            record = read_record(self.folder.record)
-            if record.get("status") == "running":
-                record.update(status="interrupted", exit_code=EXIT_INTERRUPTED, finished_at=utc_now())
-                write_record(self.folder.record, record)
+        path = self.folder.record
+        if self.cluster.node_rank == 0 and path.exists() and read_record(path).status == "running":
+            with update_record(path) as record:
+                record.status, record.exit_code, record.finished_at = "interrupted", EXIT_INTERRUPTED, utc_now()
 
     def _first_error(self) -> dict[str, Any]:
         """What the rank that failed first wrote, or how it died where it wrote nothing."""

@@ -90,7 +90,7 @@ def signals_end_this_process() -> None:
 
 def _failed(folder: RunFolder, cluster: Cluster, error: Exception, code: int) -> int:
     message = str(error) if isinstance(error, UserError | Diverged) else f"{type(error).__name__}: {error}"
-    phase = read_record(folder.record).get("phase", "start") if folder.record.exists() else "start"
+    phase = (read_record(folder.record).phase if folder.record.exists() else None) or "start"
     facts = {
         "rank": cluster.rank, "host": socket.gethostname(), "phase": phase, "message": message,
         "kind": type(error).__name__, "time": time.time(),
@@ -135,10 +135,14 @@ def _harmlessly(part: Callable[..., None], *arguments: Any) -> None:
 
 def _say_result(folder: RunFolder, code: int) -> None:
     record = read_record(folder.record)
-    if code == EXIT_OK and record["status"] == "finished":
-        shown = {name: value for name, value in record["metrics"].items() if name in ("val/acc_best", "test/acc")}
-        words = " · ".join(f"{name} {value:.2%}" for name, value in shown.items())
-        log.info(f"finished · {words} · {os.path.relpath(folder.path)}")
+    if code == EXIT_OK and record.status == "finished":
+        shown = {name: record.metrics.get(name) for name in (f"{record.monitor}_best", "test/acc")}
+        words = [f"{name} {_as_read(name, value)}" for name, value in shown.items() if isinstance(value, float)]
+        log.info(" · ".join(["finished", *words, os.path.relpath(folder.path)]))
+
+
+def _as_read(name: str, value: float) -> str:
+    return f"{value:.2%}" if name.startswith(("val/acc", "test/acc")) else f"{value:.4g}"
 
 
 def _write_page(folder: RunFolder, config: dict[str, Any]) -> None:
@@ -148,11 +152,10 @@ def _write_page(folder: RunFolder, config: dict[str, Any]) -> None:
 
 
 def _say_left_behind(folder: RunFolder) -> None:
-    upload = read_record(folder.record).get("upload") or {}
-    if upload.get("error"):
+    upload = read_record(folder.record).upload
+    if upload.error:
         log.info(
-            f"The best checkpoint is NOT in the bucket: {upload['error']}; "
-            f"python src/upload.py {folder.run_id} sends it."
+            f"The best checkpoint is NOT in the bucket: {upload.error}; python src/upload.py {folder.run_id} sends it."
         )
 
 

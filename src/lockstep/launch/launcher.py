@@ -30,7 +30,7 @@ from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, Interrupted, UserErr
 from lockstep.runs.folder import RunFolder, new_run_id, read_config
 from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
-from lockstep.runs.record import read_record, write_record
+from lockstep.runs.record import update_record
 from lockstep.runs.redact import refuse_secrets
 from lockstep.storage.outbox import Outbox
 
@@ -100,7 +100,8 @@ def _launch(config: dict[str, Any], work: Work, kept: ExitStack, find_largest: F
         begin(config, cluster, folder, fresh)
     if cluster.is_rank_zero:
         if largest:
-            write_record(folder.record, {**read_record(folder.record), "largest_batch": largest})
+            with update_record(folder.record) as record:
+                record.take({"largest_batch": largest})
         log.info(headline(config, cluster, folder.run_id))
         if scaled:
             log.info(scaled)

@@ -16,7 +16,7 @@ from lockstep.runs.errors import UserError
 from lockstep.runs.files import lock, utc_now, write_atomically
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, new_run_id, read_config
 from lockstep.runs.provenance import REPOSITORY
-from lockstep.runs.record import SCHEMA_VERSION, continued, read_record, write_record
+from lockstep.runs.record import CodeState, Cost, Host, RunRecord, continued, read_record, write_record
 from lockstep.runs.redact import redact_text
 from lockstep.storage.checkpoint_files import newest_whole, read_sidecar
 
@@ -76,13 +76,13 @@ def be_the_only_one(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
     return handle
 
 
-def is_over(config: dict[str, Any], folder: RunFolder, previous: dict[str, Any]) -> bool:
+def is_over(config: dict[str, Any], folder: RunFolder, previous: RunRecord) -> bool:
     """It has finished, and this start asks for no more epochs or steps."""
     stored, steps = read_config(folder.config), config["trainer"]["max_steps"]
-    by_steps = previous.get("steps") == stored.get("trainer", {}).get("max_steps")
-    longer = by_steps and (steps == -1 or steps > previous["steps"])
-    enough = not longer if by_steps else config["trainer"]["max_epochs"] <= previous.get("epochs", 0)
-    return previous.get("status") == "finished" and enough
+    by_steps = previous.steps == stored.get("trainer", {}).get("max_steps")
+    longer = by_steps and (steps == -1 or steps > (previous.steps or 0))
+    enough = not longer if by_steps else config["trainer"]["max_epochs"] <= (previous.epochs or 0)
+    return previous.status == "finished" and enough
 
 
 def finished_already(config: dict[str, Any], environment: dict[str, str]) -> RunFolder | None:
@@ -99,7 +99,7 @@ def finished_already(config: dict[str, Any], environment: dict[str, str]) -> Run
 def _restarted_from_outside(folder: RunFolder, environment: dict[str, str]) -> bool:
     """torchrun's agent started its ranks again, or SLURM requeued the job: the same run goes on by itself."""
     agent = world.agent_id(environment)
-    return agent is not None and read_record(folder.record).get("agent") == agent
+    return agent is not None and read_record(folder.record).agent == agent
 
 
 def find_weights(config: dict[str, Any], cluster: Cluster) -> None:
@@ -154,9 +154,9 @@ def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bo
         return
     record = first_record(config, cluster, folder)
     if previous is not None:
-        record = continued(previous, record, config)
+        record = continued(previous, record, step=config["resume_step"] or 0, checkpoint=config.get("ckpt_path"))
     else:
-        diff = provenance.code_diff(REPOSITORY) if record["code"]["dirty"] else ""
+        diff = provenance.code_diff(REPOSITORY) if record.code.dirty else ""
         if diff:
             write_atomically(folder.code_diff, lambda file: file.write(redact_text(diff)))
     write_record(folder.record, record)
@@ -169,12 +169,12 @@ IGNORED_ON_RESUME = (
 )  # fmt: skip
 
 
-def _check_resumable(config: dict[str, Any], folder: RunFolder, previous: dict[str, Any]) -> None:
+def _check_resumable(config: dict[str, Any], folder: RunFolder, previous: RunRecord) -> None:
     stored = read_config(folder.config)
     if is_over(config, folder, previous):
-        by_steps = previous.get("steps") == stored.get("trainer", {}).get("max_steps")
+        by_steps = previous.steps == stored.get("trainer", {}).get("max_steps")
         raise UserError(
-            f"The run {folder.run_id} is finished ({previous.get('epochs')} epochs): "
+            f"The run {folder.run_id} is finished ({previous.epochs} epochs): "
             f"give more trainer.max_{'steps' if by_steps else 'epochs'} to go on."
         )
     longest = [tree.get("trainer", {}).get("max_epochs") for tree in (stored, config)]
@@ -208,55 +208,50 @@ def _difference(before: Any, now: Any, path: str = "") -> str:
     return f"{path.lstrip('.')} was {before!r}, now {now!r}"
 
 
-def first_record(config: dict[str, Any], cluster: Cluster, folder: RunFolder) -> dict[str, Any]:
+def first_record(config: dict[str, Any], cluster: Cluster, folder: RunFolder) -> RunRecord:
     """The record before anything has happened."""
     now = utc_now()
-    choices, trainer = config["choices"], config["trainer"]
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "run_id": folder.run_id,
-        "task_name": config["task_name"],
-        "tags": list(config["tags"]),
-        "status": "running",
-        "phase": "start",
-        "error": None,
-        "exit_code": None,
-        "started_at": now,
-        "updated_at": now,
-        "finished_at": None,
-        "command": command_line([_as_typed(sys.argv[0]), *sys.argv[1:]], cluster, trainer["accelerator"] == "gpu"),
-        "overrides": config["overrides"],
-        "experiment": config.get("experiment_name") or choices.get("experiment"),
-        "code": provenance.code_state(REPOSITORY),
-        "versions": provenance.versions(),
-        "hosts": [provenance.host(cluster.node_rank)],
-        "launcher": cluster.launcher,
-        "agent": world.agent_id(world.environment()),
-        "model": config["model"]["name"],
-        "data": config["data"]["name"],
-        "trainer": choices["trainer"],
-        "world_size": cluster.world_size,
-        "num_nodes": cluster.num_nodes,
-        "devices": trainer["devices"],
-        "num_gpus": _gpus_of_one_process(trainer),
-        "accelerator": trainer["accelerator"],
-        "precision": trainer["precision"],
-        "seed": config["seed"],
-        "global_batch_size": config["data"]["global_batch_size"],
-        "per_device_batch_size": config["per_device_batch_size"],
-        "accumulate_grad_batches": trainer["accumulate_grad_batches"],
-        "max_epochs": trainer["max_epochs"],
-        "epochs": 0,
-        "steps": 0,
-        "num_parameters": None,
-        "metrics": {},
-        "fit_seconds": None,
-        "images_per_s": None,
-        "best_checkpoint": None,
-        "initial_weights": None if config.get("resume_step") else config.get("ckpt_path"),
-        "resumed_from": config.get("ckpt_path") if config.get("resume_step") else None,
-        "restarts": [],
-    }
+    choices, trainer, hardware = config["choices"], config["trainer"], config.get("hardware") or {}
+    chooser = config.get("callbacks", {}).get("checkpoints") or {}
+    goes_on = bool(config.get("resume_step"))
+    return RunRecord(
+        run_id=folder.run_id,
+        task_name=config["task_name"],
+        tags=list(config["tags"]),
+        status="running",
+        phase="start",
+        started_at=now,
+        updated_at=now,
+        command=command_line([_as_typed(sys.argv[0]), *sys.argv[1:]], cluster, trainer["accelerator"] == "gpu"),
+        overrides=config["overrides"],
+        experiment=config.get("experiment_name") or choices.get("experiment"),
+        code=CodeState(**provenance.code_state(REPOSITORY)),
+        versions=provenance.versions(),
+        hosts=[Host(**provenance.host(cluster.node_rank))],
+        launcher=cluster.launcher,
+        agent=world.agent_id(world.environment()),
+        model=config["model"]["name"],
+        data=config["data"]["name"],
+        trainer=choices["trainer"],
+        world_size=cluster.world_size,
+        num_nodes=cluster.num_nodes,
+        devices=trainer["devices"],
+        num_gpus=_gpus_of_one_process(trainer),
+        accelerator=trainer["accelerator"],
+        precision=trainer["precision"],
+        seed=config["seed"],
+        global_batch_size=config["data"]["global_batch_size"],
+        per_device_batch_size=config["per_device_batch_size"],
+        accumulate_grad_batches=trainer["accumulate_grad_batches"],
+        max_epochs=trainer["max_epochs"],
+        monitor=chooser.get("monitor", "val/acc"),
+        monitor_mode=chooser.get("mode", "max"),
+        epochs=0,
+        steps=0,
+        cost=Cost(price_per_hour=hardware.get("price_per_hour_usd"), instance=hardware.get("name")),
+        initial_weights=None if goes_on else config.get("ckpt_path"),
+        resumed_from=config.get("ckpt_path") if goes_on else None,
+    )
 
 
 def _gpus_of_one_process(trainer: dict[str, Any]) -> int | None:

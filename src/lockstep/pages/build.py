@@ -9,14 +9,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.pages.facts import RunFacts
-from lockstep.pages.json_values import mapping
+from lockstep.pages.json_values import as_text, mapping
 from lockstep.pages.page_set import write_pages
-from lockstep.pages.source import dump, import_run, read_source, read_sources, read_yaml, source_path, write_if_changed
+from lockstep.pages.source import (
+    Source,
+    dump,
+    import_run,
+    read_source,
+    read_sources,
+    read_yaml,
+    source_path,
+    write_if_changed,
+)
 from lockstep.runs import files
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import read_record, status_of
+from lockstep.runs.record import RunRecord, read_json, status_of
+from lockstep.runs.typed_json import from_json
 
 
 def record_run(run_folder: Path, logbook_dir: Path) -> None:
@@ -94,8 +103,8 @@ def import_folder(folder: Path, logbook: Path, shown_as: str | None = None) -> s
     return source["run_id"]
 
 
-def _updated_at(source: dict) -> str:
-    return RunFacts(source).text("updated_at")
+def _updated_at(source: Source) -> str:
+    return as_text(mapping(source.get("record")).get("updated_at"))
 
 
 def run_folders_under(logs: Path) -> list[Path]:
@@ -127,7 +136,7 @@ def running_beside(run_folder: Path, logbook: Path) -> list[Path]:
         if path.parent == run_folder or not known.exists() or known.stat().st_mtime >= path.stat().st_mtime:
             continue
         with contextlib.suppress(UserError):
-            read_record(path)
+            read_json(path)
             if mapping(read_source(known).get("record")).get("status") == "running":
                 found.append(path.parent)
     return found
@@ -141,7 +150,7 @@ def lost_beside(run_folder: Path, logbook: Path) -> list[Path]:
         if path.parent == run_folder or (known.exists() and known.stat().st_mtime >= path.stat().st_mtime):
             continue
         try:
-            is_lost = status_of(read_record(path)) == "lost"
+            is_lost = status_of(from_json(RunRecord, read_json(path), tolerant=True)) == "lost"
         except UserError:
             continue
         if is_lost and belongs_here(path.parent, logbook):

@@ -54,8 +54,8 @@ def comparison_page(title: str, entries: Sequence[Entry], labels: Sequence[str],
 
 def memory_words(entries: Sequence[Entry]) -> str:
     """What the two rows on memory count where there is no GPU."""
-    on_cpu = all(not node.get("gpus") for entry in entries for node in entry.facts.nodes)
-    if not on_cpu or all(entry.facts.number("largest_batch", "peak_memory_gib") is None for entry in entries):
+    on_cpu = all(not node.gpus for entry in entries for node in entry.facts.nodes)
+    if not on_cpu or all(entry.facts.record.largest_batch.peak_memory_gib is None for entry in entries):
         return ""
     return (
         "Peak memory is a process's; at the largest batch it is that of its tensors, which the simulated limit counts."
@@ -63,7 +63,7 @@ def memory_words(entries: Sequence[Entry]) -> str:
 
 
 def started_with(entry: Entry, label: str) -> str:
-    command = code_block(entry.facts.text("command") or "# the command is not in the record", "sh", 3000)
+    command = code_block(entry.facts.record.command or "# the command is not in the record", "sh", 3000)
     return f"{plain(label)}, {entry.link}:\n\n{command}"
 
 
@@ -72,7 +72,7 @@ def labels_for(entries: Sequence[Entry]) -> list[str]:
     for candidates in (
         [entry.note.name for entry in entries],
         [entry.facts.strategy for entry in entries],
-        [f"{entry.facts.strategy} {entry.facts.text('model')}".strip() for entry in entries],
+        [f"{entry.facts.strategy} {entry.facts.record.model or ''}".strip() for entry in entries],
     ):
         if all(candidates) and len(set(candidates)) == len(candidates):
             return list(candidates)
@@ -83,8 +83,8 @@ def numbers_table(entries: Sequence[Entry], labels: Sequence[str]) -> str:
     rows = [
         ["Run", *(entry.link for entry in entries)],
         ["Status", *(status_cell(entry) for entry in entries)],
-        ["Model", *(plain(entry.facts.text("model"), 60) for entry in entries)],
-        ["Data", *(plain(entry.facts.text("data"), 60) for entry in entries)],
+        ["Model", *(plain(entry.facts.record.model, 60) for entry in entries)],
+        ["Data", *(plain(entry.facts.record.data, 60) for entry in entries)],
         ["World", *(plain(entry.facts.world, 40) for entry in entries)],
     ]
     rows.extend([name, *cells] for name, cells in measured_values(entries))

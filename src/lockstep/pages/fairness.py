@@ -5,7 +5,6 @@ from typing import Any
 
 from lockstep.pages.entry import Entry
 from lockstep.pages.facts import RunFacts
-from lockstep.pages.json_values import as_text, finite
 from lockstep.pages.markdown import plain
 
 LOAD_DIFFERENCE = 0.5  # of a core, between two runs
@@ -15,17 +14,17 @@ PEAK_DIFFERENCE = 0.1  # between the peaks that two runs measured of a device
 def caution(entries: Sequence[Entry]) -> str:
     """Says in what the runs are not alike."""
     held: list[tuple[str, Callable[[RunFacts], Any]]] = [
-        ("the data", lambda run: first_text(run.text("data_hash"), run.text("data"))),
+        ("the data", lambda run: run.record.data_hash or run.record.data),
         ("the number of test images", lambda run: run.tested_images),
-        ("the model", lambda run: run.text("model")),
-        ("the number of epochs", lambda run: run.number("epochs")),
-        ("the precision", lambda run: run.text("precision")),
-        ("the seed", lambda run: run.text("seed")),
+        ("the model", lambda run: run.record.model),
+        ("the number of epochs", lambda run: run.record.epochs),
+        ("the precision", lambda run: run.record.precision),
+        ("the seed", lambda run: run.record.seed),
         ("the hardware", hardware_name),
-        ("the code", lambda run: first_text(run.text("code", "tree_hash"), run.text("code", "commit"))),
+        ("the code", lambda run: run.record.code.tree_hash or run.record.code.commit),
     ]
     unlike = [name for name, read in held if len({read(entry.facts) for entry in entries}) > 1]
-    commits = dict.fromkeys(entry.facts.text("code", "commit")[:7] or "unknown" for entry in entries)
+    commits = dict.fromkeys((entry.facts.record.code.commit or "unknown")[:7] for entry in entries)
     if "the code" in unlike and len(commits) > 1:
         unlike[-1] += f" (commits {', '.join(map(plain, commits))})"
     return f"**Not held fixed between these runs:** {', '.join(unlike)}." if unlike else ""
@@ -50,24 +49,20 @@ def load_caution(entries: Sequence[Entry], labels: Sequence[str]) -> str:
 def loads_of(run: RunFacts) -> list[tuple[float, float]]:
     """(load, cores) of each node whose record holds both; the load is the median of the run's samples."""
     stats = {rank: stats.get("p50") for rank, name, stats in run.device_stats if name == "machine/load_1min"}
-    found = []
+    found: list[tuple[float, float]] = []
     for place, node in enumerate(run.nodes):
-        load, cores = stats.get(as_text(node.get("node_rank")) or str(place)), finite(node.get("cores"))
-        if load is not None and cores:
-            found.append((load, cores))
+        load = stats.get(str(place if node.node_rank is None else node.node_rank))
+        if load is not None and node.cores:
+            found.append((load, node.cores))
     return found
 
 
 def same_peak(run: RunFacts, base: RunFacts) -> bool:
     """False where MFUs are shares of peaks that were measured too differently to be one device's."""
-    peaks = [side.number("throughput", "peak_tflops") or 0.0 for side in (run, base)]
+    peaks = [side.record.throughput.peak_tflops or 0.0 for side in (run, base)]
     return max(peaks) - min(peaks) <= PEAK_DIFFERENCE * max(peaks)
 
 
-def first_text(*texts: str) -> str:
-    return next(filter(None, texts), "")
-
-
 def hardware_name(run: RunFacts) -> str:
-    names = {as_text(node.get("gpus")) or as_text(node.get("cpu")) for node in run.nodes}
+    names = {", ".join(gpu.name or "" for gpu in node.gpus) or node.cpu or "" for node in run.nodes}
     return ", ".join(sorted(names))

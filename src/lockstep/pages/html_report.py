@@ -80,7 +80,7 @@ def run_data(entry: Entry, label: str) -> dict[str, Any]:
         "run_id": run.run_id,
         "label": label,
         "headline": f.percent(accuracy) + part if accuracy is not None else run.status,
-        "command": clean(run.text("command")),
+        "command": clean(run.record.command),
         "curves": {name: pair for name in names if (pair := run.curve(name))[0]},
         "hardware": hardware_means(run),
         "confusion": {"names": run.confusion[0], "counts": run.confusion[1]} if run.confusion else None,
@@ -133,13 +133,13 @@ def number_rows(entries: Sequence[Entry]) -> list[list[str]]:
         ["Started (UTC)", *(one_line(run.date) for run in runs)],
         ["Status", *(status_cell(entry) for entry in entries)],
         ["Experiment", *(one_line(run.experiment, 80) for run in runs)],
-        ["Model", *(one_line(run.text("model"), 80) for run in runs)],
-        ["Data", *(one_line(run.text("data"), 80) for run in runs)],
+        ["Model", *(one_line(run.record.model, 80) for run in runs)],
+        ["Data", *(one_line(run.record.data, 80) for run in runs)],
         ["Strategy", *(one_line(run.strategy, 80) for run in runs)],
         ["World", *(one_line(run.world, 80) for run in runs)],
         *([name, *cells] for name, cells in measured_values(entries)),
         ["Best checkpoint", *(one_line(checkpoint_place(entry), 200) for entry in entries)],
-        ["sha256", *(one_line(run.text("best_checkpoint", "sha256"), 80) for run in runs)],
+        ["sha256", *(one_line(run.record.best_checkpoint.sha256, 80) for run in runs)],
     ]
     return [row for row in rows if any(cell and cell != f.NONE for cell in row[1:])]
 

@@ -67,16 +67,16 @@ def run_row(entry: Entry) -> list[str]:
         status_cell(entry),
         f.percent(run.test_acc) + of_tested(run),
         f.percent(run.best_val_acc),
-        plain(run.text("model"), 40),
-        plain(run.text("data"), 40),
+        plain(run.record.model, 40),
+        plain(run.record.data, 40),
         plain(run.strategy, 30),
         plain(run.world, 30),
-        f.whole(run.number("global_batch_size")),
-        f.rate(run.number("epochs")),
+        f.whole(run.record.global_batch_size),
+        f.rate(run.record.epochs),
         f.duration(run.seconds),
         f.rate(run.images_per_s),
         f.gib(run.peak_memory_gib),
-        f.dollars(run.number("cost", "usd")),
+        f.dollars(run.record.cost.usd),
         plain(run.restart_summary),
         plain(run.experiment, 40),
         plain(", ".join(entry.tags), 60),
@@ -95,7 +95,7 @@ def best_runs(entries: Sequence[Entry]) -> str:
     best: dict[str, Entry] = {}
     for entry in entries:
         run = entry.facts
-        data = run.text("data") or f.NONE
+        data = run.record.data or f.NONE
         kept = best.get(data)
         if run.is_tested_training and (kept is None or (run.test_acc or 0) > (kept.facts.test_acc or 0)):
             best[data] = entry
@@ -104,9 +104,9 @@ def best_runs(entries: Sequence[Entry]) -> str:
     rows = [best_row(data, entry) for data, entry in sorted(best.items())]
     head = ("Data", "Run", "Model", "Strategy", "Test acc", "Val acc", "Time", "Cost", "Best checkpoint")
     commands = [
-        f"{plain(data)}, {entry.link}:\n\n{code_block(entry.facts.text('command'), 'sh', 2000)}"
+        f"{plain(data)}, {entry.link}:\n\n{code_block(entry.facts.record.command, 'sh', 2000)}"
         for data, entry in sorted(best.items())
-        if entry.facts.text("command")
+        if entry.facts.record.command
     ]
     return blocks(["## Best run on each data set", table(head, rows, "llllrrrrl"), "How they were started:", *commands])
 
@@ -116,22 +116,20 @@ def best_row(data: str, entry: Entry) -> list[str]:
     return [
         plain(data, 40),
         entry.link,
-        plain(run.text("model"), 40),
+        plain(run.record.model, 40),
         plain(run.strategy, 30),
         f"**{f.percent(run.test_acc)}**",
         f.percent(run.best_val_acc),
         f.duration(run.seconds),
-        f.dollars(run.number("cost", "usd")),
+        f.dollars(run.record.cost.usd),
         code(checkpoint_place(entry)) or f.NONE,
     ]
 
 
 def checkpoint_place(entry: Entry) -> str:
     """Where the best checkpoint lies: its S3 address, or the path on the machine that trained."""
-    run = entry.facts
-    path = run.text("best_checkpoint", "path")
+    best, upload = entry.facts.record.best_checkpoint, entry.facts.record.upload
+    path = best.path or ""
     local = f"{entry.folder}/{path}" if path and not path.startswith("/") and entry.folder else path
-    sent = run.text("upload", "uri")
-    if sent and run.number("upload", "step") != run.number("best_checkpoint", "step"):
-        sent = ""  # of an earlier best: this one never arrived
-    return run.text("best_checkpoint", "s3_uri") or sent or local
+    sent = upload.uri if upload.step == best.step else ""  # else of an earlier best: this one never arrived
+    return best.s3_uri or sent or local

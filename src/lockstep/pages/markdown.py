@@ -22,8 +22,9 @@ SPECIAL = re.compile(r"[&<>$\\`*\[\]~|#!]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?<
 
 
 def clean(text: object) -> str:
-    """Without control characters and with Unix line ends."""
-    return UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(text).replace("\r\n", "\n").replace("\r", "\n"))
+    """Without control characters and with Unix line ends; nothing of None."""
+    text = "" if text is None else str(text)
+    return UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def one_line(text: object, limit: int = 300) -> str:

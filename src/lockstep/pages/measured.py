@@ -38,41 +38,45 @@ class Row:
 
 
 def measured_rows() -> list[Row]:
-    def at(*path: str) -> Reader:
-        return lambda run: run.number(*path)
-
     def one_digit(value: float | None) -> str:
         return f.percent(value, 1)
 
     return [
         Row("Training time", lambda run: run.seconds, f.duration, f.ratio),
-        Row("Epochs", at("epochs"), f.rate),
-        Row("Steps", at("steps"), f.whole),
+        Row("Epochs", lambda run: run.record.epochs, f.rate),
+        Row("Steps", lambda run: run.record.steps, f.whole),
         Row("Images/s", lambda run: run.images_per_s, f.rate, f.ratio),
-        Row("Images/s per device", at("throughput", "images_per_s_per_device"), f.rate, f.ratio),
-        Row("Step, p50", at("throughput", "step_seconds", "p50"), f.milliseconds, f.ratio),
-        Row("Step, p95", at("throughput", "step_seconds", "p95"), f.milliseconds, f.ratio),
-        Row("Waiting for data", at("throughput", "data_wait_share"), one_digit),
+        Row("Images/s per device", lambda run: run.record.throughput.images_per_s_per_device, f.rate, f.ratio),
+        Row("Step, p50", lambda run: run.record.throughput.step_seconds.p50, f.milliseconds, f.ratio),
+        Row("Step, p95", lambda run: run.record.throughput.step_seconds.p95, f.milliseconds, f.ratio),
+        Row("Waiting for data", lambda run: run.record.throughput.data_wait_share, one_digit),
         Row("MFU", lambda run: run.mfu, one_digit, f.ratio, same_peak),
         Row("Peak memory", lambda run: run.peak_memory_gib, f.gib, f.ratio),
-        Row("Global batch", at("global_batch_size"), f.whole, f.ratio),
-        Row("Per-device batch", at("per_device_batch_size"), f.whole, f.ratio),
-        Row("Largest batch per device", at("largest_batch", "per_device"), f.whole, f.ratio, same_bound, of_all_data),
-        Row("Largest global batch", at("largest_batch", "global"), f.whole, f.ratio, same_bound),
-        Row("Peak memory at the largest batch", at("largest_batch", "peak_memory_gib"), f.gib, f.ratio),
+        Row("Global batch", lambda run: run.record.global_batch_size, f.whole, f.ratio),
+        Row("Per-device batch", lambda run: run.record.per_device_batch_size, f.whole, f.ratio),
+        Row(
+            "Largest batch per device",
+            lambda run: run.record.largest_batch.per_device,
+            f.whole,
+            f.ratio,
+            same_bound,
+            of_all_data,
+        ),
+        Row("Largest global batch", lambda run: run.record.largest_batch.global_, f.whole, f.ratio, same_bound),
+        Row("Peak memory at the largest batch", lambda run: run.record.largest_batch.peak_memory_gib, f.gib, f.ratio),
         Row("Best validation accuracy", lambda run: run.best_val_acc, f.percent, f.points),
         Row("Test accuracy", lambda run: run.test_acc, f.percent, f.points, same_test, of_tested),
-        Row("Test loss", at("metrics", "test/loss"), f.decimal, f.ratio, same_test),
-        Row("Cost", at("cost", "usd"), f.dollars, f.ratio),
+        Row("Test loss", lambda run: run.metrics.get("test/loss"), f.decimal, f.ratio, same_test),
+        Row("Cost", lambda run: run.record.cost.usd, f.dollars, f.ratio),
     ]
 
 
 def same_bound(run: RunFacts, base: RunFacts) -> bool:
-    return run.text("largest_batch", "bounded_by") == base.text("largest_batch", "bounded_by")
+    return run.record.largest_batch.bounded_by == base.record.largest_batch.bounded_by
 
 
 def of_all_data(run: RunFacts) -> str:
-    return ", all the data there is" if run.text("largest_batch", "bounded_by") == "data set" else ""
+    return ", all the data there is" if run.record.largest_batch.bounded_by == "data set" else ""
 
 
 def same_test(run: RunFacts, base: RunFacts) -> bool:

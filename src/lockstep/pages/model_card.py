@@ -6,7 +6,8 @@ from typing import Any
 import yaml
 
 from lockstep.pages.markdown import blocks, code, code_block, plain, table
-from lockstep.runs.redact import redact
+from lockstep.runs.record import Node, RunRecord
+from lockstep.runs.redact import redact_text
 
 
 def card_text(model: Any, timm_config: dict[str, Any], compared: dict[str, float]) -> str:
@@ -51,7 +52,7 @@ def body(model: Any, timm_config: dict[str, Any], compared: dict[str, float]) ->
         "Input": f"{facts['channels']} × {facts['image_size']} × {facts['image_size']}, resized to {model.resize}, "
         f"then minus mean {facts['mean']} over std {facts['std']} of pixels from 0 to 1",
         **{plain(key): f"{value:.6g}" for key, value in sorted(tested(model).items())},
-        **record_rows(redact(model.record)),
+        **record_rows(model.record),
         "Checkpoint": f"{code(model.path.name)}, sha256 {code(model.sha256())}",
         **{f"Logits of {name}": f"within {value:.1e} of the net's" for name, value in compared.items()},
     }
@@ -64,30 +65,29 @@ def body(model: Any, timm_config: dict[str, Any], compared: dict[str, float]) ->
 
 def tested(model: Any) -> dict[str, float]:
     """What the run reached with this very checkpoint: nothing where another is its best; a whole test alone counts."""
-    metrics = {key: value for key, value in (model.record.get("metrics") or {}).items() if isinstance(value, float)}
-    if (model.record.get("best_checkpoint") or {}).get("sha256") != model.sha256():
+    metrics = {key: value for key, value in model.record.metrics.items() if isinstance(value, float)}
+    if model.record.best_checkpoint.sha256 != model.sha256():
         return {}
-    images, there = metrics.get("test/images"), model.record.get("num_test")
+    images, there = metrics.get("test/images"), model.record.num_test
     whole = images is None or there is None or images >= there
     return {k: v for k, v in metrics.items() if k.startswith("val/acc") or (whole and k.startswith("test/"))}
 
 
-def record_rows(record: dict[str, Any]) -> dict[str, str]:
+def record_rows(record: RunRecord) -> dict[str, str]:
     """Command, commit and hardware of the run."""
-    state = record.get("code") or {}
-    nodes = (record.get("hardware") or {}).get("nodes") or record.get("hosts") or []
+    nodes = [one_machine(node) for node in record.hardware.nodes] or [
+        f"CPU, {host.cores} cores" for host in record.hosts
+    ]
     return {
-        "Run": code(record.get("run_id") or ""),
-        "Command": code(record.get("command") or ""),
-        "Commit": code(state.get("commit") or "") + (" with uncommitted changes" if state.get("dirty") is True else ""),
-        "Trained on": plain("; ".join(one_machine(node) for node in nodes if isinstance(node, dict))),
+        "Run": code(record.run_id),
+        "Command": code(redact_text(record.command or "")),
+        "Commit": code(record.code.commit) + (" with uncommitted changes" if record.code.dirty else ""),
+        "Trained on": plain(redact_text("; ".join(nodes))),
     }
 
 
-def one_machine(node: dict[str, Any]) -> str:
-    gpus = node.get("gpus") or []
-    names = ", ".join(str(gpu.get("name", gpu)) if isinstance(gpu, dict) else str(gpu) for gpu in gpus)
-    return names or f"{node.get('cpu') or 'CPU'}, {node.get('cores', '?')} cores"
+def one_machine(node: Node) -> str:
+    return ", ".join(gpu.name or "GPU" for gpu in node.gpus) or f"{node.cpu or 'CPU'}, {node.cores} cores"
 
 
 def timm_example(timm_config: dict[str, Any]) -> str:

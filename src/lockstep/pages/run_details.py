@@ -1,14 +1,16 @@
 """The longer parts of a run's section: what was changed, what the hardware did, restarts, uncommitted code."""
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.pages import formats as f
 from lockstep.pages.entry import Entry
 from lockstep.pages.index_page import checkpoint_place
-from lockstep.pages.json_values import as_text, finite, items, mapping
+from lockstep.pages.json_values import mapping
 from lockstep.pages.markdown import blocks, code, code_block, details, plain, table
 from lockstep.pages.source import differences
+from lockstep.runs.record import CodeState, Node, Restart
 
 MAX_ROWS = 60
 FOLDED_FROM = 10
@@ -20,7 +22,7 @@ def value_text(value: Any) -> str:
     return "–" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def change_rows(changes: dict[str, Any]) -> list[list[str]]:
+def change_rows(changes: Mapping[str, Sequence[Any]]) -> list[list[str]]:
     rows = [
         [code(key, 100), code(value_text(pair[0]), 80), code(value_text(pair[1]), 80)]
         for key, pair in list(changes.items())[:MAX_ROWS]
@@ -45,7 +47,7 @@ def changes_block(entry: Entry, before: Entry | None) -> str:
             "Differs from the defaults", ("key", "default", "here"), change_rows(run.changed), "All settings: defaults."
         )
     else:
-        typed = [[code(text, 160)] for text in map(as_text, items(run.at("overrides"))[:MAX_ROWS])]
+        typed = [[code(text, 160)] for text in run.record.overrides[:MAX_ROWS]]
         defaults = folded_if_long("Overrides", ("given on the command line",), typed, "")
     if before is None or not run.config or not before.facts.config:
         return defaults
@@ -55,19 +57,17 @@ def changes_block(entry: Entry, before: Entry | None) -> str:
 
 
 def checkpoint_text(entry: Entry) -> str:
-    run = entry.facts
+    best, error = entry.facts.record.best_checkpoint, entry.facts.record.upload.error
     place = checkpoint_place(entry)
     if not place:
         return ""
-    epoch, step, size = (run.number("best_checkpoint", key) for key in ("epoch", "step", "bytes"))
-    sha256 = run.text("best_checkpoint", "sha256")
     parts = [
         code(place),
-        f.megabytes(size) if size is not None else "",
-        f"epoch {epoch:.0f}" if epoch is not None else "",
-        f"step {step:.0f}" if step is not None else "",
-        f"sha256 {code(sha256, 80)}" if sha256 else "",
-        f"**not uploaded**: {plain(run.text('upload', 'error'), 200)}" if run.text("upload", "error") else "",
+        f.megabytes(best.bytes) if best.bytes is not None else "",
+        f"epoch {best.epoch}" if best.epoch is not None else "",
+        f"step {best.step}" if best.step is not None else "",
+        f"sha256 {code(best.sha256, 80)}" if best.sha256 else "",
+        f"**not uploaded**: {plain(error, 200)}" if error else "",
     ]
     return ", ".join(part for part in parts if part)
 
@@ -90,43 +90,43 @@ def hardware_block(entry: Entry) -> str:
     return details("Hardware: what there was and how busy it was", blocks([nodes, measured, more, *dumps]))
 
 
-def node_row(node: dict[str, Any]) -> list[str]:
-    gpus = ", ".join(filter(None, (plain(as_text(gpu), 60) for gpu in items(node.get("gpus"))[:16])))
+def node_row(node: Node) -> list[str]:
+    gpus = ", ".join(filter(None, (plain(gpu.name, 60) for gpu in node.gpus[:16])))
     return [
-        plain(as_text(node.get("node_rank")), 20),
-        code(as_text(node.get("host")), 60),
+        plain(node.node_rank, 20),
+        code(node.host, 60),
         gpus or "none",
-        plain(as_text(node.get("cpu")), 80),
-        f.whole(finite(node.get("cores"))),
-        f.gib(finite(node.get("memory_gib"))),
+        plain(node.cpu, 80),
+        f.whole(node.cores),
+        f.gib(node.memory_gib),
     ]
 
 
 def restarts_block(entry: Entry) -> str:
-    shown = entry.facts.restarts[:MAX_ROWS]
+    shown = entry.facts.record.restarts[:MAX_ROWS]
     head = ("at (UTC)", "went on at step", "steps lost", "down for", "by", "with other code")
-    width = 5 if any(as_text(restart.get("command")) for restart in shown) else 4
-    width = 6 if any(mapping(restart.get("code")) for restart in shown) else width
+    width = 5 if any(restart.command for restart in shown) else 4
+    width = 6 if any(restart.code for restart in shown) else width
     rows = table(head[:width], (restart_row(restart)[:width] for restart in shown), "lrrrll")
     return f"**Restarts**\n\n{rows}" if rows else ""
 
 
-def code_words(state: dict[str, Any]) -> str:
-    """`commit 1a2b3c4 with uncommitted changes`, of a start that ran other code than the run's first."""
+def commit_words(state: CodeState) -> str:
+    """`commit 1a2b3c4 with uncommitted changes`; nothing where nothing is known."""
     if not state:
         return ""
-    commit = code(as_text(state.get("commit"))[:12]) or "unknown"
-    return f"commit {commit}" + (" with uncommitted changes" if state.get("dirty") is True else "")
+    commit = code((state.commit or "")[:12]) or "unknown"
+    return f"commit {commit}" + (" with uncommitted changes" if state.dirty else "")
 
 
-def restart_row(restart: dict[str, Any]) -> list[str]:
+def restart_row(restart: Restart) -> list[str]:
     return [
-        plain(as_text(restart.get("at")), 40),
-        f.whole(finite(restart.get("resumed_step"))),
-        f.whole(finite(restart.get("lost_steps"))),
-        f.duration(finite(restart.get("downtime_s"))),
-        code(as_text(restart.get("command")), 1000),
-        code_words(mapping(restart.get("code"))),
+        plain(restart.at, 40),
+        f.whole(restart.resumed_step),
+        f.whole(restart.lost_steps),
+        f.duration(restart.downtime_s),
+        code(restart.command, 1000),
+        commit_words(restart.code),
     ]
 
 

@@ -5,21 +5,26 @@ Secrets are taken out here, so none is ever written under logbook/.
 """
 
 import json
+import logging
 import math
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from lockstep.pages.curves import confusion_matrix, hardware_curves, number, training_curves
+from lockstep.pages.json_values import mapping
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import RUN_ID_PATTERN, RunFolder
 from lockstep.runs.provenance import REPOSITORY
-from lockstep.runs.record import read_record
+from lockstep.runs.record import read_json, refuse_newer
 from lockstep.runs.redact import redact, redact_text
+
+log = logging.getLogger(__name__)
+
+Source = dict[str, Any]  # JSON whose values nobody has looked at: of a record, of a config, of logbook/runs/*.json
 
 SOURCE_VERSION = 1
 MAX_TEXT = 4_000
@@ -34,14 +39,14 @@ NOT_COMPARED = (
 )  # fmt: skip
 
 
-def import_run(folder: Path) -> dict[str, Any]:
+def import_run(folder: Path) -> Source:
     """A run folder as one plain mapping that JSON can hold.
 
     Raises:
         UserError: it is no run folder.
     """
     files = RunFolder(folder)
-    record = read_record(files.record)
+    record = read_json(files.record)
     config, defaults = flatten(redact(read_yaml(files.config))), flatten(redact(read_yaml(folder / "defaults.yaml")))
     nodes = _node_files(folder)
     source = {
@@ -61,7 +66,7 @@ def import_run(folder: Path) -> dict[str, Any]:
     return redact(source)
 
 
-def _run_id(record: dict, files: RunFolder) -> str:
+def _run_id(record: Source, files: RunFolder) -> str:
     """The record's own name where it can name a file, else the folder's."""
     for name in (record.get("run_id"), files.run_id):
         if isinstance(name, str) and RUN_ID_PATTERN.fullmatch(name) and ".." not in name:
@@ -105,7 +110,7 @@ def read_text(path: Path, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}\n… {len(text) - limit:,} more characters in {path.name}"
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> Source:
     """An empty mapping where there is none or it cannot be read."""
     try:
         loaded = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
@@ -114,19 +119,19 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return loaded if isinstance(loaded, dict) else {}
 
 
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Any, prefix: str = "") -> Source:
     """{"trainer.devices": 2, ...}; a list is one value."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     if not tree:
         return {prefix: {}} if prefix else {}
-    flat: dict[str, Any] = {}
+    flat: Source = {}
     for key, value in tree.items():
         flat.update(flatten(value, f"{prefix}.{key}" if prefix else str(key)))
     return flat
 
 
-def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list]:
+def differences(before: Source, after: Source) -> dict[str, list]:
     """{key: [value before, value after]} for what was changed; None where a side has no such key."""
     keys = [key for key in {**before, **after} if key.split(".")[0] not in NOT_COMPARED]
     return {key: [before.get(key), after.get(key)] for key in sorted(keys) if before.get(key) != after.get(key)}
@@ -153,7 +158,7 @@ def source_path(logbook: Path, run_id: str) -> Path:
     return logbook / "runs" / f"{run_id}.json"
 
 
-def dump(source: dict[str, Any]) -> str:
+def dump(source: Source) -> str:
     """JSON with one line per part and per field of the record: a reviewer's diff stays readable."""
     lines = []
     for key, value in source.items():
@@ -191,20 +196,25 @@ def write_if_changed(path: Path, text: str, *, kept: bool = True) -> bool:
     return True
 
 
-def read_sources(logbook: Path) -> list[dict[str, Any]]:
-    """All runs of a logbook, oldest first.
+def read_sources(logbook: Path) -> list[Source]:
+    """All runs of a logbook, oldest first; those of a newer version of this program are said and left out.
 
     Raises:
         UserError: a file that is no such JSON (half a merge, say), named.
     """
-    return sorted(map(read_source, _source_files(logbook)), key=started_key)
+    sources = []
+    for path in (logbook / "runs").glob("*.json"):
+        source = read_source(path)
+        try:
+            refuse_newer(mapping(source.get("record")), path)
+        except UserError as error:
+            log.warning(f"Left out: {error}")
+        else:
+            sources.append(source)
+    return sorted(sources, key=started_key)
 
 
-def _source_files(logbook: Path) -> Iterable[Path]:
-    return (logbook / "runs").glob("*.json")
-
-
-def read_source(path: Path) -> dict[str, Any]:
+def read_source(path: Path) -> Source:
     try:
         source = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -215,7 +225,7 @@ def read_source(path: Path) -> dict[str, Any]:
     return source
 
 
-def started_key(source: dict[str, Any]) -> tuple[str, str]:
+def started_key(source: Source) -> tuple[str, str]:
     record = source.get("record")
     started = record.get("started_at") if isinstance(record, dict) else None
     return (started if isinstance(started, str) else "", source["run_id"])

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.runs.errors import EXIT_NOT_UPLOADED, EXIT_OK
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import read_record, write_record
+from lockstep.runs.record import Upload, update_record
 from lockstep.storage.bucket import open_store
 from lockstep.storage.checkpoint_files import complete
 from lockstep.storage.object_store import ObjectStore, StoreError
@@ -111,14 +111,12 @@ def _add_best(outbox: Outbox, run: RunBucket, folder: RunFolder) -> None:
 
 
 def _complete_record(folder: RunFolder, status: UploadStatus) -> None:
-    record = read_record(folder.record)
-    before = record.get("upload") or {}
-    if before.get("sha256") == status.sha256 and status.seconds is None:
-        status = replace(status, seconds=before.get("seconds"))
-    record["upload"] = asdict(status)
-    if before.get("sha256") and status.sha256 is None and status.error is None:
-        record["upload"] = {**before, "error": None}  # nothing was to be sent: what is there stays there
-    best = record.get("best_checkpoint")
-    if isinstance(best, dict) and status.sha256 and best.get("step") == status.step:
-        best["s3_uri"] = status.uri
-    write_record(folder.record, record)
+    with update_record(folder.record) as record:
+        before, now = record.upload, Upload(**asdict(status))
+        if before.sha256 and now.sha256 is None and now.error is None:
+            now = replace(before, error=None)  # nothing was to be sent: what is there stays there
+        if now.seconds is None and before.sha256 == now.sha256:
+            now.seconds = before.seconds
+        record.upload = now
+        if now.sha256 and record.best_checkpoint.step == now.step:
+            record.best_checkpoint.s3_uri = now.uri

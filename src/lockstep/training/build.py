@@ -315,7 +315,7 @@ def build_run(
         "peak_tflops": (config.get("hardware") or {}).get("peak_tflops"),
         "visible_devices": visible_devices(), "hardware": config.get("hardware"),
     }  # fmt: skip
-    recorder = RunRecorder(folder.record, data.global_batch_size, config.get("hardware"))
+    recorder = RunRecorder(folder.record)
     chosen = [build(node, known) for node in (config["callbacks"] or {}).values() if node]
     for callback in chosen:
         if isinstance(callback, REFUSED_CALLBACKS):

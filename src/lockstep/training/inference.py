@@ -11,7 +11,7 @@ from lockstep.config.instantiate import check_targets
 from lockstep.data.batch_transforms import BatchTransforms
 from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import REPOSITORY
-from lockstep.runs.record import read_record
+from lockstep.runs.record import RunRecord, read_record
 from lockstep.storage.checkpoint_files import measure
 from lockstep.storage.fetch import locate_checkpoint
 from lockstep.training.build import build_module, check_fits, read_checkpoint
@@ -31,7 +31,7 @@ class FinishedModel:
     config: dict[str, Any]
     facts: dict[str, Any]
     path: Path
-    record: dict[str, Any]
+    record: RunRecord
 
     @property
     def resize(self) -> int:
@@ -86,7 +86,7 @@ def load_finished(address: str, logs: Path, s3: dict[str, Any] | None = None) ->
     check_fits(module, checkpoint["state_dict"], str(path), config["model"]["name"])
     module.load_state_dict(checkpoint["state_dict"])
     run_file = path.parent.parent / "run.json"
-    record = read_record(run_file) if run_file.exists() else {}
+    record = read_record(run_file) if run_file.exists() else RunRecord()
     return FinishedModel(module.net.eval().float(), config, facts, path, record)
 
 

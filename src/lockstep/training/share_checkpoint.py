@@ -52,7 +52,7 @@ def share_checkpoint(config: dict[str, Any], cluster: Cluster, folder: RunFolder
         dist.broadcast_object_list(record, src=source)
         if cluster.is_rank_zero:
             log.info(f"Going on from step {step}: node {source // cluster.devices} has the newest checkpoint.")
-            take_over_record(folder.record, record[0], config)
+            take_over_record(folder.record, record[0], step=step or 0, checkpoint=path)
     config["ckpt_path"] = str(local)
 
 

@@ -15,7 +15,7 @@ from lockstep.distributed import supervisor as module
 from lockstep.distributed.cluster import Cluster
 from lockstep.distributed.supervisor import Supervisor
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import read_record, write_record
+from lockstep.runs.record import RunRecord, read_record, write_record
 
 RANK = """
 import json, os, signal, sys, time
@@ -31,7 +31,7 @@ def start(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "GRACE_AFTER_STOP_S", 2.0)
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
-    write_record(folder.record, {"status": "running", "phase": "training"})
+    write_record(folder.record, RunRecord(status="running", phase="training"))
 
     def build(body: str, devices: int = 2) -> Supervisor:
         script = tmp_path / "rank.py"
@@ -62,9 +62,9 @@ def test_a_killed_rank_ends_the_others_and_completes_the_record(start, capsys):
     code = build("os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)").run()
     assert code == 1 and time.monotonic() - began < 6
     record = read_record(folder.record)
-    assert record["status"] == "failed" and record["exit_code"] == 1
-    assert record["error"]["rank"] == 1 and "SIGKILL" in record["error"]["message"]
-    assert record["error"]["phase"] == "start"  # it died before it said a word
+    assert record.status == "failed" and record.exit_code == 1
+    assert record.error.rank == 1 and "SIGKILL" in record.error.message
+    assert record.error.phase == "start"  # it died before it said a word
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: rank 1 on ")
     assert gone(folder)
 
@@ -78,7 +78,7 @@ def fail(message, at):
     sys.exit(1)
 fail("connection reset by peer", 20.0) if rank == 0 else (time.sleep(0.3), fail("the culprit", 10.0))
 """).run()
-    assert read_record(folder.record)["error"]["message"] == "the culprit"
+    assert read_record(folder.record).error.message == "the culprit"
     assert "the culprit" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
@@ -142,7 +142,7 @@ time.sleep(60)
     sigterm_once_ready(folder)
     began = time.monotonic()
     assert supervisor.run() == 1 and time.monotonic() - began < 8
-    assert read_record(folder.record)["status"] == "failed"
+    assert read_record(folder.record).status == "failed"
     assert gone(folder)
 
 
@@ -192,8 +192,8 @@ for beat in range(1000):
     supervisor.silent_after_s = 1.5
     began = time.monotonic()
     assert supervisor.run() == 1 and time.monotonic() - began < 8
-    error = read_record(folder.record)["error"]
-    assert (error["rank"], error["phase"]) == (1, "validation") and "no heartbeat for" in error["message"]
+    error = read_record(folder.record).error
+    assert (error.rank, error.phase) == (1, "validation") and "no heartbeat for" in error.message
     assert gone(folder)
 
 
@@ -210,7 +210,7 @@ def test_a_signal_before_the_ranks_can_handle_it_is_an_interruption(start):
     supervisor = build('open(f"{folder}/ready-{rank}", "w"); time.sleep(60)')
     sigterm_once_ready(folder)
     assert supervisor.run() == 75
-    assert read_record(folder.record)["status"] == "interrupted"
+    assert read_record(folder.record).status == "interrupted"
     assert gone(folder)
 
 
@@ -219,4 +219,4 @@ def test_errors_of_an_earlier_start_with_more_ranks_are_forgotten(start):
     old = {"rank": 3, "host": "h", "phase": "training", "message": "long ago", "kind": "ValueError", "time": 1.0}
     folder.rank_error(3).write_text(json.dumps(old))
     build("sys.exit(1) if rank == 0 else time.sleep(60)").run()
-    assert read_record(folder.record)["error"]["rank"] == 0
+    assert read_record(folder.record).error.rank == 0

@@ -9,7 +9,6 @@ import pytest
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import lock, locked, write_atomically
 from lockstep.runs.folder import checked_run_id, find_run, new_run_id
-from lockstep.runs.record import LOST_AFTER_S, read_record, status_of, write_record
 
 
 @pytest.mark.parametrize("bad", ["../x", "a/b", "", ".hidden", "a..b", "x" * 101, "a\nb", "a b", "-x"])
@@ -42,36 +41,6 @@ def test_a_full_disk_is_named(tmp_path):
 
     with pytest.raises(OSError, match="No space left on device: '.*last.ckpt'"):
         write_atomically(tmp_path / "last.ckpt", fill)
-
-
-def test_a_record_comes_back_and_says_when_it_was_written(tmp_path):
-    path = tmp_path / "run.json"
-    write_record(path, {"status": "running", "n": 1.5})
-    assert read_record(path)["n"] == 1.5 and read_record(path)["updated_at"].endswith("Z")
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", "\x00", "null"])
-def test_what_is_no_record_is_an_error_in_one_sentence(tmp_path, text):
-    path = tmp_path / "run.json"
-    path.write_text(text)
-    with pytest.raises(UserError, match="not a run record"):
-        read_record(path)
-
-
-def test_a_running_record_without_a_heartbeat_is_lost():
-    record = {"status": "running", "updated_at": "2026-01-01T00:00:00Z"}
-    assert status_of(record, "2026-01-01T00:01:00Z") == "running"
-    assert LOST_AFTER_S < 3600 and status_of(record, "2026-01-01T01:00:00Z") == "lost"
-    assert status_of({"status": "finished", "updated_at": "2020-01-01T00:00:00Z"}) == "finished"
-    assert status_of({}) == "lost"
-    assert status_of({**record, "updated_at": "2026-01-01T00:00:00"}) == "lost"  # no zone: this program wrote it not
-
-
-def test_a_run_that_still_prepares_its_images_is_not_lost():
-    record = {"status": "running", "phase": "start", "updated_at": "2026-01-01T00:00:00Z"}
-    assert status_of(record, "2026-01-01T00:30:00Z") == "running"
-    assert status_of({**record, "phase": "training"}, "2026-01-01T00:30:00Z") == "lost"
-    assert status_of(record, "2026-01-01T01:30:00Z") == "lost"
 
 
 def test_an_unknown_run_names_the_newest(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import write_record
+from lockstep.runs.record import RunRecord, write_record
 from lockstep.storage import fetch as fetch_module
 from lockstep.storage.bucket import open_store
 from lockstep.storage.checkpoint_files import Sidecar, fault_of, read_sidecar
@@ -185,7 +185,7 @@ def folder_of(run: RunBucket, tmp_path, name: str = "machine") -> RunFolder:
 
 def test_a_fresh_machine_gets_the_newest_checkpoint_the_best_and_the_small_files(run, tmp_path):
     here = folder_of(run, tmp_path, "old")
-    write_record(here.record, {"run_id": run.run_id, "steps": 30})
+    write_record(here.record, RunRecord(run_id=run.run_id, steps=30))
     here.metrics.write_text("step,loss\n1,2\n")
     here.tensorboard.mkdir()
     (here.tensorboard / "events.out.tfevents.1").write_bytes(b"events")
@@ -215,14 +215,14 @@ def test_what_this_machine_has_and_is_newer_stays(run, tmp_path):
     put(run, 10)
     folder = folder_of(run, tmp_path)
     fetch_run(run.store, folder)
-    write_record(folder.record, {"steps": 12})
+    write_record(folder.record, RunRecord(steps=12))
     assert fetch_run(run.store, folder) is None
     assert json.loads(folder.record.read_text())["steps"] == 12
 
 
 def test_a_run_that_went_on_elsewhere_brings_its_record_back(run, tmp_path):
     here, there = folder_of(run, tmp_path), folder_of(run, tmp_path, "there")
-    write_record(here.record, {"steps": 12})
+    write_record(here.record, RunRecord(steps=12))
     there.record.write_text(json.dumps({"steps": 99, "updated_at": "2999-01-01T00:00:00Z"}))
     SmallFiles(run, there).send()
     put(run, 99, "last")

@@ -1,6 +1,5 @@
 """All ranks go on from one checkpoint, the newest that any node has; its bytes go where they are missing."""
 
-import json
 import os
 import signal
 from functools import partial
@@ -13,7 +12,7 @@ from faults import signal_at_step
 from local_ranks import run_ranks
 from lockstep.distributed import process_group as join
 from lockstep.runs.folder import RunFolder, read_config
-from lockstep.runs.record import read_record, write_record
+from lockstep.runs.record import RunRecord, read_record, write_record
 from lockstep.storage.checkpoint_files import Sidecar, checkpoint_name, measure, newest_whole, write_sidecar
 from lockstep.training import share_checkpoint as shared_checkpoint
 from lockstep.training.share_checkpoint import newest_offer
@@ -51,15 +50,15 @@ def shared(here, top, owner, shards):
     folder = RunFolder(Path("run"))
     config = {"ckpt_path": None, "resume_step": 0 if here.node_rank == 0 else None}
     if here.rank == 0:
-        write_record(folder.record, {"status": "running", "started_at": "2026-11-21T10:00:00Z", "restarts": [],
-                                     "command": "now", "steps": 0})  # fmt: skip
+        write_record(folder.record, RunRecord(status="running", started_at="2026-11-21T10:00:00Z", restarts=[],
+                                     command="now", steps=0))  # fmt: skip
     if here.node_rank == owner:
         path = folder.checkpoints / checkpoint_name("last", 50)
         if here.local_rank == 0:
             write_checkpoint(folder, 50, shards)
             if owner:
-                write_record(folder.record, {"status": "failed", "started_at": "2026-11-20T10:00:00Z", "steps": 55,
-                                             "restarts": [], "command": "then"})  # fmt: skip
+                write_record(folder.record, RunRecord(status="failed", started_at="2026-11-20T10:00:00Z", steps=55,
+                                             restarts=[], command="then"))  # fmt: skip
         config = {"ckpt_path": str(path), "resume_step": 50}
     join.join(here, CPU, 30.0)
     shared_checkpoint.share_checkpoint(config, here, folder)
@@ -81,9 +80,8 @@ def test_nodes_without_the_newest_checkpoint_get_its_bytes(tmp_path, owner, shar
         )
     record = read_record(tmp_path / "node0/run/run.json")
     if owner == 1:
-        assert record["started_at"] == "2026-11-20T10:00:00Z"
-        assert record["restarts"][0]["resumed_step"] == 50 and record["restarts"][0]["lost_steps"] == 5
-    assert json.dumps(record)
+        assert record.started_at == "2026-11-20T10:00:00Z"
+        assert record.restarts[0].resumed_step == 50 and record.restarts[0].lost_steps == 5
 
 
 def torn(here, top, steps, lost):
@@ -93,7 +91,7 @@ def torn(here, top, steps, lost):
     home.mkdir(exist_ok=True)
     os.chdir(home)
     folder = RunFolder(Path("run"))
-    write_record(folder.record, {"status": "running", "started_at": "2026-11-21T10:00:00Z", "restarts": []})
+    write_record(folder.record, RunRecord(status="running", started_at="2026-11-21T10:00:00Z", restarts=[]))
     for step in steps:
         path = folder.checkpoints / checkpoint_name("last", step)
         files = sharded(path)

@@ -1,0 +1,181 @@
+"""The record on disk: what is kept, what is derived, what is refused, and how a restart goes on with it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.runs.errors import UserError
+from lockstep.runs.record import (
+    LOST_AFTER_S,
+    SCHEMA_VERSION,
+    CodeState,
+    Cost,
+    Goodput,
+    Restart,
+    RunRecord,
+    StepSeconds,
+    Throughput,
+    continued,
+    cost,
+    goodput,
+    read_record,
+    running_seconds,
+    status_of,
+    update_record,
+    write_record,
+)
+
+LOGBOOK = Path(__file__).resolve().parents[3] / "logbook"
+
+
+def run(**changes) -> RunRecord:
+    """Two hours on four nodes with two restarts."""
+    fields = {
+        "started_at": "2026-01-01T00:00:00Z", "finished_at": "2026-01-01T02:00:00Z", "num_nodes": 4, "epochs": 5,
+        "steps": 900, "throughput": Throughput(step_seconds=StepSeconds(mean=6.0)),
+        "cost": Cost(price_per_hour=0.526, instance="g4dn.xlarge"),
+        "restarts": [Restart(lost_steps=60, downtime_s=1200.0), Restart(lost_steps=40, downtime_s=600.0)],
+    }  # fmt: skip
+    return RunRecord(**{**fields, **changes})
+
+
+def test_an_update_keeps_what_this_version_does_not_know_and_stamps_the_time(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"status": "running", "own": [1], "code": {"commit": "a", "branch": "b"}}))
+    with update_record(path) as record:
+        record.status, record.steps = "finished", 3
+    held = json.loads(path.read_text())
+    assert (held["own"], held["code"]["branch"], held["steps"], held["status"]) == ([1], "b", 3, "finished")
+    assert held["updated_at"].endswith("Z") and held["error"] is None
+
+
+def test_an_update_that_fails_writes_nothing(tmp_path):
+    path = tmp_path / "run.json"
+    write_record(path, RunRecord(status="running"))
+    before = path.read_bytes()
+    with pytest.raises(ZeroDivisionError), update_record(path) as record:
+        record.status = "finished"
+        raise ZeroDivisionError
+    assert path.read_bytes() == before
+
+
+def test_what_follows_from_the_record_is_written_with_it(tmp_path):
+    write_record(tmp_path / "run.json", run())
+    found = read_record(tmp_path / "run.json")
+    assert found.cost.usd == 3.156 and found.goodput.steps == 0.9
+
+
+@pytest.mark.parametrize("path", sorted(LOGBOOK.glob("runs/*.json")), ids=lambda path: path.stem)
+def test_every_record_of_the_logbook_loads_and_loses_nothing(tmp_path, path):
+    before = json.loads(path.read_text())["record"]
+    (tmp_path / "run.json").write_text(json.dumps(before))
+    with update_record(tmp_path / "run.json"):
+        pass
+    after = json.loads((tmp_path / "run.json").read_text())
+    derived = {"updated_at", "goodput", "cost"}
+    assert {key: value for key, value in before.items() if key not in derived} == without_new(after, before)
+
+
+def without_new(after, before):
+    """Keys that the older record did not have, say null or nothing."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        defaults = {"monitor": "val/acc", "monitor_mode": "max"}
+        for key in after.keys() - before.keys():
+            assert after[key] in (None, [], {}, defaults.get(key)) or key in ("cost", "goodput"), key
+        kept = before.keys() - {"updated_at", "goodput", "cost"}
+        return {key: without_new(after[key], before[key]) for key in before if key in kept}
+    if isinstance(before, list) and isinstance(after, list):
+        return [without_new(a, b) for a, b in zip(after, before, strict=True)]
+    return after
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "\x00", "null", "[" * 99_999])
+def test_what_is_no_record_is_an_error_in_one_sentence(tmp_path, text):
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match="not a run record"):
+        read_record(path)
+
+
+@pytest.mark.parametrize(
+    "field, said",
+    [
+        ({"steps": "abc"}, "steps is 'abc', not a whole number"),
+        ({"steps": True}, "steps is True, not a whole number"),
+        ({"fit_seconds": float("inf")}, "fit_seconds is inf, not a number"),
+        ({"code": "a"}, "code is 'a', not a mapping"),
+        ({"tags": [1]}, r"tags\[0\] is 1, not text"),
+        ({"restarts": [{"lost_steps": []}]}, r"restarts\[0\].lost_steps is \[\], not a whole number"),
+        ({"throughput": {"step_seconds": {"p50": "x"}}}, "throughput.step_seconds.p50 is 'x', not a number"),
+    ],
+)
+def test_a_damaged_value_is_named(tmp_path, field, said):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(field))
+    with pytest.raises(UserError, match=f"run.json is not a run record: {said}.$"):
+        read_record(path)
+
+
+def test_a_newer_schema_is_refused_by_its_number(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"schema_version": SCHEMA_VERSION + 1, "steps": {"of": "another shape"}}))
+    with pytest.raises(UserError, match=r"schema version 2 and this program reads up to 1: update this clone\.$"):
+        read_record(path)
+
+
+def test_a_running_record_without_a_heartbeat_is_lost():
+    record = RunRecord(status="running", updated_at="2026-01-01T00:00:00Z")
+    assert status_of(record, "2026-01-01T00:01:00Z") == "running"
+    assert LOST_AFTER_S < 3600 and status_of(record, "2026-01-01T01:00:00Z") == "lost"
+    assert status_of(RunRecord(status="finished", updated_at="2020-01-01T00:00:00Z")) == "finished"
+    assert status_of(RunRecord()) == "lost"
+    no_zone = RunRecord(status="running", updated_at="2026-01-01T00:00:00")  # this program wrote it not
+    assert status_of(no_zone) == "lost"
+
+
+def test_a_run_that_still_prepares_its_images_is_not_lost():
+    record = RunRecord(status="running", phase="start", updated_at="2026-01-01T00:00:00Z")
+    assert status_of(record, "2026-01-01T00:30:00Z") == "running"
+    assert status_of(record, "2026-01-01T01:30:00Z") == "lost"
+    record.phase = "training"
+    assert status_of(record, "2026-01-01T00:30:00Z") == "lost"
+
+
+def test_a_run_that_goes_on_claims_neither_its_old_test_nor_its_first_code_alone():
+    def begun():
+        return RunRecord(started_at="2026-01-02T00:00:00Z", command="again", code=CodeState(commit="b", tree_hash="2"))
+
+    before = RunRecord(
+        status="finished", updated_at="2026-01-01T00:00:00Z", steps=10, other={"own": 1},
+        metrics={"val/acc_best": 0.9, "test/acc": 0.8}, code=CodeState(commit="a", tree_hash="1"),
+    )  # fmt: skip
+    found = continued(before, begun(), step=10, checkpoint="last.ckpt")
+    [entry] = found.restarts
+    assert found.metrics == {"val/acc_best": 0.9} and found.other == {"own": 1}
+    assert found.code.commit == "a" and entry.code.commit == "b"
+    assert entry.downtime_s is None and entry.idle_s == 86_400
+    assert (found.resumed_from, found.steps) == ("last.ckpt", 10)
+    before.status, before.code = "failed", begun().code
+    [entry] = continued(before, begun(), step=0, checkpoint="first.ckpt").restarts
+    assert not entry.code and entry.downtime_s == 86_400 and entry.lost_steps == 10
+
+
+def test_downtime_is_not_paid():
+    assert running_seconds(run()) == 5400
+    assert cost(run()) == Cost(usd=3.156, usd_per_epoch=0.6312, price_per_hour=0.526, instance="g4dn.xlarge")
+
+
+def test_goodput_counts_lost_steps_and_all_other_time():
+    assert goodput(run()) == Goodput(steps=0.9, wall=0.75)
+    assert goodput(RunRecord(started_at="2026-01-01T00:00:00Z")) == Goodput()
+
+
+def test_no_price_no_cost():
+    assert cost(run(cost=Cost())).usd is None
+    assert cost(run(cost=Cost(price_per_hour=0.0))).usd == 0.0
+
+
+def test_a_run_that_is_made_longer_was_not_down_in_between():
+    made_longer = run(restarts=[Restart(lost_steps=0, idle_s=1800.0)])
+    assert running_seconds(made_longer) == 5400 and goodput(made_longer) == Goodput(steps=1.0, wall=1.0)
