@@ -1,4 +1,4 @@
-"""Any model of timm by its name, made for the ViTs: pretrained, from a local file, or from scratch.
+"""Uses `_pos_embed` of timm's VisionTransformer, to cut one in two: any model of timm by its name.
 
 python src/train.py model=timm_vit model.timm_name=vit_small_patch16_224 model.pretrained=false
 """

@@ -146,6 +146,7 @@ class Prober:
         meter = self.meter.fresh()
         with meter:
             module = assemble.build_module(config, assemble.data_facts(data))
+            assemble.synchronise_batch_norm(module, config, self.cluster)
             phases = MemoryPhases(meter)
             callbacks = [*_averaging(config, self.cluster), phases]
             trainer = assemble.build_trainer(config, self.cluster, callbacks, [], self.files.folder)

@@ -1,7 +1,7 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C only set a flag; the ranks agree on it, save one checkpoint together, and stop.
+"""Puts Lightning's `_signal_connector`, `_broadcast_sigterm_tensor` and `_checkpoint_connector` out of the way.
 
-Also the one place where Lightning's own signal handlers, its per-step broadcast and its SLURM requeue are put
-out of the way: they save in mid-step, talk inside a signal handler, or requeue behind the user's back.
+They save in mid-step, talk inside a signal handler or requeue behind the user's back, and have no public switch. Here
+SIGTERM, SIGUSR1 and Ctrl-C only set a flag; the ranks agree on it, save one checkpoint together, and stop.
 """
 
 import signal
@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from lockstep.callbacks.checkpoints import Checkpoints
+from lockstep.callbacks.resume_point import ends_step
 from lockstep.runs.errors import Interrupted
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -28,11 +29,10 @@ def silence_lightning(trainer: pl.Trainer) -> None:
     Raises:
         AttributeError: a release has renamed them; tests/lockstep/callbacks/test_interruption.py says so first.
     """
-    for owner, name in ((trainer._signal_connector, "register_signal_handlers"),
-                        (trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor")):  # fmt: skip
-        getattr(owner, name)
-        setattr(owner, name, lambda: None)
-    type(trainer._checkpoint_connector)._hpc_resume_path  # noqa: B018 raises where it was renamed
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    found = (connector.register_signal_handlers, loop._broadcast_sigterm_tensor, _CheckpointConnector._hpc_resume_path)
+    assert all(found)
+    connector.register_signal_handlers = loop._broadcast_sigterm_tensor = lambda: None
     trainer._checkpoint_connector.__class__ = _NoHpcCheckpoints
 
 
@@ -113,7 +113,7 @@ class Interruption(Callback):
         self._previous = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if trainer.fit_loop.epoch_loop._should_accumulate():
+        if not ends_step(trainer):
             return
         if trainer.global_step == trainer.max_steps:
             return  # Lightning would not validate it when the run goes on: the test is the next place to stop

@@ -24,7 +24,7 @@ from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.strategies.precision import BFloat16Mixed
 from lockstep.strategies.sharded_checkpoint import read as read_shards
-from lockstep.strategies.sync_batchnorm import batch_norm_warnings, layer_sync
+from lockstep.strategies.sync_batchnorm import batch_norm_warnings, synchronise
 from lockstep.training.checks import check_fits, check_same_data, whole_steps
 from lockstep.training.rank import StartedRanks, World, device_of
 
@@ -85,6 +85,12 @@ def build_module(config: dict[str, Any], facts: dict[str, Any], *, trainable: bo
         "num_classes": facts["num_classes"],
     }
     return build({"_target_": CLASSIFIER, **config["classifier"]}, parts)
+
+
+def synchronise_batch_norm(module: Any, config: dict[str, Any], cluster: Cluster) -> None:
+    """Where trainer.sync_batchnorm asks for it and there are several ranks."""
+    if config["trainer"]["sync_batchnorm"] and cluster.world_size > 1:
+        synchronise(module.net, "cuda" if config["trainer"]["accelerator"] == "gpu" else "cpu")
 
 
 def _without_scaling(optimizer: dict[str, Any]) -> dict[str, Any]:
@@ -201,8 +207,6 @@ def build_trainer(
         arguments["profiler"] = _profiler(name, root)
     strategy, device_type = _strategy(config, cluster), "cuda" if own["accelerator"] == "gpu" else "cpu"
     plugins: list[Any] = [StartedRanks(cluster), CheckpointFiles(read_folder=read_shards)]
-    if own["sync_batchnorm"] and cluster.world_size > 1:
-        plugins.append(layer_sync(device_type))
     precision = precision_of(config)
     if hasattr(strategy, "precision_for"):
         plugins.append(strategy.precision_for(precision, device_type))
@@ -294,6 +298,8 @@ def build_run(
         accumulate = own["accumulate_grad_batches"]
         batches = data.num_train // data.global_batch_size * accumulate
         own["limit_train_batches"] = whole_steps(own["limit_train_batches"], batches, accumulate)
+    if trainable:
+        synchronise_batch_norm(module, config, cluster)
     if trainable and own["compile"]:
         if "stage_devices" in own or "num_gpus" in own:
             raise UserError("trainer.compile=true needs one device a process: leave it out, or choose ddp or fsdp.")

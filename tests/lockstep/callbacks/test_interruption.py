@@ -144,11 +144,19 @@ def test_the_first_reason_stays_and_a_second_ctrl_c_is_at_once():
         interruption._on_signal(signal.SIGINT, None)
 
 
+def at_batch(ready, accumulate=1, batches=10):
+    """A trainer after this many batches of an epoch."""
+    progress = SimpleNamespace(current=SimpleNamespace(ready=ready))
+    return SimpleNamespace(
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress)),
+        accumulate_grad_batches=accumulate, num_training_batches=batches,
+    )  # fmt: skip
+
+
 def test_accumulated_micro_batches_are_no_step():
     interruption = Interruption()
     interruption.votes = {"train": lambda _: pytest.fail("voted in the middle of a step")}
-    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_should_accumulate=lambda: True))
-    interruption.on_train_batch_end(SimpleNamespace(fit_loop=loop), None)
+    interruption.on_train_batch_end(at_batch(3, accumulate=2), None)
 
 
 @pytest.mark.parametrize(
