@@ -17,7 +17,7 @@ sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent / "tests" / "harness")
 def measure(num_runs: int) -> dict[str, float]:
     """Seconds on the wall and of this process alone (cpu); each run has curves, hardware samples and a matrix."""
     from example_runs import write_run
-    from lockstep.pages.build import build, record_run
+    from lockstep.pages.build import build, keep_run
     from lockstep.pages.source import dump, read_source
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -34,7 +34,7 @@ def measure(num_runs: int) -> dict[str, float]:
         for name, work in (
             ("build", lambda: build(logbook)),
             ("rebuild_without_news", lambda: build(logbook)),
-            ("one_run_ends", lambda: record_run(write_run(root / "runs", "run-last", epochs=40), logbook)),
+            ("one_run_ends", lambda: keep_run(write_run(root / "runs", "run-last", epochs=40), logbook)),
         ):
             start, used = time.perf_counter(), time.process_time()
             work()

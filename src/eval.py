@@ -18,7 +18,7 @@ from lockstep.storage.fetch import locate_checkpoint
 
 log = logging.getLogger(__name__)
 
-FROM_COMMAND_LINE = ("paths", "tags", "ckpt_path", "run_id", "test", "resume", "sweep_dir", "s3")
+FROM_COMMAND_LINE = ("paths", "tags", "ckpt_path", "run_id", "test", "resume", "sweep_dir", "s3", "logbook")
 PARTS = ("trainer", "data", "model", "classifier", "optimizer")  # of a config that can be evaluated
 
 

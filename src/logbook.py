@@ -1,11 +1,15 @@
 """The logbook: pages of what was run and what came out.
 
-    python src/logbook.py build [RUN_FOLDER | s3://bucket/prefix …]     write the pages (default: from logs/)
+    python src/logbook.py keep RUN …      take runs of logs/ into the logbook; train.py logbook=keep does it itself
+    python src/logbook.py remove RUN …    take them out again, files and all
+    python src/logbook.py build [RUN_FOLDER | s3://bucket/prefix …]    write the pages; take in the runs named here
     python src/logbook.py compare RUN RUN … [--title "DDP beside FSDP"]
     python src/logbook.py publish RUN … --to s3://bucket/prefix | DIR
     python src/logbook.py note RUN "text" [--name NAME] [--tag TAG …]
+    python src/logbook.py prune [RUN …] [--older-than DAYS] [--yes]    what old runs hold in logs/, and free it
 
-RUN is a run id, a part of one that only one run has, or the name that a note gave it.
+RUN is a run id, a part of one that only one run has, a run folder, or the name that a note gave it. compare, publish
+and note keep the runs that they name. Every run has a page of its own in its folder: logs/train/runs/<run_id>/page.md.
 """
 
 import argparse
@@ -16,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.runs.folder import RunFolder
 from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.storage.object_store import StoreError
@@ -24,8 +29,8 @@ log = logging.getLogger(__name__)
 
 
 def build(options: argparse.Namespace) -> None:
-    from lockstep.pages.build import belongs_here, run_folders_under
     from lockstep.pages.build import build as build_pages
+    from lockstep.pages.build import kept_folders, lost_folders, run_folders_under
 
     addresses = [source for source in options.sources if source.startswith("s3://")]
     given = [Path(source) for source in options.sources if source not in addresses]
@@ -34,10 +39,10 @@ def build(options: argparse.Namespace) -> None:
             raise UserError(f"{path} holds no run: give a run folder, a folder of runs such as logs, or s3://….")
     folders = [folder for path in given for folder in run_folders_under(path)]
     if not options.sources:
-        found = [folder for folder in run_folders_under(options.logs) if is_readable(folder)]
-        folders = [folder for folder in found if belongs_here(folder, options.logbook)]
-        if elsewhere := len(found) - len(folders):
-            print(f"{elsewhere} runs keep their pages in another logbook (paths.logbook_dir).")
+        folders = [folder for folder in kept_folders(options.logs, options.logbook) if is_readable(folder)]
+        if lost := lost_folders(options.logs, options.logbook):
+            names = " ".join(folder.name for folder in lost)
+            print(f"Lost before they could be kept: python src/logbook.py keep {names}")
     if options.check:
         if addresses:
             raise UserError("--check compares with folders of this machine: leave s3://… out.")
@@ -47,6 +52,78 @@ def build(options: argparse.Namespace) -> None:
     for address in addresses:
         changed += build_from_bucket(address, options)
     print(f"{options.logbook}: {len(changed)} files changed" if changed else f"{options.logbook}: up to date")
+    if not options.sources:
+        write_run_pages(run_folders_under(options.logs))
+
+
+def write_run_pages(folders: list[Path]) -> None:
+    """Of runs whose own page is missing or older than their record: they died, or are running."""
+    from lockstep.pages.run_page import write_run_page
+
+    for run in map(RunFolder, folders):
+        if run.page.exists() and run.page.stat().st_mtime >= run.record.stat().st_mtime:
+            continue
+        try:
+            write_run_page(run.path)
+        except (UserError, OSError) as error:
+            log.warning(f"{run.path} has no page ({error}).")
+
+
+def keep(options: argparse.Namespace) -> None:
+    from lockstep.pages.build import keep_run
+
+    folders = [one_folder(options.logs, word) for word in options.runs]
+    for page in dict.fromkeys(keep_run(folder, options.logbook) for folder in folders):
+        print(page)
+
+
+def remove(options: argparse.Namespace) -> None:
+    from lockstep.pages.build import remove_runs
+    from lockstep.pages.page_set import load_entries
+
+    entries = load_entries(options.logbook)
+    run_ids = [one_run(entries, Path(word).name).run_id for word in options.runs]
+    changed = remove_runs(run_ids, options.logbook)
+    print(f"{options.logbook}: {', '.join(run_ids)} removed, {len(changed)} files changed")
+
+
+def one_folder(logs: Path, word: str) -> Path:
+    """
+    Raises:
+        UserError: no such run, or more than one.
+    """
+    from lockstep.pages.build import run_folders_under
+
+    if RunFolder(Path(word)).record.exists():
+        return Path(word).resolve()
+    folders = run_folders_under(logs)
+    exact = [folder for folder in folders if folder.name == word]
+    found = exact or [folder for folder in folders if word in folder.name]
+    return only_one(found, word, [folder.name for folder in folders], str(logs))
+
+
+def prune(options: argparse.Namespace) -> None:
+    from lockstep.pages.build import known_runs, run_folders_under
+    from lockstep.runs.prune import cache_of, holdings, listing
+
+    named = {one_folder(options.logs, word) for word in options.runs}
+    folders = sorted(named) if named else run_folders_under(options.logs)
+    found = holdings(folders, known_runs(options.logbook), with_best=options.with_best)
+    if not named:
+        found += cache_of(options.logs)
+    if options.older_than is not None:
+        found = [holding for holding in found if holding.age_days > options.older_than]
+    for path in sorted(named):
+        if path.name not in {holding.name for holding in found}:
+            print(f"{path.name}: nothing to free (it is running, newer, or holds no more than it keeps)")
+    frees = options.yes or named or options.older_than is not None
+    print(listing(found), end="")
+    if not found:
+        print(f"{options.logs}: nothing to free")
+    elif frees:
+        print(f"freed {sum(holding.free() for holding in found) / 1e6:,.1f} MB of {len(found)} runs")
+    else:
+        print("free it: logbook.py prune --yes, or of some: prune RUN … or prune --older-than DAYS")
 
 
 def is_readable(folder: Path) -> bool:
@@ -104,8 +181,10 @@ def chosen_runs(options: argparse.Namespace) -> list[Any]:
     from lockstep.runs.record import read_json
 
     known = known_runs(options.logbook)
-    folders = {path.name: path for path in run_folders_under(options.logs)}
-    asked = {name for name in folders for word in options.runs if word in name}
+    given = [Path(word).resolve() for word in options.runs if RunFolder(Path(word)).record.exists()]
+    words = [Path(word).name if Path(word).resolve() in given else word for word in options.runs]
+    folders = {path.name: path for path in [*run_folders_under(options.logs), *given]}
+    asked = {name for name in folders for word in words if word in name}
     newer = [
         folders[name]
         for name in sorted(asked)
@@ -114,21 +193,29 @@ def chosen_runs(options: argparse.Namespace) -> list[Any]:
     if newer:
         build_pages(options.logbook, newer)
     entries = load_entries(options.logbook)
-    return [one_run(entries, word) for word in options.runs]
+    return [one_run(entries, word) for word in words]
 
 
 def one_run(entries: list[Any], word: str) -> Any:
     exact = [entry for entry in entries if word == entry.run_id]
     named = [entry for entry in entries if word == entry.note.name]
     partly = [entry for entry in entries if word in entry.run_id]
-    found = exact or named or partly
+    return only_one(exact or named or partly, word, [entry.run_id for entry in entries], "The logbook")
+
+
+def only_one(found: list[Any], word: str, run_ids: list[str], place: str) -> Any:
+    """
+    Args:
+        run_ids: of all runs, oldest first.
+    Raises:
+        UserError: `found` holds none, or more than one.
+    """
     if len(found) == 1:
         return found[0]
     if found:
-        some = ", ".join(entry.run_id for entry in found[-3:])
-        raise UserError(f"{word!r} means {len(found)} runs ({some} …): give more of the run id.")
-    newest = ", ".join(entry.run_id for entry in entries[-3:]) or "there are none yet"
-    raise UserError(f"The logbook has no run {word!r}; the newest are: {newest}.")
+        raise UserError(f"{word!r} means {len(found)} runs: give more of the run id.")
+    newest = ", ".join(run_ids[-3:]) or "there are none yet"
+    raise UserError(f"{place} has no run {word!r}; the newest are: {newest}.")
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -179,10 +266,29 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--logbook", type=Path, default=REPOSITORY / "logbook", help="where the pages are")
     top.add_argument("--logs", type=Path, default=REPOSITORY / "logs", help="where the run folders are")
     top.add_argument("--endpoint-url", help="of a store that speaks S3; none: Amazon's")
-    doors = top.add_subparsers(required=True, metavar="build | compare | publish | note")
+    doors = top.add_subparsers(required=True, metavar="keep | remove | build | compare | publish | note | prune")
+
+    door = doors.add_parser("keep", help="take runs into the logbook")
+    door.add_argument("runs", nargs="+", metavar="RUN")
+    door.set_defaults(task=keep)
+
+    door = doors.add_parser("remove", help="take runs out of the logbook; their folders in logs/ stay")
+    door.add_argument("runs", nargs="+", metavar="RUN")
+    door.set_defaults(task=remove)
+
+    door = doors.add_parser(
+        "prune", help="list what old runs hold; with RUN, --older-than or --yes free it (never of a running run)"
+    )
+    door.add_argument("runs", nargs="*", metavar="RUN", help="free what these hold; default: every run")
+    door.add_argument("--older-than", type=float, metavar="DAYS", help="free what runs older than this hold")
+    door.add_argument("--yes", action="store_true", help="free all that is listed")
+    door.add_argument("--with-best", action="store_true", help="also the best checkpoint of runs in the logbook")
+    door.set_defaults(task=prune)
 
     door = doors.add_parser("build", help="write the pages")
-    door.add_argument("sources", nargs="*", metavar="RUN_FOLDER|s3://…", help="default: every run under logs/")
+    door.add_argument(
+        "sources", nargs="*", metavar="RUN_FOLDER|s3://…", help="runs to take in; default: news of kept ones"
+    )
     door.add_argument("--check", action="store_true", help="change nothing; exit code 2 where a page is not up to date")
     door.set_defaults(task=build)
 

@@ -22,7 +22,7 @@ from data.mnist import read_idx
 from example_runs import example_config, write_run
 from lockstep.callbacks.checkpoint_io import read_checkpoint, write_checkpoint
 from lockstep.data.array_pickle import load_arrays
-from lockstep.pages.build import record_run
+from lockstep.pages.build import keep_run
 from lockstep.runs.errors import UserError
 from lockstep.storage.checkpoint_files import Sidecar, complete, measure, sidecar_path, write_sidecar
 from lockstep.training.inference import load_finished
@@ -361,7 +361,7 @@ def test_a_name_with_markup_leaves_the_page_whole(text, canary, tmp_path):
     )  # fmt: skip
     record = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**record, "run_id": text}))
-    record_run(folder, tmp_path / "logbook")
+    keep_run(folder, tmp_path / "logbook")
     pages = sorted((tmp_path / "logbook").rglob("*.md"))
     assert len(pages) >= 2
     for page in pages:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from example_runs import write_run
+from example_runs import example_config, write_run
 from logbook import main
 from object_store import shared_store
 
@@ -31,26 +31,77 @@ def door(tmp_path):
     return call
 
 
-def test_build_takes_every_run_of_the_logs(door, tmp_path, capsys):
+def test_the_logbook_holds_what_was_kept_until_it_is_removed(door, tmp_path, capsys):
     assert door("build") == 0
-    page = (tmp_path / "logbook" / "README.md").read_text()
-    assert page.count("](vit_ddp.md#run-run-") >= 2 and "run-ddp" in page and "run-fsdp" in page
+    index = tmp_path / "logbook" / "README.md"
+    assert "run-ddp" not in index.read_text() and (tmp_path / "logs/train/runs/run-ddp/page.md").exists()
+    before = sorted((tmp_path / "logbook").rglob("*"))
+    assert door("keep", "run-ddp", tmp_path / "logs/train/runs/run-fsdp") == 0
+    assert capsys.readouterr().out.endswith(f"{tmp_path}/logbook/vit_ddp.md\n")
+    assert index.read_text().count("](vit_ddp.md#run-run-") >= 2
     assert door("build") == 0
     assert capsys.readouterr().out.endswith("up to date\n")
+    assert door("remove", "ddp", "run-fsdp") == 0
+    files = sorted(path for path in (tmp_path / "logbook").rglob("*") if path.is_file())
+    assert files == [path for path in before if path.is_file()]
+    assert (tmp_path / "logs/train/runs/run-ddp/run.json").exists()
+
+
+def test_build_looks_again_at_kept_runs_alone(door, tmp_path):
+    runs = tmp_path / "logs/train/runs"
+    door("keep", "run-ddp")
+    shutil.rmtree(runs / "run-ddp")
+    write_run(runs, "run-ddp", epochs=77, updated_at="2099-01-01T00:00:00Z")
+    assert door("build") == 0
+    index = (tmp_path / "logbook" / "README.md").read_text()
+    assert "| 77 |" in index and "run-fsdp" not in index
 
 
 def test_a_damaged_record_keeps_no_other_run_out(door, tmp_path, capsys):
     broken = tmp_path / "logs/train/runs/broken/run.json"
-    broken.parent.mkdir()
+    door("keep", "run-ddp")
+    write_run(tmp_path / "logs/train/runs", "broken", experiment="broken")
+    door("keep", "broken")
     broken.write_text('{"run_id": "bro')
+    (tmp_path / "logs/train/runs/run-ddp/page.md").unlink(missing_ok=True)
     assert door("build") == 0
-    assert (tmp_path / "logbook" / "README.md").read_text().count("](vit_ddp.md#run-run-") >= 2
+    assert (tmp_path / "logs/train/runs/run-ddp/page.md").exists()
     assert f"Left out: {broken.parent} (" in capsys.readouterr().err
+
+
+def test_a_lost_run_that_asked_to_be_kept_is_named(door, tmp_path, capsys):
+    dead = {"status": "running", "finished_at": None, "updated_at": "2026-11-20T20:16:00Z"}
+    write_run(tmp_path / "logs/train/runs", "dead", config=example_config(logbook="keep"), **dead)
+    assert door("build") == 0
+    assert "Lost before they could be kept: python src/logbook.py keep dead" in capsys.readouterr().out
+    assert door("keep", "dead") == 0
+    assert "❔ lost" in (tmp_path / "logbook" / "README.md").read_text()
+
+
+def test_prune_lists_and_frees_only_when_asked(door, tmp_path, capsys):
+    def checkpoint(name):
+        path = tmp_path / "logs/train/runs" / name / "checkpoints/best-step1.ckpt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x" * 2_000_000)
+        return path
+
+    kept, other = checkpoint("run-ddp"), checkpoint("run-fsdp")
+    door("keep", "run-ddp")
+    capsys.readouterr()
+    assert door("prune") == 0
+    said = capsys.readouterr().out
+    assert "run-fsdp" in said and "2.0 MB" in said and "prune --yes" in said and other.exists()
+    assert door("prune", "--older-than", "1") == 0
+    assert "nothing to free" in capsys.readouterr().out and other.exists()
+    assert door("prune", "run-fsdp") == 0
+    assert "freed 2.0 MB of 1 runs" in capsys.readouterr().out and not other.exists()
+    assert door("prune", "--yes") == 0 and kept.exists()
+    assert door("prune", "run-ddp", "--with-best") == 0 and not kept.exists()
 
 
 def test_a_comparison_shows_what_running_runs_have_become(door, tmp_path):
     runs = tmp_path / "logs/train/runs"
-    door("build")
+    door("keep", "run-ddp", "run-fsdp")
     shutil.rmtree(runs / "run-ddp")
     write_run(runs, "run-ddp", epochs=77, updated_at="2099-01-01T00:00:00Z")
     assert door("compare", "run-ddp", "run-fsdp") == 0
@@ -59,7 +110,7 @@ def test_a_comparison_shows_what_running_runs_have_become(door, tmp_path):
 
 
 def test_build_check_changes_nothing_and_says_what_is_old(door, tmp_path, capsys):
-    door("build")
+    door("keep", "run-ddp")
     assert door("build", "--check") == 0
     (tmp_path / "logbook" / "README.md").write_text("edited")
     assert door("build", "--check") == 2
@@ -99,6 +150,10 @@ def test_a_note_keeps_no_secret(door, tmp_path):
         (["compare", "run", "run-ddp"], "'run' means 2 runs"),
         (["note", "run-dpd", "x"], "has no run 'run-dpd'; the newest are: run-ddp, run-fsdp."),
         (["note", "run-ddp"], "Nothing to note"),
+        (["keep", "run"], "'run' means 2 runs"),
+        (["keep", "run-dpd"], "has no run 'run-dpd'; the newest are: run-ddp, run-fsdp."),
+        (["remove", "run-dpd"], "The logbook has no run 'run-dpd'; the newest are: run-ddp, run-fsdp."),
+        (["prune", "run-dpd"], "has no run 'run-dpd'"),
         (["build", "/no/such/folder"], "holds no run"),
         (["build", "--check", "s3://bucket/runs"], "leave s3://… out"),
         (["publish", "run-ddp", "--to", "s3:///x"], "cannot name a bucket"),
@@ -106,7 +161,7 @@ def test_a_note_keeps_no_secret(door, tmp_path):
     ],
 )
 def test_bad_input_is_one_sentence(door, capsys, arguments, said):
-    door("build")
+    door("keep", "run-ddp", "run-fsdp")
     assert door(*arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error and error.count("\n") == 1
@@ -187,7 +242,7 @@ def test_help_names_every_command(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     said = capsys.readouterr().out
-    assert all(word in said for word in ("build", "compare", "publish", "note"))
+    assert all(word in said for word in ("keep", "remove", "build", "compare", "publish", "note", "prune"))
 
 
 def test_two_comparisons_of_the_same_runs_have_two_pages(door, tmp_path):

@@ -1,4 +1,4 @@
-"""The page of a real run, and that a logbook which cannot be written leaves the exit code alone."""
+"""The page of a real run, which runs the logbook holds, and that a page leaves the exit code alone."""
 
 import os
 import subprocess
@@ -19,33 +19,61 @@ def rows(logbook: Path) -> list[str]:
     return [line for line in lines if "](" in line]
 
 
-def test_a_real_run_writes_its_page_and_takes_in_the_lost(tmp_path):
-    write_run(tmp_path / "train" / "runs", "dead", status="running", updated_at="2026-11-20T20:16:00Z")
-    done = run_door("train", *SMALL, logs=tmp_path)
+def test_a_real_run_writes_its_page_into_its_folder_and_nothing_else(tmp_path):
+    done = run_door("train", *SMALL, "trainer.limit_test_batches=1", "test=true", logs=tmp_path)
     assert done.code == 0, done.output
-    mine, dead = rows(tmp_path / "logbook")
-    assert "[r](quickstart.md#run-r) | ✅ finished |" in mine and "[dead](vit_ddp.md#run-dead) | ❔ lost |" in dead
+    assert done.output.strip().endswith("train/runs/r/page.md") and done.output.count("\n") <= 5
+    text = done.folder.page.read_text()
+    assert "## r\n" in text and "trainer.max_steps=2" in text and "](curves.svg)" in text
+    assert done.folder.curves_image.exists() and done.folder.confusion_image.exists()
+    assert not (tmp_path / "logbook").exists()
+
+
+def test_a_run_that_is_to_be_kept_has_its_row_and_a_debugging_run_has_none(tmp_path):
+    done = run_door("train", *SMALL, "logbook=keep", logs=tmp_path)
+    assert done.code == 0 and done.output.strip().endswith("logbook/quickstart.md"), done.output
+    (mine,) = rows(tmp_path / "logbook")
+    assert "[r](quickstart.md#run-r) | ✅ finished |" in mine
     page = (tmp_path / "logbook" / "quickstart.md").read_text()
-    assert "# quickstart\n" in page and "trainer.max_steps=2" in page and "figures/r.svg" in page
-    assert (tmp_path / "logbook" / "figures" / "r.svg").exists()
+    assert "figures/r.svg" in page and (tmp_path / "logbook" / "figures" / "r.svg").exists()
+    words = ("experiment=quickstart", "debug=fast_dev_run", "run_id=d", "logbook=keep")
+    debugged = run_door("train", *words, logs=tmp_path)
+    assert debugged.code == 0 and debugged.folder.page.exists() and len(rows(tmp_path / "logbook")) == 1
+    evaluated = run_door("eval", "ckpt_path=d", logs=tmp_path)
+    assert evaluated.code == 0 and evaluated.folder.page.exists() and len(rows(tmp_path / "logbook")) == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["data.val_fraction=0"], ["data.val_fraction=0", "trainer=ddp_sim"], ["logbook=yes"]]
+)
+def test_input_that_is_refused_leaves_no_folder(tmp_path, words):
+    done = run_door("train", *SMALL, "logbook=keep", *words, logs=tmp_path)
+    assert done.code == 2 and "error: " in done.output, done.output
+    assert not (tmp_path / "train/runs/r").exists() and not (tmp_path / "logbook").exists()
+
+
+def test_a_resumed_run_whose_input_is_refused_keeps_its_folder(tmp_path):
+    first = run_door("train", *SMALL, logs=tmp_path)
+    assert first.code == 0, first.output
+    words = ("resume=r", "trainer.max_steps=4", "trainer.limit_val_batches=1", "callbacks.checkpoints.monitor=val/f1")
+    again = run_door("train", *words, logs=tmp_path)
+    assert again.code == 2, again.output
+    assert any(first.folder.checkpoints.iterdir()) and first.folder.record.exists()
 
 
 def no_page() -> None:
-    import lockstep.pages.build
+    import lockstep.pages.run_page
 
     def refuse(*_):
         raise MemoryError("no page today")
 
-    lockstep.pages.build.record_run = refuse
+    lockstep.pages.run_page.write_run_page = refuse
 
 
-def test_a_failing_logbook_is_said_and_the_lost_have_their_rows_since_the_start(tmp_path):
-    write_run(tmp_path / "train" / "runs", "dead", status="running", updated_at="2026-11-20T20:16:00Z")
+def test_a_failing_page_is_said_and_changes_no_exit_code(tmp_path):
     done = run_door("train", *SMALL, logs=tmp_path, before=no_page)
     assert done.code == 0, done.output
-    assert "The logbook page was not written (MemoryError: no page today); make logbook tries again." in done.output
-    (dead,) = rows(tmp_path / "logbook")
-    assert "[dead]" in dead and "❔ lost" in dead
+    assert "The run's page was not written (MemoryError: no page today); make logbook tries again." in done.output
 
 
 CONCLUDE = """
@@ -74,6 +102,5 @@ def test_whatever_fails_after_a_run_leaves_its_exit_code(tmp_path, record, scree
     arguments = [sys.executable, "-c", CONCLUDE, str(folder), str(tmp_path / "logbook")]
     done = subprocess.run(arguments, cwd=SRC, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
-    assert done.returncode == 7 and "Traceback" not in done.stderr
-    assert ("page was not written" in done.stderr) == (record != "whole"), done.stderr
-    assert (tmp_path / "logbook" / "README.md").exists() == (record == "whole")
+    assert done.returncode == 7 and done.stderr.count("The run's page was not written") == (record != "whole")
+    assert (folder / "page.md").exists() == (record == "whole")

@@ -51,7 +51,8 @@ def slurm_requeue(task: Task) -> list[Row]:
         slurm.install_project()
         folder = RunFolder(slurm.submit_from / "logs/train/runs/again")
         slurm.environment["RUN_ID"] = "again"
-        job = slurm.sbatch("--nodes=2", "--ntasks-per-node=1", "launch/train.sbatch", *WORDS, "trainer.devices=1")
+        job = slurm.sbatch("--nodes=2", "--ntasks-per-node=1", "launch/train.sbatch", *WORDS, "trainer.devices=1",
+                           "logbook=keep")  # fmt: skip
 
         def record() -> dict:
             return json.loads(folder.record.read_text())

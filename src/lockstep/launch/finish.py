@@ -3,6 +3,7 @@
 import faulthandler
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -25,7 +26,7 @@ from lockstep.runs.errors import (
     UserError,
 )
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import read_record
+from lockstep.runs.record import RunRecord, read_record
 from lockstep.runs.redact import redact_text
 
 log = logging.getLogger(__name__)
@@ -40,8 +41,6 @@ def in_this_process(config: dict[str, Any], cluster: Cluster, folder: RunFolder,
     stop_at_once_on_signal()
     try:
         try:
-            if cluster.is_rank_zero:
-                _harmlessly(_write_pages_of_lost, folder, config)
             return work(config, cluster, folder)
         finally:
             _ignore_signals()  # what is left is short, and a supervisor may ask again
@@ -117,10 +116,26 @@ def remove_empty_stacks(folder: RunFolder) -> None:
 
 
 def conclude(config: dict[str, Any], folder: RunFolder, code: int) -> None:
-    """The last line of a run, and its page in the logbook; nothing here changes the exit code."""
-    _harmlessly(_say_result, folder, code)
-    _harmlessly(_write_page, folder, config)
-    _harmlessly(_say_left_behind, folder)
+    """A run's page, and its last line, which says where that lies; nothing here changes the exit code."""
+    _harmlessly(_conclude, config, folder, code)
+
+
+def _conclude(config: dict[str, Any], folder: RunFolder, code: int) -> None:
+    record = read_record(folder.record)
+    if code == EXIT_USER_ERROR and _never_began(record, folder):
+        return shutil.rmtree(folder.path, ignore_errors=True)
+    pages: list[Path] = []
+    _harmlessly(_write_pages, config, folder, pages)
+    if code == EXIT_OK and record.status == "finished":
+        log.info(_result(record, pages or [folder.path]))
+    if record.upload.error:
+        words = f"The best checkpoint is NOT in the bucket: {record.upload.error}"
+        log.info(f"{words}; python src/upload.py {folder.run_id} sends it.")
+
+
+def _never_began(record: RunRecord, folder: RunFolder) -> bool:
+    """Its input was refused before the first step: there is nothing that somebody could want to look at."""
+    return not record.steps and not record.restarts and not any(folder.checkpoints.glob("*"))
 
 
 def _harmlessly(part: Callable[..., None], *arguments: Any) -> None:
@@ -130,37 +145,24 @@ def _harmlessly(part: Callable[..., None], *arguments: Any) -> None:
     except Interrupted:
         raise
     except Exception as error:
-        log.warning(f"The logbook page was not written ({type(error).__name__}: {error}); make logbook tries again.")
+        log.warning(f"The run's page was not written ({type(error).__name__}: {error}); make logbook tries again.")
 
 
-def _say_result(folder: RunFolder, code: int) -> None:
-    record = read_record(folder.record)
-    if code == EXIT_OK and record.status == "finished":
-        shown = {name: record.metrics.get(name) for name in (f"{record.monitor}_best", "test/acc")}
-        words = [f"{name} {_as_read(name, value)}" for name, value in shown.items() if isinstance(value, float)]
-        log.info(" · ".join(["finished", *words, os.path.relpath(folder.path)]))
+def _write_pages(config: dict[str, Any], folder: RunFolder, pages: list[Path]) -> None:
+    """Adds to `pages`: one in the run's folder, and for logbook=keep in the logbook, where no debugging run belongs."""
+    from lockstep.pages.build import keep_run
+    from lockstep.pages.run_page import write_run_page
+
+    pages.append(write_run_page(folder.path))
+    if config.get("logbook") == "keep" and not config.get("choices", {}).get("debug"):
+        pages.append(keep_run(folder.path, Path(config["paths"]["logbook_dir"])))
+
+
+def _result(record: RunRecord, pages: list[Path]) -> str:
+    shown = {name: record.metrics.get(name) for name in (f"{record.monitor}_best", "test/acc")}
+    words = [f"{name} {_as_read(name, value)}" for name, value in shown.items() if isinstance(value, float)]
+    return " · ".join(["finished", *words, *map(os.path.relpath, pages)])
 
 
 def _as_read(name: str, value: float) -> str:
     return f"{value:.2%}" if name.startswith(("val/acc", "test/acc")) else f"{value:.4g}"
-
-
-def _write_page(folder: RunFolder, config: dict[str, Any]) -> None:
-    from lockstep.pages.build import record_run
-
-    record_run(folder.path, Path(config["paths"]["logbook_dir"]))
-
-
-def _say_left_behind(folder: RunFolder) -> None:
-    upload = read_record(folder.record).upload
-    if upload.error:
-        log.info(
-            f"The best checkpoint is NOT in the bucket: {upload.error}; python src/upload.py {folder.run_id} sends it."
-        )
-
-
-def _write_pages_of_lost(folder: RunFolder, config: dict[str, Any]) -> None:
-    """At a run's start: one that died shortly before the last run ended was not yet known for lost then."""
-    from lockstep.pages.build import record_lost
-
-    record_lost(folder.path, Path(config["paths"]["logbook_dir"]))

@@ -72,6 +72,8 @@ def _launch(config: dict[str, Any], work: Work, kept: ExitStack, find_largest: F
     if config["data"].get("global_batch_size") != "max":
         describe_batch(config, cluster)
     _check_bucket(config)
+    if config.get("logbook") not in (None, "keep"):
+        raise UserError(f"logbook={config['logbook']}: keep, or nothing.")
     if done := finished_already(config, environment):
         if cluster.node_rank == 0 and cluster.local_rank in (0, None):
             kept.enter_context(be_the_only_one(done))

@@ -165,7 +165,7 @@ def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bo
 IGNORED_ON_RESUME = (
     "resume", "run_id", "ckpt_path", "initial_weights", "overrides", "choices", "resume_step", "per_device_batch_size",
     "trainer", "paths", "tags", "test", "s3", "hardware", "callbacks", "logger", "debug", "optimized_metric",
-    "sweep_dir", "task_name",
+    "sweep_dir", "task_name", "logbook",
 )  # fmt: skip
 
 

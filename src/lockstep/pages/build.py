@@ -5,19 +5,23 @@ A page depends on the sources and notes alone, so a rebuild without news changes
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from lockstep.pages.comparison_page import saved_comparisons
+from lockstep.pages.entry import experiment_page_name
+from lockstep.pages.facts import RunFacts
 from lockstep.pages.json_values import as_text, mapping
+from lockstep.pages.notes import run_note_path
 from lockstep.pages.page_set import write_pages
+from lockstep.pages.publish import saved_reports
 from lockstep.pages.source import (
     Source,
     dump,
     import_run,
     read_source,
     read_sources,
-    read_yaml,
     source_path,
     write_if_changed,
 )
@@ -28,25 +32,75 @@ from lockstep.runs.record import RunRecord, read_json, status_of
 from lockstep.runs.typed_json import from_json
 
 
-def record_run(run_folder: Path, logbook_dir: Path) -> None:
-    """Take one run into the logbook and rewrite the pages that show it; runs beside it that were lost come along.
+def keep_run(run_folder: Path, logbook_dir: Path) -> Path:
+    """Take one run into the logbook, and what has become of runs beside it that the logbook shows as running.
 
+    Returns:
+        The page that shows it.
     Raises:
         UserError, OSError: the caller logs it and goes on: a page never changes a run's exit code.
     """
     with locked(logbook_dir):
-        changed = {import_folder(run_folder, logbook_dir)}
-        neighbours = [*lost_beside(run_folder, logbook_dir), *running_beside(run_folder, logbook_dir)]
-        changed |= {import_folder(folder, logbook_dir) for folder in neighbours}
-        write_pages(logbook_dir, {run_id for run_id in changed if run_id})
+        run_id = import_folder(run_folder, logbook_dir) or run_folder.name
+        changed = {import_folder(folder, logbook_dir) for folder in running_beside(run_folder, logbook_dir)}
+        write_pages(logbook_dir, {run_id, *filter(None, changed)})
+        return logbook_dir / experiment_page_name(RunFacts(read_source(source_path(logbook_dir, run_id))))
 
 
-def record_lost(run_folder: Path, logbook_dir: Path) -> None:
-    """The pages of runs beside this one that died without a word; does nothing where there is none."""
-    if lost := lost_beside(run_folder, logbook_dir):
-        with locked(logbook_dir):
-            changed = {import_folder(folder, logbook_dir) for folder in lost}
-            write_pages(logbook_dir, {run_id for run_id in changed if run_id})
+def remove_runs(run_ids: Sequence[str], logbook: Path) -> list[Path]:
+    """Take runs out, with their notes and figures; returns the files that changed.
+
+    A comparison that is left with less than two runs goes too, a report that is left with none.
+    """
+    with locked(logbook):
+        gone = [path for run_id in run_ids for path in (source_path(logbook, run_id), run_note_path(logbook, run_id))]
+        known = {source["run_id"] for source in read_sources(logbook)} - set(run_ids)
+        gone += [path for path, runs in comparison_files(logbook).items() if len(known & set(runs)) < 2]
+        gone += [path for path, runs in report_files(logbook).items() if runs and not known & set(runs)]
+        gone = [path for path in gone if path.exists()]
+        for path in gone:
+            path.unlink()
+        return gone + write_pages(logbook, None)
+
+
+def comparison_files(logbook: Path) -> dict[Path, list[str]]:
+    """{file: the runs that it compares}."""
+    return {logbook / "comparisons" / f"{name}.json": held.runs for name, held in saved_comparisons(logbook).items()}
+
+
+def report_files(logbook: Path) -> dict[Path, tuple[str, ...]]:
+    """{file: the runs that it shows}: what names a report, and the report where it lies beside it."""
+    files = {}
+    for report in saved_reports(logbook):
+        files[logbook / "reports" / f"{report.name}.json"] = report.runs
+        if report.uri == f"reports/{report.name}.html":
+            files[logbook / report.uri] = report.runs
+    return files
+
+
+def kept_folders(logs: Path, logbook: Path) -> list[Path]:
+    """Folders under `logs` of runs that the logbook holds."""
+    return [folder for folder in run_folders_under(logs) if source_path(logbook, folder.name).exists()]
+
+
+def lost_folders(logs: Path, logbook: Path) -> list[Path]:
+    """Of runs that were started with logbook=keep and died without a word, so that the logbook does not hold them."""
+    found = []
+    for folder in run_folders_under(logs):
+        if source_path(logbook, folder.name).exists() or not _asked_to_be_kept(folder):
+            continue
+        with contextlib.suppress(UserError):
+            record = from_json(RunRecord, read_json(RunFolder(folder).record), tolerant=True)
+            if status_of(record) == "lost":
+                found.append(folder)
+    return found
+
+
+def _asked_to_be_kept(folder: Path) -> bool:
+    try:
+        return "\nlogbook: keep\n" in RunFolder(folder).config.read_text(errors="replace")
+    except OSError:
+        return False
 
 
 def build(
@@ -111,21 +165,8 @@ def run_folders_under(logs: Path) -> list[Path]:
     """Every run folder of runs and sweeps, or `logs` itself where it is one."""
     if (logs / "run.json").exists():
         return [logs]
-    patterns = (
-        "train/runs/*/run.json", "train/multiruns/*/*/run.json", "eval/runs/*/run.json", "runs/*/run.json",
-        "*/run.json",
-    )  # fmt: skip
+    patterns = ("*/runs/*/run.json", "train/multiruns/*/*/run.json", "runs/*/run.json", "*/run.json")
     return sorted({path.parent for pattern in patterns for path in logs.glob(pattern)})
-
-
-def belongs_here(folder: Path, logbook: Path) -> bool:
-    """False for a run that was told to keep its pages in another logbook."""
-    paths = read_yaml(RunFolder(folder).config).get("paths")
-    chosen, root = (paths.get(key) if isinstance(paths, dict) else None for key in ("logbook_dir", "root_dir"))
-    if not isinstance(chosen, str) or Path(chosen).resolve() == logbook.resolve():
-        return True
-    # The default, of a clone on another machine or in another place: its logs were copied here.
-    return isinstance(root, str) and Path(chosen) == Path(root) / "logbook" and not Path(chosen).exists()
 
 
 def running_beside(run_folder: Path, logbook: Path) -> list[Path]:
@@ -140,19 +181,3 @@ def running_beside(run_folder: Path, logbook: Path) -> list[Path]:
             if mapping(read_source(known).get("record")).get("status") == "running":
                 found.append(path.parent)
     return found
-
-
-def lost_beside(run_folder: Path, logbook: Path) -> list[Path]:
-    """Neighbours that died without a word: nobody else would ever write their page."""
-    lost = []
-    for path in sorted(run_folder.parent.glob("*/run.json")):
-        known = source_path(logbook, path.parent.name)
-        if path.parent == run_folder or (known.exists() and known.stat().st_mtime >= path.stat().st_mtime):
-            continue
-        try:
-            is_lost = status_of(from_json(RunRecord, read_json(path), tolerant=True)) == "lost"
-        except UserError:
-            continue
-        if is_lost and belongs_here(path.parent, logbook):
-            lost.append(path.parent)
-    return lost

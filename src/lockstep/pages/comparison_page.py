@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.pages.entry import Entry
 from lockstep.pages.fairness import caution, load_caution
@@ -19,17 +19,21 @@ from lockstep.pages.source import NOT_COMPARED, write_if_changed
 MAX_KEYS = 80
 
 
-def comparison_page(title: str, entries: Sequence[Entry], labels: Sequence[str], figure_file: str) -> str:
+def comparison_page(
+    title: str, entries: Sequence[Entry], labels: Sequence[str], figure_file: str, missing: Sequence[str] = ()
+) -> str:
     """
     Args:
         entries: in the order they were asked for; the first is what the others are measured against.
         figure_file: the picture, or empty where nothing was logged.
+        missing: runs that were compared and that the logbook no longer holds.
     """
     return blocks(
         [
             f"# {plain(title)}",
             GENERATED,
             "[← all runs](README.md)",
+            f"No longer in the logbook: {', '.join(map(code, missing))}." if missing else "",
             caution(entries),
             load_caution(entries, labels),
             numbers_table(entries, labels),
@@ -111,6 +115,12 @@ def settings_table(entries: Sequence[Entry], labels: Sequence[str]) -> str:
 # --- which comparisons a logbook has: logbook/comparisons/<name>.json ---
 
 
+@dataclass(frozen=True)
+class Comparison:
+    title: str
+    runs: list[str]
+
+
 def save_comparison(logbook: Path, title: str, run_ids: Sequence[str]) -> str:
     """Remember it, so that every rebuild writes its page again; returns its name."""
     name, title = free_name(logbook / "comparisons", title, run_ids)
@@ -119,8 +129,8 @@ def save_comparison(logbook: Path, title: str, run_ids: Sequence[str]) -> str:
     return name
 
 
-def saved_comparisons(logbook: Path) -> dict[str, dict[str, Any]]:
-    """{name: {"title", "runs"}} in alphabetical order; what is no such file is passed over."""
+def saved_comparisons(logbook: Path) -> dict[str, Comparison]:
+    """{name: comparison} in alphabetical order; what is no such file is passed over."""
     found = {}
     for path in sorted((logbook / "comparisons").glob("*.json")):
         try:
@@ -129,5 +139,5 @@ def saved_comparisons(logbook: Path) -> dict[str, dict[str, Any]]:
             continue
         runs = [run for run in items(held.get("runs")) if isinstance(run, str)]
         if runs:
-            found[path.stem] = {"title": as_text(held.get("title")) or path.stem, "runs": runs}
+            found[path.stem] = Comparison(as_text(held.get("title")) or path.stem, runs)
     return found

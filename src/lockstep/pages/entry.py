@@ -18,6 +18,7 @@ class Entry:
     note: Note = field(default_factory=Note)
     page: str = ""  # the file that holds its details
     reports: tuple[str, ...] = ()  # links in markdown
+    pictures: tuple[str, str] | None = None  # curves and confusion matrix, where they do not lie in figures/
 
     @property
     def run_id(self) -> str:
@@ -58,11 +59,11 @@ class Entry:
 
     @property
     def curves_file(self) -> str:
-        return f"figures/{self.run_id}.svg"
+        return self.pictures[0] if self.pictures else f"figures/{self.run_id}.svg"
 
     @property
     def confusion_file(self) -> str:
-        return f"figures/{self.run_id}-confusion.svg"
+        return self.pictures[1] if self.pictures else f"figures/{self.run_id}-confusion.svg"
 
 
 def anchor(run_id: str) -> str:

@@ -22,6 +22,7 @@ WORDS = """*World*: ranks that train together. *Time*: of training, without the 
 *goodput* is the share of its steps that no restart undid, and of its time that it spent in them; *MFU* the arithmetic
 of the model as a share of the device's peak (on a CPU the peak that it reached when the run began); *own work* of a
 rank its waiting for data and its forward pass, before ranks wait for one another."""
+CHOSEN = "Chosen by the validation accuracy of their best checkpoint. How they were started:"
 MARKS = {"finished": "✅ finished", "failed": "❌ failed", "interrupted": "⏸ interrupted", "running": "▶ running"}
 
 
@@ -91,13 +92,13 @@ def status_cell(entry: Entry) -> str:
 
 
 def best_runs(entries: Sequence[Entry]) -> str:
-    """Of each data set the finished run with the highest accuracy on all test images: its command and checkpoint."""
+    """Of each data set the tested run that validation puts first, as it does with a run's epochs."""
     best: dict[str, Entry] = {}
     for entry in entries:
         run = entry.facts
         data = run.record.data or f.NONE
         kept = best.get(data)
-        if run.is_tested_training and (kept is None or (run.test_acc or 0) > (kept.facts.test_acc or 0)):
+        if run.is_tested_training and (kept is None or (run.best_val_acc or 0) > (kept.facts.best_val_acc or 0)):
             best[data] = entry
     if not best:
         return ""
@@ -108,7 +109,14 @@ def best_runs(entries: Sequence[Entry]) -> str:
         for data, entry in sorted(best.items())
         if entry.facts.record.command
     ]
-    return blocks(["## Best run on each data set", table(head, rows, "llllrrrrl"), "How they were started:", *commands])
+    return blocks(
+        [
+            "## Best run on each data set",
+            table(head, rows, "llllrrrrl"),
+            CHOSEN,
+            *commands,
+        ]
+    )
 
 
 def best_row(data: str, entry: Entry) -> list[str]:

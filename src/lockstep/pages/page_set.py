@@ -112,16 +112,17 @@ def run_figures(entry: Entry) -> Iterator[tuple[str, str]]:
 def comparison_pages(
     logbook: Path, entries: Sequence[Entry], changed_runs: set[str] | None
 ) -> Iterator[tuple[str, str]]:
-    """The pages of saved comparisons; runs that the logbook no longer holds are left out."""
+    """The pages of saved comparisons; runs that the logbook no longer holds are only named."""
     known = {entry.run_id: entry for entry in entries}
     for name, held in saved_comparisons(logbook).items():
-        chosen = [known[run_id] for run_id in held["runs"] if run_id in known]
-        if not chosen or (changed_runs is not None and not changed_runs & set(held["runs"])):
+        chosen = [known[run_id] for run_id in held.runs if run_id in known]
+        if not chosen or (changed_runs is not None and not changed_runs & set(held.runs)):
             continue
         labels = labels_for(chosen)
         picture = figures.comparison_figure([entry.facts for entry in chosen], labels)
         file = f"figures/compare-{name}.svg"
-        yield f"compare-{name}.md", comparison_page(held["title"], chosen, labels, file if picture else "")
+        missing = [run_id for run_id in held.runs if run_id not in known]
+        yield f"compare-{name}.md", comparison_page(held.title, chosen, labels, file if picture else "", missing)
         if picture:
             yield file, picture
 
@@ -138,9 +139,9 @@ def index_pages(logbook: Path, entries: Sequence[Entry]) -> Iterator[tuple[str, 
 def links_block(logbook: Path, entries: Sequence[Entry]) -> str:
     known = {entry.run_id for entry in entries}
     compared = [
-        f"- [{plain(held['title'])}](compare-{name}.md)"
+        f"- [{plain(held.title)}](compare-{name}.md)"
         for name, held in saved_comparisons(logbook).items()
-        if known & set(held["runs"])
+        if known & set(held.runs)
     ]
     reports = [f"- {link}, {num} runs" if num != 1 else f"- {link}" for link, num in report_lines(logbook)]
     if any(map(is_shown_as_source, reports)):

@@ -32,10 +32,12 @@ class Report:
     """One published report.
 
     Args:
+        name: of its file.
         address: where a browser finds it: https://…, or a path from the logbook.
         uri: where it was written: s3://…, or the same path.
     """
 
+    name: str
     title: str
     runs: tuple[str, ...]
     address: str
@@ -75,8 +77,8 @@ def publish_report(
         uri, address = write_report(page, f"{name}.html", Path(to), logbook)
     if base:
         address = f"{base.rstrip('/')}/{name}.html"
-    report = Report(title, tuple(entry.run_id for entry in entries), redact_text(address), uri)
-    save_report(logbook, name, report)
+    report = Report(name, title, tuple(entry.run_id for entry in entries), redact_text(address), uri)
+    save_report(logbook, report)
     return report
 
 
@@ -112,13 +114,14 @@ def saved_reports(logbook: Path) -> list[Report]:
             continue
         runs = tuple(run for run in items(held.get("runs")) if isinstance(run, str))
         if address := as_text(held.get("address")):
-            found.append(Report(as_text(held.get("title")) or path.stem, runs, address, as_text(held.get("uri"))))
+            title = as_text(held.get("title")) or path.stem
+            found.append(Report(path.stem, title, runs, address, as_text(held.get("uri"))))
     return found
 
 
-def save_report(logbook: Path, name: str, report: Report) -> None:
-    text = json.dumps(asdict(report), indent=1)
-    write_if_changed(logbook / "reports" / f"{name}.json", text + "\n")
+def save_report(logbook: Path, report: Report) -> None:
+    held = {key: value for key, value in asdict(report).items() if key != "name"}
+    write_if_changed(logbook / "reports" / f"{report.name}.json", json.dumps(held, indent=1) + "\n")
 
 
 def report_links(reports: Sequence[Report]) -> dict[str, list[str]]:

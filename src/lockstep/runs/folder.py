@@ -74,8 +74,17 @@ class RunFolder:
         return self.path / "confusion_matrix.csv"
 
     @property
-    def confusion_matrix_image(self) -> Path:
-        return self.path / "confusion_matrix.png"
+    def page(self) -> Path:
+        """What came of the run, as markdown; its pictures lie beside it."""
+        return self.path / "page.md"
+
+    @property
+    def curves_image(self) -> Path:
+        return self.path / "curves.svg"
+
+    @property
+    def confusion_image(self) -> Path:
+        return self.path / "confusion_matrix.svg"
 
     @property
     def code_diff(self) -> Path:

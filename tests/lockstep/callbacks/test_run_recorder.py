@@ -7,6 +7,7 @@ import pytest
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.runs.record import RunRecord, continued, read_record, update_record, write_record
 from lockstep.runs.typed_json import WrongValue
+from lockstep.storage.checkpoint_files import Sidecar
 
 
 def trainer_at(step, fn="fit"):

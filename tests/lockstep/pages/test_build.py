@@ -9,11 +9,12 @@ import threading
 import pytest
 
 from example_runs import example_config, write_run
-from lockstep.pages.build import belongs_here, build, record_run, run_folders_under
+from lockstep.pages.build import build, keep_run, kept_folders, lost_folders, remove_runs, run_folders_under
 from lockstep.pages.comparison_page import save_comparison
 from lockstep.pages.facts import RunFacts
 from lockstep.pages.notes import add_note, run_note_path
 from lockstep.pages.page_set import archived
+from lockstep.pages.publish import Report, save_report
 from lockstep.pages.source import dump
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import utc_now
@@ -50,7 +51,7 @@ def test_pages_come_from_the_sources_alone(logbook, tmp_path):
 def test_recording_runs_one_by_one_equals_building_them_at_once(tmp_path):
     folders = [write_run(tmp_path / "runs", f"run-{i}", started_at=f"2026-11-20T1{i}:00:00Z") for i in range(4)]
     for folder in (folders[2], folders[0], folders[3], folders[1], folders[2]):
-        record_run(folder, tmp_path / "one")
+        keep_run(folder, tmp_path / "one")
     build(tmp_path / "all", folders)
     assert snapshot(tmp_path / "one") == snapshot(tmp_path / "all")
 
@@ -62,6 +63,54 @@ def test_newest_first_and_failed_runs_keep_their_rows(logbook):
     ]  # fmt: skip
     assert "❌ out of memory" in found[0] and "1 (12 steps lost, 31 s down)" in found[0]
     assert "a\\|b, &lt;b&gt;" in found[0]
+
+
+def test_the_best_run_is_chosen_by_validation(tmp_path):
+    """By the accuracy of the checkpoint that the monitor chose: not by the test, nor by another epoch."""
+    by_loss = {"monitor": "val/loss", "monitor_mode": "min"}
+    metrics = {"val/acc_best": 0.5, "val/acc": 0.99, "test/acc": 0.9, "test/images": 10_000}
+    folders = [
+        write_run(tmp_path / "runs", "lucky", metrics=metrics, **by_loss),
+        write_run(tmp_path / "runs", "sound", metrics={**metrics, "val/acc_best": 0.7, "test/acc": 0.8}, **by_loss),
+    ]
+    build(tmp_path / "logbook", folders, NOW)
+    best = (tmp_path / "logbook" / "README.md").read_text().split("## All runs")[0].replace("\N{NO-BREAK SPACE}", " ")
+    assert "[sound]" in best and "[lucky]" not in best and "| **80.00 %** | 70.00 % |" in best
+
+
+def test_a_run_that_is_removed_leaves_nothing(tmp_path):
+    logbook = tmp_path / "logbook"
+    runs = [write_run(tmp_path / "runs", name, experiment=name) for name in ("one", "two", "three")]
+    build(logbook, [runs[0], runs[1]], NOW)
+    save_comparison(logbook, "both", ["one", "two"])
+    build(logbook, now=NOW)
+    before = snapshot(logbook)
+    build(logbook, [runs[2]], NOW)
+    add_note(run_note_path(logbook, "three"), "A note.")
+    save_comparison(logbook, "with three", ["one", "three"])
+    save_comparison(logbook, "all", ["one", "two", "three"])
+    save_report(logbook, Report("shown", "Shown", ("three",), "reports/shown.html", "reports/shown.html"))
+    (logbook / "reports" / "shown.html").write_text("")
+    remove_runs(["three"], logbook)
+    page = logbook / "compare-all.md"
+    assert "No longer in the logbook: `three`." in page.read_text()
+    for path in (page, logbook / "figures/compare-all.svg", logbook / "comparisons/all.json"):
+        path.unlink()
+    build(logbook, now=NOW)
+    assert snapshot(logbook) == before
+
+
+def test_what_asked_to_be_kept_and_died_is_found(tmp_path):
+    runs = tmp_path / "train/runs"
+    dead = {"status": "running", "finished_at": None, "updated_at": "2026-11-20T20:16:00Z"}
+    keep = example_config(logbook="keep")
+    lost = write_run(runs, "lost", config=keep, **dead)
+    write_run(runs, "unasked", **dead)
+    write_run(runs, "finished", config=keep)
+    kept = write_run(runs, "kept", config=keep, **dead)
+    build(tmp_path / "logbook", [kept])
+    assert lost_folders(tmp_path, tmp_path / "logbook") == [lost]
+    assert kept_folders(tmp_path, tmp_path / "logbook") == [kept]
 
 
 def test_only_a_test_on_all_images_can_be_the_best(tmp_path):
@@ -92,7 +141,7 @@ def test_an_evaluation_is_neither_the_best_run_nor_the_one_before(tmp_path):
     build(logbook, run_folders_under(tmp_path / "logs"), NOW)
     text = (logbook / "README.md").read_text()
     assert len(rows(logbook)) == 3 and "[again]" not in text.split("## All runs")[0]
-    assert "**86.43" in text.split("## All runs")[0]
+    assert "**50.00" in text.split("## All runs")[0], "the better one by validation"
     page = (logbook / "vit_ddp.md").read_text()
     assert "[one]" in page.split("## ")[1] and "[again]" not in page.split("## ")[1], page
 
@@ -115,19 +164,8 @@ def test_a_run_that_the_logbook_shows_as_running_is_looked_at_again(tmp_path):
     assert "❔ lost" in rows(logbook)[0]
     shutil.rmtree(live)
     write_run(runs, "live", status="running", finished_at=None, updated_at=now, epochs=2)
-    record_run(write_run(runs, "other"), logbook)
+    keep_run(write_run(runs, "other"), logbook)
     assert any("▶ running" in row and "[live]" in row for row in rows(logbook))
-
-
-def test_logs_that_were_copied_from_another_machine_belong_here(tmp_path):
-    def folder(name, **paths):
-        return write_run(tmp_path / "runs", name, config=example_config(paths=paths))
-
-    there = folder("there", root_dir="/home/ec2/lockstep", logbook_dir="/home/ec2/lockstep/logbook")
-    own = folder("own", root_dir="/home/ec2/lockstep", logbook_dir="/home/ec2/another")
-    (tmp_path / "second/logbook").mkdir(parents=True)
-    second = folder("second", root_dir=str(tmp_path / "second"), logbook_dir=str(tmp_path / "second/logbook"))
-    assert [belongs_here(run, tmp_path / "logbook") for run in (there, own, second)] == [True, False, False]
 
 
 def test_a_start_with_other_code_is_named(tmp_path):
@@ -153,13 +191,13 @@ def test_the_memory_of_a_process_is_not_that_of_a_gpu():
 
 def test_a_run_that_went_on_stays_one_row(tmp_path):
     folder = write_run(tmp_path / "runs", "run-1", status="interrupted", updated_at="2026-11-20T20:18:00Z")
-    record_run(folder, tmp_path / "logbook")
+    keep_run(folder, tmp_path / "logbook")
     assert "⏸ interrupted" in rows(tmp_path / "logbook")[0]
     record = json.loads((folder / "run.json").read_text())
     restart = {"at": "2026-11-20T20:19:00Z", "resumed_step": 700, "lost_steps": 5, "downtime_s": 60}
     record.update(status="finished", updated_at="2026-11-20T20:30:00Z", restarts=[restart])
     (folder / "run.json").write_text(json.dumps(record))
-    record_run(folder, tmp_path / "logbook")
+    keep_run(folder, tmp_path / "logbook")
     (row,) = rows(tmp_path / "logbook")
     assert "✅ finished" in row and "1 (5 steps lost, 60 s down)" in row
 
@@ -173,17 +211,6 @@ def test_an_older_copy_of_a_run_folder_does_not_undo_its_page(tmp_path):
     assert snapshot(tmp_path / "logbook") == before
 
 
-def test_a_lost_neighbour_gets_its_page_from_the_next_run(tmp_path):
-    runs, logbook = tmp_path / "runs", tmp_path / "logbook"
-    write_run(runs, "dead", status="running", finished_at=None, updated_at="2026-11-20T20:16:00Z")
-    write_run(runs, "elsewhere", status="running", updated_at="2026-11-20T20:16:00Z",
-              config=example_config(paths={"logbook_dir": str(tmp_path / "other")}))  # fmt: skip
-    last = write_run(runs, "last", started_at="2026-11-20T23:00:00Z")
-    record_run(last, logbook)
-    assert len(rows(logbook)) == 2
-    assert "❔ lost" in rows(logbook)[1] and "[dead]" in rows(logbook)[1]
-
-
 def test_a_running_source_reads_as_lost_once_its_heartbeat_is_old():
     record = {"status": "running", "updated_at": "2026-11-21T00:00:00Z"}
     source = {"run_id": "r", "record": record}
@@ -193,7 +220,7 @@ def test_a_running_source_reads_as_lost_once_its_heartbeat_is_old():
 
 def test_runs_that_end_at_once_on_one_machine(tmp_path):
     folders = [write_run(tmp_path / "runs", f"run-{i}", started_at=f"2026-11-20T1{i}:00:00Z") for i in range(8)]
-    threads = [threading.Thread(target=record_run, args=(folder, tmp_path / "logbook")) for folder in folders]
+    threads = [threading.Thread(target=keep_run, args=(folder, tmp_path / "logbook")) for folder in folders]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -220,7 +247,7 @@ def test_runs_on_two_branches_merge_without_conflict(tmp_path):
     for branch, folder in [("main", folders[0]), ("left", folders[1]), ("right", folders[2])]:
         if branch != "main":
             git("checkout", "-q", "-b", branch, "main")
-        record_run(folder, repository / "logbook")
+        keep_run(folder, repository / "logbook")
         git("add", ".")
         git("commit", "-q", "-m", branch)
     git("merge", "-q", "--no-edit", "left")
@@ -251,7 +278,7 @@ def test_no_secret_of_a_run_folder_reaches_the_logbook(tmp_path):
     )  # fmt: skip
     (folder / "code.diff").write_text(f"+api_key = 'hunter2'\n+# {secret}\n")
     (folder / "nvidia-smi-node0-end.txt").write_text(f"python --token hunter2 {secret}")
-    record_run(folder, tmp_path / "logbook")
+    keep_run(folder, tmp_path / "logbook")
     for name, data in snapshot(tmp_path / "logbook").items():
         assert b"hunter2" not in data and secret.encode() not in data, name
 
@@ -274,7 +301,7 @@ def test_a_comparison_follows_a_run_that_moves_to_an_older_page(tmp_path):
     build(logbook)
     page = logbook / "compare-both.md"
     assert "(vit_ddp.md#run-run-00)" in page.read_text()
-    record_run(write_run(tmp_path / "runs", "run-39", started_at="2026-11-20T20:16:00Z"), logbook)
+    keep_run(write_run(tmp_path / "runs", "run-39", started_at="2026-11-20T20:16:00Z"), logbook)
     assert "(vit_ddp-older-1.md#run-run-00)" in page.read_text()
     assert "(vit_ddp.md#run-run-38)" in page.read_text() and build(logbook) == []
 
@@ -318,7 +345,7 @@ def test_a_logbook_that_cannot_be_written_raises_for_the_caller_to_log(tmp_path)
     folder = write_run(tmp_path / "runs", "run-1")
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
-        record_run(folder, tmp_path / "file")
+        keep_run(folder, tmp_path / "file")
     assert sorted(os.listdir(tmp_path)) == ["file", "runs"]
 
 

@@ -1,0 +1,34 @@
+"""The page of one run in its own folder: page.md with its pictures beside it. Nothing under logbook/ changes."""
+
+from pathlib import Path
+
+from lockstep.pages import figures
+from lockstep.pages.entry import Entry
+from lockstep.pages.experiment_page import run_section
+from lockstep.pages.facts import RunFacts
+from lockstep.pages.markdown import blocks
+from lockstep.pages.source import import_run, write_if_changed
+from lockstep.runs.folder import RunFolder
+
+HEAD = "<!-- Written at the run's end. `python src/logbook.py keep RUN` takes it into the logbook, which is in git. -->"
+
+
+def write_run_page(path: Path) -> Path:
+    """
+    Returns:
+        Where the page lies.
+    Raises:
+        UserError, OSError: the caller logs it and goes on: a page never changes a run's exit code.
+    """
+    folder = RunFolder(path)
+    facts = RunFacts(import_run(path))
+    entry = Entry(facts, page=folder.page.name, pictures=(folder.curves_image.name, folder.confusion_image.name))
+    parts = {
+        folder.page: blocks([HEAD, run_section(entry, None)]),
+        folder.curves_image: figures.run_figure(facts) if entry.has_curves else "",
+        folder.confusion_image: figures.confusion_figure(facts),
+    }
+    for file, text in parts.items():
+        if text:
+            write_if_changed(file, text, kept=False)
+    return folder.page

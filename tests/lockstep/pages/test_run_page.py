@@ -1,0 +1,23 @@
+"""The page in a run's own folder."""
+
+from example_runs import write_run
+from lockstep.pages.run_page import write_run_page
+
+
+def test_a_page_shows_its_run_with_the_pictures_beside_it(tmp_path):
+    folder = write_run(tmp_path, "run-1")
+    page = write_run_page(folder)
+    text = page.read_text()
+    assert page == folder / "page.md" and "## run-1" in text and "**86.43" in text
+    for name in ("curves.svg", "confusion_matrix.svg"):
+        assert f"({name})" in text and (folder / name).read_text().startswith("<svg")
+    assert "figures/" not in text and "README.md" not in text
+    assert [path.name for path in tmp_path.iterdir()] == ["run-1"]
+
+
+def test_a_run_that_logged_nothing_has_a_page_without_pictures(tmp_path):
+    folder = write_run(tmp_path, "run-1", status="failed", error={"message": "out of memory", "rank": 0})
+    for name in ("metrics.csv", "hardware-node0.csv"):
+        (folder / name).unlink()
+    text = write_run_page(folder).read_text()
+    assert "rank 0" in text and "](curves.svg)" not in text and not (folder / "curves.svg").exists()
