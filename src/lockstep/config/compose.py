@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs.errors import UserError
+from lockstep.runs.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError
+from lockstep.runs.full_disk import no_room
 from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
 
@@ -111,7 +112,12 @@ def run_door(
         return _through_hydra(config_name, task)
     except UserError as error:
         log.error(f"{error}")
-        return 2
+        return EXIT_USER_ERROR
+    except Exception as error:
+        if full := no_room(error, Path.cwd()):
+            log.error(f"{full}")
+            return EXIT_FAILED
+        raise
 
 
 def _through_hydra(config_name: str, task: Callable[[Any], int]) -> int:
