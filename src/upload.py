@@ -7,8 +7,9 @@ import logging
 import sys
 from pathlib import Path
 
-from lockstep.runs.errors import EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.runs.errors import EXIT_FAILED, EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, read_config
+from lockstep.runs.full_disk import NoRoom
 from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import read_record, status_of
@@ -69,6 +70,9 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         log.error(f"{error}")
         return EXIT_USER_ERROR
+    except NoRoom as error:
+        log.error(f"{error}")
+        return EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.declared import OPEN, dashed, dotted, key_of, missing_option, refuse_undeclared, sentence
-from lockstep.runs.errors import UserError
+from lockstep.runs.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError
+from lockstep.runs.full_disk import no_room
 from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
 
@@ -176,7 +177,12 @@ def run_door(
         return _through_hydra(config_name, task)
     except UserError as error:
         log.error(f"{error}")
-        return 2
+        return EXIT_USER_ERROR
+    except Exception as error:
+        if full := no_room(error, Path.cwd()):
+            log.error(f"{full}")
+            return EXIT_FAILED
+        raise
 
 
 HYDRAS = re.compile(

@@ -10,9 +10,10 @@ from typing import Any
 
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import NO_LOCKS, locked_file, sync_folder
-from lockstep.runs.full_disk import NoRoom, is_full
+from lockstep.runs.full_disk import full_disk_named
 
 META = "meta.json"
+LARGER_DISK = "give data.cache_dir=FOLDER on a larger disk"
 Content = dict[str, Any]  # JSON values that only `build` and its caller know
 
 
@@ -33,6 +34,8 @@ def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
 
     Args:
         build: writes files into an empty folder and returns what meta.json shall hold.
+    Raises:
+        NoRoom: the disk is full, and nothing of it stays.
     """
     with node_lock(folder.with_name(f"{folder.name}.lock")):
         meta = read_meta(folder)
@@ -43,13 +46,12 @@ def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         try:
-            meta = build(part)
-            _seal(part, meta)
-            os.replace(part, folder)
-        except BaseException as error:
+            with full_disk_named(folder.parent, LARGER_DISK):
+                meta = build(part)
+                _seal(part, meta)
+                os.replace(part, folder)
+        except BaseException:
             shutil.rmtree(part, ignore_errors=True)
-            if is_full(error):
-                raise NoRoom(f"no room on {folder.parent}: give data.cache_dir=FOLDER on a larger disk") from None
             raise
         sync_folder(folder.parent)
         return read_meta(folder) or {}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.distributed.cluster import SUPERVISOR_PORT, Cluster
-from lockstep.distributed.failures import complete_record
+from lockstep.distributed.failures import complete_record, sentence_of
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
@@ -233,8 +233,7 @@ class Supervisor:
         code = EXIT_FAILED if code == EXIT_INTERRUPTED else code
         if self.cluster.node_rank == 0:
             complete_record(self.folder, error, code)
-        where = "" if user_error else f"rank {error['rank']} on {error['host']}, in {error['phase']}: "
-        log.error(f"{where}{error['message']}")
+        log.error(sentence_of(error))
         return code
 
     def _codes(self) -> dict[int, int]:

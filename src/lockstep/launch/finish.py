@@ -26,10 +26,13 @@ from lockstep.runs.errors import (
     UserError,
 )
 from lockstep.runs.folder import RunFolder
+from lockstep.runs.full_disk import NoRoom, no_room
 from lockstep.runs.record import RunRecord, read_record
 from lockstep.runs.redact import redact_text
 
 log = logging.getLogger(__name__)
+
+AFTERMATH_S = 60.0
 
 Work = Callable[[dict[str, Any], Cluster, RunFolder], int]
 
@@ -61,8 +64,17 @@ def in_this_process(config: dict[str, Any], cluster: Cluster, folder: RunFolder,
         record_end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
         return EXIT_INTERRUPTED
     except Exception as error:
-        sys.stderr.write(redact_text(traceback.format_exc()))  # a library may quote a request
+        if full := no_room(error, folder.path):
+            return _failed(folder, cluster, full, EXIT_FAILED)
+        if not _is_full_elsewhere(folder):  # then this one only lost its peers
+            sys.stderr.write(redact_text(traceback.format_exc()))  # a library may quote a request
         return _failed(folder, cluster, error, EXIT_FAILED)
+
+
+def _is_full_elsewhere(folder: RunFolder) -> bool:
+    """Whether another rank has just ended for want of room."""
+    errors = [path for path in folder.path.glob("error-rank*.json") if time.time() - path.stat().st_mtime < AFTERMATH_S]
+    return any('"kind": "NoRoom"' in path.read_text() for path in errors)
 
 
 def stop_at_once_on_signal() -> None:
@@ -88,7 +100,7 @@ def signals_end_this_process() -> None:
 
 
 def _failed(folder: RunFolder, cluster: Cluster, error: Exception, code: int) -> int:
-    message = str(error) if isinstance(error, UserError | Diverged) else f"{type(error).__name__}: {error}"
+    message = str(error) if isinstance(error, UserError | Diverged | NoRoom) else f"{type(error).__name__}: {error}"
     phase = (read_record(folder.record).phase if folder.record.exists() else None) or "start"
     facts = {
         "rank": cluster.rank, "host": socket.gethostname(), "phase": phase, "message": message,

@@ -28,6 +28,7 @@ from lockstep.launch.start import be_the_only_one, begin, find_weights, finished
 from lockstep.runs import provenance
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, Interrupted, UserError
 from lockstep.runs.folder import RunFolder, new_run_id, read_config
+from lockstep.runs.full_disk import use_reserve
 from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import update_record
@@ -114,6 +115,7 @@ def _launch(config: dict[str, Any], work: Work, kept: ExitStack, find_largest: F
         code = in_this_process(config, cluster, folder, work)
         signals_end_this_process()
     remove_empty_stacks(folder)
+    use_reserve(folder.path)
     if cluster.is_supervisor or cluster.local_rank == 0:
         code = _finish_upload(config, folder, code, cluster)
     if cluster.is_rank_zero:

@@ -15,6 +15,7 @@ from lockstep.runs import provenance
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import lock, utc_now, write_atomically
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, new_run_id, read_config
+from lockstep.runs.full_disk import reserve_room
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import CodeState, Cost, Host, RunRecord, continued, read_record, write_record
 from lockstep.runs.redact import redact_text
@@ -144,6 +145,7 @@ def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bo
     if cluster.world_size > 1 and config.get("ckpt_path"):
         config["ckpt_path"] = str(Path(config["ckpt_path"]).resolve())
     folder.path.mkdir(parents=True, exist_ok=True)
+    reserve_room(folder.path)
     if config["task_name"] == "train":
         untouched = compose("train", [])
         defaults = {**plain(untouched), "choices": chosen_options(untouched)}

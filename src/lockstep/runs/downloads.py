@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.runs.files import hash_of, sync_folder
+from lockstep.runs.full_disk import full_disk_named
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def download(
         pauses_s: how long to wait when it breaks off; one more try without a new byte for each, then BrokenOff.
     Raises:
         Damaged: the whole has another digest, though it came in one go from its first byte.
-        OSError: the part cannot be written.
+        NoRoom, OSError: the part cannot be written.
     """
     part.parent.mkdir(parents=True, exist_ok=True)
     continued = size_of(part) > 0
@@ -80,7 +81,7 @@ def _append_until_whole(source: Source, part: Path, pauses_s: Sequence[float]) -
 
 def _append(source: Source, part: Path) -> None:
     incoming = source(size_of(part))
-    with part.open("ab") as file:
+    with full_disk_named(part.parent), part.open("ab") as file:
         file.truncate(incoming.start)
         for block in incoming.blocks:
             file.write(block)

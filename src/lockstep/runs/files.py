@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from lockstep.runs.full_disk import full_disk_named
+
 
 def utc_now() -> str:
     """Now as `2026-11-21T10:30:12Z`."""
@@ -30,22 +32,24 @@ def write_atomically(path: Path, write: Callable[[Any], None], *, binary: bool =
         write: called with the open file.
 
     Raises:
-        OSError: names the target, e.g. where its disk is full.
+        NoRoom: the disk is full, and the target as it was.
+        OSError: names the target.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "wb" if binary else "w") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException as error:
-        Path(name).unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno and error.filename is None:
-            error.filename = os.fspath(path)  # a full disk says nothing of where it is
-        raise
+    with full_disk_named(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        try:
+            with os.fdopen(handle, "wb" if binary else "w") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException as error:
+            Path(name).unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.errno and error.filename is None:
+                error.filename = os.fspath(path)
+            raise
     sync_folder(path.parent)
 
 

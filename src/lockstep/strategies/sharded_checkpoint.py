@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import checksum_of
+from lockstep.runs.full_disk import full_disk_named
 
 MANIFEST = "manifest.json"
 REST = "rest.pt"
@@ -83,7 +84,13 @@ def write(checkpoint: Mapping[str, Any], folder: Path, first_on_node: bool) -> N
         (folder / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)  # nodes that share the disk are at it together
     dist.barrier()
-    folder.mkdir(parents=True, exist_ok=True)
+    with full_disk_named(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_files(tensors, rest, folder)
+    dist.barrier()
+
+
+def _write_files(tensors: dict[str, Tensor], rest: dict[str, Any], folder: Path) -> None:
     dcp.save(
         {name: value.detach() for name, value in tensors.items()},
         storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True),
@@ -101,7 +108,6 @@ def write(checkpoint: Mapping[str, Any], folder: Path, first_on_node: bool) -> N
         files = {name: entry for part in gathered for name, entry in part.items()}
         shapes = {name: list(value.shape) for name, value in tensors.items()}
         _write_manifest(folder, {"format": FORMAT, "world_size": len(gathered), "files": files, "tensors": shapes})
-    dist.barrier()
 
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
