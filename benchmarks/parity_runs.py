@@ -24,7 +24,7 @@ from lockstep.strategies.sync_batchnorm import synchronise
 from lockstep.training.rank import StartedRanks
 from models.alexnet import AlexNet, AlexNetBN
 from models.small_cnn import SmallCNN
-from models.timm_vit import TimmViT
+from models.timm import TimmModel
 
 STEPS, EPOCHS, GLOBAL_BATCH, CLASSES, SEED = 20, 2, 16, 4, 5
 MODELS = ("vit", "alexnet", "alexnet_bn", "small_cnn")
@@ -51,7 +51,7 @@ def build_net(model: str) -> nn.Module:
     shape: dict[str, Any] = {"num_classes": CLASSES, "image_size": IMAGE_SIZE[model], "channels": 3}
     if model == "vit":
         small = {"embed_dim": 192, "depth": 2, "num_heads": 3, "patch_size": 4}
-        return TimmViT(**shape, timm_name="vit_tiny_patch16_224", pretrained=False, **small)
+        return TimmModel(**shape, name="vit_tiny_patch16_224", pretrained=False, **small)
     if model == "small_cnn":
         return SmallCNN(**shape, dropout=0.0, head_dropout=0.0)
     net = (AlexNetBN if model == "alexnet_bn" else AlexNet)(**shape, dropout=0.0)

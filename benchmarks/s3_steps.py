@@ -32,7 +32,7 @@ from torch.nn import functional as F  # noqa: E402
 from lockstep.callbacks.s3_upload import S3Upload  # noqa: E402
 from lockstep.runs.provenance import code_state  # noqa: E402
 from lockstep.storage.checkpoint_files import Sidecar, measure  # noqa: E402
-from models.timm_vit import TimmViT  # noqa: E402
+from models.timm import TimmModel  # noqa: E402
 from object_store import ObjectStore, weed_binary  # noqa: E402
 from ranks import free_port  # noqa: E402
 
@@ -66,8 +66,8 @@ def busy_store() -> Iterator[str]:
 def stepper() -> Callable[[], None]:
     """One optimizer step of a ViT of 5.4 M parameters."""
     torch.manual_seed(0)
-    net = TimmViT(
-        num_classes=10, image_size=32, channels=3, timm_name="vit_tiny_patch16_224", pretrained=False, patch_size=4,
+    net = TimmModel(
+        num_classes=10, image_size=32, channels=3, name="vit_tiny_patch16_224", pretrained=False, patch_size=4,
         embed_dim=192, depth=12,
     )  # fmt: skip
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)

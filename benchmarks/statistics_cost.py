@@ -31,14 +31,14 @@ from lockstep.callbacks.hardware_stats import HardwareStats  # noqa: E402
 from lockstep.callbacks.throughput import Throughput  # noqa: E402
 from lockstep.runs.provenance import code_state  # noqa: E402
 from models.small_cnn import SmallCNN  # noqa: E402
-from models.timm_vit import TimmViT  # noqa: E402
+from models.timm import TimmModel  # noqa: E402
 
 GOAL = 0.01
 HOOKS = ("on_train_batch_start", "on_before_backward", "on_train_batch_end")
-VIT = {"timm_name": "vit_tiny_patch16_224", "pretrained": False, "patch_size": 4, "embed_dim": 192, "depth": 12}
+VIT = {"name": "vit_tiny_patch16_224", "pretrained": False, "patch_size": 4, "embed_dim": 192, "depth": 12}
 NETS = {  # net, images of 32 px a step
     "small_cnn": (partial(SmallCNN, num_classes=10, image_size=32, channels=3), 64),
-    "vit_tiny_32": (partial(TimmViT, num_classes=10, image_size=32, channels=3, **VIT), 64),
+    "vit_tiny_32": (partial(TimmModel, num_classes=10, image_size=32, channels=3, **VIT), 64),
 }
 
 

@@ -26,12 +26,13 @@ def evaluate(config: dict[str, Any], cluster: Any, folder: Any) -> int:
     """One rank's evaluation."""
     from lockstep.callbacks.confusion import write_confusion
     from lockstep.runs.files import utc_now
+    from lockstep.runs.old_configs import model_name
     from lockstep.training.build import build_run, load_weights
     from lockstep.training.rank import enter_world
 
     with enter_world(config, cluster, folder) as world:
         run = build_run(config, cluster, folder, world, None, trainable=False)
-        before = load_weights(run.module, config["ckpt_path"], config["model"]["name"])
+        before = load_weights(run.module, config["ckpt_path"], model_name(config))
         chosen = any(word.lstrip("+~").startswith("data") for word in config["overrides"])
         if cluster.is_rank_zero and not chosen and before.get("data_hash") not in (None, run.facts["data_hash"]):
             log.info("The images are not those of the training: it may have trained on some of this test.")
@@ -56,7 +57,7 @@ def evaluate(config: dict[str, Any], cluster: Any, folder: Any) -> int:
 
 def config_of(cfg: Any) -> dict[str, Any]:
     """The checkpoint's config with the command line's choices over it."""
-    from lockstep.config.compose import plain
+    from lockstep.config.compose import chosen_options, plain
     from lockstep.training.build import read_checkpoint
 
     composed = plain(cfg)
@@ -85,7 +86,9 @@ def config_of(cfg: Any) -> dict[str, Any]:
     if config["trainer"]["launch"] == "one_process" and any(word.startswith("data.") for word in overrides):
         config["data"]["global_batch_size"] = 1  # nothing is trained: fewer images than that are no error
     if "choices" in config:
-        config["choices"] = {**config["choices"], "trainer": cfg.hydra.runtime.choices["trainer"]}
+        named = {word.split("=")[0] for word in overrides} | {"trainer"}
+        chosen = {key: value for key, value in chosen_options(cfg).items() if key in named}
+        config["choices"] = {**config["choices"], **chosen}
     config["overrides"] = overrides
     return config
 

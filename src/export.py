@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.runs.old_configs import model_name
 from lockstep.runs.output import set_up
 
 log = logging.getLogger(__name__)
@@ -98,11 +99,11 @@ def export_safetensors(model: Any, out: Path) -> Any:
 
 def timm_config(model: Any) -> dict[str, Any]:
     """config.json as timm writes it for the hub."""
-    facts, own = model.facts, model.config["model"]
+    facts = model.facts
     backbone = timm_backbone(model)
     size = [facts["channels"], facts["image_size"], facts["image_size"]]
     config = {
-        "architecture": own.get("timm_name", "vit_base_patch32_224") if backbone is not None else own["name"],
+        "architecture": model.net.name if backbone is not None else model_name(model.config),
         "num_classes": facts["num_classes"],
         "num_features": int(getattr(backbone, "num_features", 0)),
         "label_names": facts["class_names"],
@@ -114,8 +115,7 @@ def timm_config(model: Any) -> dict[str, Any]:
         },
     }  # fmt: skip
     if backbone is not None:
-        known = ("_target_", "name", "timm_name", "pretrained", "weights")
-        arguments = {key: value for key, value in own.items() if key not in known and value is not None}
+        arguments = {key: value for key, value in model.net.timm_arguments.items() if value is not None}
         for key in ("first_conv", "classifier"):
             config["pretrained_cfg"][key] = backbone.pretrained_cfg.get(key)
         config["model_args"] = {"img_size": facts["image_size"], "in_chans": facts["channels"], **arguments}

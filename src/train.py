@@ -11,6 +11,7 @@ from typing import Any
 from lockstep.config.compose import run_door
 from lockstep.distributed import cluster as world
 from lockstep.launch.launcher import launch, resume_in_rank
+from lockstep.runs.old_configs import model_name
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +28,11 @@ def train(config: dict[str, Any], cluster: Any, folder: Any) -> int:
         path, goes_on = config.get("ckpt_path"), bool(config.get("resume_step"))
         if path and goes_on:
             checkpoint = read_checkpoint(path)
-            check_fits(run.module, checkpoint["state_dict"], path, config["model"]["name"])
+            check_fits(run.module, checkpoint["state_dict"], path, model_name(config))
             check_data_of_run(checkpoint, run.facts, folder)
             del checkpoint
         elif path:
-            said = start_from(run.module, path, config["model"]["name"], config["data"], run.facts["data_hash"])
+            said = start_from(run.module, path, model_name(config), config["data"], run.facts["data_hash"])
             if cluster.is_rank_zero:
                 log.info(said)
         if cluster.is_rank_zero:

@@ -118,7 +118,7 @@ def with_target(content, path, canary, *keys: str, target: str):
 
 
 def target_by_alias(content, path, canary):
-    with_target(content, path, canary, "model", target="models.timm_vit.warnings.sys.modules")
+    with_target(content, path, canary, "model", target="models.timm.warnings.sys.modules")
 
 
 def target_logging_os(content, path, canary):
@@ -137,7 +137,7 @@ CHECKPOINTS = {
     torchscript: "no checkpoint that can be loaded safely",
     climbing_zip: "no checkpoint that can be loaded safely",
     lightning_instantiator: None,
-    target_by_alias: "model._target_='models.timm_vit.warnings.sys.modules'",
+    target_by_alias: "model._target_='models.timm.warnings.sys.modules'",
     target_logging_os: "optimizer._target_='logging.os.system'",
     target_in_a_library: "classifier._target_='torch.nn.modules.module.functools.partial'",
 }

@@ -91,7 +91,7 @@ def test_every_experiment_composes(experiment):
     text = (CONFIGS / "experiment" / f"{experiment}.yaml").read_text()
     assert "Source" in text and "Command" in text
     shape = {"num_classes": 10, "image_size": config["data"]["image_size"], "channels": 3}
-    own = {key: value for key, value in config["model"].items() if key != "name"}
+    own = dict(config["model"])
     own |= {key: value for key, value in {"pretrained": False, "weights": None}.items() if key in own}
     with torch.device("meta"):
         build(own, shape)

@@ -135,7 +135,7 @@ PRIVATE = {
         "_signal_connector",
     },
     "lockstep/callbacks/weight_average.py": {"_average_model"},
-    "models/timm_vit.py": {"_pos_embed"},
+    "models/timm.py": {"_pos_embed"},
 }  # fmt: skip
 LIBRARIES = ("torch", "lightning", "hydra", "timm")
 

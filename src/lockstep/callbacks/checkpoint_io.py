@@ -13,6 +13,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import write_atomically
+from lockstep.runs.old_configs import today
 from lockstep.storage.checkpoint_files import Measured, remove
 
 Checkpoint = dict[str, Any]  # Lightning's: tensors and plain values by their names
@@ -61,13 +62,17 @@ def read_checkpoint(
         raise UserError(f"There is no checkpoint {path}.")
     try:
         if path.is_dir() and read_folder is not None:
-            return read_folder(path)
-        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+            checkpoint = read_folder(path)
+        else:
+            checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except (pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, EOFError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} is no checkpoint that can be loaded safely: {reason}") from None
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise UserError(f"{path} is no checkpoint of this project: it holds no state_dict.")
+    own = checkpoint.get("lockstep")
+    if isinstance(own, dict) and isinstance(own.get("config"), dict):
+        own["config"] = today(own["config"])
     return checkpoint
 
 

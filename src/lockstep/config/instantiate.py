@@ -93,8 +93,6 @@ def build(node: Any, known: dict[str, Any] | None = None) -> Any:
     target = resolve_target(node["_target_"], "_target_")
     parameters, any_name = options_of(target)
     stated = {key: build(value) for key, value in node.items() if key not in ("_target_", "_partial_")}
-    if "name" not in parameters and not any_name:
-        stated.pop("name", None)  # the display name of a model
     given = {key: value for key, value in (known or {}).items() if key in parameters and key not in stated}
     unknown = stated.keys() - parameters.keys()
     if unknown and not any_name:

@@ -29,6 +29,7 @@ from lockstep.runs import provenance
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, Interrupted, UserError
 from lockstep.runs.folder import RunFolder, new_run_id, read_config
 from lockstep.runs.full_disk import use_reserve
+from lockstep.runs.old_configs import model_name
 from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import update_record
@@ -323,7 +324,7 @@ def scale_learning_rates(config: dict[str, Any]) -> str | None:
 def headline(config: dict[str, Any], cluster: Cluster, run_id: str) -> str:
     accumulate = config["trainer"]["accumulate_grad_batches"]
     return (
-        f"run {run_id} · {config['model']['name']} · {config['data']['name']} · {config['choices']['trainer']} · "
+        f"run {run_id} · {model_name(config)} · {config['data']['name']} · {config['choices']['trainer']} · "
         f"global batch {config['data']['global_batch_size']} = {config['per_device_batch_size']} × "
         f"{cluster.world_size} × {accumulate}{without_checkpoints(config)}"
     )

@@ -69,7 +69,7 @@ def build_module(config: dict[str, Any], facts: dict[str, Any], *, trainable: bo
     """
     torch.manual_seed(config["seed"])
     shape = {name: facts[name] for name in ("num_classes", "image_size", "channels")}
-    own = {key: value for key, value in config["model"].items() if key != "name"}  # a display name, not timm's
+    own = dict(config["model"])
     if not trainable or config.get("ckpt_path"):  # the checkpoint brings the weights: nothing is fetched
         own.update({key: value for key, value in (("pretrained", False), ("weights", None)) if key in own})
     net = build(own, shape)

@@ -1,6 +1,6 @@
-"""Uses `_pos_embed` of timm's VisionTransformer, to cut one in two: any model of timm by its name.
+"""Any model of timm by its name (uses `_pos_embed` of its VisionTransformer, which nothing public stands for).
 
-python src/train.py model=timm_vit model.timm_name=vit_small_patch16_224 model.pretrained=false
+python src/train.py model=timm model.name=vit_small_patch16_224 model.pretrained=false
 """
 
 import difflib
@@ -16,8 +16,8 @@ from lockstep.runs.errors import UserError
 HEAD_NAMES = ("attn_pool", "fc_norm", "head_drop", "head", "head_dist")  # what VisionTransformer.forward_head uses
 
 
-class TimmViT(nn.Module):
-    """timm's model `timm_name` built for the data's classes, image size and channels.
+class TimmModel(nn.Module):
+    """timm's model `name` built for the data's classes, image size and channels.
 
     weights: a local safetensors or pth file, which stands in for the download; its head is kept where it fits.
     Further arguments go to timm.create_model: patch_size, embed_dim, depth, num_heads, drop_path_rate, …
@@ -33,19 +33,20 @@ class TimmViT(nn.Module):
         num_classes: int,
         image_size: int,
         channels: int,
-        timm_name: str = "vit_base_patch32_224",
+        name: str | None = None,
         pretrained: bool = True,
         weights: str | None = None,
         **timm_arguments: Any,
     ) -> None:
         super().__init__()
-        _check_name(timm_name)
+        _check_name(name)
+        self.name, self.timm_arguments = name, timm_arguments
         settings = {"num_classes": num_classes, "in_chans": channels, **timm_arguments}
         from_hub = pretrained and weights is None
-        self.backbone = _create(timm_name, image_size, {**settings, "pretrained": from_hub})
+        self.backbone = _create(name, image_size, {**settings, "pretrained": from_hub})
         if weights is not None:
-            _load(self.backbone, Path(weights), timm_name, channels)
-        _check_image_size(self.backbone, timm_name, image_size, channels)
+            _load(self.backbone, Path(weights), name, channels)
+        _check_image_size(self.backbone, name, image_size, channels)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.backbone(images)
@@ -126,40 +127,61 @@ class _Head(nn.Module):
         return self._vit[0].forward_head(tokens)
 
 
-def _check_name(timm_name: str) -> None:
+def vit_tiny_32(
+    num_classes: int,
+    image_size: int,
+    channels: int,
+    pretrained: bool = False,
+    weights: str | None = None,
+    patch_size: int = 4,
+    embed_dim: int = 192,
+    depth: int = 6,
+    num_heads: int = 3,
+    drop_path_rate: float | None = None,
+) -> TimmModel:
+    """A ViT for small images that a CPU can train."""
+    return TimmModel(
+        num_classes, image_size, channels, "vit_tiny_patch16_224", pretrained, weights, patch_size=patch_size,
+        embed_dim=embed_dim, depth=depth, num_heads=num_heads, drop_path_rate=drop_path_rate,
+    )  # fmt: skip
+
+
+def _check_name(name: str | None) -> None:
     import timm
 
-    if timm.is_model(timm_name.partition(".")[0]):
+    if name is None:
+        raise UserError("model=timm builds what model.name says, e.g. model.name=resnet18: any of timm.list_models().")
+    if timm.is_model(name.partition(".")[0]):
         return
-    close = difflib.get_close_matches(timm_name, timm.list_models(), n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
     advice = f"closest: {', '.join(close)}" if close else "see timm.list_models()"
-    raise UserError(f"timm has no model named {timm_name} (model.timm_name); {advice}.")
+    raise UserError(f"timm has no model named {name} (model.name); {advice}.")
 
 
-def _create(timm_name: str, image_size: int, settings: dict[str, Any]) -> nn.Module:
+def _create(name: str, image_size: int, settings: dict[str, Any]) -> nn.Module:
     """With img_size where the model takes one: convolutional ones refuse the argument and take every size."""
     import timm
 
     try:
         try:
-            return timm.create_model(timm_name, img_size=image_size, **settings)
+            return timm.create_model(name, img_size=image_size, **settings)
         except TypeError as error:
             if "img_size" not in str(error):
                 raise
-            return timm.create_model(timm_name, **settings)
+            return timm.create_model(name, **settings)
     except Exception as error:  # the hub's client raises many kinds: OSError, its own, its HTTP library's
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if isinstance(error, TypeError):
-            raise UserError(f"{timm_name} does not take one of the model's arguments ({said}).") from error
+            raise UserError(f"{name} does not take one of the model's arguments ({said}).") from error
         if settings["pretrained"]:
             raise UserError(
-                f"the pretrained weights of {timm_name} cannot be had ({said}): give a local file with "
+                f"the pretrained weights of {name} cannot be had ({said}): give a local file with "
                 "model.weights=FILE, or train from scratch with model.pretrained=false."
             ) from error
-        raise UserError(f"{timm_name} cannot be built for data.image_size={image_size} ({said}).") from error
+        raise UserError(f"{name} cannot be built for data.image_size={image_size} ({said}).") from error
 
 
-def _load(backbone: nn.Module, path: Path, timm_name: str, channels: int) -> None:
+def _load(backbone: nn.Module, path: Path, model_name: str, channels: int) -> None:
     """Adapt position embedding and channels as timm does; keep the head where its shape fits.
 
     Raises:
@@ -183,7 +205,7 @@ def _load(backbone: nn.Module, path: Path, timm_name: str, channels: int) -> Non
         state = {name: value for name, value in state.items() if name not in head}
     problem = problem or _difference(own, state, may_lack=set(head))
     if problem:
-        raise UserError(f"model.weights={path} does not fit {timm_name}: {problem}.")
+        raise UserError(f"model.weights={path} does not fit {model_name}: {problem}.")
     backbone.load_state_dict(state, strict=False)
 
 
@@ -231,7 +253,7 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _check_image_size(backbone: nn.Module, timm_name: str, image_size: int, channels: int) -> None:
+def _check_image_size(backbone: nn.Module, name: str, image_size: int, channels: int) -> None:
     """By the patch size where there is one (timm would drop the rest of the image), else by a trial run."""
     patch = getattr(getattr(backbone, "patch_embed", None), "patch_size", None)
     if patch is not None:
@@ -239,7 +261,7 @@ def _check_image_size(backbone: nn.Module, timm_name: str, image_size: int, chan
         if image_size % side:
             sizes = sorted({max(side, image_size // side * side), (image_size // side + 1) * side})
             raise UserError(
-                f"{timm_name} cuts images into patches of {side} px and cannot take data.image_size={image_size}; "
+                f"{name} cuts images into patches of {side} px and cannot take data.image_size={image_size}; "
                 f"{' or '.join(map(str, sizes))} works."
             )
         return
@@ -249,8 +271,6 @@ def _check_image_size(backbone: nn.Module, timm_name: str, image_size: int, chan
     try:
         backbone(torch.zeros(1, channels, image_size, image_size, dtype=next(backbone.parameters()).dtype))
     except (RuntimeError, ValueError, AssertionError) as error:
-        raise UserError(
-            f"{timm_name} cannot take data.image_size={image_size}: {str(error).splitlines()[0]}"
-        ) from error
+        raise UserError(f"{name} cannot take data.image_size={image_size}: {str(error).splitlines()[0]}") from error
     finally:
         backbone.train()

@@ -3,10 +3,10 @@ import torch
 from safetensors.torch import save_file
 
 from lockstep.runs.errors import UserError
-from models.timm_vit import TimmViT
+from models.timm import TimmModel
 
 TINY = {
-    "timm_name": "vit_tiny_patch16_224",
+    "name": "vit_tiny_patch16_224",
     "pretrained": False,
     "patch_size": 4,
     "embed_dim": 48,
@@ -16,7 +16,7 @@ TINY = {
 
 
 def tiny(num_classes=10, image_size=16, channels=3, **more):
-    return TimmViT(num_classes=num_classes, image_size=image_size, channels=channels, **{**TINY, **more})
+    return TimmModel(num_classes=num_classes, image_size=image_size, channels=channels, **{**TINY, **more})
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +31,8 @@ def no_network(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
-def test_parameters_of_the_default_model():
-    net = TimmViT(num_classes=10, image_size=224, channels=3, pretrained=False)
+def test_parameters_of_vit_b_32():
+    net = TimmModel(num_classes=10, image_size=224, channels=3, name="vit_base_patch32_224", pretrained=False)
     assert sum(parameter.numel() for parameter in net.parameters()) == 87_462_922
     assert len(net.shard_units()) == 12 and len(net.stages()) == 15
 
@@ -54,7 +54,7 @@ def test_weights_of_another_image_size_are_resampled_as_timm_does():
 
 def test_unknown_name_is_answered_with_the_closest():
     with pytest.raises(UserError, match="vit_bass_patch32_224 .*vit_base_patch32_224"):
-        tiny(timm_name="vit_bass_patch32_224")
+        tiny(name="vit_bass_patch32_224")
 
 
 @pytest.mark.parametrize(("size", "works"), [(18, "16 or 20 works"), (2, "4 works")])
@@ -71,11 +71,11 @@ def test_unknown_argument():
 def test_hub_unreachable_names_both_ways_out(monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # the hub's client waits longer after each attempt
     with pytest.raises(UserError, match="model.weights=FILE.*model.pretrained=false"):
-        TimmViT(num_classes=10, image_size=224, channels=3, timm_name="vit_tiny_patch16_224")
+        TimmModel(num_classes=10, image_size=224, channels=3, name="vit_tiny_patch16_224")
 
 
 def test_a_convolutional_model_without_stages():
-    net = TimmViT(num_classes=10, image_size=32, channels=1, timm_name="resnet10t", pretrained=False)
+    net = TimmModel(num_classes=10, image_size=32, channels=1, name="resnet10t", pretrained=False)
     assert net(torch.zeros(2, 1, 32, 32)).shape == (2, 10)
     assert net.training and len(net.shard_units()) == 4
     with pytest.raises(UserError, match="does not name its stages"):
