@@ -5,6 +5,11 @@
 The checkpoint carries its composed config; what the command line says wins. ckpt_path also takes a run id and s3://….
 """
 
+if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
+    from lockstep.runs.signals import end_on_signal
+
+    end_on_signal()
+
 import logging
 import sys
 from pathlib import Path

@@ -8,6 +8,11 @@
 RUN is a run id, a part of one that only one run has, or the name that a note gave it.
 """
 
+if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
+    from lockstep.runs.signals import end_on_signal
+
+    end_on_signal()
+
 import argparse
 import logging
 import sys
