@@ -5,6 +5,11 @@ MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK=0 python src/doctor.py trainer=
 On each node, with the variables and options of the run to come.
 """
 
+if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
+    from lockstep.runs.signals import end_on_signal
+
+    end_on_signal()
+
 import logging
 import socket
 import sys

@@ -6,6 +6,11 @@
 data.global_batch_size=max in train.py does the same and trains with what was found.
 """
 
+if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
+    from lockstep.runs.signals import end_on_signal
+
+    end_on_signal()
+
 import sys
 from pathlib import Path
 from typing import Any

@@ -12,6 +12,11 @@ RUN is a run id, a part of one that only one run has, a run folder, or the name 
 and note keep the runs that they name. Every run has a page of its own in its folder: logs/train/runs/<run_id>/page.md.
 """
 
+if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
+    from lockstep.runs.signals import end_on_signal
+
+    end_on_signal()
+
 import argparse
 import logging
 import sys

@@ -5,6 +5,11 @@
 The contact sheet, the first images with what they were taken for, lies beside the CSV as a PNG.
 """
 
+if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
+    from lockstep.runs.signals import end_on_signal
+
+    end_on_signal()
+
 import csv
 import logging
 import sys

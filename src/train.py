@@ -3,6 +3,11 @@
 python src/train.py [group=option …] [key=value …]      --help lists them all
 """
 
+if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
+    from lockstep.runs.signals import end_on_signal
+
+    end_on_signal()
+
 import logging
 import sys
 from pathlib import Path

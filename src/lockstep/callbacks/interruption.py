@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.resume_point import ends_step
 from lockstep.runs.errors import Interrupted
+from lockstep.runs.signals import note, take_over
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 VOTE_INTERVAL_S = 1.0
@@ -90,13 +91,13 @@ class Interruption(Callback):
         self.reason = self.reason or reason
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        if number == signal.SIGINT and self.reason is not None:
-            raise KeyboardInterrupt
+        note(number)
         self.ask(signal.Signals(number).name)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if not self._previous:
             self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            self.reason = self.reason or take_over()  # of one that came before, and was lost in an import
         group = None
         if trainer.world_size > 1 and torch.distributed.is_initialized():
             group = torch.distributed.new_group(  # of its own, so that a vote never waits for a GPU

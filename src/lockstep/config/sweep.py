@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,22 +82,25 @@ def _swept(override: Any, options: list[str]) -> list[str]:
     return value.filter(options) if isinstance(value, Glob) else [str(v) for v in override.sweep_string_iterator()]
 
 
+LAST_WORDS_S = 0.5
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def run_child(command: list[str]) -> int:
     """Its exit code; asked to stop, the sweep waits for the job to save, and ends.
 
-    A Ctrl-C reaches the job from the terminal; SLURM with cgroups signals this process alone. A job that submitit runs
-    has a result to hand in all the same.
+    A terminal's Ctrl-C reaches the job too; SLURM with cgroups signals this process alone. A second Ctrl-C ends both.
+    A job that submitit runs has a result to hand in all the same.
     """
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     asked: list[int] = []
 
     def stop(number: int, _frame: Any) -> None:
+        if signal.SIGINT in asked and number == signal.SIGINT:
+            time.sleep(LAST_WORDS_S)  # the terminal has told it too
+            return process.kill()
         asked.append(number)
-        if number != signal.SIGINT:  # SLURM may have told it too, which is no harm
-            process.send_signal(number)
+        process.send_signal(signal.SIGTERM if number == signal.SIGINT else number)  # it may have been told, no harm
 
     previous = {number: signal.signal(number, stop) for number in STOPS}
     try:
@@ -108,7 +112,8 @@ def run_child(command: list[str]) -> int:
     if signal.SIGUSR1 in asked and callable(requeue):  # submitit's: the job has saved, and is to be queued again
         requeue(signal.SIGUSR1, None)
     if asked and "SUBMITIT_EXECUTOR" not in world.environment():
-        raise SystemExit(EXIT_INTERRUPTED)
+        saved_nothing = code in (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGKILL)
+        raise SystemExit(128 + asked[0] if saved_nothing else EXIT_INTERRUPTED)
     return code
 
 

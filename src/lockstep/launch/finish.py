@@ -16,6 +16,7 @@ from typing import Any
 from lockstep.distributed import cluster as world
 from lockstep.distributed.cluster import Cluster
 from lockstep.distributed.failures import record_end, report_failure
+from lockstep.runs import signals
 from lockstep.runs.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -41,9 +42,10 @@ def in_this_process(config: dict[str, Any], cluster: Cluster, folder: RunFolder,
     """Call work and turn how it ends into an exit code, a record, and one error file a rank."""
     world.adopt(cluster)
     _dump_stack_on_signal(folder, cluster)
-    stop_at_once_on_signal()
+    signals.at_the_end(lambda: _record_end_at_once(folder, cluster))
     try:
         try:
+            stop_at_once_on_signal()
             return work(config, cluster, folder)
         finally:
             _ignore_signals()  # what is left is short, and a supervisor may ask again
@@ -58,11 +60,6 @@ def in_this_process(config: dict[str, Any], cluster: Cluster, folder: RunFolder,
         return _failed(folder, cluster, error, EXIT_USER_ERROR)
     except Diverged as error:
         return _failed(folder, cluster, error, EXIT_FAILED)
-    except (KeyboardInterrupt, SystemExit) as error:  # Lightning turns the one into the other
-        if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):
-            raise
-        record_end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
-        return EXIT_INTERRUPTED
     except Exception as error:
         if full := no_room(error, folder.path):
             return _failed(folder, cluster, full, EXIT_FAILED)
@@ -77,26 +74,44 @@ def _is_full_elsewhere(folder: RunFolder) -> bool:
     return any('"kind": "NoRoom"' in path.read_text() for path in errors)
 
 
+STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
 def stop_at_once_on_signal() -> None:
     """Before there is anything to save, a signal just ends the run; Interruption takes over in training."""
+    signals.raise_on_signal(Interrupted, *STOPS)
 
-    def stop(number: int, _frame: Any) -> None:
-        raise Interrupted(signal.Signals(number).name)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, stop)
+def hold_signals() -> None:
+    """Until something takes over that can end the run in order."""
+    signals.asked.clear()
+    signals.remember_signals(*STOPS)
 
 
 def _ignore_signals() -> None:
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    signals.take_over()
+    signals.remember_signals(*STOPS)
 
 
 def signals_end_this_process() -> None:
     """As in any program."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signals.end_on_signal()
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def code_of_stop(code: int, folder: RunFolder) -> int:
+    """75 promises a checkpoint to go on from; a Ctrl-C before there is one is that of any program."""
+    saved = any(folder.checkpoints.glob("*.json"))
+    return (
+        signals.INTERRUPTED_AT_ONCE
+        if code == EXIT_INTERRUPTED and signal.SIGINT in signals.asked and not saved
+        else code
+    )
+
+
+def _record_end_at_once(folder: RunFolder, cluster: Cluster) -> None:
+    if cluster.is_rank_zero and read_record(folder.record).status == "running":
+        record_end(folder, cluster, "interrupted", signals.INTERRUPTED_AT_ONCE, None)
 
 
 def _failed(folder: RunFolder, cluster: Cluster, error: Exception, code: int) -> int:

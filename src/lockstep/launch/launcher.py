@@ -18,7 +18,9 @@ from lockstep.distributed.preflight import findings
 from lockstep.distributed.supervisor import Supervisor, die_with_parent
 from lockstep.launch.finish import (
     Work,
+    code_of_stop,
     conclude,
+    hold_signals,
     in_this_process,
     remove_empty_stacks,
     signals_end_this_process,
@@ -34,6 +36,7 @@ from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import update_record
 from lockstep.runs.redact import refuse_secrets
+from lockstep.runs.signals import INTERRUPTED_AT_ONCE
 from lockstep.storage.outbox import Outbox
 
 log = logging.getLogger(__name__)
@@ -80,16 +83,16 @@ def _launch(config: dict[str, Any], work: Work, kept: ExitStack, find_largest: F
         if cluster.node_rank == 0 and cluster.local_rank in (0, None):
             kept.enter_context(be_the_only_one(done))
         return send_what_is_left(config, done, cluster)
-    if cluster.num_nodes > 1 or cluster.launcher == "torchrun":
-        stop_at_once_on_signal()
     if cluster.world_size > 1 and cluster.local_rank in (0, None):
         for sentence in findings(cluster, environment, Path(config["paths"]["log_dir"])):
             log.info(f"MEND  {sentence}")
     try:
+        if cluster.num_nodes > 1 or cluster.launcher == "torchrun":
+            stop_at_once_on_signal()
         agree_on_run(config, cluster, environment)
     except Interrupted as error:
         log.info(f"Interrupted ({error}) before the run began.")
-        return EXIT_INTERRUPTED
+        return INTERRUPTED_AT_ONCE if str(error) == "SIGINT" else EXIT_INTERRUPTED
     finally:
         signals_end_this_process()
     folder, fresh = run_folder(config, cluster, environment)
@@ -101,6 +104,7 @@ def _launch(config: dict[str, Any], work: Work, kept: ExitStack, find_largest: F
         if cluster.node_rank == 0:
             kept.enter_context(be_the_only_one(folder))
             fresh = fresh and not folder.record.exists()  # another may have begun it while this one waited
+        hold_signals()
         begin(config, cluster, folder, fresh)
     if cluster.is_rank_zero:
         if largest:
@@ -114,7 +118,9 @@ def _launch(config: dict[str, Any], work: Work, kept: ExitStack, find_largest: F
         code = Supervisor(cluster, folder, command, environment, timeout_s=config["trainer"]["timeout_s"]).run()
     else:
         code = in_this_process(config, cluster, folder, work)
-        signals_end_this_process()
+    signals_end_this_process()
+    if code == INTERRUPTED_AT_ONCE:  # by a second Ctrl-C
+        return code
     remove_empty_stacks(folder)
     use_reserve(folder.path)
     if cluster.is_supervisor or cluster.local_rank == 0:
@@ -123,7 +129,7 @@ def _launch(config: dict[str, Any], work: Work, kept: ExitStack, find_largest: F
         conclude(config, folder, code)
     if cluster.launcher == "torchrun" and code == EXIT_INTERRUPTED:
         return EXIT_OK  # torchrun would start the ranks again, which somebody has just asked to stop
-    return code
+    return code_of_stop(code, folder)
 
 
 def largest_batch(

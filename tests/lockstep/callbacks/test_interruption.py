@@ -13,6 +13,7 @@ from faults import signal_at_step
 from local_ranks import run_ranks
 from lockstep.callbacks import interruption as module
 from lockstep.callbacks.interruption import Interruption, Vote, silence_lightning
+from lockstep.runs import signals
 from lockstep.runs.errors import Interrupted
 from lockstep.storage.checkpoint_files import complete, fault_of
 from runs import run_door
@@ -135,13 +136,17 @@ def test_only_the_node_whose_rank_was_asked_was_asked():
     assert run_ranks(stop_of_nodes, 4, 3) == [True, True, False, False]
 
 
-def test_the_first_reason_stays_and_a_second_ctrl_c_is_at_once():
+def test_the_first_reason_stays_and_a_second_ctrl_c_is_at_once(monkeypatch):
+    ended: list[int] = []
+    monkeypatch.setattr(signals, "asked", [])
+    monkeypatch.setattr(signals.os, "_exit", ended.append)
     interruption = Interruption()
+    interruption._on_signal(signal.SIGTERM, None)
     interruption._on_signal(signal.SIGINT, None)
     interruption.ask("spot notice")
-    assert interruption.reason == "SIGINT"
-    with pytest.raises(KeyboardInterrupt):
-        interruption._on_signal(signal.SIGINT, None)
+    assert interruption.reason == "SIGTERM" and not ended
+    interruption._on_signal(signal.SIGINT, None)
+    assert ended == [130]
 
 
 def at_batch(ready, accumulate=1, batches=10):

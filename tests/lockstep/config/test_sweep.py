@@ -45,7 +45,7 @@ def test_a_job_that_slurm_queued_again_goes_on(config, monkeypatch, restarts, wo
 
 def test_a_job_of_submitit_hands_in_its_code_all_the_same(monkeypatch):
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    job = "import os, signal, sys; os.kill(os.getppid(), signal.SIGINT); sys.exit(75)"
+    job = "import os, signal, sys; signal.signal(15, signal.SIG_IGN); os.kill(os.getppid(), 2); sys.exit(75)"
     assert sweep.run_child([sys.executable, "-c", job]) == 75
 
 
