@@ -77,9 +77,8 @@ class Uploader:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.run, self.rank, self.clock = run, rank, clock
-        self.last_interval_s, self.files_interval_s, self.retry_delays_s = (
-            last_interval_s, files_interval_s, retry_delays_s,
-        )  # fmt: skip
+        self.last_interval_s, self.files_interval_s = last_interval_s, files_interval_s
+        self.retry_delays_s = retry_delays_s
         self.outbox = Outbox(folder.path / "upload", rank)
         self.sender = Sender(run, folder, self.outbox, rank)
         self._wake = threading.Condition()
@@ -105,18 +104,17 @@ class Uploader:
     def is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def offer(self, kind: str, path: Path, sidecar: Sidecar, urgent: bool = False) -> None:
+    def offer(self, kind: str, path: Path, sidecar: Sidecar) -> None:
         """Take a complete checkpoint for upload; costs a hard link, and the caller may delete its own name for it.
 
         Args:
-            kind: best, or last, which goes at most every `last_interval_s` or when it is urgent.
+            kind: best, or last, which goes at most every `last_interval_s` until `hurry`.
             sidecar: on another rank than 0, of a sharded checkpoint, the step alone.
         """
         with self._wake:
             if self._stopped:
                 return
-            replaced = self._waiting.pop(kind, None)
-            if replaced:
+            if replaced := self._waiting.pop(kind, None):
                 self.outbox.drop(replaced)
             if kind == "last" and self._is_best(sidecar):
                 return
@@ -129,7 +127,7 @@ class Uploader:
                 return
             if item.entry is None:
                 log.info("s3: the disk is full; uploading the checkpoint from where it lies.")
-            item.urgent = urgent or (kind == "last" and self._urgent)
+            item.urgent = kind == "last" and self._urgent
             if kind == "last" and not item.urgent and not self._flushing:
                 sent_at = self._sent["last"].at if "last" in self._sent else self._started_at
                 item.not_before = sent_at + self.last_interval_s
@@ -137,10 +135,7 @@ class Uploader:
             self._wake.notify_all()
 
     def _is_best(self, sidecar: Sidecar) -> bool:
-        """The last checkpoint is often a second name for the best; once is enough.
-
-        Of a sharded one only rank 0 is told a sha256, and only of a last that is no second name.
-        """
+        """The last is often a second name for the best, and once is enough; who holds shards alone cannot tell."""
         if not sidecar.sha256:
             return False
         waiting = [item for item in (self._waiting.get("best"), self._current) if item and item.kind == "best"]
@@ -233,10 +228,7 @@ class Uploader:
             return None
 
     def _send(self, item: Item) -> StoredObject | None:
-        return self.sender.send(item, self._is_cancelled)
-
-    def _is_cancelled(self) -> bool:
-        return self._cancelled
+        return self.sender.send(item, lambda: self._cancelled)
 
     def _after_sweep(self, error: StoreError) -> StoreError:
         """An unfinished upload that vanished was swept by a newer start of this run; say so where it is true."""
@@ -267,7 +259,8 @@ class Uploader:
         if isinstance(error, Superseded):
             self._give_up(str(error))
         elif error.kind == "local" and item.kind != "files":
-            self._drop(item, str(error))
+            self.outbox.drop(item)
+            self._errors[item.kind] = str(error)
             log.info(f"s3: {what} cannot be uploaded: {error}.")
         elif not self._cancelled:
             delay_s = self.retry_delays_s[min(self._failures, len(self.retry_delays_s) - 1)]
@@ -292,11 +285,6 @@ class Uploader:
                 item.not_before = self.clock() + delay_s
                 self._waiting[item.kind] = item
             self._wake.notify_all()
-
-    def _drop(self, item: Item, error: str) -> None:
-        self.outbox.drop(item)
-        with self._wake:
-            self._errors[item.kind] = error
 
     def _give_up(self, error: str) -> None:
         """For good: a newer start of this run has taken over, and nothing of ours is wanted any more."""

@@ -112,7 +112,7 @@ def test_best_goes_before_last_and_an_urgent_last_before_all(setting, monkeypatc
         uploader.offer(*setting.checkpoint(10, "best"))
         uploader.start()
         assert uploader.flush(5)
-        assert sent == order
+        assert list(dict.fromkeys(sent)) == order, "the files may go twice: once before the flush"
 
 
 def test_last_goes_at_its_interval_the_newest_of_them_and_at_the_end(setting):
