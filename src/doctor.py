@@ -97,10 +97,8 @@ def _bucket(s3: Mapping[str, Any]) -> Iterator[Finding]:
 
     try:
         store = open_store(s3)
-        conditional = store.probe(store.prefix)
-        yield True, f"{s3['uri']} can be written."
-        if not conditional:
-            yield False, f"{s3['uri']} honours no conditional writes: start only one process of a run at a time."
+        words = "" if store.probe(store.prefix) else ", one process of a run at a time: it has no conditional writes"
+        yield True, f"{s3['uri']} can be written{words}."
     except (UserError, StoreError) as error:
         yield False, f"s3: {error}."
 

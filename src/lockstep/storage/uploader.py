@@ -19,8 +19,8 @@ from lockstep.storage.checkpoint_files import Sidecar
 from lockstep.storage.object_store import StoredObject, StoreError
 from lockstep.storage.outbox import Item, Outbox
 from lockstep.storage.run_bucket import RunBucket, Superseded
-from lockstep.storage.shards import NotYet, send_shards
-from lockstep.storage.small_files import SmallFiles
+from lockstep.storage.sender import Sender
+from lockstep.storage.shards import NotYet
 
 log = logging.getLogger(__name__)
 
@@ -77,17 +77,15 @@ class Uploader:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.run, self.rank, self.clock = run, rank, clock
-        self.last_interval_s, self.files_interval_s, self.retry_delays_s = (
-            last_interval_s, files_interval_s, retry_delays_s,
-        )  # fmt: skip
+        self.last_interval_s, self.files_interval_s = last_interval_s, files_interval_s
+        self.retry_delays_s = retry_delays_s
         self.outbox = Outbox(folder.path / "upload", rank)
-        self.small_files = SmallFiles(run, folder) if rank == 0 else None
+        self.sender = Sender(run, folder, self.outbox, rank)
         self._wake = threading.Condition()
         self._waiting: dict[str, Item] = {}
         self._current: Item | None = None
         self._failures, self._retry_at, self._started_at = 0, 0.0, clock()
-        self._flushing = self._cancelled = self._stopped = False
-        self._urgent = self._is_prepared = False
+        self._flushing = self._cancelled = self._stopped = self._urgent = False
         self._sent: dict[str, _Sent] = {}
         self._errors: dict[str, str] = {}
         self._thread: threading.Thread | None = None
@@ -97,7 +95,7 @@ class Uploader:
 
     def start(self) -> None:
         """Begin, with what an earlier process of this run left in the outbox."""
-        if self.small_files:
+        if self.rank == 0:
             self._waiting["files"] = Item("files")
         self._thread = threading.Thread(target=self._work, name="s3-upload", daemon=True)
         self._thread.start()
@@ -106,18 +104,17 @@ class Uploader:
     def is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def offer(self, kind: str, path: Path, sidecar: Sidecar, urgent: bool = False) -> None:
+    def offer(self, kind: str, path: Path, sidecar: Sidecar) -> None:
         """Take a complete checkpoint for upload; costs a hard link, and the caller may delete its own name for it.
 
         Args:
-            kind: best, or last, which goes at most every `last_interval_s` or when it is urgent.
+            kind: best, or last, which goes at most every `last_interval_s` until `hurry`.
             sidecar: on another rank than 0, of a sharded checkpoint, the step alone.
         """
         with self._wake:
             if self._stopped:
                 return
-            replaced = self._waiting.pop(kind, None)
-            if replaced:
+            if replaced := self._waiting.pop(kind, None):
                 self.outbox.drop(replaced)
             if kind == "last" and self._is_best(sidecar):
                 return
@@ -130,7 +127,7 @@ class Uploader:
                 return
             if item.entry is None:
                 log.info("s3: the disk is full; uploading the checkpoint from where it lies.")
-            item.urgent = urgent or (kind == "last" and self._urgent)
+            item.urgent = kind == "last" and self._urgent
             if kind == "last" and not item.urgent and not self._flushing:
                 sent_at = self._sent["last"].at if "last" in self._sent else self._started_at
                 item.not_before = sent_at + self.last_interval_s
@@ -138,15 +135,21 @@ class Uploader:
             self._wake.notify_all()
 
     def _is_best(self, sidecar: Sidecar) -> bool:
-        """The last checkpoint is often a second name for the best; once is enough.
-
-        Of a sharded one only rank 0 is told a sha256, and only of a last that is no second name.
-        """
+        """The last is often a second name for the best, and once is enough; who holds shards alone cannot tell."""
         if not sidecar.sha256:
             return False
         waiting = [item for item in (self._waiting.get("best"), self._current) if item and item.kind == "best"]
         known = [item.sidecar.sha256 for item in waiting]
-        return sidecar.sha256 in known or ("best" in self._sent and self._sent["best"].sha256 == sidecar.sha256)
+        best = self._best_sent()
+        return sidecar.sha256 in known or (best is not None and best.sha256 == sidecar.sha256)
+
+    def _best_sent(self) -> _Sent | None:
+        before = self.sender.best_before
+        found = _Sent(self._uri(before.key), before.sha256, before.step) if before else None
+        return self._sent.get("best", found)
+
+    def _uri(self, key: str) -> str:
+        return self.run.store.root + key
 
     def hurry(self) -> None:
         """From now on `last` is sent at once and before anything else: this machine is about to go."""
@@ -163,7 +166,7 @@ class Uploader:
             if self._stopped or self._thread is None:
                 return not self._errors
             self._flushing, self._retry_at = True, 0.0
-            if self.small_files:
+            if self.rank == 0:
                 self._waiting["files"] = Item("files")
             for item in self._waiting.values():
                 item.not_before = 0.0
@@ -172,7 +175,7 @@ class Uploader:
                 self._wake.wait(min(1.0, max(0.0, deadline - self.clock())))
             self._flushing = False
             done = not (self._waiting or self._current or self._stopped)
-            if self.small_files:
+            if self.rank == 0:
                 self._waiting.setdefault("files", Item("files", not_before=self.clock() + self.files_interval_s))
             return done
 
@@ -188,7 +191,7 @@ class Uploader:
         with self._wake:
             waiting = {item.kind for item in [*self._waiting.values(), self._current] if item and item.kind != "files"}
             error, left = self._errors.get("best"), tuple(sorted(waiting))
-            if best := self._sent.get("best"):
+            if best := self._best_sent():
                 return UploadStatus(best.uri, best.sha256, best.seconds, best.step, error, left)
             return UploadStatus(error=error, left=left)
 
@@ -225,50 +228,7 @@ class Uploader:
             return None
 
     def _send(self, item: Item) -> StoredObject | None:
-        """What a pointer names now; None where no pointer was this rank's to move."""
-        if self.rank == 0:
-            self._prepare()
-        elif not self.run.join():
-            raise NotYet
-        elif not self._is_prepared:
-            self.outbox.note(generation=self.run.generation)  # for whoever sends this node's shards after its end
-            self._is_prepared = True
-        if item.kind == "files":
-            self.run.check_current()
-            if self.small_files:
-                self.small_files.send(self._is_cancelled)
-            return None
-        if item.path.is_dir():
-            stored = send_shards(self.run, item, self.rank, self._is_cancelled)
-        else:
-            stored = self._send_file(item)
-        if stored is not None:
-            known = item.sidecar
-            self.run.move(
-                item.kind, stored, step=item.step, epoch=known.epoch, metric=known.metric, only_forward=item.adopted
-            )
-        return stored
-
-    def _prepare(self) -> None:
-        """Once: become the newest start of the run, and learn which best an earlier start left in the bucket."""
-        if not self._is_prepared:
-            self.run.prepare()
-            self.outbox.note(generation=self.run.generation)
-            self._is_prepared = True
-            pointer, _ = self.run.read_pointer("best")
-            if pointer and "best" not in self._sent:
-                self._sent["best"] = _Sent(self._uri(pointer.key), pointer.sha256, pointer.step)
-
-    def _uri(self, key: str) -> str:
-        return self.run.store.root + key
-
-    def _send_file(self, item: Item) -> StoredObject:
-        sha256 = item.sidecar.sha256
-        key = self.run.checkpoint_key(item.kind, item.step, sha256)
-        return self.run.store.put(key, item.path, sha256=sha256, cancelled=self._is_cancelled)
-
-    def _is_cancelled(self) -> bool:
-        return self._cancelled
+        return self.sender.send(item, lambda: self._cancelled)
 
     def _after_sweep(self, error: StoreError) -> StoreError:
         """An unfinished upload that vanished was swept by a newer start of this run; say so where it is true."""
@@ -299,7 +259,8 @@ class Uploader:
         if isinstance(error, Superseded):
             self._give_up(str(error))
         elif error.kind == "local" and item.kind != "files":
-            self._drop(item, str(error))
+            self.outbox.drop(item)
+            self._errors[item.kind] = str(error)
             log.info(f"s3: {what} cannot be uploaded: {error}.")
         elif not self._cancelled:
             delay_s = self.retry_delays_s[min(self._failures, len(self.retry_delays_s) - 1)]
@@ -324,11 +285,6 @@ class Uploader:
                 item.not_before = self.clock() + delay_s
                 self._waiting[item.kind] = item
             self._wake.notify_all()
-
-    def _drop(self, item: Item, error: str) -> None:
-        self.outbox.drop(item)
-        with self._wake:
-            self._errors[item.kind] = error
 
     def _give_up(self, error: str) -> None:
         """For good: a newer start of this run has taken over, and nothing of ours is wanted any more."""

@@ -1,5 +1,6 @@
 """Which checkpoints are complete and whole."""
 
+import hashlib
 import json
 
 import pytest
@@ -59,6 +60,16 @@ def test_a_folder_of_shards_is_measured_whole(tmp_path):
     assert fault_of(folder) is None and measure(folder).bytes == 3
     (folder / "b").write_bytes(b"21")
     assert "sha256" in fault_of(folder)
+
+
+def test_the_sum_of_a_folder_is_the_one_that_older_versions_wrote(tmp_path):
+    """Over the JSON of its files by their names; a/b sorts behind a.b there, though not as a path."""
+    (tmp_path / "a").mkdir()
+    for name in ("a/b", "a.b"):
+        (tmp_path / name).write_bytes(b"1")
+    one = hashlib.sha256(b"1").hexdigest()
+    text = f'{{"a.b": {{"bytes": 1, "sha256": "{one}"}}, "a/b": {{"bytes": 1, "sha256": "{one}"}}}}'
+    assert measure(tmp_path).sha256 == hashlib.sha256(text.encode()).hexdigest()
 
 
 def test_a_link_has_its_own_life(tmp_path):

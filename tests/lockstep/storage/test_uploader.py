@@ -112,7 +112,7 @@ def test_best_goes_before_last_and_an_urgent_last_before_all(setting, monkeypatc
         uploader.offer(*setting.checkpoint(10, "best"))
         uploader.start()
         assert uploader.flush(5)
-        assert sent == order
+        assert list(dict.fromkeys(sent)) == order, "the files may go twice: once before the flush"
 
 
 def test_last_goes_at_its_interval_the_newest_of_them_and_at_the_end(setting):
@@ -322,7 +322,7 @@ def test_another_ranks_shards_of_a_last_wait_for_their_upload(setting):
 
 
 def test_a_rank_notes_which_start_its_shards_are_of(setting):
-    """On a node without rank 0 whoever sends what is left has only the spool to know it from."""
+    """On a node without rank 0 whoever sends what is left has only the outbox to know it from."""
     first, second = (setting.uploader(rank=rank) for rank in (0, 1))
     second.run.start_id = first.run.start_id
     first.run.prepare()
