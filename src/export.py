@@ -14,6 +14,7 @@ if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts 
 import json
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def chosen_formats(text: str) -> list[str]:
     return formats
 
 
-def example_images(facts: dict[str, Any], num: int) -> Any:
+def example_images(facts: Mapping[str, Any], num: int) -> Any:
     """(num, C, H, W) float32 of the size of normalised pixels; always the same."""
     import torch
 

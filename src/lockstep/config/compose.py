@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.declared import OPEN, dashed, dotted, key_of, missing_option, refuse_undeclared, sentence
+from lockstep.config.declared import OPEN, Config, dashed, dotted, key_of, missing_option, refuse_undeclared, sentence
 from lockstep.runs.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError
 from lockstep.runs.full_disk import no_room
 from lockstep.runs.output import set_up
@@ -94,7 +94,7 @@ def _choices(cfg: Any) -> list[str]:
     return [f"{key}={name}" for key, name in chosen if name and key.partition("/")[0] not in values]
 
 
-def _unresolved(cfg: Any) -> dict[str, Any]:
+def _unresolved(cfg: Any) -> Config:
     from omegaconf import OmegaConf
 
     found: Any = OmegaConf.to_container(_without_hydra(cfg))
@@ -265,6 +265,6 @@ def plain(cfg: Any) -> dict[str, Any]:
         raise UserError(_one_sentence(error, [])) from None
 
 
-def chosen_options(cfg: Any) -> dict[str, Any]:
+def chosen_options(cfg: Any) -> dict[str, str | None]:
     """The option of each config group."""
     return {key: value for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")}

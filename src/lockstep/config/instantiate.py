@@ -73,7 +73,7 @@ def _is_ours(target: Any) -> bool:
     return target.__module__.split(".")[0] in (*ROOMS, "lockstep")
 
 
-def build(node: Any, known: dict[str, Any] | None = None) -> Any:
+def build(node: Any, known: Mapping[str, Any] | None = None) -> Any:
     """What a config node describes: `_target_` called with the other keys, or a partial of it with `_partial_`.
 
     This is hydra.utils.instantiate cut down to plain values: nothing but `_target_` chooses code, and what the run

@@ -6,17 +6,21 @@ that knows nothing but what was pickled.
 """
 
 import itertools
+import json
 import logging
+import math
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
+from omegaconf import OmegaConf
 
 from lockstep.distributed import cluster as world
 from lockstep.runs.errors import EXIT_INTERRUPTED
@@ -25,7 +29,8 @@ from lockstep.runs.record import read_record
 
 log = logging.getLogger(__name__)
 
-CODES = ".exit-codes"  # in the sweep's folder: a small file per job and task
+CODES = ".exit-codes"  # in the sweep's folder: a small file per job and task, {code, overrides, value}
+SHOWN = 10  # lines of the ranking, and as many of failed jobs
 
 
 def run_job(cfg: Any, program: str) -> float | None:
@@ -44,13 +49,19 @@ def run_job(cfg: Any, program: str) -> float | None:
         overrides.append("resume=auto")
     log.info(f"\njob {number}: {' '.join(overrides)}")
     code = run_child([sys.executable, program, *overrides, f"run_id={run_id}", f"sweep_dir={sweep_dir}"])
+    value = _metric(RunFolder(sweep_dir / run_id), str(cfg.optimized_metric)) if code == 0 else math.nan
     codes = sweep_dir / CODES
     codes.mkdir(parents=True, exist_ok=True)
-    (codes / f"{number}-{task}").write_text(str(code if code >= 0 else 128 - code))
-    record = RunFolder(sweep_dir / run_id).record
-    metrics = read_record(record).metrics if record.exists() else {}
-    value = metrics.get(f"{cfg.optimized_metric}_best", metrics.get(cfg.optimized_metric))
-    return float(value) if code == 0 and value is not None else float("nan")
+    ended = {"code": code if code >= 0 else 128 - code, "overrides": overrides, "value": value}
+    (codes / f"{number}-{task}").write_text(json.dumps(ended))
+    return value
+
+
+def _metric(folder: RunFolder, name: str) -> float:
+    """Of the best checkpoint where the record says so; nan where it says nothing."""
+    metrics = read_record(folder.record).metrics if folder.record.exists() else {}
+    value = metrics.get(f"{name}_best", metrics.get(name))
+    return math.nan if value is None else float(value)
 
 
 def first_jobs(words: list[str], configs: Path) -> Iterator[list[str]]:
@@ -117,8 +128,52 @@ def run_child(command: list[str]) -> int:
     return code
 
 
+@dataclass(frozen=True)
+class Job:
+    """How one job of a sweep ended; of several SLURM tasks the worst code."""
+
+    number: int
+    code: int
+    overrides: tuple[str, ...]
+    value: float
+
+
+def jobs_of(sweep_dir: Path) -> list[Job]:
+    """By number."""
+    tasks: dict[int, list[Job]] = {}
+    for path in sorted((sweep_dir / CODES).glob("*")):
+        ended, number = json.loads(path.read_text()), int(path.name.partition("-")[0])
+        job = Job(number, ended["code"], tuple(ended["overrides"]), ended["value"])
+        tasks.setdefault(number, []).append(job)
+    return [max(ended, key=lambda job: job.code) for _, ended in sorted(tasks.items())]
+
+
+def ranking(jobs: list[Job], name: str, metric: str, *, minimize: bool) -> list[str]:
+    """The sweep's last lines: jobs by their metric, each with what tells it from the others; failed ones last."""
+    common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
+    ranked = sorted((job for job in jobs if math.isfinite(job.value)), key=lambda job: job.value, reverse=not minimize)
+    others = [job for job in jobs if not math.isfinite(job.value)]
+
+    def line(job: Job) -> str:
+        result = f"{job.value:<12.6g}" if math.isfinite(job.value) else f"exit code {job.code:<2}"
+        words = " ".join(word for word in job.overrides if word not in common)
+        return f"  {result}  {words}  {name}_{job.number}"
+
+    lines = [f"{len(jobs)} jobs by {metric}{', the lowest first' if minimize else ''}:"]
+    for part in (ranked, others):
+        lines += [line(job) for job in part[:SHOWN]]
+        lines += [f"  … and {len(part) - SHOWN} more"] if len(part) > SHOWN else []
+    return lines
+
+
+def _minimizes(config: Any) -> bool:
+    """What a search is told, else by the metric's name."""
+    direction = OmegaConf.select(config, "hydra.sweeper.direction")
+    return direction == "minimize" if direction else "loss" in str(config.optimized_metric)
+
+
 class ExitCodes(Callback):
-    """Hydra's callback that remembers the worst exit code of a sweep's jobs, wherever they ran."""
+    """Hydra's callback that ends a sweep with its ranking and remembers the worst exit code, wherever jobs ran."""
 
     worst = 0
 
@@ -127,5 +182,9 @@ class ExitCodes(Callback):
         shutil.rmtree(Path(str(config.hydra.sweep.dir)) / CODES, ignore_errors=True)
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
-        codes = [int(path.read_text()) for path in (Path(str(config.hydra.sweep.dir)) / CODES).glob("*")]
-        ExitCodes.worst = max(codes, default=0)
+        sweep_dir = Path(str(config.hydra.sweep.dir)).resolve()
+        jobs = jobs_of(sweep_dir)
+        ExitCodes.worst = max((job.code for job in jobs), default=0)
+        if jobs:
+            metric = str(config.optimized_metric)
+            log.info("\n" + "\n".join(ranking(jobs, sweep_dir.name, metric, minimize=_minimizes(config))))

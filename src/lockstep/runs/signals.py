@@ -2,14 +2,19 @@
 
 Before a run begins either ends the process, without a traceback: with exit code 130 or 143. Within it the first asks
 for an end and a second Ctrl-C ends at once. Handlers replace KeyboardInterrupt altogether: raised in the middle of an
-import, torch would catch it.
+import, torch would catch it. Imports next to nothing: until this file is imported, Python's own handler counts.
 """
+
+from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from types import FrameType
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False  # as typing has it, whose import takes as long as all the rest
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+    from typing import Any, NoReturn
 
 INTERRUPTED_AT_ONCE = 128 + signal.SIGINT
 RETRY_S = 0.05
