@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.compose import CONFIGS, run_door
-from lockstep.distributed import cluster as world
-from lockstep.launch.launcher import launch_config, resume_in_rank
+from lockstep.distributed.cluster import plan_file
+from lockstep.launch.launcher import launch_config, run_supervised
+from lockstep.launch.plan import RunPlan
 from lockstep.runs.errors import UserError
 from lockstep.runs.leave import leave
 from lockstep.storage.fetch import locate_checkpoint
+from lockstep.strategies.placement import in_one_process
 
 log = logging.getLogger(__name__)
 
@@ -23,24 +25,27 @@ FROM_COMMAND_LINE = ("paths", "tags", "ckpt_path", "run_id", "test", "resume", "
 PARTS = ("trainer", "data", "model", "classifier", "optimizer")  # of a config that can be evaluated
 
 
-def evaluate(config: dict[str, Any], cluster: Any, folder: Any) -> int:
+def evaluate(plan: RunPlan) -> int:
     """One rank's evaluation."""
     from lockstep.callbacks.confusion import write_confusion
     from lockstep.runs.files import utc_now
-    from lockstep.training.build import build_run, load_weights
-    from lockstep.training.rank import enter_world
+    from lockstep.training.build import build_run
+    from lockstep.training.rank import joined_ranks
+    from lockstep.training.weights import load_weights
 
-    with enter_world(config, cluster, folder) as world:
-        run = build_run(config, cluster, folder, world, None, trainable=False)
-        before = load_weights(run.module, config["ckpt_path"], config["model"]["name"])
-        chosen = any(word.lstrip("+~").startswith("data") for word in config["overrides"])
-        if cluster.is_rank_zero and not chosen and before.get("data_hash") not in (None, run.facts["data_hash"]):
+    with joined_ranks(plan) as session:
+        plan, is_rank_zero = session.plan, plan.cluster.is_rank_zero
+        run = build_run(plan, session, trainable=False)
+        before = load_weights(run.module, str(plan.checkpoint), plan.config["model"]["name"])
+        chosen = any(word.lstrip("+~").startswith("data") for word in plan.overrides)
+        if is_rank_zero and not chosen and before.get("data_hash") not in (None, run.facts["data_hash"]):
             log.info("The images are not those of the training: it may have trained on some of this test.")
         run.trainer.test(run.module, datamodule=run.data, verbose=False)
-        if run.module.test_confusion is None:
+        counts: Any = run.module.test_confusion
+        if counts is None:
             raise UserError("trainer.limit_test_batches=0 leaves nothing to test.")
-        if cluster.is_rank_zero:
-            per_class = write_confusion(run.module.test_confusion, run.facts["class_names"], folder)
+        if is_rank_zero:
+            per_class = write_confusion(counts, run.facts["class_names"], plan.folder)
             run.recorder.write(
                 run.trainer,
                 status="finished",
@@ -58,7 +63,7 @@ def evaluate(config: dict[str, Any], cluster: Any, folder: Any) -> int:
 def config_of(cfg: Any) -> dict[str, Any]:
     """The checkpoint's config with the command line's choices over it."""
     from lockstep.config.compose import plain
-    from lockstep.training.build import read_checkpoint
+    from lockstep.training.weights import read_checkpoint
 
     composed = plain(cfg)
     if not composed["ckpt_path"]:
@@ -73,15 +78,10 @@ def config_of(cfg: Any) -> dict[str, Any]:
     if not is_own(path, composed["paths"]):
         stored = {**stored, "data": at_home(stored["data"], composed["paths"])}
     config = overlay(stored, composed, overrides)
-    config.update(
-        ckpt_path=str(path), task_name="eval", resume=None, logger={}, scheduler={}, test=True, resume_step=None
-    )
+    config.update(ckpt_path=str(path), task_name="eval", resume=None, logger={}, scheduler={}, test=True)
     config["callbacks"] = {}
     if not any(word.startswith("trainer=") for word in overrides):
-        for key in ("num_gpus", "stage_devices", "micro_batches", "balance"):  # of strategies that are left out here
-            config["trainer"].pop(key, None)
-        config["trainer"].update(launch="one_process", accelerator=composed["trainer"]["accelerator"], devices=1,
-                                 num_nodes=1, strategy=None)  # fmt: skip
+        config["trainer"] = in_one_process(config["trainer"], composed["trainer"]["accelerator"])
     config["trainer"]["accumulate_grad_batches"] = 1
     if config["trainer"]["launch"] == "one_process" and any(word.startswith("data.") for word in overrides):
         config["data"]["global_batch_size"] = 1  # nothing is trained: fewer images than that are no error
@@ -123,8 +123,8 @@ def overlay(base: dict[str, Any], composed: dict[str, Any], overrides: list[str]
 
 
 def main(argv: list[str]) -> int:
-    if config := world.supervised_config():
-        return resume_in_rank(config, evaluate)
+    if path := plan_file():
+        return run_supervised(path, evaluate)
     return run_door("train", argv, lambda cfg: launch_config(config_of(cfg), evaluate), __doc__ or "")
 
 

@@ -53,7 +53,7 @@ import sys
 from pathlib import Path
 from lockstep.launch.finish import conclude
 from lockstep.runs.folder import RunFolder
-conclude({"paths": {"logbook_dir": sys.argv[2]}}, RunFolder(Path(sys.argv[1])), 0)
+conclude(RunFolder(Path(sys.argv[1])), Path(sys.argv[2]), 0)
 sys.exit(7)
 """
 

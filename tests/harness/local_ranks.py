@@ -1,4 +1,4 @@
-"""Start ranks of one world on this machine, each a function call in a fresh child of a warm fork server.
+"""Start ranks of one run on this machine, each a function call in a fresh child of a warm fork server.
 
 For checks that compare strategies (benchmarks, tests): with torch and Lightning imported once in the server, a rank
 starts in about 0.1 s instead of 5. Training itself goes through the supervisor.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from lockstep.distributed import cluster as world
+from lockstep.distributed.cluster import Cluster, adopt
 from lockstep.runs.output import set_up
 
 PRELOAD = ("torch", "torch.distributed", "lightning.pytorch", "timm")
@@ -26,10 +26,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def local_cluster(rank: int, world_size: int, port: int, num_nodes: int = 1) -> world.Cluster:
-    """Rank `rank` of a world on this machine; with several nodes they are nodes in name only."""
+def local_cluster(rank: int, world_size: int, port: int, num_nodes: int = 1) -> Cluster:
+    """Rank `rank` of `world_size` on this machine; with several nodes they are nodes in name only."""
     devices = world_size // num_nodes
-    return world.Cluster("supervisor", num_nodes, devices, rank // devices, rank % devices, "127.0.0.1", port)
+    return Cluster("supervisor", num_nodes, devices, rank // devices, rank % devices, "127.0.0.1", port)
 
 
 def run_ranks(
@@ -91,9 +91,9 @@ def _collect(ranks: dict[Connection, tuple[int, Any]], timeout_s: float) -> list
     return [results[rank] for rank in sorted(results)]
 
 
-def _rank(connection: Connection, paths: list[str], function: Any, place: world.Cluster, arguments: Any) -> None:
+def _rank(connection: Connection, paths: list[str], function: Any, place: Cluster, arguments: Any) -> None:
     sys.path[:] = paths
-    world.adopt(place)
+    adopt(place)
     set_up()
     import torch
 

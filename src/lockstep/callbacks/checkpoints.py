@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lockstep.callbacks.resume_point import EPOCH_END, TRAINING, VALIDATION, loop_state, resume_point
 from lockstep.runs.errors import Diverged, UserError
+from lockstep.runs.hooks import OnCheckpointComplete, OnShardsComplete
 from lockstep.storage.checkpoint_files import (
     checkpoint_name,
     complete,
@@ -185,7 +186,7 @@ class Checkpoints(Callback):
             self._announce(trainer, path, kind)
         elif path.is_dir():
             for callback in trainer.callbacks:
-                if hasattr(callback, "on_shards_complete"):
+                if isinstance(callback, OnShardsComplete):
                     callback.on_shards_complete(path, kind, trainer.global_step)
             if trainer.local_rank == 0:
                 remove_own_shards(self.folder, kind, path)
@@ -196,7 +197,7 @@ class Checkpoints(Callback):
 
         facts = json.loads(sidecar_path(path).read_text())
         for callback in trainer.callbacks:
-            if hasattr(callback, "on_checkpoint_complete"):
+            if isinstance(callback, OnCheckpointComplete):
                 callback.on_checkpoint_complete(path, facts, kind)
         for older, _ in list(complete(self.folder, kind)):
             if older != path:

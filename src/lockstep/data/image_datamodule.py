@@ -11,10 +11,11 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 from lockstep.data.batch_transforms import BatchTransforms, check_sizes
-from lockstep.data.batches import SPLIT, EvalBatches, Selection, TrainBatches, per_device_batch_size, random_stream
+from lockstep.data.batches import SPLIT, EvalBatches, Selection, TrainBatches, random_stream
 from lockstep.data.image_array import ImageArray, Layout
 from lockstep.data.image_set import IMAGES, LABELS, ImageSet, fingerprint
 from lockstep.data.node_cache import cached
+from lockstep.runs.batch import Batch
 from lockstep.runs.errors import UserError
 
 CACHE_VERSION = 2
@@ -199,7 +200,7 @@ class ImageDataModule(LightningDataModule):
         """
         self.prepare()
         self._check_batch_sizes()
-        self.per_device_batch_size = per_device_batch_size(self.global_batch_size, world_size, accumulate_grad_batches)
+        self.per_device_batch_size = Batch.cut(self.global_batch_size, world_size, accumulate_grad_batches).per_device
         self._placed = {"rank": rank, "world_size": world_size}
         self._accumulate, self._device = accumulate_grad_batches, torch.device(device)
         self._open_array()

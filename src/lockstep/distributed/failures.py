@@ -23,7 +23,7 @@ def report_failure(facts: dict[str, Any] | None, folder: RunFolder, cluster: Clu
         return record_end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
     facts = {**facts, "message": redact_text(str(facts["message"]))}
     write_atomically(folder.rank_error(cluster.rank), lambda file: file.write(json.dumps(facts)))
-    if cluster.launcher != "supervisor":
+    if not cluster.is_supervised:
         if cluster.is_rank_zero and code != EXIT_USER_ERROR:
             complete_record(folder, facts, code)
         if code == EXIT_USER_ERROR and cluster.is_rank_zero:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.distributed.cluster import SUPERVISOR_PORT, Cluster
+from lockstep.distributed.cluster import PLAN_FILE, SUPERVISOR_PID, SUPERVISOR_PORT, Cluster
 from lockstep.distributed.failures import complete_record
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR
 from lockstep.runs.files import utc_now
@@ -152,8 +152,8 @@ class Supervisor:
         environment = {
             **self.environment,
             **self.cluster.rank_environment(local_rank, port),
-            "LOCKSTEP_CONFIG": str(self.folder.config_of(self.cluster.node_rank)),
-            "LOCKSTEP_SUPERVISOR": str(os.getpid()),
+            PLAN_FILE: str(self.folder.plan(self.cluster.node_rank)),
+            SUPERVISOR_PID: str(os.getpid()),
             SUPERVISOR_PORT: str(self.heartbeats.port),
         }
         rank = self.cluster.node_rank * self.cluster.devices + local_rank

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.distributed import cluster as world
-from lockstep.distributed.cluster import Cluster
+from lockstep.distributed.cluster import Cluster, adopt
 from lockstep.distributed.failures import record_end, report_failure
+from lockstep.distributed.launchers import launcher_named
+from lockstep.launch.plan import RunPlan
 from lockstep.runs.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -30,27 +31,28 @@ from lockstep.runs.redact import redact_text
 
 log = logging.getLogger(__name__)
 
-Work = Callable[[dict[str, Any], Cluster, RunFolder], int]
+Work = Callable[[RunPlan], int]  # what a rank does; its exit code
 
 
-def in_this_process(config: dict[str, Any], cluster: Cluster, folder: RunFolder, work: Work) -> int:
+def in_this_process(plan: RunPlan, work: Work) -> int:
     """Call work and turn how it ends into an exit code, a record, and one error file a rank."""
-    world.adopt(cluster)
+    folder, cluster = plan.folder, plan.cluster
+    adopt(cluster)
     _dump_stack_on_signal(folder, cluster)
     stop_at_once_on_signal()
     try:
         try:
             if cluster.is_rank_zero:
-                _harmlessly(_write_pages_of_lost, folder, config)
-            return work(config, cluster, folder)
+                _harmlessly(_write_pages_of_lost, folder, Path(plan.config["paths"]["logbook_dir"]))
+            return work(plan)
         finally:
             _ignore_signals()  # what is left is short, and a supervisor may ask again
     except Interrupted as error:
         record_end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
         if cluster.is_rank_zero:
             log.info(f"Interrupted ({error}): resume={folder.run_id} goes on.")
-        if cluster.launcher == "torchrun" and cluster.num_nodes > 1 and error.elsewhere:
-            return EXIT_FAILED  # torchrun shall start this node's ranks again, beside those of a node that comes back
+        if launcher_named(cluster.launcher).restarts_ranks and cluster.num_nodes > 1 and error.elsewhere:
+            return EXIT_FAILED  # this node's ranks shall be started again, beside those of a node that comes back
         return EXIT_INTERRUPTED
     except UserError as error:
         return _failed(folder, cluster, error, EXIT_USER_ERROR)
@@ -116,10 +118,10 @@ def remove_empty_stacks(folder: RunFolder) -> None:
             continue
 
 
-def conclude(config: dict[str, Any], folder: RunFolder, code: int) -> None:
+def conclude(folder: RunFolder, logbook: Path, code: int) -> None:
     """The last line of a run, and its page in the logbook; nothing here changes the exit code."""
     _harmlessly(_say_result, folder, code)
-    _harmlessly(_write_page, folder, config)
+    _harmlessly(_write_page, folder, logbook)
     _harmlessly(_say_left_behind, folder)
 
 
@@ -141,10 +143,10 @@ def _say_result(folder: RunFolder, code: int) -> None:
         log.info(f"finished · {words} · {os.path.relpath(folder.path)}")
 
 
-def _write_page(folder: RunFolder, config: dict[str, Any]) -> None:
+def _write_page(folder: RunFolder, logbook: Path) -> None:
     from lockstep.pages.build import record_run
 
-    record_run(folder.path, Path(config["paths"]["logbook_dir"]))
+    record_run(folder.path, logbook)
 
 
 def _say_left_behind(folder: RunFolder) -> None:
@@ -156,8 +158,8 @@ def _say_left_behind(folder: RunFolder) -> None:
         )
 
 
-def _write_pages_of_lost(folder: RunFolder, config: dict[str, Any]) -> None:
+def _write_pages_of_lost(folder: RunFolder, logbook: Path) -> None:
     """At a run's start: one that died shortly before the last run ended was not yet known for lost then."""
     from lockstep.pages.build import record_lost
 
-    record_lost(folder.path, Path(config["paths"]["logbook_dir"]))
+    record_lost(folder.path, logbook)

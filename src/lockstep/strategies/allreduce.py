@@ -15,10 +15,11 @@ from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_
 from lightning.pytorch.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 
+from lockstep.strategies.capabilities import Capabilities
 from lockstep.strategies.ddp import broadcast_buffers, broadcast_from_rank_zero
 
 
-class AllReduce(ParallelStrategy):
+class AllReduce(Capabilities, ParallelStrategy):
     is_distributed = True  # self.log(sync_dist=True) asks for it
     last_micro_batch, num_nodes = True, 1  # Lightning sets the second, where it is there
 

@@ -13,9 +13,10 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from lockstep.runs.errors import UserError
+from lockstep.strategies.capabilities import Capabilities
 
 
-class DataParallel(SingleDeviceStrategy):
+class DataParallel(Capabilities, SingleDeviceStrategy):
     """Weights, optimizer and checkpoints are those of the plain net on the first GPU.
 
     Args:
@@ -23,6 +24,8 @@ class DataParallel(SingleDeviceStrategy):
     Raises:
         UserError: fewer than two GPUs: torch's DataParallel would then do nothing, silently.
     """
+
+    supports_compile = False  # its replicas are made anew in each step
 
     def __init__(self, num_gpus: int | None = None) -> None:
         found = torch.cuda.device_count()
@@ -34,10 +37,10 @@ class DataParallel(SingleDeviceStrategy):
                 f"{max(wanted, 2)} is here: {works} works."
             )
         super().__init__(device=torch.device("cuda", 0))
-        self.num_gpus = wanted
+        self.process_devices = [torch.device("cuda", index) for index in range(wanted)]
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        spread_forward(model.net, list(range(self.num_gpus)))
+        spread_forward(model.net, [device.index for device in self.process_devices])
         return model
 
     def teardown(self) -> None:

@@ -23,6 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lockstep.runs.errors import UserError
+from lockstep.strategies.capabilities import Capabilities
 from lockstep.strategies.swarm import (
     OwnOrder,
     children_end_with_this_process,
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 
 
-class Hivemind(SingleDeviceStrategy):
+class Hivemind(Capabilities, SingleDeviceStrategy):
     """One peer of a swarm.
 
     Args:
@@ -54,6 +55,7 @@ class Hivemind(SingleDeviceStrategy):
     """
 
     supports_ema = False  # late peers would average other weights
+    scales_losses = False  # peers cannot scale theirs together
 
     def __init__(
         self,

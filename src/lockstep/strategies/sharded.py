@@ -26,7 +26,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint as recompute
 
 from lockstep.runs.errors import UserError
+from lockstep.runs.hooks import HasShardUnits
 from lockstep.strategies import sharded_checkpoint
+from lockstep.strategies.capabilities import Capabilities
 from lockstep.strategies.ddp import broadcast_buffers, broadcast_from_rank_zero
 from lockstep.strategies.gloo_collectives import use_gloo_collectives
 from lockstep.strategies.local_step import step_on_shards
@@ -41,7 +43,7 @@ from lockstep.strategies.sharded_state import (
 log = logging.getLogger(__name__)
 
 
-class Sharded(ModelParallelStrategy):
+class Sharded(Capabilities, ModelParallelStrategy):
     """fully_shard over the net's `shard_units()`, then over the net itself.
 
     Args:
@@ -130,7 +132,7 @@ class Sharded(ModelParallelStrategy):
     def _shard(self, net: nn.Module) -> None:
         if self._layer_sync:
             self._layer_sync.apply(net)
-        units = net.shard_units() if hasattr(net, "shard_units") else []
+        units = net.shard_units() if isinstance(net, HasShardUnits) else []
         if not units and self.global_rank == 0:
             log.info("The model names no shard_units(): FSDP gathers it as a whole, which saves little memory.")
         self._check(net, units)
