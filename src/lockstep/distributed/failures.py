@@ -2,7 +2,7 @@
 
 import json
 import logging
-from typing import Any
+from typing import TypedDict
 
 from lockstep.distributed.cluster import Cluster
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR
@@ -14,36 +14,53 @@ from lockstep.runs.redact import redact_text
 log = logging.getLogger(__name__)
 
 
-def report_failure(facts: dict[str, Any] | None, folder: RunFolder, cluster: Cluster, code: int = EXIT_FAILED) -> None:
+class Failure(TypedDict):
+    """How a rank ended, as its error file holds it."""
+
+    rank: int
+    host: str
+    phase: str
+    message: str
+    kind: str  # the exception's class, or killed
+    time: float  # seconds since 1970
+
+
+def report_failure(failure: Failure | None, folder: RunFolder, cluster: Cluster, code: int = EXIT_FAILED) -> None:
     """What the run knows of how it ended (None: it was stopped): this rank's error file, the screen and the record.
 
     A supervisor reads the error files and does the rest itself.
     """
-    if facts is None:
+    if failure is None:
         return record_end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
-    facts = {**facts, "message": redact_text(str(facts["message"]))}
-    write_atomically(folder.rank_error(cluster.rank), lambda file: file.write(json.dumps(facts)))
+    failure = {**failure, "message": redact_text(str(failure["message"]))}
+    write_atomically(folder.rank_error(cluster.rank), lambda file: file.write(json.dumps(failure)))
     if not cluster.is_supervised:
         if cluster.is_rank_zero and code != EXIT_USER_ERROR:
-            complete_record(folder, facts, code)
+            complete_record(folder, failure, code)
         if code == EXIT_USER_ERROR and cluster.is_rank_zero:
-            record_end(folder, cluster, "failed", code, facts)
-        where = "" if code == EXIT_USER_ERROR else f"rank {facts['rank']} on {facts['host']}, in {facts['phase']}: "
-        log.error(f"{where}{facts['message']}")
+            record_end(folder, cluster, "failed", code, failure)
+        where = (
+            "" if code == EXIT_USER_ERROR else f"rank {failure['rank']} on {failure['host']}, in {failure['phase']}: "
+        )
+        log.error(f"{where}{failure['message']}")
 
 
-def record_end(folder: RunFolder, cluster: Cluster, status: str, code: int, error: dict[str, Any] | None) -> None:
+def record_end(folder: RunFolder, cluster: Cluster, status: str, code: int, error: Failure | None) -> None:
     if cluster.is_rank_zero:
         record = read_record(folder.record)
-        named = {key: error[key] for key in ("message", "rank", "host", "phase")} if error else None
-        record.update(status=status, exit_code=code, finished_at=utc_now(), error=named)
+        record.update(status=status, exit_code=code, finished_at=utc_now(), error=_of_record(error))
         write_record(folder.record, record)
 
 
-def complete_record(folder: RunFolder, error: dict[str, Any] | None, exit_code: int) -> None:
+def complete_record(folder: RunFolder, error: Failure | None, exit_code: int) -> None:
     """Write how the run ended where no rank lived to say so."""
     record = read_record(folder.record)
     if record.get("status") in ("running", "failed"):
-        record.update(status="failed", exit_code=exit_code, finished_at=utc_now())
-        record["error"] = {key: error[key] for key in ("message", "rank", "host", "phase")} if error else None
+        record.update(status="failed", exit_code=exit_code, finished_at=utc_now(), error=_of_record(error))
         write_record(folder.record, record)
+
+
+def _of_record(error: Failure | None) -> dict[str, int | str] | None:
+    if error is None:
+        return None
+    return {"message": error["message"], "rank": error["rank"], "host": error["host"], "phase": error["phase"]}

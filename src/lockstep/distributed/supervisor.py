@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.distributed.cluster import PLAN_FILE, SUPERVISOR_PID, SUPERVISOR_PORT, Cluster
-from lockstep.distributed.failures import complete_record
+from lockstep.distributed.failures import Failure, complete_record
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
@@ -119,7 +119,7 @@ class Supervisor:
         self.stop_asked_at: float | None = None
         self.ranks, self.heartbeats = Ranks([]), Heartbeats()
         self.silent_after_s = timeout_s + SILENT_BEYOND_TIMEOUT_S
-        self.hung: dict[str, Any] | None = None
+        self.hung: Failure | None = None
 
     def run(self) -> int:
         """Start every rank, wait for all; returns the node's exit code. Nothing of it lives afterwards."""
@@ -253,7 +253,7 @@ class Supervisor:
                 record.update(status="interrupted", exit_code=EXIT_INTERRUPTED, finished_at=utc_now())
                 write_record(self.folder.record, record)
 
-    def _first_error(self) -> dict[str, Any]:
+    def _first_error(self) -> Failure:
         """What the rank that failed first wrote, or how it died where it wrote nothing."""
         if self.hung is not None:
             return self.hung
@@ -277,7 +277,7 @@ class Supervisor:
             return self._silent_death(rank, f"did not stop within {GRACE_AFTER_STOP_S:.0f} s of the signal, killed")
         return self._silent_death(rank, f"ended with exit code {self.ranks.exit_codes.get(local or 0)}")
 
-    def _silent_death(self, rank: int, message: str) -> dict[str, Any]:
+    def _silent_death(self, rank: int, message: str) -> Failure:
         phase = self.heartbeats.phases.get(rank, "start")
         return {
             "rank": rank, "host": socket.gethostname(), "phase": phase, "message": message, "kind": "killed",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.distributed.cluster import Cluster, adopt
-from lockstep.distributed.failures import record_end, report_failure
+from lockstep.distributed.failures import Failure, record_end, report_failure
 from lockstep.distributed.launchers import launcher_named
 from lockstep.launch.plan import RunPlan
 from lockstep.runs.errors import (
@@ -93,11 +93,11 @@ def signals_end_this_process() -> None:
 def _failed(folder: RunFolder, cluster: Cluster, error: Exception, code: int) -> int:
     message = str(error) if isinstance(error, UserError | Diverged) else f"{type(error).__name__}: {error}"
     phase = read_record(folder.record).get("phase", "start") if folder.record.exists() else "start"
-    facts = {
+    failure: Failure = {
         "rank": cluster.rank, "host": socket.gethostname(), "phase": phase, "message": message,
         "kind": type(error).__name__, "time": time.time(),
     }  # fmt: skip
-    report_failure(getattr(error, "culprit", None) or facts, folder, cluster, code)
+    report_failure(getattr(error, "culprit", None) or failure, folder, cluster, code)
     return code
 
 

@@ -101,7 +101,7 @@ def _launch(config: Config, work: Work, kept: ExitStack, find_largest: FindLarge
         plan = begin(plan, fresh)
     if cluster.is_rank_zero:
         if found:
-            write_record(folder.record, {**read_record(folder.record), "largest_batch": found})
+            write_record(folder.record, {**read_record(folder.record), "largest_batch": found.record()})
         log.info(headline(plan))
         if plan.learning_rates:
             log.info(learning_rate_line(plan))
@@ -129,8 +129,8 @@ def make_plan(
     folder: RunFolder,
     environ: Mapping[str, str],
     find_largest: FindLargest | None,
-) -> tuple[RunPlan, dict[str, Any] | None]:
-    """The plan, and for the record what a search for the largest batch has found.
+) -> tuple[RunPlan, Any]:
+    """The plan, and what a search for the largest batch has found; None where there was none.
 
     Args:
         config: with `choices` and `overrides`.
@@ -158,8 +158,8 @@ def make_plan(
 
 def with_largest_batch(
     plan: RunPlan, environ: Mapping[str, str], find_largest: FindLargest | None
-) -> tuple[RunPlan, dict[str, Any] | None]:
-    """The plan with the largest batch that fits, and what was found, for the record.
+) -> tuple[RunPlan, Any]:
+    """The plan with the largest batch that fits, and what a search has found; None where there was none.
 
     A run that goes on keeps the size that it was started with, which any one of its nodes may know.
     """
@@ -170,7 +170,7 @@ def with_largest_batch(
             log.info("Looking for the largest batch …")
         largest = find_largest(plan, environ, known=size)
         size = largest.known or largest.global_batch_size
-        found = None if largest.known else largest.record()
+        found = None if largest.known else largest
     return replace(plan, batch=Batch.cut(size, cluster.world_size, plan.batch.accumulate)), found
 
 

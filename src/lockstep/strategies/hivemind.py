@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lockstep.runs.errors import UserError
 from lockstep.strategies.capabilities import Capabilities
+from lockstep.strategies.sharded_state import State
 from lockstep.strategies.swarm import (
     OwnOrder,
     children_end_with_this_process,
@@ -186,13 +187,13 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
 
     # --- records and checkpoints: those of the plain net and optimizer
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
         return {
             **super().optimizer_state(optimizer),
             "swarm_steps": self.swarm.local_epoch if self.swarm else self.swarm_steps,
         }
 
-    def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
+    def load_optimizer_state_dict(self, checkpoint: State) -> None:
         super().load_optimizer_state_dict(checkpoint)
         if self.swarm is not None:
             self.swarm.state_averager.local_epoch = checkpoint["optimizer_states"][0].get("swarm_steps", 0)

@@ -34,6 +34,7 @@ from lockstep.strategies.gloo_collectives import use_gloo_collectives
 from lockstep.strategies.local_step import step_on_shards
 from lockstep.strategies.sharded_precision import ShardedPrecision, policies, precision_for
 from lockstep.strategies.sharded_state import (
+    State,
     full_optimizer_state,
     full_state_dict,
     sharded_optimizer_state,
@@ -194,23 +195,23 @@ class Sharded(Capabilities, ModelParallelStrategy):
     def lightning_restore_optimizer(self) -> bool:
         return True
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> State:
         """Whole on rank 0 and empty elsewhere; shards where `sharded_checkpoint`. Every rank must call it."""
         state = self.lightning_module.state_dict()
         return state if self.sharded_checkpoint else full_state_dict(state, keep=self.is_global_zero)
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
         """As lightning_module_state_dict."""
         state = (optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
         return state if self.sharded_checkpoint else full_optimizer_state(state, keep=self.is_global_zero)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: State, filepath: str | Path, storage_options: Any = None) -> None:
         if self.sharded_checkpoint:
             sharded_checkpoint.write(checkpoint, Path(filepath), first_on_node=self.local_rank == 0)
         else:
             ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> State:
         """A file or a folder of shards, written under any strategy; from a folder each rank reads its own parts."""
         if not sharded_checkpoint.is_shard_folder(checkpoint_path):
             return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only=weights_only)

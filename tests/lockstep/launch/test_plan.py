@@ -112,10 +112,9 @@ def test_the_lines_that_a_run_says_of_its_plan(tmp_path):
 
 
 class Largest:
-    global_batch_size, known = 0, None
+    """What find_largest gives, as far as the plan asks."""
 
-    def record(self):
-        return {"global": self.global_batch_size}
+    global_batch_size, known = 0, None
 
 
 def test_the_largest_batch_takes_the_place_of_max(tmp_path):
@@ -132,7 +131,7 @@ def test_the_largest_batch_takes_the_place_of_max(tmp_path):
     assert resolve_batch(config, cluster) == Batch(4, 1, 2)
     folder = RunFolder(tmp_path / "r")
     plan, found = make_plan(config, cluster, accelerator, folder, {}, find_largest)
-    assert plan.batch == Batch(512, 128, 2) and found == {"global": 512} and asked == [(Batch(4, 1, 2), None)]
+    assert plan.batch == Batch(512, 128, 2) and found.global_batch_size == 512 and asked == [(Batch(4, 1, 2), None)]
     folder.path.mkdir()
     folder.config.write_text(yaml.safe_dump(as_run(plan)))
     again, found = make_plan(config, cluster, accelerator, folder, {}, find_largest)

@@ -87,7 +87,7 @@ def test_a_compiled_net_is_asked_for_and_refused_where_one_process_has_several_d
     from lockstep.training.rank import RankSession
     from memory_runs import planned
 
-    words = ["experiment=quickstart", "trainer.compile=true", f"data.cache_dir={tmp_path}", "callbacks=none"]
+    words = ["experiment=quickstart", "trainer.compile=true", f"data.cache_dir={tmp_path}", "~callbacks.checkpoints"]
     plan = planned([*words, "trainer=cpu"], tmp_path)
     run = build_run(plan, RankSession(plan, []))
     assert run.module.net._compiled_call_impl is not None
