@@ -69,7 +69,7 @@ def test_the_port_is_free_again_for_the_ranks():
     [
         ({"tree_hash": "x"}, "node 1 (host1) runs with other code"),
         ({"config_hash": "x"}, "node 1 (host1) runs with other options"),
-        ({"versions": {"torch": "3"}}, "node 1 (host1) has torch 3, node 0 has 2: run make install"),
+        ({"versions": {"torch": "3"}}, "node 1 (host1) has torch 3, node 0 (host0) has 2: run make install"),
         ({"run_id": "other"}, "was given run_id=other, node 0 r"),
         ({"num_nodes": 3}, "waits for 2 nodes"),
     ],
