@@ -7,7 +7,6 @@ starts in about 0.1 s instead of 5. Training itself goes through the supervisor.
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,14 +15,9 @@ from typing import Any
 
 from lockstep.distributed.cluster import Cluster, adopt
 from lockstep.runs.output import set_up
+from ranks import free_port
 
 PRELOAD = ("torch", "torch.distributed", "lightning.pytorch", "timm")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def local_cluster(rank: int, world_size: int, port: int, num_nodes: int = 1) -> Cluster:
