@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +50,17 @@ limit. *Prediction error* is that of the line through the two small probes, as a
 
 def search(options: list[str], folder: Path, ranks: int) -> dict[str, Any]:
     from lockstep.batch_size.sessions import find_largest
-    from lockstep.distributed.cluster import Cluster
-    from memory_runs import composed
+    from memory_runs import planned
 
-    config = composed(options, folder)
-    cluster = Cluster("none", 1, ranks, 0, None if ranks > 1 else 0, "127.0.0.1", None)
-    return find_largest(config, cluster, dict(os.environ)).record()
+    return find_largest(planned(options, folder, ranks), dict(os.environ)).record()
 
 
 def most(options: list[str], folder: Path, ranks: int, found: int, limit_gib: float) -> int:
     """Try every batch from just below the found to where it would be 5 % too small, on ranks without a limit."""
-    from memory_runs import composed, peaks
+    from memory_runs import peaks, planned
 
     batches = list(range(max(1, found - 2), int(found / 0.95) + 2))
-    measured = peaks(composed(options, folder), folder, ranks, batches)
+    measured = peaks(planned(options, folder), folder, ranks, batches)
     largest = [max(max(rank[i].values()) for rank in measured) for i in range(len(batches))]
     return max((b for b, size in zip(batches, largest, strict=True) if size <= limit_gib * GIB), default=0)
 
@@ -95,14 +93,15 @@ def lightning_finder(options: list[str]) -> dict[str, Any]:
 
     On the CPU our tracker's limit says that memory is out in the words that Lightning listens for.
     """
-    import torch
     from lightning.pytorch.tuner import Tuner
     from lightning.pytorch.tuner import batch_size_scaling as scaling
 
     from lockstep.batch_size.memory import OutOfTrackedMemory, TrackedBytes, untracked
-    from lockstep.distributed.cluster import Cluster
-    from lockstep.training import build as assemble
-    from memory_runs import composed
+    from lockstep.runs.batch import Batch
+    from lockstep.training.build import build_data, build_module, data_facts
+    from lockstep.training.rank import device_of
+    from lockstep.training.trainer import build_strategy, build_trainer
+    from memory_runs import planned
 
     class InItsWords(TrackedBytes):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -112,17 +111,16 @@ def lightning_finder(options: list[str]) -> dict[str, Any]:
                 raise RuntimeError(f"DefaultCPUAllocator: can't allocate memory: {error}") from None
 
     with tempfile.TemporaryDirectory() as name:
-        config, cluster = composed(options, Path(name)), Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
-        config["data"]["global_batch_size"] = 8
-        device = torch.device("cuda", 0) if config["trainer"]["accelerator"] == "gpu" else torch.device("cpu")
-        data = assemble.build_data(config, cluster, device)
+        plan = planned(options, Path(name), 1)
+        plan = replace(plan, batch=Batch.of_device(8, 1, plan.batch.accumulate))
+        device, data = device_of(plan), build_data(plan)
         tried: list[int] = []
         make = data.train_dataloader
         data.train_dataloader = lambda: tried.append(data.global_batch_size) or make()
 
         def run() -> int:
-            module = assemble.build_module(config, assemble.data_facts(data))
-            trainer = assemble.build_trainer(config, cluster, [], [], Path(name))
+            module = build_module(plan.config, data_facts(data))
+            trainer = build_trainer(plan, build_strategy(plan), [], [], Path(name))
             finder = {"mode": "binsearch", "batch_arg_name": "global_batch_size", "init_val": 8}
             return int(Tuner(trainer).scale_batch_size(module, datamodule=data, **finder) or 0)
 
@@ -132,7 +130,7 @@ def lightning_finder(options: list[str]) -> dict[str, Any]:
             meter, try_batch = InItsWords(), scaling._try_loop_run
 
             def within_the_limit(*arguments: Any) -> None:
-                meter.limit = int(config["trainer"]["memory_limit_gib"] * GIB)
+                meter.limit = int(plan.trainer["memory_limit_gib"] * GIB)
                 try:
                     try_batch(*arguments)
                 finally:

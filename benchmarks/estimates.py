@@ -41,18 +41,16 @@ a fake process group and in real processes, {batch} images for each. The phase i
 
 def compare(options: list[str], trainer: str, ranks: int, batch: int, folder: Path) -> dict[str, Any]:
     from lockstep.batch_size import estimate
-    from lockstep.distributed.cluster import Cluster
-    from memory_runs import composed, peaks
+    from memory_runs import peaks, planned
 
     more = [f"trainer.devices={ranks}"] if ranks > 1 else []
-    config = composed([*DATA, *options, f"trainer={trainer}", *more], folder)
-    first = peaks(config, folder, ranks, [batch] * TRIES)[0]
+    plan = planned([*DATA, *options, f"trainer={trainer}", *more], folder)
+    first = peaks(plan, folder, ranks, [batch] * TRIES)[0]
     real = {phase: min(tried[phase] for tried in first) for phase in first[0]}
-    world = Cluster("none", 1, ranks, 0, 0, "127.0.0.1", None)
-    facts = {"num_classes": 10, "image_size": config["data"]["image_size"], "channels": 3}
+    facts = {"num_classes": 10, "image_size": plan.config["data"]["image_size"], "channels": 3}
     if ranks > 1:
-        estimate.peak_bytes(config, facts, world, 2)
-    estimated = estimate.peak_bytes(config, facts, world, batch)
+        estimate.peak_bytes(plan, facts, 2)
+    estimated = estimate.peak_bytes(plan, facts, batch)
     error = max(estimated.values()) / max(real.values()) - 1
     return {"trainer": trainer, "ranks": ranks, "batch": batch, "real": real, "estimated": estimated, "error": error}
 

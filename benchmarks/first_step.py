@@ -9,9 +9,9 @@ import time
 from measuring import REPOSITORY  # noqa: F401 puts src/ on the path
 
 import train
-from lockstep.distributed import cluster as world
+from lockstep.distributed.cluster import plan_file
 
-SUPERVISES = "trainer=ddp_sim" in sys.argv and not world.supervised_config()
+SUPERVISES = "trainer=ddp_sim" in sys.argv and not plan_file()
 
 
 def tell_first_step() -> None:

@@ -78,8 +78,7 @@ class Sides:
     def __init__(self, overrides: list[str], steps: int, scratch: Path) -> None:
         import torch
 
-        from lockstep.config.compose import compose, plain
-        from lockstep.launch.launcher import chosen_options
+        from lockstep.config.compose import chosen_options, compose, plain
 
         overrides = [*overrides, "trainer=cpu", "trainer.max_epochs=1", "test=false", "trainer.limit_val_batches=0"]
         overrides += places(scratch)
@@ -98,16 +97,16 @@ class Sides:
         clock = self._clock()
         config = {**self.config, "run_id": f"bench{self.count}"}
         self.count += 1
-        code = launch_config(config, lambda config, cluster, folder: self._fit(config, cluster, folder, clock))
+        code = launch_config(config, lambda plan: self._fit(plan, clock))
         assert code == 0, code
         return clock.seconds_per_step()
 
-    def _fit(self, config: dict[str, Any], cluster: Any, folder: Any, clock: Any) -> int:
+    def _fit(self, plan: Any, clock: Any) -> int:
         from lockstep.training.build import build_run
-        from lockstep.training.rank import enter_world
+        from lockstep.training.rank import joined_ranks
 
-        with enter_world(config, cluster, folder) as world:
-            run = build_run(config, cluster, folder, world, None)
+        with joined_ranks(plan) as session:
+            run = build_run(session.plan, session)
             if not self.batches:
                 self._keep_batches(run.data)
             run.data.train_dataloader = lambda: Cached(self.batches, self.steps + self.warmup)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.runs.hooks import TakesNamedParameters
+
 TOP5_FROM_CLASSES = 6
 FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)  # of torch 2.14's fused optimizers those that take DTensors
 
@@ -138,7 +140,7 @@ class ImageClassifier(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         assert self.optimizer_factory is not None, "built for evaluation only"
-        takes_named = getattr(self.optimizer_factory.func, "takes_named_parameters", False)
+        takes_named = isinstance(self.optimizer_factory.func, TakesNamedParameters)
         trainable = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
         parameters = [p for _, p in trainable]
         optimizer = self.optimizer_factory(trainable if takes_named else parameters, **self._kernel(parameters))

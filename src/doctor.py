@@ -11,7 +11,6 @@ if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts 
     end_on_signal()
 
 import logging
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,41 +18,39 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.compose import plain, run_door
-from lockstep.distributed import cluster as world
-from lockstep.distributed import preflight as readiness
-from lockstep.distributed.preflight import Finding
+from lockstep.config.compose import chosen_options, plain, run_door
+from lockstep.distributed.cluster import Cluster, adopt, environment
+from lockstep.distributed.preflight import Finding, free_disk, own_address, stale_ranks
 from lockstep.runs import provenance
+from lockstep.runs.config import Config, read_only
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
-from lockstep.runs.provenance import REPOSITORY
 
 log = logging.getLogger(__name__)
 
 NO_FILES = ("digits", "synthetic")  # come with a package, or from nothing
 
 
-def examine(config: dict[str, Any], environment: dict[str, str]) -> Iterator[Finding]:
-    """(fine, sentence) for each check that needs only this node."""
-    from lockstep.launch.launcher import describe_batch, resolve_cluster
+def examine(config: Config, trainer_name: str, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """(fine, sentence) for each check: of this node, then of the others where there are."""
+    from lockstep.launch.plan import resolve_batch, resolve_cluster, resolved
 
-    yield from readiness.stale_ranks(environment)
+    yield from stale_ranks(environ)
     try:
-        cluster = resolve_cluster(config, environment)
-        if config["data"].get("global_batch_size") != "max":
-            describe_batch(config, cluster)
+        cluster, accelerator = resolve_cluster(config, trainer_name, environ)
+        resolve_batch(config, cluster)
         words = f"{cluster.world_size} ranks on {cluster.num_nodes} nodes, this is node {cluster.node_rank}"
         yield True, f"settings: {words} ({cluster.launcher})."
     except UserError as error:
         yield False, str(error)
         return
-    yield readiness.own_address(cluster, environment)
-    yield readiness.free_disk(Path(config["paths"]["log_dir"]))
+    yield own_address(cluster, environ)
+    yield free_disk(Path(config["paths"]["log_dir"]))
     yield _packages()
     yield _data(config)
-    yield from _gpus(config)
+    yield from _gpus() if accelerator == "gpu" else ()
     yield from _bucket(config.get("s3") or {})
     if cluster.num_nodes > 1 and cluster.is_supervisor:
-        yield from _other_nodes(config, cluster)
+        yield from _other_nodes(resolved(config, cluster, accelerator), cluster)
 
 
 def _packages() -> Finding:
@@ -63,7 +60,7 @@ def _packages() -> Finding:
     return True, "packages installed."
 
 
-def _data(config: dict[str, Any]) -> Finding:
+def _data(config: Config) -> Finding:
     """Whether the data lies here already; a node without a network cannot fetch it."""
     folder = Path(str(config["data"].get("root") or config["paths"]["data_dir"]))
     words = f"data={config['data']['name']}"
@@ -72,9 +69,7 @@ def _data(config: dict[str, Any]) -> Finding:
     return True, f"{words}: {folder} is empty, so the first run fetches the data, and needs a network for it."
 
 
-def _gpus(config: dict[str, Any]) -> Iterator[Finding]:
-    if config["trainer"]["accelerator"] != "gpu":
-        return
+def _gpus() -> Iterator[Finding]:
     import torch
 
     if not torch.cuda.is_available():
@@ -103,16 +98,11 @@ def _bucket(s3: Mapping[str, Any]) -> Iterator[Finding]:
         yield False, f"s3: {error}."
 
 
-def _other_nodes(config: dict[str, Any], cluster: world.Cluster) -> Iterator[Finding]:
+def _other_nodes(config: Config, cluster: Cluster) -> Iterator[Finding]:
     from lockstep.distributed.rendezvous import agree
-    from lockstep.runs.provenance import config_hash
 
-    mine = {
-        "run_id": None, "host": socket.gethostname(), "tree_hash": provenance.tree_hash(REPOSITORY),
-        "config_hash": config_hash(config), "versions": provenance.versions(),
-    }  # fmt: skip
     try:
-        answer = agree(cluster, mine, config["trainer"]["timeout_s"])
+        answer = agree(cluster, provenance.fingerprint(config), None, config["trainer"]["timeout_s"])
     except UserError as error:
         yield False, str(error)
         return
@@ -123,10 +113,10 @@ def _other_nodes(config: dict[str, Any], cluster: world.Cluster) -> Iterator[Fin
     yield from _all_reduce(config, cluster)
 
 
-def _all_reduce(config: dict[str, Any], cluster: world.Cluster) -> Iterator[Finding]:
+def _all_reduce(config: Config, cluster: Cluster) -> Iterator[Finding]:
     """Latency and bandwidth between the nodes, one process a node, over gloo."""
     one_each = replace(cluster, devices=1, local_rank=0)
-    world.adopt(one_each)
+    adopt(one_each)
     import torch
     import torch.distributed as dist
 
@@ -157,10 +147,8 @@ def _seconds(action: Callable[[], Any], times: int) -> float:
 
 
 def diagnose(cfg: Any) -> int:
-    config = plain(cfg)
-    config["choices"] = {key: value for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")}
     bad = 0
-    for fine, sentence in examine(config, world.environment()):
+    for fine, sentence in examine(read_only(plain(cfg)), chosen_options(cfg)["trainer"], environment()):
         log.info(f"{'ok  ' if fine else 'MEND'}  {sentence}")
         bad += not fine
     return EXIT_FAILED if bad else EXIT_OK

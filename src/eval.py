@@ -20,11 +20,14 @@ from typing import Any
 import yaml
 
 from lockstep.config.compose import CONFIGS, chosen_options, compose, plain, run_door
-from lockstep.config.declared import Config, key_of
-from lockstep.distributed import cluster as world
-from lockstep.launch.launcher import launch_config, resume_in_rank
+from lockstep.config.declared import key_of
+from lockstep.distributed.cluster import plan_file
+from lockstep.launch.launcher import launch_config, run_supervised
+from lockstep.launch.plan import RunPlan
+from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 from lockstep.storage.fetch import locate_checkpoint
+from lockstep.strategies.placement import in_one_process
 
 log = logging.getLogger(__name__)
 
@@ -53,25 +56,27 @@ class Checkpoint:
         return [f"{group}={name}" for group, name in kept.items() if name in there]
 
 
-def evaluate(config: dict[str, Any], cluster: Any, folder: Any) -> int:
+def evaluate(plan: RunPlan) -> int:
     """One rank's evaluation."""
     from lockstep.callbacks.confusion import write_confusion
     from lockstep.runs.files import utc_now
-    from lockstep.runs.old_configs import model_name
-    from lockstep.training.build import build_run, load_weights
-    from lockstep.training.rank import enter_world
+    from lockstep.training.build import build_run
+    from lockstep.training.rank import joined_ranks
+    from lockstep.training.weights import load_weights
 
-    with enter_world(config, cluster, folder) as world:
-        run = build_run(config, cluster, folder, world, None, trainable=False)
-        before = load_weights(run.module, config["ckpt_path"], model_name(config))
-        chosen = any(word.lstrip("+~").startswith("data") for word in config["overrides"])
-        if cluster.is_rank_zero and not chosen and before.get("data_hash") not in (None, run.facts["data_hash"]):
+    with joined_ranks(plan) as session:
+        plan, is_rank_zero = session.plan, plan.cluster.is_rank_zero
+        run = build_run(plan, session, trainable=False)
+        before = load_weights(run.module, str(plan.checkpoint), plan.model_name)
+        chosen = any(word.lstrip("+~").startswith("data") for word in plan.overrides)
+        if is_rank_zero and not chosen and before.get("data_hash") not in (None, run.facts["data_hash"]):
             log.info("The images are not those of the training: it may have trained on some of this test.")
         run.trainer.test(run.module, datamodule=run.data, verbose=False)
-        if run.module.test_confusion is None:
+        counts: Any = run.module.test_confusion
+        if counts is None:
             raise UserError("trainer.limit_test_batches=0 leaves nothing to test.")
-        if cluster.is_rank_zero:
-            per_class = write_confusion(run.module.test_confusion, run.facts["class_names"], folder)
+        if is_rank_zero:
+            per_class = write_confusion(counts, run.facts["class_names"], plan.folder)
             run.recorder.write(
                 run.trainer,
                 status="finished",
@@ -91,7 +96,7 @@ def find_checkpoint(words: list[str]) -> Checkpoint:
     Raises:
         UserError: none is named, it cannot be found or read, or it carries no config.
     """
-    from lockstep.training.build import read_checkpoint
+    from lockstep.training.weights import read_checkpoint
 
     composed = plain(compose("train", [word for word in words if key_of(word).split(".")[0] in FINDERS]))
     if not composed["ckpt_path"]:
@@ -116,13 +121,10 @@ def config_of(cfg: Any, checkpoint: Checkpoint, words: list[str]) -> dict[str, A
     config = overlay(base_of(checkpoint, composed), composed, words)
     config.update(
         ckpt_path=str(checkpoint.path), task_name="eval", resume=None, logger={}, scheduler={}, test=True,
-        resume_step=None, callbacks=callbacks_of(checkpoint, composed), overrides=words,
+        callbacks=callbacks_of(checkpoint, composed), overrides=words,
     )  # fmt: skip
     if not any(word.startswith("trainer=") for word in words):
-        for key in ("num_gpus", "stage_devices", "micro_batches", "balance"):  # of strategies that are left out here
-            config["trainer"].pop(key, None)
-        config["trainer"].update(launch="one_process", accelerator=composed["trainer"]["accelerator"], devices=1,
-                                 num_nodes=1, strategy=None)  # fmt: skip
+        config["trainer"] = in_one_process(config["trainer"], composed["trainer"]["accelerator"])
     config["trainer"]["accumulate_grad_batches"] = 1
     if config["trainer"]["launch"] == "one_process" and any(word.startswith("data.") for word in words):
         config["data"]["global_batch_size"] = 1  # nothing is trained: fewer images than that are no error
@@ -184,8 +186,8 @@ def overlay(base: Config, composed: Config, overrides: list[str]) -> dict[str, A
 
 
 def main(argv: list[str]) -> int:
-    if config := world.supervised_config():
-        return resume_in_rank(config, evaluate)
+    if path := plan_file():
+        return run_supervised(path, evaluate)
     found: list[Checkpoint] = []
 
     def completed(words: list[str]) -> list[str]:

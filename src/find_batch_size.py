@@ -12,54 +12,59 @@ if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts 
     end_on_signal()
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.batch_size.sessions import find_largest
+from lockstep.batch_size.sessions import Largest, find_largest
 from lockstep.config.compose import chosen_options, plain, run_door
-from lockstep.distributed import cluster as world
+from lockstep.distributed.cluster import environment
+from lockstep.launch.plan import RunPlan
 from lockstep.runs.errors import EXIT_OK
 
 
 def find(cfg: Any) -> int:
-    """The door's task: search, print, record."""
-    from lockstep.launch.launcher import agree_on_run, describe_batch, resolve_cluster
+    """Search, print, record; returns the exit code."""
+    from lockstep.launch.agree import agree_on_run
+    from lockstep.launch.plan import resolve_batch, resolve_cluster
     from lockstep.launch.start import begin
+    from lockstep.runs.batch import Batch
+    from lockstep.runs.config import read_only
     from lockstep.runs.files import utc_now
     from lockstep.runs.folder import RunFolder, new_run_id
     from lockstep.runs.record import update_record
     from lockstep.runs.redact import refuse_secrets
 
-    config = plain(cfg)
-    refuse_secrets(config)
-    environment = world.environment()
-    config["choices"] = chosen_options(cfg)
-    cluster = resolve_cluster(config, environment)
-    config["overrides"], config["task_name"] = list(cfg.hydra.overrides.task), "find_batch_size"
+    composed = plain(cfg)
+    composed["task_name"], composed["data"]["global_batch_size"] = "find_batch_size", "max"
+    refuse_secrets(composed)
+    config, choices, environ = read_only(composed), chosen_options(cfg), environment()
+    cluster, accelerator = resolve_cluster(config, choices["trainer"], environ)
     if cluster.is_supervisor:
-        agree_on_run(config, cluster, environment)
-    largest = find_largest(config, cluster, environment)
+        agree_on_run(config, cluster, accelerator, environ)
+    folder = RunFolder(Path(config["paths"]["log_dir"]) / config["task_name"] / "runs" / new_run_id())
+    words, batch = tuple(cfg.hydra.overrides.task), resolve_batch(config, cluster)
+    plan = RunPlan(config, choices, words, cluster, accelerator, folder, batch, initial_weights=config.get("ckpt_path"))
+    largest = find_largest(plan, environ)
     if not cluster.is_rank_zero:
         return EXIT_OK
     fields = largest.record()
-    config["data"]["global_batch_size"] = fields["global"]
-    describe_batch(config, cluster)
-    folder = RunFolder(Path(config["paths"]["log_dir"]) / config["task_name"] / "runs" / new_run_id())
-    begin(config, cluster, folder, fresh=True)
+    plan = replace(plan, batch=Batch.cut(largest.global_batch_size, cluster.world_size, batch.accumulate))
+    begin(plan, fresh=True)
     with update_record(folder.record) as record:
         record.take({"largest_batch": fields, "peak_memory_gib": fields["peak_memory_gib"]})
         record.status, record.phase, record.exit_code, record.finished_at = "finished", "end", EXIT_OK, utc_now()
-    print(sentence(fields, config, cluster), flush=True)
+    print(sentence(largest, plan), flush=True)
     return EXIT_OK
 
 
-def sentence(fields: dict[str, Any], config: dict[str, Any], cluster: Any) -> str:
+def sentence(largest: Largest, plan: RunPlan) -> str:
     """What was found, in one line."""
-    accumulate = config["trainer"]["accumulate_grad_batches"]
+    fields, batch = largest.record(), plan.batch
     bound = " (all the data there is)" if fields["bounded_by"] == "data set" else ""
     return (
-        f"largest batch {fields['per_device']} per device{bound}, {fields['global']} global = "
-        f"{fields['per_device']} × {cluster.world_size} × {accumulate} · {fields['probes']} probes, "
+        f"largest batch {batch.per_device} per device{bound}, {batch.global_size} global = "
+        f"{batch.per_device} × {plan.cluster.world_size} × {batch.accumulate} · {fields['probes']} probes, "
         f"{fields['out_of_memory']} out of memory, {fields['seconds']:.0f} s · "
         f"peak {fields['peak_memory_gib']:.3g} of {fields['limit_gib']:.3g} GiB"
     )

@@ -5,20 +5,17 @@ import pytest
 import doctor
 from local_ranks import run_ranks
 from lockstep.config.compose import compose, plain
-from lockstep.distributed import preflight as readiness
+from lockstep.distributed import preflight
 from lockstep.distributed.cluster import Cluster
 from ranks import free_port
 
 
 def config_of(*words):
-    cfg = compose("train", list(words))
-    config = plain(cfg)
-    config["choices"] = {"trainer": "ddp_sim"}
-    return config
+    return plain(compose("train", list(words)))
 
 
 def findings(config, environment):
-    return list(doctor.examine(config, environment))
+    return list(doctor.examine(config, "ddp_sim", environment))
 
 
 def test_a_machine_alone_is_ready(tmp_path):
@@ -35,7 +32,7 @@ def test_a_batch_to_be_found_is_no_contradiction(tmp_path):
 
 def test_ranks_that_see_too_few_gpus_are_named(monkeypatch):
     """srun --gpus-per-task=1: each rank sees one, and asks for its own of four."""
-    monkeypatch.setattr("lockstep.distributed.cluster.visible_gpus", lambda environment: 1)
+    monkeypatch.setattr("lockstep.launch.plan.visible_gpus", lambda environment: 1)
     environment = {**SLURM, "SLURM_JOB_NODELIST": "a", "SLURM_STEP_NUM_NODES": "1"}
     bad = [sentence for fine, sentence in findings(config_of("trainer=ddp"), environment) if not fine]
     assert any("4 ranks on this node see 1 GPU: " in sentence for sentence in bad), bad
@@ -85,26 +82,26 @@ def place(num_nodes=2, master="127.0.0.1"):
 
 
 def test_an_interface_that_does_not_exist():
-    fine, sentence = readiness.own_address(place(), {"GLOO_SOCKET_IFNAME": "eth77"})
+    fine, sentence = preflight.own_address(place(), {"GLOO_SOCKET_IFNAME": "eth77"})
     assert not fine and "no interface eth77" in sentence
 
 
 def test_a_master_name_that_means_this_hosts_loopback(monkeypatch):
-    monkeypatch.setattr(readiness, "network_interface", lambda _: "lo")
-    fine, sentence = readiness.own_address(place(master="node0"), {})
+    monkeypatch.setattr(preflight, "network_interface", lambda _: "lo")
+    fine, sentence = preflight.own_address(place(master="node0"), {})
     assert not fine and "/etc/hosts" in sentence
 
 
 def test_a_master_that_cannot_be_reached(monkeypatch):
-    monkeypatch.setattr(readiness, "network_interface", lambda _: None)
-    fine, sentence = readiness.own_address(place(master="10.9.9.9"), {})
+    monkeypatch.setattr(preflight, "network_interface", lambda _: None)
+    fine, sentence = preflight.own_address(place(master="10.9.9.9"), {})
     assert not fine and "no way to 10.9.9.9" in sentence
 
 
 def test_a_full_disk(monkeypatch, tmp_path):
-    monkeypatch.setattr(readiness, "FREE_DISK_GIB", 1e9)
-    assert list(readiness.findings(place(1), {}, tmp_path)) == [readiness.free_disk(tmp_path)[1]]
-    assert "make room" in readiness.free_disk(tmp_path)[1]
+    monkeypatch.setattr(preflight, "FREE_DISK_GIB", 1e9)
+    assert list(preflight.findings(place(1), {}, tmp_path)) == [preflight.free_disk(tmp_path)[1]]
+    assert "make room" in preflight.free_disk(tmp_path)[1]
 
 
 def test_a_bucket_that_is_not_there_is_named(monkeypatch):

@@ -83,7 +83,7 @@ from lockstep.launch.finish import conclude
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.output import set_up
 set_up()
-conclude({"paths": {"logbook_dir": sys.argv[2]}}, RunFolder(Path(sys.argv[1])), 0)
+conclude(RunFolder(Path(sys.argv[1])), None, 0)
 sys.exit(7)
 """
 

@@ -299,10 +299,10 @@ def test_bfloat16_is_clipped_also_where_one_kernel_steps_all_parameters(tmp_path
 
 
 def other_images():
-    from lockstep.training import build as assemble
+    from lockstep.training import build
 
-    original = assemble.data_facts
-    assemble.data_facts = lambda data: {**original(data), "data_hash": "others"}
+    original = build.data_facts
+    build.data_facts = lambda data: {**original(data), "data_hash": "others"}
 
 
 def test_a_test_of_no_batches_is_no_failure(tmp_path):

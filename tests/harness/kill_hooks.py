@@ -90,7 +90,7 @@ def plant(plan: Plan) -> None:
     from lockstep.callbacks.s3_upload import S3Upload
     from lockstep.callbacks.training_log import TrainingLog
     from lockstep.data.batches import TrainBatches
-    from lockstep.training import build as assemble
+    from lockstep.training import build
 
     watch.GRACE_S, watch.SILENT_AFTER_S, watch.LEAVE_TOGETHER_S = 1.0, 2.0, 4.0  # what is measured is the restart
     tap: list[Tap] = []
@@ -136,7 +136,7 @@ def plant(plan: Plan) -> None:
     _before(ImageClassifier, "on_validation_epoch_start", enters("validation", "sanity check"))
     _before(ImageClassifier, "on_validation_epoch_end", enters("epoch end", "sanity check"))
     _before(ImageClassifier, "on_test_epoch_start", enters("test"))
-    _before(assemble, "build_run", starts)
+    _before(build, "build_run", starts)
     if plan.phase == "test":  # the ranks agree once a second: a test of a tenth of one has nothing left to stop
         _before(ImageClassifier, "test_step", lambda *_: time.sleep(0.3))
 

@@ -65,7 +65,7 @@ def each_image_once(found: dict[tuple[int, int], list[list[int]]]) -> list[str]:
 
 def final_state(folder: RunFolder) -> dict[str, Any]:
     from lockstep.storage.checkpoint_files import newest_whole
-    from lockstep.training.build import read_checkpoint
+    from lockstep.training.weights import read_checkpoint
 
     path = newest_whole(folder.checkpoints, kind="last")
     assert path is not None, list(folder.checkpoints.iterdir())

@@ -1,4 +1,4 @@
-"""Start ranks of one world on this machine, each a function call in a fresh child of a warm fork server.
+"""Start ranks of one run on this machine, each a function call in a fresh child of a warm fork server.
 
 For checks that compare strategies (benchmarks, tests): with torch and Lightning imported once in the server, a rank
 starts in about 0.1 s instead of 5. Training itself goes through the supervisor.
@@ -7,7 +7,6 @@ starts in about 0.1 s instead of 5. Training itself goes through the supervisor.
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -15,22 +14,17 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from lockstep.distributed import cluster as world
+from lockstep.distributed.cluster import Cluster, adopt
 from lockstep.runs.output import set_up
+from ranks import free_port
 
 PRELOAD = ("torch", "torch.distributed", "lightning.pytorch", "timm")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def local_cluster(rank: int, world_size: int, port: int, num_nodes: int = 1) -> world.Cluster:
-    """Rank `rank` of a world on this machine; with several nodes they are nodes in name only."""
+def local_cluster(rank: int, world_size: int, port: int, num_nodes: int = 1) -> Cluster:
+    """Rank `rank` of `world_size` on this machine; with several nodes they are nodes in name only."""
     devices = world_size // num_nodes
-    return world.Cluster("supervisor", num_nodes, devices, rank // devices, rank % devices, "127.0.0.1", port)
+    return Cluster("supervisor", num_nodes, devices, rank // devices, rank % devices, "127.0.0.1", port)
 
 
 def run_ranks(
@@ -92,9 +86,9 @@ def _collect(ranks: dict[Connection, tuple[int, Any]], timeout_s: float) -> list
     return [results[rank] for rank in sorted(results)]
 
 
-def _rank(connection: Connection, paths: list[str], function: Any, place: world.Cluster, arguments: Any) -> None:
+def _rank(connection: Connection, paths: list[str], function: Any, place: Cluster, arguments: Any) -> None:
     sys.path[:] = paths
-    world.adopt(place)
+    adopt(place)
     set_up()
     import torch
 
@@ -110,7 +104,7 @@ def _rank(connection: Connection, paths: list[str], function: Any, place: world.
     os._exit(0)  # no collective of a destructor may wait for a rank that is gone
 
 
-def meet(cluster: world.Cluster, device_type: str = "cpu") -> None:
+def meet(cluster: Cluster, device_type: str = "cpu") -> None:
     """Make the default process group, once, as distributed/process_group.py does before a run's strategy."""
     import torch.distributed as dist
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from local_ranks import local_cluster, meet, run_ranks
 from lockstep.distributed.cluster import Cluster
+from lockstep.strategies.capabilities import capabilities
 from lockstep.strategies.sharded_checkpoint import load_checkpoint
 from lockstep.training.rank import StartedRanks
 
@@ -155,8 +156,8 @@ def trainer_of(
     strategy = strategy_of(name, **(own or {}))
     plugins: list[Any] = [StartedRanks(cluster), FilesAndFolders()]
     given: dict[str, Any] = {"precision": precision}
-    if hasattr(strategy, "precision_for"):
-        plugins.append(strategy.precision_for(precision, device.type))
+    if plugin := capabilities(strategy).precision_for(precision, device.type):
+        plugins.append(plugin)
         given = {}
     return pl.Trainer(
         accelerator="cpu" if device.type == "cpu" else "gpu",

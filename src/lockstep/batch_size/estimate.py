@@ -8,13 +8,13 @@ under these names only.
 Rank 0 of a fake process group of any size runs two steps and a validation; tensors have shapes and no contents.
 """
 
-import copy
 import inspect
 import logging
 import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,23 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lockstep.batch_size.ddp_buckets import Buckets
 from lockstep.batch_size.fake_images import FakeImages
 from lockstep.batch_size.least_batch import least_batch
 from lockstep.batch_size.memory import GIB, MemoryPhases, TrackedBytes
 from lockstep.batch_size.search import Shares, largest_batch
-from lockstep.config import instantiate as targets
-from lockstep.config.compose import plain
+from lockstep.config.compose import chosen_options, plain
+from lockstep.config.instantiate import check_targets, resolve_target
 from lockstep.distributed.cluster import Cluster
+from lockstep.launch.plan import RunPlan
+from lockstep.runs.batch import Batch
+from lockstep.runs.config import Config, read_only, writable
 from lockstep.runs.errors import EXIT_OK, UserError
-from lockstep.training import build as assemble
-from lockstep.training import rank as rank_process
+from lockstep.runs.folder import RunFolder
+from lockstep.training.build import build_module, synchronise_batch_norm
+from lockstep.training.checks import DataFacts
+from lockstep.training.rank import prepare_process
+from lockstep.training.trainer import build_strategy, build_trainer
 
 log = logging.getLogger(__name__)
 
@@ -53,20 +60,19 @@ AS_LARGE = {"16-mixed": "bf16-mixed", "16-true": "bf16-true"}  # fp16's loss sca
 
 
 def estimate(cfg: Any) -> int:
-    """The door's task under --estimate: the largest batch and the memory at its phases, printed."""
-    config = plain(cfg)
-    config["choices"] = {key: value for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")}
-    cluster = stated_cluster(config)
+    """What --estimate does: the largest batch and the memory at its phases, printed."""
+    config, choices = read_only(plain(cfg)), chosen_options(cfg)
     limit_gib = stated_limit_gib(config)
-    targets.check_targets(config)
-    rank_process.prepare_process(config, cluster)
-    facts = stated_facts(config)
+    check_targets(config)
+    plan = stated_plan(config, choices)
+    prepare_process(plan)
+    facts, cluster = stated_facts(config), plan.cluster
     if cluster.world_size > 1:
         # DTensor's own shape propagation, done once, would be counted; BatchNorm refuses a single image
-        peak_bytes(config, facts, cluster, 2)
+        peak_bytes(plan, facts, 2)
 
     def fits(batch: int) -> Shares:
-        return [{phase: held / (limit_gib * GIB) for phase, held in peak_bytes(config, facts, cluster, batch).items()}]
+        return [{phase: held / (limit_gib * GIB) for phase, held in peak_bytes(plan, facts, batch).items()}]
 
     least = least_batch(config, facts, cluster.world_size)
     found = largest_batch(fits, bound=UNBOUND, least=least)
@@ -74,12 +80,12 @@ def estimate(cfg: Any) -> int:
         images = "one image" if least == 1 else f"{least} images, the fewest that the net takes,"
         needs = _phases(fits(least), limit_gib)
         raise UserError(f"Not even {images} for each device fits into {limit_gib:.3g} GiB: {needs}.")
-    parts = cluster.world_size * config["trainer"]["accumulate_grad_batches"]
+    parts = cluster.world_size * plan.batch.accumulate
     shares = next(probe.shares for probe in found.probes if probe.batch == found.batch)
     at_least = "at least " if found.at_bound else ""  # the estimate stops there, the memory does not
     log.info(
         f"estimated largest batch {at_least}{found.batch} per device, {at_least}{found.batch * parts} global = "
-        f"{found.batch} × {cluster.world_size} × {config['trainer']['accumulate_grad_batches']} · "
+        f"{found.batch} × {cluster.world_size} × {plan.batch.accumulate} · "
         f"{_phases(shares, limit_gib)} of {limit_gib:.3g} GiB · nothing was run"
     )
     return EXIT_OK
@@ -89,13 +95,19 @@ def _phases(shares: Shares | None, limit_gib: float) -> str:
     return ", ".join(f"{phase} {share * limit_gib:.2f}" for phase, share in (shares or [{}])[0].items())
 
 
-def stated_cluster(config: dict[str, Any]) -> Cluster:
-    """The world that the options and `hardware=` describe; nothing of this machine goes in."""
+def stated_plan(config: Config, choices: Config) -> RunPlan:
+    """A training on what the options and `hardware=` describe, one image for each device; its folder is none."""
+    accelerator = "cpu" if config["trainer"]["accelerator"] == "cpu" else "gpu"
+    cluster, accumulate = stated_cluster(config, choices["trainer"]), config["trainer"]["accumulate_grad_batches"]
+    batch = Batch.of_device(1, cluster.world_size, accumulate)
+    return RunPlan(config, choices, (), cluster, accelerator, RunFolder(Path()), batch)
+
+
+def stated_cluster(config: Config, trainer_name: str) -> Cluster:
+    """The cluster that the options and `hardware=` describe; nothing of this machine goes in."""
     trainer, hardware = config["trainer"], config.get("hardware") or {}
     if (trainer["strategy"] or {}).get("_target_", KNOWN[0]) not in KNOWN:
-        raise UserError(
-            f"--estimate knows cpu, gpu, ddp, fsdp, allreduce and their _sim, not {config['choices']['trainer']}."
-        )
+        raise UserError(f"--estimate knows cpu, gpu, ddp, fsdp, allreduce and their _sim, not {trainer_name}.")
     if trainer["launch"] == "one_process":
         return Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
     devices = hardware.get("gpus") or 1 if trainer["devices"] == "auto" else trainer["devices"]
@@ -106,7 +118,7 @@ def stated_cluster(config: dict[str, Any]) -> Cluster:
     return Cluster("none", num_nodes, devices, 0, 0, "127.0.0.1", None)
 
 
-def stated_limit_gib(config: dict[str, Any]) -> float:
+def stated_limit_gib(config: Config) -> float:
     """What tensors may take of one device."""
     trainer, hardware = config["trainer"], config.get("hardware") or {}
     fraction = trainer.get("memory_fraction") or 1.0
@@ -119,9 +131,9 @@ def stated_limit_gib(config: dict[str, Any]) -> float:
     )
 
 
-def stated_facts(config: dict[str, Any]) -> dict[str, Any]:
+def stated_facts(config: Config) -> DataFacts:
     """Shape of the images without reading them; the number of classes hardly matters for memory."""
-    data = targets.resolve_target(config["data"]["_target_"], "data._target_")
+    data = resolve_target(config["data"]["_target_"], "data._target_")
     return {
         "num_classes": config["data"].get("num_classes") or CLASSES,
         "image_size": config["data"]["image_size"],
@@ -142,30 +154,32 @@ def _one(dtype: torch.dtype) -> Any:
     return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
-def peak_bytes(config: dict[str, Any], facts: dict[str, Any], cluster: Cluster, batch: int) -> dict[str, int]:
+def peak_bytes(plan: RunPlan, facts: DataFacts, batch: int) -> dict[str, int]:
     """Bytes at the peak of each phase on rank 0, at this batch for each device.
 
     Args:
         facts: num_classes, image_size and channels of the data.
     """
     warnings.filterwarnings("ignore", ".*across ranks is zero.*")  # a sum over ranks that reads 1, see Shapes
-    on_gpu = config["trainer"]["accelerator"] != "cpu"
-    config = copy.deepcopy(config)
-    accumulate = min(config["trainer"]["accumulate_grad_batches"], 2)
-    config["trainer"].update(
-        accumulate_grad_batches=accumulate, max_epochs=1, max_steps=-1, limit_train_batches=2 * accumulate,
-        limit_val_batches=1, num_sanity_val_steps=0, check_val_every_n_epoch=1, accelerator="cpu", compile=False,
-        launch="process_per_device", devices=cluster.devices,
-    )  # fmt: skip
+    on_gpu, cluster = plan.accelerator != "cpu", plan.cluster
+    config = writable(plan.config)
+    accumulate = min(plan.batch.accumulate, 2)
     precision, scales = _precision(config, on_gpu), _scales_losses(config, on_gpu)
-    config["trainer"]["precision"] = precision
+    config["trainer"].update(
+        precision=precision, accumulate_grad_batches=accumulate, max_epochs=1, max_steps=-1,
+        limit_train_batches=2 * accumulate, limit_val_batches=1, num_sanity_val_steps=0, check_val_every_n_epoch=1,
+        compile=False,
+    )  # fmt: skip
     config["model"].update(
         {key: value for key, value in (("pretrained", False), ("weights", None)) if key in config["model"]}
     )
     shape = (facts["channels"], facts["image_size"], facts["image_size"])
     eval_batch = config["data"].get("eval_batch_size") or batch
-    with fake_world(cluster.world_size), torch.device("meta"):
-        module = assemble.build_module(config, facts)
+    small = replace(
+        plan, config=read_only(config), accelerator="cpu", batch=Batch.of_device(batch, cluster.world_size, accumulate)
+    )
+    with fake_process_group(cluster.world_size), torch.device("meta"):
+        module = build_module(config, facts)
         if precision in TRUE_DTYPES:
             module = module.to(TRUE_DTYPES[precision])
     factory: Any = module.optimizer_factory
@@ -173,11 +187,11 @@ def peak_bytes(config: dict[str, Any], facts: dict[str, Any], cluster: Cluster, 
         # With scaled losses no kernel steps all parameters at once, and a GPU holds a term of every one of them.
         module.optimizer_factory = partial(factory, **{"foreach": True, **factory.keywords})  # type: ignore[assignment]
     mode, tracker = Shapes(allow_non_fake_inputs=True), TrackedBytes()
-    with fake_world(cluster.world_size), mode, tracker, tempfile.TemporaryDirectory() as folder:
+    with fake_process_group(cluster.world_size), mode, tracker, tempfile.TemporaryDirectory() as folder:
         materialise(module)
-        assemble.synchronise_batch_norm(module, config, cluster)
+        synchronise_batch_norm(module, small)
         phases = MemoryPhases(tracker)
-        trainer = assemble.build_trainer(config, cluster, [phases], [], Path(folder))
+        trainer = build_trainer(small, build_strategy(small), [phases], [], Path(folder))
         adapt(trainer.strategy)
         stay_in_place(module)
         average = [torch.empty_like(p) for p in module.parameters()] if config["trainer"]["ema_decay"] else []
@@ -208,77 +222,19 @@ def adapt(strategy: Any) -> None:
         ddp.block_backward_sync = lambda: ddp.model.accumulating()
 
 
-def _precision(config: dict[str, Any], on_gpu: bool) -> str:
+def _precision(config: Config, on_gpu: bool) -> str:
     stated = config["trainer"]["precision"]
     if stated == "auto":
         stated = "bf16-mixed" if on_gpu else "32-true"
     return AS_LARGE.get(stated, stated)
 
 
-def _scales_losses(config: dict[str, Any], on_gpu: bool) -> bool:
+def _scales_losses(config: Config, on_gpu: bool) -> bool:
     """fp16, as `auto` is on a GPU whose data sheet has no bfloat16."""
     stated = str(config["trainer"]["precision"])
     peaks = (config.get("hardware") or {}).get("peak_tflops") or {}
     lacks_it = "bfloat16" in peaks and peaks["bfloat16"] is None
     return stated in ("16", "16-mixed") or (stated == "auto" and on_gpu and lacks_it)
-
-
-class Buckets(nn.Module):
-    """Holds what DistributedDataParallel holds, whose C++ takes no fake tensors: all gradients as views of buckets.
-
-    The buckets live from the start. Before the second forward they are laid out anew in the order in which gradients
-    arrived, one after the other, each taking over its gradients from the old ones.
-    """
-
-    def __init__(self, module: nn.Module, bucket_cap_mb: float = 25.0) -> None:
-        super().__init__()
-        self.module, self.bucket_cap_mb = module, bucket_cap_mb
-        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.views: dict[nn.Parameter, torch.Tensor] = {}
-        self.arrived: list[nn.Parameter] = []
-        self.synchronises, self.laid_out_again = True, False
-        self._lay_out(trainable)
-        for parameter in trainable:
-            parameter.register_post_accumulate_grad_hook(self._into_bucket)
-
-    def _lay_out(self, order: list[nn.Parameter]) -> None:
-        for parameters in in_buckets(order, self.bucket_cap_mb):
-            bucket = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
-            for parameter, flat in zip(parameters, bucket.split([p.numel() for p in parameters]), strict=True):
-                self.views[parameter] = flat.view(parameter.shape)
-                if parameter.grad is not None:
-                    parameter.grad = self.views[parameter]
-
-    def _into_bucket(self, parameter: nn.Parameter) -> None:
-        if self.synchronises:
-            parameter.grad = self.views[parameter]
-            if not self.laid_out_again:
-                self.arrived.append(parameter)
-
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        self.synchronises = False
-        yield
-        self.synchronises = True
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.arrived and not self.laid_out_again and self.training:
-            self._lay_out(self.arrived)
-            self.laid_out_again, self.arrived = True, []
-        return self.module(*args, **kwargs)
-
-
-def in_buckets(parameters: list[nn.Parameter], cap_mb: float) -> Iterator[list[nn.Parameter]]:
-    """As DDP groups them: the first bucket is full from 1 MiB on, the others from `cap_mb` MiB on."""
-    bucket: list[nn.Parameter] = []
-    cap = 1.0
-    for parameter in parameters:
-        bucket.append(parameter)
-        if sum(p.numel() * p.element_size() for p in bucket) >= cap * 2**20:
-            yield bucket
-            bucket, cap = [], cap_mb
-    if bucket:
-        yield bucket
 
 
 def materialise(module: nn.Module) -> None:
@@ -291,7 +247,7 @@ def materialise(module: nn.Module) -> None:
 
 
 @contextmanager
-def fake_world(world_size: int) -> Iterator[None]:
+def fake_process_group(world_size: int) -> Iterator[None]:
     """A process group of this size whose collectives do nothing; this process is rank 0."""
     if world_size == 1:
         yield

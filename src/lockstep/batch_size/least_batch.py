@@ -5,12 +5,15 @@ from typing import Any
 
 import torch
 
-from lockstep.training import build as assemble
+from lockstep.runs.config import Config
+from lockstep.strategies.placement import parts_of_batch
+from lockstep.training.build import build_module
+from lockstep.training.checks import DataFacts
 
 log = logging.getLogger(__name__)
 
 
-def least_batch(config: dict[str, Any], facts: dict[str, Any], world_size: int) -> int:
+def least_batch(config: Config, facts: DataFacts, world_size: int) -> int:
     """Images for each device, by a forward pass of shapes alone. 1 where the net cannot run so.
 
     Args:
@@ -21,20 +24,17 @@ def least_batch(config: dict[str, Any], facts: dict[str, Any], world_size: int) 
         return 1
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            net = assemble.build_module(config, facts, trainable=False).net.train()
+            net = build_module(config, facts, trainable=False).net.train()
             refused = not _takes(net, 1, facts) and _takes(net, 2, facts)
     except Exception as error:  # an initialisation that wants real numbers
         log.info(f"Whether the net trains at one image is not known ({type(error).__name__}: {error}).")
         return 1
     if not refused:
         return 1
-    parts = trainer.get("micro_batches") or 1
-    if "num_gpus" in trainer:  # dp deals each batch out
-        parts *= trainer["num_gpus"] or max(torch.cuda.device_count(), 1)
-    return 2 * parts
+    return 2 * parts_of_batch(trainer)
 
 
-def _takes(net: Any, batch: int, facts: dict[str, Any]) -> bool:
+def _takes(net: Any, batch: int, facts: DataFacts) -> bool:
     shape = (batch, facts["channels"], facts["image_size"], facts["image_size"])
     try:
         net(torch.empty(shape, dtype=next(net.parameters()).dtype))

@@ -8,29 +8,33 @@ import gc
 import logging
 import sys
 import traceback
+from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 import torch.distributed as dist
-import yaml
 
 from lockstep.batch_size.least_batch import least_batch
 from lockstep.batch_size.memory import GIB, AllocatedBytes, MemoryPhases, TrackedBytes, ran_out, untracked
 from lockstep.batch_size.peers import Peers, leave_at_once
 from lockstep.batch_size.search import Probe, next_batch
-from lockstep.batch_size.sessions import EXIT_OUT_OF_MEMORY, SessionFiles, from_json, read_state, write_state
+from lockstep.batch_size.sessions import EXIT_OUT_OF_MEMORY, SessionFiles, State, from_json, read_state, write_state
 from lockstep.callbacks.weight_average import WeightAverage
-from lockstep.config import instantiate as targets
-from lockstep.distributed import cluster as world
+from lockstep.config.instantiate import check_targets
+from lockstep.distributed.cluster import SUPERVISOR_PID, Wanted, adopt, environment, plan_file
+from lockstep.distributed.launchers import describe
 from lockstep.distributed.supervisor import die_with_parent
+from lockstep.launch.plan import RunPlan, read_plan
+from lockstep.runs.batch import Batch
+from lockstep.runs.config import read_only, writable
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.runs.output import set_up
-from lockstep.strategies.model_parallel import checked_devices
-from lockstep.training import build as assemble
-from lockstep.training import rank as rank_process
+from lockstep.strategies.placement import without_peers
+from lockstep.training.build import build_data, build_module, data_facts, synchronise_batch_norm
+from lockstep.training.checks import DataFacts
+from lockstep.training.rank import device_of, devices_of, prepare_process
+from lockstep.training.trainer import build_strategy, build_trainer
 
 log = logging.getLogger(__name__)
 
@@ -49,26 +53,24 @@ def two_steps(accumulate: int, steps_per_epoch: int) -> dict[str, Any]:
 def main() -> int:
     """Probe until the search is over; returns the exit code."""
     set_up()
-    environment = world.environment()
-    config_path = world.supervised_config()
-    assert config_path is not None, "this is for the search's own children"
-    die_with_parent(int(environment["LOCKSTEP_SUPERVISOR"]))
-    config = yaml.safe_load(Path(config_path).read_text())
-    cluster = world.describe(environment, devices=None, num_nodes=None, several_processes=True, machine=1)
-    world.adopt(cluster)
-    return Prober(config, cluster, SessionFiles(Path(config_path).parent)).run()
+    environ, path = environment(), plan_file()
+    assert path is not None, "this is for the search's own children"
+    die_with_parent(int(environ[SUPERVISOR_PID]))
+    plan = replace(read_plan(path), cluster=describe(environ, Wanted()))
+    adopt(plan.cluster)
+    return Prober(plan, SessionFiles(path.parent)).run()
 
 
 class Prober:
     """One rank of a session."""
 
-    def __init__(self, config: dict[str, Any], cluster: Any, files: SessionFiles) -> None:
-        self.config, self.cluster, self.files = config, cluster, files
+    def __init__(self, plan: RunPlan, files: SessionFiles) -> None:
+        self.plan, self.cluster, self.files = plan, plan.cluster, files
         self.num_train = 0
-        self.facts: dict[str, Any] = {}
-        self.parts = cluster.world_size * config["trainer"]["accumulate_grad_batches"]
+        self.facts: DataFacts = {}
+        self.parts = plan.cluster.world_size * plan.batch.accumulate
         self.writes = False
-        self.peers = Peers(None, cluster.rank)
+        self.peers = Peers(None, plan.cluster.rank)
 
     def run(self) -> int:
         """The whole session, and why it ended for the other ranks; returns the exit code."""
@@ -95,7 +97,7 @@ class Prober:
             self._keep(state)
             return self._leave()
         state["bound"] = self.num_train // self.parts
-        state["least"] = least_batch(self.config, self.facts, self.cluster.world_size)
+        state["least"] = least_batch(self.plan.config, self.facts, self.cluster.world_size)
         if state["bound"] < state["least"]:
             raise UserError(
                 f"{self.num_train} training images are too few for the {self.parts} parts of a global batch, each of "
@@ -116,13 +118,12 @@ class Prober:
 
     def prepare(self) -> None:
         """Meet the other ranks, open the data, find the limit."""
-        targets.check_targets(self.config)
-        rank_process.prepare_process(self.config, self.cluster)
+        check_targets(self.plan.config)
+        prepare_process(self.plan)
         self._join()
-        device = rank_process.device_of(self.config, self.cluster)
-        data = assemble.build_data(self._of_batch(1), self.cluster, device)
-        self.num_train, self.facts = data.num_train, assemble.data_facts(data)
-        self.meter = self._meter(device)
+        data = build_data(self._of_batch(1))
+        self.num_train, self.facts = data.num_train, data_facts(data)
+        self.meter = self._meter()
 
     def _probe(self, batch: int) -> list[dict[str, float]]:
         """Two steps and two validation batches under the real trainer; every rank's shares of its limit."""
@@ -138,18 +139,18 @@ class Prober:
 
     def train(self, batch: int) -> dict[str, float]:
         """Two optimizer steps at this batch for each device; this rank's shares."""
-        config = self._of_batch(batch)
-        data = assemble.build_data(config, self.cluster, rank_process.device_of(config, self.cluster))
-        if config["test"]:
+        plan = self._of_batch(batch)
+        data = build_data(plan)
+        if plan.config["test"]:
             evaluate_largest(data)
         gc.collect()
         meter = self.meter.fresh()
         with meter:
-            module = assemble.build_module(config, assemble.data_facts(data))
-            assemble.synchronise_batch_norm(module, config, self.cluster)
+            module = build_module(plan.config, data_facts(data), has_checkpoint=bool(plan.checkpoint))
+            synchronise_batch_norm(module, plan)
             phases = MemoryPhases(meter)
-            callbacks = [*_averaging(config, self.cluster), phases]
-            trainer = assemble.build_trainer(config, self.cluster, callbacks, [], self.files.folder)
+            callbacks = [*_averaging(plan), phases]
+            trainer = build_trainer(plan, build_strategy(plan), callbacks, [], self.files.folder)
             if isinstance(meter, TrackedBytes):
                 with untracked(data, meter):
                     trainer.fit(module, datamodule=data)
@@ -157,31 +158,28 @@ class Prober:
                 trainer.fit(module, datamodule=data)
         return phases.shares
 
-    def _of_batch(self, batch: int) -> dict[str, Any]:
-        """The config whose steps are those of the training, cut down to two.
+    def _of_batch(self, batch: int) -> RunPlan:
+        """The plan whose steps are those of the training, cut down to two.
 
         The second begins with the gradients of the first, and DDP lays out its buckets anew. Two accumulated
         batches hold as much as many.
         """
-        config = copy.deepcopy(self.config)
-        accumulate = min(config["trainer"]["accumulate_grad_batches"], 2)
-        size = batch * self.cluster.world_size * accumulate
-        steps = 2 if 2 * size <= self.num_train else 1
-        config["data"]["global_batch_size"] = size
-        config["trainer"].update(two_steps(accumulate, steps))
-        if config["trainer"]["accelerator"] == "cpu":
+        own = Batch.of_device(batch, self.cluster.world_size, min(self.plan.batch.accumulate, 2))
+        steps = 2 if 2 * own.global_size <= self.num_train else 1
+        config = writable(self.plan.config)
+        config["trainer"].update(
+            two_steps(own.accumulate, steps), strategy=without_peers(self.plan.trainer["strategy"])
+        )
+        if self.plan.accelerator == "cpu":
             config["trainer"]["compile"] = False  # the tracker sees operations one by one
-        strategy = config["trainer"].get("strategy") or {}
-        if "initial_peers" in strategy:
-            strategy["initial_peers"] = []  # one peer, away from the swarm
-        return config
+        return replace(self.plan, config=read_only(config), batch=own)
 
-    def _meter(self, device: torch.device) -> Any:
-        own = self.config["trainer"]
+    def _meter(self) -> Any:
+        own, device = self.plan.trainer, device_of(self.plan)
         fraction, stated = own.get("memory_fraction") or 1.0, own.get("memory_limit_gib")
         limit = int(stated * GIB) if stated else None
         if device.type == "cuda":
-            return AllocatedBytes(metered_devices(own, device), fraction, limit)
+            return AllocatedBytes([each for each in devices_of(self.plan) if each.type == "cuda"], fraction, limit)
         if limit is None:
             limit = int(MEMORY_SHARE_OF_CPU * psutil.virtual_memory().available / self.cluster.devices)
             limit = min(self._gather(limit))
@@ -191,10 +189,9 @@ class Prober:
         """Meet the other ranks, and watch for the one that ends first."""
         if self.cluster.world_size == 1:
             return
-        gpu = self.config["trainer"]["accelerator"] == "gpu"
-        timeout = timedelta(seconds=self.config["trainer"]["timeout_s"])
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=timeout)
-        host, port = self.cluster.master_addr, self.cluster.master_port
+        backend = "cpu:gloo,cuda:nccl" if self.plan.accelerator == "gpu" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=self.plan.trainer["timeout_s"]))
+        host, port = self.cluster.master_addr, self.cluster.master_port or 0
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
         self.peers = Peers(store, self.cluster.rank)
         self.peers.watch()
@@ -206,13 +203,13 @@ class Prober:
             leave_at_once(EXIT_OK)
         return EXIT_OK
 
-    def _agree(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _agree(self, state: State) -> State:
         """One history: a node whose ranks were ended early may have missed the last probe."""
         everyone = self._gather(state)
         longest = max(everyone, key=lambda own: len(own["probes"]))
         return copy.deepcopy(longest) | {"known": next((own["known"] for own in everyone if own["known"]), None)}
 
-    def _keep(self, state: dict[str, Any]) -> None:
+    def _keep(self, state: State) -> None:
         if self.writes:
             write_state(self.files, state)
 
@@ -224,32 +221,16 @@ class Prober:
         return gathered
 
 
-def metered_devices(own: dict[str, Any], device: torch.device) -> list[torch.device]:
-    """The GPUs that this process computes on: those of the net's stages, those that share each batch, or its one.
-
-    Args:
-        own: the trainer's options.
-        device: of a process that computes on one.
-    """
-    if "stage_devices" in own:
-        stages = checked_devices(own["stage_devices"])
-        return list(dict.fromkeys(torch.device("cuda", stage.index or 0) for stage in stages if stage.type == "cuda"))
-    if "num_gpus" in own:
-        return [torch.device("cuda", index) for index in range(own["num_gpus"] or torch.cuda.device_count())]
-    return [device]
-
-
 def evaluate_largest(data: Any) -> None:
     """Validate on the test images where their batches are larger: small splits have batches of their own size."""
     if data.test_dataloader().batch_size > data.val_dataloader().batch_size:
         data.val_dataloader = data.test_dataloader
 
 
-def _averaging(config: dict[str, Any], cluster: world.Cluster) -> list[Any]:
+def _averaging(plan: RunPlan) -> list[Any]:
     """The moving average of the weights, which holds memory of its own."""
-    if not config["trainer"]["ema_decay"]:
-        return []
-    return [WeightAverage(config["trainer"]["ema_decay"], rank_process.device_of(config, cluster))]
+    decay = plan.trainer["ema_decay"]
+    return [WeightAverage(decay, device_of(plan))] if decay else []
 
 
 if __name__ == "__main__":

@@ -13,14 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.batch_size.search import MAX_OUT_OF_MEMORY, Found, Probe, found, next_batch
-from lockstep.distributed.cluster import Cluster
+from lockstep.distributed.cluster import PLAN_FILE, SUPERVISOR_PID, Cluster
 from lockstep.distributed.supervisor import free_port
+from lockstep.launch.plan import RunPlan, write_plan
 from lockstep.runs.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.runs.files import write_atomically
 
@@ -29,7 +30,8 @@ EXIT_PEER_ENDED = 78  # another rank ran out, or is gone without a word, as one 
 EXIT_PEER_FAILED = 79  # another rank said that it failed, and not for memory
 POLL_S = 0.02
 CULPRIT_S = 5.0  # a rank that only noticed may end before the one that failed
-CHILD = Path(__file__).resolve().parent / "probe.py"
+State = dict[str, Any]  # of a search, as in SessionFiles.state
+SRC = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class SessionFiles:
     folder: Path
 
     @property
-    def config(self) -> Path:
-        return self.folder / "config.yaml"
+    def plan(self) -> Path:
+        return self.folder / "plan.yaml"
 
     @property
     def state(self) -> Path:
@@ -92,16 +94,15 @@ class Largest:
 
 
 def find_largest(
-    config: dict[str, Any],
-    cluster: Cluster,
-    environment: dict[str, str],
+    plan: RunPlan,
+    environment: Mapping[str, str],
     command: list[str] | None = None,
     known: int | None = None,
 ) -> Largest:
-    """The largest batch that a training with this config can take on this cluster.
+    """The largest batch that a training can take on its cluster.
 
     Args:
-        config: composed, plain, `trainer` resolved for this machine; its `data.global_batch_size` is not used.
+        plan: of that training; how large its batch is does not matter.
         command: what a child is started with.
         known: the global batch of a run that goes on, where this process knows it; the others then learn of it.
     Raises:
@@ -110,34 +111,28 @@ def find_largest(
     """
     began = time.perf_counter()
     files = SessionFiles(Path(tempfile.mkdtemp(prefix="lockstep-batch-")))
-    command = command or [sys.executable, str(CHILD)]
+    command = command or [sys.executable, "-m", "lockstep.batch_size.probe"]
     try:
         with stopped_by_signals():
-            state = _search(config, cluster, environment, command, files, known)
+            state = _search(plan, environment, command, files, known)
     finally:
         shutil.rmtree(files.folder, ignore_errors=True)
     if state["known"]:
         return Largest(Found(0, ()), 0, 0, time.perf_counter() - began, 0.0, state["known"])
     result = found([from_json(probe) for probe in state["probes"]], state["bound"])
     if result.batch == 0:
-        raise UserError(_nothing_fits(state, config))
-    parts = cluster.world_size * config["trainer"]["accumulate_grad_batches"]
+        raise UserError(_nothing_fits(state, plan))
+    parts = plan.cluster.world_size * plan.batch.accumulate
     seconds = time.perf_counter() - began
     return Largest(result, result.batch, result.batch * parts, seconds, state["limit_gib"])
 
 
 def _search(
-    config: dict[str, Any],
-    cluster: Cluster,
-    environment: dict[str, str],
-    command: list[str],
-    files: SessionFiles,
-    known: int | None,
-) -> dict[str, Any]:
-    import yaml
-
-    write_atomically(files.config, lambda file: yaml.safe_dump(config, file, sort_keys=False))
-    empty: dict[str, Any] = {"probes": [], "bound": None, "least": 1, "limit_gib": None, "attempt": None}
+    plan: RunPlan, environment: Mapping[str, str], command: list[str], files: SessionFiles, known: int | None
+) -> State:
+    cluster = plan.cluster
+    write_plan(plan, files.plan)
+    empty: State = {"probes": [], "bound": None, "least": 1, "limit_gib": None, "attempt": None}
     write_state(files, {**empty, "known": known, "writer": cluster.local_rank or 0})
     for session in range(MAX_OUT_OF_MEMORY + 1):
         codes = _run_session(cluster, environment, command, files, session)
@@ -155,18 +150,19 @@ def _search(
 
 
 def _run_session(
-    cluster: Cluster, environment: dict[str, str], command: list[str], files: SessionFiles, session: int
+    cluster: Cluster, environment: Mapping[str, str], command: list[str], files: SessionFiles, session: int
 ) -> list[int]:
     """Start the children, end all as soon as one has failed; their exit codes, the one that tells most first."""
     port = free_port() if cluster.master_port is None else cluster.master_port + 1 + session
     inherited = {name: value for name, value in environment.items() if not name.startswith("TORCHELASTIC_")}
+    inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SRC), environment.get("PYTHONPATH")]))
     local_ranks = range(cluster.devices) if cluster.is_supervisor else [cluster.local_rank or 0]
     children: list[subprocess.Popen] = []
     try:
         with files.log.open("ab") as log:
             for local_rank in local_ranks:
-                own = cluster.rank_environment(local_rank, port) | {"LOCKSTEP_CONFIG": str(files.config)}
-                own["LOCKSTEP_SUPERVISOR"] = str(os.getpid())
+                own = cluster.rank_environment(local_rank, port) | {PLAN_FILE: str(files.plan)}
+                own[SUPERVISOR_PID] = str(os.getpid())
                 children.append(
                     subprocess.Popen(
                         command, env=inherited | own, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
@@ -199,7 +195,7 @@ def tells_most(code: int) -> int:
     return {EXIT_PEER_FAILED: 2, EXIT_PEER_ENDED: 3, EXIT_OK: 4}.get(code, 1)
 
 
-def _check(codes: list[int], state: dict[str, Any], files: SessionFiles, cluster: Cluster) -> None:
+def _check(codes: list[int], state: State, files: SessionFiles, cluster: Cluster) -> None:
     """Return where the session ended by a rank that ran out of memory; raise what ended it otherwise."""
     sees_all_ranks = cluster.num_nodes == 1 and cluster.is_supervisor
     ran_out = [EXIT_OUT_OF_MEMORY, -signal.SIGKILL, *([] if sees_all_ranks else [EXIT_PEER_ENDED])]
@@ -211,7 +207,8 @@ def _check(codes: list[int], state: dict[str, Any], files: SessionFiles, cluster
     raise RuntimeError(f"A probe of the batch search ended with exit code {codes[0]}:\n{tail}")
 
 
-def _nothing_fits(state: dict[str, Any], config: dict[str, Any]) -> str:
+def _nothing_fits(state: State, plan: RunPlan) -> str:
+    config = plan.config
     images = "one image" if state["least"] == 1 else f"{state['least']} images, the fewest that the net takes,"
     return (
         f"Not even {images} for each device fits into {state['limit_gib']:.3g} GiB with "
@@ -237,13 +234,13 @@ class stopped_by_signals:
             signal.signal(number, handler)
 
 
-def write_state(files: SessionFiles, state: dict[str, Any]) -> None:
+def write_state(files: SessionFiles, state: State) -> None:
     write_atomically(files.state, lambda file: json.dump(state, file))
 
 
-def read_state(files: SessionFiles) -> dict[str, Any]:
+def read_state(files: SessionFiles) -> State:
     return json.loads(files.state.read_text())
 
 
-def from_json(probe: dict[str, Any]) -> Probe:
+def from_json(probe: Mapping[str, Any]) -> Probe:
     return Probe(probe["batch"], probe["shares"])

@@ -20,6 +20,7 @@ from lockstep.callbacks.resume_point import (
     validates,
 )
 from lockstep.runs.errors import Diverged, UserError
+from lockstep.runs.hooks import OnCheckpointComplete, OnShardsComplete
 from lockstep.storage.checkpoint_files import (
     Sidecar,
     checkpoint_name,
@@ -194,7 +195,7 @@ class Checkpoints(Callback):
             self._announce(trainer, path, kind)
         elif path.is_dir():
             for callback in trainer.callbacks:
-                if hasattr(callback, "on_shards_complete"):
+                if isinstance(callback, OnShardsComplete):
                     callback.on_shards_complete(path, kind, trainer.global_step)
             if trainer.local_rank == 0:
                 remove_own_shards(self.folder, kind, path)
@@ -203,7 +204,7 @@ class Checkpoints(Callback):
         """Only now may the one before go; whoever sends checkpoints elsewhere hears of the new one first."""
         sidecar = read_sidecar(path)
         for callback in trainer.callbacks:
-            if hasattr(callback, "on_checkpoint_complete"):
+            if isinstance(callback, OnCheckpointComplete):
                 callback.on_checkpoint_complete(path, sidecar, kind)
         for older, _ in list(complete(self.folder, kind)):
             if older != path:

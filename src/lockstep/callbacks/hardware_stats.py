@@ -21,6 +21,7 @@ from lockstep.callbacks.hardware_readings import CpuReader, GpuReader, Reading
 from lockstep.callbacks.percentiles import KeptSamples
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
+from lockstep.runs.hooks import ComputesOnSeveral
 
 PEAK_GROWTH = 1.05  # nvidia-smi is asked again when memory has grown by this factor
 PEAK_INTERVAL_S = 10.0
@@ -114,12 +115,10 @@ def _cell(value: float | str | None) -> Any:
 
 def gpus_in_use(trainer: pl.Trainer) -> set[int]:
     """Of the GPUs that this node's processes see those that they compute on, by position."""
-    strategy = trainer.strategy
-    if stages := getattr(strategy, "stage_devices", None):
-        return {device.index or 0 for device in stages if device.type == "cuda"}
-    if strategy.root_device.type != "cuda":
-        return set()
-    return set(range(getattr(strategy, "num_gpus", None) or trainer.num_devices))
+    strategy: Any = trainer.strategy
+    if isinstance(strategy, ComputesOnSeveral):
+        return {device.index or 0 for device in strategy.process_devices if device.type == "cuda"}
+    return set(range(trainer.num_devices)) if strategy.root_device.type == "cuda" else set()
 
 
 class HardwareStats(pl.Callback):

@@ -17,6 +17,7 @@ from lockstep.callbacks.hardware_readings import say
 from lockstep.callbacks.percentiles import KeptSamples
 from lockstep.callbacks.resume_point import ends_step
 from lockstep.callbacks.step_times import StepFigures, StepTimes, cuda_events
+from lockstep.runs.hooks import ComputesOnSeveral
 
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 DTYPES = {"64": torch.float64, "32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
@@ -132,8 +133,7 @@ class Throughput(pl.Callback):
 
 def devices_in_use(strategy: Any, world_size: int) -> int:
     """Of all ranks. A strategy of one process may compute on several: the stages of a net, or copies of it."""
-    stages = getattr(strategy, "stage_devices", None)
-    return len(set(stages)) if stages else getattr(strategy, "num_gpus", None) or world_size
+    return len(set(strategy.process_devices)) if isinstance(strategy, ComputesOnSeveral) else world_size
 
 
 def flops_per_image(net: nn.Module, shape: tuple[int, int, int]) -> float | None:

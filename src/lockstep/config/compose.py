@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.declared import OPEN, Config, dashed, dotted, key_of, missing_option, refuse_undeclared, sentence
+from lockstep.config.declared import OPEN, dashed, dotted, key_of, missing_option, refuse_undeclared, sentence
+from lockstep.runs.config import Config
 from lockstep.runs.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError
 from lockstep.runs.full_disk import no_room
 from lockstep.runs.output import set_up
@@ -265,6 +266,6 @@ def plain(cfg: Any) -> dict[str, Any]:
         raise UserError(_one_sentence(error, [])) from None
 
 
-def chosen_options(cfg: Any) -> dict[str, str | None]:
+def chosen_options(cfg: Any) -> Config:
     """The option of each config group."""
     return {key: value for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")}

@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep.config.help import keys
 from lockstep.config.signatures import signature_of
+from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 
 MARKS = ("_target_", "_partial_")
@@ -61,8 +62,6 @@ HABITS = {
     "debug=profiler": "profile",
 }
 HABIT = {word: key for key, words in HABITS.items() for word in words.split()}
-
-Config = Mapping[str, Any]
 
 
 def refuse_undeclared(config: Config, options: Config, configs: Path, words: Iterable[str] = ()) -> None:

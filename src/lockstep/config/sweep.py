@@ -22,7 +22,8 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 
-from lockstep.distributed import cluster as world
+from lockstep.distributed.cluster import environment
+from lockstep.distributed.launchers import slurm_task
 from lockstep.runs.errors import EXIT_INTERRUPTED
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import read_record
@@ -44,7 +45,7 @@ def run_job(cfg: Any, program: str) -> float | None:
     run_id = f"{sweep_dir.name}_{number}"
     own = ("run_id=", "sweep_dir=")
     overrides = [word for word in cfg.hydra.overrides.task if not word.lstrip("+").startswith(own)]
-    task, restarts = world.slurm_task(world.environment())
+    task, restarts = slurm_task(environment())
     if restarts:
         overrides.append("resume=auto")
     log.info(f"\njob {number}: {' '.join(overrides)}")
@@ -122,7 +123,7 @@ def run_child(command: list[str]) -> int:
     requeue = previous[signal.SIGUSR1]
     if signal.SIGUSR1 in asked and callable(requeue):  # submitit's: the job has saved, and is to be queued again
         requeue(signal.SIGUSR1, None)
-    if asked and "SUBMITIT_EXECUTOR" not in world.environment():
+    if asked and "SUBMITIT_EXECUTOR" not in environment():
         saved_nothing = code in (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGKILL)
         raise SystemExit(128 + asked[0] if saved_nothing else EXIT_INTERRUPTED)
     return code

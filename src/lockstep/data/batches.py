@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import SequentialSampler
 
+from lockstep.runs.batch import Batch
 from lockstep.runs.errors import UserError
 
 SPLIT, ORDER, AUGMENTATION, TEST = 0, 1, 2, 3  # keep the random streams of one seed apart
@@ -35,29 +36,6 @@ Deliver = Callable[[Iterable[Selection]], Iterator[Any]]
 
 def random_stream(seed: int, *purpose: int) -> np.random.Generator:
     return np.random.default_rng([seed, *purpose])
-
-
-def per_device_batch_size(global_batch_size: int, world_size: int, accumulate_grad_batches: int) -> int:
-    """Images in one micro-batch of one rank.
-
-    Raises:
-        UserError: not positive, or it does not divide; the message names the nearest sizes that do.
-    """
-    for name, value in (
-        ("data.global_batch_size", global_batch_size),
-        ("trainer.accumulate_grad_batches", accumulate_grad_batches),
-    ):
-        if value < 1:
-            raise UserError(f"{name}={value} must be at least 1.")
-    parts = world_size * accumulate_grad_batches
-    if global_batch_size % parts:
-        below = global_batch_size // parts * parts
-        nearest = f"{below} or {below + parts}" if below else f"{parts}"
-        raise UserError(
-            f"data.global_batch_size={global_batch_size} cannot be shared out equally over {world_size} device(s) × "
-            f"{accumulate_grad_batches} accumulation step(s) = {parts} parts: take {nearest}."
-        )
-    return global_batch_size // parts
 
 
 class TrainBatches:
@@ -85,7 +63,7 @@ class TrainBatches:
         seed: int = 0,
         fixed: bool = False,
     ) -> None:
-        self.per_device_batch_size = per_device_batch_size(global_batch_size, world_size, accumulate_grad_batches)
+        self.per_device_batch_size = Batch.cut(global_batch_size, world_size, accumulate_grad_batches).per_device
         self.steps_per_epoch = len(indices) // global_batch_size
         self._deliver, self._indices, self._draw = deliver, indices, draw
         self._global_batch_size, self._accumulate, self._seed = global_batch_size, accumulate_grad_batches, seed

@@ -11,14 +11,15 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 from lockstep.data.batch_transforms import BatchTransforms, check_sizes
-from lockstep.data.batches import SPLIT, EvalBatches, Selection, TrainBatches, per_device_batch_size, random_stream
+from lockstep.data.batches import SPLIT, EvalBatches, Selection, TrainBatches, random_stream
 from lockstep.data.image_array import ImageArray, Layout
 from lockstep.data.image_set import IMAGES, LABELS, ImageSet, fingerprint
 from lockstep.data.node_cache import Content, cached
+from lockstep.runs.batch import Batch
 from lockstep.runs.errors import UserError
 
 CACHE_VERSION = 2
-Batch = dict[str, Any]  # labels, draws, and index (into the array on the device) or windows (cut from it)
+Loaded = dict[str, Any]  # labels, draws, and index (into the array on the device) or windows (cut from it)
 
 
 class ImageDataModule(LightningDataModule):
@@ -199,7 +200,7 @@ class ImageDataModule(LightningDataModule):
         """
         self.prepare()
         self._check_batch_sizes()
-        self.per_device_batch_size = per_device_batch_size(self.global_batch_size, world_size, accumulate_grad_batches)
+        self.per_device_batch_size = Batch.cut(self.global_batch_size, world_size, accumulate_grad_batches).per_device
         self._placed = {"rank": rank, "world_size": world_size}
         self._accumulate, self._device = accumulate_grad_batches, torch.device(device)
         self._open_array()
@@ -245,7 +246,7 @@ class ImageDataModule(LightningDataModule):
         centre = self._batch_transforms.centre()
         return EvalBatches(self._deliver, index, centre, batch_size=self.eval_batch_size, **self._placed)
 
-    def _deliver(self, selections: Iterable[Selection]) -> Iterator[Batch]:
+    def _deliver(self, selections: Iterable[Selection]) -> Iterator[Loaded]:
         on_cpu = self._device.type == "cpu"  # where arrays stay arrays: see image_array.Places
         for selection in selections:
             batch = self._common(selection)
@@ -256,7 +257,7 @@ class ImageDataModule(LightningDataModule):
                 batch["windows"] = windows.pin_memory()
             yield batch
 
-    def _common(self, selection: Selection) -> Batch:
+    def _common(self, selection: Selection) -> Loaded:
         """What every batch holds, however its images come."""
         labels = self._labels[selection.positions]
         if selection.counted is not None:
@@ -276,14 +277,14 @@ class ImageDataModule(LightningDataModule):
 
     # Batches
 
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> tuple[Tensor, Tensor]:
+    def on_after_batch_transfer(self, batch: Loaded, dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Images (n, channels, image_size, image_size) float, normalised, and labels (n,), −1 where not counted."""
         images = self._images_of(batch)
         if self.trainer is not None:
             images = self.trainer.precision_plugin.convert_input(images)  # float64 and half of "true" precisions
         return images, batch["labels"]
 
-    def _images_of(self, batch: Batch) -> Tensor:
+    def _images_of(self, batch: Loaded) -> Tensor:
         if "index" in batch:
             return self._batch_transforms.images(self._array, batch["index"], batch["draws"])
         return self._batch_transforms(batch["windows"], batch["draws"])

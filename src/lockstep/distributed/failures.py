@@ -2,7 +2,7 @@
 
 import json
 import logging
-from typing import Any
+from typing import TypedDict
 
 from lockstep.distributed.cluster import Cluster
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR
@@ -15,47 +15,60 @@ from lockstep.runs.redact import redact_text
 log = logging.getLogger(__name__)
 
 
-def report_failure(facts: dict[str, Any] | None, folder: RunFolder, cluster: Cluster, code: int = EXIT_FAILED) -> None:
+class RankError(TypedDict):
+    """How a rank ended, as its error file holds it."""
+
+    rank: int
+    host: str
+    phase: str
+    message: str
+    kind: str  # the exception's class, or killed
+    time: float  # seconds since 1970
+
+
+def report_failure(failure: RankError | None, folder: RunFolder, cluster: Cluster, code: int = EXIT_FAILED) -> None:
     """What the run knows of how it ended (None: it was stopped): this rank's error file, the screen and the record.
 
     A supervisor reads the error files and does the rest itself.
     """
-    if facts is None:
+    if failure is None:
         return record_end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
-    facts = {**facts, "message": redact_text(str(facts["message"]))}
-    if facts.get("kind") == "NoRoom":
+    failure = {**failure, "message": redact_text(str(failure["message"]))}
+    if failure["kind"] == "NoRoom":
         use_reserve(folder.path)
-    write_atomically(folder.rank_error(cluster.rank), lambda file: file.write(json.dumps(facts)))
-    if cluster.launcher != "supervisor":
+    write_atomically(folder.rank_error(cluster.rank), lambda file: file.write(json.dumps(failure)))
+    if not cluster.is_supervised:
         if cluster.is_rank_zero and code != EXIT_USER_ERROR:
-            complete_record(folder, facts, code)
+            complete_record(folder, failure, code)
         if code == EXIT_USER_ERROR and cluster.is_rank_zero:
-            record_end(folder, cluster, "failed", code, facts)
-        log.error(sentence_of(facts))
+            record_end(folder, cluster, "failed", code, failure)
+        log.error(sentence_of(failure))
 
 
-def sentence_of(facts: dict[str, Any]) -> str:
+def sentence_of(failure: RankError) -> str:
     """What goes to the screen: the message, with where it happened unless it says all there is to say."""
-    if facts.get("kind") in ("UserError", "NoRoom"):
-        return str(facts["message"])
-    return f"rank {facts['rank']} on {facts['host']}, in {facts['phase']}: {facts['message']}"
+    if failure.get("kind") in ("UserError", "NoRoom"):
+        return failure["message"]
+    return f"rank {failure['rank']} on {failure['host']}, in {failure['phase']}: {failure['message']}"
 
 
-def record_end(folder: RunFolder, cluster: Cluster, status: str, code: int, error: dict[str, Any] | None) -> None:
+def record_end(folder: RunFolder, cluster: Cluster, status: str, code: int, error: RankError | None) -> None:
     if cluster.is_rank_zero:
         with update_record(folder.record) as record:
             record.status, record.exit_code, record.finished_at = status, code, utc_now()
-            record.error = named(error)
+            record.error = _of_record(error)
 
 
-def complete_record(folder: RunFolder, error: dict[str, Any] | None, exit_code: int) -> None:
+def complete_record(folder: RunFolder, error: RankError | None, exit_code: int) -> None:
     """Write how the run ended where no rank lived to say so."""
     if read_record(folder.record).status in ("running", "failed"):
         with update_record(folder.record) as record:
             record.status, record.exit_code, record.finished_at = "failed", exit_code, utc_now()
-            record.error = named(error)
+            record.error = _of_record(error)
 
 
-def named(error: dict[str, Any] | None) -> Failure:
+def _of_record(error: RankError | None) -> Failure:
     """What the record keeps of a rank's error file."""
-    return Failure(**{key: error[key] for key in ("message", "rank", "host", "phase")}) if error else Failure()
+    if error is None:
+        return Failure()
+    return Failure(message=error["message"], rank=error["rank"], host=error["host"], phase=error["phase"])

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lockstep.distributed.cluster import Cluster, network_interface
+from lockstep.distributed.launchers import launcher_of
 
 FREE_DISK_GIB = 5.0
 STALE = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-STARTS_RANKS = ("TORCHELASTIC_RUN_ID", "LOCKSTEP_CONFIG")
 Finding = tuple[bool, str]  # fine or not, and one sentence with the mend
 
 
@@ -21,7 +21,7 @@ def findings(cluster: Cluster, environment: Mapping[str, str], log_dir: Path) ->
 
 def stale_ranks(environment: Mapping[str, str]) -> Iterator[Finding]:
     stale = [name for name in STALE if name in environment]
-    if stale and not any(name in environment for name in STARTS_RANKS):
+    if stale and not launcher_of(environment).starts_ranks:
         yield (
             False,
             f"{' and '.join(stale)} set, but nothing that starts ranks is at work: unset {' '.join(stale)}.",

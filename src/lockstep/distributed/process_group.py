@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lockstep.distributed.cluster import Cluster
 from lockstep.runs import provenance
 from lockstep.runs.errors import UserError
-from lockstep.runs.provenance import REPOSITORY, config_hash
+from lockstep.runs.provenance import Fingerprint, Host
 
 log = logging.getLogger(__name__)
 
@@ -147,29 +147,17 @@ def handshake(
         time.sleep(0.05)
 
 
-def check_all_equal(config: dict[str, Any], cluster: Cluster) -> list[dict[str, Any]]:
-    """Every rank's host facts, in rank order, once all run the same code, options and packages.
+def check_all_equal(mine: Fingerprint, cluster: Cluster) -> list[Host]:
+    """Every rank's host, in rank order, once all run the same code, options and packages.
 
     Raises:
         UserError: on every rank, naming the first that differs.
     """
-    mine = {
-        "tree_hash": provenance.tree_hash(REPOSITORY), "config_hash": config_hash(config),
-        "versions": provenance.versions(), **provenance.host(cluster.node_rank),
-    }  # fmt: skip
     everyone: list[Any] = [None] * cluster.world_size
-    dist.all_gather_object(everyone, mine)
-    for rank, other in enumerate(everyone):
-        who = f"rank {rank} on {other['host']}"
-        if other["tree_hash"] != everyone[0]["tree_hash"]:
-            raise UserError(
-                f"{who} runs other code than rank 0: make src, configs and requirements.txt equal on all nodes."
-            )
-        if other["config_hash"] != everyone[0]["config_hash"]:
-            raise UserError(f"{who} runs with other options than rank 0: give every node the same command.")
-        for name, version in everyone[0]["versions"].items():
-            if other["versions"][name] != version:
-                raise UserError(
-                    f"{who} has {name} {other['versions'][name]}, rank 0 has {version}: run make install there."
-                )
-    return everyone
+    dist.all_gather_object(everyone, (mine, provenance.host(cluster.node_rank)))
+    first, first_host = everyone[0]
+    for rank, (other, host) in enumerate(everyone):
+        names = f"rank {rank} on {host['host']}", f"rank 0 on {first_host['host']}"
+        if error := other.difference(first, *names):
+            raise UserError(error)
+    return [host for _, host in everyone]

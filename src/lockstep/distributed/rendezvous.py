@@ -9,10 +9,12 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import asdict, fields
 from typing import Any
 
 from lockstep.distributed.cluster import Cluster
 from lockstep.runs.errors import UserError
+from lockstep.runs.provenance import Fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -20,21 +22,32 @@ SPEAK_INTERVAL_S = 5.0
 HELLO_WITHIN_S = 2.0  # a stranger that connects and says nothing holds the others up for no longer
 LARGEST_HELLO_BYTES = 1_000_000
 CLOCK_TOLERANCE_S = 60.0
+FINGERPRINT = tuple(field.name for field in fields(Fingerprint))
+Message = dict[str, Any]  # one line of JSON
 
 
 def agree(
-    cluster: Cluster, mine: dict[str, Any], timeout_s: float, say: Callable[[str], None] = log.info
-) -> dict[str, Any]:
-    """Node 0's words on what all nodes share.
+    cluster: Cluster,
+    mine: Fingerprint,
+    run_id: str | None,
+    timeout_s: float,
+    say: Callable[[str], None] = log.info,
+    host: str | None = None,
+) -> Message:
+    """Node 0's answer on what all nodes share.
 
     Args:
-        mine: {run_id or None, host, tree_hash, config_hash, versions}.
+        run_id: where this node was given one.
+        host: this machine's name where it is another than the system's.
     Returns:
-        {run_id, nodes: [each node's `mine`, in node order]}.
+        {run_id, nodes: [{node_rank, host, clock_offset_s, …}, in node order]}.
     Raises:
         UserError: a node never came, or runs other code, another config or other packages.
     """
-    hello = {**mine, "node_rank": cluster.node_rank, "num_nodes": cluster.num_nodes, "time": time.time()}
+    hello = {
+        **asdict(mine), "run_id": run_id, "host": host or socket.gethostname(), "node_rank": cluster.node_rank,
+        "num_nodes": cluster.num_nodes, "time": time.time(),
+    }  # fmt: skip
     if cluster.node_rank == 0:
         answer = Gathering(cluster, hello, say).answer(timeout_s)
     else:
@@ -47,16 +60,16 @@ def agree(
 class Gathering:
     """Node 0's side: who has come so far, each with the connection on which it waits for the answer."""
 
-    def __init__(self, cluster: Cluster, hello: dict[str, Any], say: Callable[[str], None]) -> None:
+    def __init__(self, cluster: Cluster, hello: Message, say: Callable[[str], None]) -> None:
         self.cluster, self.say = cluster, say
-        self.nodes: dict[int, dict[str, Any]] = {0: hello}
+        self.nodes: dict[int, Message] = {0: hello}
         self.connections: dict[int, socket.socket] = {}
 
     @property
     def missing(self) -> list[int]:
         return sorted(set(range(self.cluster.num_nodes)) - self.nodes.keys())
 
-    def answer(self, timeout_s: float) -> dict[str, Any]:
+    def answer(self, timeout_s: float) -> Message:
         """Wait for every node and tell all of them the same: that they may start, or why not."""
         error = None
         deadline, speak_at = time.monotonic() + timeout_s, time.monotonic() + SPEAK_INTERVAL_S
@@ -126,7 +139,7 @@ class Gathering:
                 del self.nodes[rank], self.connections[rank]
 
 
-def _call(cluster: Cluster, hello: dict[str, Any], timeout_s: float, say: Callable[[str], None]) -> dict[str, Any]:
+def _call(cluster: Cluster, hello: Message, timeout_s: float, say: Callable[[str], None]) -> Message:
     deadline, speak_at = time.monotonic() + timeout_s, time.monotonic() + SPEAK_INTERVAL_S
     where, reason = f"{cluster.master_addr}:{cluster.master_port}", "no answer"
     while time.monotonic() < deadline:
@@ -148,7 +161,7 @@ def _call(cluster: Cluster, hello: dict[str, Any], timeout_s: float, say: Callab
     )
 
 
-def _compare(nodes: list[dict[str, Any]], say: Callable[[str], None]) -> dict[str, Any]:
+def _compare(nodes: list[Message], say: Callable[[str], None]) -> Message:
     first = nodes[0]
     for other in nodes[1:]:
         if abs(other.get("clock_offset_s", 0)) > CLOCK_TOLERANCE_S:
@@ -162,14 +175,11 @@ def _compare(nodes: list[dict[str, Any]], say: Callable[[str], None]) -> dict[st
     return {"error": None, "run_id": run_id, "nodes": nodes}
 
 
-def _difference(other: dict[str, Any], first: dict[str, Any]) -> str | None:
+def _difference(other: Message, first: Message) -> str | None:
     who, host = f"node {other['node_rank']} ({other['host']})", first["host"]
-    for key, what in (("tree_hash", "code in src, configs or requirements.txt"), ("config_hash", "options")):
-        if other[key] != first[key]:
-            return f"{who} runs with other {what} than node 0 ({host}): make them equal on all nodes."
-    for name, version in first["versions"].items():
-        if other["versions"].get(name) != version:
-            return f"{who} has {name} {other['versions'].get(name)}, node 0 has {version}: run make install there."
+    mine, firsts = (Fingerprint(*(node[name] for name in FINGERPRINT)) for node in (other, first))
+    if error := mine.difference(firsts, who, f"node 0 ({host})"):
+        return error
     if other["run_id"] and first["run_id"] and other["run_id"] != first["run_id"]:
         return f"{who} was given run_id={other['run_id']}, node 0 {first['run_id']}: give all nodes the same, or none."
     return None
@@ -186,7 +196,7 @@ def _listen(port: int) -> socket.socket:
         raise UserError(f"MASTER_PORT={port} cannot be used on node 0: {error.strerror or error}.") from None
 
 
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+def _send(connection: socket.socket, message: Message) -> None:
     try:
         connection.settimeout(10)
         connection.sendall(json.dumps(message).encode() + b"\n")
@@ -194,7 +204,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
         log.info(f"A node went away while it was answered ({error}).")
 
 
-def _receive(connection: socket.socket, within_s: float) -> dict[str, Any] | None:
+def _receive(connection: socket.socket, within_s: float) -> Message | None:
     """One line of JSON; None where the other side is no node of ours, or says nothing."""
     data, deadline = b"", time.monotonic() + within_s
     try:

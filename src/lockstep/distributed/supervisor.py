@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.distributed.cluster import SUPERVISOR_PORT, Cluster
-from lockstep.distributed.failures import complete_record, sentence_of
+from lockstep.distributed.cluster import PLAN_FILE, SUPERVISOR_PID, SUPERVISOR_PORT, Cluster
+from lockstep.distributed.failures import RankError, complete_record, sentence_of
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
@@ -121,7 +121,7 @@ class Supervisor:
         self.stop_asked_at: float | None = None
         self.ranks, self.heartbeats = Ranks([]), Heartbeats()
         self.silent_after_s = timeout_s + SILENT_BEYOND_TIMEOUT_S
-        self.hung: dict[str, Any] | None = None
+        self.hung: RankError | None = None
 
     def run(self) -> int:
         """Start every rank, wait for all; returns the node's exit code. Nothing of it lives afterwards."""
@@ -156,8 +156,8 @@ class Supervisor:
         environment = {
             **self.environment,
             **self.cluster.rank_environment(local_rank, port),
-            "LOCKSTEP_CONFIG": str(self.folder.config_of(self.cluster.node_rank)),
-            "LOCKSTEP_SUPERVISOR": str(os.getpid()),
+            PLAN_FILE: str(self.folder.plan(self.cluster.node_rank)),
+            SUPERVISOR_PID: str(os.getpid()),
             SUPERVISOR_PORT: str(self.heartbeats.port),
         }
         rank = self.cluster.node_rank * self.cluster.devices + local_rank
@@ -253,7 +253,7 @@ class Supervisor:
             with update_record(path) as record:
                 record.status, record.exit_code, record.finished_at = "interrupted", EXIT_INTERRUPTED, utc_now()
 
-    def _first_error(self) -> dict[str, Any]:
+    def _first_error(self) -> RankError:
         """What the rank that failed first wrote, or how it died where it wrote nothing."""
         if self.hung is not None:
             return self.hung
@@ -277,7 +277,7 @@ class Supervisor:
             return self._silent_death(rank, f"did not stop within {GRACE_AFTER_STOP_S:.0f} s of the signal, killed")
         return self._silent_death(rank, f"ended with exit code {self.ranks.exit_codes.get(local or 0)}")
 
-    def _silent_death(self, rank: int, message: str) -> dict[str, Any]:
+    def _silent_death(self, rank: int, message: str) -> RankError:
         phase = self.heartbeats.phases.get(rank, "start")
         return {
             "rank": rank, "host": socket.gethostname(), "phase": phase, "message": message, "kind": "killed",

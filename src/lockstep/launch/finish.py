@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.distributed import cluster as world
-from lockstep.distributed.cluster import Cluster
-from lockstep.distributed.failures import record_end, report_failure
+from lockstep.distributed.cluster import Cluster, adopt
+from lockstep.distributed.failures import RankError, record_end, report_failure
+from lockstep.distributed.launchers import launcher_named
+from lockstep.launch.plan import RunPlan
 from lockstep.runs import signals
 from lockstep.runs.errors import (
     EXIT_FAILED,
@@ -35,26 +36,27 @@ log = logging.getLogger(__name__)
 
 AFTERMATH_S = 60.0
 
-Work = Callable[[dict[str, Any], Cluster, RunFolder], int]
+Work = Callable[[RunPlan], int]  # what a rank does; its exit code
 
 
-def in_this_process(config: dict[str, Any], cluster: Cluster, folder: RunFolder, work: Work) -> int:
+def in_this_process(plan: RunPlan, work: Work) -> int:
     """Call work and turn how it ends into an exit code, a record, and one error file a rank."""
-    world.adopt(cluster)
+    folder, cluster = plan.folder, plan.cluster
+    adopt(cluster)
     _dump_stack_on_signal(folder, cluster)
     signals.at_the_end(lambda: _record_end_at_once(folder, cluster))
     try:
         try:
             stop_at_once_on_signal()
-            return work(config, cluster, folder)
+            return work(plan)
         finally:
             _ignore_signals()  # what is left is short, and a supervisor may ask again
     except Interrupted as error:
         record_end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
         if cluster.is_rank_zero:
             log.info(f"Interrupted ({error}): resume={folder.run_id} goes on.")
-        if cluster.launcher == "torchrun" and cluster.num_nodes > 1 and error.elsewhere:
-            return EXIT_FAILED  # torchrun shall start this node's ranks again, beside those of a node that comes back
+        if launcher_named(cluster.launcher).restarts_ranks and cluster.num_nodes > 1 and error.elsewhere:
+            return EXIT_FAILED  # this node's ranks shall be started again, beside those of a node that comes back
         return EXIT_INTERRUPTED
     except UserError as error:
         return _failed(folder, cluster, error, EXIT_USER_ERROR)
@@ -117,11 +119,11 @@ def _record_end_at_once(folder: RunFolder, cluster: Cluster) -> None:
 def _failed(folder: RunFolder, cluster: Cluster, error: Exception, code: int) -> int:
     message = str(error) if isinstance(error, UserError | Diverged | NoRoom) else f"{type(error).__name__}: {error}"
     phase = (read_record(folder.record).phase if folder.record.exists() else None) or "start"
-    facts = {
+    failure: RankError = {
         "rank": cluster.rank, "host": socket.gethostname(), "phase": phase, "message": message,
         "kind": type(error).__name__, "time": time.time(),
     }  # fmt: skip
-    report_failure(getattr(error, "culprit", None) or facts, folder, cluster, code)
+    report_failure(getattr(error, "culprit", None) or failure, folder, cluster, code)
     return code
 
 
@@ -142,17 +144,21 @@ def remove_empty_stacks(folder: RunFolder) -> None:
             continue
 
 
-def conclude(config: dict[str, Any], folder: RunFolder, code: int) -> None:
-    """A run's page, and its last line, which says where that lies; nothing here changes the exit code."""
-    _harmlessly(_conclude, config, folder, code)
+def conclude(folder: RunFolder, keep_in: Path | None, code: int) -> None:
+    """A run's page, and its last line, which says where that lies; nothing here changes the exit code.
+
+    Args:
+        keep_in: the logbook that the run goes into; None: it stays in its folder.
+    """
+    _harmlessly(_conclude, folder, keep_in, code)
 
 
-def _conclude(config: dict[str, Any], folder: RunFolder, code: int) -> None:
+def _conclude(folder: RunFolder, keep_in: Path | None, code: int) -> None:
     record = read_record(folder.record)
     if code == EXIT_USER_ERROR and _never_began(record, folder):
         return shutil.rmtree(folder.path, ignore_errors=True)
     pages: list[Path] = []
-    _harmlessly(_write_pages, config, folder, pages)
+    _harmlessly(_write_pages, folder, keep_in, pages)
     if code == EXIT_OK and record.status == "finished":
         log.info(_result(record, pages or [folder.path]))
     if record.upload.error:
@@ -175,14 +181,14 @@ def _harmlessly(part: Callable[..., None], *arguments: Any) -> None:
         log.warning(f"The run's page was not written ({type(error).__name__}: {error}); make logbook tries again.")
 
 
-def _write_pages(config: dict[str, Any], folder: RunFolder, pages: list[Path]) -> None:
-    """Adds to `pages`: one in the run's folder, and for logbook=keep in the logbook, where no debugging run belongs."""
+def _write_pages(folder: RunFolder, keep_in: Path | None, pages: list[Path]) -> None:
+    """Adds to `pages`: one in the run's folder, and where somebody means to keep it in the logbook."""
     from lockstep.pages.build import keep_run
     from lockstep.pages.run_page import write_run_page
 
     pages.append(write_run_page(folder.path))
-    if config.get("logbook") == "keep" and not config.get("choices", {}).get("debug"):
-        pages.append(keep_run(folder.path, Path(config["paths"]["logbook_dir"])))
+    if keep_in is not None:
+        pages.append(keep_run(folder.path, keep_in))
 
 
 def _result(record: RunRecord, pages: list[Path]) -> str:

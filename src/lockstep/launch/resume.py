@@ -1,12 +1,16 @@
 """A run that goes on has the options that it was started with; what the command line says beside resume= wins."""
 
 import logging
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.compose import CONFIGS, compose, plain
-from lockstep.distributed import cluster as world
+from lockstep.distributed.cluster import environment
+from lockstep.distributed.launchers import launcher_of
+from lockstep.launch.agree import named_run
+from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import locked_file
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, read_config
@@ -18,7 +22,7 @@ log = logging.getLogger(__name__)
 NOT_KEPT = ("resume", "run_id", "sweep_dir", "paths.log_dir")
 FINDERS = (*NOT_KEPT, "paths", "s3")
 # A launcher that starts the ranks says how many there are, and another trainer may have other devices.
-OF_THE_WORLD = ("trainer.devices", "trainer.num_nodes")
+HOW_MANY_RANKS = ("trainer.devices", "trainer.num_nodes")
 # What a bucket, to which others may write, cannot decide: where this machine reads and writes, and whom it talks to.
 PLACES = (
     "paths", "s3", "data.root", "data.cache_dir", "data.download_dir", "ckpt_path", "model.weights", "logger",
@@ -36,20 +40,21 @@ def with_options_of_run(words: list[str]) -> list[str]:
     """
     if not any(_key(word) == "resume" for word in words):
         return words
-    environment = world.environment()
+    environ = environment()
+    launcher = launcher_of(environ)
     finders = [word for word in words if _is_below(_key(word), FINDERS)]
     config = plain(compose("train", finders))
     if not config["resume"]:
         return words
-    path = _config_of_run(config, environment)
+    path = _config_of_run(config, environ)
     if path is None:
         return words
-    dropped = NOT_KEPT if world.launched_alone(environment) else (*NOT_KEPT, *OF_THE_WORLD)
+    dropped = (*NOT_KEPT, *HOW_MANY_RANKS) if launcher.starts_ranks else NOT_KEPT
     before = [word for word in _stated(path) if _key(word) not in dropped]
     mistrusted = [word for word in before if not _is_harmless(word)] if _has_bucket(config) else []
     before = [word for word in before if word not in mistrusted]
     kept = kept_words(before, words)
-    if world.first_on_node(environment):
+    if launcher.is_first_on_node(environ):
         if kept:
             log.info(f"The run's own options: {' '.join(kept)}")
         if left := [word for word in mistrusted if _key(word) not in {_key(own) for own in words}]:
@@ -63,7 +68,7 @@ def kept_words(before: list[str], now: list[str]) -> list[str]:
     deleted = {_key(word) for word in now if word.startswith("~")}  # what the run's own words made is there to delete
     groups = {key for key in named if (CONFIGS / key).is_dir()}
     if "trainer" in named:
-        named |= {*OF_THE_WORLD, "trainer.accelerator"}
+        named |= {*HOW_MANY_RANKS, "trainer.accelerator"}
     fresh = compose("train", [word for word in now if _key(word) in groups]) if groups else None
     return [
         word
@@ -99,19 +104,19 @@ def _stated(path: Path) -> list[str]:
     return [word for word in words if not _key(word).startswith("hydra")]
 
 
-def _has_bucket(config: dict[str, Any]) -> bool:
+def _has_bucket(config: Config) -> bool:
     return config["resume"] == "auto" and bool((config.get("s3") or {}).get("uri"))
 
 
-def _config_of_run(config: dict[str, Any], environment: dict[str, str]) -> Path | None:
+def _config_of_run(config: Config, environ: Mapping[str, str]) -> Path | None:
     logs, resume = Path(config["paths"]["log_dir"]), config["resume"]
     if resume == "auto":
-        named = config.get("run_id") or world.outside_run_id(environment)
+        named = named_run(config, environ)
         if not named:
             return None
         folder = RunFolder(runs_folder(config, logs) / checked_run_id(named))
         if _has_bucket(config):
-            _fetch(config, folder, first=world.first_on_node(environment))
+            _fetch(config, folder, first=launcher_of(environ).is_first_on_node(environ))
     else:
         try:
             folder = find_run(logs, resume)
@@ -120,7 +125,7 @@ def _config_of_run(config: dict[str, Any], environment: dict[str, str]) -> Path 
     return folder.any_config()
 
 
-def _fetch(config: dict[str, Any], folder: RunFolder, *, first: bool) -> None:
+def _fetch(config: Config, folder: RunFolder, *, first: bool) -> None:
     """Every rank that a launcher started asks, one after the other; the later ones find it there."""
     from lockstep.storage.bucket import open_store
     from lockstep.storage.fetch import fetch_run
@@ -130,5 +135,5 @@ def _fetch(config: dict[str, Any], folder: RunFolder, *, first: bool) -> None:
         fetch_run(open_store(config["s3"]), folder)
 
 
-def runs_folder(config: dict[str, Any], logs: Path) -> Path:
+def runs_folder(config: Config, logs: Path) -> Path:
     return Path(config["sweep_dir"]) if config.get("sweep_dir") else logs / config["task_name"] / "runs"

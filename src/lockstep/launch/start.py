@@ -2,50 +2,60 @@
 
 import logging
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
 from lockstep.config.compose import chosen_options, compose, plain
-from lockstep.distributed import cluster as world
-from lockstep.distributed.cluster import Cluster, command_line
+from lockstep.distributed.cluster import Cluster, environment
+from lockstep.distributed.launchers import agent_id, launcher_named
+from lockstep.launch.agree import named_run
+from lockstep.launch.plan import ResumePoint, RunPlan, as_run
 from lockstep.launch.resume import runs_folder
 from lockstep.runs import provenance
+from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import lock, utc_now, write_atomically
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, new_run_id, read_config
 from lockstep.runs.full_disk import reserve_room
-from lockstep.runs.old_configs import model_name
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import CodeState, Cost, Host, RunRecord, continued, read_record, write_record
 from lockstep.runs.redact import redact_text
 from lockstep.storage.checkpoint_files import newest_whole, read_sidecar
+from lockstep.strategies.placement import gpus_sharing_batch
 
 log = logging.getLogger(__name__)
 
+Record = dict[str, Any]
 
-def run_folder(config: dict[str, Any], cluster: Cluster, environment: dict[str, str]) -> tuple[RunFolder, bool]:
+
+def run_folder(
+    config: Config, run_id: str | None, cluster: Cluster, environ: Mapping[str, str]
+) -> tuple[RunFolder, bool]:
     """The folder of this run, not yet made, and whether the run is new.
 
+    Args:
+        run_id: that its processes have agreed on; None: a new one.
     Raises:
         UserError: the run to resume is unknown or finished, or a new run would overwrite one.
     """
     logs = Path(config["paths"]["log_dir"])
     resume = config.get("resume")
-    named = config.get("run_id") or world.outside_run_id(environment)
     if resume == "auto":
-        folder = RunFolder(runs_folder(config, logs) / checked_run_id(named or ""))
+        folder = RunFolder(runs_folder(config, logs) / checked_run_id(run_id or ""))
         return folder, not folder.record.exists()
     if resume and cluster.node_rank == 0:
         return find_run(logs, resume), False
     if resume:  # this node may never have had the folder, or share node 0's
         folder = RunFolder(runs_folder(config, logs) / checked_run_id(resume))
         return folder, not folder.record.exists()
-    folder = RunFolder(runs_folder(config, logs) / checked_run_id(named or new_run_id()))
+    folder = RunFolder(runs_folder(config, logs) / checked_run_id(run_id or new_run_id()))
     makes_it = cluster.local_rank in (0, None) and cluster.node_rank == 0  # others may share its disk
     if makes_it and folder.record.exists():
-        if _restarted_from_outside(folder, environment):
+        if _restarted_from_outside(folder, environ):
             return folder, False
         raise UserError(
             f"The run {folder.run_id} exists already: resume={folder.run_id} goes on with it, "
@@ -54,7 +64,7 @@ def run_folder(config: dict[str, Any], cluster: Cluster, environment: dict[str, 
     return folder, True
 
 
-def be_the_only_one(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
+def hold_run_lock(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
     """Hold the run for as long as this process lives: a second one would remove the first one's checkpoints.
 
     One that is just ending (with its last upload), or whose machine was lost (a network file system frees its locks in
@@ -78,7 +88,7 @@ def be_the_only_one(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
     return handle
 
 
-def is_over(config: dict[str, Any], folder: RunFolder, previous: RunRecord) -> bool:
+def is_over(config: Config, folder: RunFolder, previous: RunRecord) -> bool:
     """It has finished, and this start asks for no more epochs or steps."""
     stored, steps = read_config(folder.config), config["trainer"]["max_steps"]
     by_steps = previous.steps == stored.get("trainer", {}).get("max_steps")
@@ -87,9 +97,9 @@ def is_over(config: dict[str, Any], folder: RunFolder, previous: RunRecord) -> b
     return previous.status == "finished" and enough
 
 
-def finished_already(config: dict[str, Any], environment: dict[str, str]) -> RunFolder | None:
+def finished_already(config: Config, environ: Mapping[str, str]) -> RunFolder | None:
     """The run that resume=auto names, where nothing is left to train: a restart from outside found it done."""
-    named = config.get("run_id") or world.outside_run_id(environment)
+    named = named_run(config, environ)
     if config.get("resume") != "auto" or not named or config["task_name"] != "train":
         return None
     folder = RunFolder(runs_folder(config, Path(config["paths"]["log_dir"])) / checked_run_id(named))
@@ -98,70 +108,83 @@ def finished_already(config: dict[str, Any], environment: dict[str, str]) -> Run
     return folder if is_over(config, folder, read_record(folder.record)) else None
 
 
-def _restarted_from_outside(folder: RunFolder, environment: dict[str, str]) -> bool:
+def _restarted_from_outside(folder: RunFolder, environ: Mapping[str, str]) -> bool:
     """torchrun's agent started its ranks again, or SLURM requeued the job: the same run goes on by itself."""
-    agent = world.agent_id(environment)
+    agent = agent_id(environ)
     return agent is not None and read_record(folder.record).agent == agent
 
 
-def find_weights(config: dict[str, Any], cluster: Cluster) -> None:
-    """Make ckpt_path, from whose weights a run starts, a file of this machine.
+def find_weights(plan: RunPlan) -> RunPlan:
+    """The plan with the user's ckpt_path, from whose weights a run starts, as a file of this machine.
 
     A node other than the first may lack it: rank 0 sends it.
 
     Raises:
         UserError: on node 0, where there is none.
     """
-    if not config.get("ckpt_path"):
-        return
+    stated = plan.config.get("ckpt_path")
+    if not stated:
+        return plan
     from lockstep.storage.fetch import locate_checkpoint
 
-    logs = Path(config["paths"]["log_dir"])
+    logs = Path(plan.config["paths"]["log_dir"])
     try:
-        found = locate_checkpoint(str(config["ckpt_path"]), logs, config.get("s3"), logs / "cache")
-        config["ckpt_path"] = str(found)
+        found = locate_checkpoint(str(stated), logs, plan.config.get("s3"), logs / "cache")
+        return replace(plan, initial_weights=str(found))
     except UserError:
-        if cluster.node_rank == 0:
+        if plan.cluster.node_rank == 0:
             raise
+        return plan
 
 
-def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bool) -> None:
-    """Make the folder, config.yaml and the first record; for a resumed run check that it is the same one."""
+def begin(plan: RunPlan, fresh: bool) -> RunPlan:
+    """Make the folder, config.yaml and the first record; for a resumed run check that it is the same one.
+
+    Returns:
+        The plan, of a run that goes on with the point where it does.
+    """
+    folder, node_rank = plan.folder, plan.cluster.node_rank
     previous = None if fresh else read_record(folder.record)
-    config["initial_weights"] = config.get("ckpt_path")  # for a run whose own checkpoints all turn out to be torn
     if previous is not None:
-        _check_resumable(config, folder, previous)
-    if previous is not None or config.get("resume") == "auto":
-        checkpoint = newest_whole(folder.checkpoints)
-        config["resume_step"] = 0
-        if checkpoint:
-            sidecar = read_sidecar(checkpoint)
-            config["ckpt_path"] = str(checkpoint)
-            config["resume_step"] = sidecar.step if sidecar else None
-        else:
-            find_weights(config, cluster)
-        if previous is not None or checkpoint:
-            place = checkpoint.name if checkpoint else "its start: no whole checkpoint"
-            log.info(f"Resuming {folder.run_id} from {place}.")
-    if cluster.world_size > 1 and config.get("ckpt_path"):
-        config["ckpt_path"] = str(Path(config["ckpt_path"]).resolve())
+        _check_resumable(plan, previous)
+    if previous is not None or plan.config.get("resume") == "auto":
+        plan = _at_newest_checkpoint(plan, is_told=previous is not None)
+    if plan.initial_weights:
+        plan = replace(plan, initial_weights=str(Path(plan.initial_weights).resolve()))
     folder.path.mkdir(parents=True, exist_ok=True)
     reserve_room(folder.path)
-    if config["task_name"] == "train":
+    if plan.config["task_name"] == "train":
         untouched = compose("train", [])
-        defaults = {**plain(untouched), "choices": chosen_options(untouched)}
-        write_atomically(folder.defaults, lambda file: yaml.safe_dump(defaults, file, sort_keys=False))
-    path = folder.config_of(cluster.node_rank)
-    write_atomically(path, lambda file: yaml.safe_dump(config, file, sort_keys=False))
-    if cluster.node_rank > 0:
-        return
-    record = first_record(config, cluster, folder)
+        _write_yaml({**plain(untouched), "choices": chosen_options(untouched)}, folder.defaults)
+    _write_yaml(as_run(plan), folder.config_of(node_rank))
+    if node_rank == 0:
+        _write_first_record(plan, previous)
+    return plan
+
+
+def _at_newest_checkpoint(plan: RunPlan, *, is_told: bool) -> RunPlan:
+    """Of the run's own, by name; without one the run begins anew, from the weights that the user named."""
+    checkpoint = newest_whole(plan.folder.checkpoints)
+    if is_told or checkpoint:
+        place = checkpoint.name if checkpoint else "its start: no whole checkpoint"
+        log.info(f"Resuming {plan.folder.run_id} from {place}.")
+    if not checkpoint:
+        return replace(find_weights(plan), resume=ResumePoint(0))
+    sidecar = read_sidecar(checkpoint)
+    step = sidecar.step if sidecar else 0
+    return replace(plan, resume=ResumePoint(step, str(checkpoint.resolve())))
+
+
+def _write_yaml(tree: Config, path: Path) -> None:
+    write_atomically(path, lambda file: yaml.safe_dump(tree, file, sort_keys=False))
+
+
+def _write_first_record(plan: RunPlan, previous: RunRecord | None) -> None:
+    folder, record = plan.folder, first_record(plan)
     if previous is not None:
-        record = continued(previous, record, step=config["resume_step"] or 0, checkpoint=config.get("ckpt_path"))
-    else:
-        diff = provenance.code_diff(REPOSITORY) if record.code.dirty else ""
-        if diff:
-            write_atomically(folder.code_diff, lambda file: file.write(redact_text(diff)))
+        record = continued(previous, record, step=plan.resume_step or 0, checkpoint=plan.checkpoint)
+    elif diff := provenance.code_diff(REPOSITORY) if record.code.dirty else "":
+        write_atomically(folder.code_diff, lambda file: file.write(redact_text(diff)))
     write_record(folder.record, record)
 
 
@@ -172,8 +195,8 @@ IGNORED_ON_RESUME = (
 )  # fmt: skip
 
 
-def _check_resumable(config: dict[str, Any], folder: RunFolder, previous: RunRecord) -> None:
-    stored = read_config(folder.config)
+def _check_resumable(plan: RunPlan, previous: RunRecord) -> None:
+    folder, stored, config = plan.folder, read_config(plan.folder.config), as_run(plan)
     if is_over(config, folder, previous):
         by_steps = previous.steps == stored.get("trainer", {}).get("max_steps")
         raise UserError(
@@ -196,7 +219,7 @@ def _check_resumable(config: dict[str, Any], folder: RunFolder, previous: RunRec
             )
 
 
-def _without_places(config: dict[str, Any]) -> dict[str, Any]:
+def _without_places(config: Config) -> Config:
     """Where the data lies and what a machine can hold of it may differ; what it is, data_hash tells."""
     of_machine = ("root", "cache_dir", "download_dir", "eval_batch_size", "device_cache_gib", "num_workers")
     data = {key: value for key, value in config.get("data", {}).items() if key not in of_machine}
@@ -211,12 +234,11 @@ def _difference(before: Any, now: Any, path: str = "") -> str:
     return f"{path.lstrip('.')} was {before!r}, now {now!r}"
 
 
-def first_record(config: dict[str, Any], cluster: Cluster, folder: RunFolder) -> RunRecord:
+def first_record(plan: RunPlan) -> RunRecord:
     """The record before anything has happened."""
-    now = utc_now()
-    choices, trainer, hardware = config["choices"], config["trainer"], config.get("hardware") or {}
-    chooser = config.get("callbacks", {}).get("checkpoints") or {}
-    goes_on = bool(config.get("resume_step"))
+    now, folder, cluster, config = utc_now(), plan.folder, plan.cluster, plan.config
+    launcher, typed = launcher_named(cluster.launcher), [_as_typed(sys.argv[0]), *sys.argv[1:]]
+    hardware, chooser = config.get("hardware") or {}, (config.get("callbacks") or {}).get("checkpoints") or {}
     return RunRecord(
         run_id=folder.run_id,
         task_name=config["task_name"],
@@ -225,43 +247,36 @@ def first_record(config: dict[str, Any], cluster: Cluster, folder: RunFolder) ->
         phase="start",
         started_at=now,
         updated_at=now,
-        command=command_line([_as_typed(sys.argv[0]), *sys.argv[1:]], cluster, trainer["accelerator"] == "gpu"),
-        overrides=config["overrides"],
-        experiment=config.get("experiment_name") or choices.get("experiment"),
+        command=launcher.command_line(typed, cluster, plan.accelerator == "gpu"),
+        overrides=list(plan.overrides),
+        experiment=config.get("experiment_name") or plan.choices.get("experiment"),
         code=CodeState(**provenance.code_state(REPOSITORY)),
         versions=provenance.versions(),
         hosts=[Host(**provenance.host(cluster.node_rank))],
         launcher=cluster.launcher,
-        agent=world.agent_id(world.environment()),
-        model=model_name(config),
+        agent=agent_id(environment()),
+        model=plan.model_name,
         data=config["data"]["name"],
-        trainer=choices["trainer"],
+        trainer=plan.choices["trainer"],
         world_size=cluster.world_size,
         num_nodes=cluster.num_nodes,
-        devices=trainer["devices"],
-        num_gpus=_gpus_of_one_process(trainer),
-        accelerator=trainer["accelerator"],
-        precision=trainer["precision"],
+        devices=cluster.devices,
+        num_gpus=gpus_sharing_batch(plan.trainer),
+        accelerator=plan.accelerator,
+        precision=plan.trainer["precision"],
         seed=config["seed"],
-        global_batch_size=config["data"]["global_batch_size"],
-        per_device_batch_size=config["per_device_batch_size"],
-        accumulate_grad_batches=trainer["accumulate_grad_batches"],
-        max_epochs=trainer["max_epochs"],
+        global_batch_size=plan.batch.global_size,
+        per_device_batch_size=plan.batch.per_device,
+        accumulate_grad_batches=plan.batch.accumulate,
+        max_epochs=plan.trainer["max_epochs"],
         monitor=chooser.get("monitor", "val/acc"),
         monitor_mode=chooser.get("mode", "max"),
         epochs=0,
         steps=0,
         cost=Cost(price_per_hour=hardware.get("price_per_hour_usd"), instance=hardware.get("name")),
-        initial_weights=None if goes_on else config.get("ckpt_path"),
-        resumed_from=config.get("ckpt_path") if goes_on else None,
+        initial_weights=None if plan.resume_step else plan.initial_weights,
+        resumed_from=plan.checkpoint if plan.resume_step else None,
     )
-
-
-def _gpus_of_one_process(trainer: dict[str, Any]) -> int | None:
-    """Under trainer=dp: all of this machine where none are chosen."""
-    if "num_gpus" not in trainer:
-        return None
-    return trainer["num_gpus"] or world.visible_gpus(world.environment())
 
 
 def _as_typed(program: str) -> str:

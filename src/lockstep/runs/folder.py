@@ -30,8 +30,12 @@ class RunFolder:
     def config(self) -> Path:
         return self.path / "config.yaml"
 
+    def plan(self, node_rank: int) -> Path:
+        """What this node's ranks are to do: nodes may share the folder."""
+        return self.path / f"plan-node{node_rank}.yaml"
+
     def config_of(self, node_rank: int) -> Path:
-        """What this node's ranks read: nodes may share the folder, and must not write over each other's."""
+        """This node's: nodes may share the folder, and must not write over each other's."""
         return self.path / f"config-node{node_rank}.yaml" if node_rank else self.config
 
     def any_config(self) -> Path | None:

@@ -5,9 +5,12 @@ import json
 import os
 import platform
 import subprocess
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from lockstep.runs.config import Config
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CODE = ("src", "configs", "requirements.txt")
@@ -75,10 +78,38 @@ def versions() -> dict[str, str]:
     return found
 
 
-RANK_OWN_KEYS = ("paths", "run_id", "resume", "ckpt_path", "initial_weights", "resume_step", "overrides", "sweep_dir")
+@dataclass(frozen=True)
+class Fingerprint:
+    """What must be equal on all nodes and ranks of a run."""
+
+    tree_hash: str
+    config_hash: str
+    versions: dict[str, str]
+
+    def difference(self, first: "Fingerprint", who: str, who_first: str) -> str | None:
+        """A sentence on the first thing in which `who` differs from `who_first`, with what mends it."""
+        for own, others, what in (
+            (self.tree_hash, first.tree_hash, "code in src, configs or requirements.txt"),
+            (self.config_hash, first.config_hash, "options"),
+        ):
+            if own != others:
+                return f"{who} runs with other {what} than {who_first}: make them equal on all nodes."
+        for name, version in first.versions.items():
+            if self.versions.get(name) != version:
+                own = self.versions.get(name, "missing")
+                return f"{who} has {name} {own}, {who_first} has {version}: run make install there."
+        return None
 
 
-def config_hash(config: dict[str, Any]) -> str:
+def fingerprint(config: Config) -> Fingerprint:
+    """Of this process, with these options."""
+    return Fingerprint(tree_hash(REPOSITORY), config_hash(config), versions())
+
+
+RANK_OWN_KEYS = ("paths", "run_id", "resume", "ckpt_path", "overrides", "sweep_dir")
+
+
+def config_hash(config: Config) -> str:
     """Equal where the options are, whatever folders a node has."""
     text = json.dumps({k: v for k, v in config.items() if k not in RANK_OWN_KEYS}, sort_keys=True, default=str)
     for folder in config["paths"].values():
@@ -86,7 +117,10 @@ def config_hash(config: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def host(node_rank: int) -> dict[str, Any]:
+Host = dict[str, Any]  # node_rank, host, cores, system
+
+
+def host(node_rank: int) -> Host:
     return {"node_rank": node_rank, "host": platform.node(), "cores": available_cores(), "system": platform.platform()}
 
 

@@ -8,8 +8,10 @@ from lightning.pytorch.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
 
+from lockstep.strategies.capabilities import Capabilities
 
-class Ranks(ParallelStrategy):
+
+class Ranks(Capabilities, ParallelStrategy):
     """Needs torch's default process group, which distributed/process_group.py makes."""
 
     is_distributed = True  # self.log(sync_dist=True) asks for it

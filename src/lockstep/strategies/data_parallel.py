@@ -13,9 +13,10 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from lockstep.runs.errors import UserError
+from lockstep.strategies.capabilities import Capabilities
 
 
-class DataParallel(SingleDeviceStrategy):
+class DataParallel(Capabilities, SingleDeviceStrategy):
     """Weights, optimizer and checkpoints are those of the plain net on the first GPU.
 
     Args:
@@ -23,6 +24,8 @@ class DataParallel(SingleDeviceStrategy):
     Raises:
         UserError: fewer than two GPUs: torch's DataParallel would then do nothing, silently.
     """
+
+    supports_compile = False  # its replicas are made anew in each step
 
     def __init__(self, num_gpus: int | None = None) -> None:
         found = torch.cuda.device_count()
@@ -34,11 +37,11 @@ class DataParallel(SingleDeviceStrategy):
                 f"{max(wanted, 2)} is here: {works} works."
             )
         super().__init__(device=torch.device("cuda", 0))
-        self.num_gpus = wanted
+        self.process_devices = [torch.device("cuda", index) for index in range(wanted)]
 
     def model_to_device(self) -> None:
         super().model_to_device()
-        spread_forward(self.lightning_module.net, list(range(self.num_gpus)))
+        spread_forward(self.lightning_module.net, [device.index for device in self.process_devices])
 
     def teardown(self) -> None:
         self.lightning_module.net.__dict__.pop("forward", None)

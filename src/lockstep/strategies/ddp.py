@@ -12,8 +12,10 @@ from lightning.pytorch.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
+from lockstep.strategies.capabilities import Capabilities
 
-class DDP(DDPStrategy):
+
+class DDP(Capabilities, DDPStrategy):
     """Lightning's DDPStrategy with our launch, and no collective in evaluation's forwards.
 
     Args:

@@ -23,6 +23,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lockstep.runs.errors import UserError
+from lockstep.strategies.capabilities import Capabilities
+from lockstep.strategies.sharded_state import State
 from lockstep.strategies.swarm import (
     OwnOrder,
     children_end_with_this_process,
@@ -37,7 +39,7 @@ log = logging.getLogger(__name__)
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 
 
-class Hivemind(SingleDeviceStrategy):
+class Hivemind(Capabilities, SingleDeviceStrategy):
     """One peer of a swarm.
 
     Args:
@@ -54,6 +56,7 @@ class Hivemind(SingleDeviceStrategy):
     """
 
     supports_ema = False  # late peers would average other weights
+    scales_losses = False  # peers cannot scale theirs together
 
     def __init__(
         self,
@@ -184,13 +187,13 @@ class Hivemind(SingleDeviceStrategy):
 
     # --- records and checkpoints: those of the plain net and optimizer
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
         return {
             **super().optimizer_state(optimizer),
             "swarm_steps": self.swarm.local_epoch if self.swarm else self.swarm_steps,
         }
 
-    def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
+    def load_optimizer_state_dict(self, checkpoint: State) -> None:
         super().load_optimizer_state_dict(checkpoint)
         if self.swarm is not None:
             self.swarm.state_averager.local_epoch = checkpoint["optimizer_states"][0].get("swarm_steps", 0)

@@ -14,10 +14,12 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lockstep.runs.errors import UserError
+from lockstep.runs.hooks import HasStages
+from lockstep.strategies.capabilities import Capabilities
 from lockstep.strategies.ddp import move_all_but_net
 
 
-class ModelParallel(SingleDeviceStrategy):
+class ModelParallel(Capabilities, SingleDeviceStrategy):
     """Weights keep their names: checkpoints are those of the unsplit model.
 
     Args:
@@ -29,16 +31,17 @@ class ModelParallel(SingleDeviceStrategy):
     """
 
     supports_ema = False  # Lightning's averaged copy would sit on one device
+    supports_compile = False
 
     def __init__(
         self, stage_devices: list[str] | None = None, micro_batches: int = 1, balance: str = "parameters"
     ) -> None:
-        self.stage_devices = checked_devices(stage_devices)
+        self.process_devices = checked_devices(stage_devices)
         if balance not in ("parameters", "flops"):
             raise UserError(f"trainer.balance={balance}: parameters or flops.")
         if micro_batches < 1:
             raise UserError(f"trainer.micro_batches={micro_batches}: a whole number from 1 on.")
-        super().__init__(device=self.stage_devices[0])
+        super().__init__(device=self.process_devices[0])
         self.micro_batches, self.balance = micro_batches, balance
 
     def setup(self, trainer) -> None:
@@ -49,18 +52,18 @@ class ModelParallel(SingleDeviceStrategy):
     def model_to_device(self) -> None:
         """The stages to their devices, and what the module has beside the net to the first."""
         module = self.lightning_module
-        if not hasattr(module.net, "stages"):
+        if not isinstance(module.net, HasStages):
             raise UserError(f"{type(module.net).__name__} names no stages(): trainer=model_parallel cannot cut it.")
         stages = module.net.stages()
         check_cover(module.net, stages)
         sizes = self._costs(stages)
-        ends = balanced_cut(sizes, len(self.stage_devices))
+        ends = balanced_cut(sizes, len(self.process_devices))
         self.cut = [list(range(start, end)) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         groups = [nn.Sequential(*(stages[i] for i in part)) for part in self.cut]
         move_all_but_net(module, self.root_device)
-        for group, device in zip(groups, self.stage_devices, strict=True):
+        for group, device in zip(groups, self.process_devices, strict=True):
             group.to(device)
-        module.net.__dict__["forward"] = Pipeline(groups, self.stage_devices, self.micro_batches)
+        module.net.__dict__["forward"] = Pipeline(groups, self.process_devices, self.micro_batches)
 
     def _costs(self, stages: list[nn.Module]) -> list[int]:
         if self.balance == "parameters" or self.example is None:

@@ -22,11 +22,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.utils.checkpoint import checkpoint as recompute
 
 from lockstep.runs.errors import UserError
+from lockstep.runs.hooks import HasShardUnits
 from lockstep.strategies import sharded_checkpoint
 from lockstep.strategies.collectives import Ranks
 from lockstep.strategies.ddp import broadcast_buffers, broadcast_from_rank_zero, move_all_but_net
 from lockstep.strategies.precision import ShardedPrecision, policies, precision_for
 from lockstep.strategies.sharded_state import (
+    State,
     full_optimizer_state,
     full_state_dict,
     sharded_optimizer_state,
@@ -108,7 +110,7 @@ class Sharded(Ranks):
         self.accelerator.teardown()
 
     def _shard(self, net: nn.Module) -> None:
-        units = net.shard_units() if hasattr(net, "shard_units") else []
+        units = net.shard_units() if isinstance(net, HasShardUnits) else []
         if not units and self.global_rank == 0:
             log.info("The model names no shard_units(): FSDP gathers it as a whole, which saves little memory.")
         self._check(net, units)
@@ -168,23 +170,23 @@ class Sharded(Ranks):
     def restore_checkpoint_after_setup(self) -> bool:
         return True
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> State:
         """Whole on rank 0 and empty elsewhere; shards where `sharded_checkpoint`. Every rank must call it."""
         state = self.lightning_module.state_dict()
         return state if self.sharded_checkpoint else full_state_dict(state, keep=self.is_global_zero)
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
         """As lightning_module_state_dict."""
         state = (optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
         return state if self.sharded_checkpoint else full_optimizer_state(state, keep=self.is_global_zero)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: State, filepath: str | Path, storage_options: Any = None) -> None:
         if self.sharded_checkpoint:
             sharded_checkpoint.write(checkpoint, Path(filepath), first_on_node=self.local_rank == 0)
         else:
             ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> State:
         """A file or a folder of shards, written under any strategy; from a folder each rank reads its own parts."""
         if not sharded_checkpoint.is_shard_folder(checkpoint_path):
             return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only=weights_only)

@@ -26,18 +26,20 @@ from torch.distributed.tensor import DTensor
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import checksum_of
 from lockstep.runs.full_disk import full_disk_named
+from lockstep.strategies.sharded_state import State
 
 MANIFEST = "manifest.json"
 REST = "rest.pt"
 FORMAT = 1
 WEIGHTS, OPTIMIZER = "state_dict", "optimizer_states"
+Manifest = dict[str, Any]  # the files with their bytes and sha256
 
 
 def is_shard_folder(path: str | Path) -> bool:
     return (Path(path) / MANIFEST).is_file()
 
 
-def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], State]:
     """The tensors of weights and optimizer states by flat names, and the checkpoint without them.
 
     `state_dict/<name>`, `optimizer_states/<optimizer>/<parameter's number>/<name>`.
@@ -47,7 +49,7 @@ def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, A
     if OPTIMIZER in checkpoint:
         rest[OPTIMIZER] = []
     for index, optimizer in enumerate(checkpoint.get(OPTIMIZER, [])):
-        plain: dict[int, dict[str, Any]] = {}
+        plain: dict[int, State] = {}
         for number, state in optimizer["state"].items():
             plain[number] = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
             for name, value in state.items():
@@ -57,7 +59,7 @@ def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, A
     return tensors, rest
 
 
-def join(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> dict[str, Any]:
+def join(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> State:
     """The inverse of `split`."""
     checkpoint = {**rest, WEIGHTS: {}}
     for key, value in tensors.items():
@@ -110,7 +112,7 @@ def _write_files(tensors: dict[str, Tensor], rest: dict[str, Any], folder: Path)
         _write_manifest(folder, {"format": FORMAT, "world_size": len(gathered), "files": files, "tensors": shapes})
 
 
-def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+def _write_manifest(folder: Path, manifest: Manifest) -> None:
     temporary = folder / f"{MANIFEST}.tmp"
     with open(temporary, "w") as file:
         json.dump(manifest, file, indent=1)
@@ -119,7 +121,7 @@ def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     os.replace(temporary, folder / MANIFEST)
 
 
-def check(folder: Path, hashes: bool = False) -> dict[str, Any]:
+def check(folder: Path, hashes: bool = False) -> Manifest:
     """The manifest of a complete folder.
 
     Raises:
@@ -147,7 +149,7 @@ def check(folder: Path, hashes: bool = False) -> dict[str, Any]:
     return manifest
 
 
-def read(folder: Path, own: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+def read(folder: Path, own: Mapping[str, Tensor] | None = None) -> State:
     """The checkpoint that a folder of shards holds.
 
     Args:
@@ -170,7 +172,7 @@ def read(folder: Path, own: Mapping[str, Tensor] | None = None) -> dict[str, Any
     return join(targets, rest)
 
 
-def load_checkpoint(path: str | Path) -> dict[str, Any]:
+def load_checkpoint(path: str | Path) -> State:
     """A checkpoint from a file or from a folder of shards, whole, in CPU memory, with weights_only=True."""
     if is_shard_folder(path):
         return read(Path(path))

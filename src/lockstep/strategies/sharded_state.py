@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+State = dict[str, Any]  # of a module or an optimizer, as torch makes it, or a whole checkpoint
+
 
 def full(value: Any, keep: bool) -> Any:
     """The whole of a sharded tensor in CPU memory where `keep`, else None; a collective that every rank must join.
@@ -23,13 +25,13 @@ def full(value: Any, keep: bool) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-def full_state_dict(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+def full_state_dict(state: Mapping[str, Any], keep: bool) -> State:
     """Each tensor whole, one after the other; empty where not `keep`, but every rank must call it."""
     whole = {name: full(value, keep) for name, value in state.items()}
     return whole if keep else {}
 
 
-def full_optimizer_state(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+def full_optimizer_state(state: Mapping[str, Any], keep: bool) -> State:
     """What an unsharded optimizer's state_dict() would be."""
     states = {number: full_state_dict(values, keep) for number, values in state["state"].items()}
     return {"state": states if keep else {}, "param_groups": state["param_groups"]}
@@ -46,12 +48,12 @@ def like(value: Any, own: Any) -> Any:
     return shard.to(own.dtype) if value.shape == own.shape else shard
 
 
-def sharded_state_dict(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def sharded_state_dict(state: Mapping[str, Any], own: Mapping[str, Any]) -> State:
     """A full state dict in the shards of `own`; names that `own` lacks stay, so that a strict load names them."""
     return {name: like(value, own.get(name)) for name, value in state.items()}
 
 
-def sharded_optimizer_state(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def sharded_optimizer_state(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> State:
     """A full optimizer state in the shards of this optimizer's parameters."""
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     states = {

@@ -1,5 +1,6 @@
 """What must hold between data, model and checkpoint before a run trains; each error says what to change."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ from lockstep.distributed.cluster import Cluster
 from lockstep.runs import provenance
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
+
+DataFacts = dict[str, Any]  # class_names, num_classes, image_size, channels, mean, std, data_hash
 
 
 def check_fits(module: torch.nn.Module, found: dict[str, torch.Tensor], path: str, model_name: str) -> None:
@@ -22,7 +25,7 @@ def check_fits(module: torch.nn.Module, found: dict[str, torch.Tensor], path: st
             )
 
 
-def check_same_data(facts: dict[str, Any], data: Any, cluster: Cluster) -> None:
+def check_same_data(facts: DataFacts, data: Any, cluster: Cluster) -> None:
     """All ranks draw positions of one list of images.
 
     Raises:
@@ -42,7 +45,7 @@ def check_same_data(facts: dict[str, Any], data: Any, cluster: Cluster) -> None:
             )
 
 
-def check_data_of_run(checkpoint: dict[str, Any], facts: dict[str, Any], folder: RunFolder) -> None:
+def check_data_of_run(checkpoint: Mapping[str, Any], facts: DataFacts, folder: RunFolder) -> None:
     """A run goes on with the images that it began with.
 
     Raises:

@@ -2,20 +2,22 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.config.instantiate import check_targets
 from lockstep.data.batch_transforms import BatchTransforms
+from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 from lockstep.runs.old_configs import model_name
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import RunRecord, read_record
 from lockstep.storage.checkpoint_files import measure
 from lockstep.storage.fetch import locate_checkpoint
-from lockstep.training.build import build_module, check_fits, read_checkpoint
+from lockstep.training.build import build_module
+from lockstep.training.checks import DataFacts, check_fits
+from lockstep.training.weights import read_checkpoint
 
 
 @dataclass
@@ -29,8 +31,8 @@ class FinishedModel:
     """
 
     net: nn.Module
-    config: dict[str, Any]
-    facts: dict[str, Any]
+    config: Config
+    facts: DataFacts
     path: Path
     record: RunRecord
 
@@ -66,7 +68,7 @@ class FinishedModel:
         return measure(self.path).sha256
 
 
-def load_finished(address: str, logs: Path, s3: dict[str, Any] | None = None) -> FinishedModel:
+def load_finished(address: str, logs: Path, s3: Config | None = None) -> FinishedModel:
     """
     Args:
         address: a checkpoint file or folder of shards, a run id (its best), or s3://….
@@ -80,9 +82,6 @@ def load_finished(address: str, logs: Path, s3: dict[str, Any] | None = None) ->
         raise UserError(f"{path} carries no config: it was not written by this project.")
     config, facts = own["config"], own["data"]
     check_targets(config)
-    for key, value in (("pretrained", False), ("weights", None)):  # the checkpoint brings all weights
-        if key in config["model"]:
-            config["model"][key] = value
     module = build_module(config, facts, trainable=False)
     check_fits(module, checkpoint["state_dict"], str(path), model_name(config))
     module.load_state_dict(checkpoint["state_dict"])

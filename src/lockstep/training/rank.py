@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -16,11 +15,12 @@ from lockstep.callbacks.interruption import Interruption
 from lockstep.config.instantiate import check_targets
 from lockstep.distributed.cluster import Cluster, environment, supervisor_port
 from lockstep.distributed.failures import report_failure
+from lockstep.distributed.launchers import launcher_named
 from lockstep.distributed.process_group import check_all_equal, join, own_connection
+from lockstep.launch.plan import RunPlan, as_run
 from lockstep.runs import provenance
-from lockstep.runs.folder import RunFolder
-from lockstep.runs.provenance import available_cores
-from lockstep.strategies.model_parallel import checked_devices
+from lockstep.runs.provenance import Host, available_cores
+from lockstep.strategies.placement import devices_of_process
 from lockstep.training.share_checkpoint import share_checkpoint
 
 EXPECTED_WARNINGS = (
@@ -36,10 +36,17 @@ EXPECTED_WARNINGS = (
 
 
 @dataclass
-class World:
-    """What watches over a run from before its parts are built: hosts, signals, and with several ranks heartbeats."""
+class RankSession:
+    """What this rank shares with the others from before its parts are built.
 
-    hosts: list[dict[str, Any]]
+    Args:
+        plan: with the checkpoint that all of them go on from.
+        hosts: of all nodes.
+        watch: with several ranks, each other's heartbeats.
+    """
+
+    plan: RunPlan
+    hosts: list[Host]
     interruption: Interruption = field(default_factory=Interruption)
     watch: Watch | None = None
 
@@ -87,54 +94,53 @@ class StartedRanks(ClusterEnvironment):
 
 
 @contextlib.contextmanager
-def enter_world(config: dict[str, Any], cluster: Cluster, folder: RunFolder) -> Iterator[World]:
+def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
     """Meet the other ranks, watch over each other until the block ends, and leave together.
 
     An exception that leaves the block carries `culprit`: which rank failed first, on which host, in which phase.
     """
-    check_targets(config)
-    prepare_process(config, cluster)
+    cluster, folder, timeout_s = plan.cluster, plan.folder, plan.trainer["timeout_s"]
+    check_targets(plan.config)
+    prepare_process(plan)
     if cluster.world_size == 1:
-        yield World([provenance.host(cluster.node_rank)])
+        yield RankSession(plan, [provenance.host(cluster.node_rank)])
         return
-    timeout_s = config["trainer"]["timeout_s"]
-    start = join(cluster, device_of(config, cluster), timeout_s)
+    start = join(cluster, device_of(plan), timeout_s)
     report = functools.partial(report_failure, folder=folder, cluster=cluster)
-    world = World([], Interruption(timeout_s), Watch(folder.path, timeout_s, report, supervisor_port()))
+    watch, interruption = Watch(folder.path, timeout_s, report, supervisor_port()), Interruption(timeout_s)
     connection = own_connection(cluster, start, SILENT_AFTER_S)
-    world.watch.begin(connection, cluster.rank, cluster.world_size, world.interruption)
+    watch.begin(connection, cluster.rank, cluster.world_size, interruption)
     try:
-        everyone = check_all_equal(config, cluster)
-        world.hosts = [dict(list(host.items())[3:]) for host in everyone[:: cluster.devices]]
-        share_checkpoint(config, cluster, folder)
-        yield world
+        hosts = check_all_equal(provenance.fingerprint(as_run(plan)), cluster)[:: cluster.devices]
+        yield RankSession(share_checkpoint(plan), hosts, interruption, watch)
         torch.distributed.barrier()
     except BaseException as error:
-        raise world.watch.explain(error)  # noqa: B904 it names its cause itself
+        raise watch.explain(error)  # noqa: B904 it names its cause itself
     finally:
-        world.watch.end()
+        watch.end()
     torch.distributed.destroy_process_group()
 
 
-def device_of(config: dict[str, Any], cluster: Cluster) -> torch.device:
+def devices_of(plan: RunPlan) -> list[torch.device]:
+    """What this rank computes on."""
+    names = devices_of_process(plan.trainer, plan.accelerator, plan.cluster.local_rank or 0)
+    return [torch.device(name) for name in names]
+
+
+def device_of(plan: RunPlan) -> torch.device:
     """Where this rank's data lie and its net begins."""
-    if config["trainer"]["accelerator"] != "gpu":
-        return torch.device("cpu")
-    if stages := config["trainer"].get("stage_devices"):
-        return torch.device("cuda", checked_devices(stages)[0].index or 0)
-    return torch.device("cuda", cluster.local_rank or 0)
+    return devices_of(plan)[0]
 
 
-def prepare_process(config: dict[str, Any], cluster: Cluster) -> None:
-    threads = config["trainer"]["num_threads"]
+def prepare_process(plan: RunPlan) -> None:
+    threads = plan.trainer["num_threads"]
     if threads == "auto":
-        cores, own = available_cores(), int(environment().get("SLURM_CPUS_PER_TASK") or 0)
-        bound = cluster.launcher == "slurm" and cores <= own  # to this task's cores already
-        threads = cores if bound else max(1, cores // cluster.devices)
+        cores, launcher = available_cores(), launcher_named(plan.cluster.launcher)
+        threads = cores if launcher.binds_cores(environment(), cores) else max(1, cores // plan.cluster.devices)
     torch.set_num_threads(threads)
-    torch.manual_seed(config["seed"])
-    if config["trainer"]["accelerator"] == "gpu":
-        torch.set_float32_matmul_precision(config["trainer"].get("matmul_precision", "high"))
+    torch.manual_seed(plan.config["seed"])
+    if plan.accelerator == "gpu":
+        torch.set_float32_matmul_precision(plan.trainer.get("matmul_precision", "high"))
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message)

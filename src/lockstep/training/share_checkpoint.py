@@ -3,6 +3,8 @@
 import contextlib
 import logging
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.distributed.cluster import Cluster
+from lockstep.launch.plan import ResumePoint, RunPlan
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import Checksum, checksum_of
 from lockstep.runs.folder import RunFolder
@@ -20,24 +23,28 @@ from lockstep.storage.shards import shards_of
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 * 2**20
+Files = dict[str, Checksum]  # by name
+
+Offer = tuple[str | None, int | None]  # a checkpoint and its step: None where the user named it for a new run
 
 
-def share_checkpoint(config: dict[str, Any], cluster: Cluster, folder: RunFolder) -> None:
+def share_checkpoint(plan: RunPlan) -> RunPlan:
     """The run goes on from the newest whole checkpoint that any node has; nodes without a copy of it get its bytes.
 
     Of a sharded one each node may hold its own ranks' shards only. One of which shards are nowhere is passed over.
-    Sets config["ckpt_path"] to a path that exists on this node, and config["resume_step"], on every rank.
+
+    Returns:
+        The plan with the same step on every rank, and a path that exists on this node.
     """
-    mine = config.get("ckpt_path"), config.get("resume_step")
-    own = mine[0] is not None and Path(mine[0]).resolve().is_relative_to(folder.checkpoints.resolve())
-    initial = (config.get("initial_weights") if own else mine[0]), None if mine[1] is None else 0
+    cluster, folder = plan.cluster, plan.folder
+    mine: Offer = (plan.checkpoint, plan.resume_step)
     while True:
         offers: list[Any] = [None] * cluster.world_size
-        dist.all_gather_object(offers, list(mine))
+        dist.all_gather_object(offers, mine)
         source = newest_offer(offers)
-        config["ckpt_path"], config["resume_step"] = path, step = offers[source]
+        path, step = offers[source]
         if path is None:
-            return
+            return _starting_at(plan, None, step)
         try:
             local = fetch_from_rank_zero(Path(path), cluster, folder, source)
             break
@@ -46,17 +53,25 @@ def share_checkpoint(config: dict[str, Any], cluster: Cluster, folder: RunFolder
                 raise  # the user named it
             if cluster.is_rank_zero:
                 log.info(f"Passed over: {error}")
-            mine = _before(folder, step) or initial
+            mine = _before(folder, step) or (plan.initial_weights, None if plan.resume is None else 0)
+    plan = _starting_at(plan, str(local), step)
     if source != 0:
         record = [read_record(folder.record) if cluster.rank == source and folder.record.exists() else None]
         dist.broadcast_object_list(record, src=source)
         if cluster.is_rank_zero:
             log.info(f"Going on from step {step}: node {source // cluster.devices} has the newest checkpoint.")
             take_over_record(folder.record, record[0], step=step or 0, checkpoint=path)
-    config["ckpt_path"] = str(local)
+    return plan
 
 
-def _before(folder: RunFolder, step: int) -> tuple[str, int] | None:
+def _starting_at(plan: RunPlan, path: str | None, step: int | None) -> RunPlan:
+    """From the run's own checkpoint where a step was made, else with these weights from the start."""
+    if step:
+        return replace(plan, resume=ResumePoint(step, path))
+    return replace(plan, resume=None if step is None else ResumePoint(0), initial_weights=path)
+
+
+def _before(folder: RunFolder, step: int) -> Offer | None:
     """What a rank offers after the checkpoint of `step` could not be had: the run's newest here of an earlier step."""
     for older, sidecar in complete(folder.checkpoints):
         if sidecar.step < step and fault_of(older) is None:
@@ -64,7 +79,7 @@ def _before(folder: RunFolder, step: int) -> tuple[str, int] | None:
     return None
 
 
-def newest_offer(offers: list[tuple[str | None, int | None]]) -> int:
+def newest_offer(offers: Sequence[Offer]) -> int:
     """The rank whose (checkpoint, step) is the furthest; rank 0 where nobody states a step."""
     steps = [step if path is not None and step is not None else -1 for path, step in offers]
     return steps.index(max(steps))
@@ -85,7 +100,7 @@ def fetch_from_rank_zero(path: Path, cluster: Cluster, folder: RunFolder, source
         inside = path.resolve().is_relative_to(home)
         told = [_files_of(path), str(path.resolve().relative_to(home)) if inside else None]
     dist.broadcast_object_list(told, src=source)
-    files: dict[str, Checksum] = told[0]
+    files: Files = told[0]
     path, cache = home / told[1] if told[1] else path, folder.path / "from-rank-0"
     here: list[str] = []
     if cluster.rank == cluster.node_rank * cluster.devices:  # one rank of each node looks, for all of them
@@ -118,7 +133,7 @@ def fetch_from_rank_zero(path: Path, cluster: Cluster, folder: RunFolder, source
     return target
 
 
-def _files_of(path: Path) -> dict[str, Checksum]:
+def _files_of(path: Path) -> Files:
     """By name: a file under the empty one; of shards also what lies on other nodes."""
     found = measure(path)
     if found.files is None:

@@ -3,18 +3,15 @@
 import pytest
 
 from lockstep.batch_size import estimate
+from lockstep.batch_size.ddp_buckets import in_buckets
 from lockstep.batch_size.search import HELD
-from lockstep.distributed.cluster import Cluster
+from lockstep.runs.config import writable
 from lockstep.runs.errors import UserError
-from memory_runs import composed, peaks
+from memory_runs import peaks, planned
 from runs import run_door
 
 FACTS = {"num_classes": 10, "image_size": 32, "channels": 3}
 TINY = ["data=synthetic", "data.num_images=300", "data.num_test_images=20", "data.eval_batch_size=4"]
-
-
-def world(size):
-    return Cluster("none", 1, size, 0, 0, "127.0.0.1", None)
 
 
 def peak(phases):
@@ -33,21 +30,21 @@ def peak(phases):
     ],
 )
 def test_within_one_percent_of_a_real_run(trainer, ranks, options, tmp_path):
-    config = composed([*TINY, "model=vit_tiny_32", "model.depth=2", f"trainer={trainer}", *options], tmp_path)
-    [first, *_] = peaks(config, tmp_path, ranks, [16])
+    plan = planned([*TINY, "model=vit_tiny_32", "model.depth=2", f"trainer={trainer}", *options], tmp_path)
+    [first, *_] = peaks(plan, tmp_path, ranks, [16])
     if ranks > 1:
-        estimate.peak_bytes(config, FACTS, world(ranks), 1)
-    estimated = estimate.peak_bytes(config, FACTS, world(ranks), 16)
+        estimate.peak_bytes(plan, FACTS, 1)
+    estimated = estimate.peak_bytes(plan, FACTS, 16)
     assert peak(estimated) == pytest.approx(peak(first[0]), rel=0.01)
     assert estimated[HELD] == pytest.approx(first[0][HELD], rel=0.02)
 
 
 def test_more_ranks_hold_less_each_under_fsdp(tmp_path):
-    config = composed([*TINY, "model=small_cnn", "trainer=fsdp_sim"], tmp_path)
     held = {}
     for ranks in (2, 8, 32):
-        estimate.peak_bytes(config, FACTS, world(ranks), 1)
-        held[ranks] = estimate.peak_bytes(config, FACTS, world(ranks), 1)[HELD]
+        plan = planned([*TINY, "model=small_cnn", "trainer=fsdp_sim"], tmp_path, ranks)
+        estimate.peak_bytes(plan, FACTS, 1)
+        held[ranks] = estimate.peak_bytes(plan, FACTS, 1)[HELD]
     assert held[2] / held[8] == pytest.approx(4, rel=0.05) and held[8] / held[32] == pytest.approx(4, rel=0.2)
 
 
@@ -57,23 +54,23 @@ def test_buckets_are_those_of_ddp():
 
     megabyte = 2**18
     parameters = [nn.Parameter(torch.empty(int(size * megabyte))) for size in (0.5, 0.4, 0.3, 20, 4, 2, 1)]
-    grouped = [[p.numel() / megabyte for p in bucket] for bucket in estimate.in_buckets(parameters, 25)]
+    grouped = [[p.numel() / megabyte for p in bucket] for bucket in in_buckets(parameters, 25)]
     assert [[round(size, 1) for size in bucket] for bucket in grouped] == [[0.5, 0.4, 0.3], [20, 4, 2], [1]]
 
 
 def test_the_world_and_the_limit_come_from_the_options(tmp_path, capsys):
     options = ["model=small_cnn", "data=synthetic", "trainer=cpu", "hardware=g4dn.12xlarge"]
-    config = composed(options, tmp_path)
+    config = writable(planned(options, tmp_path).config)
     config["trainer"].update(launch="process_per_device", devices="auto", num_nodes=8, accelerator="gpu")
-    assert estimate.stated_cluster(config).world_size == 32
+    assert estimate.stated_cluster(config, "ddp").world_size == 32
     assert estimate.stated_limit_gib(config) == pytest.approx(15.0 - estimate.RUNTIME_GIB)
     config["trainer"]["memory_fraction"], config["trainer"]["memory_limit_gib"] = 0.5, 6
     assert estimate.stated_limit_gib(config) == 3
     config["trainer"].update(memory_limit_gib=None, devices=4)
     assert estimate.stated_limit_gib(config) == pytest.approx(7.5 - estimate.RUNTIME_GIB)
-    assert estimate.stated_cluster(config).world_size == 32 and capsys.readouterr().out == ""
+    assert estimate.stated_cluster(config, "ddp").world_size == 32 and capsys.readouterr().out == ""
     config["trainer"]["devices"] = 8
-    assert estimate.stated_cluster(config).world_size == 64
+    assert estimate.stated_cluster(config, "ddp").world_size == 64
     said = "A g4dn.12xlarge has 4 GPUs: this is for 8 such GPUs on each node, as asked.\n"
     assert capsys.readouterr().out == said
     config["hardware"] = {}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lockstep.batch_size.least_batch import least_batch
-from memory_runs import composed
+from memory_runs import changed, planned
 
 REFUSING = ["model=alexnet_bn", "data=synthetic", "data.image_size=127"]
 
@@ -25,8 +25,7 @@ REFUSING = ["model=alexnet_bn", "data=synthetic", "data.image_size=127"]
     ],
 )
 def test_nets_that_refuse_a_single_image(options, own, world_size, least, tmp_path):
-    config = composed([*options, "trainer=cpu"], tmp_path)
-    config["trainer"].update(own)
+    config = changed(planned([*options, "trainer=cpu"], tmp_path), "trainer", **own).config
     facts = {"num_classes": 10, "image_size": config["data"]["image_size"], "channels": 3}
     drawn = torch.get_rng_state()
     assert least_batch(config, facts, world_size) == least

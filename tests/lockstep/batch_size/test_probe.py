@@ -10,11 +10,9 @@ import torch
 from torch import nn
 
 from lockstep.batch_size.memory import GIB, OutOfTrackedMemory, TrackedBytes, ran_out
-from lockstep.batch_size.probe import Prober, metered_devices, two_steps
+from lockstep.batch_size.probe import Prober, two_steps
 from lockstep.batch_size.sessions import SessionFiles, find_largest
-from lockstep.distributed.cluster import Cluster
-from lockstep.training import rank as rank_process
-from memory_runs import composed, peaks
+from memory_runs import changed, peaks, planned
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 SMALL = ["data=synthetic", "data.num_images=800", "data.num_test_images=20", "data.eval_batch_size=1", "optimizer=sgd"]
@@ -22,14 +20,14 @@ CHILD = """
 import sys
 sys.path.insert(0, sys.argv[1])
 share = float(sys.argv[2])
-from lockstep.batch_size import probe as batch_probe
-meter_of = batch_probe.Prober._meter
-def unequal(prober, device):
-    meter = meter_of(prober, device)
+from lockstep.batch_size import probe
+meter_of = probe.Prober._meter
+def unequal(prober):
+    meter = meter_of(prober)
     meter.limit = int(meter.limit * (share if prober.cluster.rank == 1 else 1.0))
     return meter
-batch_probe.Prober._meter = unequal
-sys.exit(batch_probe.main())
+probe.Prober._meter = unequal
+sys.exit(probe.main())
 """
 
 
@@ -38,19 +36,19 @@ def peak(phases):
 
 
 def test_the_smaller_of_two_ranks_decides_and_its_out_of_memory_hangs_nobody(tmp_path):
-    config = composed([*SMALL, "model=small_cnn", "trainer=ddp_sim"], tmp_path)
+    plan = planned([*SMALL, "model=small_cnn", "trainer=ddp_sim"], tmp_path)
     # gloo's threads let go of buffers sooner or later, so that a single peak can come out higher.
     tried = [5, 5, 5, 6, 6, 6, 8, 8, 8]
     first, second = (
         {batch: min(peak(phases) for b, phases in zip(tried, rank, strict=True) if b == batch) for batch in (5, 6, 8)}
-        for rank in peaks(config, tmp_path, 2, tried)
+        for rank in peaks(plan, tmp_path, 2, tried)
     )
     limit = first[8] * 1.03  # rank 0 could take the first probe's eight, rank 1 five
     share = (second[5] + second[6]) / 2 / limit
-    config["trainer"]["memory_limit_gib"] = limit / GIB
+    plan = changed(plan, "trainer", memory_limit_gib=limit / GIB)
     (tmp_path / "child.py").write_text(CHILD)
     command = [sys.executable, str(tmp_path / "child.py"), str(SRC), str(share)]
-    largest = find_largest(config, Cluster("none", 1, 2, 0, None, "127.0.0.1", None), dict(os.environ), command)
+    largest = find_largest(plan, dict(os.environ), command)
     fields = largest.record()
     assert largest.per_device == 5 and fields["tried"][0] == [8, None]
     assert fields["out_of_memory"] <= 2 and fields["probes"] <= 6
@@ -60,24 +58,24 @@ def test_the_smaller_of_two_ranks_decides_and_its_out_of_memory_hangs_nobody(tmp
 FAILING = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from lockstep.batch_size import probe as batch_probe
-train = batch_probe.Prober.train
+from lockstep.batch_size import probe
+train = probe.Prober.train
 def failing(prober, batch):
     if prober.cluster.rank == int(sys.argv[2]):
         raise RuntimeError("a fault of this rank alone")
     return train(prober, batch)
-batch_probe.Prober.train = failing
-sys.exit(batch_probe.main())
+probe.Prober.train = failing
+sys.exit(probe.main())
 """
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_the_failure_of_one_of_two_ranks_is_shown_and_is_no_out_of_memory(tmp_path, rank):
-    config = composed([*SMALL, "model=small_cnn", "trainer=ddp_sim", "trainer.memory_limit_gib=1"], tmp_path)
+    plan = planned([*SMALL, "model=small_cnn", "trainer=ddp_sim", "trainer.memory_limit_gib=1"], tmp_path)
     (tmp_path / "child.py").write_text(FAILING)
     command = [sys.executable, str(tmp_path / "child.py"), str(SRC), str(rank)]
     with pytest.raises(RuntimeError, match="exit code 1:(.|\n)*a fault of this rank alone"):
-        find_largest(config, Cluster("none", 1, 2, 0, None, "127.0.0.1", None), dict(os.environ), command)
+        find_largest(plan, dict(os.environ), command)
 
 
 def test_the_larger_of_validation_and_test_batch_is_evaluated(tmp_path):
@@ -88,45 +86,15 @@ def test_the_larger_of_validation_and_test_batch_is_evaluated(tmp_path):
         "many": ["data.num_test_images=400"],
         "untested": ["data.num_test_images=400", "test=false"],
     }.items():
-        config = composed([*options, *more], tmp_path / name)
-        [[phases]] = peaks(config, tmp_path, 1, [2])
+        [[phases]] = peaks(planned([*options, *more], tmp_path / name), tmp_path, 1, [2])
         validation[name] = phases["validation"]
     assert validation["many"] > 5 * validation["few"] and validation["untested"] == pytest.approx(validation["few"])
 
 
-CUDA = [torch.device("cuda", index) for index in range(4)]
-
-
-@pytest.mark.parametrize(
-    ("own", "devices"),
-    [
-        ({}, CUDA[1:2]),
-        ({"stage_devices": None}, CUDA),
-        ({"stage_devices": ["cuda:2", "cuda:3", "cuda:2"]}, CUDA[2:]),
-        ({"stage_devices": ["cuda", "cpu"]}, CUDA[:1]),
-        ({"num_gpus": None}, CUDA),
-        ({"num_gpus": 3}, CUDA[:3]),
-    ],
-)
-def test_every_gpu_that_a_process_uses_is_measured(own, devices, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert metered_devices(own, CUDA[1]) == devices
-
-
-def test_a_net_in_stages_has_its_data_on_the_first_one(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    own = {"accelerator": "gpu", "stage_devices": ["cuda:2", "cuda:3"]}
-    second = Cluster("none", 1, 2, 1, 1, "127.0.0.1", None)
-    on_cpu = {"accelerator": "cpu", "stage_devices": ["cpu", "cpu"]}
-    assert rank_process.device_of({"trainer": own}, second) == CUDA[2]
-    assert rank_process.device_of({"trainer": {"accelerator": "gpu"}}, second) == CUDA[1]
-    assert rank_process.device_of({"trainer": on_cpu}, second) == torch.device("cpu")
-
-
 def test_the_fraction_is_of_the_device_that_is_played(tmp_path):
     options = [*SMALL, "model=small_cnn", "trainer=cpu", "trainer.memory_limit_gib=2", "trainer.memory_fraction=0.75"]
-    prober = Prober(composed(options, tmp_path), Cluster("none", 1, 1, 0, 0, "127.0.0.1", None), SessionFiles(tmp_path))
-    assert prober._meter(torch.device("cpu")).limit == 1.5 * GIB
+    prober = Prober(planned(options, tmp_path), SessionFiles(tmp_path))
+    assert prober._meter().limit == 1.5 * GIB
 
 
 def test_two_steps_are_consecutive_where_the_data_suffice():
@@ -184,13 +152,12 @@ def test_what_counts_as_out_of_memory(error, memory):
     assert ran_out(error) is memory
 
 
-def largest_is_real(config, folder):
+def largest_is_real(plan, folder):
     """What was found runs, and no batch that is more than five percent larger does."""
-    one = Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
-    largest = find_largest(config, one, dict(os.environ))
+    largest = find_largest(plan, dict(os.environ))
     fields = largest.record()
     assert fields["probes"] <= 6 and fields["out_of_memory"] <= 2 and fields["bounded_by"] == "memory"
-    prober = Prober(config, one, SessionFiles(folder))
+    prober = Prober(plan, SessionFiles(folder))
     prober.prepare()
     assert peak(prober.train(largest.per_device)) <= 1
     with pytest.raises(RuntimeError) as raised:
@@ -201,7 +168,7 @@ def largest_is_real(config, folder):
 
 def test_the_largest_batch_is_real(tmp_path):
     own = ["trainer=cpu", "trainer.memory_limit_gib=0.1", "trainer.memory_fraction=0.6"]
-    fields = largest_is_real(composed([*SMALL, "model=small_cnn", *own], tmp_path), tmp_path)
+    fields = largest_is_real(planned([*SMALL, "model=small_cnn", *own], tmp_path), tmp_path)
     assert 0.95 * 0.06 <= fields["peak_memory_gib"] <= fields["limit_gib"] == pytest.approx(0.06)
 
 
@@ -211,5 +178,5 @@ def test_the_largest_batch_is_real(tmp_path):
 def test_on_a_gpu_the_largest_batch_is_real(tmp_path, fraction):
     options = ["data=synthetic", "data.num_images=40000", "model=small_cnn", "trainer=gpu", "optimizer=sgd"]
     own = ["trainer.memory_limit_gib=2", f"trainer.memory_fraction={fraction}"]
-    fields = largest_is_real(composed([*options, *own], tmp_path), tmp_path)
+    fields = largest_is_real(planned([*options, *own], tmp_path), tmp_path)
     assert 0.85 * 2 * fraction < fields["peak_memory_gib"] <= fields["limit_gib"] == pytest.approx(2 * fraction)

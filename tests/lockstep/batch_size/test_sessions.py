@@ -11,10 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lockstep.batch_size import sessions as batch_sessions
+from lockstep.batch_size import sessions
 from lockstep.batch_size.sessions import find_largest
 from lockstep.distributed.cluster import Cluster
 from lockstep.runs.errors import UserError
+from memory_runs import planned
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 CHILD = """
@@ -24,7 +25,7 @@ sys.path.insert(0, sys.argv[1])
 folder = Path(sys.argv[2])
 from lockstep.batch_size.search import Probe, next_batch
 from lockstep.batch_size.sessions import SessionFiles, from_json, read_state, write_state
-files = SessionFiles(Path(os.environ["LOCKSTEP_CONFIG"]).parent)
+files = SessionFiles(Path(os.environ["LOCKSTEP_PLAN"]).parent)
 rank, bound = int(os.environ["RANK"]), 500
 (folder / f"pid-{os.getpid()}").write_text(os.environ["MASTER_PORT"])
 state = read_state(files) | {"bound": bound, "limit_gib": 2.0}
@@ -54,10 +55,9 @@ def search(tmp_path):
     def start(body, devices=2, before=""):
         script = tmp_path / "child.py"
         script.write_text(CHILD.replace("    BODY\n", body).replace("BEFORE\n", before + "\n"))
-        cluster = Cluster("none", 1, devices, 0, None if devices > 1 else 0, "127.0.0.1", None)
-        config = {"trainer": {"accumulate_grad_batches": 3}, "model": {"name": "m"}, "data": {}}
+        plan = planned(["trainer=cpu", "trainer.accumulate_grad_batches=3"], tmp_path, devices)
         command = [sys.executable, str(script), str(SRC), str(tmp_path)]
-        return find_largest(config, cluster, dict(os.environ), command)
+        return find_largest(plan, dict(os.environ), command)
 
     return start
 
@@ -148,13 +148,13 @@ ONE_NODE, SECOND_OF_TWO = (Cluster("none", nodes, 2, 0, None, "127.0.0.1", None)
     ],
 )
 def test_what_counts_as_out_of_memory(codes, cluster, attempt, memory, tmp_path):
-    files = batch_sessions.SessionFiles(tmp_path)
+    files = sessions.SessionFiles(tmp_path)
     files.log.write_text("the log")
-    codes = sorted(codes, key=batch_sessions.tells_most)
+    codes = sorted(codes, key=sessions.tells_most)
     if memory:
-        return batch_sessions._check(codes, {"attempt": attempt}, files, cluster)
+        return sessions._check(codes, {"attempt": attempt}, files, cluster)
     with pytest.raises(RuntimeError, match="the log"):
-        batch_sessions._check(codes, {"attempt": attempt}, files, cluster)
+        sessions._check(codes, {"attempt": attempt}, files, cluster)
 
 
 def test_sigterm_in_the_middle_leaves_no_process_and_no_file(tmp_path):
@@ -165,9 +165,9 @@ def test_sigterm_in_the_middle_leaves_no_process_and_no_file(tmp_path):
     session_folders.mkdir()
     driver.write_text(
         f"import sys, os, tempfile; sys.path.insert(0, {str(SRC)!r}); tempfile.tempdir = {str(session_folders)!r}\n"
-        "from lockstep.batch_size.sessions import find_largest\nfrom lockstep.distributed.cluster import Cluster\n"
-        "config = {'trainer': {'accumulate_grad_batches': 1}, 'model': {}, 'data': {}}\n"
-        f"find_largest(config, Cluster('none', 1, 2, 0, None, '127.0.0.1', None), dict(os.environ), "
+        f"from pathlib import Path; sys.path.insert(0, {str(Path(__file__).parents[2] / 'harness')!r})\n"
+        "from lockstep.batch_size.sessions import find_largest\nfrom memory_runs import planned\n"
+        f"find_largest(planned(['trainer=ddp_sim'], Path({str(tmp_path)!r})), dict(os.environ), "
         f"[sys.executable, {str(child)!r}, {str(SRC)!r}, {str(tmp_path)!r}])\n"
     )
     process = subprocess.Popen([sys.executable, str(driver)])
@@ -190,4 +190,4 @@ def test_signal_handlers_are_given_back(search):
 def test_the_record_is_plain_json(search):
     fields = search('\n    shares = [{"held": 0.1, "step": 0.1 + batch / 500}]\n', devices=1).record()
     assert json.loads(json.dumps(fields)) == fields
-    assert fields["prediction_error"] == pytest.approx(0, abs=1e-5) and batch_sessions.EXIT_OUT_OF_MEMORY == 77
+    assert fields["prediction_error"] == pytest.approx(0, abs=1e-5) and sessions.EXIT_OUT_OF_MEMORY == 77

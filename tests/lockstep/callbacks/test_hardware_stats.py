@@ -174,9 +174,9 @@ def strategy(device, **own):
     [
         (strategy("cpu"), set()),
         (strategy("cuda:1"), {0, 1}),
-        (strategy("cuda:0", num_gpus=3), {0, 1, 2}),
-        (strategy("cuda:2", stage_devices=[torch.device("cuda:2"), torch.device("cpu")]), {2}),
-        (strategy("cpu", stage_devices=[torch.device("cpu")] * 2), set()),
+        (strategy("cuda:0", process_devices=[torch.device("cuda", index) for index in range(3)]), {0, 1, 2}),
+        (strategy("cuda:2", process_devices=[torch.device("cuda:2"), torch.device("cpu")]), {2}),
+        (strategy("cpu", process_devices=[torch.device("cpu")] * 2), set()),
     ],
 )
 def test_only_gpus_that_the_run_computes_on_are_read(trainer, used):

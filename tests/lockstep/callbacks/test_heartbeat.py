@@ -64,15 +64,15 @@ def test_who_waits_ends_with_the_others(tmp_path):
 
 
 def prepare_slowly():
-    from lockstep.training import build as assemble
+    from lockstep.training import build
 
-    original = assemble.build_data
+    original = build.build_data
 
-    def build_data(config, cluster, device):
-        time.sleep(4 * cluster.rank)
-        return original(config, cluster, device)
+    def build_data(plan):
+        time.sleep(4 * plan.cluster.rank)
+        return original(plan)
 
-    assemble.build_data = build_data
+    build.build_data = build_data
 
 
 def test_all_end_well(start):

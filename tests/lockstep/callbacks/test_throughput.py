@@ -113,9 +113,9 @@ CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda:0"), torch.device("
     ("strategy", "world_size", "devices"),
     [
         (SimpleNamespace(), 8, 8),
-        (SimpleNamespace(num_gpus=4), 1, 4),
-        (SimpleNamespace(stage_devices=[FIRST, SECOND, FIRST]), 1, 2),
-        (SimpleNamespace(stage_devices=[CPU, CPU]), 1, 1),
+        (SimpleNamespace(process_devices=["cuda:0", "cuda:1", "cuda:2", "cuda:3"]), 1, 4),
+        (SimpleNamespace(process_devices=[FIRST, SECOND, FIRST]), 1, 2),
+        (SimpleNamespace(process_devices=[CPU, CPU]), 1, 1),
     ],
 )
 def test_devices_that_one_process_uses_count(strategy, world_size, devices):
@@ -124,7 +124,7 @@ def test_devices_that_one_process_uses_count(strategy, world_size, devices):
 
 def test_a_rate_per_device_is_of_all_devices_of_the_process():
     strategy = pl.strategies.SingleDeviceStrategy("cpu")
-    strategy.num_gpus = 4
+    strategy.process_devices = ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     callback = Throughput(20, peak_tflops={"float32": 1e-5}, warmup_steps=0)
     throughput = fit(callback, Slow(0.001), SlowLoader(0, 10), strategy=strategy)["throughput"]
     assert throughput["images_per_s_per_device"] == pytest.approx(throughput["images_per_s"] / 4, rel=1e-3)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lockstep.data.batches import EvalBatches, TrainBatches, per_device_batch_size
+from lockstep.data.batches import EvalBatches, TrainBatches
 from lockstep.runs.errors import UserError
 
 INDICES = np.arange(100, 297)  # 197 images that do not start at 0
@@ -23,25 +23,6 @@ def train(global_batch_size=24, rank=0, world_size=1, accumulate=1, **options):
 def pixels(selections):
     """What decides the pixels of each image: its index and draws, as one array (4, n)."""
     return np.concatenate([np.vstack([s.positions, s.draws]) for s in selections], axis=1)
-
-
-def test_per_device_batch_size_divides_by_devices_and_accumulation():
-    assert per_device_batch_size(128, 4, 8) == 4
-    assert per_device_batch_size(1, 1, 1) == 1
-
-
-@pytest.mark.parametrize(
-    ("sizes", "nearest"), [((100, 3, 2), "take 96 or 102"), ((5, 4, 2), "take 8"), ((9, 2, 4), "take 8 or 16")]
-)
-def test_a_batch_that_does_not_divide_names_the_nearest_that_do(sizes, nearest):
-    with pytest.raises(UserError, match=nearest):
-        per_device_batch_size(*sizes)
-
-
-@pytest.mark.parametrize("sizes", [(0, 1, 1), (-8, 2, 1), (8, 1, 0)])
-def test_batches_must_be_positive(sizes):
-    with pytest.raises(UserError, match="at least 1"):
-        per_device_batch_size(*sizes)
 
 
 def test_an_epoch_is_complete_global_batches_of_different_images():

@@ -1,100 +1,13 @@
-import pytest
+"""A rank's environment variables: what libraries beneath read, and how many GPUs are to be seen."""
 
 from lockstep.distributed import cluster
-from lockstep.distributed.cluster import describe, first_host, outside_run_id
-from lockstep.runs.errors import UserError
 
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none", "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
-}  # fmt: skip
-NODES = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "NODE_RANK": "1"}
-SLURM = {
-    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_NODEID": "1", "SLURM_LOCALID": "1", "SLURM_PROCID": "3", "SLURM_JOB_NODELIST": "gpu[03-04]",
-}  # fmt: skip
+SECOND = cluster.Cluster("torchrun", 2, 4, 1, 1, "10.0.0.1", 29500)
 
 
-def ask(environ, devices=None, num_nodes=None, several=True, machine=1):
-    return describe(environ, devices=devices, num_nodes=num_nodes, several_processes=several, machine=machine)
-
-
-def test_nothing_set_is_one_rank_on_this_machine():
-    alone = ask({}, several=False)
-    assert (alone.world_size, alone.rank, alone.is_supervisor, alone.launcher) == (1, 0, False, "none")
-
-
-def test_two_devices_here_make_this_process_the_supervisor():
-    node = ask({}, devices=2)
-    assert (node.world_size, node.is_supervisor, node.is_rank_zero) == (2, True, True)
-
-
-def test_one_command_per_node_gives_rank_zero_to_node_zero_only():
-    second = ask(NODES, devices=1, num_nodes=2)
-    assert (second.rank, second.node_rank, second.world_size, second.is_rank_zero) == (1, 1, 2, False)
-    assert second.is_supervisor and second.launcher == "nodes"
-    assert ask({**NODES, "NODE_RANK": "0"}, devices=1, num_nodes=2).is_rank_zero
-
-
-def test_a_ranks_environment_is_what_torchrun_sets():
-    node = ask({**NODES, "WORLD_SIZE": "8"}, devices=4, num_nodes=2)
-    assert node.rank_environment(3, 29501) == {
-        "RANK": "7", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
-        "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501",
-    }  # fmt: skip
-
-
-def test_torchrun_states_devices_and_nodes():
-    rank = ask(TORCHRUN)
-    assert (rank.rank, rank.local_rank, rank.node_rank, rank.devices, rank.num_nodes) == (5, 1, 1, 4, 2)
-    assert rank.launcher == "torchrun" and not rank.is_supervisor
-
-
-def test_slurm_states_tasks_and_nodes():
-    rank = ask(SLURM)
-    assert (rank.rank, rank.local_rank, rank.node_rank, rank.devices, rank.num_nodes) == (3, 1, 1, 2, 2)
-    assert rank.master_addr == "gpu03" and rank.master_port == 20028
-
-
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [("gpu[03-05,9],login", "gpu03"), ("n1,n2", "n1"), ("n7", "n7"), ("a-b[1]", "a-b1"), ("r[2-3]-gpu", "r2-gpu")],
-)
-def test_first_host_of_a_slurm_list(nodes, host):
-    assert first_host(nodes) == host
-
-
-@pytest.mark.parametrize(
-    ("environ", "options", "said"),
-    [
-        ({}, {"devices": 1, "num_nodes": 2}, "MASTER_ADDR and MASTER_PORT and NODE_RANK"),
-        ({**NODES, "MASTER_PORT": ""}, {"devices": 1, "num_nodes": 2}, "MASTER_PORT not set"),
-        ({**NODES, "NODE_RANK": "2"}, {"devices": 1, "num_nodes": 2}, "counts from 0 to 1"),
-        ({**NODES, "WORLD_SIZE": "3"}, {"devices": 1, "num_nodes": 2}, "WORLD_SIZE=3"),
-        ({**NODES, "MASTER_PORT": "x"}, {"devices": 1, "num_nodes": 2}, "no whole number"),
-        (TORCHRUN, {"devices": 2}, "torchrun started 4"),
-        (TORCHRUN, {"several": False}, "runs in one"),
-        (SLURM, {"devices": 4}, "SLURM started 4 tasks"),
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "5"}, {}, "every node as many"),
-    ],
-)
-def test_contradictions_end_in_one_sentence(environ, options, said):
-    with pytest.raises(UserError, match=said):
-        ask(environ, **options)
-
-
-def test_run_id_from_outside():
-    assert outside_run_id({}) is None
-    assert outside_run_id({"TORCHELASTIC_RUN_ID": "none"}) is None
-    assert outside_run_id({"TORCHELASTIC_RUN_ID": "night/3"}) == "night-3"
-    assert outside_run_id(SLURM) == "slurm-7-0"
-    assert outside_run_id({"SLURM_JOB_ID": "7"}) is None
-    assert outside_run_id({**SLURM, "RUN_ID": "mine"}) == "mine"
-
-
-def test_a_batch_script_without_srun_is_a_plain_machine():
-    environ = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
-    assert ask(environ, devices=2).launcher == "none"
+def test_a_plan_is_named_to_supervised_ranks_alone():
+    assert cluster.plan_file({}) is None
+    assert str(cluster.plan_file({cluster.PLAN_FILE: "/run/plan-node0.yaml"})) == "/run/plan-node0.yaml"
 
 
 def test_chosen_gpus_are_counted_without_a_driver():
@@ -105,30 +18,16 @@ def test_chosen_gpus_are_counted_without_a_driver():
     assert cluster.visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-1f, 2,-1,3"}) == 2
 
 
-def test_who_would_start_this_process_again():
-    assert cluster.agent_id({}) is None
-    assert cluster.agent_id(SLURM) == "slurm-7-0"
-    mine = cluster.agent_id(TORCHRUN)
-    assert mine.startswith("torchrun-") and mine == cluster.agent_id({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"})
-    assert cluster.agent_id({**TORCHRUN, cluster.SUPERVISED_CONFIG: "c"}) is None
-    assert cluster.agent_run_id(TORCHRUN) == cluster.agent_run_id(TORCHRUN)
-
-
-def test_torchruns_agent_serves_the_store_where_it_says_so():
-    assert not ask(TORCHRUN).agent_store
-    assert ask({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}).agent_store
-
-
 def test_the_interface_towards_the_master_is_gloos_where_nobody_chose(monkeypatch):
     monkeypatch.setattr(cluster, "network_interface", lambda _: "net7")
     found = {}
-    cluster.adopt(ask({**TORCHRUN, "WORLD_SIZE": "8"}), found)
+    cluster.adopt(SECOND, found)
     assert found["GLOO_SOCKET_IFNAME"] == "net7" and found["RANK"] == "5"
     found = {"GLOO_SOCKET_IFNAME": "mine"}
-    cluster.adopt(ask({**TORCHRUN, "WORLD_SIZE": "8"}), found)
+    cluster.adopt(SECOND, found)
     assert found["GLOO_SOCKET_IFNAME"] == "mine"
     alone = {}
-    cluster.adopt(ask({}, several=False), alone)
+    cluster.adopt(cluster.Cluster("none", 1, 1, 0, 0, "127.0.0.1", None), alone)
     assert "GLOO_SOCKET_IFNAME" not in alone
 
 
@@ -144,14 +43,3 @@ def test_gloo_of_one_machines_ranks_stays_on_loopback(monkeypatch):
 def test_the_interface_of_an_address():
     assert cluster.network_interface("127.0.0.1") == "lo"
     assert cluster.network_interface("no.such.host.invalid") is None
-
-
-def test_neighbouring_jobs_and_steps_of_one_have_ports_of_their_own():
-    """Of each the batch search takes the three after its first."""
-    taken = set()
-    for job, step in ((100, 0), (101, 0), (102, 0), (100, 1), (100, 2)):
-        environment = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
-                       "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}  # fmt: skip
-        port = describe(environment, devices=None, num_nodes=None, several_processes=True, machine=2).master_port
-        assert not taken & set(range(port, port + 4)) and 1024 < port < 32768
-        taken |= set(range(port, port + 4))

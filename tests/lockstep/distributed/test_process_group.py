@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from local_ranks import run_ranks
-from lockstep.distributed import process_group as join
+from lockstep.distributed import process_group
 from lockstep.distributed.cluster import Cluster
 from lockstep.distributed.process_group import agreed_run_id, handshake
 from lockstep.runs import provenance
@@ -63,18 +63,18 @@ def test_a_restart_in_the_same_store_never_meets_its_past(store):
 
 
 def test_who_is_missing_is_said_and_ends_the_wait(store, capsys, monkeypatch):
-    monkeypatch.setattr(join, "SPEAK_INTERVAL_S", 0.3)
+    monkeypatch.setattr(process_group, "SPEAK_INTERVAL_S", 0.3)
     answers = meet(store, [0, 1], timeout_s=1.5)
     assert answers[0].startswith("node rank 2 did not arrive within 2 s"), answers
     assert "Waiting for node rank 2 (ranks 2)" in capsys.readouterr().out
 
 
 def test_a_rank_zero_that_never_comes_is_said_too(capsys, monkeypatch):
-    monkeypatch.setattr(join, "SPEAK_INTERVAL_S", 0.3)
+    monkeypatch.setattr(process_group, "SPEAK_INTERVAL_S", 0.3)
     from local_ranks import free_port
 
     with pytest.raises(UserError, match="cannot reach rank 0 at 127.0.0.1:.*node rank 0 did not start"):
-        join.join(place(1, port=free_port(), agent_store=False), CPU, 1.0)
+        process_group.join(place(1, port=free_port(), agent_store=False), CPU, 1.0)
     assert "Waiting for node rank 0 at 127.0.0.1:" in capsys.readouterr().out
 
 
@@ -97,7 +97,7 @@ CONFIG = {"paths": {"log_dir": "/a"}, "seed": 1}
 
 def differing(here, what):
     """Rank 1 differs in one thing; what every rank is told."""
-    join.join(here, CPU, 30.0)
+    process_group.join(here, CPU, 30.0)
     config = dict(CONFIG)
     if here.rank == 1 and what == "code":
         provenance.tree_hash = lambda _: "other"
@@ -109,7 +109,7 @@ def differing(here, what):
         found = provenance.versions()
         provenance.versions = lambda: {**found, "numpy": "0.1"}
     try:
-        return len(join.check_all_equal(config, here))
+        return len(process_group.check_all_equal(provenance.fingerprint(config), here))
     except UserError as error:
         return str(error)
 
@@ -117,7 +117,7 @@ def differing(here, what):
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("code", "runs other code"),
+        ("code", "runs with other code"),
         ("options", "runs with other options"),
         ("packages", "has numpy 0.1"),
         ("folders", 2),

@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -11,13 +12,14 @@ from lockstep.distributed import rendezvous
 from lockstep.distributed.cluster import Cluster
 from lockstep.distributed.rendezvous import agree
 from lockstep.runs.errors import UserError
+from lockstep.runs.provenance import Fingerprint
 from ranks import free_port
 
-SAME = {"run_id": None, "tree_hash": "t", "config_hash": "c", "versions": {"torch": "2"}}
+SAME = Fingerprint("t", "c", {"torch": "2"})
 
 
-def mine(rank, **other):
-    return {**SAME, "host": f"host{rank}", **other}
+def ask(place, timeout_s, say, run_id=None, **other):
+    return agree(place, replace(SAME, **other), run_id, timeout_s, say, f"host{place.node_rank}")
 
 
 class Nodes:
@@ -32,7 +34,7 @@ class Nodes:
 
         def run():
             try:
-                self.answers[name or rank] = agree(place, mine(rank, **other), self.timeout_s, self.said.append)
+                self.answers[name or rank] = ask(place, self.timeout_s, self.said.append, **other)
             except UserError as error:
                 self.answers[name or rank] = str(error)
 
@@ -67,7 +69,7 @@ def test_the_port_is_free_again_for_the_ranks():
     [
         ({"tree_hash": "x"}, "node 1 (host1) runs with other code"),
         ({"config_hash": "x"}, "node 1 (host1) runs with other options"),
-        ({"versions": {"torch": "3"}}, "node 1 (host1) has torch 3, node 0 has 2: run make install"),
+        ({"versions": {"torch": "3"}}, "node 1 (host1) has torch 3, node 0 (host0) has 2: run make install"),
         ({"run_id": "other"}, "was given run_id=other, node 0 r"),
         ({"num_nodes": 3}, "waits for 2 nodes"),
     ],
@@ -118,7 +120,7 @@ def test_strangers_at_the_port_do_no_harm():
 def test_a_node_that_was_stopped_while_it_waited_may_come_again():
     nodes = Nodes(3, timeout_s=20.0).start(0, run_id="r")
     time.sleep(0.3)
-    hello = {**mine(1), "node_rank": 1, "num_nodes": 3, "time": time.time()}
+    hello = {**asdict(SAME), "run_id": None, "host": "host1", "node_rank": 1, "num_nodes": 3, "time": time.time()}
     with socket.create_connection(("127.0.0.1", nodes.port)) as gone:
         gone.sendall(json.dumps(hello).encode() + b"\n")
         time.sleep(0.5)
@@ -131,7 +133,7 @@ def test_a_node_that_was_stopped_while_it_waited_may_come_again():
 def test_a_clock_that_is_off_is_said():
     nodes = Nodes(2).start(0, run_id="r")
     time.sleep(0.3)
-    hello = {**mine(1), "node_rank": 1, "num_nodes": 2, "time": time.time() - 900}
+    hello = {**asdict(SAME), "run_id": None, "host": "host1", "node_rank": 1, "num_nodes": 2, "time": time.time() - 900}
     with socket.create_connection(("127.0.0.1", nodes.port)) as late:
         late.sendall(json.dumps(hello).encode() + b"\n")
         nodes.end()

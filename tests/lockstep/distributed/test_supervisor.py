@@ -20,7 +20,7 @@ from lockstep.runs.record import RunRecord, read_record, write_record
 RANK = """
 import json, os, signal, sys, time
 rank = int(os.environ["RANK"])
-folder = os.path.dirname(os.environ["LOCKSTEP_CONFIG"])
+folder = os.path.dirname(os.environ["LOCKSTEP_PLAN"])
 open(f"{folder}/pid-{rank}", "w").write(str(os.getpid()))
 """
 

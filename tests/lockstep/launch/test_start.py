@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from lockstep.launch.start import be_the_only_one
+from lockstep.launch.start import hold_run_lock
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 from runs import run_door
@@ -14,7 +14,7 @@ SMALL = ["experiment=quickstart", "trainer.max_steps=2", "run_id=r", "test=false
 
 
 def hold(path, held) -> None:
-    kept = be_the_only_one(RunFolder(path))
+    kept = hold_run_lock(RunFolder(path))
     held.set()
     time.sleep(60)
     del kept
@@ -27,12 +27,12 @@ def test_a_second_process_neither_trains_nor_harms_a_run(tmp_path, capsys):
     try:
         assert held.wait(60)
         with pytest.raises(UserError, match="r is still trained by another process"):
-            be_the_only_one(RunFolder(tmp_path / "r"), wait_s=0.6)
+            hold_run_lock(RunFolder(tmp_path / "r"), wait_s=0.6)
         assert "waiting for it to end" in capsys.readouterr().out
     finally:
         first.kill()
         first.join()
-    be_the_only_one(RunFolder(tmp_path / "r"), wait_s=5).close()  # the lock went with the process
+    hold_run_lock(RunFolder(tmp_path / "r"), wait_s=5).close()  # the lock went with the process
 
 
 def test_a_finished_run_that_is_started_again_from_outside_ends_at_once(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from local_ranks import run_ranks
-from lockstep.distributed import process_group as join
+from lockstep.distributed.process_group import join
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.training.checks import check_data_of_run, check_same_data, whole_steps
@@ -38,7 +38,7 @@ def test_less_than_one_step_is_refused():
 
 
 def with_data(here, images, num_val):
-    join.join(here, torch.device("cpu"), 30.0)
+    join(here, torch.device("cpu"), 30.0)
     data = SimpleNamespace(num_train=90, num_val=num_val[here.rank], num_test=10)
     try:
         check_same_data({"data_hash": images[here.rank]}, data, here)
@@ -65,10 +65,10 @@ def test_a_run_does_not_go_on_with_other_images(tmp_path):
 
 
 def other_images():
-    from lockstep.training import build as assemble
+    from lockstep.training import build
 
-    facts = assemble.data_facts
-    assemble.data_facts = lambda data: {**facts(data), "data_hash": "b" * 64}
+    facts = build.data_facts
+    build.data_facts = lambda data: {**facts(data), "data_hash": "b" * 64}
 
 
 def test_a_run_that_goes_on_asks_for_its_images_and_a_new_one_from_its_checkpoint_does_not(tmp_path):
@@ -83,16 +83,14 @@ def test_a_run_that_goes_on_asks_for_its_images_and_a_new_one_from_its_checkpoin
 
 
 def test_a_compiled_net_is_asked_for_and_refused_where_one_process_has_several_devices(tmp_path):
-    from lockstep.config.compose import compose, plain
-    from lockstep.distributed.cluster import Cluster
     from lockstep.training.build import build_run
-    from lockstep.training.rank import World
+    from lockstep.training.rank import RankSession
+    from memory_runs import planned
 
-    words = ["experiment=quickstart", "trainer=cpu", "trainer.compile=true", f"data.cache_dir={tmp_path}"]
-    config = plain(compose("train", words))
-    config["callbacks"], config["per_device_batch_size"] = None, 64
-    run = build_run(config, Cluster("none", 1, 1, 0, 0, "127.0.0.1", None), RunFolder(tmp_path), World([]), None)
+    words = ["experiment=quickstart", "trainer.compile=true", f"data.cache_dir={tmp_path}", "~callbacks.checkpoints"]
+    plan = planned([*words, "trainer=cpu"], tmp_path)
+    run = build_run(plan, RankSession(plan, []))
     assert run.module.net._compiled_call_impl is not None
-    config["trainer"]["num_gpus"] = 2
+    plan = planned([*words, "trainer=model_parallel", "trainer.stage_devices=[cpu,cpu]"], tmp_path)
     with pytest.raises(UserError, match="trainer.compile=true needs one device a process"):
-        build_run(config, Cluster("none", 1, 1, 0, 0, "127.0.0.1", None), RunFolder(tmp_path), World([]), None)
+        build_run(plan, RankSession(plan, []))

@@ -10,12 +10,14 @@ import torch
 
 from faults import signal_at_step
 from local_ranks import run_ranks
-from lockstep.distributed import process_group as join
-from lockstep.runs.folder import RunFolder, read_config
+from lockstep.distributed.process_group import join
+from lockstep.launch.plan import ResumePoint, RunPlan, read_plan
+from lockstep.runs.batch import Batch
+from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import RunRecord, read_record, write_record
 from lockstep.storage.checkpoint_files import Sidecar, checkpoint_name, measure, newest_whole, write_sidecar
-from lockstep.training import share_checkpoint as shared_checkpoint
-from lockstep.training.share_checkpoint import newest_offer
+from lockstep.training import share_checkpoint as module
+from lockstep.training.share_checkpoint import newest_offer, share_checkpoint
 from object_store import sharded
 from ranks import free_port
 from runs import Done, start_door
@@ -43,12 +45,12 @@ def write_checkpoint(folder, step, shards):
 
 def shared(here, top, owner, shards):
     """Each node has a folder of its own; only the owner's holds a checkpoint. What each rank goes on from."""
-    shared_checkpoint.CHUNK_BYTES = 1024
+    module.CHUNK_BYTES = 1024
     home = Path(top) / f"node{here.node_rank}"
     home.mkdir(exist_ok=True)
     os.chdir(home)  # the same path names another file on each node
     folder = RunFolder(Path("run"))
-    config = {"ckpt_path": None, "resume_step": 0 if here.node_rank == 0 else None}
+    point = ResumePoint(0) if here.node_rank == 0 else None
     if here.rank == 0:
         write_record(folder.record, RunRecord(status="running", started_at="2026-11-21T10:00:00Z", restarts=[],
                                      command="now", steps=0))  # fmt: skip
@@ -59,10 +61,10 @@ def shared(here, top, owner, shards):
             if owner:
                 write_record(folder.record, RunRecord(status="failed", started_at="2026-11-20T10:00:00Z", steps=55,
                                              restarts=[], command="then"))  # fmt: skip
-        config = {"ckpt_path": str(path), "resume_step": 50}
-    join.join(here, CPU, 30.0)
-    shared_checkpoint.share_checkpoint(config, here, folder)
-    return config, measure(Path(config["ckpt_path"])).sha256
+        point = ResumePoint(50, str(path))
+    join(here, CPU, 30.0)
+    plan = share_checkpoint(RunPlan({}, {}, (), here, "cpu", folder, Batch(2, 1, 1), resume=point))
+    return plan, measure(Path(plan.checkpoint)).sha256
 
 
 @pytest.mark.parametrize("shards", [False, True], ids=["file", "folder"])
@@ -70,14 +72,12 @@ def shared(here, top, owner, shards):
 def test_nodes_without_the_newest_checkpoint_get_its_bytes(tmp_path, owner, shards):
     answers = run_ranks(shared, 4, str(tmp_path), owner, shards, num_nodes=2)
     assert len({sha256 for _, sha256 in answers}) == 1
-    assert [config["resume_step"] for config, _ in answers] == [50] * 4
-    for rank, (config, _) in enumerate(answers):
+    assert [plan.resume_step for plan, _ in answers] == [50] * 4
+    for rank, (plan, _) in enumerate(answers):
         node = rank // 2
         parent = "checkpoints" if node == owner else "from-rank-0"
         wanted = tmp_path / f"node{node}/run/{parent}/last-step00000050.ckpt"
-        assert (
-            Path(config["ckpt_path"]).absolute() == wanted or tmp_path / f"node{node}" / config["ckpt_path"] == wanted
-        )
+        assert Path(plan.checkpoint).absolute() == wanted or tmp_path / f"node{node}" / plan.checkpoint == wanted
     record = read_record(tmp_path / "node0/run/run.json")
     if owner == 1:
         assert record.started_at == "2026-11-20T10:00:00Z"
@@ -104,18 +104,18 @@ def torn(here, top, steps, lost):
         else:
             (path / "manifest.json").unlink()
     offer = newest_whole(folder.checkpoints)
-    config = {"ckpt_path": str(offer) if offer else None, "resume_step": max(steps) if offer else None}
-    join.join(here, CPU, 30.0)
-    shared_checkpoint.share_checkpoint(config, here, folder)
-    found = Path(config["ckpt_path"])
-    return config, sorted(path.name for path in found.iterdir()), {n: measure(found / n).sha256 for n in files}
+    point = ResumePoint(max(steps), str(offer)) if offer else None
+    join(here, CPU, 30.0)
+    plan = share_checkpoint(RunPlan({}, {}, (), here, "cpu", folder, Batch(2, 1, 1), resume=point))
+    found = Path(plan.checkpoint)
+    return plan, sorted(path.name for path in found.iterdir()), {n: measure(found / n).sha256 for n in files}
 
 
 def test_shards_that_lie_on_their_own_nodes_come_together_on_each(tmp_path):
     answers = run_ranks(torn, 2, str(tmp_path), [10], None, num_nodes=2)
     wanted = sharded(tmp_path / "whole")
-    for node, (config, names, hashes) in enumerate(answers):
-        assert config["resume_step"] == 10 and config["ckpt_path"] == "run/from-rank-0/last-step00000010.ckpt", node
+    for node, (plan, names, hashes) in enumerate(answers):
+        assert plan.resume_step == 10 and plan.checkpoint == "run/from-rank-0/last-step00000010.ckpt", node
         assert names == sorted([*wanted, "manifest.json"])
         assert hashes == {name: facts["sha256"] for name, facts in wanted.items()}
 
@@ -123,8 +123,8 @@ def test_shards_that_lie_on_their_own_nodes_come_together_on_each(tmp_path):
 def test_a_checkpoint_of_which_a_shard_is_nowhere_is_passed_over(tmp_path):
     lost = "shard-00002-model-00001-of-00001.safetensors"
     answers = run_ranks(torn, 2, str(tmp_path), [10, 20], lost, num_nodes=2)
-    for config, names, _ in answers:
-        assert config["resume_step"] == 10 and config["ckpt_path"].endswith("last-step00000010.ckpt")
+    for plan, names, _ in answers:
+        assert plan.resume_step == 10 and plan.checkpoint.endswith("last-step00000010.ckpt")
         assert lost in names
 
 
@@ -169,6 +169,6 @@ def test_two_nodes_that_share_the_log_folder_go_on_by_the_runs_name(tmp_path):
     record = second[0].record
     assert record["restarts"][0]["resumed_step"] == stopped >= 25 and record["restarts"][0]["lost_steps"] == 0
     for node in (0, 1):
-        assert read_config(second[0].folder.config_of(node))["ckpt_path"].endswith(f"{stopped:08d}.ckpt"), node
+        assert read_plan(second[0].folder.plan(node)).checkpoint.endswith(f"{stopped:08d}.ckpt"), node
     steps = [int(line.split(",")[0]) for line in second[0].folder.metrics.read_text().splitlines()[1:]]
     assert steps == sorted(set(steps)) and steps[0] <= stopped < steps[-1]

@@ -1,0 +1,187 @@
+"""What a run does: the user's config, which nobody changes, and beside it everything that was decided from it.
+
+The launch makes one RunPlan and hands it to the ranks, our supervisor by a file. A later decision makes a new plan:
+replace(plan, resume=…).
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.distributed.cluster import Cluster, visible_gpus
+from lockstep.distributed.launchers import describe
+from lockstep.runs.batch import Batch
+from lockstep.runs.config import Config, read_only, writable
+from lockstep.runs.errors import UserError
+from lockstep.runs.files import write_atomically
+from lockstep.runs.folder import RunFolder, read_config
+from lockstep.runs.old_configs import model_name
+from lockstep.strategies.placement import place
+
+CHECKPOINTS = "lockstep.callbacks.checkpoints.Checkpoints"
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run that goes on continues.
+
+    Args:
+        step: optimizer steps done; 0 where no whole checkpoint was left.
+        checkpoint: file or folder of shards; None at step 0.
+    """
+
+    step: int
+    checkpoint: str | None = None
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """
+    Args:
+        config: composed, as the user asked for it; read-only.
+        choices: the option of each config group.
+        overrides: the words of the command line.
+        accelerator: cpu or gpu.
+        learning_rates: by the optimizer's option, where they are others than the config's.
+        resume: None for a new run.
+        initial_weights: the checkpoint that a new run takes its weights from.
+    """
+
+    config: Config
+    choices: Config
+    overrides: tuple[str, ...]
+    cluster: Cluster
+    accelerator: str
+    folder: RunFolder
+    batch: Batch
+    learning_rates: Mapping[str, float] = field(default_factory=dict)
+    resume: ResumePoint | None = None
+    initial_weights: str | None = None
+
+    @property
+    def trainer(self) -> Config:
+        """The config's options of the trainer."""
+        options: Config = self.config["trainer"]
+        return options
+
+    @property
+    def model_name(self) -> str:
+        """What is built, in the words of records and pages."""
+        return model_name({"model": self.config["model"], "choices": self.choices})
+
+    @property
+    def resume_step(self) -> int | None:
+        """None for a new run."""
+        return self.resume.step if self.resume else None
+
+    @property
+    def checkpoint(self) -> str | None:
+        """What the weights come from: the run's own checkpoint, else the one that it begins with."""
+        return self.resume.checkpoint if self.resume and self.resume.checkpoint else self.initial_weights
+
+
+def resolve_cluster(config: Config, trainer_name: str, environ: Mapping[str, str]) -> tuple[Cluster, str]:
+    """The Cluster, and cpu or gpu.
+
+    Raises:
+        UserError: the machine, the launcher and the options do not fit; says what works here.
+    """
+    gpus = visible_gpus(environ)
+    accelerator, wanted = place(config["trainer"], trainer_name, gpus)
+    cluster = describe(environ, wanted)
+    if wanted.several_processes and accelerator == "gpu" and cluster.devices > gpus:
+        raise UserError(
+            f"{cluster.devices} ranks on this node see {gpus} GPU{'s' if gpus != 1 else ''}: each rank must see "
+            "all of its node's (SLURM: --gpus-per-node, not --gpus-per-task), and there must be one for each."
+        )
+    return cluster, accelerator
+
+
+def resolve_batch(config: Config, cluster: Cluster) -> Batch:
+    """For data.global_batch_size=max the smallest there is, until the largest is found.
+
+    Raises:
+        UserError: it does not divide.
+    """
+    accumulate = config["trainer"]["accumulate_grad_batches"]
+    if asks_for_largest(config):
+        return Batch.of_device(1, cluster.world_size, accumulate)
+    return Batch.cut(config["data"].get("global_batch_size"), cluster.world_size, accumulate)
+
+
+def asks_for_largest(config: Config) -> bool:
+    return bool(config["data"].get("global_batch_size") == "max")
+
+
+def scaled_learning_rates(optimizer: Config, batch: Batch) -> dict[str, float]:
+    """For optimizer.scale_lr_with_batch=true: lr × global batch / base_batch_size (Goyal et al. 2017), by option."""
+    if not optimizer.get("scale_lr_with_batch"):
+        return {}
+    base = optimizer["base_batch_size"]
+    if not isinstance(base, int) or base < 1:
+        raise UserError(f"optimizer.base_batch_size={base!r}: give a whole number from 1 on.")
+    names = [key for key in optimizer if key == "lr" or key.endswith("_lr")]
+    return {name: optimizer[name] * batch.global_size / base for name in names}
+
+
+def resolved(config: Config, cluster: Cluster, accelerator: str) -> dict[str, Any]:
+    """A copy of the config with what `auto` came to."""
+    own = writable(config)
+    own["trainer"].update(accelerator=accelerator, devices=cluster.devices, num_nodes=cluster.num_nodes)
+    return own
+
+
+def as_run(plan: RunPlan) -> dict[str, Any]:
+    """The config with the values that the run has: what config.yaml and checkpoints carry, and what all ranks share."""
+    own = resolved(plan.config, plan.cluster, plan.accelerator)
+    own["data"]["global_batch_size"] = plan.batch.global_size
+    own["optimizer"].update(plan.learning_rates)
+    return {**own, "choices": dict(plan.choices), "overrides": list(plan.overrides)}
+
+
+def write_plan(plan: RunPlan, path: Path) -> None:
+    """For this node's ranks."""
+    tree = {**asdict(plan), "config": plan.config, "folder": str(plan.folder.path)}
+    write_atomically(path, lambda file: yaml.safe_dump(writable(tree), file, sort_keys=False))
+
+
+def read_plan(path: Path) -> RunPlan:
+    tree = read_config(path)
+    return RunPlan(
+        config=read_only(tree["config"]),
+        choices=tree["choices"],
+        overrides=tuple(tree["overrides"]),
+        cluster=Cluster(**tree["cluster"]),
+        accelerator=tree["accelerator"],
+        folder=RunFolder(Path(tree["folder"])),
+        batch=Batch(**tree["batch"]),
+        learning_rates=tree["learning_rates"],
+        resume=ResumePoint(**tree["resume"]) if tree["resume"] else None,
+        initial_weights=tree["initial_weights"],
+    )
+
+
+def headline(plan: RunPlan) -> str:
+    batch = plan.batch
+    return (
+        f"run {plan.folder.run_id} · {plan.model_name} · {plan.config['data']['name']} · "
+        f"{plan.choices['trainer']} · global batch {batch.global_size} = {batch.per_device} × "
+        f"{plan.cluster.world_size} × {batch.accumulate}{without_checkpoints(plan.config)}"
+    )
+
+
+def without_checkpoints(config: Config) -> str:
+    """Said at the end of the head line of a training that will leave nothing to resume or to test."""
+    callbacks = (config.get("callbacks") or {}).values()
+    kept = any(node and node.get("_target_") == CHECKPOINTS for node in callbacks)
+    return "" if kept or config["task_name"] != "train" else " · WITHOUT CHECKPOINTS"
+
+
+def learning_rate_line(plan: RunPlan) -> str:
+    """From what to what learning rates were scaled."""
+    own, batch = plan.config["optimizer"], plan.batch.global_size
+    changes = ", ".join(f"{name} {own[name]:g} → {value:g}" for name, value in plan.learning_rates.items())
+    return f"optimizer: {changes} (global batch {batch} / base_batch_size {own['base_batch_size']})"

@@ -1,0 +1,121 @@
+"""Plan → Lightning's Trainer with the strategy and the precision of the run."""
+
+import inspect
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
+
+from lockstep.callbacks.checkpoint_io import CheckpointFiles
+from lockstep.callbacks.interruption import silence_lightning
+from lockstep.config.instantiate import build
+from lockstep.launch.plan import RunPlan
+from lockstep.runs.errors import UserError
+from lockstep.strategies.capabilities import Capabilities, capabilities
+from lockstep.strategies.sharded_checkpoint import read as read_shards
+from lockstep.training.rank import StartedRanks, device_of
+
+PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}
+PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
+OWN_TRAINER_KEYS = ("accelerator", "devices", "num_nodes", "strategy", "precision", "sync_batchnorm", "deterministic")
+
+
+def precision_of(plan: RunPlan, able: Capabilities) -> str:
+    """auto: bf16 where the hardware has it, else fp16 on a GPU where the strategy scales losses; fp32 on the CPU.
+
+    Raises:
+        UserError: none of those that every strategy knows.
+    """
+    stated = str(plan.trainer["precision"])
+    stated = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}.get(stated, stated)
+    if stated not in PRECISIONS:
+        raise UserError(f"trainer.precision={stated}: take one of {', '.join(PRECISIONS)}.")
+    if stated != "auto":
+        return stated
+    if plan.accelerator != "gpu":
+        return "32-true"
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16-mixed"
+    return "16-mixed" if able.scales_losses else "32-true"
+
+
+def build_trainer(
+    plan: RunPlan,
+    strategy: Any,
+    callbacks: list[Any],
+    loggers: list[Any],
+    root: Path,
+    limit_train_batches: float | None = None,
+) -> pl.Trainer:
+    """
+    Args:
+        root: where a profiler's table goes.
+        limit_train_batches: in place of the config's.
+    """
+    own, cluster = plan.trainer, plan.cluster
+    if own["log_every_n_steps"] < 1:
+        raise UserError(f"trainer.log_every_n_steps={own['log_every_n_steps']}: give a whole number from 1 on.")
+    # What Lightning's Trainer does not know is ours or the strategy's.
+    known = inspect.signature(pl.Trainer).parameters.keys() - set(OWN_TRAINER_KEYS)
+    arguments = {key: value for key, value in own.items() if key in known}
+    if name := own.get("profiler"):
+        arguments["profiler"] = _profiler(name, root)
+    if limit_train_batches is not None:
+        arguments["limit_train_batches"] = limit_train_batches
+    device_type = "cuda" if plan.accelerator == "gpu" else "cpu"
+    plugins: list[Any] = [StartedRanks(cluster), CheckpointFiles(read_folder=read_shards)]
+    able = capabilities(strategy)
+    precision: Any = precision_of(plan, able)
+    if plugin := able.precision_for(precision, device_type):
+        plugins.append(plugin)
+        precision = None
+    trainer = pl.Trainer(
+        accelerator=plan.accelerator,
+        devices=cluster.devices,
+        num_nodes=cluster.num_nodes,
+        strategy=strategy,
+        precision=precision,
+        plugins=plugins,
+        callbacks=callbacks,
+        logger=loggers,
+        deterministic=plan.accelerator == "cpu" if own["deterministic"] == "auto" else own["deterministic"],
+        default_root_dir=str(root),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **arguments,
+    )
+    silence_lightning(trainer)
+    return trainer
+
+
+def _profiler(name: str, root: Path) -> Profiler:
+    """Its table goes to the run folder: Lightning would say it in a log that nobody reads."""
+    if name not in PROFILERS:
+        raise UserError(f"trainer.profiler={name}: take {', '.join(PROFILERS)} or null.")
+    return PROFILERS[name](dirpath=root, filename="profile")
+
+
+def build_strategy(plan: RunPlan) -> Any:
+    """The trainer's strategy; "auto", Lightning's, for one process on one device.
+
+    Raises:
+        UserError: it cannot do what the trainer's options ask for, or this machine lacks what it needs.
+    """
+    own = plan.trainer
+    known = {"timeout": timedelta(seconds=own["timeout_s"]), "device": device_of(plan)}
+    node = own["strategy"] or ({"_target_": "lockstep.strategies.ddp.DDP"} if plan.cluster.world_size > 1 else None)
+    strategy = build(node, known) if node else "auto"
+    able = capabilities(strategy)
+    if own["compile"] and not able.supports_compile:
+        raise UserError("trainer.compile=true needs one device a process: leave it out, or choose ddp or fsdp.")
+    if own["ema_decay"] and not able.supports_ema:
+        raise UserError(
+            f"trainer.ema_decay={own['ema_decay']} cannot average weights under {type(strategy).__name__}: "
+            "leave it out, or choose trainer=ddp (on CPUs ddp_sim)."
+        )
+    return strategy

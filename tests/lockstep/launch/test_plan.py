@@ -1,0 +1,154 @@
+"""The plan: what is decided from the config, frozen, and the same again from its file."""
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lockstep.config.compose import chosen_options, compose, plain
+from lockstep.distributed.cluster import Cluster
+from lockstep.launch.launcher import make_plan
+from lockstep.launch.plan import (
+    ResumePoint,
+    RunPlan,
+    as_run,
+    headline,
+    learning_rate_line,
+    read_plan,
+    resolve_batch,
+    resolve_cluster,
+    scaled_learning_rates,
+    write_plan,
+)
+from lockstep.runs.batch import Batch
+from lockstep.runs.config import read_only, writable
+from lockstep.runs.errors import UserError
+from lockstep.runs.folder import RunFolder
+
+WORDS = ["experiment=quickstart", "trainer=ddp_sim"]
+
+
+def config_of(*words):
+    cfg = compose("train", list(words))
+    return read_only({**plain(cfg), "choices": chosen_options(cfg), "overrides": list(words)})
+
+
+def plan_of(folder, *words, find_largest=None) -> RunPlan:
+    config = config_of(*WORDS, *words)
+    cluster, accelerator = resolve_cluster(config, "ddp_sim", {})
+    return make_plan(config, cluster, accelerator, RunFolder(folder), {}, find_largest)[0]
+
+
+def test_a_plan_holds_what_was_decided_and_the_config_as_it_was(tmp_path):
+    plan = plan_of(tmp_path / "r", "data.global_batch_size=96", "trainer.accumulate_grad_batches=3")
+    assert plan.cluster == Cluster("none", 1, 2, 0, None, "127.0.0.1", None) and plan.accelerator == "cpu"
+    assert plan.batch == Batch(96, 16, 3)
+    assert plan.choices["trainer"] == "ddp_sim" and plan.overrides[:2] == tuple(WORDS)
+    assert not {"choices", "overrides", "per_device_batch_size", "resume_step"} & plan.config.keys()
+    assert plan.config["trainer"]["num_nodes"] == "auto"
+    assert (plan.resume, plan.checkpoint, plan.initial_weights, plan.learning_rates) == (None, None, None, {})
+
+
+def test_nothing_in_a_plan_can_be_changed(tmp_path):
+    plan = plan_of(tmp_path)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.accelerator = "gpu"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.batch.per_device = 1
+    with pytest.raises(TypeError, match="read-only"):
+        plan.config["trainer"]["devices"] = 3
+
+
+@pytest.mark.parametrize("resume", [None, ResumePoint(0), ResumePoint(40, "/r/checkpoints/last-step00000040.ckpt")])
+def test_a_plan_comes_back_from_its_file(tmp_path, resume):
+    words = ["optimizer.scale_lr_with_batch=true", "trainer=model_parallel", "trainer.stage_devices=[cpu,cpu]"]
+    plan = replace(plan_of(tmp_path, *words), resume=resume, initial_weights="/w.ckpt")
+    write_plan(plan, tmp_path / "plan-node0.yaml")
+    again = read_plan(tmp_path / "plan-node0.yaml")
+    assert again == plan and again.learning_rates and again.config["trainer"]["stage_devices"] == ("cpu", "cpu")
+    with pytest.raises(TypeError, match="read-only"):
+        again.config["trainer"]["devices"] = 3
+
+
+def test_weights_come_from_the_runs_own_checkpoint_before_those_that_it_began_with(tmp_path):
+    plan = replace(plan_of(tmp_path), initial_weights="/w.ckpt")
+    assert (plan.checkpoint, plan.resume_step) == ("/w.ckpt", None)
+    started_over = replace(plan, resume=ResumePoint(0))
+    assert (started_over.checkpoint, started_over.resume_step) == ("/w.ckpt", 0)
+    goes_on = replace(plan, resume=ResumePoint(40, "/last.ckpt"))
+    assert (goes_on.checkpoint, goes_on.resume_step) == ("/last.ckpt", 40)
+
+
+def test_the_config_as_run_has_the_decided_values(tmp_path):
+    plan = plan_of(
+        tmp_path, "optimizer.scale_lr_with_batch=true", "optimizer.base_batch_size=16", "trainer.max_steps=2"
+    )
+    own, stated = as_run(plan), plan.config
+    assert own["trainer"] == {**writable(stated["trainer"]), "accelerator": "cpu", "devices": 2, "num_nodes": 1}
+    assert own["data"]["global_batch_size"] == 64 and own["optimizer"]["lr"] == stated["optimizer"]["lr"] * 4
+    assert own["choices"]["trainer"] == "ddp_sim" and own["overrides"] == list(plan.overrides)
+    assert yaml.safe_load(yaml.safe_dump(own)) == own
+    unchanged = {key: own[key] for key in own.keys() - {"trainer", "data", "optimizer", "choices", "overrides"}}
+    assert unchanged == {key: writable(stated[key]) for key in unchanged}
+
+
+def test_learning_rates_are_scaled_by_the_batch():
+    optimizer = {"scale_lr_with_batch": True, "base_batch_size": 256, "lr": 0.1, "muon_lr": 0.02, "momentum": 0.9}
+    batch = Batch.cut(512, 2, 1)
+    assert scaled_learning_rates(optimizer, batch) == {"lr": 0.2, "muon_lr": 0.04}
+    assert scaled_learning_rates({**optimizer, "scale_lr_with_batch": False}, batch) == {}
+    with pytest.raises(UserError, match="base_batch_size=0: give a whole number"):
+        scaled_learning_rates({**optimizer, "base_batch_size": 0}, batch)
+
+
+def test_the_lines_that_a_run_says_of_its_plan(tmp_path):
+    plan = plan_of(
+        tmp_path / "r", "optimizer.lr=0.1", "optimizer.scale_lr_with_batch=true", "optimizer.base_batch_size=16"
+    )
+    assert headline(plan) == "run r · small_cnn · digits · ddp_sim · global batch 64 = 32 × 2 × 1"
+    assert learning_rate_line(plan) == "optimizer: lr 0.1 → 0.4 (global batch 64 / base_batch_size 16)"
+
+
+class Largest:
+    """What find_largest gives, as far as the plan asks."""
+
+    global_batch_size, known = 0, None
+
+
+def test_the_largest_batch_takes_the_place_of_max(tmp_path):
+    asked = []
+
+    def find_largest(plan, environ, known):
+        asked.append((plan.batch, known))
+        found = Largest()
+        found.global_batch_size, found.known = (0, known) if known else (512, None)
+        return found
+
+    config = config_of(*WORDS, "data.global_batch_size=max", "trainer.accumulate_grad_batches=2")
+    cluster, accelerator = resolve_cluster(config, "ddp_sim", {})
+    assert resolve_batch(config, cluster) == Batch(4, 1, 2)
+    folder = RunFolder(tmp_path / "r")
+    plan, found = make_plan(config, cluster, accelerator, folder, {}, find_largest)
+    assert plan.batch == Batch(512, 128, 2) and found.global_batch_size == 512 and asked == [(Batch(4, 1, 2), None)]
+    folder.path.mkdir()
+    folder.config.write_text(yaml.safe_dump(as_run(plan)))
+    again, found = make_plan(config, cluster, accelerator, folder, {}, find_largest)
+    assert again.batch == plan.batch and found is None and len(asked) == 1, "a run that goes on keeps its size"
+    two_nodes = replace(cluster, num_nodes=2)
+    again, found = make_plan(config, two_nodes, accelerator, folder, {}, find_largest)
+    assert again.batch == Batch(512, 64, 2) and found is None and asked[1][1] == 512, "the other node may not know it"
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr("lockstep.launch.plan.visible_gpus", lambda environ: 1)
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "1",
+             "SLURM_NODEID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "a"}  # fmt: skip
+    with pytest.raises(UserError, match="4 ranks on this node see 1 GPU: "):
+        resolve_cluster(config_of("trainer=ddp"), "ddp", slurm)
+
+
+def test_a_file_that_is_no_plan_is_refused(tmp_path):
+    with pytest.raises(UserError, match="cannot be read"):
+        read_plan(Path(tmp_path / "nothing.yaml"))

@@ -1,0 +1,87 @@
+"""What each trainer's options ask of a machine."""
+
+import pytest
+
+from lockstep.config.compose import compose, plain
+from lockstep.distributed.cluster import Wanted
+from lockstep.runs.errors import UserError
+from lockstep.strategies import placement
+from lockstep.strategies.placement import devices_of_process, in_one_process, parts_of_batch, place, without_peers
+
+
+def options(*words):
+    return plain(compose("train", list(words)))["trainer"]
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "accelerator", "wanted"),
+    [
+        (["trainer=default"], 0, "cpu", Wanted(None, None, True, 1)),
+        (["trainer=default"], 3, "gpu", Wanted(None, None, True, 3)),
+        (["trainer=ddp_sim"], 3, "cpu", Wanted(2, None, True, 1)),
+        (["trainer=fsdp", "trainer.devices=2", "trainer.num_nodes=4"], 2, "gpu", Wanted(2, 4, True, 2)),
+        (["trainer=dp"], 4, "gpu", Wanted(1, 1, False, 4)),
+        (["trainer=model_parallel", "trainer.stage_devices=[cpu,cpu]"], 4, "cpu", Wanted(1, 1, False, 1)),
+        (["trainer=model_parallel", "trainer.stage_devices=[cuda:0,cpu]"], 1, "gpu", Wanted(1, 1, False, 1)),
+        (["trainer=hivemind"], 0, "cpu", Wanted(1, 1, False, 1)),
+    ],
+)
+def test_what_is_asked_of_the_launcher(words, gpus, accelerator, wanted):
+    assert place(options(*words), "some", gpus) == (accelerator, wanted)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "gpus", "said"),
+    [
+        (["trainer=ddp"], "ddp", 0, "trainer=ddp asks for 1 GPU and this machine has no GPU: trainer=ddp_sim works"),
+        (["trainer=fsdp", "trainer.devices=4"], "fsdp", 2, "asks for 4 GPUs and this machine has 2 GPUs"),
+        (["trainer=dp"], "dp", 1, "asks for 2 GPUs and this machine has 1 GPU: trainer=ddp_sim works"),
+        (["trainer=dp", "trainer.num_gpus=3"], "dp", 2, "asks for 3 GPUs"),
+        (["trainer=dp", "trainer.devices=2"], "dp", 2, "trainer=dp is one process: give trainer.num_gpus"),
+        (["trainer=cpu", "trainer.num_nodes=2"], "cpu", 0, "is one process: trainer=ddp (on CPUs ddp_sim) has several"),
+        (["trainer=ddp_sim", "++trainer.devices=0"], "ddp_sim", 0, "trainer.devices=0: give a number from 1 on"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_works(words, name, gpus, said):
+    with pytest.raises(UserError) as refused:
+        place(options(*words), name, gpus)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("own", "accelerator", "devices"),
+    [
+        ({}, "cpu", ["cpu"]),
+        ({}, "gpu", ["cuda:1"]),
+        ({"stage_devices": None}, "gpu", ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        ({"stage_devices": ["cuda:2", "cuda:3", "cuda:2"]}, "gpu", ["cuda:2", "cuda:3"]),
+        ({"stage_devices": ["cuda", "cpu"]}, "gpu", ["cuda:0", "cpu"]),
+        ({"stage_devices": ["cpu", "cpu"]}, "cpu", ["cpu"]),
+        ({"num_gpus": None}, "gpu", ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        ({"num_gpus": 3}, "gpu", ["cuda:0", "cuda:1", "cuda:2"]),
+    ],
+)
+def test_every_device_of_a_process_is_named_once_its_datas_first(own, accelerator, devices, monkeypatch):
+    monkeypatch.setattr(placement, "visible_gpus", lambda _: 4)
+    assert devices_of_process(own, accelerator, local_rank=1) == devices
+
+
+def test_a_batch_goes_through_the_net_in_parts(monkeypatch):
+    monkeypatch.setattr(placement, "visible_gpus", lambda _: 4)
+    assert parts_of_batch({}) == 1 and parts_of_batch({"micro_batches": 3}) == 3
+    assert parts_of_batch({"num_gpus": 2}) == 2 and parts_of_batch({"num_gpus": None}) == 4
+
+
+def test_an_evaluation_runs_in_one_process_whatever_trained():
+    for trainer in ("fsdp", "dp", "model_parallel", "hivemind"):
+        own = in_one_process(options(f"trainer={trainer}"), "cpu")
+        assert place(own, "some", 0) == ("cpu", Wanted(1, 1, False, 1)), trainer
+        assert own["strategy"] is None and not placement.OF_ONE_STRATEGY & own.keys()
+
+
+def test_a_few_steps_of_a_swarms_peer_are_made_without_the_others():
+    strategy = options("trainer=hivemind", "trainer.initial_peers=[/ip4/1.2.3.4]")["strategy"]
+    assert strategy["initial_peers"] == ["/ip4/1.2.3.4"]
+    assert without_peers(strategy) == {**strategy, "initial_peers": []}
+    ddp = options("trainer=ddp")["strategy"]
+    assert without_peers(ddp) == ddp and without_peers(None) is None
