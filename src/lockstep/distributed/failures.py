@@ -22,7 +22,8 @@ def report_failure(facts: dict[str, Any] | None, folder: RunFolder, cluster: Clu
     if facts is None:
         return record_end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
     facts = {**facts, "message": redact_text(str(facts["message"]))}
-    write_atomically(folder.rank_error(cluster.rank), lambda file: file.write(json.dumps(facts)))
+    if folder.path.is_dir():  # else rank 0 found its input refused, and took the folder away
+        write_atomically(folder.rank_error(cluster.rank), lambda file: file.write(json.dumps(facts)))
     if cluster.launcher != "supervisor":
         if cluster.is_rank_zero and code != EXIT_USER_ERROR:
             complete_record(folder, facts, code)
