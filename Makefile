@@ -53,11 +53,14 @@ lock: install  ## resolve requirements*.txt anew from pyproject.toml
 	$(VENV)/bin/uv pip compile $(LOCK) --group dev -c requirements.txt -o requirements-dev.txt
 	grep -oE '^hivemind==[0-9.]+' requirements-hivemind.txt | \
 	  $(VENV)/bin/uv pip compile $(LOCK) -c requirements.txt - -o requirements-hivemind.txt
+	grep -oE '^pip-audit==[0-9.]+' launch/audit.txt | $(VENV)/bin/uv pip compile $(LOCK) - -o launch/audit.txt
 	grep -oE '^uv==[0-9.]+' launch/uv.txt | $(VENV)/bin/uv pip compile $(LOCK) - -o launch/uv.txt
 LOCK := -q -p 3.11 --universal --generate-hashes --no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
 audit: install  ## ask the package index's advisories about every pinned version; needs its network
-	$(VENV)/bin/uv tool run --from pip-audit==2.10.1 pip-audit --strict --disable-pip --require-hashes --progress-spinner off \
+	$(VENV)/bin/uv venv -q --clear $(VENV)/audit
+	$(VENV)/bin/uv pip install -q --python $(VENV)/audit --require-hashes -r launch/audit.txt
+	$(VENV)/audit/bin/pip-audit --strict --disable-pip --require-hashes --progress-spinner off \
 	  -r requirements.txt -r requirements-hivemind.txt
 
 parity: install  ## every strategy against one process, in float64, with seeded faults
@@ -75,7 +78,6 @@ bench: install-dev  ## measure this machine against peers and goals (about an ho
 	$(PY) benchmarks/ranks.py
 	$(PY) benchmarks/memory.py
 	$(PY) benchmarks/memory_per_rank.py
-	$(PY) benchmarks/heap.py
 	$(PY) benchmarks/batch_search.py
 	$(PY) benchmarks/logbook_build.py
 	$(PY) benchmarks/growth.py

@@ -31,11 +31,11 @@ MODELS = {  # options, GiB of the device played
     "small_cnn": (["model=small_cnn"], 0.1),
     "alexnet": (["model=alexnet", "data.image_size=64", "optimizer=sgd"], 0.86),
     "alexnet_bn": (["model=alexnet_bn", "data.image_size=127", "optimizer=sgd"], 0.95),
-    "vit_base_patch32": (["model=timm_vit", "model.pretrained=false", "data.image_size=64"], 2.0),
+    "vit_base_patch32": (["model=vit", "model.pretrained=false", "data.image_size=64"], 2.0),
 }
 RANKS = {"cpu": 1, "ddp_sim": 2, "fsdp_sim": 2}
 ON_GPU = [
-    "data=synthetic", "data.num_images=60000", "data.stored_size=32", "data.image_size=224", "model=timm_vit",
+    "data=synthetic", "data.num_images=60000", "data.stored_size=32", "data.image_size=224", "model=vit",
     "model.pretrained=false",
 ]  # fmt: skip
 HEAD = """# Largest batch

@@ -32,12 +32,12 @@ from lockstep.distributed.cluster import Cluster
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.sharded import Sharded
 from lockstep.training.rank import StartedRanks
-from models.timm_vit import TimmViT
+from models.timm import TimmModel
 
 HERE = Path(__file__).resolve().parent
 PAGES = HERE.parent / "logbook" / "measurements"
 ROWS = (("one process", 1), ("ddp_sim", 2), ("ddp_sim", 4), ("fsdp_sim", 2), ("fsdp_sim", 4))
-VIT = {"timm_name": "vit_tiny_patch16_224", "pretrained": False, "patch_size": 4, "embed_dim": 192, "depth": 12}
+VIT = {"name": "vit_tiny_patch16_224", "pretrained": False, "patch_size": 4, "embed_dim": 192, "depth": 12}
 IMAGE_SIZE, PER_RANK_BATCH, STEPS = 32, 16, 3
 MIB = 2**20
 
@@ -74,7 +74,7 @@ def in_rank(cluster: Cluster, trainer_name: str, cache_dir: str) -> dict[str, in
     )  # fmt: skip
     data.prepare()
     data.place(rank=cluster.rank, world_size=cluster.world_size)
-    net = TimmViT(num_classes=10, image_size=IMAGE_SIZE, channels=3, **VIT)
+    net = TimmModel(num_classes=10, image_size=IMAGE_SIZE, channels=3, **VIT)
     module = ImageClassifier(net, partial(torch.optim.AdamW, lr=1e-3), num_classes=10)
     strategies = {"one process": lambda: "auto", "ddp_sim": DDP, "fsdp_sim": Sharded}
     strategy = strategies[trainer_name]()

@@ -3,7 +3,6 @@
 import logging
 import warnings
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -15,16 +14,17 @@ from torch.nn import functional as F
 
 from classifier import ImageClassifier
 from data.synthetic import SyntheticDataModule
+from local_ranks import meet
 from lockstep.distributed.cluster import Cluster
 from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.model_parallel import ModelParallel
 from lockstep.strategies.sharded import Sharded
-from lockstep.strategies.sync_batchnorm import layer_sync
+from lockstep.strategies.sync_batchnorm import synchronise
 from lockstep.training.rank import StartedRanks
 from models.alexnet import AlexNet, AlexNetBN
 from models.small_cnn import SmallCNN
-from models.timm_vit import TimmViT
+from models.timm import TimmModel
 
 STEPS, EPOCHS, GLOBAL_BATCH, CLASSES, SEED = 20, 2, 16, 4, 5
 MODELS = ("vit", "alexnet", "alexnet_bn", "small_cnn")
@@ -51,7 +51,7 @@ def build_net(model: str) -> nn.Module:
     shape: dict[str, Any] = {"num_classes": CLASSES, "image_size": IMAGE_SIZE[model], "channels": 3}
     if model == "vit":
         small = {"embed_dim": 192, "depth": 2, "num_heads": 3, "patch_size": 4}
-        return TimmViT(**shape, timm_name="vit_tiny_patch16_224", pretrained=False, **small)
+        return TimmModel(**shape, name="vit_tiny_patch16_224", pretrained=False, **small)
     if model == "small_cnn":
         return SmallCNN(**shape, dropout=0.0, head_dropout=0.0)
     net = (AlexNetBN if model == "alexnet_bn" else AlexNet)(**shape, dropout=0.0)
@@ -138,7 +138,7 @@ def build_strategy(case: Case, cluster: Cluster) -> Any:
     if case.strategy == "model_parallel":
         return ModelParallel(stage_devices=["cpu", "cpu"])
     cls = {"ddp": DDP, "fsdp": Sharded, "allreduce": FaultyAllReduce if case.fault else AllReduce}[case.strategy]
-    strategy = cls(timeout=timedelta(seconds=60))
+    strategy = cls()
     if isinstance(strategy, FaultyAllReduce):
         strategy.fault = case.fault
     return strategy
@@ -150,10 +150,11 @@ def lightning_run(cluster: Cluster, case: Case) -> dict[str, Any]:
     warnings.filterwarnings("ignore", module="lightning")
     data = build_data(case, cluster.rank, cluster.world_size)
     net = ImageClassifier(build_net(case.model), sgd(case), num_classes=CLASSES)
+    meet(cluster)
+    if case.model == "alexnet_bn" and cluster.world_size > 1:
+        synchronise(net.net, "cpu")
     strategy, losses = build_strategy(case, cluster), Losses()
     plugins: list[Any] = [StartedRanks(cluster)]
-    if case.model == "alexnet_bn" and cluster.world_size > 1:
-        plugins.append(layer_sync("cpu"))
     given = {"precision": case.precision}
     if isinstance(strategy, Sharded):
         plugins.append(strategy.precision_for(given.pop("precision"), "cpu"))

@@ -31,9 +31,11 @@ from lockstep.runs.files import write_atomically  # noqa: E402
 from lockstep.runs.folder import RunFolder  # noqa: E402
 from lockstep.runs.provenance import code_state  # noqa: E402
 from lockstep.storage import background  # noqa: E402
-from lockstep.storage.bucket import Bucket  # noqa: E402
+from lockstep.storage.checkpoint_files import Sidecar  # noqa: E402
 from lockstep.storage.run_bucket import RunBucket  # noqa: E402
-from lockstep.storage.s3 import S3Options, make_client  # noqa: E402
+from lockstep.storage.s3 import S3Store  # noqa: E402
+from lockstep.storage.s3_client import make_client  # noqa: E402
+from lockstep.storage.s3_options import S3Options  # noqa: E402
 from lockstep.storage.uploader import Uploader  # noqa: E402
 from object_store import ObjectStore, weed_binary  # noqa: E402
 
@@ -68,12 +70,12 @@ def measure(server: ObjectStore, path: Path, sha256: str, rounds: int, s3fs_pyth
 
     name = server.new_bucket()
     options = S3Options(f"s3://{name}/x", server.endpoint_url)
-    bucket, plain = Bucket(options), server.client()
+    store, plain = S3Store(options), server.client()
     seconds: dict[str, list[float]] = {}
     background.LOWER_PRIORITY = 0
     plain.upload_file(str(path), name, "warm-up")  # the server makes a bucket's volumes when the first bytes come
     for number in range(rounds):
-        ways = {"ours: put_file, verified": lambda n=number: bucket.put_file(path, f"ours-{n}", sha256=sha256)}
+        ways = {"ours: put_file, verified": lambda n=number: store.put(f"ours-{n}", path, sha256=sha256)}
         for megabytes, threads in TRANSFERS:
             config = TransferConfig(multipart_chunksize=megabytes * MIB, max_concurrency=threads)
             ways[f"boto3 upload_file, {megabytes} MiB parts, {threads} threads"] = lambda n=number, c=config: (
@@ -96,14 +98,14 @@ def stall(server: ObjectStore, path: Path, sha256: str, rounds: int) -> dict[str
     """Seconds of the training thread: handing a checkpoint over, beside a plain copy of its bytes."""
     folder = RunFolder(Path(tempfile.mkdtemp(prefix="s3-bench-", dir=path.parent)) / "run")
     options = S3Options(f"s3://{server.new_bucket()}/x", server.endpoint_url)
-    uploader = Uploader(RunBucket(Bucket(options), "x", "run"), folder, say=lambda _: None)
+    uploader = Uploader(RunBucket(S3Store(options), "run"), folder)
     uploader.start()
-    facts = {"bytes": path.stat().st_size, "sha256": sha256, "epoch": 0, "metric": {}}
+    num_bytes = path.stat().st_size
     data, offers, copies, files = path.read_bytes(), [], [], []
     for number in range(rounds):
         copies.append(timed(lambda: bytearray(data)))
         files.append(timed(lambda: write_atomically(folder.path / "copy", lambda f: f.write(data), binary=True)))
-        offers.append(timed(lambda n=number: uploader.offer("best", path, {**facts, "step": n + 1})))
+        offers.append(timed(lambda n=number: uploader.offer("best", path, Sidecar(n + 1, num_bytes, sha256))))
         uploader.flush(120)
     uploader.stop()
     shutil.rmtree(folder.path.parent)

@@ -9,7 +9,6 @@ nice 19, so that its own work counts as little as it can.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import statistics
@@ -32,7 +31,8 @@ from torch.nn import functional as F  # noqa: E402
 
 from lockstep.callbacks.s3_upload import S3Upload  # noqa: E402
 from lockstep.runs.provenance import code_state  # noqa: E402
-from models.timm_vit import TimmViT  # noqa: E402
+from lockstep.storage.checkpoint_files import Sidecar, measure  # noqa: E402
+from models.timm import TimmModel  # noqa: E402
 from object_store import ObjectStore, weed_binary  # noqa: E402
 from ranks import free_port  # noqa: E402
 
@@ -66,8 +66,8 @@ def busy_store() -> Iterator[str]:
 def stepper() -> Callable[[], None]:
     """One optimizer step of a ViT of 5.4 M parameters."""
     torch.manual_seed(0)
-    net = TimmViT(
-        num_classes=10, image_size=32, channels=3, timm_name="vit_tiny_patch16_224", pretrained=False, patch_size=4,
+    net = TimmModel(
+        num_classes=10, image_size=32, channels=3, name="vit_tiny_patch16_224", pretrained=False, patch_size=4,
         embed_dim=192, depth=12,
     )  # fmt: skip
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
@@ -86,19 +86,17 @@ class Upload:
 
     def __init__(self, folder: Path, uri: str, endpoint_url: str) -> None:
         (folder / "checkpoints").mkdir(parents=True)
-        self.folder, self.said = folder, []
-        self.callback = S3Upload(
-            folder, uri, endpoint_url, required=False, flush_timeout_s=60.0, files_interval_s=5.0, say=self.said.append
-        )
+        self.folder = folder
+        self.callback = S3Upload(folder, uri, endpoint_url, required=False, flush_timeout_s=60.0, files_interval_s=5.0)
         strategy = SimpleNamespace(broadcast=lambda value, src: value)
         self.callback.setup(SimpleNamespace(strategy=strategy, global_rank=0, world_size=1), None, "fit")
 
-    def offer(self, path: Path, facts: dict) -> None:
-        self.callback.on_checkpoint_complete(path, facts, "best")
+    def offer(self, path: Path, sidecar: Sidecar) -> None:
+        self.callback.on_checkpoint_complete(path, sidecar, "best")
 
     def end(self, arrives: bool) -> dict:
         self.callback.flush(60.0 if arrives else 0.0)
-        return {"error": self.callback.upload_status()["error"], "said": len(self.said)}
+        return {"error": self.callback.upload_status().error}
 
 
 def block(step: Callable[[], None], steps: int, begin: Callable[[], None]) -> list[float]:
@@ -151,8 +149,8 @@ def rounds(
         for arm in order if number % 2 == 0 else reversed(order):
             place = folder / f"{arm}-{number}"
             upload = Upload(place, f"s3://{bucket}/x", endpoints[arm]) if arm != "off" else None
-            best, facts = checkpoint(folder, given.megabytes, number + 1)
-            begin = (lambda u=upload, b=best, f=facts: u.offer(b, f)) if upload else (lambda: None)
+            best, sidecar = checkpoint(folder, given.megabytes, number + 1)
+            begin = (lambda u=upload, b=best, s=sidecar: u.offer(b, s)) if upload else (lambda: None)
             seconds[arm].append(block(step, steps, begin))
             if upload:
                 ends[arm].append(upload.end(arm == "on"))
@@ -163,11 +161,10 @@ def rounds(
         }  # fmt: skip
 
 
-def checkpoint(folder: Path, megabytes: int, step: int) -> tuple[Path, dict]:
+def checkpoint(folder: Path, megabytes: int, step: int) -> tuple[Path, Sidecar]:
     path = folder / f"best-step{step:08d}.ckpt"
     path.write_bytes(os.urandom(megabytes * 10**6))
-    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    return path, {"bytes": megabytes * 10**6, "sha256": sha256, "epoch": 0, "step": step, "metric": {"val/acc": 0.5}}
+    return path, Sidecar.of(measure(path), step=step, metric={"val/acc": 0.5})
 
 
 def page(found: dict) -> str:

@@ -23,21 +23,22 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/statistics_cost.json", ROOT / "logbook/measurements/statistics_cost.md"
 sys.path.insert(0, str(ROOT / "src"))
 
+from lightning.pytorch.loggers import TensorBoardLogger  # noqa: E402
+
 from classifier import ImageClassifier  # noqa: E402
 from data.synthetic import SyntheticDataModule  # noqa: E402
 from lockstep.callbacks.hardware_stats import HardwareStats  # noqa: E402
-from lockstep.callbacks.tensorboard import TensorBoard  # noqa: E402
 from lockstep.callbacks.throughput import Throughput  # noqa: E402
 from lockstep.runs.provenance import code_state  # noqa: E402
 from models.small_cnn import SmallCNN  # noqa: E402
-from models.timm_vit import TimmViT  # noqa: E402
+from models.timm import TimmModel  # noqa: E402
 
 GOAL = 0.01
 HOOKS = ("on_train_batch_start", "on_before_backward", "on_train_batch_end")
-VIT = {"timm_name": "vit_tiny_patch16_224", "pretrained": False, "patch_size": 4, "embed_dim": 192, "depth": 12}
+VIT = {"name": "vit_tiny_patch16_224", "pretrained": False, "patch_size": 4, "embed_dim": 192, "depth": 12}
 NETS = {  # net, images of 32 px a step
     "small_cnn": (partial(SmallCNN, num_classes=10, image_size=32, channels=3), 64),
-    "vit_tiny_32": (partial(TimmViT, num_classes=10, image_size=32, channels=3, **VIT), 64),
+    "vit_tiny_32": (partial(TimmModel, num_classes=10, image_size=32, channels=3, **VIT), 64),
 }
 
 
@@ -87,7 +88,7 @@ def fit(name: str, steps: int, folder: Path, measured: bool) -> dict[str, Any]:
         callbacks += [timed(Throughput(batch, measure_peak=False), spent), timed(stats, spent)]
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, max_steps=steps, limit_val_batches=0, callbacks=callbacks,
-        logger=TensorBoard(folder / "tensorboard") if measured else False, enable_checkpointing=False,
+        logger=TensorBoardLogger(folder, "tensorboard", "") if measured else False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, log_every_n_steps=10**6,
     )  # fmt: skip
     trainer.fit(module, datamodule=data)

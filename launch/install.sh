@@ -9,10 +9,10 @@ if [ ! -x .venv/bin/uv ]; then
 fi
 if [ -x .venv/bin/uv ]; then
   .venv/bin/uv pip install --python $python --require-hashes --compile-bytecode -r "$file"
-  .venv/bin/uv pip install -q --python $python --no-deps --no-build-isolation -e . # src/ on the path of every REPL
 else
   $python -m pip install --require-hashes -r "$file"
-  $python -m pip install -q --no-deps --no-build-isolation -e .
   $python -m compileall -q -j 0 .venv/lib || true # some packages ship templates that do not compile
 fi
 $python -m compileall -q src
+# src/ on the path of every REPL and notebook of this environment, from whichever folder
+echo "$PWD/src" >"$($python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lockstep.pth"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 TOP5_FROM_CLASSES = 6
+FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)  # of torch 2.14's fused optimizers those that take DTensors
 
 
 class Counts:
@@ -67,13 +68,6 @@ class ImageClassifier(pl.LightningModule):
         self.counts: Counts | None = None
         self.test_confusion: Tensor | None = None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Lightning notes the current hook here dozens of times a step: past nn.Module's search for parameters."""
-        if name == "_current_fx_name":
-            self.__dict__[name] = value
-        else:
-            super().__setattr__(name, value)
-
     def forward(self, images: Tensor) -> Tensor:
         return self.net(images)
 
@@ -127,14 +121,20 @@ class ImageClassifier(pl.LightningModule):
         self.log_dict(doubles, logger=False, on_step=False, on_epoch=True, rank_zero_only=False)
 
     def _kernel(self, parameters: list[nn.Parameter]) -> dict[str, bool]:
-        """One kernel for all parameters where the optimizer has it: not for shards that it would see as such, and not
-        with scaled gradients, whose norm it would hide."""
-        has_it = "fused" in inspect.signature(self.optimizer_factory.func).parameters
-        stated = {"fused", "foreach", "differentiable"} & self.optimizer_factory.keywords.keys()
-        shards = any(hasattr(p, "full_tensor") for p in parameters)
-        plain = not shards or getattr(self.trainer.strategy, "steps_on_shards", False)
-        plain = plain and self.trainer.precision != "16-mixed"
-        return {"fused": True} if has_it and not stated and plain else {}
+        """One kernel for all parameters where torch has it: fused, but not with scaled gradients, whose norm it hides;
+        for shards foreach at least, as DTensors are dispatched one by one otherwise."""
+        optimizer, stated = self.optimizer_factory.func, self.optimizer_factory.keywords.keys()
+        options = inspect.signature(optimizer).parameters.keys()
+        sharded = any(hasattr(parameter, "full_tensor") for parameter in parameters)
+        if stated & {"fused", "foreach", "differentiable"}:
+            return {}
+        if (
+            "fused" in options
+            and self.trainer.precision != "16-mixed"
+            and (not sharded or optimizer in FUSED_ON_SHARDS)
+        ):
+            return {"fused": True}
+        return {"foreach": True} if sharded and "foreach" in options else {}
 
     def configure_optimizers(self) -> Any:
         assert self.optimizer_factory is not None, "built for evaluation only"

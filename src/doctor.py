@@ -5,11 +5,16 @@ MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK=0 python src/doctor.py trainer=
 On each node, with the variables and options of the run to come.
 """
 
+if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
+    from lockstep.runs.signals import end_on_signal
+
+    end_on_signal()
+
 import logging
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +25,6 @@ from lockstep.distributed import preflight as readiness
 from lockstep.distributed.preflight import Finding
 from lockstep.runs import provenance
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
-from lockstep.runs.leave import leave
 from lockstep.runs.provenance import REPOSITORY
 
 log = logging.getLogger(__name__)
@@ -47,7 +51,7 @@ def examine(config: dict[str, Any], environment: dict[str, str]) -> Iterator[Fin
     yield _packages()
     yield _data(config)
     yield from _gpus(config)
-    yield from _bucket(config)
+    yield from _bucket(config.get("s3") or {})
     if cluster.num_nodes > 1 and cluster.is_supervisor:
         yield from _other_nodes(config, cluster)
 
@@ -85,17 +89,16 @@ def _gpus(config: dict[str, Any]) -> Iterator[Finding]:
         yield fine, f"GPU {index} {name}: {free / 2**30:.0f} of {total / 2**30:.0f} GiB free{words}."
 
 
-def _bucket(config: dict[str, Any]) -> Iterator[Finding]:
-    s3 = config.get("s3") or {}
+def _bucket(s3: Mapping[str, Any]) -> Iterator[Finding]:
     if not s3.get("uri"):
         return
-    from lockstep.storage.bucket import Bucket
-    from lockstep.storage.s3 import StoreError, options_from
+    from lockstep.storage.bucket import open_store
+    from lockstep.storage.object_store import StoreError
 
     try:
-        options = options_from(s3)
-        Bucket(options).probe(f"{options.prefix}/" if options.prefix else "")
-        yield True, f"{options.uri} can be written."
+        store = open_store(s3)
+        words = "" if store.probe(store.prefix) else ", one process of a run at a time: it has no conditional writes"
+        yield True, f"{s3['uri']} can be written{words}."
     except (UserError, StoreError) as error:
         yield False, f"s3: {error}."
 
@@ -168,4 +171,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -6,14 +6,20 @@ A timm model's safetensors load with timm.create_model(NAME, checkpoint_path="mo
 from the folder with timm.create_model("local-dir:" + out). ONNX needs onnx, onnxscript and onnxruntime.
 """
 
+if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
+    from lockstep.runs.signals import end_on_signal
+
+    end_on_signal()
+
 import json
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
-from lockstep.runs.leave import leave
+from lockstep.runs.old_configs import model_name
 from lockstep.runs.output import set_up
 
 log = logging.getLogger(__name__)
@@ -50,7 +56,7 @@ def chosen_formats(text: str) -> list[str]:
     return formats
 
 
-def example_images(facts: dict[str, Any], num: int) -> Any:
+def example_images(facts: Mapping[str, Any], num: int) -> Any:
     """(num, C, H, W) float32 of the size of normalised pixels; always the same."""
     import torch
 
@@ -99,11 +105,11 @@ def export_safetensors(model: Any, out: Path) -> Any:
 
 def timm_config(model: Any) -> dict[str, Any]:
     """config.json as timm writes it for the hub."""
-    facts, own = model.facts, model.config["model"]
+    facts = model.facts
     backbone = timm_backbone(model)
     size = [facts["channels"], facts["image_size"], facts["image_size"]]
     config = {
-        "architecture": own.get("timm_name", "vit_base_patch32_224") if backbone is not None else own["name"],
+        "architecture": model.net.name if backbone is not None else model_name(model.config),
         "num_classes": facts["num_classes"],
         "num_features": int(getattr(backbone, "num_features", 0)),
         "label_names": facts["class_names"],
@@ -115,8 +121,7 @@ def timm_config(model: Any) -> dict[str, Any]:
         },
     }  # fmt: skip
     if backbone is not None:
-        known = ("_target_", "name", "timm_name", "pretrained", "weights")
-        arguments = {key: value for key, value in own.items() if key not in known and value is not None}
+        arguments = {key: value for key, value in model.net.timm_arguments.items() if value is not None}
         for key in ("first_conv", "classifier"):
             config["pretrained_cfg"][key] = backbone.pretrained_cfg.get(key)
         config["model_args"] = {"img_size": facts["image_size"], "in_chans": facts["channels"], **arguments}
@@ -194,4 +199,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -6,6 +6,11 @@
 data.global_batch_size=max in train.py does the same and trains with what was found.
 """
 
+if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
+    from lockstep.runs.signals import end_on_signal
+
+    end_on_signal()
+
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +19,6 @@ from lockstep.batch_size.sessions import find_largest
 from lockstep.config.compose import chosen_options, plain, run_door
 from lockstep.distributed import cluster as world
 from lockstep.runs.errors import EXIT_OK
-from lockstep.runs.leave import leave
 
 
 def find(cfg: Any) -> int:
@@ -71,4 +75,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

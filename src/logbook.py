@@ -12,6 +12,11 @@ RUN is a run id, a part of one that only one run has, a run folder, or the name 
 and note keep the runs that they name. Every run has a page of its own in its folder: logs/train/runs/<run_id>/page.md.
 """
 
+if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
+    from lockstep.runs.signals import end_on_signal
+
+    end_on_signal()
+
 import argparse
 import logging
 import sys
@@ -23,7 +28,7 @@ from lockstep.runs.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
-from lockstep.storage.s3 import StoreError
+from lockstep.storage.object_store import StoreError
 
 log = logging.getLogger(__name__)
 
@@ -160,12 +165,11 @@ def build_from_bucket(address: str, options: argparse.Namespace) -> list[Path]:
     from lockstep.pages.bucket_source import fetch_runs
     from lockstep.pages.build import build as build_pages
     from lockstep.pages.build import known_runs
-    from lockstep.storage.bucket import Bucket
-    from lockstep.storage.s3 import S3Options
+    from lockstep.storage.bucket import open_store
 
-    where = S3Options(address, endpoint_url=options.endpoint_url)
+    store = open_store({"uri": address, "endpoint_url": options.endpoint_url})
     with tempfile.TemporaryDirectory() as scratch:
-        found = fetch_runs(Bucket(where), where.prefix, Path(scratch), known_runs(options.logbook))
+        found = fetch_runs(store, Path(scratch), known_runs(options.logbook))
         print(f"{address}: {len(found)} runs that the logbook did not have")
         return build_pages(options.logbook, found, shown_as=found)
 

@@ -6,6 +6,11 @@ Each host needs the repository at the same path as here (or --dir) with `make in
 ssh in without a question. host0 is the master.
 """
 
+if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
+    from lockstep.runs.signals import end_on_signal
+
+    end_on_signal()
+
 import argparse
 import logging
 import shlex

@@ -5,6 +5,11 @@
 The contact sheet, the first images with what they were taken for, lies beside the CSV as a PNG.
 """
 
+if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
+    from lockstep.runs.signals import end_on_signal
+
+    end_on_signal()
+
 import csv
 import logging
 import sys
@@ -12,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import EXIT_OK, EXIT_USER_ERROR, UserError
-from lockstep.runs.leave import leave
 from lockstep.runs.output import set_up
 
 log = logging.getLogger(__name__)
@@ -139,4 +143,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -3,6 +3,11 @@
 python src/train.py [group=option …] [key=value …]      --help lists them all
 """
 
+if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
+    from lockstep.runs.signals import end_on_signal
+
+    end_on_signal()
+
 import logging
 import sys
 from pathlib import Path
@@ -11,7 +16,7 @@ from typing import Any
 from lockstep.config.compose import run_door
 from lockstep.distributed import cluster as world
 from lockstep.launch.launcher import launch, resume_in_rank
-from lockstep.runs.leave import leave
+from lockstep.runs.old_configs import model_name
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +33,11 @@ def train(config: dict[str, Any], cluster: Any, folder: Any) -> int:
         path, goes_on = config.get("ckpt_path"), bool(config.get("resume_step"))
         if path and goes_on:
             checkpoint = read_checkpoint(path)
-            check_fits(run.module, checkpoint["state_dict"], path, config["model"]["name"])
+            check_fits(run.module, checkpoint["state_dict"], path, model_name(config))
             check_data_of_run(checkpoint, run.facts, folder)
             del checkpoint
         elif path:
-            said = start_from(run.module, path, config["model"]["name"], config["data"], run.facts["data_hash"])
+            said = start_from(run.module, path, model_name(config), config["data"], run.facts["data_hash"])
             if cluster.is_rank_zero:
                 log.info(said)
         if cluster.is_rank_zero:
@@ -67,8 +72,12 @@ def _test(run: Any, cluster: Any, folder: Any) -> None:
         from lockstep.training.share_checkpoint import fetch_from_rank_zero
 
         best = fetch_from_rank_zero(best, cluster, folder)
+    from lightning.pytorch.callbacks import WeightAveraging
+
     # A checkpoint's weights are the averaged ones where there is an average; the callback would swap them away.
-    run.trainer.callbacks = [callback for callback in run.trainer.callbacks if not hasattr(callback, "_average_model")]
+    run.trainer.callbacks = [
+        callback for callback in run.trainer.callbacks if not isinstance(callback, WeightAveraging)
+    ]
     run.trainer.test(run.module, datamodule=run.data, ckpt_path=best, weights_only=True, verbose=False)
     if run.trainer.is_global_zero and run.module.test_confusion is not None:  # limit_test_batches=0 tests nothing
         from lockstep.callbacks.confusion import write_confusion
@@ -87,4 +96,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -3,18 +3,24 @@
 python src/upload.py RUN_ID [s3.uri=s3://bucket/prefix] [s3.endpoint_url=https://…] [paths.log_dir=logs]
 """
 
+if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
+    from lockstep.runs.signals import end_on_signal
+
+    end_on_signal()
+
 import logging
 import sys
 from pathlib import Path
-from typing import Any
 
-from lockstep.runs.errors import EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.runs.errors import EXIT_FAILED, EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, read_config
+from lockstep.runs.full_disk import NoRoom
 from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import read_record, status_of
+from lockstep.storage.bucket import open_store
 from lockstep.storage.finish import upload_left
-from lockstep.storage.s3 import options_from
+from lockstep.storage.object_store import ObjectStore
 
 log = logging.getLogger(__name__)
 
@@ -34,16 +40,18 @@ def upload(argv: list[str]) -> int:
     other_node = RunFolder(logs / "train" / "runs" / checked_run_id(run_ids[0]))  # it has no record, only its shards
     has_shards = not other_node.record.exists() and (other_node.path / "upload").is_dir()
     folder = other_node if has_shards else find_run(logs, run_ids[0])
-    options = options_from(_settings(folder, overrides))
+    store = _store(folder, overrides)
     if folder.record.exists() and status_of(read_record(folder.record)) == "running":
         raise UserError(f"The run {folder.run_id} is still training: it uploads by itself.")
-    error = upload_left(options, folder, TIMEOUT_S)
-    log.info(f"not uploaded: {error}." if error else f"{folder.run_id} is in {options.uri}.")
+    error = upload_left(store, folder, TIMEOUT_S)
+    log.info(
+        f"not uploaded: {error}." if error else f"{folder.run_id} is in {store.root}{store.prefix}".rstrip("/") + "."
+    )
     return EXIT_NOT_UPLOADED if error else EXIT_OK
 
 
-def _settings(folder: RunFolder, overrides: dict[str, str]) -> dict[str, Any]:
-    """The run's own s3 options with what the command line says."""
+def _store(folder: RunFolder, overrides: dict[str, str]) -> ObjectStore:
+    """Of the run's own s3 options with what the command line says."""
     path = folder.any_config()
     config = read_config(path) if path else {}
     settings = dict(config.get("s3") or {})
@@ -54,7 +62,7 @@ def _settings(folder: RunFolder, overrides: dict[str, str]) -> dict[str, Any]:
         settings[key] = value
     if not settings.get("uri"):
         raise UserError(f"The run {folder.run_id} was trained without s3.uri: give s3.uri=s3://bucket/prefix.")
-    return settings
+    return open_store(settings)
 
 
 def main(argv: list[str]) -> int:
@@ -67,6 +75,9 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         log.error(f"{error}")
         return EXIT_USER_ERROR
+    except NoRoom as error:
+        log.error(f"{error}")
+        return EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -2,9 +2,15 @@
 
 import pytest
 
+from lockstep.runs import signals
 from lockstep.runs.output import set_up
 
 
 @pytest.fixture(autouse=True)
 def console():
     set_up()
+
+
+@pytest.fixture(autouse=True)
+def no_signal_of_another_test():
+    signals.asked.clear()

@@ -24,7 +24,7 @@ from lockstep.callbacks.checkpoint_io import read_checkpoint, write_checkpoint
 from lockstep.data.array_pickle import load_arrays
 from lockstep.pages.build import keep_run
 from lockstep.runs.errors import UserError
-from lockstep.storage.checkpoint_files import complete, measure, sidecar_path, write_sidecar
+from lockstep.storage.checkpoint_files import Sidecar, complete, measure, sidecar_path, write_sidecar
 from lockstep.training.inference import load_finished
 from runs import run_door
 
@@ -118,7 +118,7 @@ def with_target(content, path, canary, *keys: str, target: str):
 
 
 def target_by_alias(content, path, canary):
-    with_target(content, path, canary, "model", target="models.timm_vit.warnings.sys.modules")
+    with_target(content, path, canary, "model", target="models.timm.warnings.sys.modules")
 
 
 def target_logging_os(content, path, canary):
@@ -137,7 +137,7 @@ CHECKPOINTS = {
     torchscript: "no checkpoint that can be loaded safely",
     climbing_zip: "no checkpoint that can be loaded safely",
     lightning_instantiator: None,
-    target_by_alias: "model._target_='models.timm_vit.warnings.sys.modules'",
+    target_by_alias: "model._target_='models.timm.warnings.sys.modules'",
     target_logging_os: "optimizer._target_='logging.os.system'",
     target_in_a_library: "classifier._target_='torch.nn.modules.module.functools.partial'",
 }
@@ -172,9 +172,9 @@ def test_going_on_from_a_hostile_checkpoint_runs_nothing(attack, trained, canary
     """As ckpt_path of a new run, and put over the last one of a run that is resumed, with the right hash beside it."""
     logs, wanted = tmp_path / "logs", CHECKPOINTS[attack]
     first = run_door("train", *SMALL, "run_id=r", logs=logs)
-    last, facts = next(complete(first.folder.checkpoints, "last"))
+    last, sidecar = next(complete(first.folder.checkpoints, "last"))
     attack(good(trained), last, canary)
-    write_sidecar(last, {**facts, **measure(last)})
+    write_sidecar(last, Sidecar.of(measure(last), step=sidecar.step))
     for word in (f"ckpt_path={last}", "resume=r"):
         done = run_door("train", *SMALL, word, "trainer.max_epochs=2", logs=logs)
         assert done.code == (2 if wanted else 0), done.output
@@ -376,7 +376,9 @@ def test_a_sidecar_of_another_file_names_nothing_outside(trained, canary, tmp_pa
     """The small file beside a checkpoint only says bytes and hash; where it is wrong the checkpoint is passed over."""
     logs = tmp_path / "logs"
     first = run_door("train", *SMALL, "run_id=r", logs=logs)
-    last, facts = next(complete(first.folder.checkpoints, "last"))
-    sidecar_path(last).write_text(json.dumps({**facts, "file": str(canary), "path": str(canary), "sha256": "../x"}))
+    last, sidecar = next(complete(first.folder.checkpoints, "last"))
+    sidecar_path(last).write_text(
+        json.dumps({**sidecar.as_json(), "file": str(canary), "path": str(canary), "sha256": "../x"})
+    )
     done = run_door("train", *SMALL, "resume=r", "trainer.max_epochs=2", logs=logs)
     assert done.code == 0 and f"Passed over {last.name}" in done.output, done.output

@@ -1,4 +1,4 @@
-"""The module's choice of an optimizer's kernel, and what it sets aside from nn.Module."""
+"""The module's choice of an optimizer's kernel, and its sums of losses."""
 
 from copy import deepcopy
 from functools import partial
@@ -38,12 +38,20 @@ def test_not_where_something_else_is_stated_or_it_would_not_do(optimizer, precis
     assert not module(optimizer, precision).configure_optimizers().param_groups[0].get("fused")
 
 
-def test_for_shards_only_where_the_strategy_shows_the_optimizer_plain_tensors():
-    classifier = module(partial(torch.optim.AdamW, lr=0.1))
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "kernel"),
+    [
+        (torch.optim.AdamW, "32-true", "fused"),
+        (torch.optim.AdamW, "16-mixed", "foreach"),
+        (torch.optim.SGD, "32-true", "foreach"),
+        (torch.optim.Adadelta, "32-true", "foreach"),
+    ],
+)
+def test_shards_get_the_kernel_that_dtensors_have(optimizer, precision, kernel):
+    classifier = module(partial(optimizer, lr=0.1), precision)
     classifier.net[1].weight.full_tensor = lambda: None  # what tells a DTensor
-    assert not classifier.configure_optimizers().param_groups[0].get("fused")
-    classifier._trainer.strategy.steps_on_shards = True
-    assert classifier.configure_optimizers().param_groups[0]["fused"] is True
+    group = classifier.configure_optimizers().param_groups[0]
+    assert [name for name in ("fused", "foreach") if group.get(name)] == [kernel]
 
 
 @pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, momentum=0.9, nesterov=True), torch.optim.AdamW])
@@ -66,14 +74,6 @@ def test_losses_of_sixteen_bits_add_up_in_thirty_two():
     losses = [float(classifier.training_step(batch, 0).detach()) for _ in range(300)]
     total, count = classifier.take_loss_sum()
     assert count == 300 and total.item() == pytest.approx(sum(losses), rel=1e-5)
-
-
-def test_parameters_are_still_found():
-    classifier = module(partial(torch.optim.SGD, lr=0.1))
-    classifier._current_fx_name = "training_step"
-    classifier.more = nn.Linear(1, 1)
-    assert classifier._current_fx_name == "training_step"
-    assert {"net.1.weight", "more.bias"} <= {name for name, _ in classifier.named_parameters()}
 
 
 @pytest.mark.parametrize("saved, loaded", [("16-mixed", "32-true"), ("32-true", "16-mixed")])

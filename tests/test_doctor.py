@@ -113,5 +113,5 @@ def test_a_bucket_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     config = config_of("trainer=cpu", "s3.uri=s3://bucket/x", f"s3.endpoint_url=http://127.0.0.1:{free_port()}")
-    [(fine, sentence)] = doctor._bucket(config)
+    [(fine, sentence)] = doctor._bucket(config["s3"])
     assert not fine and sentence.startswith("s3: ") and "secret" not in sentence

@@ -1,6 +1,9 @@
 """The floors of the house: imports go downwards only, folders of one floor never import each other, no circles."""
 
 import ast
+import importlib
+import inspect
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -115,3 +118,86 @@ def test_each_config_group_builds_what_lies_in_its_folder():
                     path,
                     target,
                 )
+
+
+# Names with a leading underscore of the libraries, which may go in any release. Each file says in its first line which
+# and why, and a test beside it fails when the name goes.
+PRIVATE = {
+    "lockstep/batch_size/estimate.py": {
+        "_disable_current_modes", "_internal", "_local_scalar_dense", "_python_dispatch", "_subclasses",
+    },
+    "lockstep/batch_size/memory.py": {
+        "_curr_mem_snap", "_disable_current_modes", "_peak_mem", "_post_bw_hook", "_post_fw_hook", "_pre_bw_hook",
+        "_pre_fw_hook", "_python_dispatch", "_tools",
+    },
+    "lockstep/callbacks/interruption.py": {
+        "_broadcast_sigterm_tensor", "_checkpoint_connector", "_CheckpointConnector", "_hpc_resume_path",
+        "_signal_connector",
+    },
+    "lockstep/callbacks/weight_average.py": {"_average_model"},
+    "models/timm.py": {"_pos_embed"},
+}  # fmt: skip
+LIBRARIES = ("torch", "lightning", "hydra", "timm")
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """What a file defines: functions, classes, variables, attributes of self."""
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    stored = [node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Store)]
+    names |= {node.id for node in stored if isinstance(node, ast.Name)}
+    return names | {node.attr for node in stored if isinstance(node, ast.Attribute) and _is_self(node.value)}
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def foreign_names(tree: ast.AST, own: set[str]) -> set[str]:
+    """Private names that a file imports from the libraries, reads of an object, or asks for in words."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in LIBRARIES:
+            found |= {*str(node.module).split("."), *(alias.name for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {part for a in node.names if a.name.split(".")[0] in LIBRARIES for part in a.name.split(".")}
+        elif isinstance(node, ast.Attribute) and node.attr not in own | {"_exit"}:
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
+            found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant) and arg.value not in own}
+    return {name for name in found if is_private(str(name))}
+
+
+def names_of_class(cls: type) -> set[str]:
+    try:
+        return set(vars(cls)) | own_names(ast.parse(textwrap.dedent(inspect.getsource(cls))))
+    except (OSError, TypeError):  # written in C
+        return set(vars(cls))
+
+
+def overridden_names(module: str) -> set[str]:
+    """Private methods and attributes of the libraries that a file's classes define anew or fill."""
+    found: set[str] = set()
+    for cls in [value for value in vars(importlib.import_module(module)).values() if inspect.isclass(value)]:
+        for base in cls.__mro__[1:]:
+            if cls.__module__ == module and base.__module__.split(".")[0] in LIBRARIES:
+                found |= {name for name in names_of_class(cls) & names_of_class(base) if is_private(name)}
+    return found - {"_abc_impl", "_backward_cls"}  # made by metaclasses
+
+
+def test_private_names_of_libraries_stand_where_they_are_explained():
+    own = set().union(*(own_names(ast.parse(path.read_text())) for path in FILES.values()))
+    found = {}
+    for name, path in FILES.items():
+        tree = ast.parse(path.read_text())
+        names = foreign_names(tree, own)
+        if path.name != "__init__.py" and {used.split(".")[0] for used in imports(path)} & set(LIBRARIES):
+            names |= overridden_names(name.removesuffix(".py").replace("/", "."))
+        if names:
+            found[name] = names
+            first = ast.get_docstring(tree).splitlines()[0]
+            assert first.startswith("Uses ") or "`_" in first, f"{name} does not say which private names it needs"
+    assert found == PRIVATE

@@ -29,7 +29,7 @@ def options(words):
     return [word for word in words if re.match(r"[\w.]+=", word) and "$" not in word]
 
 
-CLOUD_CONFIG = {"packages": list, "write_files": list, "runcmd": list}
+CLOUD_CONFIG = {"packages": list, "users": list, "write_files": list, "runcmd": list}
 FILE = {"path": str, "content": str, "permissions": str}
 
 
@@ -86,6 +86,47 @@ def test_cloud_inits_service_starts_again_and_leaves_time_for_a_checkpoint():
     lines = dict(line.split("=", 1) for line in unit.splitlines() if "=" in line and not line.startswith("#"))
     assert lines["Restart"] == "on-failure" and lines["StartLimitIntervalSec"] == "0"
     assert int(lines["TimeoutStopSec"]) > 90 and lines["ExecStart"] == "/usr/local/bin/lockstep-node"
+
+
+def test_cloud_init_installs_the_commit_that_was_named_and_no_other(tmp_path):
+    [script] = [f["content"] for f in load("cloud-init.yaml")["write_files"] if f["path"].endswith("lockstep-install")]
+    check_shell(script, tmp_path)
+    origin, place = tmp_path / "origin", tmp_path / "opt"
+    place.mkdir()
+
+    def git(*words):
+        own = ["git", "-C", str(origin), "-c", "user.name=t", "-c", "user.email=t@t"]
+        return subprocess.run([*own, *words], check=True, capture_output=True, text=True).stdout.strip()
+
+    origin.mkdir()
+    git("init", "-q")
+    git("config", "uploadpack.allowReachableSHA1InWant", "true")
+    for content in ("named", "later"):
+        (origin / "Makefile").write_text(f"install:\n\t@echo {content}\n")
+        git("add", "."), git("commit", "-q", "-m", content)
+    named = git("rev-parse", "HEAD~1")
+
+    def installed(commit):
+        (tmp_path / "env").write_text(f"REPOSITORY={origin}\nCOMMIT={commit}\n")
+        own = script.replace("/opt/lockstep", str(place)).replace("/etc/lockstep.env", str(tmp_path / "env"))
+        return subprocess.run(["bash", "-c", own], capture_output=True, text=True)
+
+    for wrong in ("main", named[:12], "the whole hash of the commit that is to run"):
+        assert installed(f"'{wrong}'").returncode == 1
+    done = installed(named)
+    assert (done.returncode, done.stdout) == (0, "named\n"), done.stderr
+    assert git("-C", str(place), "rev-parse", "HEAD") == named
+
+
+def test_service_and_image_run_as_nobody_of_note():
+    config = load("cloud-init.yaml")
+    assert "lockstep" in [user["name"] for user in config["users"] if isinstance(user, dict)]
+    [unit] = [f["content"] for f in config["write_files"] if f["path"].endswith(".service")]
+    assert "\nUser=lockstep\n" in unit and "NoNewPrivileges=yes" in unit
+    image = (LAUNCH / "Dockerfile").read_text()
+    assert image.index("\nUSER lockstep\n") < image.index("COPY --chown=lockstep") < image.index("make install")
+    assert "ARG BASE\n" in image and "@sha256:*)" in image, "a base without a digest is refused"
+    assert ".git" in (LAUNCH.parent / ".dockerignore").read_text().split()
 
 
 REPLICA = {"replicas", "restartPolicy", "template"}

@@ -81,6 +81,8 @@ import sys
 from pathlib import Path
 from lockstep.launch.finish import conclude
 from lockstep.runs.folder import RunFolder
+from lockstep.runs.output import set_up
+set_up()
 conclude({"paths": {"logbook_dir": sys.argv[2]}}, RunFolder(Path(sys.argv[1])), 0)
 sys.exit(7)
 """

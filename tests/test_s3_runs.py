@@ -16,9 +16,10 @@ from faults import signal_at_step
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import read_json
-from lockstep.storage.bucket import Bucket
+from lockstep.storage.bucket import read_small, sha256_of_object
 from lockstep.storage.run_bucket import RunBucket
-from lockstep.storage.s3 import S3Options
+from lockstep.storage.s3 import S3Store
+from lockstep.storage.s3_options import S3Options
 from object_store import KEY_IDS, SECRETS, object_store, shared_store
 from ranks import SRC, free_port
 from runs import run_door, start_door
@@ -41,7 +42,7 @@ class Place:
         return run_door("train", *arguments, logs=logs, environment=self.environment, **options)
 
     def run(self) -> RunBucket:
-        return RunBucket(Bucket(self.options), self.options.prefix, "the-run")
+        return RunBucket(S3Store(self.options), "the-run")
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def place(monkeypatch):
 def check_same_elsewhere(place, record, logs) -> None:
     """eval from the bucket alone, in another folder, counts what the run counted; the sha256 of the object fits."""
     pointer, _ = place.run().read_pointer("best")
-    assert place.run().bucket.sha256_of(pointer.key) == pointer.sha256
+    assert sha256_of_object(place.run().store, pointer.key) == pointer.sha256
     uri = f"s3://{place.options.bucket}/{pointer.key}"
     assert (record["upload"]["uri"], record["upload"]["error"]) == (uri, None)
     assert record["best_checkpoint"]["s3_uri"] == uri
@@ -140,7 +141,7 @@ def test_an_interrupted_run_goes_on_on_a_fresh_machine_from_the_bucket_alone(pla
     with again.folder.metrics.open(newline="") as file:
         steps = [int(row["step"]) for row in csv.DictReader(file)]
     assert steps == sorted(set(steps)) and steps[0] < last.step < steps[-1], "one curve over both machines"
-    assert json.loads(place.run().bucket.read_small(f"{place.run().root}generation.json")[0])["generation"] == 2
+    assert json.loads(read_small(place.run().store, f"{place.run().root}generation.json")[0])["generation"] == 2
     check_same_elsewhere(place, again.record, tmp_path / "third")
     check_no_secret(tmp_path, first.output + again.output)
 
@@ -190,7 +191,11 @@ def test_a_store_that_is_away_for_twenty_seconds_while_it_trains(tmp_path, monke
         assert done.code == EXIT_OK and "next try in" in done.output, done.output
         pointer, _ = place.run().read_pointer("best")
         assert pointer.step == done.record["best_checkpoint"]["step"]
-        assert place.run().bucket.sha256_of(pointer.key) == pointer.sha256 == done.record["best_checkpoint"]["sha256"]
+        assert (
+            sha256_of_object(place.run().store, pointer.key)
+            == pointer.sha256
+            == done.record["best_checkpoint"]["sha256"]
+        )
         uploads = server.client().list_multipart_uploads(Bucket=place.options.bucket)
         assert not uploads.get("Uploads") and done.record["upload"]["error"] is None
         check_no_secret(tmp_path / "here", done.output)

@@ -115,13 +115,13 @@ def test_eval_counts_the_same_and_its_loss_is_bit_equal(uninterrupted):
 
 
 def test_a_checkpoint_is_plain_and_carries_its_config(uninterrupted):
-    path, facts = next(complete(uninterrupted.folder.checkpoints, "best"))
+    path, sidecar = next(complete(uninterrupted.folder.checkpoints, "best"))
     checkpoint = torch.load(path, weights_only=True)
     own = checkpoint["lockstep"]
     assert own["config"]["model"]["_target_"] == "models.small_cnn.SmallCNN"
     assert own["data"]["class_names"] == [str(i) for i in range(10)]
     assert own["data"]["image_size"] == 8 and own["data"]["channels"] == 1 and len(own["data"]["mean"]) == 1
-    assert facts["world_size"] == 1 and facts["epoch"] in (0, 1, 2)
+    assert sidecar.world_size == 1 and sidecar.epoch in (0, 1, 2)
 
 
 @pytest.mark.parametrize("stop_after", [3, pytest.param(20, marks=SOAK), 21, pytest.param(30, marks=SOAK)])

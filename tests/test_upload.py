@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,15 @@ from lockstep.runs.errors import EXIT_NOT_UPLOADED, EXIT_OK
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import BestCheckpoint, RunRecord, read_record, update_record, write_record
 from lockstep.storage import finish as upload_left_module
-from lockstep.storage.bucket import Bucket
+from lockstep.storage.bucket import read_small, sha256_of_object
+from lockstep.storage.checkpoint_files import Sidecar, measure, write_sidecar
 from lockstep.storage.fetch import fetch_run
 from lockstep.storage.finish import finish_upload, upload_left
-from lockstep.storage.outbox import Spool
-from lockstep.storage.run_bucket import OBJECT_NAME, RunBucket
-from lockstep.storage.s3 import S3Options
+from lockstep.storage.outbox import Outbox
+from lockstep.storage.pointer import OBJECT_NAME
+from lockstep.storage.run_bucket import RunBucket
+from lockstep.storage.s3 import S3Store
+from lockstep.storage.s3_options import S3Options
 from object_store import KEY_IDS, SECRETS, object_store, sharded, shared_store
 
 MIB = 2**20
@@ -33,35 +35,35 @@ CHILD = """
 import hashlib, os, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from lockstep.storage.bucket import Bucket
-from lockstep.storage.checkpoint_files import write_sidecar
-from lockstep.storage.run_bucket import RunBucket
 from lockstep.runs.folder import RunFolder
-from lockstep.storage.s3 import S3Options
+from lockstep.storage.checkpoint_files import Sidecar, measure, write_sidecar
+from lockstep.storage.run_bucket import RunBucket
+from lockstep.storage.s3 import S3Store
+from lockstep.storage.s3_client import S3Requests
+from lockstep.storage.s3_options import S3Options
 from lockstep.storage.uploader import Uploader
 
 uri, endpoint_url, path, first = sys.argv[1:]
 folder = RunFolder(Path(path))
-call = Bucket._call
+call = S3Requests.call
 def slow(self, method, **arguments):
     answer = call(self, method, **arguments)
     if method == "upload_part":
         os.write(2, b"part\\n")
         time.sleep(0.03)
     return answer
-Bucket._call = slow
+S3Requests.call = slow
 options = S3Options(uri, endpoint_url)
-uploader = Uploader(RunBucket(Bucket(options, part_bytes=5 << 20), options.prefix, folder.run_id), folder)
+uploader = Uploader(RunBucket(S3Store(options, part_bytes=5 << 20), folder.run_id), folder)
 uploader.start()
 for step in range(int(first), int(first) + 3):
     data = hashlib.shake_128(str(step).encode()).digest(64) * (40 << 14)
     best = folder.checkpoints / f"best-step{step:08d}.ckpt"
     best.parent.mkdir(parents=True, exist_ok=True)
     best.write_bytes(data)
-    facts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), "epoch": 0, "step": step}
-    facts["metric"] = {"val/acc": step / 100}
-    write_sidecar(best, facts)
-    uploader.offer("best", best, facts)
+    sidecar = Sidecar.of(measure(best), step=step, metric={"val/acc": step / 100})
+    write_sidecar(best, sidecar)
+    uploader.offer("best", best, sidecar)
     uploader.flush(60)
 """
 
@@ -78,7 +80,7 @@ class Setting:
         self.s3 = s3
 
     def run(self) -> RunBucket:
-        return RunBucket(Bucket(self.options), self.options.prefix, "the-run")
+        return RunBucket(S3Store(self.options), "the-run")
 
     def child(self, first: int) -> subprocess.Popen:
         environment = {**os.environ, **self.server.environment(), "PYTHONPATH": str(SRC)}
@@ -91,11 +93,12 @@ class Setting:
         data = hashlib.shake_128(str(step).encode()).digest(1000)
         path = self.folder.checkpoints / f"best-step{step:08d}.ckpt"
         path.write_bytes(data)
-        facts = {"bytes": 1000, "sha256": hashlib.sha256(data).hexdigest(), "epoch": 0, "step": step, "metric": {}}
-        Path(f"{path}.json").write_text(json.dumps(facts))
+        sidecar = Sidecar.of(measure(path), step=step)
+        write_sidecar(path, sidecar)
         with update_record(self.folder.record) as record:
-            record.best_checkpoint = BestCheckpoint(path=f"checkpoints/{path.name}", step=step, sha256=facts["sha256"])
-        return "best", path, facts
+            best = BestCheckpoint(path=f"checkpoints/{path.name}", step=step, sha256=sidecar.sha256)
+            record.best_checkpoint = best
+        return "best", path, sidecar
 
 
 @pytest.fixture
@@ -113,23 +116,10 @@ def check_the_pointer(setting) -> int | None:
     assert (pointer is None) == (etag is None)
     if pointer is None:
         return None
-    bucket = setting.run().bucket
-    assert bucket.head(pointer.key)["ContentLength"] == pointer.bytes
-    assert bucket.sha256_of(pointer.key) == pointer.sha256
+    store = setting.run().store
+    assert store.head(pointer.key).bytes == pointer.bytes
+    assert sha256_of_object(store, pointer.key) == pointer.sha256
     return pointer.step
-
-
-def test_ranks_that_note_at_once_lose_nothing(tmp_path):
-    """Each with a Spool of its own, as ranks that share a run folder."""
-    spools = [Spool(tmp_path, rank) for rank in range(4)]
-
-    def work(rank: int) -> None:
-        for number in range(50):
-            spools[rank].note(**{f"{rank}-{number}": number})
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
-    assert len(spools[0].notes()) == 200
 
 
 @pytest.mark.soak
@@ -145,46 +135,43 @@ def test_five_kills_in_the_middle_of_an_upload(setting, tmp_path):
         reached.append(check_the_pointer(setting))
     assert reached[-1] is not None and reached == sorted(reached, key=lambda step: step or 0)
 
-    assert finish_upload(setting.s3, setting.folder, 0, say=lambda _: None) == EXIT_OK
+    assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK
     run = setting.run()
     assert check_the_pointer(setting) >= 50
     run.prepare()
-    uploads = run.bucket.client.list_multipart_uploads(Bucket=setting.options.bucket).get("Uploads", [])
-    assert uploads == [], "no orphan part is left after the next start"
-    objects = [key.removeprefix(f"{run.root}checkpoints/") for key, _ in run.bucket.keys(f"{run.root}checkpoints/")]
+    assert list(run.store.parts.unfinished("")) == [], "no orphan part is left after the next start"
+    objects = [key.removeprefix(f"{run.root}checkpoints/") for key, _ in run.store.list(f"{run.root}checkpoints/")]
     assert len(objects) <= 2 and all(OBJECT_NAME.fullmatch(name) for name in objects)
 
     elsewhere = RunFolder(tmp_path / "elsewhere" / "the-run")
-    fetched = fetch_run(setting.options, elsewhere, lambda _: None)
+    fetched = fetch_run(setting.run().store, elsewhere)
     assert fetched is not None and fetched.name.startswith("best-step0000005")
 
 
-def test_the_end_of_a_run_sends_what_its_process_left(setting):
-    Spool(setting.folder.path / "upload").add(*setting.best(10))
-    said = []
-    assert finish_upload(setting.s3, setting.folder, 0, say=said.append) == EXIT_OK
-    assert check_the_pointer(setting) == 10 and said == []
+def test_the_end_of_a_run_sends_what_its_process_left(setting, caplog):
+    Outbox(setting.folder.path / "upload").add(*setting.best(10))
+    assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK
+    assert check_the_pointer(setting) == 10 and caplog.messages == []
     record = read_record(setting.folder.record)
     uri = record.upload.uri
     assert uri.startswith(f"{setting.options.uri}/the-run/checkpoints/best-step00000010-g0001-")
     assert (record.upload.error, record.best_checkpoint.s3_uri) == (None, uri)
     run = setting.run()
-    assert run.bucket.read_small(f"{run.root}run.json")[0] == setting.folder.record.read_bytes(), "the final record"
+    assert read_small(run.store, f"{run.root}run.json")[0] == setting.folder.record.read_bytes(), "the final record"
 
 
 def test_a_best_that_was_saved_but_never_offered_is_sent_too(setting):
     setting.best(10)
-    assert finish_upload(setting.s3, setting.folder, 1, say=lambda _: None) == 1
+    assert finish_upload(setting.s3, setting.folder, 1) == 1
     assert check_the_pointer(setting) == 10
 
 
 def test_a_best_that_never_arrived_is_said_in_the_record_and_by_the_exit_code(setting, capsys):
     setting.best(10)
-    said = []
     s3 = {**setting.s3, "endpoint_url": "http://127.0.0.1:9", "flush_timeout_s": 0.1}
-    assert finish_upload(s3, setting.folder, 0, say=said.append) == EXIT_NOT_UPLOADED
+    assert finish_upload(s3, setting.folder, 0) == EXIT_NOT_UPLOADED
     assert "cannot be reached" in read_record(setting.folder.record).upload.error
-    assert finish_upload(s3, setting.folder, 75, say=said.append) == 75
+    assert finish_upload(s3, setting.folder, 75) == 75
 
     logs = setting.folder.path.parents[2]
     assert upload.main(["the-run", f"paths.log_dir={logs}"]) == EXIT_OK
@@ -196,7 +183,7 @@ def test_a_best_that_never_arrived_is_said_in_the_record_and_by_the_exit_code(se
 def test_a_run_that_never_began_is_not_waited_for(setting):
     started = time.monotonic()
     s3 = {**setting.s3, "endpoint_url": "http://127.0.0.1:9", "flush_timeout_s": 300.0}
-    assert finish_upload(s3, setting.folder, 2, say=lambda _: None) == 2
+    assert finish_upload(s3, setting.folder, 2) == 2
     assert time.monotonic() - started < 1
 
 
@@ -210,11 +197,11 @@ def test_a_run_without_s3_is_left_alone(setting):
 def test_what_is_left_of_an_older_start_does_not_go_over_a_newer_one(setting):
     older = setting.run()
     older.prepare()
-    spool = Spool(setting.folder.path / "upload")
-    spool.note(generation=older.generation)
-    spool.add(*setting.best(99), older.generation)
+    outbox = Outbox(setting.folder.path / "upload")
+    outbox.note(generation=older.generation)
+    outbox.add(*setting.best(99), older.generation)
     setting.run().prepare()
-    error = upload_left(setting.options, setting.folder, 5.0, say=lambda _: None)
+    error = upload_left(setting.run().store, setting.folder, 5.0)
     assert "a newer start of this run (number 2) has taken over" in error
     assert check_the_pointer(setting) is None
 
@@ -223,30 +210,30 @@ def test_sharded_checkpoints_of_all_ranks_of_this_machine(setting, tmp_path):
     folder = setting.folder.checkpoints / "best-step00000010.ckpt"
     sharded(folder)
     for rank in (0, 1):
-        Spool(setting.folder.path / "upload", rank).add("best", folder, {"step": 10, "epoch": 0, "metric": {}})
-    assert upload_left(setting.options, setting.folder, 20.0, say=lambda _: None) is None
+        Outbox(setting.folder.path / "upload", rank).add("best", folder, Sidecar(10))
+    assert upload_left(setting.run().store, setting.folder, 20.0) is None
     assert check_the_pointer(setting) == 10
     assert not list(setting.folder.path.glob("upload/rank*"))
 
 
 def test_another_nodes_shards_are_sent_by_that_node_which_has_no_record(setting, tmp_path):
-    """Its folder holds the spool alone; what another node left on a shared disk is not its to send."""
+    """Its folder holds the outbox alone; what another node left on a shared disk is not its to send."""
     folder = setting.folder.checkpoints / "best-step00000010.ckpt"
     sharded(folder, world_size=3)
     run = setting.run()
     run.prepare()
     node = RunFolder(tmp_path / "node1/train/runs/the-run")
-    spool = Spool(node.path / "upload", 1)
-    spool.note(generation=run.generation)
+    outbox = Outbox(node.path / "upload", 1)
+    outbox.note(generation=run.generation)
     for rank in (1, 2):
-        Spool(node.path / "upload", rank).add("best", folder, {"step": 10, "epoch": 0}, run.generation)
+        Outbox(node.path / "upload", rank).add("best", folder, Sidecar(10), run.generation)
     assert finish_upload(setting.s3, node, 0, ranks=range(1, 2)) == 0
-    assert spool.ranks() == [2]
-    assert [key.rpartition("/")[2][:11] for key, _ in run.bucket.keys(run.root + "checkpoints/")] == ["shard-00002"]
+    assert outbox.ranks() == [2]
+    assert [key.rpartition("/")[2][:11] for key, _ in run.store.list(run.root + "checkpoints/")] == ["shard-00002"]
     assert not node.record.exists()
     words = ["the-run", f"s3.uri={setting.options.uri}", f"s3.endpoint_url={setting.options.endpoint_url}"]
     assert upload.main([*words, f"paths.log_dir={tmp_path / 'node1'}"]) == 0, "by hand, all that lies there"
-    assert spool.ranks() == [] and len(list(run.bucket.keys(run.root + "checkpoints/"))) == 2
+    assert outbox.ranks() == [] and len(list(run.store.list(run.root + "checkpoints/"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -279,7 +266,7 @@ def test_no_secret_reaches_a_file_or_the_output(setting, capfd, caplog, monkeypa
     import logging
 
     with caplog.at_level(logging.DEBUG):
-        Spool(setting.folder.path / "upload").add(*setting.best(10))
+        Outbox(setting.folder.path / "upload").add(*setting.best(10))
         finish_upload(setting.s3, setting.folder, 0)
         for name, value in (("AWS_SECRET_ACCESS_KEY", SECRETS[1]), ("AWS_ACCESS_KEY_ID", "NOBODY0000000000")):
             with monkeypatch.context() as patched:
@@ -292,35 +279,35 @@ def test_no_secret_reaches_a_file_or_the_output(setting, capfd, caplog, monkeypa
     assert read_record(setting.folder.record).upload.error is not None
     for path in setting.folder.path.rglob("*"):
         text += path.read_bytes().decode("latin-1") if path.is_file() else ""
-    for key, _ in setting.run().bucket.keys(""):
-        text += (setting.run().bucket.read_small(key)[0] or b"").decode("latin-1")
+    for key, _ in setting.run().store.list(""):
+        text += (read_small(setting.run().store, key)[0] or b"").decode("latin-1")
     found = [secret for secret in [*SECRETS, *KEY_IDS, "X-Amz-Signature", "AWS4-HMAC"] if secret in text]
     assert found == []
 
 
 @pytest.mark.soak
 def test_a_store_whose_disk_is_full(tmp_path, monkeypatch):
-    """The checkpoint stays in the spool, the sentence says what is wrong, and it arrives once there is room."""
+    """The checkpoint stays in the outbox, the sentence says what is wrong, and it arrives once there is room."""
     with object_store(tmp_path / "store", max_volumes=1) as server:
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
-        setting, said = Setting(tmp_path, server), []
+        setting = Setting(tmp_path, server)
         server.client().put_object(Bucket=server.new_bucket(), Key="takes-the-only-volume", Body=b"x" * 100_000)
-        Spool(setting.folder.path / "upload").add(*setting.best(10))
-        assert finish_upload({**setting.s3, "flush_timeout_s": 0.1}, setting.folder, 0, say=said.append) == 3
+        Outbox(setting.folder.path / "upload").add(*setting.best(10))
+        assert finish_upload({**setting.s3, "flush_timeout_s": 0.1}, setting.folder, 0) == 3
         error = read_record(setting.folder.record).upload.error
         assert error.endswith("failed (HTTP 500, InternalError); it or the bucket may be full")
-        assert [item.step for item in Spool(setting.folder.path / "upload").left()] == [10]
+        assert [item.step for item in Outbox(setting.folder.path / "upload").left()] == [10]
         server.stop()
         server.max_volumes = 100
         server.start()
-        assert finish_upload(setting.s3, setting.folder, 0, say=said.append) == EXIT_OK
+        assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK
         assert check_the_pointer(setting) == 10
 
 
 @pytest.mark.soak
 def test_a_bucket_that_is_full(tmp_path, monkeypatch):
-    """As with a full disk: the sentence, the spool keeps the checkpoint, it arrives once the quota is raised."""
+    """As with a full disk: the sentence, the outbox keeps the checkpoint, it arrives once the quota is raised."""
     with object_store(tmp_path / "store") as server:
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
@@ -328,10 +315,10 @@ def test_a_bucket_that_is_full(tmp_path, monkeypatch):
         noise = os.urandom(3 * MIB)  # what repeats would be compressed
         server.client().put_object(Bucket=setting.options.bucket, Key="fills-it", Body=noise)
         server.set_quota(setting.options.bucket, megabytes=1, full=True)
-        Spool(setting.folder.path / "upload").add(*setting.best(10))
-        assert finish_upload({**setting.s3, "flush_timeout_s": 0.1}, setting.folder, 0, say=lambda _: None) == 3
+        Outbox(setting.folder.path / "upload").add(*setting.best(10))
+        assert finish_upload({**setting.s3, "flush_timeout_s": 0.1}, setting.folder, 0) == 3
         assert "may be full" in read_record(setting.folder.record).upload.error
-        assert [item.step for item in Spool(setting.folder.path / "upload").left()] == [10]
+        assert [item.step for item in Outbox(setting.folder.path / "upload").left()] == [10]
         server.set_quota(setting.options.bucket, megabytes=1000, full=False)
-        assert finish_upload(setting.s3, setting.folder, 0, say=lambda _: None) == EXIT_OK
+        assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK
         assert check_the_pointer(setting) == 10

@@ -110,6 +110,6 @@ def suggest(trial: Any, override: Override) -> Any:
         start, stop, step = map(int, numbers)
         return trial.suggest_int(key, start, stop - 1, step=step)
     if isinstance(value, ChoiceSweep):
-        return trial.suggest_categorical(key, [Override._get_value_element_as_str(choice) for choice in value.list])
+        return trial.suggest_categorical(key, list(override.sweep_string_iterator()))
     given = (override.input_line or "").partition("=")[2]
     raise UserError(f"{key} cannot be searched over {given}: use interval, range or choice.")

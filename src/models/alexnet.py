@@ -6,7 +6,6 @@ python src/train.py model=alexnet data=cifar10 data.image_size=64
 from torch import Tensor, nn
 
 from lockstep.runs.errors import UserError
-from models.dropout import Dropout
 
 # width, kernel, stride, padding
 CONVOLUTIONS = ((64, 11, 4, 2), (192, 5, 1, 2), (384, 3, 1, 1), (256, 3, 1, 1), (256, 3, 1, 1))
@@ -51,10 +50,10 @@ class AlexNet(nn.Module):
         self.features = nn.Sequential(*layers)
         self.avgpool = nn.AdaptiveAvgPool2d(6)
         self.classifier = nn.Sequential(
-            Dropout(dropout),
+            nn.Dropout(dropout),
             nn.Linear(256 * 6 * 6, 4096),
             nn.ReLU(inplace=True),
-            Dropout(dropout),
+            nn.Dropout(dropout),
             nn.Linear(4096, 4096),
             nn.ReLU(inplace=True),
             nn.Linear(4096, num_classes),

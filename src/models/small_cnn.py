@@ -6,7 +6,6 @@ python src/train.py model=small_cnn data=mnist
 from torch import Tensor, nn
 
 from lockstep.runs.errors import UserError
-from models.dropout import Dropout
 
 SMALLEST = 6  # two 3x3 convolutions without padding and one pooling leave a single pixel
 
@@ -33,11 +32,11 @@ class SmallCNN(nn.Module):
             nn.Conv2d(32, 64, 3),
             nn.MaxPool2d(2),
             nn.ReLU(),  # behind the pooling, where the values are the same and four times fewer
-            Dropout(dropout),
+            nn.Dropout(dropout),
             nn.Flatten(),
         )
         self.head = nn.Sequential(
-            nn.Linear(64 * side * side, 128), nn.ReLU(), Dropout(head_dropout), nn.Linear(128, num_classes)
+            nn.Linear(64 * side * side, 128), nn.ReLU(), nn.Dropout(head_dropout), nn.Linear(128, num_classes)
         )
 
     def forward(self, images: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "data").glob("*.yaml")
 def arguments(cls):
     names = set()
     for base in cls.__mro__:
-        if base.__module__.startswith("data."):
+        if base.__module__.startswith(("data.", "lockstep.data.")):
             parameters = inspect.signature(base.__init__).parameters.values()
             names |= {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     return names - {"self"}

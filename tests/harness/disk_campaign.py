@@ -38,10 +38,9 @@ def small_disk(path: Path, megabytes: int) -> Iterator[Path]:
 def fill(path: Path) -> Path:
     """Take all that is left of a disk."""
     filler = path / "filler"
-    with filler.open("wb") as file, contextlib.suppress(OSError):
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(65536))
-            file.flush()
     with filler.open("ab", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(b"\0")
@@ -73,13 +72,13 @@ def _full_of(task: Task, where: str, reference: Any) -> Row:
             done = started.done(1)
             output = started.text() if where == "checkpoints" else _said(done)
             filler.unlink()
-            lines = [line for line in output.splitlines() if "No space left" in line or "no space" in line.lower()]
+            lines = [line for line in output.splitlines() if "no room on " in line]
             if alive or done.code in (0, 2):
                 wrong.append(f"{where}: alive {alive}, exit code {done.code}: {output[-300:]}")
             if not lines:
                 wrong.append(f"{where}: no line names the cause: {output[-300:]}")
             said.update(line.strip()[-120:] for line in lines[-1:])
-            whole = newest_whole(run / "checkpoints", say=lambda _: None)
+            whole = newest_whole(run / "checkpoints")
             if whole is None:
                 wrong.append(f"{where}: no whole checkpoint is left")
                 continue

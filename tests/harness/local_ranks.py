@@ -11,6 +11,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -107,3 +108,15 @@ def _rank(connection: Connection, paths: list[str], function: Any, place: world.
     connection.close()
     sys.stdout.flush()
     os._exit(0)  # no collective of a destructor may wait for a rank that is gone
+
+
+def meet(cluster: world.Cluster, device_type: str = "cpu") -> None:
+    """Make the default process group, once, as distributed/process_group.py does before a run's strategy."""
+    import torch.distributed as dist
+
+    if cluster.world_size > 1 and not dist.is_initialized():
+        dist.init_process_group(
+            "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl", rank=cluster.rank,
+            world_size=cluster.world_size, timeout=timedelta(seconds=60),
+            init_method=f"tcp://{cluster.master_addr}:{cluster.master_port}",
+        )  # fmt: skip

@@ -33,7 +33,7 @@ def fault_of(done: Done, phase: str, seconds: float, steps: int) -> list[str]:
         wrong.append(f"exit code {done.code}: {done.output.strip()[-400:]}")
     elif done.record["status"] != "interrupted":
         wrong.append(f"status {done.record['status']}")
-    if steps and newest_whole(done.folder.checkpoints, say=lambda _: None) is None:
+    if steps and newest_whole(done.folder.checkpoints) is None:
         wrong.append(f"no whole checkpoint after {steps} steps")
     return [f"{phase}: {fault}" for fault in wrong]
 

@@ -139,21 +139,18 @@ def pointer_races(task: Task) -> list[Row]:
 
 
 def _begin(address: str, endpoint_url: str, run_id: str) -> Any:
-    from lockstep.storage.bucket import Bucket
+    from lockstep.storage.bucket import open_store
     from lockstep.storage.run_bucket import RunBucket
-    from lockstep.storage.s3 import S3Options
 
-    run = RunBucket(Bucket(S3Options(address, endpoint_url)), "p", run_id)
+    run = RunBucket(open_store({"uri": address, "endpoint_url": endpoint_url}), run_id)
     run.prepare()
     return run
 
 
 def _entry(run: Any, step: int) -> Any:
-    stored = run.bucket.put_bytes(
-        run.checkpoint_key("best", step, f"{step:08x}" + "ab" * 32), f"{run.generation} {step}".encode()
-    )
-    facts = {"key": stored.key, "bytes": stored.bytes, "sha256": stored.sha256}
-    return run.move("best", {**facts, "epoch": step // 10, "step": step, "metric": {"val/acc": step / 100}}).step
+    key = run.checkpoint_key("best", step, f"{step:08x}" + "ab" * 32)
+    stored = run.store.put(key, f"{run.generation} {step}".encode())
+    return run.move("best", stored, step=step, epoch=step // 10, metric={"val/acc": step / 100}).step
 
 
 def log_steps(path: str) -> None:
@@ -201,10 +198,10 @@ def store_faults(task: Task) -> list[Row]:
             time.sleep(max(10.0, task.count / 3))
             ill_from = time.time()
             proxy.be(mode)
-            spool = logs / "train/runs/r/upload"
+            outbox = logs / "train/runs/r/upload"
             largest = 0
             while time.time() < ill_from + seconds:
-                largest = max(largest, folder_bytes(spool))
+                largest = max(largest, folder_bytes(outbox))
                 time.sleep(0.2)
             well_again = time.time()
             proxy.be("pass")
@@ -223,11 +220,11 @@ def store_faults(task: Task) -> list[Row]:
             if slower > 0.05:
                 wrong.append(f"median step {slower:+.1%}")
             if largest > 8 * best["bytes"]:
-                wrong.append(f"the spool held {largest / 1e6:.0f} MB of checkpoints of {best['bytes'] / 1e6:.0f} MB")
+                wrong.append(f"the outbox held {largest / 1e6:.0f} MB of checkpoints of {best['bytes'] / 1e6:.0f} MB")
             seen = (
                 f"median step {slower:+.1%} ({len(ill)} steps); "
                 f"{'the best arrived afterwards' if arrived else 'the record says that the best is not there'}; "
-                f"the spool held at most {largest / best['bytes']:.1f} checkpoints"
+                f"the outbox held at most {largest / best['bytes']:.1f} checkpoints"
             )
             rows.append(Row("store-faults", f"S3 {words} for {seconds} s", 1, seen, clock.seconds, wrong))
             task.say(f"{mode}: {seen} {wrong}")

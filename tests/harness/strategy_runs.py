@@ -2,7 +2,6 @@
 
 import logging
 import warnings
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import nn
 from torch.nn import functional as F
 
-from local_ranks import local_cluster, run_ranks
+from local_ranks import local_cluster, meet, run_ranks
 from lockstep.distributed.cluster import Cluster
 from lockstep.strategies.sharded_checkpoint import load_checkpoint
 from lockstep.training.rank import StartedRanks
@@ -105,16 +104,16 @@ class Batches:
         return len(self.parts)
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+def sgd(parameters, **kernel):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, **kernel)
 
 
 def plain_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=0.01)
+def adamw(parameters, **kernel):
+    return torch.optim.AdamW(parameters, lr=0.01, **kernel)
 
 
 def strategy_of(name: str, **own: Any) -> Any:
@@ -130,7 +129,7 @@ def strategy_of(name: str, **own: Any) -> Any:
     from lockstep.strategies.sharded import Sharded
 
     cls = {"ddp": DDP, "fsdp": Sharded, "allreduce": AllReduce}[name]
-    return cls(timeout=timedelta(seconds=60), **own)
+    return cls(**own)
 
 
 class FilesAndFolders(TorchCheckpointIO):
@@ -147,18 +146,14 @@ def trainer_of(
     accumulate: int = 1,
     clip: float | None = None,
     device: torch.device = CPU,
-    sync_batchnorm: bool = False,
     own: dict[str, Any] | None = None,
 ) -> pl.Trainer:
-    from lockstep.strategies.sync_batchnorm import layer_sync
-
+    meet(cluster, device.type)
     warnings.filterwarnings("ignore", module="lightning")
     for library in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(library).setLevel(logging.ERROR)
     strategy = strategy_of(name, **(own or {}))
     plugins: list[Any] = [StartedRanks(cluster), FilesAndFolders()]
-    if sync_batchnorm:
-        plugins.append(layer_sync(device.type))
     given: dict[str, Any] = {"precision": precision}
     if hasattr(strategy, "precision_for"):
         plugins.append(strategy.precision_for(precision, device.type))
@@ -203,14 +198,18 @@ def fit(
     own: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train; returns this rank's losses, the whole weights (rank 0) and what `inspect(trainer)` says."""
+    from lockstep.strategies.sync_batchnorm import synchronise
+
     torch.manual_seed(3)
     module = Classifier(TinyNet(batch_norm), optimizer)
     if precision == "64-true":
         module.double()  # Lightning restores weights before it converts the module
+    if sync_batchnorm:
+        synchronise(module.net, device.type)
     module.overflow_at = overflow_at
     trainer = trainer_of(
         cluster, name, precision=precision, epochs=epochs, accumulate=accumulate, clip=clip, device=device,
-        sync_batchnorm=sync_batchnorm, own=own,
+        own=own,
     )  # fmt: skip
     rank = cluster.rank
     train = Batches(steps, rank, cluster.world_size, accumulate)

@@ -11,10 +11,10 @@ from lockstep.runs.errors import UserError
 from models.airbench import Airbench
 from models.alexnet import AlexNet, AlexNetBN
 from models.small_cnn import SmallCNN
-from models.timm_vit import TimmViT
+from models.timm import TimmModel, vit_tiny_32
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "model"
-TINY_VIT = {"timm_name": "vit_tiny_patch16_224", "pretrained": False, "patch_size": 4, "embed_dim": 48, "depth": 2}
+TINY_VIT = {"name": "vit_tiny_patch16_224", "pretrained": False, "patch_size": 4, "embed_dim": 48, "depth": 2}
 CASES = {
     # name: (class, own arguments, image size, parameters with 3 channels, parameters with 1 channel)
     "small_cnn": (SmallCNN, {}, 32, 1_626_442, 1_625_866),
@@ -22,7 +22,7 @@ CASES = {
     "alexnet": (AlexNet, {}, 64, 57_044_810, 57_029_322),
     "alexnet_bn": (AlexNetBN, {}, 128, 57_047_114, 57_031_626),
     "airbench": (Airbench, {"widths": [16, 32, 48], "depth": 2}, 28, 55_320, 52_744),
-    "vit": (TimmViT, {**TINY_VIT, "num_heads": 3}, 32, 62_650, 61_114),
+    "vit": (TimmModel, {**TINY_VIT, "num_heads": 3}, 32, 62_650, 61_114),
 }
 
 
@@ -113,15 +113,14 @@ def test_float64_and_state_dict(name, tmp_path):
     assert (double - single).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["small_cnn", "alexnet", "alexnet_bn", "airbench", "timm_vit"])
+@pytest.mark.parametrize("name", ["small_cnn", "alexnet", "alexnet_bn", "airbench", "timm", "vit_tiny_32"])
 def test_yaml_states_what_the_signature_does(name):
     """A default lives in the signature; the yaml repeats it so that it can be seen and overridden."""
     config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     file, _, class_name = config.pop("_target_").rpartition(".")
-    model_class = {m.__name__: m for m in (SmallCNN, AlexNet, AlexNetBN, Airbench, TimmViT)}[class_name]
+    model_class = {m.__name__: m for m in (SmallCNN, AlexNet, AlexNetBN, Airbench, TimmModel, vit_tiny_32)}[class_name]
     assert model_class.__module__ == file
     defaults = {k: p.default for k, p in inspect.signature(model_class).parameters.items()}
-    config.pop("name")
     for key, value in config.items():
         if key in defaults:
             expected = list(defaults[key]) if isinstance(defaults[key], tuple) else defaults[key]

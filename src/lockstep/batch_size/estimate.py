@@ -1,4 +1,7 @@
-"""Memory and largest batch of a training without its hardware: the real trainer's steps on fake tensors.
+"""Uses torch's `_subclasses.fake_tensor`, `_disable_current_modes` and `testing._internal`'s fake process group.
+
+Memory and largest batch of a training without its hardware: the real trainer's steps on fake tensors, which torch has
+under these names only.
 
     python src/find_batch_size.py model=… trainer=fsdp trainer.num_nodes=8 hardware=g4dn.12xlarge --estimate
 
@@ -172,6 +175,7 @@ def peak_bytes(config: dict[str, Any], facts: dict[str, Any], cluster: Cluster, 
     mode, tracker = Shapes(allow_non_fake_inputs=True), TrackedBytes()
     with fake_world(cluster.world_size), mode, tracker, tempfile.TemporaryDirectory() as folder:
         materialise(module)
+        assemble.synchronise_batch_norm(module, config, cluster)
         phases = MemoryPhases(tracker)
         trainer = assemble.build_trainer(config, cluster, [phases], [], Path(folder))
         adapt(trainer.strategy)
@@ -184,7 +188,7 @@ def peak_bytes(config: dict[str, Any], facts: dict[str, Any], cluster: Cluster, 
 
 def stay_in_place(module: Any) -> None:
     """Everything is on its device and in its precision already, and the counts of an evaluation have no values."""
-    module._apply = lambda function, recurse=True: module
+    module.to = module.cpu = module.double = lambda *args, **kwargs: module
     module.on_validation_epoch_end = lambda: None
 
 
@@ -200,8 +204,7 @@ def adapt(strategy: Any) -> None:
     strategy.broadcast = lambda value, src=0: value
     ddp: Any = strategy
     if isinstance(strategy, DDPStrategy):
-        cap = strategy._ddp_kwargs.get("bucket_cap_mb", 25.0)
-        ddp._setup_model = partial(Buckets, bucket_cap_mb=cap)
+        ddp.configure_ddp = lambda: setattr(ddp, "model", Buckets(ddp.model, getattr(ddp, "bucket_cap_mb", 25.0)))
         ddp.block_backward_sync = lambda: ddp.model.accumulating()
 
 

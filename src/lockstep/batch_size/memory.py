@@ -1,4 +1,7 @@
-"""The peak of memory in each phase of a step, of the GPU's allocator or of tracked bytes, against a limit."""
+"""Uses torch's `_tools.mem_tracker` and `_disable_current_modes`: nothing public counts the bytes of live tensors.
+
+The peak of memory in each phase of a step, of the GPU's allocator or of tracked bytes, against a limit.
+"""
 
 import gc
 from collections.abc import Iterator
@@ -8,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep.batch_size.search import HELD
 
@@ -159,8 +163,6 @@ class MemoryPhases(pl.Callback):
 @contextmanager
 def untracked(data: pl.LightningDataModule, tracker: TrackedBytes) -> Iterator[None]:
     """The data module's own arrays and transforms outside the tracker; the images that it hands on count."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     transform = data.on_after_batch_transfer
 
     def outside(batch: Any, dataloader_idx: int) -> Any:

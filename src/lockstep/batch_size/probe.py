@@ -6,6 +6,7 @@ batch_sessions.py starts it, and ends it with all the others of its session.
 import copy
 import gc
 import logging
+import sys
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +27,6 @@ from lockstep.config import instantiate as targets
 from lockstep.distributed import cluster as world
 from lockstep.distributed.supervisor import die_with_parent
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
-from lockstep.runs.leave import leave
 from lockstep.runs.output import set_up
 from lockstep.strategies.model_parallel import checked_devices
 from lockstep.training import build as assemble
@@ -146,8 +146,9 @@ class Prober:
         meter = self.meter.fresh()
         with meter:
             module = assemble.build_module(config, assemble.data_facts(data))
+            assemble.synchronise_batch_norm(module, config, self.cluster)
             phases = MemoryPhases(meter)
-            callbacks = [*_averaging(config), phases]
+            callbacks = [*_averaging(config, self.cluster), phases]
             trainer = assemble.build_trainer(config, self.cluster, callbacks, [], self.files.folder)
             if isinstance(meter, TrackedBytes):
                 with untracked(data, meter):
@@ -244,12 +245,12 @@ def evaluate_largest(data: Any) -> None:
         data.val_dataloader = data.test_dataloader
 
 
-def _averaging(config: dict[str, Any]) -> list[Any]:
+def _averaging(config: dict[str, Any], cluster: world.Cluster) -> list[Any]:
     """The moving average of the weights, which holds memory of its own."""
     if not config["trainer"]["ema_decay"]:
         return []
-    return [WeightAverage(decay=config["trainer"]["ema_decay"])]
+    return [WeightAverage(config["trainer"]["ema_decay"], rank_process.device_of(config, cluster))]
 
 
 if __name__ == "__main__":
-    leave(main())
+    sys.exit(main())

@@ -13,7 +13,10 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import write_atomically
-from lockstep.storage.checkpoint_files import remove
+from lockstep.runs.old_configs import today
+from lockstep.storage.checkpoint_files import Measured, remove
+
+Checkpoint = dict[str, Any]  # Lightning's: tensors and plain values by their names
 
 
 class _Hashing:
@@ -31,22 +34,21 @@ class _Hashing:
         self.file.flush()
 
 
-def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Write beside the target, sync, rename; returns {bytes, sha256} of what was written."""
-    facts: dict[str, Any] = {}
+def write_checkpoint(checkpoint: Checkpoint, path: Path) -> Measured:
+    """Write beside the target, sync, rename; returns size and hash of what was written."""
+    written: list[_Hashing] = []
 
     def write(file: Any) -> None:
-        hashing = _Hashing(file)
-        torch.save(checkpoint, hashing)
-        facts.update(bytes=hashing.bytes, sha256=hashing.digest.hexdigest())
+        written.append(_Hashing(file))
+        torch.save(checkpoint, written[0])
 
     write_atomically(path, write, binary=True)
-    return facts
+    return Measured(written[0].bytes, written[0].digest.hexdigest())
 
 
 def read_checkpoint(
-    path: str | Path, map_location: Any = "cpu", read_folder: Callable[[Path], dict[str, Any]] | None = None
-) -> dict[str, Any]:
+    path: str | Path, map_location: Any = "cpu", read_folder: Callable[[Path], Checkpoint] | None = None
+) -> Checkpoint:
     """A checkpoint's tensors and plain values; nothing in the file chooses code to run.
 
     Args:
@@ -60,27 +62,31 @@ def read_checkpoint(
         raise UserError(f"There is no checkpoint {path}.")
     try:
         if path.is_dir() and read_folder is not None:
-            return read_folder(path)
-        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+            checkpoint = read_folder(path)
+        else:
+            checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except (pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, EOFError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} is no checkpoint that can be loaded safely: {reason}") from None
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise UserError(f"{path} is no checkpoint of this project: it holds no state_dict.")
+    own = checkpoint.get("lockstep")
+    if isinstance(own, dict) and isinstance(own.get("config"), dict):
+        own["config"] = today(own["config"])
     return checkpoint
 
 
 class CheckpointFiles(CheckpointIO):
     """Remembers size and hash of the file it wrote last, for the small file beside it."""
 
-    def __init__(self, read_folder: Callable[[Path], dict[str, Any]] | None = None) -> None:
+    def __init__(self, read_folder: Callable[[Path], Checkpoint] | None = None) -> None:
         self.read_folder = read_folder
-        self.written: dict[str, dict[str, Any]] = {}
+        self.written: dict[str, Measured] = {}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: Checkpoint, path: Any, storage_options: Any = None) -> None:
         self.written = {os.fspath(path): write_checkpoint(checkpoint, Path(path))}
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Checkpoint:
         return read_checkpoint(path, map_location or "cpu", self.read_folder)
 
     def remove_checkpoint(self, path: Any) -> None:

@@ -10,19 +10,28 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lockstep.callbacks.resume_point import EPOCH_END, TRAINING, VALIDATION, loop_state, resume_point
+from lockstep.callbacks.resume_point import (
+    EPOCH_END,
+    TRAINING,
+    VALIDATION,
+    ends_step,
+    loop_state,
+    resume_point,
+    validates,
+)
 from lockstep.runs.errors import Diverged, UserError
 from lockstep.storage.checkpoint_files import (
+    Sidecar,
     checkpoint_name,
     complete,
     has_only_own_shards,
     link,
     measure,
+    read_sidecar,
     remove,
     remove_leftovers,
     remove_own_shards,
     set_aside,
-    sidecar_path,
     write_sidecar,
 )
 
@@ -116,7 +125,7 @@ class Checkpoints(Callback):
             return
         if self.every_minutes is None or trainer.global_step == self.saved_step or self._is_last_batch(trainer):
             return
-        if trainer.fit_loop.epoch_loop._should_accumulate():
+        if not ends_step(trainer):
             return
         # Every rank looks at the clock of rank 0, and only at log points: no collective in other steps.
         if trainer.global_step % trainer.log_every_n_steps == 0:
@@ -127,7 +136,7 @@ class Checkpoints(Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.phase = EPOCH_END
         value = trainer.callback_metrics.get(self.monitor)
-        validated = trainer.fit_loop.epoch_loop._should_check_val_epoch()
+        validated = validates(trainer)
         validations = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
         if validated and value is None and validations:
             raise UserError(f"callbacks.checkpoints.monitor={self.monitor}: there are {', '.join(validations)}.")
@@ -177,8 +186,8 @@ class Checkpoints(Callback):
         if trainer.is_global_zero:
             written = getattr(trainer.strategy.checkpoint_io, "written", {}).get(str(path)) or measure(path)
             metric = {self.monitor: self.best_value} if kind == "best" else {}
-            write_sidecar(path, {**written, **self._point(trainer), "step": trainer.global_step,
-                                 "world_size": trainer.world_size, "metric": metric})  # fmt: skip
+            known = {**self._point(trainer), "world_size": trainer.world_size, "metric": metric}
+            write_sidecar(path, Sidecar.of(written, step=trainer.global_step, **known))
         trainer.strategy.barrier("checkpoint is complete")
         self.stalled_s += time.monotonic() - started
         if trainer.is_global_zero:
@@ -192,12 +201,10 @@ class Checkpoints(Callback):
 
     def _announce(self, trainer: pl.Trainer, path: Path, kind: str) -> None:
         """Only now may the one before go; whoever sends checkpoints elsewhere hears of the new one first."""
-        import json
-
-        facts = json.loads(sidecar_path(path).read_text())
+        sidecar = read_sidecar(path)
         for callback in trainer.callbacks:
             if hasattr(callback, "on_checkpoint_complete"):
-                callback.on_checkpoint_complete(path, facts, kind)
+                callback.on_checkpoint_complete(path, sidecar, kind)
         for older, _ in list(complete(self.folder, kind)):
             if older != path:
                 remove(older)
@@ -210,7 +217,7 @@ class Checkpoints(Callback):
         if done < per_epoch and not (phase == VALIDATION and is_last):  # max_steps: a longer run goes on from here
             phase = TRAINING
         elif phase == TRAINING:
-            phase = VALIDATION if trainer.fit_loop.epoch_loop._should_check_val_epoch() else EPOCH_END
+            phase = VALIDATION if validates(trainer) else EPOCH_END
         return resume_point(trainer.current_epoch, done, per_epoch, phase)
 
     def _is_last_batch(self, trainer: pl.Trainer) -> bool:
@@ -221,11 +228,11 @@ class Checkpoints(Callback):
         if self.best is None:
             return {}
         path = self.folder / self.best["file"]
-        facts = next((facts for found, facts in complete(self.folder, "best") if found == path), {})
+        sidecar = next((sidecar for found, sidecar in complete(self.folder, "best") if found == path), None)
         return {
             "best_checkpoint": {
-                "path": f"{self.folder.name}/{self.best['file']}", "bytes": facts.get("bytes"),
-                "sha256": facts.get("sha256"), "epoch": self.best["epoch"], "step": self.best["step"],
+                "path": f"{self.folder.name}/{self.best['file']}", "bytes": sidecar and sidecar.bytes,
+                "sha256": sidecar and sidecar.sha256, "epoch": self.best["epoch"], "step": self.best["step"],
                 "metric": {self.best.get("metric", self.monitor): self.best["value"]},
             },
             "checkpoint_stall_s": round(self.stalled_s, 3),
@@ -238,23 +245,13 @@ class Checkpoints(Callback):
 
 def refuse_non_finite(trainer: pl.Trainer) -> None:
     """One synchronisation per save. Raises Diverged on every rank if any weight on any rank is not finite."""
-    parameters = [p.detach() for p in trainer.lightning_module.parameters() if p.is_floating_point()]
-    local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
-    finite = all(bool(torch.isfinite(total)) for total in _sums(local))
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.lightning_module.parameters()]
+    largest = torch.nn.utils.get_total_norm([p.detach() for p in local if p.numel()], norm_type=float("inf"))
+    finite = bool(torch.isfinite(largest))
     if not trainer.strategy.reduce_boolean_decision(finite, all=True):
         raise Diverged(
             f"weights became nan or inf by step {trainer.global_step}: nothing was saved; lower optimizer.lr"
         )
-
-
-def _sums(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The sum of absolute values, one per device: nan and inf anywhere make it so."""
-    per_device: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            per_device.setdefault(tensor.device, []).append(tensor)
-    norms = [torch.stack([n.double() for n in torch._foreach_norm(group)]) for group in per_device.values()]
-    return [norm.sum() for norm in norms]
 
 
 def random_state() -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C only set a flag; the ranks agree on it, save one checkpoint together, and stop.
+"""Puts Lightning's `_signal_connector`, `_broadcast_sigterm_tensor` and `_checkpoint_connector` out of the way.
 
-Also the one place where Lightning's own signal handlers, its per-step broadcast and its SLURM requeue are put
-out of the way: they save in mid-step, talk inside a signal handler, or requeue behind the user's back.
+They save in mid-step, talk inside a signal handler or requeue behind the user's back, and have no public switch. Here
+SIGTERM, SIGUSR1 and Ctrl-C only set a flag; the ranks agree on it, save one checkpoint together, and stop.
 """
 
 import signal
@@ -15,7 +15,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from lockstep.callbacks.checkpoints import Checkpoints
+from lockstep.callbacks.resume_point import ends_step
 from lockstep.runs.errors import Interrupted
+from lockstep.runs.signals import note, take_over
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 VOTE_INTERVAL_S = 1.0
@@ -28,11 +30,10 @@ def silence_lightning(trainer: pl.Trainer) -> None:
     Raises:
         AttributeError: a release has renamed them; tests/lockstep/callbacks/test_interruption.py says so first.
     """
-    for owner, name in ((trainer._signal_connector, "register_signal_handlers"),
-                        (trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor")):  # fmt: skip
-        getattr(owner, name)
-        setattr(owner, name, lambda: None)
-    type(trainer._checkpoint_connector)._hpc_resume_path  # noqa: B018 raises where it was renamed
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    found = (connector.register_signal_handlers, loop._broadcast_sigterm_tensor, _CheckpointConnector._hpc_resume_path)
+    assert all(found)
+    connector.register_signal_handlers = loop._broadcast_sigterm_tensor = lambda: None
     trainer._checkpoint_connector.__class__ = _NoHpcCheckpoints
 
 
@@ -90,13 +91,13 @@ class Interruption(Callback):
         self.reason = self.reason or reason
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        if number == signal.SIGINT and self.reason is not None:
-            raise KeyboardInterrupt
+        note(number)
         self.ask(signal.Signals(number).name)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if not self._previous:
             self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            self.reason = self.reason or take_over()  # of one that came before, and was lost in an import
         group = None
         if trainer.world_size > 1 and torch.distributed.is_initialized():
             group = torch.distributed.new_group(  # of its own, so that a vote never waits for a GPU
@@ -113,7 +114,7 @@ class Interruption(Callback):
         self._previous = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if trainer.fit_loop.epoch_loop._should_accumulate():
+        if not ends_step(trainer):
             return
         if trainer.global_step == trainer.max_steps:
             return  # Lightning would not validate it when the run goes on: the test is the next place to stop

@@ -7,7 +7,21 @@ plain words, and the counters are made from them when it is loaded.
 
 from typing import Any
 
+import lightning.pytorch as pl
+
 TRAINING, VALIDATION, EPOCH_END = "training", "validation", "epoch_end"
+
+
+def ends_step(trainer: pl.Trainer) -> bool:
+    """Whether the batch that has just ended was the last micro-batch of an optimizer step."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return batches % trainer.accumulate_grad_batches == 0 or batches >= trainer.num_training_batches
+
+
+def validates(trainer: pl.Trainer) -> bool:
+    """Whether this epoch ends with a validation."""
+    every = trainer.check_val_every_n_epoch or 1
+    return trainer.enable_validation and (trainer.current_epoch + 1) % every == 0
 
 
 def resume_point(epoch: int, batches_done: int, batches_per_epoch: int, phase: str) -> dict[str, Any]:

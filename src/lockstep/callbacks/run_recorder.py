@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from lockstep.runs.record import HEARTBEAT_INTERVAL_S, RunRecord, read_record, update_record
+from lockstep.storage.checkpoint_files import Sidecar
 
 
 class RunRecorder(Callback):
@@ -110,11 +110,11 @@ class RunRecorder(Callback):
             reached = {self.monitor: value, "val/acc": trainer.callback_metrics.get("val/acc")}
             self.best_metrics = {f"{name}_best": float(value) for name, value in reached.items() if value is not None}
 
-    def on_checkpoint_complete(self, path: Path, facts: Mapping[str, Any], kind: str) -> None:
+    def on_checkpoint_complete(self, path: Path, sidecar: Sidecar, kind: str) -> None:
         """A best that is not yet in the record would be lost with the process."""
-        fields: dict[str, object] = {"steps": max(facts["step"], self._steps_so_far())}
+        fields: dict[str, object] = {"steps": max(sidecar.step, self._steps_so_far())}
         if kind == "best":
-            named = {key: facts[key] for key in ("bytes", "sha256", "epoch", "step", "metric")}
+            named = {key: getattr(sidecar, key) for key in ("bytes", "sha256", "epoch", "step", "metric")}
             fields["best_checkpoint"] = {"path": f"{path.parent.name}/{path.name}", **named}
         self.write(None, **fields)
 

@@ -3,23 +3,24 @@
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from lockstep.runs.errors import Interrupted, UserError
 from lockstep.runs.folder import RunFolder
-from lockstep.storage.bucket import Bucket
+from lockstep.storage.checkpoint_files import Sidecar
+from lockstep.storage.object_store import ObjectStore, StoreError
 from lockstep.storage.run_bucket import RunBucket
-from lockstep.storage.s3 import S3Options, StoreError
-from lockstep.storage.uploader import Uploader
+from lockstep.storage.s3 import S3Store
+from lockstep.storage.s3_options import S3Options
+from lockstep.storage.uploader import Uploader, UploadStatus
 
 log = logging.getLogger(__name__)
 
-# Where one rank fails, the supervisor ends the others soon; what is left then, upload_left.py sends in their place
+# Where one rank fails, the supervisor ends the others soon; what is left then, storage/finish.py sends in their place
 FLUSH_BESIDE_OTHER_RANKS_S = 3.0
 FLUSH_WHEN_INTERRUPTED_S = 60.0
 FLUSH_BEFORE_TEST_S = 30.0  # the other ranks wait in a collective meanwhile
@@ -32,7 +33,7 @@ class S3Upload(Callback):
         uri: s3://bucket/prefix.
         required: end the run before training where the bucket cannot be written; else train on and keep trying.
         flush_timeout_s: how long the end of the run may wait for what is not yet uploaded.
-        client: in place of boto3's.
+        store: in place of the one at `uri`.
     Raises:
         UserError: at the start, in one sentence, what is wrong with the bucket.
     """
@@ -51,13 +52,12 @@ class S3Upload(Callback):
         sse_kms_key_id: str | None = None,
         connect_timeout_s: float = 5.0,
         read_timeout_s: float = 30.0,
-        client: Any = None,
-        say: Callable[[str], None] = log.info,
+        store: ObjectStore | None = None,
     ) -> None:
         self.options = S3Options(
             uri, endpoint_url, storage_class, server_side_encryption, sse_kms_key_id, connect_timeout_s, read_timeout_s
         )
-        self.folder, self.required, self.client, self.say = RunFolder(Path(run_folder)), required, client, say
+        self.folder, self.required, self.store = RunFolder(Path(run_folder)), required, store
         self.flush_left_s = flush_timeout_s
         self.last_interval_s, self.files_interval_s = last_interval_s, files_interval_s
         self.deadline: float | None = None
@@ -71,42 +71,41 @@ class S3Upload(Callback):
             return
         start_id = trainer.strategy.broadcast(secrets.token_hex(8), src=0)
         self.rank = trainer.global_rank
-        run = RunBucket(Bucket(self.options, self.client), self.options.prefix, self.folder.run_id, start_id)
-        fault = trainer.strategy.broadcast(_fault(run, self.say) if self.rank == 0 else None, src=0)
+        run = RunBucket(self.store or S3Store(self.options), self.folder.run_id, start_id)
+        fault = trainer.strategy.broadcast(_fault(run) if self.rank == 0 else None, src=0)
         if fault and self.required:
             raise UserError(f"{self.options.uri} cannot be used: {fault} (s3.required=false trains without it).")
         if fault:
-            self.say(f"s3: {self.options.uri} cannot be used now: {fault}; training starts, uploads are tried again.")
+            log.info(f"s3: {self.options.uri} cannot be used now: {fault}; training starts, uploads are tried again.")
         self.uploader = Uploader(
             run,
             self.folder,
             rank=self.rank,
             last_interval_s=self.last_interval_s,
             files_interval_s=self.files_interval_s,
-            say=self.say,
         )
         # The earlier start may have been told to hurry.
-        self.uploader.spool.note(deadline=self.deadline, flush_left_s=self.flush_left_s)
+        self.uploader.outbox.note(deadline=self.deadline, flush_left_s=self.flush_left_s)
         self.uploader.start()
 
     # While it trains
 
-    def on_checkpoint_complete(self, path: Path, facts: dict[str, Any], kind: str) -> None:
+    def on_checkpoint_complete(self, path: Path, sidecar: Sidecar, kind: str) -> None:
         """Called by the checkpoints' callback once a checkpoint is complete; costs a hard link."""
         if self.uploader is not None:
             started = time.monotonic()
-            self.uploader.offer(kind, path, facts)
+            self.uploader.offer(kind, path, sidecar)
             self.stalled_s += time.monotonic() - started
 
     def on_shards_complete(self, path: Path, kind: str, step: int) -> None:
         """On every other rank, once a sharded checkpoint is complete: this rank sends the shards that it holds."""
-        self.on_checkpoint_complete(path, {"step": step, "epoch": 0}, kind)
+        self.on_checkpoint_complete(path, Sidecar(step), kind)
 
     def expect_end(self, seconds: float) -> None:
         """This machine goes in so many seconds: the next `last` is sent first, and nothing waits longer."""
         self.deadline = min(self.deadline or float("inf"), time.time() + seconds)
         if self.uploader is not None:
-            self.uploader.spool.note(deadline=self.deadline)
+            self.uploader.outbox.note(deadline=self.deadline)
             self.uploader.hurry()
 
     # End
@@ -122,7 +121,7 @@ class S3Upload(Callback):
         self.flush(FLUSH_BEFORE_TEST_S if trainer.world_size > 1 else self.flush_left_s)
 
     def flush(self, timeout_s: float) -> None:
-        """Wait for what is not yet there, then end the thread; the spool keeps the rest for upload_left.py."""
+        """Wait for what is not yet there, then end the thread; the outbox keeps the rest for storage/finish.py."""
         if self.uploader is None or not self.uploader.is_alive:
             return
         if self.deadline is not None:
@@ -132,24 +131,26 @@ class S3Upload(Callback):
         self.uploader.stop()
         self.flush_left_s = max(0.0, self.flush_left_s - (time.monotonic() - started))
         generation = self.uploader.run.generation
-        self.uploader.spool.note(flush_left_s=self.flush_left_s, **({"generation": generation} if generation else {}))
+        reached = {"generation": generation} if generation else {}
+        self.uploader.outbox.note(flush_left_s=self.flush_left_s, **reached)
 
     # For others
 
-    def upload_status(self) -> dict[str, Any]:
-        """{uri, sha256, seconds, step, error, left} of the best; error is None where it is in the bucket."""
-        return self.uploader.status() if self.uploader is not None else {}
+    def upload_status(self) -> UploadStatus:
+        """Of the best; its `error` is None where it is in the bucket."""
+        return self.uploader.status() if self.uploader is not None else UploadStatus()
 
-    def record_fields(self) -> dict[str, Any]:
-        return {"upload": self.upload_status(), "upload_stall_s": round(self.stalled_s, 4)} if self.uploader else {}
+    def record_fields(self) -> dict[str, object]:
+        if self.uploader is None:
+            return {}
+        return {"upload": asdict(self.upload_status()), "upload_stall_s": round(self.stalled_s, 4)}
 
 
-def _fault(run: RunBucket, say: Callable[[str], None]) -> str | None:
+def _fault(run: RunBucket) -> str | None:
     """Try the bucket and become the newest start of the run; what is wrong, in a sentence."""
     try:
-        run.bucket.probe(run.root)
-        if not run.bucket.conditional:
-            say(
+        if not run.store.probe(run.root):
+            log.info(
                 "s3: this store does not honour conditional writes: start only one process of this run at a time, "
                 "or an older one may move best.json back."
             )

@@ -15,6 +15,7 @@ from torch import nn
 
 from lockstep.callbacks.hardware_readings import say
 from lockstep.callbacks.percentiles import KeptSamples
+from lockstep.callbacks.resume_point import ends_step
 from lockstep.callbacks.step_times import StepFigures, StepTimes, cuda_events
 
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
@@ -83,7 +84,7 @@ class Throughput(pl.Callback):
         self.steps.forward_done()
 
     def on_train_batch_end(self, trainer, module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.steps.batch_done(stepped=not trainer.fit_loop._should_accumulate())
+        self.steps.batch_done(stepped=ends_step(trainer))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._compare_ranks(trainer)

@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from lockstep.callbacks.resume_point import ends_step
 from lockstep.runs.errors import Diverged
 
 
@@ -46,9 +47,9 @@ class TrainingLog(Callback):
         self.marked_at, self.marked_step = time.monotonic(), trainer.global_step
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        step, loop = trainer.global_step, trainer.fit_loop.epoch_loop
-        epoch_ends = loop.batch_progress.current.ready >= trainer.num_training_batches
-        is_point = (epoch_ends or step % trainer.log_every_n_steps == 0) and not loop._should_accumulate()
+        step, batches = trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        epoch_ends = batches >= trainer.num_training_batches
+        is_point = epoch_ends or (step % trainer.log_every_n_steps == 0 and ends_step(trainer))
         if step > self.marked_step and (is_point or self._ends_here(trainer)):
             self._log(trainer, pl_module, step)
 

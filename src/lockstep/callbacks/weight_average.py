@@ -1,4 +1,7 @@
-"""An exponential moving average of the weights: validated, tested and saved; what is trained is saved beside it."""
+"""Uses Lightning's `_average_model`, which has no public name: to update and to save the average.
+
+An exponential moving average of the weights: validated, tested and saved; what is trained is saved beside it.
+"""
 
 from functools import partial
 from itertools import chain
@@ -8,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
 class WeightAverage(EMAWeightAveraging):
@@ -18,15 +21,15 @@ class WeightAverage(EMAWeightAveraging):
 
     Args:
         decay: share of the average that stays in each step.
+        device: where training will be; the module gets there only after callbacks are set up.
     """
 
-    def __init__(self, decay: float) -> None:
-        super().__init__(decay=decay)
+    def __init__(self, decay: float, device: torch.device | None = None) -> None:
+        super().__init__(device=device, decay=decay)
         self.decay = decay
         self.is_exchanged = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._device = trainer.strategy.root_device  # the module gets there later
         super().setup(trainer, pl_module, stage)
         if self._average_model is not None:
             self._average_model.n_averaged = torch.zeros((), dtype=torch.long)  # read in every step: not from a GPU
@@ -52,23 +55,15 @@ class WeightAverage(EMAWeightAveraging):
 
 @torch.no_grad()
 def update(average: AveragedModel, decay: float, trained: nn.Module) -> None:
-    """AveragedModel's own reads its count from the device and takes a few kernels for every tensor.
+    """As update_parameters, which waits for the device in every step, and fails where 16 bits are trained.
 
     The average stays in the precision that it began in; counts (integers) are copied.
     """
-    pairs = list(
-        zip(
-            chain(average.module.parameters(), average.module.buffers()),
-            chain(trained.parameters(), trained.buffers()),
-            strict=True,
-        )
-    )
-    averaged = [(own, new) for own, new in pairs if own.is_floating_point() and average.n_averaged > 0]
-    held = {id(own) for own, _ in averaged}
+    of_average, of_trained = (chain(module.parameters(), module.buffers()) for module in (average.module, trained))
+    pairs = [(own, new.detach().to(own)) for own, new in zip(of_average, of_trained, strict=True)]
+    floats = [pair for pair in pairs if pair[0].is_floating_point()]
     for own, new in pairs:
-        if id(own) not in held:
+        if not own.is_floating_point():
             own.copy_(new)
-    if averaged:
-        news = [new.detach().to(own.device, own.dtype) for own, new in averaged]
-        torch._foreach_lerp_([own for own, _ in averaged], news, 1 - decay)
+    get_ema_multi_avg_fn(decay if average.n_averaged > 0 else 0.0)(*map(list, zip(*floats, strict=True)), 0)
     average.n_averaged += 1

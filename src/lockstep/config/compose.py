@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs.errors import UserError
+from lockstep.config.declared import OPEN, Config, dashed, dotted, key_of, missing_option, refuse_undeclared, sentence
+from lockstep.runs.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError
+from lockstep.runs.full_disk import no_room
 from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
 
@@ -21,7 +23,7 @@ def compose(config_name: str, overrides: list[str]) -> Any:
     """The composed DictConfig with Hydra's own node (`hydra.runtime.choices` names the chosen options).
 
     Raises:
-        UserError: a misspelt group, option or key, or a value of the wrong form.
+        UserError: a misspelt group, option or key, a key that nothing reads, or a value of the wrong form.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -30,21 +32,84 @@ def compose(config_name: str, overrides: list[str]) -> Any:
 
     register_resolvers()
     for word in overrides:
-        if re.match(r"\s*[+~]*\s*(=|$)", word):
-            raise UserError(f"{word!r} names no key: write key=value; python src/train.py --help lists what there is.")
-    try:
-        with initialize_config_dir(str(CONFIGS), job_name=config_name, version_base="1.3"):
+        _check_form(word)
+    faults = (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError, KeyError)
+    with initialize_config_dir(str(CONFIGS), job_name=config_name, version_base="1.3"):
+        try:
             cfg = hydra_compose(config_name, overrides, return_hydra_config=True)
-            check_types(cfg, hydra_compose(config_name, [w for w in overrides if _is_choice(w)]), overrides)
-            return cfg
-    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise UserError(_one_sentence(error, overrides)) from None  # Hydra's own checks raise Python's errors too
+        except faults as error:  # Hydra's own checks raise Python's errors too
+            _explain(config_name, overrides, faults)
+            raise UserError(_one_sentence(error, overrides)) from None
+        options = hydra_compose(config_name, _choices(cfg))
+    refuse_undeclared(_unresolved(cfg), _unresolved(options), CONFIGS, overrides)
+    check_types(cfg, options, overrides)
+    return cfg
+
+
+def _check_form(word: str) -> None:
+    if re.match(r"\s*[+~]*\s*(=|$)", word):
+        raise UserError(f"{word!r} names no key: write key=value; python src/train.py --help lists what there is.")
+    key, _, value = word.lstrip("+").partition("=")
+    if (
+        word.startswith("~")
+        and key[1:] in ("callbacks", "logger")
+        or (key in ("callbacks", "logger") and value == "[]")
+    ):
+        raise UserError(f"{word} adds nothing to those of every run: callbacks=none leaves them out.")
+    if "," not in value and (instead := missing_option(key, value, CONFIGS)) and re.fullmatch(r"[\w.-]+", value):
+        raise UserError(instead)
+
+
+def _explain(config_name: str, overrides: list[str], faults: Any) -> None:
+    """Hydra's advice for an unknown key is to put a plus in front of it, and then nothing reads it.
+
+    Raises:
+        UserError: an override's key that nothing reads.
+    """
+    from hydra import compose as hydra_compose
+    from omegaconf import OmegaConf
+
+    try:
+        cfg = hydra_compose(config_name, [w for w in overrides if _is_choice(w)], return_hydra_config=True)
+        options = hydra_compose(config_name, _choices(cfg))
+    except faults:
+        return
+    known = _unresolved(options)
+    for word in overrides:
+        key = key_of(word)
+        if _is_choice(word) or key.startswith("hydra") or "@" in key:
+            continue
+        if word.startswith("~") and key not in set(dotted(_unresolved(cfg))):
+            raise UserError(sentence(key, known, CONFIGS))
+        named = OmegaConf.create({})
+        is_node = key.partition(".")[0] not in OPEN or "{" in word
+        OmegaConf.update(named, key, None if is_node else True, force_add=True)
+        refuse_undeclared(_unresolved(named), known, CONFIGS)
+
+
+def _choices(cfg: Any) -> list[str]:
+    """The words that choose the same options; an experiment and a debug option only give values."""
+    values = ("hydra", "experiment", "debug")
+    chosen = cfg.hydra.runtime.choices.items()
+    return [f"{key}={name}" for key, name in chosen if name and key.partition("/")[0] not in values]
+
+
+def _unresolved(cfg: Any) -> Config:
+    from omegaconf import OmegaConf
+
+    found: Any = OmegaConf.to_container(_without_hydra(cfg))
+    return found
+
+
+def _without_hydra(cfg: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.create({key: value for key, value in cfg.items_ex(resolve=False) if key != "hydra"})
 
 
 def _is_choice(override: str) -> bool:
     """A group's option (`model=alexnet`), not a value."""
-    key = override.split("=")[0]
-    return "=" in override and not key.startswith(("+", "~")) and (CONFIGS / key).is_dir()
+    return "=" in override and not override.startswith("~") and (CONFIGS / key_of(override)).is_dir()
 
 
 WORDS = {
@@ -63,8 +128,8 @@ def check_types(cfg: Any, defaults: Any, overrides: list[str]) -> None:
     from omegaconf import OmegaConf
 
     for word in overrides:
-        key = word.split("=")[0]
-        if "=" not in word or key.startswith(("+", "~")) or _is_choice(word) or key.startswith("hydra"):
+        key = key_of(word)
+        if "=" not in word or word.startswith("~") or _is_choice(word) or key.startswith("hydra"):
             continue
         before, now = OmegaConf.select(defaults, key), OmegaConf.select(cfg, key)
         if now is None or now == before or now in WORDS.get(key, ()):
@@ -108,10 +173,41 @@ def run_door(
     try:
         if not [word for word in argv if word.startswith("-")]:
             return task(compose(config_name, completed(argv)))
+        _check_for_hydra(config_name, argv)
         return _through_hydra(config_name, task)
     except UserError as error:
         log.error(f"{error}")
-        return 2
+        return EXIT_USER_ERROR
+    except Exception as error:
+        if full := no_room(error, Path.cwd()):
+            log.error(f"{full}")
+            return EXIT_FAILED
+        raise
+
+
+HYDRAS = re.compile(
+    r"--?(h|help|hydra-help|version|cfg|c|resolve|package|p|run|r|multirun|m|shell-completion|sc|config-path|cp"
+    r"|config-name|cn|config-dir|cd|experimental-rerun|info|i)(=.*)?"
+)
+
+
+def _check_for_hydra(config_name: str, argv: list[str]) -> None:
+    """What Hydra itself will compose, before it does: every job of a sweep.
+
+    Raises:
+        UserError: an option of no program here, or what `compose` refuses.
+    """
+    for place, word in enumerate(argv):
+        if word.startswith("-") and not HYDRAS.fullmatch(word):
+            raise UserError(dashed(argv[place:], _unresolved(compose(config_name, [])), CONFIGS))
+    words = [word for word in argv if not word.startswith("-") and ("=" in word or word.startswith("~"))]
+    if {"-m", "--multirun"} & set(argv):
+        from lockstep.config.sweep import first_jobs
+
+        for job in first_jobs(words, CONFIGS):
+            compose(config_name, job)
+    elif {"-c", "--cfg"} & {word.partition("=")[0] for word in argv} and words:
+        compose(config_name, words)
 
 
 def _through_hydra(config_name: str, task: Callable[[Any], int]) -> int:
@@ -162,14 +258,13 @@ def plain(cfg: Any) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    own = OmegaConf.create({key: value for key, value in cfg.items_ex(resolve=False) if key != "hydra"})
     try:
-        found: Any = OmegaConf.to_container(own, resolve=True)
+        found: Any = OmegaConf.to_container(_without_hydra(cfg), resolve=True)
         return found
     except OmegaConfBaseException as error:
         raise UserError(_one_sentence(error, [])) from None
 
 
-def chosen_options(cfg: Any) -> dict[str, Any]:
+def chosen_options(cfg: Any) -> dict[str, str | None]:
     """The option of each config group."""
     return {key: value for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")}

@@ -71,13 +71,13 @@ def help_text(configs: Path, config_name: str, description: str) -> str:
     """
     lines = [description.strip(), ""]
     text = (configs / f"{config_name}.yaml").read_text()
-    defaults = dict(re.findall(r"^  - (\w+): \[?(\w+)\]?$", text, re.MULTILINE))
+    defaults = set(re.findall(r"^  - (\w+)(?:: |/)(\w+)$", text, re.MULTILINE))
     for group, options in groups(configs).items():
         if group in ("hydra", "paths"):
             continue
         lines.append(f"{group}=")
         for option in options:
-            mark = "*" if defaults.get(group) == option.name else " "
+            mark = "*" if (group, option.name) in defaults else " "
             lines.append(f"  {mark} {option.name:22} {option.description}")
     lines += ["", "  * chosen by default", "", "Keys (docs/options.md has those of every option):"]
     top = keys(configs / f"{config_name}.yaml")

@@ -73,7 +73,7 @@ def _is_ours(target: Any) -> bool:
     return target.__module__.split(".")[0] in (*ROOMS, "lockstep")
 
 
-def build(node: Any, known: dict[str, Any] | None = None) -> Any:
+def build(node: Any, known: Mapping[str, Any] | None = None) -> Any:
     """What a config node describes: `_target_` called with the other keys, or a partial of it with `_partial_`.
 
     This is hydra.utils.instantiate cut down to plain values: nothing but `_target_` chooses code, and what the run
@@ -93,8 +93,6 @@ def build(node: Any, known: dict[str, Any] | None = None) -> Any:
     target = resolve_target(node["_target_"], "_target_")
     parameters, any_name = options_of(target)
     stated = {key: build(value) for key, value in node.items() if key not in ("_target_", "_partial_")}
-    if "name" not in parameters and not any_name:
-        stated.pop("name", None)  # the display name of a model
     given = {key: value for key, value in (known or {}).items() if key in parameters and key not in stated}
     unknown = stated.keys() - parameters.keys()
     if unknown and not any_name:

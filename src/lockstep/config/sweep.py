@@ -5,15 +5,22 @@ start the whole sweep again. On SLURM (hydra/launcher=submitit_slurm) each task 
 that knows nothing but what was pickled.
 """
 
+import itertools
+import json
 import logging
+import math
 import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
+from omegaconf import OmegaConf
 
 from lockstep.distributed import cluster as world
 from lockstep.runs.errors import EXIT_INTERRUPTED
@@ -22,7 +29,8 @@ from lockstep.runs.record import read_record
 
 log = logging.getLogger(__name__)
 
-CODES = ".exit-codes"  # in the sweep's folder: a small file per job and task
+CODES = ".exit-codes"  # in the sweep's folder: a small file per job and task, {code, overrides, value}
+SHOWN = 10  # lines of the ranking, and as many of failed jobs
 
 
 def run_job(cfg: Any, program: str) -> float | None:
@@ -41,31 +49,69 @@ def run_job(cfg: Any, program: str) -> float | None:
         overrides.append("resume=auto")
     log.info(f"\njob {number}: {' '.join(overrides)}")
     code = run_child([sys.executable, program, *overrides, f"run_id={run_id}", f"sweep_dir={sweep_dir}"])
+    value = _metric(RunFolder(sweep_dir / run_id), str(cfg.optimized_metric)) if code == 0 else math.nan
     codes = sweep_dir / CODES
     codes.mkdir(parents=True, exist_ok=True)
-    (codes / f"{number}-{task}").write_text(str(code if code >= 0 else 128 - code))
-    record = RunFolder(sweep_dir / run_id).record
-    metrics = read_record(record).metrics if record.exists() else {}
-    value = metrics.get(f"{cfg.optimized_metric}_best", metrics.get(cfg.optimized_metric))
-    return float(value) if code == 0 and value is not None else float("nan")
+    ended = {"code": code if code >= 0 else 128 - code, "overrides": overrides, "value": value}
+    (codes / f"{number}-{task}").write_text(json.dumps(ended))
+    return value
 
 
+def _metric(folder: RunFolder, name: str) -> float:
+    """Of the best checkpoint where the record says so; nan where it says nothing."""
+    metrics = read_record(folder.record).metrics if folder.record.exists() else {}
+    value = metrics.get(f"{name}_best", metrics.get(name))
+    return math.nan if value is None else float(value)
+
+
+def first_jobs(words: list[str], configs: Path) -> Iterator[list[str]]:
+    """The overrides of one job for each combination of options, every swept value at its first: enough to check keys.
+
+    Args:
+        configs: the folder of all options.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    choices = []
+    for word, override in zip(words, OverridesParser.create().parse_overrides(words), strict=True):
+        key = word.partition("=")[0]
+        if override.is_sweep_override() and not key.startswith("hydra"):
+            options = sorted(path.stem for path in (configs / key.lstrip("+~")).glob("*.yaml"))
+            found = _swept(override, options)
+            choices.append([f"{key}={value}" for value in (found if options else found[:1])])
+        else:
+            choices.append([word])
+    yield from (list(job) for job in itertools.product(*choices))
+
+
+def _swept(override: Any, options: list[str]) -> list[str]:
+    from hydra.core.override_parser.types import Glob, IntervalSweep
+
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        return [str(value.start)]
+    return value.filter(options) if isinstance(value, Glob) else [str(v) for v in override.sweep_string_iterator()]
+
+
+LAST_WORDS_S = 0.5
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def run_child(command: list[str]) -> int:
     """Its exit code; asked to stop, the sweep waits for the job to save, and ends.
 
-    A Ctrl-C reaches the job from the terminal; SLURM with cgroups signals this process alone. A job that submitit runs
-    has a result to hand in all the same.
+    A terminal's Ctrl-C reaches the job too; SLURM with cgroups signals this process alone. A second Ctrl-C ends both.
+    A job that submitit runs has a result to hand in all the same.
     """
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     asked: list[int] = []
 
     def stop(number: int, _frame: Any) -> None:
+        if signal.SIGINT in asked and number == signal.SIGINT:
+            time.sleep(LAST_WORDS_S)  # the terminal has told it too
+            return process.kill()
         asked.append(number)
-        if number != signal.SIGINT:  # SLURM may have told it too, which is no harm
-            process.send_signal(number)
+        process.send_signal(signal.SIGTERM if number == signal.SIGINT else number)  # it may have been told, no harm
 
     previous = {number: signal.signal(number, stop) for number in STOPS}
     try:
@@ -77,12 +123,57 @@ def run_child(command: list[str]) -> int:
     if signal.SIGUSR1 in asked and callable(requeue):  # submitit's: the job has saved, and is to be queued again
         requeue(signal.SIGUSR1, None)
     if asked and "SUBMITIT_EXECUTOR" not in world.environment():
-        raise SystemExit(EXIT_INTERRUPTED)
+        saved_nothing = code in (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGKILL)
+        raise SystemExit(128 + asked[0] if saved_nothing else EXIT_INTERRUPTED)
     return code
 
 
+@dataclass(frozen=True)
+class Job:
+    """How one job of a sweep ended; of several SLURM tasks the worst code."""
+
+    number: int
+    code: int
+    overrides: tuple[str, ...]
+    value: float
+
+
+def jobs_of(sweep_dir: Path) -> list[Job]:
+    """By number."""
+    tasks: dict[int, list[Job]] = {}
+    for path in sorted((sweep_dir / CODES).glob("*")):
+        ended, number = json.loads(path.read_text()), int(path.name.partition("-")[0])
+        job = Job(number, ended["code"], tuple(ended["overrides"]), ended["value"])
+        tasks.setdefault(number, []).append(job)
+    return [max(ended, key=lambda job: job.code) for _, ended in sorted(tasks.items())]
+
+
+def ranking(jobs: list[Job], name: str, metric: str, *, minimize: bool) -> list[str]:
+    """The sweep's last lines: jobs by their metric, each with what tells it from the others; failed ones last."""
+    common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
+    ranked = sorted((job for job in jobs if math.isfinite(job.value)), key=lambda job: job.value, reverse=not minimize)
+    others = [job for job in jobs if not math.isfinite(job.value)]
+
+    def line(job: Job) -> str:
+        result = f"{job.value:<12.6g}" if math.isfinite(job.value) else f"exit code {job.code:<2}"
+        words = " ".join(word for word in job.overrides if word not in common)
+        return f"  {result}  {words}  {name}_{job.number}"
+
+    lines = [f"{len(jobs)} jobs by {metric}{', the lowest first' if minimize else ''}:"]
+    for part in (ranked, others):
+        lines += [line(job) for job in part[:SHOWN]]
+        lines += [f"  … and {len(part) - SHOWN} more"] if len(part) > SHOWN else []
+    return lines
+
+
+def _minimizes(config: Any) -> bool:
+    """What a search is told, else by the metric's name."""
+    direction = OmegaConf.select(config, "hydra.sweeper.direction")
+    return direction == "minimize" if direction else "loss" in str(config.optimized_metric)
+
+
 class ExitCodes(Callback):
-    """Hydra's callback that remembers the worst exit code of a sweep's jobs, wherever they ran."""
+    """Hydra's callback that ends a sweep with its ranking and remembers the worst exit code, wherever jobs ran."""
 
     worst = 0
 
@@ -91,5 +182,9 @@ class ExitCodes(Callback):
         shutil.rmtree(Path(str(config.hydra.sweep.dir)) / CODES, ignore_errors=True)
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
-        codes = [int(path.read_text()) for path in (Path(str(config.hydra.sweep.dir)) / CODES).glob("*")]
-        ExitCodes.worst = max(codes, default=0)
+        sweep_dir = Path(str(config.hydra.sweep.dir)).resolve()
+        jobs = jobs_of(sweep_dir)
+        ExitCodes.worst = max((job.code for job in jobs), default=0)
+        if jobs:
+            metric = str(config.optimized_metric)
+            log.info("\n" + "\n".join(ranking(jobs, sweep_dir.name, metric, minimize=_minimizes(config))))

@@ -6,23 +6,16 @@ Normalize. Where images are stored at `resize` already, the crop and flip are on
 normalisation remains; elsewhere resize and crop are two small matrices per image, or two for all.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lockstep.data.image_array import ImageArray, Layout, Places
-from lockstep.data.resampling import grow, phases, resize_matrix
+from lockstep.data.resampling import resize_matrix
 from lockstep.runs.errors import UserError
-
-CACHE_BYTES = 2**20  # about what stays in a core's second-level cache
-CPU = torch.device("cpu")
-LARGE_BYTES = 2**20  # from here on the allocator may ask the kernel for fresh pages each time
 
 
 class BatchTransforms(nn.Module):
@@ -63,8 +56,6 @@ class BatchTransforms(nn.Module):
         self.stored_size, self.image_size, self.resize = stored_size, image_size, resize
         self.crop_padding, self.flip, self.channels = crop_padding, flip, len(mean)
         self.resizes = stored_size != resize
-        self._buffers_of_outputs = OutputBuffers()
-        self._taps: Any = None  # enlarging.Taps after use_compiled()
         scale = 1 / (255 * torch.tensor(std, dtype=torch.float64))
         shift = -torch.tensor(mean, dtype=torch.float64) * 255 * scale
         self.register_buffer("scale", scale.float(), persistent=False)
@@ -77,7 +68,6 @@ class BatchTransforms(nn.Module):
             bordered = nn.functional.pad(matrix, (0, 0, crop_padding, crop_padding))
             # (starts, stored_size, image_size): for each crop start the transposed rows of the matrix
             self.register_buffer("crops", bordered.unfold(0, image_size, 1).contiguous(), persistent=False)
-            self._rows = phases(stored_size, resize)
 
     @property
     def num_starts(self) -> int:
@@ -117,9 +107,7 @@ class BatchTransforms(nn.Module):
         return layout.size if self.whole_images(layout) else self.window
 
     def images(self, array: ImageArray, index: Places, draws: Places) -> Tensor:
-        """`cut` and `forward` in one, compiled where that was asked for and can be had."""
-        if self._taps is not None and isinstance(index, np.ndarray) and self._compiles(array.layout):
-            return self._enlarge(array, index, draws)
+        """`cut` and `forward` in one."""
         if self.resizes or self.whole_images(array.layout):
             return self(self.cut(array, index, draws), draws)
         return self._normalise(array.rows(index, draws))
@@ -150,61 +138,23 @@ class BatchTransforms(nn.Module):
 
     def _normalise(self, rows: Tensor) -> Tensor:
         """Of (n, image_size, image_size·channels)."""
-        out = self._buffers_of_outputs.empty(rows.shape, rows.device)
-        parts, sources = (out,), (rows,)
-        if out.device.type == "cpu" and out.nbytes > 8 * CACHE_BYTES:
-            chunk = max(1, CACHE_BYTES * len(rows) // out.nbytes)
-            parts, sources = out.split(chunk), rows.split(chunk)
-        for part, source in zip(parts, sources, strict=True):
-            part.copy_(source)
-            torch.addcmul(self.row_shift, part, self.row_scale, out=part)
+        out = rows.float()
+        torch.addcmul(self.row_shift, out, self.row_scale, out=out)
         return out.view(-1, self.image_size, self.image_size, self.channels).permute(0, 3, 1, 2)
-
-    def use_compiled(self) -> bool:
-        """From now on enlarge images from arrays in the CPU's memory by a compiled kernel; whether it applies here.
-
-        Importing its compiler takes half a second, and compiling once on each machine takes two.
-        """
-        if not (self.resizes and self.resize > self.stored_size >= 2 and self.scale.device.type == "cpu"):
-            return False
-        try:
-            from lockstep.data.enlarging import Taps
-        except (ImportError, RuntimeError):  # no numba, or no folder for its cache: torch does the same
-            return False
-        self._taps = Taps(resize_matrix(self.stored_size, self.resize).numpy(), self.crop_padding)
-        return True
-
-    def _compiles(self, layout: Layout) -> bool:
-        return not self.whole_images(layout) and (layout.num_mirrored > 0 or not self.flip)
-
-    def _enlarge(self, array: ImageArray, index: np.ndarray, draws: Any) -> Tensor:
-        from lockstep.data.enlarging import enlarge
-
-        dy, dx, flip = draws
-        dx = dx + flip * (self.num_starts - 1 - 2 * dx)  # the image was mirrored before its crop
-        starts = array.starts(index, (0, 0, flip)) * self.channels
-        row_bytes = array.layout.row_pixels * self.channels
-        out = self._buffers_of_outputs.empty((len(index), self.channels, self.image_size, self.image_size), CPU)
-        source, crops = self.stored_size, np.stack([dy, dx])
-        enlarge(array.flat, starts, crops, row_bytes, source, self._taps, self.scale, self.shift, out)
-        return out
 
     def _resize(self, windows: Tensor, draws: Places) -> Tensor:
         scale, shift = self.scale, self.shift
         black_border = self.crop_padding > 0  # what is outside the image must become `shift`: added at the end
         small = windows.float().mul_(scale) if black_border else torch.addcmul(shift, windows.float(), scale)
         small = small.permute(0, 3, 1, 2).contiguous()
-        out = self._buffers_of_outputs.empty((*small.shape[:2], self.image_size, self.image_size), small.device)
         if self.num_starts > 1:
             dy, dx, flip = torch.as_tensor(draws)
             dx = dx + flip * (self.num_starts - 1 - 2 * dx)  # the image was mirrored before its crop
             across = self.crops.index_select(0, dx).unsqueeze(1)
             down = self.crops.index_select(0, dy).unsqueeze(1).transpose(2, 3)
-            torch.matmul(down, torch.matmul(small, across), out=out)
-        elif self._rows is not None:
-            grow(small, self.crops[0], self._rows, out)
         else:
-            torch.matmul(self.crops[0].T, torch.matmul(small, self.crops[0]), out=out)
+            across, down = self.crops[0], self.crops[0].T
+        out = torch.matmul(down, torch.matmul(small, across))
         return out.add_(shift.view(-1, 1, 1)) if black_border else out
 
 
@@ -219,38 +169,6 @@ def check_sizes(image_size: int, resize: int, crop_padding: int) -> None:
             f"data.resize={resize} is smaller than data.image_size={image_size}, which is cut out of it: "
             f"give data.resize={image_size} or more, or leave it null."
         )
-
-
-class OutputBuffers:
-    """Large results on the CPU, whose memory is used again once nobody refers to it.
-
-    The kernel hands out fresh memory page by page, which costs more than computing 224-pixel images into it. NumPy
-    asks for huge pages; and its reference count says whether any tensor, view or saved activation still lives on it.
-    """
-
-    IDLE_REFERENCES = 3  # the list, the loop variable and getrefcount's argument
-
-    def __init__(self, keep: int = 2) -> None:
-        self._keep = keep
-        self._arrays: list[np.ndarray] = []
-
-    def empty(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """An uninitialised float32 tensor."""
-        shape = tuple(shape)
-        if device.type != "cpu" or 4 * prod(shape) < LARGE_BYTES:
-            return torch.empty(shape, device=device)
-        for array in self._arrays:
-            if array.shape == shape and sys.getrefcount(array) == self.IDLE_REFERENCES:
-                return torch.from_numpy(array)
-        self._arrays = [*self._arrays, _aligned(shape)][-self._keep :]
-        return torch.from_numpy(self._arrays[-1])
-
-
-def _aligned(shape: Sequence[int]) -> np.ndarray:
-    """Uninitialised float32 that starts at a cache line, as torch's own memory does and NumPy's does not."""
-    memory = np.empty(prod(shape) + 16, np.float32)
-    skip = -memory.ctypes.data % 64 // 4
-    return memory[skip : skip + prod(shape)].reshape(shape)
 
 
 @contextmanager

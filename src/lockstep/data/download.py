@@ -1,22 +1,23 @@
 """Fetch a file from the first of several addresses that has it: continued after an interruption, verified, atomic."""
 
-import hashlib
 import http.client
-import os
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from lockstep.data.node_cache import node_lock
 from lockstep.data.progress import progress
+from lockstep.runs import downloads
+from lockstep.runs.downloads import BrokenOff, Damaged, Incoming
 from lockstep.runs.errors import UserError
 
 OFFLINE_OPTIONS = "data=digits and data=synthetic need no download"
 CHUNK_BYTES = 2**20
 
 
-def download(urls: Sequence[str], target: Path, *, md5: str, attempts: int = 3, timeout_s: float = 20.0) -> Path:
+def download(urls: Sequence[str], target: Path, *, md5: str, timeout_s: float = 20.0) -> Path:
     """`target`, fetched unless it is there; one process per node does it while others wait.
 
     A part that was left behind is continued where the server allows it. (MD5 is what the sources publish; it guards
@@ -33,56 +34,42 @@ def download(urls: Sequence[str], target: Path, *, md5: str, attempts: int = 3, 
         part = target.with_name(f".{target.name}.part")
         failures = []
         for url in urls:
-            for _ in range(attempts):
-                before = _size(part)
-                failure = _try(url, part, md5, timeout_s)
-                if failure is None:
-                    os.replace(part, target)
-                    return target
-                if _size(part) == before:  # nothing came: this address will not do better at once
-                    break
-            failures.append(f"{url} ({failure})")
+            try:
+                downloads.download(partial(_open, url, timeout_s), part, target, digest=md5, algorithm="md5")
+                return target
+            except (BrokenOff, Damaged) as error:
+                failures.append(f"{url} ({error})")
     raise UserError(
         f"{target.name} could not be downloaded; tried {', '.join(failures)}. Put it into {target.parent} yourself, "
         f"give data.root=FOLDER with the data, or work offline: {OFFLINE_OPTIONS}."
     )
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _try(url: str, part: Path, md5: str, timeout_s: float) -> str | None:
-    """None once `part` is complete and verified, else why not; what arrived stays for the next attempt."""
+def _open(url: str, timeout_s: float, start: int) -> Incoming:
+    """The file from `start` on where the server can, else from its beginning."""
     try:
-        _receive(url, part, timeout_s)
+        request = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
+        response = urllib.request.urlopen(request, timeout=timeout_s)
     except urllib.error.HTTPError as error:
-        if error.code == 416:  # the part is as long as the file, or longer: not a part of it
-            part.unlink(missing_ok=True)
-        return f"HTTP {error.code}"
+        if error.code == 416 and start:  # what lies here is as long as the file, or longer: not a part of it
+            return _open(url, timeout_s, 0)
+        raise BrokenOff(f"HTTP {error.code}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
-        return str(getattr(error, "reason", None) or error)
-    with part.open("rb") as file:
-        found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-    if found == md5:
-        return None
-    part.unlink()
-    return f"MD5 {found} instead of {md5}"
+        raise BrokenOff(str(getattr(error, "reason", None) or error)) from None
+    start = start if response.status == 206 else 0
+    length = response.headers.get("Content-Length")
+    total = start + int(length) if length is not None else None
+    return Incoming(start, total, _blocks(url, response, start, total))
 
 
-def _receive(url: str, part: Path, timeout_s: float) -> None:
-    have = _size(part)
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-    with urllib.request.urlopen(request, timeout=timeout_s) as response:
-        continued = response.status == 206
-        have = have if continued else 0
-        length = response.headers.get("Content-Length")
-        total = have + int(length) if length is not None else None
-        with part.open("ab" if continued else "wb") as file, progress(f"Downloading {url}", total, have) as advance:
-            while chunk := response.read(CHUNK_BYTES):
-                file.write(chunk)
-                advance(len(chunk))
-            file.flush()
-            os.fsync(file.fileno())
-            if total is not None and file.tell() != total:
-                raise OSError(f"the connection ended after {file.tell()} of {total} bytes")
+def _blocks(url: str, response: http.client.HTTPResponse, start: int, total: int | None) -> Iterator[bytes]:
+    with response, progress(f"Downloading {url}", total, start) as advance:
+        while True:
+            try:
+                block = response.read(CHUNK_BYTES)
+            except (OSError, http.client.HTTPException) as error:
+                raise BrokenOff(str(error) or type(error).__name__) from None
+            if not block:
+                return
+            advance(len(block))
+            yield block

@@ -14,11 +14,11 @@ from lockstep.data.batch_transforms import BatchTransforms, check_sizes
 from lockstep.data.batches import SPLIT, EvalBatches, Selection, TrainBatches, per_device_batch_size, random_stream
 from lockstep.data.image_array import ImageArray, Layout
 from lockstep.data.image_set import IMAGES, LABELS, ImageSet, fingerprint
-from lockstep.data.node_cache import cached
+from lockstep.data.node_cache import Content, cached
 from lockstep.runs.errors import UserError
 
 CACHE_VERSION = 2
-COMPILE_FROM_BYTES = 2**30  # of an epoch's float images: from here on a faster kernel repays its import
+Batch = dict[str, Any]  # labels, draws, and index (into the array on the device) or windows (cut from it)
 
 
 class ImageDataModule(LightningDataModule):
@@ -82,7 +82,7 @@ class ImageDataModule(LightningDataModule):
         self.std = _per_channel("std", self.own_std if std is None else std, self.channels)
         if min(self.std) <= 0:
             raise UserError(f"data.std={self.std} must be positive.")
-        self._meta: dict[str, Any] = {}  # empty: not prepared yet
+        self._meta: Content = {}  # empty: not prepared yet
         self._placed: dict[str, int] = {}  # empty: not placed yet
 
     # What a subclass says
@@ -111,7 +111,7 @@ class ImageDataModule(LightningDataModule):
         self._labels = np.load(self._cache / LABELS)
         self._read_facts(self._meta)
 
-    def _read_facts(self, meta: dict[str, Any]) -> None:
+    def _read_facts(self, meta: Content) -> None:
         self.class_names: list[str] = meta["class_names"]
         self.num_classes = len(self.class_names)
         self.data_hash: str = meta["data_hash"]
@@ -152,7 +152,7 @@ class ImageDataModule(LightningDataModule):
         order = random_stream(self.seed, SPLIT).permutation(num_fit)
         return np.sort(order[num_val:]), np.sort(order[:num_val])
 
-    def _build(self, part: Path) -> dict[str, Any]:
+    def _build(self, part: Path) -> Content:
         images = self.read(part)
         images.check(self.name)
         layout = images.layout(self._transforms(images.images.shape[1]).array_padding, mirrored=self.flip)
@@ -160,7 +160,7 @@ class ImageDataModule(LightningDataModule):
         images.write(part, layout)
         return content
 
-    def _content(self, images: ImageSet, layout: Layout, data_hash: str) -> dict[str, Any]:
+    def _content(self, images: ImageSet, layout: Layout, data_hash: str) -> Content:
         return {
             "class_names": images.class_names,
             "num_fit": images.num_fit,
@@ -210,8 +210,6 @@ class ImageDataModule(LightningDataModule):
         array = ImageArray.open(self._cache / IMAGES, layout, self._batch_transforms.window_in(layout))
         self._resident = self._device.type == "cpu" or layout.num_bytes <= self.device_cache_gib * 2**30
         self._array = array.to(self._device) if self._resident else array
-        if 4 * self.num_train * self.channels * self.image_size**2 >= COMPILE_FROM_BYTES:
-            self._batch_transforms.use_compiled()
 
     def setup(self, stage: str | None = None) -> None:
         if not self._placed:
@@ -247,7 +245,7 @@ class ImageDataModule(LightningDataModule):
         centre = self._batch_transforms.centre()
         return EvalBatches(self._deliver, index, centre, batch_size=self.eval_batch_size, **self._placed)
 
-    def _deliver(self, selections: Iterable[Selection]) -> Iterator[dict[str, Any]]:
+    def _deliver(self, selections: Iterable[Selection]) -> Iterator[Batch]:
         on_cpu = self._device.type == "cpu"  # where arrays stay arrays: see image_array.Places
         for selection in selections:
             batch = self._common(selection)
@@ -258,7 +256,7 @@ class ImageDataModule(LightningDataModule):
                 batch["windows"] = windows.pin_memory()
             yield batch
 
-    def _common(self, selection: Selection) -> dict[str, Any]:
+    def _common(self, selection: Selection) -> Batch:
         """What every batch holds, however its images come."""
         labels = self._labels[selection.positions]
         if selection.counted is not None:
@@ -278,14 +276,14 @@ class ImageDataModule(LightningDataModule):
 
     # Batches
 
-    def on_after_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> tuple[Tensor, Tensor]:
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Images (n, channels, image_size, image_size) float, normalised, and labels (n,), −1 where not counted."""
         images = self._images_of(batch)
         if self.trainer is not None:
             images = self.trainer.precision_plugin.convert_input(images)  # float64 and half of "true" precisions
         return images, batch["labels"]
 
-    def _images_of(self, batch: dict[str, Any]) -> Tensor:
+    def _images_of(self, batch: Batch) -> Tensor:
         if "index" in batch:
             return self._batch_transforms.images(self._array, batch["index"], batch["draws"])
         return self._batch_transforms(batch["windows"], batch["draws"])

@@ -1,47 +1,41 @@
 """Files that are made once per node and shared by all its ranks: a lock, and folders that are complete or not there."""
 
-import errno
-import fcntl
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import UserError
-from lockstep.runs.files import sync_folder
+from lockstep.runs.files import NO_LOCKS, locked_file, sync_folder
+from lockstep.runs.full_disk import full_disk_named
 
 META = "meta.json"
+LARGER_DISK = "give data.cache_dir=FOLDER on a larger disk"
+Content = dict[str, Any]  # JSON values that only `build` and its caller know
 
 
 @contextmanager
 def node_lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock; the kernel gives it back when the process dies, however it dies."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise UserError(
-            f"{path.parent} cannot be written ({error.strerror}): give data.cache_dir=FOLDER on a disk that can."
-        ) from None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked_file(path, required=True))
+        except OSError as error:
+            reason = "cannot lock files" if error.errno in NO_LOCKS else f"cannot be written ({error.strerror})"
+            raise UserError(f"{path.parent} {reason}: give data.cache_dir=FOLDER on a local disk that can.") from None
         yield
-    except OSError as error:
-        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise UserError(f"{path.parent} cannot lock files: give data.cache_dir=FOLDER on a local disk.") from None
-        raise
-    finally:
-        os.close(handle)
 
 
-def cached(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
     """The meta data of a complete cache folder, which the first process on the node builds while others wait.
 
     Args:
         build: writes files into an empty folder and returns what meta.json shall hold.
+    Raises:
+        NoRoom: the disk is full, and nothing of it stays.
     """
     with node_lock(folder.with_name(f"{folder.name}.lock")):
         meta = read_meta(folder)
@@ -52,16 +46,10 @@ def cached(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, A
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         try:
-            meta = build(part)
-            _seal(part, meta)
-            os.replace(part, folder)
-        except OSError as error:
-            shutil.rmtree(part, ignore_errors=True)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise UserError(
-                    f"No space left in {folder.parent}: give data.cache_dir=FOLDER on a larger disk."
-                ) from None
-            raise
+            with full_disk_named(folder.parent, LARGER_DISK):
+                meta = build(part)
+                _seal(part, meta)
+                os.replace(part, folder)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
@@ -69,7 +57,7 @@ def cached(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, A
         return read_meta(folder) or {}
 
 
-def read_meta(folder: Path) -> dict[str, Any] | None:
+def read_meta(folder: Path) -> Content | None:
     """What `build` returned, or None where the folder is missing or a file of it is not as it was written."""
     try:
         meta = json.loads((folder / META).read_text())
@@ -96,7 +84,7 @@ def require_space(folder: Path, num_bytes: int) -> None:
         )
 
 
-def _seal(part: Path, content: dict[str, Any]) -> None:
+def _seal(part: Path, content: Content) -> None:
     """Sync all files to disk and write meta.json, which names their sizes."""
     files = {path.name: path.stat().st_size for path in part.iterdir()}
     (part / META).write_text(json.dumps({"files": files, "content": content}))

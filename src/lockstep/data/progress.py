@@ -1,8 +1,6 @@
 """A progress bar on a terminal, one line elsewhere."""
 
 import logging
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,21 +9,13 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def progress(what: str, total: int | None, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """Gives advance(n); may be called from several threads."""
-    if not sys.stderr.isatty():
-        log.warning(what)
-        yield lambda n: None
-        return
+    """Gives advance(n), which several threads may call."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    lock = threading.Lock()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        log.info(what)
+    with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total, completed=done)
-
-        def advance(n: int) -> None:
-            with lock:
-                bar.advance(task, n)
-
-        yield advance
+        yield lambda n: bar.advance(task, n)

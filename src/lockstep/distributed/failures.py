@@ -8,6 +8,7 @@ from lockstep.distributed.cluster import Cluster
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR
 from lockstep.runs.files import utc_now, write_atomically
 from lockstep.runs.folder import RunFolder
+from lockstep.runs.full_disk import use_reserve
 from lockstep.runs.record import Failure, read_record, update_record
 from lockstep.runs.redact import redact_text
 
@@ -22,6 +23,8 @@ def report_failure(facts: dict[str, Any] | None, folder: RunFolder, cluster: Clu
     if facts is None:
         return record_end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
     facts = {**facts, "message": redact_text(str(facts["message"]))}
+    if facts.get("kind") == "NoRoom":
+        use_reserve(folder.path)
     if folder.path.is_dir():  # else rank 0 found its input refused, and took the folder away
         write_atomically(folder.rank_error(cluster.rank), lambda file: file.write(json.dumps(facts)))
     if cluster.launcher != "supervisor":
@@ -29,8 +32,14 @@ def report_failure(facts: dict[str, Any] | None, folder: RunFolder, cluster: Clu
             complete_record(folder, facts, code)
         if code == EXIT_USER_ERROR and cluster.is_rank_zero:
             record_end(folder, cluster, "failed", code, facts)
-        where = "" if code == EXIT_USER_ERROR else f"rank {facts['rank']} on {facts['host']}, in {facts['phase']}: "
-        log.error(f"{where}{facts['message']}")
+        log.error(sentence_of(facts))
+
+
+def sentence_of(facts: dict[str, Any]) -> str:
+    """What goes to the screen: the message, with where it happened unless it says all there is to say."""
+    if facts.get("kind") in ("UserError", "NoRoom"):
+        return str(facts["message"])
+    return f"rank {facts['rank']} on {facts['host']}, in {facts['phase']}: {facts['message']}"
 
 
 def record_end(folder: RunFolder, cluster: Cluster, status: str, code: int, error: dict[str, Any] | None) -> None:

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.distributed.cluster import SUPERVISOR_PORT, Cluster
-from lockstep.distributed.failures import complete_record
+from lockstep.distributed.failures import complete_record, sentence_of
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import read_record, update_record
+from lockstep.runs.signals import INTERRUPTED_AT_ONCE, asked
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ GRACE_AFTER_FAILURE_S = 8.0  # for the others to notice by themselves and write 
 GRACE_AFTER_STOP_S = 100.0  # for a coordinated checkpoint and its upload after SIGTERM
 GRACE_AFTER_PEER_STOPPED_S = 25.0  # for the others once one rank has stopped by itself
 SILENT_BEYOND_TIMEOUT_S = 10.0  # the ranks themselves notice first who is silent, if any of them still can
+STOPPED = (EXIT_INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM)  # exit codes of ranks that SIGTERM ended
 PR_SET_PDEATHSIG = 1
 
 
@@ -115,7 +117,7 @@ class Supervisor:
     ) -> None:
         self.cluster, self.folder, self.command, self.environment = cluster, folder, command, environment
         self.start = start or self._popen
-        self.stop_signals = 0
+        self.ended_at_once = False
         self.stop_asked_at: float | None = None
         self.ranks, self.heartbeats = Ranks([]), Heartbeats()
         self.silent_after_s = timeout_s + SILENT_BEYOND_TIMEOUT_S
@@ -130,6 +132,8 @@ class Supervisor:
         }
         for path in self.folder.path.glob("error-rank*.json"):  # an earlier start's, perhaps of more ranks
             path.unlink(missing_ok=True)  # another node may share the folder
+        if asked:  # since the run began
+            self._on_signal(asked.pop(), None)
         try:
             port = self.cluster.master_port or free_port()
             for local_rank in range(self.cluster.devices):
@@ -208,20 +212,18 @@ class Supervisor:
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         """The first asks every rank to save and stop; a second Ctrl-C ends them at once."""
-        self.stop_signals += 1
+        self.ended_at_once = self.ended_at_once or (number == signal.SIGINT and signal.SIGINT in asked)
+        asked.append(number)
         if self.stop_asked_at is None:
             self.stop_asked_at = time.monotonic()
-        if number == signal.SIGINT and self.stop_signals > 1:
-            self.ranks.signal(signal.SIGKILL)
-        else:
-            self.ranks.signal(signal.SIGTERM)
+        self.ranks.signal(signal.SIGKILL if self.ended_at_once else signal.SIGTERM)
 
     def _conclude(self) -> int:
         """The exit code of the node, the record completed, the first error last on the screen."""
         codes = self._codes()
-        if not codes:
+        if not codes or self.ended_at_once:
             self._record_interruption()
-            return EXIT_INTERRUPTED
+            return INTERRUPTED_AT_ONCE if self.ended_at_once else EXIT_INTERRUPTED
         error = None if all(code == EXIT_OK for code in codes.values()) else self._first_error()
         if error is None:
             return EXIT_OK
@@ -233,14 +235,13 @@ class Supervisor:
         code = EXIT_FAILED if code == EXIT_INTERRUPTED else code
         if self.cluster.node_rank == 0:
             complete_record(self.folder, error, code)
-        where = "" if user_error else f"rank {error['rank']} on {error['host']}, in {error['phase']}: "
-        log.error(f"{where}{error['message']}")
+        log.error(sentence_of(error))
         return code
 
     def _codes(self) -> dict[int, int]:
         """Exit codes; a rank that our SIGTERM ended before it could handle it was interrupted, it did not fail."""
         codes = dict(self.ranks.exit_codes)
-        if self.stop_asked_at is not None and all(c in (EXIT_INTERRUPTED, -signal.SIGTERM) for c in codes.values()):
+        if self.stop_asked_at is not None and all(code in STOPPED for code in codes.values()):
             self.ranks.first_failed = None
             codes = dict.fromkeys(codes, EXIT_INTERRUPTED)
         return codes

@@ -16,6 +16,7 @@ from typing import Any
 from lockstep.distributed import cluster as world
 from lockstep.distributed.cluster import Cluster
 from lockstep.distributed.failures import record_end, report_failure
+from lockstep.runs import signals
 from lockstep.runs.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -26,10 +27,13 @@ from lockstep.runs.errors import (
     UserError,
 )
 from lockstep.runs.folder import RunFolder
+from lockstep.runs.full_disk import NoRoom, no_room
 from lockstep.runs.record import RunRecord, read_record
 from lockstep.runs.redact import redact_text
 
 log = logging.getLogger(__name__)
+
+AFTERMATH_S = 60.0
 
 Work = Callable[[dict[str, Any], Cluster, RunFolder], int]
 
@@ -38,9 +42,10 @@ def in_this_process(config: dict[str, Any], cluster: Cluster, folder: RunFolder,
     """Call work and turn how it ends into an exit code, a record, and one error file a rank."""
     world.adopt(cluster)
     _dump_stack_on_signal(folder, cluster)
-    stop_at_once_on_signal()
+    signals.at_the_end(lambda: _record_end_at_once(folder, cluster))
     try:
         try:
+            stop_at_once_on_signal()
             return work(config, cluster, folder)
         finally:
             _ignore_signals()  # what is left is short, and a supervisor may ask again
@@ -55,40 +60,62 @@ def in_this_process(config: dict[str, Any], cluster: Cluster, folder: RunFolder,
         return _failed(folder, cluster, error, EXIT_USER_ERROR)
     except Diverged as error:
         return _failed(folder, cluster, error, EXIT_FAILED)
-    except (KeyboardInterrupt, SystemExit) as error:  # Lightning turns the one into the other
-        if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):
-            raise
-        record_end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
-        return EXIT_INTERRUPTED
     except Exception as error:
-        sys.stderr.write(redact_text(traceback.format_exc()))  # a library may quote a request
+        if full := no_room(error, folder.path):
+            return _failed(folder, cluster, full, EXIT_FAILED)
+        if not _is_full_elsewhere(folder):  # then this one only lost its peers
+            sys.stderr.write(redact_text(traceback.format_exc()))  # a library may quote a request
         return _failed(folder, cluster, error, EXIT_FAILED)
+
+
+def _is_full_elsewhere(folder: RunFolder) -> bool:
+    """Whether another rank has just ended for want of room."""
+    errors = [path for path in folder.path.glob("error-rank*.json") if time.time() - path.stat().st_mtime < AFTERMATH_S]
+    return any('"kind": "NoRoom"' in path.read_text() for path in errors)
+
+
+STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def stop_at_once_on_signal() -> None:
     """Before there is anything to save, a signal just ends the run; Interruption takes over in training."""
+    signals.raise_on_signal(Interrupted, *STOPS)
 
-    def stop(number: int, _frame: Any) -> None:
-        raise Interrupted(signal.Signals(number).name)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, stop)
+def hold_signals() -> None:
+    """Until something takes over that can end the run in order."""
+    signals.asked.clear()
+    signals.remember_signals(*STOPS)
 
 
 def _ignore_signals() -> None:
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    signals.take_over()
+    signals.remember_signals(*STOPS)
 
 
 def signals_end_this_process() -> None:
     """As in any program."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signals.end_on_signal()
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def code_of_stop(code: int, folder: RunFolder) -> int:
+    """75 promises a checkpoint to go on from; a Ctrl-C before there is one is that of any program."""
+    saved = any(folder.checkpoints.glob("*.json"))
+    return (
+        signals.INTERRUPTED_AT_ONCE
+        if code == EXIT_INTERRUPTED and signal.SIGINT in signals.asked and not saved
+        else code
+    )
+
+
+def _record_end_at_once(folder: RunFolder, cluster: Cluster) -> None:
+    if cluster.is_rank_zero and read_record(folder.record).status == "running":
+        record_end(folder, cluster, "interrupted", signals.INTERRUPTED_AT_ONCE, None)
 
 
 def _failed(folder: RunFolder, cluster: Cluster, error: Exception, code: int) -> int:
-    message = str(error) if isinstance(error, UserError | Diverged) else f"{type(error).__name__}: {error}"
+    message = str(error) if isinstance(error, UserError | Diverged | NoRoom) else f"{type(error).__name__}: {error}"
     phase = (read_record(folder.record).phase if folder.record.exists() else None) or "start"
     facts = {
         "rank": cluster.rank, "host": socket.gethostname(), "phase": phase, "message": message,

@@ -6,7 +6,7 @@ Imports no torch: a supervisor, and every error that can be found before work st
 import logging
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from lockstep.distributed.preflight import findings
 from lockstep.distributed.supervisor import Supervisor, die_with_parent
 from lockstep.launch.finish import (
     Work,
+    code_of_stop,
     conclude,
+    hold_signals,
     in_this_process,
     remove_empty_stacks,
     signals_end_this_process,
@@ -28,15 +30,19 @@ from lockstep.launch.start import be_the_only_one, begin, find_weights, finished
 from lockstep.runs import provenance
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, Interrupted, UserError
 from lockstep.runs.folder import RunFolder, new_run_id, read_config
+from lockstep.runs.full_disk import use_reserve
+from lockstep.runs.old_configs import model_name
 from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import update_record
 from lockstep.runs.redact import refuse_secrets
-from lockstep.storage.outbox import Spool
+from lockstep.runs.signals import INTERRUPTED_AT_ONCE
+from lockstep.storage.outbox import Outbox
 
 log = logging.getLogger(__name__)
 
 FindLargest = Callable[..., Any]
+CHECKPOINTS = "lockstep.callbacks.checkpoints.Checkpoints"
 
 
 def launch(cfg: Any, work: Work, find_largest: FindLargest | None = None) -> int:
@@ -77,16 +83,16 @@ def _launch(config: dict[str, Any], work: Work, kept: ExitStack, find_largest: F
         if cluster.node_rank == 0 and cluster.local_rank in (0, None):
             kept.enter_context(be_the_only_one(done))
         return send_what_is_left(config, done, cluster)
-    if cluster.num_nodes > 1 or cluster.launcher == "torchrun":
-        stop_at_once_on_signal()
     if cluster.world_size > 1 and cluster.local_rank in (0, None):
         for sentence in findings(cluster, environment, Path(config["paths"]["log_dir"])):
             log.info(f"MEND  {sentence}")
     try:
+        if cluster.num_nodes > 1 or cluster.launcher == "torchrun":
+            stop_at_once_on_signal()
         agree_on_run(config, cluster, environment)
     except Interrupted as error:
         log.info(f"Interrupted ({error}) before the run began.")
-        return EXIT_INTERRUPTED
+        return INTERRUPTED_AT_ONCE if str(error) == "SIGINT" else EXIT_INTERRUPTED
     finally:
         signals_end_this_process()
     folder, fresh = run_folder(config, cluster, environment)
@@ -98,6 +104,7 @@ def _launch(config: dict[str, Any], work: Work, kept: ExitStack, find_largest: F
         if cluster.node_rank == 0:
             kept.enter_context(be_the_only_one(folder))
             fresh = fresh and not folder.record.exists()  # another may have begun it while this one waited
+        hold_signals()
         begin(config, cluster, folder, fresh)
     if cluster.is_rank_zero:
         if largest:
@@ -111,15 +118,18 @@ def _launch(config: dict[str, Any], work: Work, kept: ExitStack, find_largest: F
         code = Supervisor(cluster, folder, command, environment, timeout_s=config["trainer"]["timeout_s"]).run()
     else:
         code = in_this_process(config, cluster, folder, work)
-        signals_end_this_process()
+    signals_end_this_process()
+    if code == INTERRUPTED_AT_ONCE:  # by a second Ctrl-C
+        return code
     remove_empty_stacks(folder)
+    use_reserve(folder.path)
     if cluster.is_supervisor or cluster.local_rank == 0:
         code = _finish_upload(config, folder, code, cluster)
     if cluster.is_rank_zero:
         conclude(config, folder, code)
     if cluster.launcher == "torchrun" and code == EXIT_INTERRUPTED:
         return EXIT_OK  # torchrun would start the ranks again, which somebody has just asked to stop
-    return code
+    return code_of_stop(code, folder)
 
 
 def largest_batch(
@@ -156,7 +166,7 @@ def _check_bucket(config: dict[str, Any]) -> None:
     """Its settings, before anything is written."""
     s3 = config.get("s3") or {}
     if s3.get("uri"):
-        from lockstep.storage.s3 import options_from
+        from lockstep.storage.s3_options import options_from
 
         options_from(s3)
 
@@ -166,7 +176,7 @@ def send_what_is_left(config: dict[str, Any], folder: RunFolder, cluster: Cluste
     code = EXIT_OK
     if cluster.is_supervisor or cluster.local_rank == 0:
         if (config.get("s3") or {}).get("uri"):  # the earlier start has used its time up
-            Spool(folder.path / "upload").note(deadline=None, flush_left_s=float(config["s3"]["flush_timeout_s"]))
+            Outbox(folder.path / "upload").note(deadline=None, flush_left_s=float(config["s3"]["flush_timeout_s"]))
         code = _finish_upload(config, folder, code, cluster)
     if cluster.is_rank_zero:
         log.info(f"The run {folder.run_id} has finished.")
@@ -320,7 +330,14 @@ def scale_learning_rates(config: dict[str, Any]) -> str | None:
 def headline(config: dict[str, Any], cluster: Cluster, run_id: str) -> str:
     accumulate = config["trainer"]["accumulate_grad_batches"]
     return (
-        f"run {run_id} · {config['model']['name']} · {config['data']['name']} · {config['choices']['trainer']} · "
+        f"run {run_id} · {model_name(config)} · {config['data']['name']} · {config['choices']['trainer']} · "
         f"global batch {config['data']['global_batch_size']} = {config['per_device_batch_size']} × "
-        f"{cluster.world_size} × {accumulate}"
+        f"{cluster.world_size} × {accumulate}{without_checkpoints(config)}"
     )
+
+
+def without_checkpoints(config: Mapping[str, Any]) -> str:
+    """Said at the end of the head line of a training that will leave nothing to resume or to test."""
+    callbacks = (config.get("callbacks") or {}).values()
+    kept = any(node and node.get("_target_") == CHECKPOINTS for node in callbacks)
+    return "" if kept or config["task_name"] != "train" else " · WITHOUT CHECKPOINTS"

@@ -1,14 +1,16 @@
 """A run that goes on has the options that it was started with; what the command line says beside resume= wins."""
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.compose import CONFIGS, compose, plain
 from lockstep.distributed import cluster as world
 from lockstep.runs.errors import UserError
-from lockstep.runs.files import locked
+from lockstep.runs.files import locked_file
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, read_config
+from lockstep.runs.output import only_warnings
 
 log = logging.getLogger(__name__)
 
@@ -120,12 +122,12 @@ def _config_of_run(config: dict[str, Any], environment: dict[str, str]) -> Path 
 
 def _fetch(config: dict[str, Any], folder: RunFolder, *, first: bool) -> None:
     """Every rank that a launcher started asks, one after the other; the later ones find it there."""
+    from lockstep.storage.bucket import open_store
     from lockstep.storage.fetch import fetch_run
-    from lockstep.storage.s3 import options_from
 
-    folder.path.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.path.parent / f".{folder.run_id}.lock").open("w") as file, locked(file):
-        fetch_run(options_from(config["s3"]), folder, *(() if first else (lambda text: None,)))
+    said_once = nullcontext() if first else only_warnings("lockstep.storage")
+    with locked_file(folder.path.parent / f".{folder.run_id}.lock"), said_once:
+        fetch_run(open_store(config["s3"]), folder)
 
 
 def runs_folder(config: dict[str, Any], logs: Path) -> Path:

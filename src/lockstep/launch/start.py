@@ -15,6 +15,8 @@ from lockstep.runs import provenance
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import lock, utc_now, write_atomically
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, new_run_id, read_config
+from lockstep.runs.full_disk import reserve_room
+from lockstep.runs.old_configs import model_name
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import CodeState, Cost, Host, RunRecord, continued, read_record, write_record
 from lockstep.runs.redact import redact_text
@@ -133,8 +135,9 @@ def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bo
         checkpoint = newest_whole(folder.checkpoints)
         config["resume_step"] = 0
         if checkpoint:
+            sidecar = read_sidecar(checkpoint)
             config["ckpt_path"] = str(checkpoint)
-            config["resume_step"] = (read_sidecar(checkpoint) or {}).get("step")
+            config["resume_step"] = sidecar.step if sidecar else None
         else:
             find_weights(config, cluster)
         if previous is not None or checkpoint:
@@ -143,6 +146,7 @@ def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bo
     if cluster.world_size > 1 and config.get("ckpt_path"):
         config["ckpt_path"] = str(Path(config["ckpt_path"]).resolve())
     folder.path.mkdir(parents=True, exist_ok=True)
+    reserve_room(folder.path)
     if config["task_name"] == "train":
         untouched = compose("train", [])
         defaults = {**plain(untouched), "choices": chosen_options(untouched)}
@@ -164,7 +168,7 @@ def begin(config: dict[str, Any], cluster: Cluster, folder: RunFolder, fresh: bo
 IGNORED_ON_RESUME = (
     "resume", "run_id", "ckpt_path", "initial_weights", "overrides", "choices", "resume_step", "per_device_batch_size",
     "trainer", "paths", "tags", "test", "s3", "hardware", "callbacks", "logger", "debug", "optimized_metric",
-    "sweep_dir", "task_name", "logbook",
+    "sweep_dir", "task_name", "logbook", "verbose", "quiet",
 )  # fmt: skip
 
 
@@ -229,7 +233,7 @@ def first_record(config: dict[str, Any], cluster: Cluster, folder: RunFolder) ->
         hosts=[Host(**provenance.host(cluster.node_rank))],
         launcher=cluster.launcher,
         agent=world.agent_id(world.environment()),
-        model=config["model"]["name"],
+        model=model_name(config),
         data=config["data"]["name"],
         trainer=choices["trainer"],
         world_size=cluster.world_size,

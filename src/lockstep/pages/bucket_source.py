@@ -3,10 +3,10 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
-from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import RUN_ID_PATTERN
+from lockstep.storage.bucket import copy_to_file
+from lockstep.storage.object_store import ObjectStore
 
 WANTED = re.compile(
     r"run\.json|config\.yaml|defaults\.yaml|metrics\.csv|confusion_matrix\.csv|code\.diff"
@@ -15,18 +15,16 @@ WANTED = re.compile(
 MAX_FILE_BYTES = 64 * 2**20
 
 
-def fetch_runs(bucket: Any, prefix: str, into: Path, known: dict[str, str]) -> dict[Path, str]:
-    """Copy what the logbook needs of every run under `prefix`; returns {folder: its s3:// address}.
+def fetch_runs(store: ObjectStore, into: Path, known: dict[str, str]) -> dict[Path, str]:
+    """Copy what the logbook needs of every run under the store's prefix; returns {folder: its s3:// address}.
 
     Args:
-        bucket: bucket.Bucket, or anything with its `keys` and `read_blocks`.
         known: run id → updated_at of what the logbook holds already; such a run is not fetched again.
     """
-    root = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
     runs: dict[str, list[str]] = {}
     with_events = set()
-    for key, size in bucket.keys(root):
-        run_id, _, name = key.removeprefix(root).partition("/")
+    for key, size in store.list(store.prefix):
+        run_id, _, name = key.removeprefix(store.prefix).partition("/")
         if not RUN_ID_PATTERN.fullmatch(run_id) or ".." in run_id:
             continue
         if WANTED.fullmatch(name) and size <= MAX_FILE_BYTES:
@@ -35,16 +33,17 @@ def fetch_runs(bucket: Any, prefix: str, into: Path, known: dict[str, str]) -> d
             with_events.add(run_id)
     found = {}
     for run_id, names in sorted(runs.items()):
-        if "run.json" in names and fetch_run(bucket, f"{root}{run_id}/", names, into / run_id, known.get(run_id, "")):
-            found[into / run_id] = f"s3://{bucket.options.bucket}/{root}{run_id}"
+        root = f"{store.prefix}{run_id}/"
+        if "run.json" in names and fetch_run(store, root, names, into / run_id, known.get(run_id, "")):
+            found[into / run_id] = store.root + root.rstrip("/")
             if run_id in with_events:
                 (into / run_id / "tensorboard").mkdir()
     return found
 
 
-def fetch_run(bucket: Any, root: str, names: list[str], folder: Path, known: str) -> bool:
+def fetch_run(store: ObjectStore, root: str, names: list[str], folder: Path, known: str) -> bool:
     """False where the record in the bucket is no newer than what is known."""
-    fetch(bucket, f"{root}run.json", folder / "run.json")
+    copy_to_file(store, f"{root}run.json", folder / "run.json")
     try:
         record = json.loads((folder / "run.json").read_bytes())
         updated_at = str(record.get("updated_at") or "")
@@ -53,13 +52,5 @@ def fetch_run(bucket: Any, root: str, names: list[str], folder: Path, known: str
     if known and updated_at <= known:
         return False
     for name in sorted(set(names) - {"run.json"}):
-        fetch(bucket, root + name, folder / name)
+        copy_to_file(store, root + name, folder / name)
     return True
-
-
-def fetch(bucket: Any, key: str, target: Path) -> None:
-    def write(file: Any) -> None:
-        for block in bucket.read_blocks(key)[1]:
-            file.write(block)
-
-    write_atomically(target, write, binary=True)

@@ -4,7 +4,6 @@ A page depends on the sources and notes alone, so a rebuild without news changes
 """
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from lockstep.pages.source import (
     source_path,
     write_if_changed,
 )
+from lockstep.runs import files
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import RunRecord, read_json, status_of
@@ -139,8 +139,8 @@ def locked(logbook: Path) -> Iterator[None]:
     logbook.mkdir(parents=True, exist_ok=True)
     handle = os.open(logbook, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        with files.locked(handle):
+            yield
     finally:
         os.close(handle)
 

@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 from lockstep.pages.markdown import blocks, code, code_block, plain, table
+from lockstep.runs.old_configs import model_name
 from lockstep.runs.record import Node, RunRecord
 from lockstep.runs.redact import redact_text
 
@@ -23,10 +24,10 @@ def card_text(model: Any, timm_config: dict[str, Any], compared: dict[str, float
 def metadata(model: Any) -> dict[str, Any]:
     """With the result of the test in the hub's `model-index` form where the record holds one."""
     config = model.config
-    data, name = config["data"]["name"], config["model"]["name"]
+    data, name = config["data"]["name"], model_name(config)
     accuracy = tested(model).get("test/acc")
     held = {
-        "library_name": "timm" if "timm_name" in config["model"] else "pytorch",
+        "library_name": "timm" if config["model"]["_target_"].startswith("models.timm.") else "pytorch",
         "pipeline_tag": "image-classification",
         "tags": ["image-classification", name],
         "datasets": [data],

@@ -1,13 +1,12 @@
 """Publishing a report, and which were published: `logbook/reports/<name>.json` holds the link to each."""
 
-import hashlib
 import json
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from lockstep.pages.comparison_page import labels_for
 from lockstep.pages.entry import Entry
@@ -85,32 +84,12 @@ def publish_report(
 
 def put_report(page: bytes, file_name: str, to: str, endpoint_url: str | None) -> tuple[str, str]:
     """(s3:// address, web address); a browser can read the latter where the bucket's policy lets it."""
-    import base64
+    from lockstep.storage.bucket import open_store
 
-    from lockstep.storage.s3 import S3Options, make_client, translated
-
-    options = S3Options(to, endpoint_url=endpoint_url)
-    key = f"{options.prefix}/{file_name}".lstrip("/")
-    checksum = base64.b64encode(hashlib.sha256(page).digest()).decode()
-    client = make_client(options)
-    with translated(options):
-        client.put_object(
-            Bucket=options.bucket, Key=key, Body=page, ContentType="text/html; charset=utf-8",
-            CacheControl="no-cache", ChecksumSHA256=checksum, **options.put_arguments(),
-        )  # fmt: skip
-    return f"s3://{options.bucket}/{key}", f"{web_host(client.meta.endpoint_url, options.bucket)}/{key}"
-
-
-def web_host(endpoint_url: str, bucket: str) -> str:
-    """The endpoint may have come from the environment or a profile."""
-    if (urlsplit(endpoint_url).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn")):
-        return amazon_host(bucket)
-    return f"{endpoint_url.rstrip('/')}/{bucket}"
-
-
-def amazon_host(bucket: str) -> str:
-    """A name with dots does not fit Amazon's certificate."""
-    return f"https://s3.amazonaws.com/{bucket}" if "." in bucket else f"https://{bucket}.s3.amazonaws.com"
+    store = open_store({"uri": to, "endpoint_url": endpoint_url})
+    key = f"{store.prefix}{file_name}"
+    store.put(key, page, content_type="text/html; charset=utf-8")
+    return store.root + key, store.web_root + key
 
 
 def write_report(page: bytes, file_name: str, folder: Path, logbook: Path) -> tuple[str, str]:

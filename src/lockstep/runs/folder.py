@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import UserError
+from lockstep.runs.old_configs import today
 
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -135,7 +136,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read as a run's config: {' '.join(str(error).split())[:300]}.") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a run's config: it holds no mapping.")
-    return config
+    return today(config)
 
 
 def find_run(logs: Path, run_id: str) -> RunFolder:

@@ -9,6 +9,8 @@ Imports no torch.
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 SRC = Path(__file__).resolve().parents[2]
@@ -50,6 +52,18 @@ def set_up(*, verbose: bool = False, quiet: bool = False) -> None:
     level = logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO
     for name in ("__main__", *(path.stem for path in SRC.iterdir())):
         logging.getLogger(name).setLevel(level)
+
+
+@contextmanager
+def only_warnings(name: str) -> Iterator[None]:
+    """What loggers under `name` have to say is said by another process of this machine already."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _write_nowhere(stream: object) -> None:

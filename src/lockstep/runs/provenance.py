@@ -18,8 +18,14 @@ DIFF_LIMIT_BYTES = 200_000
 def code_state(repository: Path) -> dict[str, Any]:
     """{commit, dirty, tree_hash}: pages of the logbook do not make a run dirty, src, configs and requirements do."""
     commit = _git(repository, "rev-parse", "HEAD")
-    changed = _git(repository, "status", "--porcelain", "--", *CODE)
-    return {"commit": commit, "dirty": bool(changed) if commit else None, "tree_hash": tree_hash(repository)}
+    dirty = bool(_git(repository, "status", "--porcelain", "--", *CODE)) if commit else None
+    return {"commit": commit or _commit_of_image(repository), "dirty": dirty, "tree_hash": tree_hash(repository)}
+
+
+def _commit_of_image(repository: Path) -> str | None:
+    """What launch/Dockerfile wrote down: an image holds no .git."""
+    path = repository / "COMMIT"
+    return path.read_text().strip() or None if path.is_file() else None
 
 
 def tree_hash(repository: Path) -> str:

@@ -8,18 +8,94 @@ it makes the checkpoint complete, and its sha256 tells whether the bytes are sti
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs.files import sync_folder, write_atomically
+from lockstep.runs.files import Checksum, checksum_of, sync_folder, write_atomically
 
 log = logging.getLogger(__name__)
 
 NAME = re.compile(r"(?P<kind>best|last)(?P<before>-before)?-step(?P<step>\d{8,})\.ckpt")
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """What is known of a checkpoint: the small file beside it, and what goes along with it to the bucket.
+
+    bytes, sha256: of the file; of a folder of shards over all its files. 0 and empty where this machine holds only
+        its own ranks' shards.
+    files: of a folder of shards, each file by its name.
+    epoch, batches_done, batches_per_epoch, phase: where in training it stands (callbacks/resume_point.py).
+    metric: what a best reached, e.g. {"val/acc": 0.91}.
+    """
+
+    step: int
+    bytes: int = 0
+    sha256: str = ""
+    epoch: int = 0
+    metric: dict[str, float] = field(default_factory=dict)
+    files: dict[str, Checksum] | None = None
+    world_size: int | None = None
+    batches_done: int | None = None
+    batches_per_epoch: int | None = None
+    phase: str | None = None
+    s3_uri: str | None = None
+
+    @classmethod
+    def of(cls, measured: "Measured", *, step: int, **known: Any) -> "Sidecar":
+        return cls(step, measured.bytes, measured.sha256, files=measured.files, **known)
+
+    def as_json(self) -> dict[str, object]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A checkpoint's bytes and sha256; of a folder over its sorted files, each also on its own."""
+
+    bytes: int
+    sha256: str
+    files: dict[str, Checksum] | None = None
+
+
+def parse_sidecar(held: object) -> Sidecar | None:
+    """None where it is no mapping, or bytes, sha256 or step are not what they must be; other nonsense is left out."""
+    if not isinstance(held, Mapping):
+        return None
+    known = {name: held[name] for name in {one.name for one in fields(Sidecar)} & held.keys()}
+    try:
+        known.update(
+            step=int(held["step"]),
+            bytes=int(held.get("bytes") or 0),
+            sha256=str(held.get("sha256") or ""),
+            epoch=int(held.get("epoch") or 0),
+            metric=finite(held.get("metric")),
+            files=None if held.get("files") is None else parse_checksums(held["files"]),
+        )
+        return Sidecar(**known)
+    except (ValueError, OverflowError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def parse_checksums(held: Mapping[str, Any]) -> dict[str, Checksum]:
+    """{file name: bytes and sha256}, as sidecars and manifests have them.
+
+    Raises:
+        ValueError, OverflowError, KeyError, TypeError, AttributeError: it is nothing of the kind.
+    """
+    return {str(name): Checksum(int(file["bytes"]), str(file["sha256"])) for name, file in held.items()}
+
+
+def finite(metric: object) -> dict[str, float]:
+    """Those values that are numbers: JSON has no nan."""
+    values = metric.items() if isinstance(metric, Mapping) else ()
+    return {str(name): float(v) for name, v in values if isinstance(v, int | float) and math.isfinite(v)}
 
 
 def checkpoint_name(kind: str, step: int) -> str:
@@ -30,69 +106,63 @@ def sidecar_path(checkpoint: Path) -> Path:
     return checkpoint.with_name(checkpoint.name + ".json")
 
 
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def measure(checkpoint: Path) -> dict[str, Any]:
-    """{bytes, sha256} of a file; of a folder, over its sorted files, each also on its own under `files`."""
+def measure(checkpoint: Path) -> Measured:
+    """Reads all of it."""
     if checkpoint.is_file():
-        return {"bytes": checkpoint.stat().st_size, "sha256": sha256_of(checkpoint)}
-    files = {
-        str(path.relative_to(checkpoint)): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-        for path in sorted(checkpoint.rglob("*"))
-        if path.is_file()
-    }
-    whole = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-    return {"bytes": sum(f["bytes"] for f in files.values()), "sha256": whole, "files": files}
+        whole = checksum_of(checkpoint)
+        return Measured(whole.bytes, whole.sha256)
+    paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
+    files = {str(path.relative_to(checkpoint)): checksum_of(path) for path in paths}
+    listed = {name: asdict(file) for name, file in files.items()}
+    sha256 = hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
+    return Measured(sum(file.bytes for file in files.values()), sha256, files)
 
 
-def write_sidecar(checkpoint: Path, facts: dict[str, Any]) -> None:
-    """facts: bytes, sha256, epoch, step, world_size, metric, …"""
-    write_atomically(sidecar_path(checkpoint), lambda file: file.write(json.dumps(facts, indent=1) + "\n"))
+def write_sidecar(checkpoint: Path, sidecar: Sidecar) -> None:
+    text = json.dumps(sidecar.as_json(), indent=1) + "\n"
+    write_atomically(sidecar_path(checkpoint), lambda file: file.write(text))
 
 
-def read_sidecar(checkpoint: Path) -> dict[str, Any] | None:
-    """The facts of a complete checkpoint; None where they are missing or torn."""
+def read_sidecar(checkpoint: Path) -> Sidecar | None:
+    """What is known of a complete checkpoint; None where it is missing or torn."""
     try:
-        facts = json.loads(sidecar_path(checkpoint).read_text())
-    except (OSError, ValueError):
+        held = json.loads(sidecar_path(checkpoint).read_text())
+    except (OSError, ValueError, RecursionError):
         return None
-    return facts if isinstance(facts, dict) and {"bytes", "sha256", "step"} <= facts.keys() else None
+    return parse_sidecar(held) if isinstance(held, dict) and {"bytes", "sha256", "step"} <= held.keys() else None
 
 
 def fault_of(checkpoint: Path) -> str | None:
     """Why a checkpoint cannot be used, in words; None where it is whole."""
-    facts = read_sidecar(checkpoint)
-    if facts is None:
+    sidecar = read_sidecar(checkpoint)
+    if sidecar is None:
         return "it has no readable " + sidecar_path(checkpoint).name
     if not checkpoint.exists():
         return "it is gone"
     found = measure(checkpoint)
-    if found["bytes"] != facts["bytes"]:
-        return f"it holds {found['bytes']} bytes instead of {facts['bytes']}"
-    return None if found["sha256"] == facts["sha256"] else "its sha256 is not the one that was written"
+    if found.bytes != sidecar.bytes:
+        return f"it holds {found.bytes} bytes instead of {sidecar.bytes}"
+    return None if found.sha256 == sidecar.sha256 else "its sha256 is not the one that was written"
 
 
-def complete(folder: Path, kind: str | None = None) -> Iterator[tuple[Path, dict[str, Any]]]:
+def complete(folder: Path, kind: str | None = None) -> Iterator[tuple[Path, Sidecar]]:
     """Complete checkpoints of a run, newest first (by step, last before best, what was set aside after its like)."""
     found = []
     for path in folder.glob("*.ckpt") if folder.is_dir() else ():
-        match, facts = NAME.fullmatch(path.name), read_sidecar(path)
-        if match and facts and kind in (None, match["kind"]):
-            found.append(((facts["step"], match["kind"], not match["before"]), path, facts))
-    for _, path, facts in sorted(found, key=lambda item: item[0], reverse=True):
-        yield path, facts
+        match, sidecar = NAME.fullmatch(path.name), read_sidecar(path)
+        if match and sidecar and kind in (None, match["kind"]):
+            found.append(((sidecar.step, match["kind"], not match["before"]), path, sidecar))
+    for _, path, sidecar in sorted(found, key=lambda item: item[0], reverse=True):
+        yield path, sidecar
 
 
-def newest_whole(folder: Path, say: Callable[[str], None] = log.info, kind: str | None = None) -> Path | None:
+def newest_whole(folder: Path, kind: str | None = None) -> Path | None:
     """The newest checkpoint whose bytes are still right; each one passed over is named."""
     for path, _ in complete(folder, kind):
         fault = fault_of(path)
         if fault is None:
             return path
-        say(f"Passed over {path.name}: {fault}.")
+        log.info(f"Passed over {path.name}: {fault}.")
     return None
 
 

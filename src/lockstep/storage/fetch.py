@@ -1,30 +1,30 @@
 """A checkpoint by its path or its s3:// address: fetched, verified by sha256, cached; and a whole run from a bucket."""
 
 import logging
-import os
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.runs.downloads import BrokenOff, Damaged, Incoming, download
 from lockstep.runs.errors import UserError
-from lockstep.runs.files import locked, sync_folder
+from lockstep.runs.files import locked_file, sha256_of
 from lockstep.runs.folder import RUN_ID_PATTERN, RunFolder, find_run
-from lockstep.storage.bucket import Bucket
+from lockstep.storage.bucket import open_store, read_small, sha256_of_object
 from lockstep.storage.checkpoint_files import (
+    Sidecar,
     checkpoint_name,
     complete,
     fault_of,
     measure,
     newest_whole,
     read_sidecar,
-    sha256_of,
     write_sidecar,
 )
-from lockstep.storage.run_bucket import KINDS, MANIFEST, SHA256, Pointer, RunBucket, parse_pointer
-from lockstep.storage.s3 import S3Options, StoreError, options_from, parse_uri
+from lockstep.storage.object_store import ObjectStore, StoreError
+from lockstep.storage.pointer import MANIFEST, SHA256, Pointer, parse_pointer
+from lockstep.storage.run_bucket import KINDS, RunBucket
+from lockstep.storage.s3_options import parse_uri
 from lockstep.storage.shards import read_manifest, shards_of
 from lockstep.storage.small_files import restore_small_files
 
@@ -50,49 +50,47 @@ def resolve_checkpoint(address: str | Path, s3: Mapping[str, Any] | None, cache:
     """
     if not is_s3(address):
         return Path(address)
-    name, key = parse_uri(str(address))
-    bucket = Bucket(options_from(s3 or {}, uri=f"s3://{name}"))
+    bucket, key = parse_uri(str(address))
+    store = open_store(s3 or {}, uri=f"s3://{bucket}")
     try:
-        return _resolve(bucket, key.rstrip("/"), cache)
+        return _resolve(store, key.rstrip("/"), cache)
     except StoreError as error:
         raise UserError(f"The checkpoint {address} cannot be used: {error}.") from None
 
 
-def _resolve(bucket: Bucket, key: str, cache: Path) -> Path:
+def _resolve(store: ObjectStore, key: str, cache: Path) -> Path:
     if not key.endswith((".json", ".ckpt")) or key.endswith(tuple(f"/{kind}.json" for kind in KINDS)):
-        pointer = _pointer_at(bucket, key)
+        pointer = _pointer_at(store, key)
         if pointer is not None:
-            return _fetch_best(bucket, pointer, cache)
-    head = bucket.head(key)
-    sha256 = str(head["Metadata"].get("sha256", ""))
+            return _fetch_best(store, pointer, cache)
+    found = store.head(key)
+    sha256 = found.sha256
     step = int((re.findall(r"-step(\d{1,12})", key) or [0])[-1])
     if not SHA256.fullmatch(sha256):
-        sha256 = bucket.sha256_of(key)  # of an object that others uploaded: at least it arrives as it lies there
-    return fetch(bucket, Pointer(key, head["ContentLength"], sha256, 0, step, {}, "", 0), cache / sha256[:16])
+        sha256 = sha256_of_object(store, key)  # of an object that others uploaded: at least it arrives as it lies there
+    return fetch(store, Pointer(key, found.bytes, sha256, 0, step, {}, "", 0), cache / sha256[:16])
 
 
-def _pointer_at(bucket: Bucket, key: str) -> Pointer | None:
+def _pointer_at(store: ObjectStore, key: str) -> Pointer | None:
     """best.json of the run at this prefix, or the pointer that is named itself."""
     pointer_key = key if key.endswith(".json") else f"{key}/best.json"
-    data, _ = bucket.read_small(pointer_key)
+    data, _ = read_small(store, pointer_key)
     if data is None and key.endswith(".json"):
         raise StoreError("missing", "there is no such object")
     return None if data is None else parse_pointer(data, pointer_key.rpartition("/")[0] + "/")
 
 
-def _fetch_best(bucket: Bucket, pointer: Pointer, cache: Path) -> Path:
+def _fetch_best(store: ObjectStore, pointer: Pointer, cache: Path) -> Path:
     try:
-        return fetch(bucket, pointer, cache / pointer.sha256[:16])
+        return fetch(store, pointer, cache / pointer.sha256[:16])
     except StoreError as error:
         if error.kind not in ("corrupt", "missing") or not pointer.previous:
             raise
-        before = f"s3://{bucket.options.bucket}/{pointer.previous.get('key')}"
+        before = store.root + pointer.previous.key
         raise StoreError(error.kind, f"{error}; the best before it is {before}") from None
 
 
-def fetch(
-    bucket: Bucket, pointer: Pointer, folder: Path, name: str | None = None, say: Callable[[str], None] = log.info
-) -> Path:
+def fetch(store: ObjectStore, pointer: Pointer, folder: Path, name: str | None = None) -> Path:
     """The checkpoint that a pointer names, whole, in `folder`, with its sidecar; used again where it is there.
 
     Raises:
@@ -100,16 +98,15 @@ def fetch(
     """
     key_name = pointer.key.removesuffix("/" + MANIFEST).rpartition("/")[2]
     path = folder / (name or f"{FALLBACK.sub('-', key_name).removesuffix('.ckpt')}.ckpt")
-    with _locked(folder, path.name):
+    with locked_file(folder / f".{path.name}.lock"):
         if fault_of(path) is None and not lacks_shards(path):
             return path
         if pointer.folder is not None:
-            _fetch_shards(bucket, pointer, path, say)
+            _fetch_shards(store, pointer, path)
         else:
-            download(bucket, pointer.key, path, pointer.bytes, pointer.sha256, say)
-        facts = {"epoch": pointer.epoch, "step": pointer.step, "metric": pointer.metric}
-        uri = f"s3://{bucket.options.bucket}/{pointer.key}"
-        write_sidecar(path, {**measure(path), **facts, "s3_uri": uri})
+            fetch_object(store, pointer.key, path, pointer.bytes, pointer.sha256)
+        known = {"epoch": pointer.epoch, "metric": pointer.metric, "s3_uri": store.root + pointer.key}
+        write_sidecar(path, Sidecar.of(measure(path), step=pointer.step, **known))
         return path
 
 
@@ -118,82 +115,48 @@ def lacks_shards(path: Path) -> bool:
     return any(not (path / name).is_file() for name in shards_of(path))
 
 
-def _fetch_shards(bucket: Bucket, pointer: Pointer, path: Path, say: Callable[[str], None]) -> None:
+def _fetch_shards(store: ObjectStore, pointer: Pointer, path: Path) -> None:
     """The manifest last here too: a broken-off fetch leaves no folder that looks complete."""
     path.mkdir(parents=True, exist_ok=True)
     incoming = path / f".{MANIFEST}.incoming"
-    download(bucket, pointer.key, incoming, pointer.bytes, pointer.sha256, say)
-    for name, facts in read_manifest(incoming.read_bytes()).items():
-        if not (path / name).exists() or sha256_of(path / name) != facts["sha256"]:
-            download(bucket, f"{pointer.folder}{name}", path / name, facts["bytes"], facts["sha256"], say)
-    os.replace(incoming, path / MANIFEST)
+    fetch_object(store, pointer.key, incoming, pointer.bytes, pointer.sha256)
+    for name, file in read_manifest(incoming.read_bytes()).items():
+        if not (path / name).exists() or sha256_of(path / name) != file.sha256:
+            fetch_object(store, f"{pointer.folder}{name}", path / name, file.bytes, file.sha256)
+    incoming.replace(path / MANIFEST)
 
 
-def download(
-    bucket: Bucket, key: str, target: Path, num_bytes: int, sha256: str, say: Callable[[str], None] = log.info
-) -> None:
-    """Fetch one object beside the target, continue where it breaks off, verify, rename."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{sha256[:8]}.part")
-    head = bucket.head(key)
-    if head["ContentLength"] != num_bytes:
-        raise StoreError("corrupt", f"{key} has {head['ContentLength']} bytes in the bucket instead of {num_bytes}")
-    continued = _append_until_whole(bucket, key, head["ETag"], partial, num_bytes, say)
-    if sha256_of(partial) != sha256 and continued:
-        partial.unlink()  # the part that lay here may be what is wrong
-        _append_until_whole(bucket, key, head["ETag"], partial, num_bytes, say)
-    if sha256_of(partial) != sha256:
-        partial.unlink()
-        raise StoreError("corrupt", f"{key} is not what was uploaded (its sha256 differs)")
-    os.replace(partial, target)
-    sync_folder(target.parent)
+def fetch_object(store: ObjectStore, key: str, target: Path, num_bytes: int, sha256: str) -> None:
+    """One object, which must be what these numbers say."""
+    found = store.head(key)
+    if found.bytes != num_bytes:
+        raise StoreError("corrupt", f"{key} has {found.bytes} bytes in the bucket instead of {num_bytes}")
+
+    def source(start: int) -> Incoming:
+        if start > num_bytes:
+            return source(0)
+        blocks = _blocks(store, key, start, found.etag) if start < num_bytes else iter(())
+        return Incoming(start, num_bytes, blocks)
+
+    part = target.with_name(f".{target.name}.{sha256[:8]}.part")
+    try:
+        download(source, part, target, digest=sha256, pauses_s=RETRY_DELAYS_S)
+    except BrokenOff as error:
+        raise StoreError("unreachable", str(error)) from None
+    except Damaged:
+        raise StoreError("corrupt", f"{key} is not what was uploaded (its sha256 differs)") from None
 
 
-def _append_until_whole(
-    bucket: Bucket, key: str, etag: str, partial: Path, num_bytes: int, say: Callable[[str], None]
-) -> bool:
-    """True where it continued a part that lay there already."""
-    if _size(partial) > num_bytes:
-        partial.unlink()
-    before = reached = _size(partial)
-    failures = 0
-    while reached < num_bytes or not partial.exists():
-        try:
-            _append(bucket, key, etag, partial, num_bytes)
-        except StoreError as error:
-            failures = 1 if _size(partial) > reached else failures + 1
-            if error.kind not in ("unreachable", "busy") or failures > len(RETRY_DELAYS_S):
-                raise
-            delay_s = RETRY_DELAYS_S[failures - 1]
-            say(f"s3: {error}; {_size(partial)} of {num_bytes} bytes are here, going on in {delay_s:g} s.")
-            time.sleep(delay_s)
-        reached = _size(partial)
-    return before > 0
+def _blocks(store: ObjectStore, key: str, start: int, etag: str) -> Iterator[bytes]:
+    try:
+        yield from store.get(key, start, etag).blocks
+    except StoreError as error:
+        if error.kind not in ("unreachable", "busy"):
+            raise
+        raise BrokenOff(f"s3: {error}") from None
 
 
-def _append(bucket: Bucket, key: str, etag: str, partial: Path, num_bytes: int) -> None:
-    with partial.open("ab") as file:
-        for block in bucket.read_blocks(key, file.tell(), etag)[1] if num_bytes else ():
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-    if _size(partial) < num_bytes:
-        raise StoreError("unreachable", "the connection to the store broke")
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-@contextmanager
-def _locked(folder: Path, name: str) -> Iterator[None]:
-    """One process of this machine at a time; the lock goes with the process."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f".{name}.lock").open("w") as file, locked(file):
-        yield
-
-
-def fetch_run(options: S3Options, folder: RunFolder, say: Callable[[str], None] = log.info) -> Path | None:
+def fetch_run(store: ObjectStore, folder: RunFolder) -> Path | None:
     """Bring a run back from its bucket: its newest whole checkpoint, its best, its small files.
 
     What this machine has and is as new stays. A checkpoint that is damaged in the bucket is passed over, and said.
@@ -202,38 +165,37 @@ def fetch_run(options: S3Options, folder: RunFolder, say: Callable[[str], None] 
     Raises:
         UserError: the bucket cannot be used, and this machine has no whole checkpoint to go on from.
     """
-    local = newest_whole(folder.checkpoints, say)
-    local_step = int((read_sidecar(local) or {})["step"]) if local else -1
+    local = newest_whole(folder.checkpoints)
+    known = read_sidecar(local) if local else None
+    local_step = known.step if known else -1
     if local and lacks_shards(local):
         local_step -= 1  # the bucket's of the same step is whole
+    run = RunBucket(store, folder.run_id)
     try:
-        run = RunBucket(Bucket(options), options.prefix, folder.run_id)
         named = [(pointer, kind) for kind in KINDS for pointer in run.pointers(kind)]
         newer = [entry for entry in named if entry[0].step > local_step]
-        fetched = _first_whole(run, newer, folder, say)
+        fetched = _first_whole(store, newer, folder)
         best = [entry for entry in named if entry[1] == "best"]
         if best and not any(folder.checkpoints.glob(f"{checkpoint_name('best', best[0][0].step)}.json")):
-            _first_whole(run, best, folder, say)
+            _first_whole(store, best, folder)
         if named or not folder.record.exists():
             restore_small_files(run, folder)
         return fetched
     except StoreError as error:
         if local is None:
-            raise UserError(f"The run {folder.run_id} cannot be fetched from {options.uri}: {error}.") from None
-        say(f"s3: the run cannot be looked up in {options.uri}: {error}; going on with what is here.")
+            raise UserError(f"The run {folder.run_id} cannot be fetched from {run.uri}: {error}.") from None
+        log.info(f"s3: the run cannot be looked up in {run.uri}: {error}; going on with what is here.")
         return None
 
 
-def _first_whole(
-    run: RunBucket, named: list[tuple[Pointer, str]], folder: RunFolder, say: Callable[[str], None]
-) -> Path | None:
+def _first_whole(store: ObjectStore, named: list[tuple[Pointer, str]], folder: RunFolder) -> Path | None:
     for pointer, kind in sorted(named, key=lambda entry: (entry[0].step, entry[1]), reverse=True):
         try:
-            return fetch(run.bucket, pointer, folder.checkpoints, checkpoint_name(kind, pointer.step), say)
+            return fetch(store, pointer, folder.checkpoints, checkpoint_name(kind, pointer.step))
         except StoreError as error:
             if error.kind not in ("corrupt", "missing"):
                 raise
-            say(f"Passed over s3://{run.bucket.options.bucket}/{pointer.key}: {error}.")
+            log.info(f"Passed over {store.root}{pointer.key}: {error}.")
     return None
 
 

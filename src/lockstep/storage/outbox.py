@@ -12,9 +12,10 @@ import shutil
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from lockstep.runs.files import locked, write_atomically
+from lockstep.runs.files import locked_file, write_atomically
+from lockstep.runs.full_disk import is_full
+from lockstep.storage.checkpoint_files import Sidecar, parse_sidecar
 
 ITEM = "item.json"
 START, START_LOCK = "start.json", "start.lock"
@@ -28,9 +29,9 @@ class Item:
     """Something to upload.
 
     Args:
-        kind: best, last, or files (the run's small files, which are not spooled).
-        path: the checkpoint in the spool: a file, or the folder with this rank's files of a sharded one.
-        entry: its folder in the spool; None where it is not spooled.
+        kind: best, last, or files (the run's small files, which the outbox does not hold).
+        path: the checkpoint in the outbox: a file, or the folder with this rank's files of a sharded one.
+        entry: its folder in the outbox; None where it is not there.
         generation: of the start that saved it, where it had one.
         adopted: left by an earlier process; goes nowhere where the bucket names a later step.
         sent: of a sharded checkpoint, the files that are known to be in the bucket.
@@ -38,7 +39,7 @@ class Item:
 
     kind: str
     path: Path = Path()
-    sidecar: dict[str, Any] = field(default_factory=dict)
+    sidecar: Sidecar = field(default_factory=lambda: Sidecar(step=0))
     entry: Path | None = None
     not_before: float = 0.0
     urgent: bool = False
@@ -48,10 +49,24 @@ class Item:
 
     @property
     def step(self) -> int:
-        return int(self.sidecar.get("step", 0))
+        return self.sidecar.step
 
 
-class Spool:
+@dataclass(frozen=True)
+class Notes:
+    """What a start leaves for whoever finishes its uploads.
+
+    generation: of the start in the bucket; None where it never reached it.
+    flush_left_s: how long the end of the run may still wait for uploads.
+    deadline: when this machine goes (time.time()).
+    """
+
+    generation: int | None = None
+    flush_left_s: float | None = None
+    deadline: float | None = None
+
+
+class Outbox:
     """
     Args:
         folder: made when the first checkpoint comes.
@@ -62,35 +77,40 @@ class Spool:
         self.folder, self.rank = folder, rank
         self._noting = threading.Lock()
 
-    def add(self, kind: str, path: Path, sidecar: dict[str, Any], generation: int = 0) -> Item:
-        """Link a checkpoint into the spool; where the disk has no room for even that, the item names the original."""
-        entry = self.folder / f"rank{self.rank:05d}-{kind}-step{int(sidecar.get('step', 0)):08d}"
+    def add(self, kind: str, path: Path, sidecar: Sidecar, generation: int = 0) -> Item:
+        """Link a checkpoint into the outbox; where the disk has no room for even that, the item names the original."""
+        entry = self.folder / f"rank{self.rank:05d}-{kind}-step{sidecar.step:08d}"
         item = Item(kind, entry / path.name, sidecar, entry, generation=generation)
-        description = json.dumps({"kind": kind, "name": path.name, "sidecar": sidecar, "generation": generation})
+        held = {"kind": kind, "name": path.name, "sidecar": sidecar.as_json(), "generation": generation}
         shutil.rmtree(entry, ignore_errors=True)
         try:
             _link(path, item.path, own_files(path, self.rank) if path.is_dir() else None)
-            write_atomically(entry / ITEM, lambda file: file.write(description))
+            write_atomically(entry / ITEM, lambda file: file.write(json.dumps(held)))
         except OSError as error:
             shutil.rmtree(entry, ignore_errors=True)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not is_full(error):
                 raise
             return Item(kind, path, sidecar, generation=generation)
         return item
 
-    def note(self, **facts: Any) -> None:
-        """Keep facts of this start for whoever finishes its uploads: generation, flush_left_s, deadline."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def note(self, **known: float | None) -> None:
+        """Keep values of Notes by their names; the others stay as they are."""
         # The uploading thread and the training one both do, and other ranks that share the folder.
-        with self._noting, (self.folder / START_LOCK).open("w") as file, locked(file, wait_s=2.0):
-            text = json.dumps({**self.notes(), **facts})
+        with self._noting, locked_file(self.folder / START_LOCK, wait_s=2.0):
+            text = json.dumps({**self._noted(), **known})
             write_atomically(self.folder / START, lambda file: file.write(text))
 
-    def notes(self) -> dict[str, Any]:
+    def notes(self) -> Notes:
+        noted = self._noted()
+        generation = noted.get("generation")
+        return Notes(None if generation is None else int(generation), noted.get("flush_left_s"), noted.get("deadline"))
+
+    def _noted(self) -> dict[str, float | None]:
         try:
-            return dict(json.loads((self.folder / START).read_text()))
-        except (OSError, ValueError, TypeError):
+            held = json.loads((self.folder / START).read_text()).items()
+        except (OSError, ValueError, AttributeError):
             return {}
+        return {name: value for name, value in held if value is None or isinstance(value, int | float)}
 
     def drop(self, item: Item) -> None:
         if item.entry is not None:
@@ -128,12 +148,14 @@ def _owner(name: str) -> int:
 
 def _read_entry(entry: Path) -> Item | None:
     try:
-        fields = json.loads((entry / ITEM).read_text())
-        path = entry / Path(fields["name"]).name
-        item = Item(fields["kind"], path, fields["sidecar"], entry, generation=fields["generation"], adopted=True)
+        held = json.loads((entry / ITEM).read_text())
+        path, sidecar = entry / Path(held["name"]).name, parse_sidecar(held["sidecar"])
+        kind, generation = str(held["kind"]), int(held["generation"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return item if path.exists() and item.kind in ("best", "last") else None
+    if sidecar is None or not path.exists() or kind not in ("best", "last"):
+        return None
+    return Item(kind, path, sidecar, entry, generation=generation, adopted=True)
 
 
 def _link(source: Path, target: Path, names: list[str] | None) -> None:

@@ -11,24 +11,21 @@ and older generations, and only once the pointer is its own.
 """
 
 import json
-import math
 import re
 import secrets
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import checked_run_id
-from lockstep.storage.bucket import Bucket
-from lockstep.storage.s3 import StoreError, checked_key
+from lockstep.storage.bucket import read_small
+from lockstep.storage.checkpoint_files import finite
+from lockstep.storage.object_store import ObjectStore, StoredObject, StoreError, checked_key
+from lockstep.storage.pointer import NOT_READABLE, OBJECT_NAME, Pointer, parse_pointer
 
 KINDS = ("best", "last")
-MANIFEST = "manifest.json"
 MAX_TRIES = 20
-OBJECT_NAME = re.compile(r"(best|last)-step(\d+)-g(\d+)(-[0-9a-f]{8})?(\.[A-Za-z0-9]+)?(/.*)?")
-SHA256 = re.compile(r"[0-9a-f]{64}")
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=@+-]{0,199}")
 
 
@@ -39,61 +36,10 @@ class Superseded(StoreError):
         super().__init__("superseded", f"a newer start of this run (number {generation}) has taken over in the bucket")
 
 
-@dataclass(frozen=True)
-class Pointer:
-    """What best.json or last.json says; `key` is the checkpoint file, or a sharded one's manifest."""
-
-    key: str
-    bytes: int
-    sha256: str
-    epoch: int
-    step: int
-    metric: dict[str, float]
-    run_id: str
-    generation: int
-    previous: dict[str, Any] | None = None
-
-    @property
-    def folder(self) -> str | None:
-        """Of a sharded checkpoint: the key up to its manifest."""
-        return self.key.removesuffix(MANIFEST) if self.key.endswith("/" + MANIFEST) else None
-
-    def owns(self, key: str) -> bool:
-        return key == self.key or (self.folder is not None and key.startswith(self.folder))
-
-
 def run_root(prefix: str, run_id: str) -> str:
     """`<prefix>/<run_id>/`; a run id cannot leave the prefix."""
     prefix = checked_key(prefix).strip("/")
     return f"{prefix}/{checked_run_id(run_id)}/" if prefix else f"{checked_run_id(run_id)}/"
-
-
-def parse_pointer(data: bytes, root: str) -> Pointer:
-    """
-    Raises:
-        StoreError: kind "corrupt": no JSON of the right form, or it names something outside the run's checkpoints.
-    """
-    try:
-        fields = json.loads(data)
-        previous = fields.get("previous")
-        pointer = Pointer(
-            key=str(fields["key"]),
-            bytes=int(fields["bytes"]),
-            sha256=str(fields["sha256"]),
-            epoch=int(fields["epoch"]),
-            step=int(fields["step"]),
-            metric=_finite(fields["metric"]),
-            run_id=str(fields["run_id"]),
-            generation=int(fields["generation"]),
-            previous=previous if isinstance(previous, dict) else None,
-        )
-    except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError):
-        raise StoreError("corrupt", f"a pointer under {root} is not readable") from None
-    name = pointer.key.removeprefix(f"{root}checkpoints/")
-    inside = pointer.key == f"{root}checkpoints/{name}" and OBJECT_NAME.fullmatch(name) and ".." not in name
-    if not inside or not SHA256.fullmatch(pointer.sha256) or pointer.bytes < 0:
-        raise StoreError("corrupt", f"a pointer under {root} names nothing that this run could have written")
-    return pointer
 
 
 class RunBucket:
@@ -101,28 +47,30 @@ class RunBucket:
     Args:
         start_id: names this start of the run, the same on all its ranks; rank 0 claims a generation for it.
     Attributes:
+        root: what the keys of the run begin with, `<prefix>/<run_id>/`.
         generation: of this start; 0 until `prepare` or `join`.
     """
 
-    def __init__(self, bucket: Bucket, prefix: str, run_id: str, start_id: str | None = None) -> None:
-        self.bucket, self.run_id, self.generation, self.prepared = bucket, run_id, 0, False
+    def __init__(self, store: ObjectStore, run_id: str, start_id: str | None = None) -> None:
+        self.store, self.run_id, self.generation, self.prepared = store, run_id, 0, False
         self.start_id = start_id or secrets.token_hex(8)
-        self.root = run_root(prefix, run_id)
+        self.root = run_root(store.prefix, run_id)
 
     @property
     def uri(self) -> str:
-        return f"s3://{self.bucket.options.bucket}/{self.root.rstrip('/')}"
+        return f"{self.store.root}{self.root.rstrip('/')}"
 
     def prepare(self) -> None:
-        """Become the newest start of this run: next generation, leftovers swept, pointers taken over. Repeatable."""
+        """Become the newest start of this run: next generation, leftovers swept, pointers taken over. Repeatable.
+
+        Raises:
+            Superseded: the generation that an earlier process claimed is no longer the newest.
+        """
         if not self.generation:
             self._claim()
         if not self.prepared:
-            try:
-                self.bucket.abort_unfinished(self.root)
-            except StoreError as error:
-                if error.kind != "refused":  # a role that may not list them: a lifecycle rule of the bucket sweeps them
-                    raise
+            self.check_current()
+            self.store.delete(self.root, only_unfinished=True)
             for kind in KINDS:
                 self._take_over(kind)
             self.prepared = True
@@ -130,11 +78,11 @@ class RunBucket:
     def _claim(self) -> None:
         key = f"{self.root}generation.json"
         for attempt in _tries(key):
-            data, etag = self.bucket.read_small(key)
+            data, etag = read_small(self.store, key)
             mine = _generation_in(data) + 1
             claim = {"generation": mine, "start_id": self.start_id, "claimed_at": utc_now(), "write_id": attempt}
             try:
-                self.bucket.swap(key, _json(claim), etag)
+                self.store.swap(key, _json(claim), etag)
                 self.generation = mine
                 return
             except StoreError as error:
@@ -143,17 +91,17 @@ class RunBucket:
 
     def join(self) -> bool:
         """On another rank: take the generation that rank 0 claimed for this start; False: it has not yet."""
-        data, _ = self.bucket.read_small(f"{self.root}generation.json")
+        data, _ = read_small(self.store, f"{self.root}generation.json")
         if not self.prepared and data is not None and json.loads(data).get("start_id") == self.start_id:
             self.generation, self.prepared = _generation_in(data), True
         return self.prepared
 
     def newest_generation(self) -> int:
-        return _generation_in(self.bucket.read_small(f"{self.root}generation.json")[0])
+        return _generation_in(read_small(self.store, f"{self.root}generation.json")[0])
 
     def read_pointer(self, kind: str) -> tuple[Pointer | None, str | None]:
         """(what it says, ETag); (None, ETag) where somebody wrote nonsense over it."""
-        data, etag = self.bucket.read_small(f"{self.root}{kind}.json")
+        data, etag = read_small(self.store, f"{self.root}{kind}.json")
         if data is None:
             return None, None
         try:
@@ -164,13 +112,7 @@ class RunBucket:
     def pointers(self, kind: str) -> list[Pointer]:
         """What the pointer names, then its predecessor: where the first is damaged, the second serves."""
         pointer, _ = self.read_pointer(kind)
-        found = [pointer] if pointer else []
-        if pointer and pointer.previous:
-            try:
-                found.append(parse_pointer(_json(pointer.previous), self.root))
-            except StoreError:
-                return found
-        return found
+        return [found for found in (pointer, pointer and pointer.previous) if found]
 
     def _take_over(self, kind: str) -> None:
         """Put our generation into an existing pointer, so that no older process can move it any more."""
@@ -182,31 +124,41 @@ class RunBucket:
                 self.check_current(pointer)
                 break
             try:
-                self._write(kind, {**asdict(pointer), "generation": self.generation}, attempt, etag)
+                self._write(kind, replace(pointer, generation=self.generation), attempt, etag)
                 break
             except StoreError as error:
                 if error.kind != "conflict":
                     raise
         self.prune(kind)
 
-    def move(self, kind: str, entry: dict[str, Any], only_forward: bool = False) -> Pointer:
-        """Let the pointer name `entry` (key, bytes, sha256, epoch, step, metric), which must be complete.
+    def move(
+        self,
+        kind: str,
+        stored: StoredObject,
+        *,
+        step: int,
+        epoch: int = 0,
+        metric: Mapping[str, float] | None = None,
+        only_forward: bool = False,
+    ) -> Pointer:
+        """Let the pointer name what was stored, which must be complete.
 
         Args:
             only_forward: leave it where it names a later or equal step already.
         Raises:
             Superseded: a newer start of the run exists.
         """
+        wanted = Pointer(
+            stored.key, stored.bytes, stored.sha256, epoch, step, finite(metric), self.run_id, self.generation
+        )
         for attempt in _tries(f"{self.root}{kind}.json"):
             current, etag = self.read_pointer(kind)
             self.check_current(current)
-            if current and (current.key == entry["key"] or (only_forward and current.step >= entry["step"])):
+            if current and (current.key == wanted.key or (only_forward and current.step >= step)):
                 return current
-            previous = {**asdict(current), "previous": None} if current else None
-            fields = {**entry, "metric": _finite(entry["metric"]), "previous": previous}
-            fields.update(run_id=self.run_id, generation=self.generation)
+            moved = replace(wanted, previous=replace(current, previous=None) if current else None)
             try:
-                moved = self._write(kind, fields, attempt, etag)
+                self._write(kind, moved, attempt, etag)
             except StoreError as error:
                 if error.kind != "conflict":
                     raise
@@ -221,11 +173,9 @@ class RunBucket:
         if newest > self.generation:
             raise Superseded(newest)
 
-    def _write(self, kind: str, fields: dict[str, Any], write_id: str, etag: str | None) -> Pointer:
-        data = _json({**fields, "written_at": utc_now(), "write_id": write_id})
-        pointer = parse_pointer(data, self.root)
-        self.bucket.swap(f"{self.root}{kind}.json", data, etag)
-        return pointer
+    def _write(self, kind: str, pointer: Pointer, write_id: str, etag: str | None) -> None:
+        data = _json({**asdict(pointer), "written_at": utc_now(), "write_id": write_id})
+        self.store.swap(f"{self.root}{kind}.json", data, etag)
 
     def prune(self, kind: str) -> list[str]:
         """Delete this kind's objects but the named one and its predecessor; returns what was deleted."""
@@ -233,10 +183,10 @@ class RunBucket:
         if not kept or kept[0].generation != self.generation:
             return []
         gone = []
-        for key, _ in list(self.bucket.keys(f"{self.root}checkpoints/{kind}-")):
+        for key, _ in list(self.store.list(f"{self.root}checkpoints/{kind}-")):
             match = OBJECT_NAME.fullmatch(key.removeprefix(f"{self.root}checkpoints/"))
             if match and not any(pointer.owns(key) for pointer in kept) and self._is_older(match, kept[0]):
-                self.bucket.delete(key)
+                self.store.delete(key)
                 gone.append(key)
         return gone
 
@@ -274,15 +224,9 @@ def _generation_in(data: bytes | None) -> int:
         return 0
     try:
         return max(0, int(json.loads(data)["generation"]))
-    except (ValueError, OverflowError, KeyError, TypeError, RecursionError):
+    except NOT_READABLE:
         raise StoreError("corrupt", "generation.json of this run is not readable: delete it to go on") from None
 
 
-def _finite(metric: Any) -> dict[str, float]:
-    """{"val/acc": 0.91}: JSON has no nan."""
-    values = {str(name): float(value) for name, value in dict(metric or {}).items()}
-    return {name: value for name, value in values.items() if math.isfinite(value)}
-
-
-def _json(fields: dict[str, Any]) -> bytes:
-    return (json.dumps(fields, indent=1, allow_nan=False) + "\n").encode()
+def _json(held: Mapping[str, object]) -> bytes:
+    return (json.dumps(held, indent=1, allow_nan=False) + "\n").encode()

@@ -1,254 +1,185 @@
-"""Where a bucket is and how it is reached: s3:// addresses, the boto3 client, and a sentence for each S3 error.
+"""An S3 bucket as an ObjectStore, by boto3: objects that are whole and verified, and compare-and-swap."""
 
-Credentials come from boto3's own chain alone (environment, profile, instance role). Nothing here repeats a message
-of botocore or of the store, because those can quote requests: what a user sees is written in SENTENCES.
-"""
-
-import contextlib
-import errno
-import logging
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+import base64
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.runs.errors import UserError
+from lockstep.storage.background import in_parallel
+from lockstep.storage.object_store import Content, StoredObject, StoreError, never
+from lockstep.storage.s3_client import S3Requests
+from lockstep.storage.s3_options import S3Options
+from lockstep.storage.s3_parts import PART_BYTES, PartUploads, Sums, check_local
 
-BUCKET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
-KEY = re.compile(r"[^\x00-\x1f\x7f?#\\]*")
-PARALLEL_PARTS = 4
-# Of the group s3, what says when to upload, not where: arguments of callbacks/s3_upload.py
-UPLOAD_OPTIONS = {"required", "flush_timeout_s", "last_interval_s", "files_interval_s"}
-
-# kind: what the caller can do about it. "refused" and "missing_bucket" need the user; "busy" and "unreachable" pass.
-SENTENCES: dict[str, tuple[str, str]] = {
-    "NoSuchBucket": ("missing_bucket", "the bucket {bucket} does not exist{at}: create it, or correct s3.uri"),
-    "InvalidBucketName": ("missing_bucket", "{bucket} cannot name a bucket: correct s3.uri"),
-    "InvalidAccessKeyId": ("refused", "the access key id is not known{at}: correct AWS_ACCESS_KEY_ID or the profile"),
-    "SignatureDoesNotMatch": ("refused", "the secret key does not fit the access key id{at}: correct the credentials"),
-    "RequestTimeTooSkewed": ("refused", "this machine's clock differs too much from the store's{at}: set the clock"),
-    "RequestExpired": ("refused", "this machine's clock differs too much from the store's{at}: set the clock"),
-    "ExpiredToken": ("refused", "the temporary credentials have expired: renew them"),
-    "InvalidToken": ("refused", "the session token is not valid: renew the temporary credentials"),
-    "AccessDenied": (
-        "refused",
-        "access denied to bucket {bucket}{at}: they need put, get, list, delete, "
-        "and with a KMS key kms:GenerateDataKey and kms:Decrypt",
-    ),
-    "AllAccessDisabled": ("refused", "all access to bucket {bucket} is switched off{at}"),
-    "AuthorizationHeaderMalformed": ("refused", "bucket {bucket} lies in another region: set AWS_DEFAULT_REGION to it"),
-    "PermanentRedirect": ("refused", "bucket {bucket} lies in another region: set AWS_DEFAULT_REGION to it"),
-    "KMS.NotFoundException": ("refused", "the key of s3.sse_kms_key_id does not exist: correct it"),
-    "InvalidStorageClass": ("refused", "the store does not know this s3.storage_class: correct it, or leave it null"),
-    "InvalidEncryptionAlgorithmError": ("refused", "the store does not know this s3.server_side_encryption"),
-    "QuotaExceeded": ("full", "bucket {bucket} is full{at}: free space or raise its quota"),
-    "XMinioStorageFull": ("full", "the store is full{at}: free space there"),
-    "InsufficientStorage": ("full", "the store is full{at}: free space there"),
-    "EntityTooLarge": ("full", "the store refuses an object of this size{at}"),
-    "BadDigest": ("corrupt", "the bytes did not arrive as they were sent{at}"),
-    "XAmzContentSHA256Mismatch": ("corrupt", "the bytes did not arrive as they were sent{at}"),
-    "PreconditionFailed": ("conflict", "another process wrote the object in the meantime"),
-    "ConditionalRequestConflict": ("conflict", "another process wrote the object in the meantime"),
-    "NoSuchUpload": ("aborted", "the unfinished upload was swept away by a newer start of this run"),
-    "NoSuchKey": ("missing", "there is no such object in bucket {bucket}{at}"),
-    "SlowDown": ("busy", "the store is too busy{at}"),
-    "ServiceUnavailable": ("busy", "the store is too busy{at}"),
-}
-BY_STATUS = {
-    400: "refused", 401: "AccessDenied", 403: "AccessDenied", 404: "NoSuchKey", 409: "ConditionalRequestConflict",
-    412: "PreconditionFailed", 416: "conflict", 503: "ServiceUnavailable", 507: "InsufficientStorage",
-}  # fmt: skip
+READ_BYTES = 2**20
+PROBING_WRITERS = 3
 
 
-class StoreError(Exception):
-    """What went wrong with the store, in one sentence without secrets.
-
-    kind: unreachable | busy | full | refused | missing_bucket | missing | conflict | corrupt | aborted | local.
-    """
-
-    def __init__(self, kind: str, sentence: str) -> None:
-        super().__init__(sentence)
-        self.kind = kind
-
-
-@dataclass(frozen=True)
-class S3Options:
-    """Where objects go and how they are kept; holds no credentials, so it may be printed.
+class S3Store:
+    """ObjectStore (object_store.py) over one bucket.
 
     Args:
-        uri: s3://bucket/prefix; the prefix may be empty.
-        endpoint_url: of a store that speaks S3; None for Amazon's.
-        storage_class: as S3 names it, e.g. STANDARD_IA.
-        server_side_encryption: AES256 or aws:kms.
-    Raises:
-        UserError: an address that is none, or that carries credentials (it is not repeated in the message).
+        client: boto3's, or anything with its methods.
+        part_bytes: a larger file goes in parts of at least this.
     """
 
-    uri: str
-    endpoint_url: str | None = None
-    storage_class: str | None = None
-    server_side_encryption: str | None = None
-    sse_kms_key_id: str | None = None
-    connect_timeout_s: float = 5.0
-    read_timeout_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        parse_uri(self.uri)
-        if self.endpoint_url is not None:
-            _check_endpoint(str(self.endpoint_url))
-        if self.server_side_encryption not in (None, "AES256", "aws:kms", "aws:kms:dsse"):
-            raise UserError("s3.server_side_encryption is AES256, aws:kms or null.")
-        if self.sse_kms_key_id and not str(self.server_side_encryption).startswith("aws:kms"):
-            raise UserError("s3.sse_kms_key_id needs s3.server_side_encryption=aws:kms.")
+    def __init__(self, options: S3Options, client: Any = None, part_bytes: int = PART_BYTES) -> None:
+        self.options, self.requests = options, S3Requests(options, client)
+        self.parts = PartUploads(self.requests, part_bytes)
 
     @property
-    def bucket(self) -> str:
-        return parse_uri(self.uri)[0]
+    def root(self) -> str:
+        return f"s3://{self.options.bucket}/"
 
     @property
     def prefix(self) -> str:
-        return parse_uri(self.uri)[1].rstrip("/")
+        return f"{self.options.prefix}/" if self.options.prefix else ""
 
-    def encryption(self) -> dict[str, str]:
-        chosen = {"ServerSideEncryption": self.server_side_encryption, "SSEKMSKeyId": self.sse_kms_key_id}
-        return {name: value for name, value in chosen.items() if value}
+    @property
+    def web_root(self) -> str:
+        """The endpoint may have come from the environment or a profile, which the client knows."""
+        return f"{web_host(self.requests.client.meta.endpoint_url, self.options.bucket)}/"
 
-    def put_arguments(self) -> dict[str, str]:
-        storage_class = {"StorageClass": self.storage_class} if self.storage_class else {}
-        return {**self.encryption(), **storage_class}
+    # put: one request for a small object, parts for a large one; then the store is asked what it holds
+
+    def put(
+        self,
+        key: str,
+        source: Path | bytes,
+        *,
+        sha256: str | None = None,
+        cancelled: Callable[[], bool] = never,
+        content_type: str | None = None,
+    ) -> StoredObject:
+        self.parts.end_unfinished()
+        arguments = self.options.put_arguments()
+        if content_type is not None:  # a page is written again under its name
+            arguments.update(ContentType=content_type, CacheControl="no-cache")
+        if isinstance(source, bytes):
+            return self._verified(key, len(source), self._put(key, source, sha256, arguments))
+        with self.requests.translated():
+            file = open(source, "rb")  # noqa: SIM115 (closed below; opening has its own error sentence)
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= self.parts.part_bytes:
+                sums = self._put(key, file.read(size), sha256, arguments)
+            else:
+                metadata = {"Metadata": {"sha256": sha256}} if sha256 else {}
+                sums = self.parts.send(file, size, key, {**arguments, **metadata}, sha256, cancelled)
+        return self._verified(key, size, sums)
+
+    def _put(self, key: str, data: bytes, sha256: str | None, arguments: dict[str, str]) -> Sums:
+        digest = hashlib.sha256(data)
+        check_local(key, sha256, digest.hexdigest())
+        sums = Sums(digest.hexdigest(), base64.b64encode(digest.digest()).decode())
+        metadata = {"sha256": sums.sha256}
+        self.requests.call(
+            "put_object", Key=key, Body=data, ChecksumSHA256=sums.as_stored, Metadata=metadata, **arguments
+        )
+        return sums
+
+    def _verified(self, key: str, size: int, sums: Sums) -> StoredObject:
+        """Ask the store what it holds; where it keeps no checksums, read the object back."""
+        head = self.requests.call("head_object", Key=key, ChecksumMode="ENABLED")
+        stored = head.get(f"Checksum{sums.algorithm}")
+        if stored is not None and stored.partition("-")[2] != sums.num_parts:
+            stored = None  # of another kind than ours, e.g. of the whole object
+        intact = head["ContentLength"] == size and (stored or sums.as_stored) == sums.as_stored
+        if intact and stored is None:
+            intact = self._read_back(key) == sums.sha256
+        if not intact:
+            raise StoreError("corrupt", f"{key} did not arrive whole, the store holds other bytes than were sent")
+        return StoredObject(key, size, sums.sha256, head["ETag"])
+
+    def _read_back(self, key: str) -> str:
+        digest = hashlib.sha256()
+        for block in self.get(key).blocks:
+            digest.update(block)
+        return digest.hexdigest()
+
+    # get, head, list, delete
+
+    def get(self, key: str, start: int = 0, etag: str | None = None) -> Content:
+        arguments = {"IfMatch": etag} if etag else {}
+        if start:
+            arguments["Range"] = f"bytes={start}-"
+        answer = self.requests.call("get_object", Key=key, **arguments)
+
+        def blocks() -> Iterator[bytes]:
+            with self.requests.translated():
+                yield from answer["Body"].iter_chunks(READ_BYTES)
+
+        return Content(answer["ETag"], answer["ContentLength"], blocks())
+
+    def head(self, key: str) -> StoredObject:
+        answer = self.requests.call("head_object", Key=key)
+        return StoredObject(key, answer["ContentLength"], answer["Metadata"].get("sha256", ""), answer["ETag"])
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        token: dict[str, str] = {}
+        while True:
+            page = self.requests.call("list_objects_v2", Prefix=prefix, **token)
+            yield from ((entry["Key"], entry["Size"]) for entry in page.get("Contents", []))
+            if not page.get("IsTruncated"):
+                return
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def delete(self, key: str, *, only_unfinished: bool = False) -> None:
+        if only_unfinished:
+            self.parts.sweep(key)
+        else:
+            self.requests.call("delete_object", Key=key)
+
+    # swap and probe
+
+    def swap(self, key: str, data: bytes, etag: str | None) -> None:
+        try:
+            if self._etag(key) != etag:  # a store that ignores the condition below is still compared once
+                raise StoreError("conflict", "another process wrote the object in the meantime")
+            condition = {"IfMatch": etag} if etag else {"IfNoneMatch": "*"}
+            self._put(key, data, None, {**self.options.encryption(), **condition})
+        except StoreError as error:
+            if error.kind != "conflict" or b"".join(self.get(key).blocks) != data:
+                raise
+
+    def _etag(self, key: str) -> str | None:
+        try:
+            return self.head(key).etag
+        except StoreError as error:
+            if error.kind != "missing":
+                raise
+            return None
+
+    def probe(self, prefix: str) -> bool:
+        key = f"{prefix}probe-{secrets.token_hex(6)}"
+        etag = self.put(key, b"probe").etag
+        try:
+            return self._one_wins(f"{key}-new", {"IfNoneMatch": "*"}) and self._one_wins(key, {"IfMatch": etag})
+        finally:
+            self.delete(key)
+            self.delete(f"{key}-new")
+
+    def _one_wins(self, key: str, condition: dict[str, str]) -> bool:
+        """Of a few writers at once, each under the same condition."""
+
+        def write(number: int) -> int:
+            try:
+                self._put(key, f"writer {number}".encode(), None, {**self.options.put_arguments(), **condition})
+            except StoreError as error:
+                if error.kind in ("unreachable", "busy"):
+                    raise
+                return 0
+            return 1
+
+        return sum(in_parallel(write, ((number,) for number in range(PROBING_WRITERS)), PROBING_WRITERS)) == 1
 
 
-def options_from(s3: Mapping[str, Any], uri: str | None = None) -> S3Options:
-    """S3Options out of the config group s3; `uri` in place of its own.
-
-    Raises:
-        UserError: an unknown option; credentials have no place in a config, which is written to files.
-    """
-    names = {field.name for field in fields(S3Options)}
-    for name in s3.keys() - names - UPLOAD_OPTIONS:
-        raise UserError(f"s3.{name} is no option; credentials are found by boto3 itself (environment, profile, role).")
-    given = {name: value for name, value in s3.items() if name in names and value is not None}
-    return S3Options(**{**given, **({"uri": uri} if uri else {})})
-
-
-def parse_uri(uri: str) -> tuple[str, str]:
-    """("bucket", "key/or/prefix") of s3://bucket/key/or/prefix.
-
-    Raises:
-        UserError: it is no such address.
-    """
-    text = str(uri)
-    if not text.startswith("s3://"):
-        raise UserError("An S3 address is s3://bucket/prefix; a (presigned) web address or a path is none.")
-    bucket, _, key = text.removeprefix("s3://").partition("/")
-    if "@" in bucket or "?" in text:
-        raise UserError("An S3 address is s3://bucket/prefix without credentials or a query: boto3 finds the keys.")
-    if not BUCKET_NAME.fullmatch(bucket):
-        raise UserError(f"{bucket!r} cannot name a bucket: an S3 address is s3://bucket/prefix.")
-    return bucket, checked_key(key)
-
-
-def checked_key(key: str) -> str:
-    """The same key, or UserError where it could mean another place than it says."""
-    parts = key.rstrip("/").split("/")
-    if not KEY.fullmatch(key) or (key and any(part in ("", ".", "..") for part in parts)):
-        raise UserError(f"{key!r} cannot be a key: no empty, '.' or '..' parts, no control characters, no ?, # or \\.")
-    return key
-
-
-def _check_endpoint(endpoint_url: str) -> None:
-    try:
-        parts = urlsplit(endpoint_url)
-        good = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError:
-        raise UserError("s3.endpoint_url is no web address: http(s)://host:port.") from None
-    if parts.username or parts.password or parts.query:
-        raise UserError("s3.endpoint_url holds credentials or a query; give http(s)://host:port, boto3 finds the keys.")
-    if not good:
-        raise UserError(f"s3.endpoint_url={endpoint_url!r} is no web address: http(s)://host:port.")
-
-
-def make_client(options: S3Options) -> Any:
-    """A boto3 client; thread-safe. Its own log, which can quote signed requests, stays off whatever the root's level.
-
-    Raises:
-        UserError: boto3's configuration on this machine cannot be read.
-    """
-    import boto3
-    from botocore.config import Config
-
-    for name in ("boto3", "botocore", "s3transfer", "urllib3"):
-        logger = logging.getLogger(name)
-        logger.setLevel(max(logger.level, logging.WARNING))
-    config = Config(
-        connect_timeout=options.connect_timeout_s,
-        read_timeout=options.read_timeout_s,
-        retries={"mode": "standard", "total_max_attempts": 3},
-        max_pool_connections=PARALLEL_PARTS + 4,
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-        # Each body's sha256 is sent as a signed header: signing the body too would hash it a second time
-        s3={"payload_signing_enabled": False},
-    )
-    try:
-        with translated(options):
-            return boto3.session.Session().client("s3", endpoint_url=options.endpoint_url, config=config)
-    except StoreError as error:
-        raise UserError(f"{options.uri} cannot be used: {error}.") from None
-
-
-@contextlib.contextmanager
-def translated(options: S3Options) -> Iterator[None]:
-    """Turns every error of boto3 and the network into a StoreError; the original is dropped, it may quote keys."""
-    from boto3.exceptions import Boto3Error
-    from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
-
-    at = f" at {options.endpoint_url}" if options.endpoint_url else ""
-    try:
-        yield
-    except ClientError as error:
-        raise _from_answer(error.response, options.bucket, at) from None
-    except (BotoCoreError, HTTPClientError, Boto3Error) as error:
-        raise _from_library(type(error).__name__, at) from None
-    except (ConnectionError, TimeoutError) as error:
-        raise StoreError("unreachable", f"the connection to the store{at} broke ({type(error).__name__})") from None
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StoreError("local", "this machine's disk is full: free space on it") from None
-        raise StoreError("local", f"a file on this machine cannot be used ({error.strerror})") from None
-    except ValueError as error:
-        raise StoreError("refused", f"boto3 does not accept the settings ({type(error).__name__})") from None
-
-
-def _from_answer(response: dict[str, Any], bucket: str, at: str) -> StoreError:
-    code = str(response.get("Error", {}).get("Code", ""))
-    status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    known = SENTENCES.get(code) or SENTENCES.get(str(BY_STATUS.get(status)))
-    if known:
-        return StoreError(known[0], known[1].format(bucket=bucket, at=at))
-    shown = code if re.fullmatch(r"[A-Za-z0-9.]{1,60}", code) else "no code"
-    if status >= 500:
-        return StoreError("busy", f"the store{at} failed (HTTP {status}, {shown}); it or the bucket may be full")
-    return StoreError("refused", f"the store{at} refused the request (HTTP {status}, {shown})")
-
-
-def _from_library(name: str, at: str) -> StoreError:
-    credentials = "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role"
-    sentences = {
-        "NoCredentialsError": ("refused", credentials),
-        "PartialCredentialsError": ("refused", "the credentials are incomplete: key id and secret are both needed"),
-        "ProfileNotFound": ("refused", "the profile of AWS_PROFILE is not in the AWS configuration: correct it"),
-        "ConfigParseError": ("refused", "the AWS configuration file cannot be read: correct it"),
-        "CredentialRetrievalError": ("refused", "the credentials could not be fetched from where the profile says"),
-        "NoRegionError": ("refused", "no region is known: set AWS_DEFAULT_REGION"),
-        "ParamValidationError": ("refused", "boto3 does not accept the name of the bucket or object"),
-        "SSLError": ("unreachable", f"the store's certificate{at} cannot be verified: check s3.endpoint_url"),
-        "EndpointConnectionError": ("unreachable", f"the store{at} cannot be reached: check network and endpoint_url"),
-        "ConnectTimeoutError": ("unreachable", f"the store{at} does not answer: check network and s3.endpoint_url"),
-    }
-    if name in sentences:
-        return StoreError(*sentences[name])
-    if "Token" in name or "SSO" in name:
-        return StoreError("refused", "the sign-in has expired: sign in again")
-    return StoreError("unreachable", f"the connection to the store{at} broke ({name})")
+def web_host(endpoint_url: str, bucket: str) -> str:
+    if not (urlsplit(endpoint_url).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn")):
+        return f"{endpoint_url.rstrip('/')}/{bucket}"
+    # A name with dots does not fit Amazon's certificate.
+    return f"https://s3.amazonaws.com/{bucket}" if "." in bucket else f"https://{bucket}.s3.amazonaws.com"

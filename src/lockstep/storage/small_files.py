@@ -4,10 +4,10 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import RunFolder
+from lockstep.storage.bucket import copy_to_file, read_small
+from lockstep.storage.object_store import never
 from lockstep.storage.run_bucket import FILE_NAME, RunBucket
 
 SUFFIXES = (".yaml", ".json", ".csv", ".png", ".txt", ".diff", ".log")
@@ -21,18 +21,17 @@ class SmallFiles:
         self.run, self.folder = run, folder
         self._sent: dict[str, tuple[int, int]] = {}
 
-    def send(self, cancelled: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+    def send(self, cancelled: Callable[[], bool] = never) -> None:
         for relative, path in small_files(self.folder):
             try:
                 facts = path.stat()
                 state = (facts.st_mtime_ns, facts.st_size)
                 if self._sent.get(relative) == state or not facts.st_size or cancelled():
                     continue
-                self.run.bucket.put_file(path, self.run.file_key(relative), cancelled=cancelled)
+                self.run.store.put(self.run.file_key(relative), path, cancelled=cancelled)
             except FileNotFoundError:
                 continue
             self._sent[relative] = state
-        return {"files": len(self._sent)}
 
 
 def small_files(folder: RunFolder) -> Iterator[tuple[str, Path]]:
@@ -54,12 +53,12 @@ def _is_plain(path: Path) -> bool:
 
 def restore_small_files(run: RunBucket, folder: RunFolder) -> list[str]:
     """Fetch the run's small files, so that its record and curves go on; what is here stays unless it is older."""
-    overwrite = _updated_at(run.bucket.read_small(f"{run.root}run.json")[0]) > _updated_at(_bytes_of(folder.record))
+    overwrite = _updated_at(read_small(run.store, f"{run.root}run.json")[0]) > _updated_at(_bytes_of(folder.record))
     restored = []
-    for key, _size in run.bucket.keys(run.root):
+    for key, _size in run.store.list(run.root):
         relative = key.removeprefix(run.root)
         if _is_small_file(relative) and (overwrite or not (folder.path / relative).exists()):
-            _fetch_small(run, key, folder.path / relative)
+            copy_to_file(run.store, key, folder.path / relative)
             restored.append(relative)
     return restored
 
@@ -68,14 +67,6 @@ def _is_small_file(relative: str) -> bool:
     parts = relative.split("/")
     ours = len(parts) == 1 and Path(relative).suffix in SUFFIXES and relative not in NOT_OURS
     return (ours or parts[0] == "tensorboard") and all(FILE_NAME.fullmatch(part) for part in parts)
-
-
-def _fetch_small(run: RunBucket, key: str, target: Path) -> None:
-    def write(file: Any) -> None:
-        for block in run.bucket.read_blocks(key)[1]:
-            file.write(block)
-
-    write_atomically(target, write, binary=True)
 
 
 def _updated_at(record: bytes | None) -> str:

@@ -1,4 +1,4 @@
-"""Uploads a run in the background: checkpoints from the spool, then its small files; training never waits for it.
+"""Uploads a run in the background: checkpoints from the outbox, then its small files; training never waits for it.
 
 One thread, at most one waiting item of each kind: a newer best replaces the one that waits. After a failure
 everything waits a growing while, and it says when it tries next. `flush` at the end waits for what is left.
@@ -9,24 +9,51 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 from lockstep.runs.folder import RunFolder
 from lockstep.storage.background import lower_priority
-from lockstep.storage.outbox import Item, Spool
+from lockstep.storage.checkpoint_files import Sidecar
+from lockstep.storage.object_store import StoredObject, StoreError
+from lockstep.storage.outbox import Item, Outbox
 from lockstep.storage.run_bucket import RunBucket, Superseded
-from lockstep.storage.s3 import StoreError
-from lockstep.storage.shards import NotYet, send_shards
-from lockstep.storage.small_files import SmallFiles
+from lockstep.storage.sender import Sender
+from lockstep.storage.shards import NotYet
 
 log = logging.getLogger(__name__)
 
 RETRY_DELAYS_S = (1, 2, 4, 8, 15, 30, 60)
 RETRY_DELAY_AT_END_S = 10.0
 ORDER = {"best": 0, "last": 1, "files": 2}
+
+
+@dataclass(frozen=True)
+class UploadStatus:
+    """Of the best checkpoint: where it is in the bucket, and what is still to be sent.
+
+    uri, sha256, step: of the newest best that is there; None where none is.
+    seconds: that its upload took; None where an earlier process did it.
+    error: why the newest best is not there; None where it is, or there is none.
+    left: which kinds still wait, e.g. ["best", "last"].
+    """
+
+    uri: str | None = None
+    sha256: str | None = None
+    seconds: float | None = None
+    step: int | None = None
+    error: str | None = None
+    left: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Sent:
+    uri: str | None
+    sha256: str | None
+    step: int
+    seconds: float | None = None
+    at: float = 0.0
 
 
 class Uploader:
@@ -36,7 +63,6 @@ class Uploader:
         rank: every rank uploads its own files of a sharded checkpoint; rank 0 moves the pointers.
         last_interval_s: at least so long between two uploads of `last`.
         files_interval_s: between two looks at record, metrics and TensorBoard files.
-        say: gets one line for each thing the user should know.
     """
 
     def __init__(
@@ -49,30 +75,27 @@ class Uploader:
         files_interval_s: float = 60.0,
         retry_delays_s: Sequence[float] = RETRY_DELAYS_S,
         clock: Callable[[], float] = time.monotonic,
-        say: Callable[[str], None] = log.info,
     ) -> None:
-        self.run, self.rank, self.clock, self.say = run, rank, clock, say
-        self.last_interval_s, self.files_interval_s, self.retry_delays_s = (
-            last_interval_s, files_interval_s, retry_delays_s,
-        )  # fmt: skip
-        self.spool = Spool(folder.path / "upload", rank)
-        self.small_files = SmallFiles(run, folder) if rank == 0 else None
+        self.run, self.rank, self.clock = run, rank, clock
+        self.last_interval_s, self.files_interval_s = last_interval_s, files_interval_s
+        self.retry_delays_s = retry_delays_s
+        self.outbox = Outbox(folder.path / "upload", rank)
+        self.sender = Sender(run, folder, self.outbox, rank)
         self._wake = threading.Condition()
         self._waiting: dict[str, Item] = {}
         self._current: Item | None = None
         self._failures, self._retry_at, self._started_at = 0, 0.0, clock()
-        self._flushing = self._cancelled = self._stopped = False
-        self._urgent = self._is_prepared = False
-        self._sent: dict[str, dict[str, Any]] = {}
+        self._flushing = self._cancelled = self._stopped = self._urgent = False
+        self._sent: dict[str, _Sent] = {}
         self._errors: dict[str, str] = {}
         self._thread: threading.Thread | None = None
-        for item in self.spool.left():
+        for item in self.outbox.left():
             self._waiting[item.kind] = item
             self._errors[item.kind] = "not uploaded yet"
 
     def start(self) -> None:
-        """Begin, with what an earlier process of this run left in the spool."""
-        if self.small_files:
+        """Begin, with what an earlier process of this run left in the outbox."""
+        if self.rank == 0:
             self._waiting["files"] = Item("files")
         self._thread = threading.Thread(target=self._work, name="s3-upload", daemon=True)
         self._thread.start()
@@ -81,45 +104,52 @@ class Uploader:
     def is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def offer(self, kind: str, path: Path, sidecar: dict[str, Any], urgent: bool = False) -> None:
+    def offer(self, kind: str, path: Path, sidecar: Sidecar) -> None:
         """Take a complete checkpoint for upload; costs a hard link, and the caller may delete its own name for it.
 
         Args:
-            kind: best, or last, which goes at most every `last_interval_s` or when it is urgent.
-            sidecar: epoch, step, sha256, metric; of a sharded checkpoint `files`: this rank's names with their sha256.
+            kind: best, or last, which goes at most every `last_interval_s` until `hurry`.
+            sidecar: on another rank than 0, of a sharded checkpoint, the step alone.
         """
         with self._wake:
             if self._stopped:
                 return
-            replaced = self._waiting.pop(kind, None)
-            if replaced:
-                self.spool.drop(replaced)
+            if replaced := self._waiting.pop(kind, None):
+                self.outbox.drop(replaced)
             if kind == "last" and self._is_best(sidecar):
                 return
             self._errors.setdefault(kind, "not uploaded yet")
             try:
-                item = self.spool.add(kind, path, sidecar, self.run.generation)
+                item = self.outbox.add(kind, path, sidecar, self.run.generation)
             except OSError as error:
                 self._errors[kind] = f"{path.name} cannot be read ({error.strerror})"
-                self.say(f"s3: {self._errors[kind]}; training goes on without this upload.")
+                log.info(f"s3: {self._errors[kind]}; training goes on without this upload.")
                 return
             if item.entry is None:
-                self.say("s3: the disk is full; uploading the checkpoint from where it lies.")
-            item.urgent = urgent or (kind == "last" and self._urgent)
+                log.info("s3: the disk is full; uploading the checkpoint from where it lies.")
+            item.urgent = kind == "last" and self._urgent
             if kind == "last" and not item.urgent and not self._flushing:
-                item.not_before = self._sent.get("last", {}).get("at", self._started_at) + self.last_interval_s
+                sent_at = self._sent["last"].at if "last" in self._sent else self._started_at
+                item.not_before = sent_at + self.last_interval_s
             self._waiting[kind] = item
             self._wake.notify_all()
 
-    def _is_best(self, sidecar: dict[str, Any]) -> bool:
-        """The last checkpoint is often a second name for the best; once is enough.
-
-        Of a sharded one only rank 0 is told a sha256, and only of a last that is no second name.
-        """
-        if sidecar.get("sha256") is None:
+    def _is_best(self, sidecar: Sidecar) -> bool:
+        """The last is often a second name for the best, and once is enough; who holds shards alone cannot tell."""
+        if not sidecar.sha256:
             return False
-        waiting = [item.sidecar for item in (self._waiting.get("best"), self._current) if item and item.kind == "best"]
-        return any(best.get("sha256") == sidecar["sha256"] for best in [*waiting, self._sent.get("best", {})])
+        waiting = [item for item in (self._waiting.get("best"), self._current) if item and item.kind == "best"]
+        known = [item.sidecar.sha256 for item in waiting]
+        best = self._best_sent()
+        return sidecar.sha256 in known or (best is not None and best.sha256 == sidecar.sha256)
+
+    def _best_sent(self) -> _Sent | None:
+        before = self.sender.best_before
+        found = _Sent(self._uri(before.key), before.sha256, before.step) if before else None
+        return self._sent.get("best", found)
+
+    def _uri(self, key: str) -> str:
+        return self.run.store.root + key
 
     def hurry(self) -> None:
         """From now on `last` is sent at once and before anything else: this machine is about to go."""
@@ -136,7 +166,7 @@ class Uploader:
             if self._stopped or self._thread is None:
                 return not self._errors
             self._flushing, self._retry_at = True, 0.0
-            if self.small_files:
+            if self.rank == 0:
                 self._waiting["files"] = Item("files")
             for item in self._waiting.values():
                 item.not_before = 0.0
@@ -145,31 +175,25 @@ class Uploader:
                 self._wake.wait(min(1.0, max(0.0, deadline - self.clock())))
             self._flushing = False
             done = not (self._waiting or self._current or self._stopped)
-            if self.small_files:
+            if self.rank == 0:
                 self._waiting.setdefault("files", Item("files", not_before=self.clock() + self.files_interval_s))
             return done
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """End the thread; what is on its way is broken off and stays in the spool."""
+        """End the thread; what is on its way is broken off and stays in the outbox."""
         with self._wake:
             self._cancelled = self._stopped = True
             self._wake.notify_all()
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def status(self) -> dict[str, Any]:
-        """For the run record: {uri, sha256, seconds, step, error} of the best, and what is still to be sent."""
+    def status(self) -> UploadStatus:
         with self._wake:
-            best = self._sent.get("best", {})
-            left = {item.kind for item in [*self._waiting.values(), self._current] if item and item.kind != "files"}
-            return {
-                "uri": best.get("uri"),
-                "sha256": best.get("sha256"),
-                "seconds": best.get("seconds"),
-                "step": best.get("step"),
-                "error": self._errors.get("best"),
-                "left": sorted(left),
-            }
+            waiting = {item.kind for item in [*self._waiting.values(), self._current] if item and item.kind != "files"}
+            error, left = self._errors.get("best"), tuple(sorted(waiting))
+            if best := self._best_sent():
+                return UploadStatus(best.uri, best.sha256, best.seconds, best.step, error, left)
+            return UploadStatus(error=error, left=left)
 
     # The thread
 
@@ -178,7 +202,7 @@ class Uploader:
         while (item := self._take()) is not None:
             started = self.clock()
             try:
-                result = self._send(item)
+                stored = self._send(item)
             except NotYet:
                 self._put_back(item, delay_s=1.0)
             except StoreError as error:
@@ -188,8 +212,7 @@ class Uploader:
                 place = f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}"
                 self._failed(item, StoreError("busy", f"the uploader failed ({place})"))
             else:
-                self._done(item, result, self.clock() - started)
-                self.run.bucket.retry_aborts()
+                self._done(item, stored, self.clock() - started)
 
     def _take(self) -> Item | None:
         """The most important item that is due; waits for it. None: stop."""
@@ -204,47 +227,8 @@ class Uploader:
                 self._wake.wait(min(times, default=now + 60.0) - now)
             return None
 
-    def _send(self, item: Item) -> dict[str, Any]:
-        if self.rank == 0:
-            self._prepare()
-        elif not self.run.join():
-            raise NotYet
-        elif not self._is_prepared:
-            self.spool.note(generation=self.run.generation)  # for whoever sends this node's shards after its end
-            self._is_prepared = True
-        if item.kind == "files":
-            self.run.check_current()
-            return self.small_files.send(self._is_cancelled) if self.small_files else {}
-        if item.path.is_dir():
-            stored = send_shards(self.run, item, self.rank, self._is_cancelled)
-        else:
-            stored = self._send_file(item)
-        if stored is None:
-            return {}
-        metric, epoch = item.sidecar.get("metric"), int(item.sidecar.get("epoch", 0))
-        self.run.move(item.kind, {**stored, "epoch": epoch, "step": item.step, "metric": metric}, item.adopted)
-        return stored
-
-    def _prepare(self) -> None:
-        """Once: become the newest start of the run, and learn which best an earlier start left in the bucket."""
-        if not self._is_prepared:
-            self.run.prepare()
-            self.spool.note(generation=self.run.generation)
-            self._is_prepared = True
-            pointer, _ = self.run.read_pointer("best")
-            if pointer and "best" not in self._sent:
-                self._sent["best"] = {"uri": self._uri(pointer.key), "sha256": pointer.sha256, "step": pointer.step}
-
-    def _uri(self, key: str) -> str:
-        return f"s3://{self.run.bucket.options.bucket}/{key}"
-
-    def _send_file(self, item: Item) -> dict[str, Any]:
-        sha256 = str(item.sidecar["sha256"])
-        key = self.run.checkpoint_key(item.kind, item.step, sha256)
-        return asdict(self.run.bucket.put_file(item.path, key, sha256=sha256, cancelled=self._is_cancelled))
-
-    def _is_cancelled(self) -> bool:
-        return self._cancelled
+    def _send(self, item: Item) -> StoredObject | None:
+        return self.sender.send(item, lambda: self._cancelled)
 
     def _after_sweep(self, error: StoreError) -> StoreError:
         """An unfinished upload that vanished was swept by a newer start of this run; say so where it is true."""
@@ -256,19 +240,16 @@ class Uploader:
             return other
         return error
 
-    def _done(self, item: Item, result: dict[str, Any], seconds: float) -> None:
-        self.spool.drop(item)
+    def _done(self, item: Item, stored: StoredObject | None, seconds: float) -> None:
+        self.outbox.drop(item)
         with self._wake:
             self._failures, self._current = 0, None
             if item.kind == "files":
                 if not self._flushing:
                     self._waiting.setdefault("files", Item("files", not_before=self.clock() + self.files_interval_s))
             else:
-                uri = self._uri(result["key"]) if result else None
-                self._sent[item.kind] = {
-                    "uri": uri, "sha256": result.get("sha256"), "seconds": round(seconds, 3), "step": item.step,
-                    "at": self.clock(),
-                }  # fmt: skip
+                uri, sha256 = (self._uri(stored.key), stored.sha256) if stored else (None, None)
+                self._sent[item.kind] = _Sent(uri, sha256, item.step, round(seconds, 3), self.clock())
                 if item.kind not in self._waiting:
                     self._errors.pop(item.kind, None)
             self._wake.notify_all()
@@ -278,15 +259,16 @@ class Uploader:
         if isinstance(error, Superseded):
             self._give_up(str(error))
         elif error.kind == "local" and item.kind != "files":
-            self._drop(item, str(error))
-            self.say(f"s3: {what} cannot be uploaded: {error}.")
+            self.outbox.drop(item)
+            self._errors[item.kind] = str(error)
+            log.info(f"s3: {what} cannot be uploaded: {error}.")
         elif not self._cancelled:
             delay_s = self.retry_delays_s[min(self._failures, len(self.retry_delays_s) - 1)]
             delay_s = min(delay_s, RETRY_DELAY_AT_END_S) if self._flushing else delay_s
             self._failures += 1
             self._errors[item.kind] = str(error)
             at = datetime.now() + timedelta(seconds=delay_s)
-            self.say(f"s3: {what} not uploaded: {error}; next try in {delay_s:g} s, at {at:%H:%M:%S}.")
+            log.info(f"s3: {what} not uploaded: {error}; next try in {delay_s:g} s, at {at:%H:%M:%S}.")
             self._retry_at = self.clock() + delay_s
             self._put_back(item)
         with self._wake:
@@ -298,24 +280,19 @@ class Uploader:
         with self._wake:
             self._current = None
             if item.kind in self._waiting:
-                self.spool.drop(item)
+                self.outbox.drop(item)
             else:
                 item.not_before = self.clock() + delay_s
                 self._waiting[item.kind] = item
             self._wake.notify_all()
 
-    def _drop(self, item: Item, error: str) -> None:
-        self.spool.drop(item)
-        with self._wake:
-            self._errors[item.kind] = error
-
     def _give_up(self, error: str) -> None:
         """For good: a newer start of this run has taken over, and nothing of ours is wanted any more."""
-        self.say(f"s3: {error}; this process uploads nothing more.")
+        log.info(f"s3: {error}; this process uploads nothing more.")
         with self._wake:
             for item in [*self._waiting.values(), self._current]:
                 if item is not None:
-                    self.spool.drop(item)
+                    self.outbox.drop(item)
                     if item.kind != "files":
                         self._errors[item.kind] = error
             self._waiting.clear()

@@ -36,9 +36,9 @@ class DataParallel(SingleDeviceStrategy):
         super().__init__(device=torch.device("cuda", 0))
         self.num_gpus = wanted
 
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        spread_forward(model.net, list(range(self.num_gpus)))
-        return model
+    def model_to_device(self) -> None:
+        super().model_to_device()
+        spread_forward(self.lightning_module.net, list(range(self.num_gpus)))
 
     def teardown(self) -> None:
         self.lightning_module.net.__dict__.pop("forward", None)

@@ -41,8 +41,10 @@ class DDP(DDPStrategy):
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
         )
+        self.bucket_cap_mb = bucket_cap_mb
 
-    def _configure_launcher(self) -> None:
+    @property
+    def launcher(self) -> None:
         """The ranks are there already: Lightning starts none."""
 
     def on_validation_start(self) -> None:
@@ -61,6 +63,13 @@ def broadcast_from_rank_zero(tensors: Iterable[Tensor], device: torch.device) ->
         dist.broadcast(there, src=0)
         if there.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(there)
+
+
+def move_all_but_net(module: nn.Module, device: torch.device) -> None:
+    """What a LightningModule has beside its net, and its own `device`, for strategies that place the net themselves."""
+    net, module.net = module.net, nn.Identity()
+    module.to(device)
+    module.net = net
 
 
 def broadcast_buffers(module: nn.Module, device: torch.device) -> None:

@@ -10,11 +10,11 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lockstep.runs.errors import UserError
+from lockstep.strategies.ddp import move_all_but_net
 
 
 class ModelParallel(SingleDeviceStrategy):
@@ -57,12 +57,9 @@ class ModelParallel(SingleDeviceStrategy):
         ends = balanced_cut(sizes, len(self.stage_devices))
         self.cut = [list(range(start, end)) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         groups = [nn.Sequential(*(stages[i] for i in part)) for part in self.cut]
-        for name, child in module.named_children():
-            if name != "net":
-                child.to(self.root_device)
+        move_all_but_net(module, self.root_device)
         for group, device in zip(groups, self.stage_devices, strict=True):
             group.to(device)
-        _update_properties(module, device=self.root_device)  # what the module makes itself comes to the first device
         module.net.__dict__["forward"] = Pipeline(groups, self.stage_devices, self.micro_batches)
 
     def _costs(self, stages: list[nn.Module]) -> list[int]:

@@ -7,41 +7,37 @@ just before it computes, and freed after it. See https://pytorch.org/docs/stable
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import ClusterEnvironment, Precision
-from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint as recompute
 
 from lockstep.runs.errors import UserError
 from lockstep.strategies import sharded_checkpoint
-from lockstep.strategies.ddp import broadcast_buffers, broadcast_from_rank_zero
-from lockstep.strategies.gloo_collectives import use_gloo_collectives
-from lockstep.strategies.local_step import step_on_shards
-from lockstep.strategies.sharded_precision import ShardedPrecision, policies, precision_for
+from lockstep.strategies.collectives import Ranks
+from lockstep.strategies.ddp import broadcast_buffers, broadcast_from_rank_zero, move_all_but_net
+from lockstep.strategies.precision import ShardedPrecision, policies, precision_for
 from lockstep.strategies.sharded_state import (
     full_optimizer_state,
     full_state_dict,
     sharded_optimizer_state,
     sharded_state_dict,
 )
+from lockstep.strategies.sync_batchnorm import BATCH_NORMS
 
 log = logging.getLogger(__name__)
 
 
-class Sharded(ModelParallelStrategy):
+class Sharded(Ranks):
     """fully_shard over the net's `shard_units()`, then over the net itself.
 
     Args:
@@ -54,22 +50,19 @@ class Sharded(ModelParallelStrategy):
         reshard_after_forward: free a unit's weights between forward and backward; false trades memory for time.
     """
 
-    steps_on_shards = True  # torch's own optimizers get plain tensors: one kernel for all parameters works
     supports_ema = False  # averaged weights would have to be gathered for every evaluation
 
     def __init__(
         self,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
-        timeout: timedelta = timedelta(seconds=300),
         shard_within_node: bool = False,
         activation_checkpointing: bool = False,
         cpu_offload: bool = False,
         sharded_checkpoint: bool = False,
         reshard_after_forward: bool = True,
     ) -> None:
-        super().__init__(save_distributed_checkpoint=sharded_checkpoint, timeout=timeout)
-        self.parallel_devices, self.cluster_environment = parallel_devices, cluster_environment
+        super().__init__(parallel_devices, cluster_environment)
         self.shard_within_node = shard_within_node
         self.activation_checkpointing = activation_checkpointing
         self.cpu_offload = cpu_offload
@@ -81,18 +74,9 @@ class Sharded(ModelParallelStrategy):
         """The plugin to give to the Trainer in place of `precision=`, whose fp16 Lightning refuses here."""
         return precision_for(precision, device_type)
 
-    def _configure_launcher(self) -> None:
-        """The ranks are there already: Lightning starts none."""
-
-    def _get_process_group_backend(self) -> str:
-        if self.root_device.type == "cpu":
-            return "gloo"
-        # Clipping and loss scaling reduce over gradients, which offloading leaves in CPU memory.
-        return "cpu:gloo,cuda:nccl" if self.cpu_offload else "nccl"
-
     def setup_environment(self) -> None:
-        self._setup_distributed()
-        self._device_mesh = self._make_mesh()
+        super().setup_environment()
+        self.device_mesh = self._make_mesh()
 
     def _make_mesh(self) -> DeviceMesh:
         device_type = self.root_device.type
@@ -102,34 +86,28 @@ class Sharded(ModelParallelStrategy):
         shape = (self.world_size // per_node, per_node)
         return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
     def setup(self, trainer) -> None:
         self.accelerator.setup(trainer)
         module = self.lightning_module
         self.model = self.precision_plugin.convert_module(module)
         if not isinstance(module.net, FSDPModule):
             self._shard(module.net)
-        for name, child in module.named_children():
-            if name != "net":
-                child.to(self.root_device)
-        # Not module.to(): offloaded shards stay in CPU memory.
-        _update_properties(module, device=self.root_device)
+        self.model_to_device()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    def setup_optimizers(self, trainer) -> None:
-        super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            step_on_shards(optimizer)
+    def model_to_device(self) -> None:
+        move_all_but_net(self.lightning_module, self.root_device)  # offloaded shards stay in CPU memory
+
+    def teardown(self) -> None:
+        """Lightning's would move the shards to the CPU."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
 
     def _shard(self, net: nn.Module) -> None:
-        if self._layer_sync:
-            self._layer_sync.apply(net)
         units = net.shard_units() if hasattr(net, "shard_units") else []
         if not units and self.global_rank == 0:
             log.info("The model names no shard_units(): FSDP gathers it as a whole, which saves little memory.")
@@ -148,13 +126,11 @@ class Sharded(ModelParallelStrategy):
             reshard_after_forward=self.reshard_after_forward,
         )
         if isinstance(self.precision_plugin, ShardedPrecision):
-            for layer in [layer for layer in net.modules() if isinstance(layer, _BatchNorm)]:
+            for layer in [layer for layer in net.modules() if isinstance(layer, BATCH_NORMS)]:
                 shard(layer, mp_policy=norm)
         for unit in units:
             shard(unit, mp_policy=block)
         shard(net, mp_policy=root)
-        if self.root_device.type == "cpu":
-            use_gloo_collectives(net, units)
 
     def _offload(self) -> OffloadPolicy:
         return CPUOffloadPolicy() if self.cpu_offload and self.root_device.type != "cpu" else OffloadPolicy()
@@ -164,7 +140,7 @@ class Sharded(ModelParallelStrategy):
         scalars = [name for name, parameter in net.named_parameters() if parameter.dim() == 0]
         if scalars:
             raise UserError(f"The parameter {scalars[0]} is a scalar, which FSDP cannot shard: trainer=ddp works.")
-        if self.activation_checkpointing and any(isinstance(m, _BatchNorm) for unit in units for m in unit.modules()):
+        if self.activation_checkpointing and any(isinstance(m, BATCH_NORMS) for unit in units for m in unit.modules()):
             raise UserError(
                 "trainer.activation_checkpointing=true computes forward twice, which would count BatchNorm's "
                 "statistics twice: leave it off for this model."
@@ -189,7 +165,7 @@ class Sharded(ModelParallelStrategy):
     # --- checkpoints: whole on rank 0 by default, so that any strategy and world size reads them
 
     @property
-    def lightning_restore_optimizer(self) -> bool:
+    def restore_checkpoint_after_setup(self) -> bool:
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -199,7 +175,7 @@ class Sharded(ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """As lightning_module_state_dict."""
-        state = (optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
+        state = (optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
         return state if self.sharded_checkpoint else full_optimizer_state(state, keep=self.is_global_zero)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -226,8 +202,3 @@ class Sharded(ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(sharded_optimizer_state(state, optimizer))
-
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
-            on_gpu = self.root_device.type == "cuda"
-            dist.barrier(device_ids=[self.root_device.index] if on_gpu else None)

@@ -8,12 +8,12 @@ Nothing in it is a pickle that runs code: DCP's own format has a pickled .metada
 and rest.pt loads with weights_only=True.
 """
 
-import hashlib
 import json
 import os
 import shutil
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from lockstep.runs.errors import UserError
+from lockstep.runs.files import checksum_of
+from lockstep.runs.full_disk import full_disk_named
 
 MANIFEST = "manifest.json"
 REST = "rest.pt"
@@ -82,7 +84,13 @@ def write(checkpoint: Mapping[str, Any], folder: Path, first_on_node: bool) -> N
         (folder / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)  # nodes that share the disk are at it together
     dist.barrier()
-    folder.mkdir(parents=True, exist_ok=True)
+    with full_disk_named(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_files(tensors, rest, folder)
+    dist.barrier()
+
+
+def _write_files(tensors: dict[str, Tensor], rest: dict[str, Any], folder: Path) -> None:
     dcp.save(
         {name: value.detach() for name, value in tensors.items()},
         storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True),
@@ -95,17 +103,11 @@ def write(checkpoint: Mapping[str, Any], folder: Path, first_on_node: bool) -> N
             os.fsync(file.fileno())
     own = [path for path in sorted(folder.glob(f"shard-{rank + 1:05d}-*"))] + [folder / REST] * (rank == 0)
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, {path.name: _fingerprint(path) for path in own})
+    dist.all_gather_object(gathered, {path.name: asdict(checksum_of(path)) for path in own})
     if rank == 0:
         files = {name: entry for part in gathered for name, entry in part.items()}
         shapes = {name: list(value.shape) for name, value in tensors.items()}
         _write_manifest(folder, {"format": FORMAT, "world_size": len(gathered), "files": files, "tensors": shapes})
-    dist.barrier()
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
@@ -140,7 +142,7 @@ def check(folder: Path, hashes: bool = False) -> dict[str, Any]:
         path = folder / Path(name).name
         if not path.is_file() or path.stat().st_size != sizes[name]:
             raise UserError(f"{folder} is torn: {name} is missing or not {sizes[name]} bytes long.")
-        if hashes and _fingerprint(path) != entry:
+        if hashes and asdict(checksum_of(path)) != entry:
             raise UserError(f"{folder} is damaged: {name} has not the content that was written.")
     return manifest
 

@@ -6,11 +6,12 @@ and every rank normalises with the statistics of the whole batch.
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import LayerSync
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn import functional as F
 
 from lockstep.runs.errors import UserError
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -18,30 +19,27 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tensor: Tensor) -> Tensor:
-        total = tensor.clone()
-        dist.all_reduce(total)
+        total = tensor.contiguous().clone()
+        if dist.is_initialized():
+            dist.all_reduce(total)
         return total
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total)
-        return total
+        return _SumOverRanks.forward(ctx, gradient)
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(nn.BatchNorm2d):  # not nn.SyncBatchNorm: DDP refuses that one on CPUs
     """BatchNorm1d/2d/3d whose training statistics are those of all ranks' batches together, of unequal sizes too.
 
     The sums travel in float64 (a few numbers per channel), made from each rank's own mean and variance, so that
     nothing is lost to cancellation in float32.
     """
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        """Any (N, C, …)."""
-
     def forward(self, input: Tensor) -> Tensor:
-        if not (self.training and dist.is_initialized() and dist.get_world_size() > 1):
-            return super().forward(input)
+        if not self.training:
+            mean, variance = self.running_mean, self.running_var
+            return F.batch_norm(input, mean, variance, self.weight, self.bias, training=mean is None, eps=self.eps)
         x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         count, mean, variance = _global_statistics(x)
         if self.track_running_stats:
@@ -75,7 +73,7 @@ def _global_statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def has_batch_norm(module: nn.Module) -> bool:
-    return any(isinstance(layer, _BatchNorm) for layer in module.modules())
+    return any(isinstance(layer, BATCH_NORMS) for layer in module.modules())
 
 
 class _ThenActs:
@@ -93,53 +91,30 @@ class TorchSyncBatchNormAct(_ThenActs, nn.SyncBatchNorm):
     """torch's layer with timm's activation."""
 
 
-class SyncLayers(LayerSync):
-    """Turns every BatchNorm of a model into one over all ranks, in place: names, weights and buffers stay.
+def synchronise(net: nn.Module, device_type: str) -> None:
+    """Turn every BatchNorm into one over all ranks, in place: names, weights and buffers stay.
 
     Args:
-        plain, with_act: the classes that they become.
+        device_type: "cuda" for torch's fused layers, ours elsewhere.
+    Raises:
+        UserError: a layer that does something else beside normalising, which would be lost.
     """
-
-    def __init__(self, plain: type[nn.Module], with_act: type[nn.Module]) -> None:
-        super().__init__()
-        self.plain, self.with_act = plain, with_act
-
-    def apply(self, model: nn.Module) -> nn.Module:
-        """
-        Raises:
-            UserError: a layer that does something else beside normalising, which would be lost.
-        """
-        layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
-        for layer in layers:
-            own = type(layer)
-            if isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm):
-                continue
-            if own.forward is _BatchNorm.forward:
-                layer.__class__ = self.plain
-            elif own.__module__.startswith("timm.") and {"drop", "act"} <= layer._modules.keys():
-                layer.__class__ = self.with_act
-            else:
-                raise UserError(
-                    f"trainer.sync_batchnorm=true does not know what {own.__name__} does beside normalising: leave it "
-                    "out, or build the net with plain nn.BatchNorm layers."
-                )
-            layer.class_without_sync = own
-            layer.process_group = None  # torch's: all ranks
-        return model
-
-    def revert(self, model: nn.Module) -> nn.Module:
-        for layer in model.modules():
-            if hasattr(layer, "class_without_sync"):
-                layer.__class__ = layer.class_without_sync
-                del layer.class_without_sync
-        return model
-
-
-def layer_sync(device_type: str) -> LayerSync:
-    """The plugin behind `trainer.sync_batchnorm=true`: torch's fused SyncBatchNorm on GPUs, ours elsewhere."""
-    if device_type == "cuda":
-        return SyncLayers(nn.SyncBatchNorm, TorchSyncBatchNormAct)
-    return SyncLayers(SyncBatchNorm, SyncBatchNormAct)
+    plain: type[nn.Module] = nn.SyncBatchNorm if device_type == "cuda" else SyncBatchNorm
+    with_act: type[nn.Module] = TorchSyncBatchNormAct if device_type == "cuda" else SyncBatchNormAct
+    for layer in [layer for layer in net.modules() if isinstance(layer, BATCH_NORMS)]:
+        own = type(layer)
+        if isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm):
+            continue
+        if own.forward is nn.BatchNorm2d.forward:
+            layer.__class__ = plain
+        elif own.__module__.startswith("timm.") and {"drop", "act"} <= dict(layer.named_children()).keys():
+            layer.__class__ = with_act
+        else:
+            raise UserError(
+                f"trainer.sync_batchnorm=true does not know what {own.__name__} does beside normalising: leave it "
+                "out, or build the net with plain nn.BatchNorm layers."
+            )
+        layer.process_group = None  # torch's: all ranks
 
 
 def batch_norm_warnings(net: nn.Module, *, world_size: int, micro_batches: int, synchronised: bool) -> list[str]:

@@ -16,35 +16,26 @@ from lockstep.callbacks import checkpoint_io
 from lockstep.callbacks.checkpoint_io import CheckpointFiles
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.interruption import silence_lightning
-from lockstep.callbacks.lean_hooks import NoProfiler, skip_empty_hooks
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.config.instantiate import build
 from lockstep.distributed.cluster import Cluster, visible_devices
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
-from lockstep.strategies.mixed_precision import BFloat16Mixed
+from lockstep.strategies.precision import BFloat16Mixed
 from lockstep.strategies.sharded_checkpoint import read as read_shards
-from lockstep.strategies.sync_batchnorm import batch_norm_warnings, layer_sync
+from lockstep.strategies.sync_batchnorm import batch_norm_warnings, synchronise
 from lockstep.training.checks import check_fits, check_same_data, whole_steps
 from lockstep.training.rank import StartedRanks, World, device_of
 
 log = logging.getLogger(__name__)
 
 CLASSIFIER = "classifier.ImageClassifier"  # of checkpoints that do not name theirs
+TENSORBOARD = "lightning.pytorch.loggers.TensorBoardLogger"
 PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}
 REFUSED_CALLBACKS = (pl.callbacks.ModelCheckpoint, pl.callbacks.ProgressBar)
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 OWN_TRAINER_KEYS = ("accelerator", "devices", "num_nodes", "strategy", "precision", "sync_batchnorm", "deterministic")
-
-VALIDATION = "a run validates at the end of epochs (trainer.check_val_every_n_epoch); limit_train_batches shortens them"
-OURS = "the run makes it itself"
-REFUSED_TRAINER_KEYS = {
-    "val_check_interval": VALIDATION, "reload_dataloaders_every_n_epochs": OURS, "callbacks": "take callbacks=",
-    "logger": "take logger=", "plugins": OURS, "default_root_dir": "take paths.log_dir", "enable_checkpointing": OURS,
-    "enable_progress_bar": OURS, "enable_model_summary": OURS, "use_distributed_sampler": OURS,
-    "fast_dev_run": "take debug=fast_dev_run", "max_time": "take max_epochs or max_steps",
-}  # fmt: skip
 
 
 @dataclass
@@ -78,7 +69,7 @@ def build_module(config: dict[str, Any], facts: dict[str, Any], *, trainable: bo
     """
     torch.manual_seed(config["seed"])
     shape = {name: facts[name] for name in ("num_classes", "image_size", "channels")}
-    own = {key: value for key, value in config["model"].items() if key != "name"}  # a display name, not timm's
+    own = dict(config["model"])
     if not trainable or config.get("ckpt_path"):  # the checkpoint brings the weights: nothing is fetched
         own.update({key: value for key, value in (("pretrained", False), ("weights", None)) if key in own})
     net = build(own, shape)
@@ -94,6 +85,12 @@ def build_module(config: dict[str, Any], facts: dict[str, Any], *, trainable: bo
         "num_classes": facts["num_classes"],
     }
     return build({"_target_": CLASSIFIER, **config["classifier"]}, parts)
+
+
+def synchronise_batch_norm(module: Any, config: dict[str, Any], cluster: Cluster) -> None:
+    """Where trainer.sync_batchnorm asks for it and there are several ranks."""
+    if config["trainer"]["sync_batchnorm"] and cluster.world_size > 1:
+        synchronise(module.net, "cuda" if config["trainer"]["accelerator"] == "gpu" else "cpu")
 
 
 def _without_scaling(optimizer: dict[str, Any]) -> dict[str, Any]:
@@ -201,8 +198,6 @@ def build_trainer(
     config: dict[str, Any], cluster: Cluster, callbacks: list[Any], loggers: list[Any], root: Path
 ) -> pl.Trainer:
     own = config["trainer"]
-    if refused := sorted(REFUSED_TRAINER_KEYS.keys() & own.keys()):
-        raise UserError(f"trainer.{refused[0]} cannot be given: {REFUSED_TRAINER_KEYS[refused[0]]}.")
     if own["log_every_n_steps"] < 1:
         raise UserError(f"trainer.log_every_n_steps={own['log_every_n_steps']}: give a whole number from 1 on.")
     # What Lightning's Trainer does not know is ours or the strategy's.
@@ -212,8 +207,6 @@ def build_trainer(
         arguments["profiler"] = _profiler(name, root)
     strategy, device_type = _strategy(config, cluster), "cuda" if own["accelerator"] == "gpu" else "cpu"
     plugins: list[Any] = [StartedRanks(cluster), CheckpointFiles(read_folder=read_shards)]
-    if own["sync_batchnorm"] and cluster.world_size > 1:
-        plugins.append(layer_sync(device_type))
     precision = precision_of(config)
     if hasattr(strategy, "precision_for"):
         plugins.append(strategy.precision_for(precision, device_type))
@@ -221,7 +214,6 @@ def build_trainer(
     elif precision == "bf16-mixed":
         plugins.append(BFloat16Mixed(device_type))
         precision = None
-    arguments["profiler"] = arguments.get("profiler") or NoProfiler()
     trainer = pl.Trainer(
         accelerator=own["accelerator"],
         devices=cluster.devices if own["launch"] == "process_per_device" else own["devices"],
@@ -240,7 +232,6 @@ def build_trainer(
         **arguments,
     )
     silence_lightning(trainer)
-    skip_empty_hooks(trainer.callbacks)
     return trainer
 
 
@@ -266,13 +257,15 @@ def _strategy(config: dict[str, Any], cluster: Cluster) -> Any:
 
 def _loggers(config: dict[str, Any], folder: RunFolder, known: dict[str, Any]) -> list[Any]:
     """Ours, and Lightning's, in whose words a `run_id` is the name of a run that is there already (MLflow)."""
-    ours = {**known, "folder": folder.tensorboard}
     theirs = {"save_dir": str(folder.path), "id": folder.run_id, "run_name": folder.run_id}
     loggers = []
     for name, node in (config["logger"] or {}).items():
+        if not node:
+            continue
+        if node["_target_"] == TENSORBOARD and known["resume_step"] is not None:
+            node = {"purge_step": known["resume_step"] + 1, **node}  # hides what steps that were lost had written
         try:
-            if node:
-                loggers.append(build(node, theirs if node["_target_"].startswith("lightning.") else ours))
+            loggers.append(build(node, theirs if node["_target_"].startswith("lightning.") else known))
         except ModuleNotFoundError as error:
             raise UserError(f"logger {name}: {error}") from None
     return loggers
@@ -305,6 +298,8 @@ def build_run(
         accumulate = own["accumulate_grad_batches"]
         batches = data.num_train // data.global_batch_size * accumulate
         own["limit_train_batches"] = whole_steps(own["limit_train_batches"], batches, accumulate)
+    if trainable:
+        synchronise_batch_norm(module, config, cluster)
     if trainable and own["compile"]:
         if "stage_devices" in own or "num_gpus" in own:
             raise UserError("trainer.compile=true needs one device a process: leave it out, or choose ddp or fsdp.")
@@ -344,7 +339,7 @@ def build_run(
     if own["ema_decay"]:
         from lockstep.callbacks.weight_average import WeightAverage
 
-        callbacks.insert(0, WeightAverage(decay=own["ema_decay"]))
+        callbacks.insert(0, WeightAverage(own["ema_decay"], device))
     loggers = _loggers(config, folder, known) if trainable else []
     trainer = build_trainer(config, cluster, callbacks, loggers, folder.path)
     checkpoints = next((c for c in chosen if isinstance(c, Checkpoints)), None)

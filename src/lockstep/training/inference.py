@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lockstep.config.instantiate import check_targets
 from lockstep.data.batch_transforms import BatchTransforms
 from lockstep.runs.errors import UserError
+from lockstep.runs.old_configs import model_name
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import RunRecord, read_record
 from lockstep.storage.checkpoint_files import measure
@@ -62,7 +63,7 @@ class FinishedModel:
 
     def sha256(self) -> str:
         """Of the file; of a folder of shards, over all its files."""
-        return measure(self.path)["sha256"]
+        return measure(self.path).sha256
 
 
 def load_finished(address: str, logs: Path, s3: dict[str, Any] | None = None) -> FinishedModel:
@@ -83,7 +84,7 @@ def load_finished(address: str, logs: Path, s3: dict[str, Any] | None = None) ->
         if key in config["model"]:
             config["model"][key] = value
     module = build_module(config, facts, trainable=False)
-    check_fits(module, checkpoint["state_dict"], str(path), config["model"]["name"])
+    check_fits(module, checkpoint["state_dict"], str(path), model_name(config))
     module.load_state_dict(checkpoint["state_dict"])
     run_file = path.parent.parent / "run.json"
     record = read_record(run_file) if run_file.exists() else RunRecord()

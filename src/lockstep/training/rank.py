@@ -21,7 +21,6 @@ from lockstep.runs import provenance
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.provenance import available_cores
 from lockstep.strategies.model_parallel import checked_devices
-from lockstep.training.heap import keep_freed_memory
 from lockstep.training.share_checkpoint import share_checkpoint
 
 EXPECTED_WARNINGS = (
@@ -136,8 +135,6 @@ def prepare_process(config: dict[str, Any], cluster: Cluster) -> None:
     torch.manual_seed(config["seed"])
     if config["trainer"]["accelerator"] == "gpu":
         torch.set_float32_matmul_precision(config["trainer"].get("matmul_precision", "high"))
-    else:
-        keep_freed_memory(environment())
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message)

@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from lockstep.distributed.cluster import Cluster
 from lockstep.runs.errors import UserError
+from lockstep.runs.files import Checksum, checksum_of
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import read_record, take_over_record
-from lockstep.storage.checkpoint_files import complete, fault_of, measure, sha256_of
+from lockstep.storage.checkpoint_files import complete, fault_of, measure
 from lockstep.storage.shards import shards_of
 
 log = logging.getLogger(__name__)
@@ -57,9 +58,9 @@ def share_checkpoint(config: dict[str, Any], cluster: Cluster, folder: RunFolder
 
 def _before(folder: RunFolder, step: int) -> tuple[str, int] | None:
     """What a rank offers after the checkpoint of `step` could not be had: the run's newest here of an earlier step."""
-    for older, facts in complete(folder.checkpoints):
-        if facts["step"] < step and fault_of(older) is None:
-            return str(older), facts["step"]
+    for older, sidecar in complete(folder.checkpoints):
+        if sidecar.step < step and fault_of(older) is None:
+            return str(older), sidecar.step
     return None
 
 
@@ -84,11 +85,11 @@ def fetch_from_rank_zero(path: Path, cluster: Cluster, folder: RunFolder, source
         inside = path.resolve().is_relative_to(home)
         told = [_files_of(path), str(path.resolve().relative_to(home)) if inside else None]
     dist.broadcast_object_list(told, src=source)
-    files: dict[str, dict[str, Any]] = told[0]
+    files: dict[str, Checksum] = told[0]
     path, cache = home / told[1] if told[1] else path, folder.path / "from-rank-0"
     here: list[str] = []
     if cluster.rank == cluster.node_rank * cluster.devices:  # one rank of each node looks, for all of them
-        here = [name for name, facts in files.items() if _is_whole(path / name, facts)]
+        here = [name for name, file in files.items() if _is_whole(path / name, file)]
     everyone: list[Any] = [None] * cluster.world_size
     dist.all_gather_object(everyone, here)
     holders = {name: [rank for rank, names in enumerate(everyone) if name in names] for name in files}
@@ -102,30 +103,32 @@ def fetch_from_rank_zero(path: Path, cluster: Cluster, folder: RunFolder, source
     if writes:
         shutil.rmtree(cache, ignore_errors=True)
         cache.mkdir(parents=True)
-    for name, facts in files.items():
+    for name, file in files.items():
         if writes and name in have:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path / name, target / name)
         if len(holders[name]) < cluster.num_nodes:
             reads = cluster.rank == holders[name][0]
             gets = writes and name not in have
-            _copy_file(path / name, target / name, facts["bytes"], reads, gets, holders[name][0])
-    whole = not writes or all(_is_whole(target / name, facts) for name, facts in files.items())
+            _copy_file(path / name, target / name, file.bytes, reads, gets, holders[name][0])
+    whole = not writes or all(_is_whole(target / name, file) for name, file in files.items())
     dist.all_gather_object(everyone, whole)
     if not all(everyone):
         raise UserError(f"{path.name} did not arrive whole on every node: is there room in {cache}?")
     return target
 
 
-def _files_of(path: Path) -> dict[str, dict[str, Any]]:
-    """{name: {bytes, sha256}}: of a file under the empty name; of shards also what lies on other nodes."""
+def _files_of(path: Path) -> dict[str, Checksum]:
+    """By name: a file under the empty one; of shards also what lies on other nodes."""
     found = measure(path)
-    return {**found["files"], **shards_of(path)} if "files" in found else {"": found}
+    if found.files is None:
+        return {"": Checksum(found.bytes, found.sha256)}
+    return {**found.files, **shards_of(path)}
 
 
-def _is_whole(path: Path, facts: dict[str, Any]) -> bool:
+def _is_whole(path: Path, wanted: Checksum) -> bool:
     """By its size, and where that is right by its content."""
-    return path.is_file() and path.stat().st_size == facts["bytes"] and sha256_of(path) == facts["sha256"]
+    return path.is_file() and path.stat().st_size == wanted.bytes and checksum_of(path) == wanted
 
 
 def _copy_file(source: Path, target: Path, size: int, reads: bool, writes: bool, rank: int) -> None:

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from lockstep.callbacks.hardware_stats import HardwareStats, Sampler, gpus_in_use, pause_s
-from lockstep.callbacks.tensorboard import TensorBoard
 
 
 class Tiny(pl.LightningModule):
@@ -106,7 +106,7 @@ def test_nvidia_smi_is_kept_at_start_peak_and_end(tmp_path):
 
 def test_tensorboard_gets_scalars_at_its_own_rate(tmp_path):
     written = []
-    logger = TensorBoard(tmp_path)
+    logger = TensorBoardLogger(tmp_path, "tensorboard", "")
     logger.log_metrics = lambda metrics, step: written.append((step, metrics))
     fit(tmp_path, HardwareStats(interval_s=0.02, tensorboard_interval_s=0.15), logger=logger, log_every_n_steps=1000)
     hardware = [(step, metrics) for step, metrics in written if any(name.startswith("hardware/") for name in metrics)]

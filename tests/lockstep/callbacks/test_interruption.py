@@ -13,6 +13,7 @@ from faults import signal_at_step
 from local_ranks import run_ranks
 from lockstep.callbacks import interruption as module
 from lockstep.callbacks.interruption import Interruption, Vote, silence_lightning
+from lockstep.runs import signals
 from lockstep.runs.errors import Interrupted
 from lockstep.storage.checkpoint_files import complete, fault_of
 from runs import run_door
@@ -135,20 +136,32 @@ def test_only_the_node_whose_rank_was_asked_was_asked():
     assert run_ranks(stop_of_nodes, 4, 3) == [True, True, False, False]
 
 
-def test_the_first_reason_stays_and_a_second_ctrl_c_is_at_once():
+def test_the_first_reason_stays_and_a_second_ctrl_c_is_at_once(monkeypatch):
+    ended: list[int] = []
+    monkeypatch.setattr(signals, "asked", [])
+    monkeypatch.setattr(signals.os, "_exit", ended.append)
     interruption = Interruption()
+    interruption._on_signal(signal.SIGTERM, None)
     interruption._on_signal(signal.SIGINT, None)
     interruption.ask("spot notice")
-    assert interruption.reason == "SIGINT"
-    with pytest.raises(KeyboardInterrupt):
-        interruption._on_signal(signal.SIGINT, None)
+    assert interruption.reason == "SIGTERM" and not ended
+    interruption._on_signal(signal.SIGINT, None)
+    assert ended == [130]
+
+
+def at_batch(ready, accumulate=1, batches=10):
+    """A trainer after this many batches of an epoch."""
+    progress = SimpleNamespace(current=SimpleNamespace(ready=ready))
+    return SimpleNamespace(
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress)),
+        accumulate_grad_batches=accumulate, num_training_batches=batches,
+    )  # fmt: skip
 
 
 def test_accumulated_micro_batches_are_no_step():
     interruption = Interruption()
     interruption.votes = {"train": lambda _: pytest.fail("voted in the middle of a step")}
-    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_should_accumulate=lambda: True))
-    interruption.on_train_batch_end(SimpleNamespace(fit_loop=loop), None)
+    interruption.on_train_batch_end(at_batch(3, accumulate=2), None)
 
 
 @pytest.mark.parametrize(
@@ -168,8 +181,8 @@ def test_sigterm_to_one_rank_interrupts_all_and_resume_finishes(hook, at, phase,
     assert stopped.record["status"] == "interrupted" and stopped.record["error"] is None
     assert time.monotonic() - began < 90
     if phase in ("training", "validation"):
-        [(path, facts)] = complete(stopped.folder.checkpoints, "last")
-        assert fault_of(path) is None and facts["phase"] == phase and facts["step"] == stopped.record["steps"]
+        [(path, sidecar)] = complete(stopped.folder.checkpoints, "last")
+        assert fault_of(path) is None and sidecar.phase == phase and sidecar.step == stopped.record["steps"]
     done = run_door("train", *TWO, "resume=auto", logs=tmp_path)
     assert done.code == 0 and done.record["status"] == "finished" and done.record["epochs"] == 2, done.output
     assert done.record["restarts"][0]["lost_steps"] == 0

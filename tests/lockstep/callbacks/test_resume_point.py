@@ -1,6 +1,19 @@
 """Lightning's loop state, made from a place in plain words."""
 
-from lockstep.callbacks.resume_point import EPOCH_END, TRAINING, VALIDATION, loop_state, resume_point
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lockstep.callbacks.resume_point import (
+    EPOCH_END,
+    TRAINING,
+    VALIDATION,
+    ends_step,
+    loop_state,
+    resume_point,
+    validates,
+)
 
 SAVED = {"state_dict": {}, "epoch_loop.automatic_optimization.optim_progress": {"kept": 1}}
 
@@ -40,3 +53,45 @@ def test_optimizer_progress_is_kept_and_the_saved_state_is_not_changed():
     found = state(TRAINING, 3)
     assert found["epoch_loop.automatic_optimization.optim_progress"] == {"kept": 1}
     assert "epoch_progress" not in SAVED
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Places(pl.Callback):
+    def __init__(self):
+        self.steps, self.epochs = [], []
+
+    def on_train_batch_end(self, trainer, *_):
+        self.steps.append((ends_step(trainer), trainer.global_step))
+
+    def on_validation_end(self, trainer, module):
+        self.validated = True
+
+    def on_train_epoch_end(self, trainer, module):
+        self.epochs.append((validates(trainer), self.__dict__.pop("validated", False)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_ends_where_lightning_counts_it_and_an_epoch_validates_where_it_did():
+    places = Places()
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=4, accumulate_grad_batches=2, check_val_every_n_epoch=2,
+                         num_sanity_val_steps=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                         enable_model_summary=False, callbacks=[places])  # fmt: skip
+    trainer.fit(Net(), DataLoader(torch.ones(5, 1)), DataLoader(torch.ones(1, 1)))
+    steps = [0, *(step for _, step in places.steps)]
+    assert [ends for ends, _ in places.steps] == [after > before for before, after in zip(steps, steps[1:])]
+    assert [ends for ends, _ in places.steps[:5]] == [False, True, False, True, True]
+    assert places.epochs == [(False, False), (True, True)] * 2

@@ -7,6 +7,7 @@ import pytest
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.runs.record import RunRecord, continued, read_record, update_record, write_record
 from lockstep.runs.typed_json import WrongValue
+from lockstep.storage.checkpoint_files import Sidecar
 
 
 def trainer_at(step, fn="fit"):
@@ -65,9 +66,9 @@ def test_a_checkpoint_that_is_complete_late_takes_no_steps_away(tmp_path, path):
     recorder = RunRecorder(path)
     recorder.on_train_start(trainer_at(0), None)
     recorder.write(trainer_at(50), phase="training")
-    recorder.on_checkpoint_complete(tmp_path / "checkpoints/last.ckpt", {"step": 40}, "last")
+    recorder.on_checkpoint_complete(tmp_path / "checkpoints/last.ckpt", Sidecar(40), "last")
     assert read_record(path).steps == 50
-    recorder.on_checkpoint_complete(tmp_path / "checkpoints/last.ckpt", {"step": 60}, "last")
+    recorder.on_checkpoint_complete(tmp_path / "checkpoints/last.ckpt", Sidecar(60), "last")
     assert read_record(path).steps == 60
 
 

@@ -12,9 +12,10 @@ from lockstep.callbacks.s3_upload import S3Upload
 from lockstep.config.compose import CONFIGS
 from lockstep.runs.errors import Interrupted, UserError
 from lockstep.runs.folder import RunFolder
-from lockstep.storage.outbox import Spool
+from lockstep.storage.checkpoint_files import Sidecar, measure
+from lockstep.storage.outbox import Outbox
 from lockstep.storage.run_bucket import RunBucket
-from lockstep.storage.s3 import UPLOAD_OPTIONS
+from lockstep.storage.s3_options import UPLOAD_OPTIONS
 from object_store import shared_store
 
 
@@ -53,13 +54,12 @@ def checkpoint(callback, step: int, kind: str = "best"):
     data = hashlib.shake_128(f"{kind}{step}".encode()).digest(1000)
     path = callback.folder.checkpoints / f"{kind}-step{step:08d}.ckpt"
     path.write_bytes(data)
-    sha256 = hashlib.sha256(data).hexdigest()
-    return path, {"bytes": 1000, "sha256": sha256, "epoch": 0, "step": step, "metric": {"val/acc": 0.5}}, kind
+    return path, Sidecar.of(measure(path), step=step, metric={"val/acc": 0.5}), kind
 
 
 def pointer_of(callback, kind: str = "best"):
     run = callback.uploader.run
-    return RunBucket(run.bucket, callback.options.prefix, "the-run").read_pointer(kind)[0]
+    return RunBucket(run.store, "the-run").read_pointer(kind)[0]
 
 
 def test_a_best_is_there_when_fit_has_ended_and_the_record_says_where(make):
@@ -86,17 +86,16 @@ def test_a_bucket_that_cannot_be_used_ends_the_run_before_training_on_every_rank
         make().setup(trainer(1, 2, ["start-id", "because rank 0 said so"]), None, "fit")
 
 
-def test_not_required_trains_on_and_says_so(make):
-    said = []
-    callback = make(uri="s3://no-such-bucket/x", required=False, flush_timeout_s=3, say=said.append)
+def test_not_required_trains_on_and_says_so(make, caplog):
+    callback = make(uri="s3://no-such-bucket/x", required=False, flush_timeout_s=3)
     callback.setup(trainer(), None, "fit")
-    assert "training starts, uploads are tried again" in said[0]
+    assert "training starts, uploads are tried again" in caplog.messages[0]
     callback.on_checkpoint_complete(*checkpoint(callback, 10))
     started = time.monotonic()
     callback.teardown(trainer(), None, "fit")
     assert time.monotonic() - started < 12
-    assert "does not exist" in callback.upload_status()["error"]
-    assert [item.step for item in Spool(callback.folder.path / "upload").left()] == [10]
+    assert "does not exist" in callback.upload_status().error
+    assert [item.step for item in Outbox(callback.folder.path / "upload").left()] == [10]
 
 
 def test_an_interrupted_run_sends_its_last_at_once(make):
@@ -105,19 +104,19 @@ def test_an_interrupted_run_sends_its_last_at_once(make):
     callback.on_checkpoint_complete(*checkpoint(callback, 10, "last"))
     callback.on_exception(trainer(world_size=2), None, Interrupted("spot notice"))
     assert pointer_of(callback, "last").step == 10
-    notes = callback.uploader.spool.notes()
-    assert notes["generation"] == 1 and 0 < notes["deadline"] - time.time() < 61
+    notes = callback.uploader.outbox.notes()
+    assert notes.generation == 1 and 0 < notes.deadline - time.time() < 61
 
 
 def test_the_next_start_has_its_whole_time_again(make):
     first = make()
     first.setup(trainer(), None, "fit")
     first.on_exception(trainer(), None, Interrupted("spot notice"))
-    assert first.uploader.spool.notes()["deadline"] is not None
+    assert first.uploader.outbox.notes().deadline is not None
     again = make(flush_timeout_s=77.0)
     again.setup(trainer(), None, "fit")
-    notes = again.uploader.spool.notes()
-    assert notes["deadline"] is None and notes["flush_left_s"] == 77.0
+    notes = again.uploader.outbox.notes()
+    assert notes.deadline is None and notes.flush_left_s == 77.0
 
 
 def test_an_exception_sends_what_waits(make):
@@ -136,7 +135,7 @@ def test_the_address_is_checked_before_anything_else(tmp_path):
 def test_the_config_group_says_what_the_signature_says():
     group = yaml.safe_load((CONFIGS / "s3" / "none.yaml").read_text())
     signature = inspect.signature(S3Upload).parameters
-    defaults = {name: signature[name].default for name in signature if name not in ("run_folder", "client", "say")}
+    defaults = {name: signature[name].default for name in signature if name not in ("run_folder", "store")}
     assert group == {**defaults, "uri": None}
     assert group.keys() > UPLOAD_OPTIONS
 

@@ -166,7 +166,11 @@ def test_the_measured_peak_is_a_rate():
 
 def test_its_hooks_cost_less_than_one_percent_of_a_four_millisecond_step():
     callback = Throughput(8)
-    trainer = SimpleNamespace(fit_loop=SimpleNamespace(_should_accumulate=lambda: False))
+    progress = SimpleNamespace(current=SimpleNamespace(ready=1))
+    trainer = SimpleNamespace(
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress)),
+        accumulate_grad_batches=1, num_training_batches=10,
+    )  # fmt: skip
     best = float("inf")
     for index in range(5000):
         started = time.perf_counter()

@@ -29,10 +29,8 @@ def last_of(done):
 
 
 def test_the_average_lies_where_training_will(tmp_path):
-    """The module itself gets to its device only after callbacks are set up."""
-    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("meta")))
-    callback = WeightAverage(0.9)
-    callback.setup(trainer, ImageClassifier(torch.nn.Linear(2, 2), num_classes=2), "fit")
+    callback = WeightAverage(0.9, torch.device("meta"))
+    callback.setup(SimpleNamespace(), ImageClassifier(torch.nn.Linear(2, 2), num_classes=2), "fit")
     assert {p.device.type for p in callback._average_model.parameters()} == {"meta"}
     assert callback._average_model.n_averaged.device.type == "cpu"  # read in every step
 

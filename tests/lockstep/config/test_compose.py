@@ -2,7 +2,8 @@
 
 import pytest
 
-from lockstep.config.compose import compose
+from lockstep.config.compose import compose, plain
+from lockstep.launch.launcher import without_checkpoints
 from lockstep.runs.errors import UserError
 
 
@@ -14,3 +15,40 @@ def test_an_override_without_a_key_is_named(word):
 
 def test_an_override_counts():
     assert compose("train", ["optimizer.lr=0.5"]).optimizer.lr == 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "checkpoints"),
+    [
+        ([], [], True),
+        (["callbacks=spot"], ["spot"], True),
+        (["callbacks=[default,spot]"], ["spot"], True),
+        (["callbacks=default"], [], True),
+        (["callbacks=none"], [], False),
+        (["callbacks=[none,spot]"], ["spot"], False),
+        (["~callbacks.checkpoints", "callbacks=spot"], ["spot"], False),
+    ],
+)
+def test_callbacks_are_added_to_those_of_every_run(words, more, checkpoints):
+    callbacks = plain(compose("train", words))["callbacks"]
+    every_run = ["checkpoints", "progress", "throughput", "hardware"]
+    assert [name for name in callbacks if name not in every_run] == more
+    assert bool(callbacks.get("checkpoints")) == checkpoints
+    assert without_checkpoints({"callbacks": callbacks, "task_name": "train"}) == (
+        "" if checkpoints else " · WITHOUT CHECKPOINTS"
+    )
+
+
+def test_a_value_of_a_callback_of_every_run_counts_beside_others():
+    words = ["callbacks=spot", "callbacks.checkpoints.monitor=val/loss", "callbacks.spot.interval_s=1"]
+    callbacks = plain(compose("train", words))["callbacks"]
+    assert callbacks["checkpoints"]["monitor"] == "val/loss" and callbacks["spot"]["interval_s"] == 1
+
+
+def test_loggers_are_added_likewise_and_csv_leaves_tensorboard_out():
+    def chosen(*words):
+        return [name for name, node in plain(compose("train", [*words]))["logger"].items() if node]
+
+    assert chosen() == ["csv", "tensorboard"]
+    assert chosen("logger=wandb") == ["csv", "tensorboard", "wandb"] == chosen("logger=[default,wandb]")
+    assert chosen("logger=csv") == ["csv"]

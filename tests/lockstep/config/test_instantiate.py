@@ -12,7 +12,7 @@ from lockstep.config.instantiate import build, check_targets, options_of, resolv
 from lockstep.runs.errors import UserError
 from models.small_cnn import SmallCNN
 
-OWN_KEYS = {"_target_", "_partial_", "name", "scale_lr_with_batch", "base_batch_size"}  # taken out before it is built
+OWN_KEYS = {"_target_", "_partial_", "scale_lr_with_batch", "base_batch_size"}  # taken out before it is built
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
 REFUSED = [
     "os.system", "subprocess.Popen", "builtins.eval", "torch.load", "torch.hub.load", "models.small_cnn.nn",
@@ -59,11 +59,14 @@ def test_what_a_class_hands_on_to_its_base_is_checked_too():
         build({**data, "flop": True})
 
 
-def test_the_display_name_of_a_model_is_no_option():
-    net = build(
-        {"_target_": "models.small_cnn.SmallCNN", "name": "mine"}, {"num_classes": 3, "image_size": 8, "channels": 1}
-    )
-    assert isinstance(net, SmallCNN)
+def test_a_model_has_no_name_beside_what_is_built():
+    shape = {"num_classes": 3, "image_size": 8, "channels": 1}
+    assert isinstance(build({"_target_": "models.small_cnn.SmallCNN"}, shape), SmallCNN)
+    for target in ("small_cnn.SmallCNN", "timm.vit_tiny_32"):
+        with pytest.raises(UserError, match="has no option 'name'"):
+            build({"_target_": f"models.{target}", "name": "resnet18"}, shape)
+    with pytest.raises(UserError, match="model.name=resnet18: any of timm.list_models"):
+        build({"_target_": "models.timm.TimmModel"}, shape)
 
 
 def nodes(config):

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lockstep.config import sweep
-from lockstep.config.sweep import CODES, ExitCodes, run_job
+from lockstep.config.sweep import CODES, ExitCodes, Job, ranking, run_job
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_job_that_slurm_queued_again_goes_on(config, monkeypatch, restarts, wo
 
 def test_a_job_of_submitit_hands_in_its_code_all_the_same(monkeypatch):
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    job = "import os, signal, sys; os.kill(os.getppid(), signal.SIGINT); sys.exit(75)"
+    job = "import os, signal, sys; signal.signal(15, signal.SIG_IGN); os.kill(os.getppid(), 2); sys.exit(75)"
     assert sweep.run_child([sys.executable, "-c", job]) == 75
 
 
@@ -80,3 +80,40 @@ def test_a_sweep_that_is_asked_to_stop_lets_its_job_save(tmp_path, monkeypatch, 
         sweep.run_child([sys.executable, "-c", job])
     assert end.value.code == 75 and saved.exists()
     assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_a_sweep_ends_with_its_ranking_failed_jobs_last():
+    jobs = [
+        Job(0, 0, ("data=mnist", "seed=1"), 0.5),
+        Job(1, 1, ("data=mnist", "seed=2"), float("nan")),
+        Job(2, 0, ("data=mnist", "seed=3"), 0.75),
+    ]
+    assert ranking(jobs, "night", "val/acc", minimize=False) == [
+        "3 jobs by val/acc:",
+        "  0.75          seed=3  night_2",
+        "  0.5           seed=1  night_0",
+        "  exit code 1   seed=2  night_1",
+    ]
+    lowest = ranking(jobs, "night", "val/loss", minimize=True)
+    assert lowest[0] == "3 jobs by val/loss, the lowest first:" and lowest[1].endswith("seed=1  night_0")
+
+
+def test_a_long_ranking_is_cut():
+    jobs = [Job(number, 0, (f"seed={number}",), float(number)) for number in range(14)]
+    lines = ranking(jobs, "night", "val/acc", minimize=False)
+    assert len(lines) == 12 and lines[1].endswith("seed=13  night_13") and lines[-1] == "  … and 4 more"
+
+
+def test_the_ranking_is_said_at_the_end(config, monkeypatch, capsys):
+    ExitCodes().on_multirun_start(config)
+    for code in (0, 2):
+        monkeypatch.setattr(sweep, "run_child", lambda command, code=code: code)
+        monkeypatch.setattr(sweep, "_metric", lambda folder, name: 0.25)
+        config.hydra.overrides.task = [f"seed={code}"]
+        run_job(config, "src/train.py")
+        config.hydra.job.num += 1
+    ExitCodes().on_multirun_end(config)
+    said = capsys.readouterr().out
+    assert said.splitlines()[-3:] == [
+        "2 jobs by val/acc:", "  0.25          seed=0  night_3", "  exit code 2   seed=2  night_4"
+    ]  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 
 from lockstep.data.node_cache import META, cached, read_meta, require_space
 from lockstep.runs.errors import UserError
+from lockstep.runs.full_disk import NoRoom
 from ranks import run_ranks
 
 
@@ -65,7 +66,7 @@ def test_no_space_left(tmp_path):
     def build(part):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(UserError, match="data.cache_dir=FOLDER on a larger disk"):
+    with pytest.raises(NoRoom, match=f"no room on {tmp_path} .*: give data.cache_dir=FOLDER on a larger disk"):
         cached(tmp_path / "entry", build)
     with pytest.raises(UserError, match="GiB free, and the images need 1073741824.0"):
         require_space(tmp_path, 2**60)

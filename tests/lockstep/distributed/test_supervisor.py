@@ -161,7 +161,8 @@ def test_ranks_die_with_a_killed_supervisor(start, tmp_path):
         [sys.executable, "-c", f"""
 import sys, os; sys.path.insert(0, {str(src)!r})
 from pathlib import Path
-from lockstep.distributed.supervisor import Supervisor; from lockstep.distributed.cluster import Cluster
+from lockstep.distributed.supervisor import Supervisor
+from lockstep.distributed.cluster import Cluster
 from lockstep.runs.folder import RunFolder
 Supervisor(Cluster("none", 1, 2, 0, None, "127.0.0.1", None), RunFolder(Path({str(folder.path)!r})),
            [sys.executable, {str(script)!r}], dict(os.environ)).run()

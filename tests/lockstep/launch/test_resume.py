@@ -94,7 +94,7 @@ def test_what_came_from_a_bucket_says_nothing_of_this_machines_places(tmp_path, 
     from lockstep.storage import fetch as storage
 
     fetched = []
-    monkeypatch.setattr(storage, "fetch_run", lambda options, folder, *_: fetched.append((options.uri, folder.run_id)))
+    monkeypatch.setattr(storage, "fetch_run", lambda store, folder: fetched.append((store.options.uri, folder.run_id)))
     leave_run(tmp_path, "r", ["data=cifar10", *HOSTILE, "trainer.max_epochs=5"])
     config = resumed(tmp_path, "resume=auto", "run_id=r", "s3.uri=s3://bucket/runs", "data.root=/mine")
     assert config["trainer"]["max_epochs"] == 5 and fetched == [("s3://bucket/runs", "r")]

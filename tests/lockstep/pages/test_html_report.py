@@ -9,7 +9,7 @@ import pytest
 from lockstep.pages.html_report import PARTS, report_data, report_html
 from lockstep.pages.json_values import mapping
 from lockstep.pages.page_set import load_entries
-from lockstep.pages.publish import publish_report, web_host
+from lockstep.pages.publish import publish_report
 from object_store import shared_store
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -21,11 +21,6 @@ def report(logbook, tmp_path) -> Path:
     path = tmp_path / "report.html"
     path.write_text(report_html("Three <runs>", entries, ["ddp", "fsdp", "out of </script> memory"]))
     return path
-
-
-def test_the_web_address_is_of_the_store_that_was_written():
-    assert web_host("https://s3.eu-west-1.amazonaws.com", "b") == "https://b.s3.amazonaws.com"
-    assert web_host("https://minio.example:9000/", "b") == "https://minio.example:9000/b"  # of AWS_ENDPOINT_URL_S3
 
 
 def test_at_most_150_kb_before_data():

@@ -92,3 +92,10 @@ def test_the_diff_of_many_new_files_is_cut(repository):
     diff = provenance.code_diff(repository)
     assert diff.startswith("new file src/huge.bin: its 300,000 bytes are left out here\n")
     assert "+line" in diff and diff.endswith("… cut here\n") and len(diff) == provenance.DIFF_LIMIT_BYTES + 12
+
+
+def test_an_image_without_git_says_its_commit_by_a_file(tmp_path):
+    assert provenance.code_state(tmp_path)["commit"] is None
+    (tmp_path / "COMMIT").write_text("ab" * 20 + "\n")
+    state = provenance.code_state(tmp_path)
+    assert (state["commit"], state["dirty"]) == ("ab" * 20, None)

@@ -1,23 +1,18 @@
-"""Addresses, the client, and the one sentence for each thing that can be wrong; against a real S3 server."""
+"""S3Store: verified puts, compare-and-swap, sweeps; against a real S3 server."""
 
-import datetime
-import logging
-import socket
+import hashlib
+import threading
 
 import pytest
 
-from lockstep.runs.errors import UserError
-from lockstep.storage.bucket import Bucket
-from lockstep.storage.s3 import S3Options, StoreError, make_client, options_from, parse_uri, translated
-from object_store import KEY_IDS, SECRETS, shared_store
+from lockstep.storage.bucket import read_small, sha256_of_object
+from lockstep.storage.object_store import StoreError
+from lockstep.storage.s3 import S3Store, web_host
+from lockstep.storage.s3_client import S3Requests
+from lockstep.storage.s3_options import S3Options
+from object_store import shared_store
 
-
-@pytest.fixture
-def store(monkeypatch):
-    server = shared_store()
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    return server
+MIB = 2**20
 
 
 @pytest.fixture(scope="module")
@@ -25,164 +20,271 @@ def bucket_name():
     return shared_store().new_bucket()
 
 
-def failure(store, bucket_name, **changes) -> StoreError:
-    """What probing the bucket says."""
-    options = S3Options(f"s3://{bucket_name}", changes.pop("endpoint_url", store.endpoint_url), **changes)
-    with pytest.raises(StoreError) as caught:
-        Bucket(options).probe("runs/")
-    error = caught.value
-    assert error.__suppress_context__, "the original error, which may quote the request, stays out of the traceback"
-    assert not any(secret in str(error) for secret in SECRETS + KEY_IDS)
-    return error
+@pytest.fixture
+def store(monkeypatch, bucket_name):
+    server = shared_store()
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    return S3Store(S3Options(f"s3://{bucket_name}", server.endpoint_url), part_bytes=5 * MIB)
 
 
-def test_parse_uri():
-    assert parse_uri("s3://bucket/a/b") == ("bucket", "a/b")
-    assert parse_uri("s3://bucket") == ("bucket", "")
-    assert S3Options("s3://bucket/a/b/").prefix == "a/b"
+def a_file(path, num_bytes: int, seed: int = 0):
+    path.write_bytes(hashlib.shake_128(str(seed).encode()).digest(num_bytes))
+    return path, hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def num_unfinished(store, prefix: str) -> int:
+    return len(list(store.parts.unfinished(prefix)))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 5 * MIB, 5 * MIB + 1, 17 * MIB])
+def test_a_file_arrives_whole_in_one_put_or_in_parts(store, tmp_path, num_bytes):
+    path, sha256 = a_file(tmp_path / "f", num_bytes)
+    stored = store.put("k/f", path, sha256=sha256)
+    assert (stored.key, stored.bytes, stored.sha256) == ("k/f", num_bytes, sha256)
+    assert sha256_of_object(store, "k/f") == sha256
+    assert store.head("k/f") == stored and stored.etag
+    assert num_unfinished(store, "k/") == 0
+
+
+def test_a_file_that_was_damaged_here_is_not_uploaded(store, tmp_path):
+    path, sha256 = a_file(tmp_path / "f", 6 * MIB)
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with pytest.raises(StoreError, match="damaged on this machine") as caught:
+        store.put("damaged", path, sha256=sha256)
+    assert caught.value.kind == "local"
+    assert not list(store.list("damaged")) and num_unfinished(store, "damaged") == 0
+
+
+class Client:
+    """boto3's, but for what a subclass changes."""
+
+    def __init__(self, client):
+        self.client = client
+
+    def __getattr__(self, name):
+        return getattr(self.client, name)
+
+
+class Altered:
+    """A client whose bytes are changed on the way: the checksum that was sent must not fit."""
+
+    def __init__(self, client, method: str):
+        self.client, self.method = client, method
+
+    def __getattr__(self, name):
+        call = getattr(self.client, name)
+        if name != self.method:
+            return call
+        return lambda **arguments: call(**{**arguments, "Body": b"?" + arguments["Body"][1:]})
+
+
+@pytest.mark.parametrize(("method", "num_bytes"), [("put_object", 1000), ("upload_part", 6 * MIB)])
+def test_bytes_changed_on_the_way_are_refused(store, tmp_path, method, num_bytes):
+    path, sha256 = a_file(tmp_path / "f", num_bytes)
+    store.requests.client = Altered(store.requests.client, method)
+    with pytest.raises(StoreError, match="did not arrive as they were sent"):
+        store.put("changed", path, sha256=sha256)
+    assert not list(store.list("changed")) and num_unfinished(store, "changed") == 0
+
+
+class Forgetful:
+    """A store that keeps other bytes than it acknowledged, or no checksums."""
+
+    def __init__(self, client, **head):
+        self.client, self.changes = client, head
+
+    def __getattr__(self, name):
+        return getattr(self.client, name)
+
+    def head_object(self, **arguments):
+        answer = self.client.head_object(**arguments)
+        answer.update(self.changes)
+        return {key: value for key, value in answer.items() if value is not None}
 
 
 @pytest.mark.parametrize(
-    "uri",
-    ["bucket/prefix", "https://host/b?X-Amz-Signature=5ecre7", "s3://k:5ecre7@bucket/x", "s3:///x", "s3://b_!/x",
-     "s3://bucket/../x", "s3://bucket/a//b", "s3://bucket/a?X-Amz-Signature=5ecre7", "s3://bucket/a\nb"],
-)  # fmt: skip
-def test_an_address_that_is_none_is_refused_and_what_may_be_secret_is_not_repeated(uri):
-    with pytest.raises(UserError) as caught:
-        S3Options(uri)
-    assert "5ecre7" not in str(caught.value)
+    ("num_bytes", "change"),
+    [(1000, {"ContentLength": 999}), (1000, {"ChecksumSHA256": "AAAA"}), (6 * MIB, {"ChecksumCRC32": "AAAA-2"})],
+)
+def test_what_is_read_back_must_fit(store, tmp_path, num_bytes, change):
+    path, sha256 = a_file(tmp_path / "f", num_bytes)
+    store.requests.client = Forgetful(store.requests.client, **change)
+    with pytest.raises(StoreError, match="did not arrive whole"):
+        store.put("readback", path, sha256=sha256)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:9000", "ftp://host", "http://key:5ecre7@host", "http://host/?token=5ecre7",
-                                 "http://host:port"])  # fmt: skip
-def test_an_endpoint_that_is_none_is_refused(url):
-    with pytest.raises(UserError, match=r"s3\.endpoint_url") as caught:
-        S3Options("s3://bucket", url)
-    assert "5ecre7" not in str(caught.value)
+@pytest.mark.parametrize(("stored", "times"), [({}, 0), ({"ChecksumCRC32": None}, 1), ({"ChecksumCRC32": "AAAA"}, 1)])
+def test_a_store_without_our_checksums_is_read_back_in_full(store, tmp_path, monkeypatch, stored, times):
+    path, sha256 = a_file(tmp_path / "f", 6 * MIB)
+    read, real = [], S3Store._read_back
+    monkeypatch.setattr(S3Store, "_read_back", lambda self, key: read.append(key) or real(self, key))
+    store.requests.client = Forgetful(store.requests.client, **stored)
+    assert store.put("plain", path, sha256=sha256).sha256 == sha256
+    assert read == ["plain"] * times
 
 
-def test_options_from_the_config_group():
-    group = {"uri": "s3://bbb/p", "endpoint_url": None, "required": True, "storage_class": "STANDARD_IA"}
-    assert options_from(group) == S3Options("s3://bbb/p", storage_class="STANDARD_IA")
-    assert options_from(group, uri="s3://ccc").bucket == "ccc"
+def test_a_growing_file_is_sent_as_it_was(store, tmp_path):
+    path, _ = a_file(tmp_path / "f", 6 * MIB)
+    before = path.read_bytes()
+
+    def grow() -> bool:
+        with path.open("ab") as file:
+            file.write(b"more")
+        return False
+
+    assert store.put("growing", path, cancelled=grow).bytes == len(before)
+    assert sha256_of_object(store, "growing") == hashlib.sha256(before).hexdigest()
 
 
-def test_a_key_among_the_options_is_refused_and_not_repeated():
-    with pytest.raises(UserError, match="s3.aws_secret_access_key is no option") as caught:
-        options_from({"uri": "s3://bbb", "aws_secret_access_key": "5ecre7"})
-    assert "5ecre7" not in str(caught.value)
+def test_cancel_leaves_nothing(store, tmp_path):
+    path, _ = a_file(tmp_path / "f", 16 * MIB)
+    answers = iter([False, False, True])
+    with pytest.raises(StoreError) as caught:
+        store.put("cancelled", path, cancelled=lambda: next(answers))
+    assert caught.value.kind == "aborted"
+    assert num_unfinished(store, "cancelled") == 0
 
 
-def test_encryption_needs_to_make_sense():
-    with pytest.raises(UserError, match="AES256"):
-        S3Options("s3://bbb", server_side_encryption="rot13")
-    with pytest.raises(UserError, match="aws:kms"):
-        S3Options("s3://bbb", sse_kms_key_id="abc")
+def test_the_sweep_takes_only_its_prefix_and_no_object(store):
+    for key in ("run/a", "run/b/c", "run2/a"):
+        store.requests.call("create_multipart_upload", Key=key)
+    store.put("run/whole", b"x")
+    store.delete("run/", only_unfinished=True)
+    assert (num_unfinished(store, "run/"), num_unfinished(store, "run2/")) == (0, 1)
+    assert store.head("run/whole").bytes == 1
+    store.delete("run2/", only_unfinished=True)
 
 
-def test_a_good_bucket_is_probed_and_left_as_it_was(store, bucket_name):
-    bucket = Bucket(S3Options(f"s3://{bucket_name}/p", store.endpoint_url))
-    bucket.probe("p/")
-    assert bucket.conditional
-    assert list(bucket.keys("")) == []
+class Unlisted(Client):
+    """A role that may not list unfinished uploads."""
+
+    def list_multipart_uploads(self, **arguments):
+        from botocore.exceptions import ClientError
+
+        raise ClientError({"Error": {"Code": "AccessDenied"}}, "ListMultipartUploads")
 
 
-def test_missing_bucket(store):
-    error = failure(store, "no-such-bucket")
-    assert error.kind == "missing_bucket"
-    assert f"the bucket no-such-bucket does not exist at {store.endpoint_url}: create it" in str(error)
+def test_a_role_that_may_not_sweep_is_no_error(store):
+    store.requests.client = Unlisted(store.requests.client)
+    store.delete("run/", only_unfinished=True)
 
 
-def test_wrong_secret(store, bucket_name, monkeypatch):
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    error = failure(store, bucket_name)
-    assert (error.kind, "the secret key does not fit" in str(error)) == ("refused", True)
+def test_what_could_not_be_ended_is_ended_at_the_next_put(store, tmp_path, monkeypatch):
+    path, _ = a_file(tmp_path / "f", 6 * MIB)
+    call, away = S3Requests.call, {"abort_multipart_upload", "complete_multipart_upload"}
+
+    def broken(self, method, **arguments):
+        if method in away:
+            raise StoreError("unreachable", "the store cannot be reached")
+        return call(self, method, **arguments)
+
+    monkeypatch.setattr(S3Requests, "call", broken)
+    with pytest.raises(StoreError, match="cannot be reached"):
+        store.put("interrupted", path)
+    assert num_unfinished(store, "interrupted") == 1
+    away.clear()
+    store.put("another", b"x")
+    assert num_unfinished(store, "interrupted") == 0
 
 
-def test_wrong_key_id(store, bucket_name, monkeypatch):
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "NOBODY")
-    error = failure(store, bucket_name)
-    assert (error.kind, "the access key id is not known" in str(error)) == ("refused", True)
+def test_swap_only_from_what_was_read(store):
+    assert read_small(store, "pointer") == (None, None)
+    store.swap("pointer", b"one", None)
+    data, etag = read_small(store, "pointer")
+    assert data == b"one"
+    store.swap("pointer", b"two", etag)
+    for stale in (None, etag):
+        with pytest.raises(StoreError) as caught:
+            store.swap("pointer", b"three", stale)
+        assert caught.value.kind == "conflict"
+    assert read_small(store, "pointer")[0] == b"two"
 
 
-def test_no_credentials(store, bucket_name, monkeypatch):
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    error = failure(store, bucket_name)
-    assert (error.kind, "no credentials were found" in str(error)) == ("refused", True)
+def test_swap_whose_answer_was_lost_is_no_defeat(store):
+    """boto3 sends the request again, and the store says that somebody was there first: it was ourselves."""
+    store.swap("lost", b"mine", None)
+    store.swap("lost", b"mine", None)
 
 
-def test_read_only_identity(store, bucket_name, monkeypatch):
-    for name, value in store.environment("ro").items():
-        monkeypatch.setenv(name, value)
-    error = failure(store, bucket_name)
-    assert (error.kind, f"access denied to bucket {bucket_name}" in str(error)) == ("refused", True)
+def test_one_of_many_writers_wins(store):
+    for round_ in range(5):
+        etag = read_small(store, "race")[1]
+        won: list[int] = []
+
+        def write(number, etag=etag, round_=round_, won=won):
+            try:
+                store.swap("race", f"{round_}-{number}".encode(), etag)
+                won.append(number)
+            except StoreError as error:
+                assert error.kind == "conflict"
+
+        threads = [threading.Thread(target=write, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+        assert read_small(store, "race")[0] == f"{round_}-{won[0]}".encode()
 
 
-def test_clock_skew(store, bucket_name, monkeypatch):
-    import botocore.auth
-    import botocore.compat
+class Unconditional(Client):
+    """A store that ignores If-Match and If-None-Match, as some that speak S3 do."""
 
-    ahead = botocore.compat.get_current_datetime() + datetime.timedelta(hours=1)
-    monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *_, **__: ahead)
-    error = failure(store, bucket_name)
-    assert (error.kind, "clock differs too much" in str(error)) == ("refused", True)
+    def put_object(self, **arguments):
+        return self.client.put_object(**{k: v for k, v in arguments.items() if k not in ("IfMatch", "IfNoneMatch")})
 
 
-def test_nobody_listens(store, bucket_name):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    error = failure(store, bucket_name, endpoint_url=f"http://127.0.0.1:{port}", connect_timeout_s=1.0)
-    assert (error.kind, "cannot be reached" in str(error)) == ("unreachable", True)
+def test_a_store_without_conditional_writes_is_found_out(store):
+    store.requests.client = Unconditional(store.requests.client)
+    assert store.probe("p/") is False
+    store.swap("unconditional", b"one", None)
+    with pytest.raises(StoreError):
+        store.swap("unconditional", b"two", None)
 
 
-def test_somebody_listens_and_says_nothing(store, bucket_name):
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        error = failure(store, bucket_name, endpoint_url=endpoint, read_timeout_s=0.3)
-    assert error.kind == "unreachable"
+def test_encryption_and_storage_class_are_asked_for(store, tmp_path):
+    asked = {}
+
+    class Spy(Forgetful):
+        def put_object(self, **arguments):
+            asked.update(arguments)
+            return self.client.put_object(**arguments)
+
+    options = S3Options(store.options.uri, store.options.endpoint_url, "STANDARD_IA", "AES256")
+    S3Store(options, Spy(store.requests.client)).put("encrypted", b"x")
+    assert (asked["StorageClass"], asked["ServerSideEncryption"]) == ("STANDARD_IA", "AES256")
+    assert store.requests.call("head_object", Key="encrypted")["ServerSideEncryption"] == "AES256"
 
 
-def test_unknown_profile(store, monkeypatch):
-    monkeypatch.setenv("AWS_PROFILE", "nobody")
-    with pytest.raises(UserError, match="the profile of AWS_PROFILE"):
-        make_client(S3Options("s3://bucket", store.endpoint_url))
+def test_a_file_that_is_not_there(store, tmp_path):
+    with pytest.raises(StoreError, match="a file on this machine cannot be used") as caught:
+        store.put("x", tmp_path / "nothing")
+    assert caught.value.kind == "local"
 
 
-def test_the_libraries_debug_log_stays_off(store, bucket_name, caplog):
-    """hydra.verbose=true sets the root to DEBUG; botocore would then print every signed request."""
-    with caplog.at_level(logging.DEBUG):
-        Bucket(S3Options(f"s3://{bucket_name}", store.endpoint_url)).put_bytes("a", b"x")
-    assert not any(word in caplog.text for word in (*SECRETS, *KEY_IDS, "Signature", "Authorization"))
+def test_a_page_says_what_it_is_and_where_a_browser_finds_it(store):
+    store.put("p/page.html", b"<p>", content_type="text/html; charset=utf-8")
+    head = store.requests.call("head_object", Key="p/page.html")
+    assert (head["ContentType"], head["CacheControl"]) == ("text/html; charset=utf-8", "no-cache")
+    assert store.web_root == f"{store.options.endpoint_url}/{store.options.bucket}/"
 
 
-ANSWERS = [
-    (403, "QuotaExceeded", "full", "bucket runs is full"),
-    (507, "XMinioStorageFull", "full", "the store is full"),
-    (507, "", "full", "the store is full"),
-    (503, "SlowDown", "busy", "too busy"),
-    (400, "ExpiredToken", "refused", "renew"),
-    (301, "PermanentRedirect", "refused", "another region"),
-    (500, "Internal<Error>", "busy", "HTTP 500, no code"),
-    (418, "Teapot", "refused", "HTTP 418, Teapot"),
-]
+def test_where_a_browser_finds_a_bucket():
+    assert web_host("https://s3.eu-west-1.amazonaws.com", "b") == "https://b.s3.amazonaws.com"
+    assert web_host("https://s3.amazonaws.com", "a.b") == "https://s3.amazonaws.com/a.b"
+    assert web_host("https://minio.example:9000/", "b") == "https://minio.example:9000/b"  # of AWS_ENDPOINT_URL_S3
 
 
-@pytest.mark.parametrize(("status", "code", "kind", "words"), ANSWERS)
-def test_what_other_stores_answer(status, code, kind, words):
-    from botocore.exceptions import ClientError
-
-    answer = {
-        "Error": {"Code": code, "Message": f"key {SECRETS[0]}"}, "ResponseMetadata": {"HTTPStatusCode": status},
-    }  # fmt: skip
-    with pytest.raises(StoreError, match=words) as caught, translated(S3Options("s3://runs")):
-        raise ClientError(answer, "PutObject")
-    assert caught.value.kind == kind and SECRETS[0] not in str(caught.value)
-
-
-def test_a_full_disk_on_this_machine():
-    with pytest.raises(StoreError, match="this machine's disk is full"), translated(S3Options("s3://runs")):
-        raise OSError(28, "No space left on device")
+def test_objects_are_listed_in_the_order_of_their_keys_and_read_from_an_offset(store):
+    for key in ("list/b", "list/a", "other/a"):
+        store.put(key, key.encode())
+    assert list(store.list("list/")) == [("list/a", 6), ("list/b", 6)]
+    content = store.get("list/a", start=5)
+    assert (content.num_bytes, b"".join(content.blocks)) == (1, b"a")
+    with pytest.raises(StoreError) as caught:
+        store.get("list/a", etag='"another"')
+    assert caught.value.kind == "conflict"
+    store.delete("list/a")
+    store.delete("list/a")
+    assert list(store.list("list/")) == [("list/b", 6)]

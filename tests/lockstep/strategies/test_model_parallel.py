@@ -19,7 +19,7 @@ from lockstep.strategies.model_parallel import (
 )
 from models.alexnet import AlexNet, AlexNetBN
 from models.small_cnn import SmallCNN
-from models.timm_vit import TimmViT
+from models.timm import TimmModel
 from strategy_runs import difference, fit, one
 
 TWO = ["cpu", "cpu"]
@@ -65,12 +65,12 @@ def test_checkpoints_go_both_ways(tmp_path):
 
 
 SHAPE = {"num_classes": 5, "channels": 3}
-VIT = {"timm_name": "vit_tiny_patch16_224", "pretrained": False, "embed_dim": 24, "depth": 2, "num_heads": 2}
+VIT = {"name": "vit_tiny_patch16_224", "pretrained": False, "embed_dim": 24, "depth": 2, "num_heads": 2}
 NETS = {
     "alexnet": (64, lambda: AlexNet(image_size=64, dropout=0.0, **SHAPE)),
     "alexnet_bn": (128, lambda: AlexNetBN(image_size=128, dropout=0.0, **SHAPE)),
     "small_cnn": (16, lambda: SmallCNN(image_size=16, dropout=0.0, head_dropout=0.0, **SHAPE)),
-    "vit": (16, lambda: TimmViT(image_size=16, patch_size=8, **VIT, **SHAPE)),
+    "vit": (16, lambda: TimmModel(image_size=16, patch_size=8, **VIT, **SHAPE)),
 }
 
 

@@ -1,5 +1,7 @@
 """Sharded trains as one process does, keeps only its shards, and scales losses in float16."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -8,10 +10,9 @@ from torch import nn
 
 from local_ranks import run_ranks
 from lockstep.runs.errors import UserError
-from lockstep.strategies.gloo_collectives import GlooAllGather, Messages
+from lockstep.strategies.precision import precision_for
 from lockstep.strategies.sharded import Sharded
-from lockstep.strategies.sharded_precision import precision_for
-from strategy_runs import Block, adamw, difference, fit, mean_losses, one, ranks, ranks_all, worst
+from strategy_runs import adamw, difference, fit, mean_losses, one, ranks, ranks_all, sgd, worst
 
 SETTINGS = {
     (2, 1): [
@@ -19,6 +20,9 @@ SETTINGS = {
         {"accumulate": 2},
         {"clip": 0.5},
         {"optimizer": adamw},
+        {"optimizer": partial(adamw, fused=True), "clip": 0.5},
+        {"optimizer": partial(adamw, foreach=True)},
+        {"optimizer": partial(sgd, foreach=True)},
         {"batch_norm": True, "sync_batchnorm": True},
         {"own": {"activation_checkpointing": True}},
         {"own": {"reshard_after_forward": False}},
@@ -72,7 +76,7 @@ def count_reductions(cluster, accumulate):
     def counting(original):
         return lambda *args, **kwargs: (counted.append(1), original(*args, **kwargs))[1]
 
-    dist.all_to_all_single = counting(dist.all_to_all_single)  # gloo_collectives' way to reduce and scatter
+    dist.reduce_scatter_single = counting(dist.reduce_scatter_single)
     fit(cluster, "fsdp", steps=3, accumulate=accumulate)
     return len(counted)
 
@@ -80,36 +84,6 @@ def count_reductions(cluster, accumulate):
 def test_no_gradient_is_reduced_on_inner_micro_batches():
     plain, accumulated = (run_ranks(count_reductions, 2, accumulate)[0] for accumulate in (1, 4))
     assert plain == accumulated == 3 * 4  # steps × (three blocks and the root)
-
-
-def gathers_under_way(cluster):
-    """How many while each block computes: forward, then backward."""
-    under_way, seen = [], []
-
-    def begun(*args, **kwargs):
-        messages = gather(*args, **kwargs)
-        under_way.append(messages)
-        return messages
-
-    def ended(messages, *args):
-        if messages in under_way:
-            under_way.remove(messages)
-        return wait(messages, *args)
-
-    def computing(block, x):
-        if x.requires_grad:  # no validation
-            seen.append(len(under_way))
-            x.register_hook(lambda grad: seen.append(len(under_way)))
-        return forward(block, x)
-
-    gather, wait, forward = GlooAllGather.__call__, Messages.wait, Block.forward
-    GlooAllGather.__call__, Messages.wait, Block.forward = begun, ended, computing
-    fit(cluster, "fsdp", steps=2)
-    return seen
-
-
-def test_the_next_blocks_weights_are_on_their_way_while_a_block_computes():
-    assert run_ranks(gathers_under_way, 2) == [[1, 1, 0, 1, 1, 0] * 2] * 2
 
 
 def scale(trainer):

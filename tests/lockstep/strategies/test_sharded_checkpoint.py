@@ -4,12 +4,13 @@ import json
 import os
 import pickle
 import shutil
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from lockstep.runs.errors import UserError
-from lockstep.strategies import sharded_checkpoint
+from lockstep.runs.files import checksum_of
 from lockstep.strategies.sharded_checkpoint import check, is_shard_folder, join, load_checkpoint, read, split
 from strategy_runs import adamw, one, plain_sgd, ranks, sgd
 
@@ -124,7 +125,7 @@ def test_nothing_in_a_folder_chooses_code(folder, tmp_path, monkeypatch):
     torch.save({"callbacks": Canary()}, evil / "rest.pt")
     (evil / ".metadata").write_bytes(pickle.dumps(Canary()))
     manifest = json.loads((evil / "manifest.json").read_text())
-    manifest["files"]["rest.pt"] = sharded_checkpoint._fingerprint(evil / "rest.pt")
+    manifest["files"]["rest.pt"] = asdict(checksum_of(evil / "rest.pt"))
     (evil / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(pickle.UnpicklingError):
         read(evil)

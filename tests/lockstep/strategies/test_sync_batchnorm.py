@@ -7,7 +7,7 @@ from torch import nn
 
 from local_ranks import run_ranks
 from lockstep.runs.errors import UserError
-from lockstep.strategies.sync_batchnorm import SyncBatchNorm, SyncBatchNormAct, batch_norm_warnings, layer_sync
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm, SyncBatchNormAct, batch_norm_warnings, synchronise
 
 PARTS = (5, 3)  # images of each rank: unequal on purpose
 
@@ -40,7 +40,7 @@ def in_rank(cluster, dtype, momentum, offset, affine):
         "gloo", init_method=f"tcp://127.0.0.1:{cluster.master_port}", rank=cluster.rank, world_size=2
     )
     layer, batch, weights = layer_and_batch(dtype, momentum, offset, affine)
-    layer = layer_sync("cpu").apply(layer)
+    synchronise(layer, "cpu")
     assert isinstance(layer, SyncBatchNorm)
     start = sum(PARTS[: cluster.rank])
     own = slice(start, start + PARTS[cluster.rank])
@@ -82,32 +82,30 @@ def test_equals_batchnorm_over_the_whole_batch(dtype, momentum, offset, affine, 
             close(a, b)
 
 
-def test_names_and_classes_stay_and_come_back():
+def test_names_and_layers_stay():
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.BatchNorm2d(2))
     names, kept = list(net.state_dict()), [net[1]]
-    layer_sync("cpu").apply(net)
+    synchronise(net, "cpu")
     assert [type(layer) for layer in net[1::2]] == [SyncBatchNorm] * 2
     assert list(net.state_dict()) == names and kept[0] is net[1]
-    layer_sync("cpu").revert(net)
-    assert type(net[1]) is nn.BatchNorm2d
 
 
 def test_alone_it_is_batchnorm():
     layer, batch, weights = layer_and_batch(torch.float64)
     expected = run(layer, batch, weights)[0]
     other, _, _ = layer_and_batch(torch.float64)
-    assert torch.equal(run(layer_sync("cpu").apply(other), batch, weights)[0], expected)
+    synchronise(other, "cpu")
+    assert isinstance(other, SyncBatchNorm)
+    torch.testing.assert_close(run(other, batch, weights)[0], expected, rtol=1e-12, atol=1e-12)
 
 
 def test_on_a_gpu_it_is_torch_s_layer():
     net = nn.Sequential(nn.BatchNorm2d(2))
-    layer_sync("cuda").apply(net)
-    assert type(net[0]) is nn.SyncBatchNorm and net[0].process_group is None
     x = torch.randn(4, 2, 3, 3)
-    net.eval()
-    evaluated = net(x)
-    layer_sync("cuda").revert(net)
-    assert type(net[0]) is nn.BatchNorm2d and torch.equal(net(x), evaluated)
+    evaluated = net.eval()(x)
+    synchronise(net, "cuda")
+    assert type(net[0]) is nn.SyncBatchNorm and net[0].process_group is None
+    assert torch.equal(net(x), evaluated)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -118,14 +116,11 @@ def test_timm_s_activation_within_the_layer_stays(device):
     x = torch.randn(4, 2, 3, 3)
     expected = net(x)
     assert expected.min() == 0
-    layer_sync(device).apply(net)
+    synchronise(net, device)
     assert isinstance(net[0], SyncBatchNormAct if device == "cpu" else nn.SyncBatchNorm)
     assert torch.equal(net(x), expected)
     if device == "cpu":  # torch's own refuses to train on one
         assert net.train()(x).min() == 0
-        net.eval()
-    layer_sync(device).revert(net)
-    assert type(net[0]) is BatchNormAct2d
 
 
 def test_a_layer_that_does_more_is_refused():
@@ -134,7 +129,7 @@ def test_a_layer_that_does_more_is_refused():
             return 2 * super().forward(input)
 
     with pytest.raises(UserError, match="does not know what Scaled does beside normalising"):
-        layer_sync("cpu").apply(nn.Sequential(Scaled(2)))
+        synchronise(nn.Sequential(Scaled(2)), "cpu")
 
 
 @pytest.mark.parametrize(

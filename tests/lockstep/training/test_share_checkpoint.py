@@ -13,7 +13,7 @@ from local_ranks import run_ranks
 from lockstep.distributed import process_group as join
 from lockstep.runs.folder import RunFolder, read_config
 from lockstep.runs.record import RunRecord, read_record, write_record
-from lockstep.storage.checkpoint_files import checkpoint_name, measure, newest_whole, write_sidecar
+from lockstep.storage.checkpoint_files import Sidecar, checkpoint_name, measure, newest_whole, write_sidecar
 from lockstep.training import share_checkpoint as shared_checkpoint
 from lockstep.training.share_checkpoint import newest_offer
 from object_store import sharded
@@ -37,7 +37,7 @@ def write_checkpoint(folder, step, shards):
     for name, data in files.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(data)
-    write_sidecar(path, {**measure(path), "step": step})
+    write_sidecar(path, Sidecar.of(measure(path), step=step))
     return path
 
 
@@ -62,7 +62,7 @@ def shared(here, top, owner, shards):
         config = {"ckpt_path": str(path), "resume_step": 50}
     join.join(here, CPU, 30.0)
     shared_checkpoint.share_checkpoint(config, here, folder)
-    return config, measure(Path(config["ckpt_path"]))["sha256"]
+    return config, measure(Path(config["ckpt_path"])).sha256
 
 
 @pytest.mark.parametrize("shards", [False, True], ids=["file", "folder"])
@@ -100,7 +100,7 @@ def torn(here, top, steps, lost):
             if owner != here.node_rank or (step == max(steps) and name == lost):
                 (path / name).unlink()
         if here.rank == 0:
-            write_sidecar(path, {**measure(path), "step": step})
+            write_sidecar(path, Sidecar.of(measure(path), step=step))
         else:
             (path / "manifest.json").unlink()
     offer = newest_whole(folder.checkpoints)
@@ -108,7 +108,7 @@ def torn(here, top, steps, lost):
     join.join(here, CPU, 30.0)
     shared_checkpoint.share_checkpoint(config, here, folder)
     found = Path(config["ckpt_path"])
-    return config, sorted(path.name for path in found.iterdir()), {n: measure(found / n)["sha256"] for n in files}
+    return config, sorted(path.name for path in found.iterdir()), {n: measure(found / n).sha256 for n in files}
 
 
 def test_shards_that_lie_on_their_own_nodes_come_together_on_each(tmp_path):

@@ -1,0 +1,75 @@
+"""Draw README's two pictures from a real run.    python docs/make_pictures.py   (Debian's chromium for the page)
+
+docs/pictures/terminal.svg: what `make train` prints. docs/pictures/page.png: the page that the run left.
+"""
+
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+from rich.console import Console
+from rich.text import Text
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PICTURES = REPOSITORY / "docs" / "pictures"
+COMMAND = ["src/train.py", "experiment=quickstart"]
+STYLE = """
+body { font: 15px/1.5 sans-serif; color: #1f2328; background: #fff; width: 860px; margin: 24px auto; }
+table { border-collapse: collapse; margin: 12px 0; display: block; overflow: hidden; }
+td, th { border: 1px solid #d1d9e0; padding: 5px 12px; } tr:nth-child(2n) { background: #f6f8fa; }
+code { background: #eff1f3; padding: 2px 5px; border-radius: 5px; font-size: 85%; } pre code { display: block; padding: 12px; }
+img { max-width: 100%; } h1, h2 { border-bottom: 1px solid #d1d9e0; padding-bottom: 6px; } a { color: #0969da; }
+"""
+
+
+def output_on_a_terminal(command: list[str]) -> str:
+    """What the command leaves on a terminal of 110 columns, with its colours and without lines that were redrawn."""
+    seen = bytearray()
+
+    def read(handle: int) -> bytes:
+        seen.extend(data := os.read(handle, 65536))
+        return data
+
+    os.environ.update(COLUMNS="110", LINES="40", TERM="xterm-256color")
+    pty.spawn(command, read)
+    lines = re.sub(r"\x1b\[\d*[A-HJKf]|\x1b\[\?25[lh]", "", seen.decode()).replace("\r\n", "\n").split("\n")
+    return "\n".join(line.rpartition("\r")[2] for line in lines).strip("\n")
+
+
+def draw_terminal(said: str) -> None:
+    with open(os.devnull, "w") as nowhere:
+        console = Console(record=True, width=110, file=nowhere)
+        console.print(Text.from_ansi(f"$ python {' '.join(COMMAND)}\n{said}"))
+    console.save_svg(str(PICTURES / "terminal.svg"), title="Lockstep")
+
+
+def draw_page(page: Path) -> None:
+    """The upper part of the page, as a git host shows markdown."""
+    html = MarkdownIt("commonmark", {"html": True}).enable("table").render(page.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        copy = page.parent / ".picture.html"
+        copy.write_text(f"<meta charset='utf-8'><style>{STYLE}</style>{html}")
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={folder}"]
+        shot = f"--screenshot={PICTURES / 'page.png'}"
+        subprocess.run(["chromium", *options, shot, "--window-size=940,1500", copy.as_uri()], check=True)
+        copy.unlink()
+
+
+def main() -> None:
+    PICTURES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as logs:
+        said = output_on_a_terminal([sys.executable, *COMMAND, f"paths.log_dir={logs}", "run_id=quickstart"])
+        draw_terminal(said.replace(os.path.relpath(logs), "logs"))
+        if shutil.which("chromium"):
+            draw_page(Path(logs) / "train" / "runs" / "quickstart" / "page.md")
+
+
+if __name__ == "__main__":
+    os.chdir(REPOSITORY)
+    main()

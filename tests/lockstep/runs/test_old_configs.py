@@ -1,0 +1,50 @@
+"""What commit 1658469 stored, in today's words; and what a model is called."""
+
+import pytest
+
+from lockstep.runs.old_configs import model_name, today
+
+SIZES = {"patch_size": 4, "embed_dim": 192, "depth": 6, "num_heads": 3, "drop_path_rate": None}
+OLD = {
+    "vit_tiny_32": {
+        "_target_": "models.timm_vit.TimmViT", "name": "vit_tiny_32", "timm_name": "vit_tiny_patch16_224",
+        "pretrained": False, "weights": None, **SIZES,
+    },
+    "timm_vit": {
+        "_target_": "models.timm_vit.TimmViT", "name": "resnet18", "timm_name": "vit_base_patch32_224",
+        "pretrained": True, "weights": None, "drop_rate": None, "drop_path_rate": None,
+    },
+    "small_cnn": {"_target_": "models.small_cnn.SmallCNN", "name": "mine", "dropout": 0.25, "head_dropout": 0.5},
+}  # fmt: skip
+TODAY = {
+    "vit_tiny_32": {"_target_": "models.timm.vit_tiny_32", "pretrained": False, "weights": None, **SIZES},
+    "timm_vit": {
+        "_target_": "models.timm.TimmModel", "name": "vit_base_patch32_224", "pretrained": True, "weights": None,
+        "drop_rate": None, "drop_path_rate": None,
+    },
+    "small_cnn": {"_target_": "models.small_cnn.SmallCNN", "dropout": 0.25, "head_dropout": 0.5},
+}  # fmt: skip
+NAMES = {"vit_tiny_32": "vit_tiny_32", "timm_vit": "vit_base_patch32_224", "small_cnn": "small_cnn"}
+
+
+@pytest.mark.parametrize("option", OLD)
+def test_a_stored_config_is_what_this_version_would_have_composed(option):
+    words = ["model=timm_vit", "model.timm_name=vit_base_patch32_224", "model.name=resnet18", "seed=3"]
+    old = {"model": OLD[option], "choices": {"model": option, "data": "digits"}, "overrides": words}
+    found = today(old)
+    assert found["model"] == TODAY[option] and old["model"] is OLD[option]
+    assert found["overrides"] == ["model=vit", "model.name=vit_base_patch32_224", "seed=3"]
+    assert found["choices"]["data"] == "digits" and "timm_vit" not in str(found)
+    assert model_name(found) == NAMES[option]
+
+
+def test_a_config_of_today_stays():
+    own = {"model": {"_target_": "models.mine.Mine", "name": "kept"}, "verbose": False, "choices": {"model": "mine"}}
+    assert today(own) is own and model_name(own) == "mine"
+    assert today({"other": 1}) == {"other": 1}
+
+
+def test_a_model_is_called_what_it_is():
+    node = {"_target_": "models.timm.TimmModel", "name": "resnet18"}
+    assert model_name({"model": node, "choices": {"model": "timm"}}) == "resnet18"
+    assert model_name({"model": {"_target_": "models.alexnet.AlexNet"}}) == "AlexNet"
