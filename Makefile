@@ -96,7 +96,7 @@ soak: install-dev  ## the campaign of faults, or PIECE=kills SEED=1 COUNT=60 MIN
 	  $(if $(MINUTES),--minutes $(MINUTES)) $(RECORD)
 	$(if $(PIECE),,$(MAKE) test-long)
 
-logbook: install  ## build the pages in logbook/ from the runs
+logbook: install  ## write the pages of the runs that logbook/ keeps, with what has become of them
 	$(PY) src/logbook.py build
 
 completion:  ## print the line that turns on tab completion in this shell

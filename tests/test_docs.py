@@ -60,7 +60,7 @@ def is_of_type(value, name):
 def test_the_records_of_the_logbook_are_as_the_schema_says():
     schema = json.loads((REPOSITORY / "docs" / "run.schema.json").read_text())
     records = [json.loads(path.read_text())["record"] for path in (REPOSITORY / "logbook/runs").glob("*.json")]
-    assert len(records) >= 30
+    assert len(records) > 20
     for record in records:
         assert list(faults(record, schema, schema["$defs"])) == []
         assert set(record) <= set(schema["properties"]), "a field that the schema does not name"

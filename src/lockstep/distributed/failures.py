@@ -36,7 +36,8 @@ def report_failure(failure: RankError | None, folder: RunFolder, cluster: Cluste
     failure = {**failure, "message": redact_text(str(failure["message"]))}
     if failure["kind"] == "NoRoom":
         use_reserve(folder.path)
-    write_atomically(folder.rank_error(cluster.rank), lambda file: file.write(json.dumps(failure)))
+    if folder.path.is_dir():  # else rank 0 found its input refused, and took the folder away
+        write_atomically(folder.rank_error(cluster.rank), lambda file: file.write(json.dumps(failure)))
     if not cluster.is_supervised:
         if cluster.is_rank_zero and code != EXIT_USER_ERROR:
             complete_record(folder, failure, code)
