@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.training import heap
-from lockstep.training import rank as rank_process
+from lockstep.launch.plan import RunPlan
+from lockstep.training import heap, rank
 
 SRC = Path(__file__).parents[3] / "src"
 PROGRAM = f"""
@@ -99,9 +99,9 @@ def test_here_too():
 @pytest.mark.parametrize(("accelerator", "told"), [("cpu", 1), ("gpu", 0)])
 def test_a_rank_that_trains_on_a_cpu_keeps_it(monkeypatch, accelerator, told):
     calls = []
-    monkeypatch.setattr(rank_process, "keep_freed_memory", calls.append)
-    monkeypatch.setattr(rank_process.torch, "set_float32_matmul_precision", lambda _: None)
-    threads = rank_process.torch.get_num_threads()
-    config = {"trainer": {"num_threads": threads, "accelerator": accelerator}, "seed": 0}
-    rank_process.prepare_process(config, None)
+    monkeypatch.setattr(rank, "keep_freed_memory", calls.append)
+    monkeypatch.setattr(rank.torch, "set_float32_matmul_precision", lambda _: None)
+    threads = rank.torch.get_num_threads()
+    config = {"trainer": {"num_threads": threads}, "seed": 0}
+    rank.prepare_process(RunPlan(config, {}, (), None, accelerator, None, None))
     assert len(calls) == told
