@@ -88,14 +88,13 @@ class Nodes(Launcher):
             raise UserError(
                 f"NODE_RANK={node_rank}, but trainer.num_nodes={num_nodes}: it counts from 0 to {num_nodes - 1}."
             )
-        local_rank = 0 if devices * num_nodes == 1 else None
-        port = _integer(environ, "MASTER_PORT")
+        local_rank, port = 0 if devices * num_nodes == 1 else None, _integer(environ, "MASTER_PORT")
         return Cluster(self.name, num_nodes, devices, node_rank, local_rank, environ["MASTER_ADDR"], port)
 
     def command_line(self, typed: list[str], cluster: Cluster, gpus: bool) -> str:
         address = f"MASTER_ADDR={cluster.master_addr} MASTER_PORT={cluster.master_port}"
-        python = super().command_line(typed, cluster, gpus)
-        return f"{address} WORLD_SIZE={cluster.world_size} NODE_RANK={cluster.node_rank} {python}"
+        size = f"WORLD_SIZE={cluster.world_size} NODE_RANK={cluster.node_rank}"
+        return f"{address} {size} {super().command_line(typed, cluster, gpus)}"
 
 
 def _shape(world_size: int | None, wanted: Wanted) -> tuple[int, int]:
@@ -136,16 +135,10 @@ class Supervised(Launcher):
         if wanted.several_processes:
             _agree("devices", wanted.devices, devices, "torchrun")
             _agree("num_nodes", wanted.num_nodes, nodes, "torchrun")
-        return Cluster(
-            self.name,
-            nodes,
-            devices,
-            _integer(environ, "RANK") // devices,
-            _integer(environ, "LOCAL_RANK"),
-            environ.get("MASTER_ADDR", "127.0.0.1"),
-            _integer(environ, "MASTER_PORT"),
-            self.restarts_ranks and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        )
+        node_rank, local_rank = _integer(environ, "RANK") // devices, _integer(environ, "LOCAL_RANK")
+        address, port = environ.get("MASTER_ADDR", "127.0.0.1"), _integer(environ, "MASTER_PORT")
+        agent_store = self.restarts_ranks and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return Cluster(self.name, nodes, devices, node_rank, local_rank, address, port, agent_store)
 
     def is_first_on_node(self, environ: Environ) -> bool:
         return environ.get("LOCAL_RANK") == "0"
@@ -184,16 +177,15 @@ class Slurm(Launcher):
     starts_ranks = True
 
     def recognises(self, environ: Environ, wanted: Wanted) -> bool:
-        tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
-        return "SLURM_STEP_ID" in environ and tasks > 1
+        tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1
+        return "SLURM_STEP_ID" in environ and int(tasks) > 1
 
     def cluster(self, environ: Environ, wanted: Wanted) -> Cluster:
         tasks = _integer(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS")
         nodes = int(environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
         self._check(tasks, nodes, wanted)
-        address = environ.get("MASTER_ADDR") or first_host(
-            environ.get("SLURM_STEP_NODELIST", environ["SLURM_JOB_NODELIST"])
-        )
+        node_list = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
+        address = environ.get("MASTER_ADDR") or first_host(node_list)
         # Four for each step, for the sessions of the batch search too; neighbours on a node and steps of a job differ.
         number = int(environ["SLURM_JOB_ID"]) + 997 * int(environ.get("SLURM_STEP_ID") or 0)
         port = int(environ.get("MASTER_PORT") or 20000 + 4 * (number % 3000))
@@ -260,8 +252,8 @@ def outside_run_id(environ: Environ) -> str | None:
 
     Of torchrun inside an srun step SLURM's, where torchrun has none.
     """
-    here = (launcher for launcher in LAUNCHERS if launcher.recognises(environ, Wanted()))
-    return environ.get("RUN_ID") or next(filter(None, (launcher.run_id(environ) for launcher in here)), None)
+    stated = (each.run_id(environ) for each in LAUNCHERS if each.recognises(environ, Wanted()))
+    return environ.get("RUN_ID") or next(filter(None, stated), None)
 
 
 def agent_id(environ: Environ) -> str | None:

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from lockstep.batch_size import peers as search_peers
+from lockstep.batch_size import peers
 from lockstep.batch_size.peers import Peers
 from lockstep.batch_size.sessions import EXIT_OUT_OF_MEMORY, EXIT_PEER_ENDED, EXIT_PEER_FAILED
 
@@ -19,7 +19,7 @@ class GoneStore:
 
 @pytest.fixture
 def two(monkeypatch):
-    monkeypatch.setattr(search_peers, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(peers, "INTERVAL_S", 0.0)
     store = dist.HashStore()
     return Peers(store, 0), Peers(store, 1)
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lockstep.batch_size import search as batch_search
+from lockstep.batch_size import search
 from lockstep.batch_size.search import HELD, Found, Probe, largest_batch, next_batch
 
 
@@ -181,4 +181,4 @@ def test_the_next_batch_follows_from_the_probes_alone():
 def test_two_out_of_memories_end_the_search():
     history = [Probe(8, [{"step": 0.1}]), Probe(64, None), Probe(32, None)]
     assert next_batch(history, bound=1000) is None
-    assert batch_search.found(history, 1000).batch == 8
+    assert search.found(history, 1000).batch == 8
