@@ -87,8 +87,13 @@ def complete(folder: Path, kind: str | None = None) -> Iterator[tuple[Path, dict
 
 
 def newest_whole(folder: Path, say: Callable[[str], None] = log.info, kind: str | None = None) -> Path | None:
-    """The newest checkpoint whose bytes are still right; each one passed over is named."""
-    for path, _ in complete(folder, kind):
+    """The newest checkpoint whose bytes are still right; each one passed over is named.
+
+    Without a kind it is for going on with the run, for which weights alone are not enough.
+    """
+    for path, facts in complete(folder, kind):
+        if kind is None and facts.get("weights_only"):
+            continue
         fault = fault_of(path)
         if fault is None:
             return path
