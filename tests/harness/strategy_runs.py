@@ -214,8 +214,7 @@ def fit(
     module.overflow_at = overflow_at
     trainer = trainer_of(
         cluster, name, precision=precision, epochs=epochs, accumulate=accumulate, clip=clip, device=device,
-        own=own,
-        callbacks=callbacks,
+        own=own, callbacks=callbacks,
     )  # fmt: skip
     rank = cluster.rank
     train = Batches(steps, rank, cluster.world_size, accumulate)

@@ -57,8 +57,11 @@ class MetricsCsv(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Values of one step share a row, however many calls bring them; Lightning's own calls count steps from 0."""
-        if self.row and step == self.row["step"] - 1:
+        """Values of one step share a row, however many calls bring them.
+
+        What self.log brings, through Lightning, comes after ours, counted from 0 and without our `time_s`.
+        """
+        if self.row and "time_s" not in metrics and step == self.row["step"] - 1:
             step = self.row["step"]
         if self.row and self.row["step"] != step:
             self.end_row()
