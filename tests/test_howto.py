@@ -38,7 +38,7 @@ def test_a_model_a_data_set_a_callback_and_a_recipe_of_ones_own(copy):
     assert (record["model"], record["data"], record["experiment"]) == ("mlp", "squares", "squares")
     assert record["metrics"]["test/images"] == 100 and record["metrics"]["test/acc"] > 0.95
     assert record["num_parameters"] == 64 * 16 + 16 + 16 * 2 + 2
-    assert "train/gradient_norm" in (folder / "metrics.csv").read_text().splitlines()[0]
+    assert "train/weight_norm" in (folder / "metrics.csv").read_text().splitlines()[0]
 
 
 def test_the_links_lead_somewhere():

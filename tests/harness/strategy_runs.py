@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -148,6 +149,7 @@ def trainer_of(
     clip: float | None = None,
     device: torch.device = CPU,
     own: dict[str, Any] | None = None,
+    callbacks: Sequence[pl.Callback] = (),
 ) -> pl.Trainer:
     meet(cluster, device.type)
     warnings.filterwarnings("ignore", module="lightning")
@@ -168,6 +170,8 @@ def trainer_of(
         max_epochs=epochs,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=clip,
+        callbacks=list(callbacks),
+        log_every_n_steps=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -197,6 +201,7 @@ def fit(
     test: bool = False,
     inspect: Any = None,
     own: dict[str, Any] | None = None,
+    callbacks: Sequence[pl.Callback] = (),
 ) -> dict[str, Any]:
     """Train; returns this rank's losses, the whole weights (rank 0) and what `inspect(trainer)` says."""
     from lockstep.strategies.sync_batchnorm import synchronise
@@ -210,7 +215,7 @@ def fit(
     module.overflow_at = overflow_at
     trainer = trainer_of(
         cluster, name, precision=precision, epochs=epochs, accumulate=accumulate, clip=clip, device=device,
-        own=own,
+        own=own, callbacks=callbacks,
     )  # fmt: skip
     rank = cluster.rank
     train = Batches(steps, rank, cluster.world_size, accumulate)

@@ -43,6 +43,8 @@ class Checkpoints(Callback):
     Args:
         folder: checkpoints/ of the run.
         monitor, mode: which metric chooses the best, and whether its largest (max) or smallest (min) value does.
+        weights_only: leave the optimizer's state out of `best`: a third of AdamW's bytes stays. A run goes on from
+            `last`, which is then saved with every best.
         contents: plain values that every checkpoint carries (composed config, class names, normalisation, …).
     """
 
@@ -53,6 +55,7 @@ class Checkpoints(Callback):
         mode: str = "max",
         every_n_epochs: int = 1,
         every_minutes: float | None = 10.0,
+        weights_only: bool = False,
         contents: dict[str, Any] | None = None,
     ) -> None:
         if mode not in ("max", "min"):
@@ -63,7 +66,8 @@ class Checkpoints(Callback):
             raise UserError(f"callbacks.checkpoints.every_n_epochs={every_n_epochs}: 1 or more.")
         self.folder, self.monitor, self.mode = Path(folder), monitor, mode
         self.every_n_epochs, self.every_minutes = every_n_epochs, every_minutes
-        self.contents = contents or {}
+        self.weights_only, self.contents = weights_only, contents or {}
+        self.kind = "last"  # of the checkpoint that is being written
         self.best_value: float | None = None
         self.best: dict[str, Any] | None = None  # {file, value, epoch, step}
         self.saved_step = -1
@@ -88,6 +92,9 @@ class Checkpoints(Callback):
             "loader": trainer.train_dataloader.state_dict(),
             "random": self._random_states,
         }
+        if self._leaves_out_optimizer(self.kind):
+            checkpoint["optimizer_states"] = []
+            checkpoint.pop("current_model_state", None)  # what an average of weights is trained beside
 
     def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         own = checkpoint.get("lockstep")
@@ -150,8 +157,9 @@ class Checkpoints(Callback):
             }  # fmt: skip
             self._save(trainer, "best")
         is_end = trainer.current_epoch + 1 == trainer.max_epochs or trainer.global_step == trainer.max_steps
-        if is_end or (trainer.current_epoch + 1) % self.every_n_epochs == 0:
-            self.save_last(trainer, same_as_best=bool(is_best))
+        due = is_end or (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        if due or (is_best and self.weights_only):
+            self.save_last(trainer, same_as_best=bool(is_best) and not self.weights_only)
 
     def save_last(self, trainer: pl.Trainer, same_as_best: bool = False) -> None:
         """Every rank calls it at the same step. A last that equals the best is a second name for its bytes."""
@@ -169,6 +177,9 @@ class Checkpoints(Callback):
 
     # How
 
+    def _leaves_out_optimizer(self, kind: str) -> bool:
+        return self.weights_only and kind == "best"
+
     def _improves(self, value: float) -> bool:
         if value != value:
             return False
@@ -179,7 +190,7 @@ class Checkpoints(Callback):
     def _save(self, trainer: pl.Trainer, kind: str) -> None:
         started = time.monotonic()
         refuse_non_finite(trainer)
-        self._random_states = gather_random_states(trainer)
+        self._random_states, self.kind = gather_random_states(trainer), kind
         path = self.folder / checkpoint_name(kind, trainer.global_step)
         if trainer.is_global_zero or (trainer.local_rank == 0 and has_only_own_shards(path)):
             set_aside(path)  # of a run that stopped in this step's validation, and goes on
@@ -188,7 +199,8 @@ class Checkpoints(Callback):
             written = getattr(trainer.strategy.checkpoint_io, "written", {}).get(str(path)) or measure(path)
             metric = {self.monitor: self.best_value} if kind == "best" else {}
             known = {**self._point(trainer), "world_size": trainer.world_size, "metric": metric}
-            write_sidecar(path, Sidecar.of(written, step=trainer.global_step, **known))
+            left_out = self._leaves_out_optimizer(kind) or None
+            write_sidecar(path, Sidecar.of(written, step=trainer.global_step, weights_only=left_out, **known))
         trainer.strategy.barrier("checkpoint is complete")
         self.stalled_s += time.monotonic() - started
         if trainer.is_global_zero:

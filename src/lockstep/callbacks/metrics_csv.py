@@ -28,6 +28,7 @@ class MetricsCsv(Logger):
         self.columns: list[str] = list(KEYS)
         self.row: dict[str, Any] = {}
         self.last_is_row = False  # the file's last line is the row that is being filled
+        self.is_new = False  # the row holds what the file does not
         self._resume(resume_step)
 
     @property
@@ -56,20 +57,25 @@ class MetricsCsv(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Values of one step share a row, however many calls bring them."""
+        """Values of one step share a row, however many calls bring them.
+
+        What self.log brings, through Lightning, comes after ours, counted from 0 and without our `time_s`.
+        """
+        if self.row and "time_s" not in metrics and step == self.row["step"] - 1:
+            step = self.row["step"]
         if self.row and self.row["step"] != step:
             self.end_row()
-        if not self.row:
-            self.row = {"step": step}
-        self.row.update(metrics)
+            self.row, self.last_is_row = {}, False
+        self.row = {**self.row, "step": step, **metrics}
+        self.is_new = True
 
     @rank_zero_only
     def end_row(self) -> None:
-        """Append the current row; a new column, or more of the row that a start went on from, rewrites the file.
+        """Write the current row, which stays open; a new column, or more of a row that is written, rewrites the file.
 
         Not `save`: Lightning calls that at its own times, when values of the same step may be still to come.
         """
-        if not self.row:
+        if not self.is_new:
             return
         new = [name for name in self.row if name not in self.columns]
         if new or self.last_is_row:
@@ -80,7 +86,7 @@ class MetricsCsv(Logger):
         else:
             with self.path.open("a", newline="") as file:
                 csv.DictWriter(file, self.columns).writerow(self.row)
-        self.row, self.last_is_row = {}, False
+        self.last_is_row, self.is_new = True, False
 
     def _write_all(self, rows: list[dict[str, Any]]) -> None:
         def write(file: Any) -> None:

@@ -1,4 +1,7 @@
-"""A bar with epoch, images/s, loss and validation accuracy on a terminal; a plain line every interval elsewhere."""
+"""A bar with epoch, images/s, loss and validation accuracy on a terminal; elsewhere a line for each epoch.
+
+Epochs of a few seconds are summed up, and a long one has lines within it.
+"""
 
 import logging
 import sys
@@ -16,11 +19,13 @@ log = logging.getLogger(__name__)
 class Progress(Callback):
     """
     Args:
-        interval_s: seconds between two plain lines where there is no terminal (a SLURM log).
+        interval_s: seconds between two lines within an epoch, where there is no terminal (a SLURM log).
+        short_epoch_s: an epoch that takes less has a line only if none was written for summed_up_s.
     """
 
-    def __init__(self, interval_s: float = 30.0) -> None:
-        self.interval_s = interval_s
+    def __init__(self, interval_s: float = 30.0, short_epoch_s: float = 5.0, summed_up_s: float = 20.0) -> None:
+        self.interval_s, self.short_epoch_s, self.summed_up_s = interval_s, short_epoch_s, summed_up_s
+        self.epoch_began_at = time.monotonic()
         self.bar: Any = None
         self.spoken_at = time.monotonic()
         self.shown_at = 0.0
@@ -48,6 +53,7 @@ class Progress(Callback):
         self.task = self.bar.add_task("epoch", total=int(trainer.num_training_batches), words="")
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.epoch_began_at = time.monotonic()
         if self.bar:
             self.bar.reset(self.task, description=f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}")
 
@@ -63,14 +69,15 @@ class Progress(Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self.bar and trainer.is_global_zero:
-            last = trainer.current_epoch + 1 == trainer.max_epochs
-            if last or time.monotonic() - self.spoken_at > min(self.interval_s, 10):
+            now, last = time.monotonic(), trainer.current_epoch + 1 == trainer.max_epochs
+            is_long = now - self.epoch_began_at > self.short_epoch_s
+            if last or is_long or now - self.spoken_at > self.summed_up_s:
                 self._line(trainer, "done")
 
     def _line(self, trainer: pl.Trainer, place: str) -> None:
         self.spoken_at = time.monotonic()
         epoch = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
-        log.info(f"{epoch} · {place} · {self._words(self._latest(trainer))}")
+        log.info(" · ".join(filter(None, (epoch, place, self._words(self._latest(trainer))))))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop()

@@ -59,7 +59,7 @@ def body(model: Any, timm_config: dict[str, Any], compared: dict[str, float]) ->
     }
     if config["classifier"].get("test_time_flip"):
         rows["Test"] = "the run's test took the mean over an image and its mirror image; the exported net does not"
-    title = f"# {plain(config['model']['name'])} on {plain(config['data']['name'])}"
+    title = f"# {plain(model_name(config))} on {plain(config['data']['name'])}"
     shown = [(name, value) for name, value in rows.items() if value]
     return blocks([title, table(("", ""), shown), timm_example(timm_config)])
 

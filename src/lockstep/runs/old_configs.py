@@ -4,33 +4,40 @@ from typing import Any
 
 OLD_TIMM = "models.timm_vit.TimmViT"  # had `timm_name`, and in `name` whatever should be shown
 OLD_OPTION, OPTION = "timm_vit", "vit"
+CLASSIFIER = "classifier.ImageClassifier"
 SMALL = "vit_tiny_32"
+WITH_DISPLAY_NAME = ("models.airbench.", "models.alexnet.", "models.small_cnn.")
 
 
 def today(config: dict[str, Any]) -> dict[str, Any]:
-    """A config of a run folder or checkpoint, as this version would have composed it.
-
-    Before `verbose` existed, the `name` of every model was for display alone.
-    """
-    model = config.get("model")
-    if "verbose" in config or not isinstance(model, dict):
+    """A config of a run folder or checkpoint, as this version would have composed it."""
+    model, choices = config.get("model"), config.get("choices")
+    if not isinstance(model, dict):
         return config
-    found = {**config, "model": _model(model)}
-    if isinstance(config.get("choices"), dict):
-        choices = config["choices"]
-        found["choices"] = {**choices, "model": OPTION if choices.get("model") == OLD_OPTION else choices.get("model")}
-    if isinstance(config.get("overrides"), list):
-        found["overrides"] = [word for given in config["overrides"] if (word := _word(given))]
-    return found
+    if "verbose" not in config and isinstance(config.get("classifier"), dict):  # keys that came later
+        config = {"verbose": False, "quiet": False, **config}
+        config["classifier"] = {"_target_": CLASSIFIER, **config["classifier"]}
+    if "name" not in model:
+        return config
+    choices = choices if isinstance(choices, dict) else {}
+    found = _model(model, choices.get("model"))
+    if found == model:
+        return config
+    option = OPTION if choices.get("model") == OLD_OPTION else choices.get("model")
+    words = config.get("overrides")
+    words = [new for word in words if (new := _word(word))] if isinstance(words, list) else []
+    return {**config, "model": found, "choices": {**choices, "model": option}, "overrides": words}
 
 
-def _model(old: dict[str, Any]) -> dict[str, Any]:
+def _model(old: dict[str, Any], option: str | None) -> dict[str, Any]:
     rest = {key: value for key, value in old.items() if key not in ("name", "timm_name")}
-    if old.get("_target_") != OLD_TIMM:
-        return rest
-    if old.get("name") == SMALL:
-        return {**rest, "_target_": f"models.timm.{SMALL}"}
-    return {**rest, "_target_": "models.timm.TimmModel", "name": old.get("timm_name", "vit_base_patch32_224")}
+    if old.get("_target_") == OLD_TIMM:
+        if old["name"] == SMALL:
+            return {**rest, "_target_": f"models.timm.{SMALL}"}
+        return {**rest, "_target_": "models.timm.TimmModel", "name": old.get("timm_name", "vit_base_patch32_224")}
+    # Of a model of the user's own: what its yaml said for display, as the howto showed it.
+    displayed = str(old.get("_target_")).startswith(WITH_DISPLAY_NAME) or old["name"] == option
+    return rest if displayed else old
 
 
 def _word(given: Any) -> Any:

@@ -33,6 +33,7 @@ class Sidecar:
     files: of a folder of shards, each file by its name.
     epoch, batches_done, batches_per_epoch, phase: where in training it stands (callbacks/resume_point.py).
     metric: what a best reached, e.g. {"val/acc": 0.91}.
+    weights_only: it lacks the optimizer's state.
     """
 
     step: int
@@ -46,6 +47,7 @@ class Sidecar:
     batches_per_epoch: int | None = None
     phase: str | None = None
     s3_uri: str | None = None
+    weights_only: bool | None = None
 
     @classmethod
     def of(cls, measured: "Measured", *, step: int, **known: Any) -> "Sidecar":
@@ -157,8 +159,13 @@ def complete(folder: Path, kind: str | None = None) -> Iterator[tuple[Path, Side
 
 
 def newest_whole(folder: Path, kind: str | None = None) -> Path | None:
-    """The newest checkpoint whose bytes are still right; each one passed over is named."""
-    for path, _ in complete(folder, kind):
+    """The newest checkpoint whose bytes are still right; each one passed over is named.
+
+    Without a kind it is for going on with the run, for which weights alone are not enough.
+    """
+    for path, sidecar in complete(folder, kind):
+        if kind is None and sidecar.weights_only:
+            continue
         fault = fault_of(path)
         if fault is None:
             return path

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from lockstep.callbacks.checkpoint_io import read_checkpoint
 from lockstep.callbacks.checkpoints import Checkpoints, random_state, set_random_state
 from lockstep.runs.errors import UserError
+from lockstep.storage.checkpoint_files import complete, newest_whole
+from runs import run_door
 
 
 class Gpus:
@@ -53,3 +56,24 @@ def test_another_monitor_finds_its_own_best(tmp_path):
 def test_no_epochs_between_saves_are_refused(tmp_path):
     with pytest.raises(UserError, match="every_n_epochs=0: 1 or more"):
         Checkpoints(tmp_path, every_n_epochs=0)
+
+
+def test_the_best_can_leave_the_optimizer_out_and_a_run_goes_on_from_its_last(tmp_path):
+    words = ["experiment=quickstart", "run_id=r", "trainer.num_threads=1", "~callbacks.hardware", "seed=1"]
+    small = ["callbacks.checkpoints.weights_only=true", "callbacks.checkpoints.every_n_epochs=5"]
+    done = run_door("train", *words, *small, "trainer.max_epochs=2", logs=tmp_path / "small")
+    assert done.code == 0 and done.record["metrics"]["test/acc"] > 0.3, done.output
+    [(best, facts)], [(last, _)] = (complete(done.folder.checkpoints, kind) for kind in ("best", "last"))
+    assert facts["weights_only"] and best.stat().st_size < 0.4 * last.stat().st_size
+    assert read_checkpoint(best)["optimizer_states"] == [] and read_checkpoint(last)["optimizer_states"]
+    assert newest_whole(done.folder.checkpoints) == last and newest_whole(done.folder.checkpoints, kind="best") == best
+    last.unlink()
+    assert newest_whole(done.folder.checkpoints) is None, "weights alone are not enough to go on"
+    tested = run_door("eval", f"ckpt_path={best}", logs=tmp_path / "eval")
+    assert tested.code == 0 and "test/acc" in tested.output, tested.output
+
+
+def test_a_trial_of_two_batches_leaves_no_checkpoint(tmp_path):
+    done = run_door("train", "experiment=quickstart", "debug=fast_dev_run", "run_id=r", logs=tmp_path)
+    assert done.code == 0 and done.record["metrics"]["test/images"] > 0, done.output
+    assert not list(done.folder.path.rglob("*.ckpt"))

@@ -46,3 +46,19 @@ def test_rows_of_a_past_that_no_longer_counts_go(tmp_path):
     assert rows(tmp_path / "m.csv") == [
         first, {"step": "7", "train/loss": "7", "new": "1"}, {"step": "8", "train/loss": "8"}
     ]  # fmt: skip
+
+
+def test_what_lightning_logs_counted_from_0_shares_the_row_of_its_step(tmp_path):
+    """Its values come after ours: those of a step at once, those of an epoch when the row is written already."""
+    log = MetricsCsv(tmp_path / "m.csv")
+    for step in (1, 2):
+        log.log_metrics({"epoch": 0, "time_s": step, "train/loss": step}, step)
+        log.log_metrics({"epoch": 0, "own": 10 * step}, step - 1)
+        log.end_row()
+        log.log_metrics({"epoch": 0, "of_epoch": 100 * step}, step - 1)
+    log.finalize("")
+    common = [{"epoch": "0", "time_s": str(step), "train/loss": str(step)} for step in (1, 2)]
+    assert rows(tmp_path / "m.csv") == [
+        {"step": "1", **common[0], "own": "10", "of_epoch": "100"},
+        {"step": "2", **common[1], "own": "20", "of_epoch": "200"},
+    ]

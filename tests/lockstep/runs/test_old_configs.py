@@ -38,9 +38,19 @@ def test_a_stored_config_is_what_this_version_would_have_composed(option):
     assert model_name(found) == NAMES[option]
 
 
+def test_keys_that_came_later_are_there():
+    found = today({"model": OLD["small_cnn"], "classifier": {"label_smoothing": 0.1}})
+    assert found["classifier"] == {"_target_": "classifier.ImageClassifier", "label_smoothing": 0.1}
+    assert found["verbose"] is found["quiet"] is False
+
+
 def test_a_config_of_today_stays():
-    own = {"model": {"_target_": "models.mine.Mine", "name": "kept"}, "verbose": False, "choices": {"model": "mine"}}
+    own = {"model": {"_target_": "models.mine.Mine", "name": "kept"}, "choices": {"model": "mine"}}
     assert today(own) is own and model_name(own) == "mine"
+    timm = {"model": {"_target_": "models.timm.TimmModel", "name": "resnet18"}, "choices": {"model": "timm"}}
+    assert today(timm) is timm
+    displayed = {"model": {"_target_": "models.mine.Mine", "name": "mine"}, "choices": {"model": "mine"}}
+    assert today(displayed)["model"] == {"_target_": "models.mine.Mine"}, "as the howto showed it"
     assert today({"other": 1}) == {"other": 1}
 
 

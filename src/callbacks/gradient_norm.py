@@ -1,0 +1,36 @@
+"""The norm of the whole gradient at log points, as train/gradient_norm: python src/train.py callbacks=gradient_norm
+
+It is taken before clipping and added up on the device; one value is read at a log point, none in other steps.
+"""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+class GradientNorm(Callback):
+    """Logs the 2-norm of all gradients together, as one process on the whole batch would have it.
+
+    Gradients are those that the optimizer steps on: averaged over ranks, accumulated, without fp16's scale.
+
+    Args:
+        name: of the metric.
+    """
+
+    def __init__(self, name: str = "train/gradient_norm") -> None:
+        self.name = name
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            pl_module.log(self.name, total_norm(gradients), on_step=True, on_epoch=False)
+
+
+def total_norm(gradients: list[Tensor]) -> Tensor:
+    """A scalar on the gradients' device; of shards the norm of the whole, for which every rank must call it."""
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,0 +1,89 @@
+"""The norm that is logged is that of the global batch's gradient, under every strategy, and nothing waits for it."""
+
+import csv
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from callbacks.gradient_norm import GradientNorm, total_norm
+from runs import run_door
+from strategy_runs import CPU, Batches, Classifier, TinyNet, one, ranks_all, sgd
+
+STEPS = 4
+
+
+class Kept(pl.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step > len(self.values):
+            self.values.append(trainer.callback_metrics["train/gradient_norm"].item())
+
+    def __init__(self):
+        self.values = []
+
+
+def norms(trainer):
+    return next(callback.values for callback in trainer.callbacks if isinstance(callback, Kept))
+
+
+def settings(**more):
+    return {"steps": STEPS, "callbacks": [GradientNorm(), Kept()], "inspect": norms, **more}
+
+
+def by_hand():
+    """Plain PyTorch on the global batches."""
+    torch.manual_seed(3)
+    module = Classifier(TinyNet(), sgd).double()
+    optimizer, found = module.configure_optimizers(), []
+    for index, (images, labels) in enumerate(Batches(STEPS, 0, 1, 1)):
+        optimizer.zero_grad()
+        module.training_step((images.double(), labels), index).backward()
+        found.append(sum(float(p.grad.square().sum()) for p in module.parameters()) ** 0.5)
+        optimizer.step()
+    return found
+
+
+def test_one_process_logs_what_plain_pytorch_has():
+    assert one(**settings())["inspect"] == pytest.approx(by_hand(), rel=1e-12)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_every_strategy_logs_the_same(accumulate):
+    names = ("ddp", "fsdp", "allreduce")
+    expected = by_hand()
+    for name, found in zip(names, ranks_all(2, [(name, settings(accumulate=accumulate)) for name in names])):
+        for rank in found:
+            assert rank["inspect"] == pytest.approx(expected, rel=1e-12), name
+
+
+def test_it_is_taken_before_clipping_and_without_the_scale_of_fp16():
+    clipped = one(**settings(clip=1e-3))["inspect"]
+    assert clipped[0] == pytest.approx(by_hand()[0], rel=1e-12) and clipped[1] > 1e-3
+    [found] = ranks_all(2, [("fsdp", settings(precision="16-mixed"))])
+    assert found[0]["inspect"] == pytest.approx(by_hand(), rel=2e-2)
+
+
+def test_no_gradient_is_looked_at_between_log_points(monkeypatch):
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, log_every_n_steps=3)
+    module, logged = Classifier(TinyNet(), sgd), []
+    monkeypatch.setattr(module, "log", lambda name, value, **_: logged.append((trainer.global_step + 1, value)))
+    module.net.head.bias.grad = torch.full((7,), 2.0, device=CPU)
+    for step in range(6):
+        trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
+        GradientNorm().on_before_optimizer_step(trainer, module, None)
+    assert [step for step, _ in logged] == [3, 6]
+    assert all(isinstance(value, torch.Tensor) and value.item() == pytest.approx(28**0.5) for _, value in logged)
+    assert total_norm([torch.tensor([3.0]), torch.tensor([[4.0]])]).item() == 5
+
+
+def test_its_value_stands_in_the_row_of_its_step(tmp_path):
+    done = run_door(
+        "train", "experiment=quickstart", "callbacks=[default,gradient_norm]", "trainer.max_epochs=1", "run_id=r",
+        "trainer.log_every_n_steps=8", "test=false", "~callbacks.hardware", "trainer.num_threads=1", logs=tmp_path,
+    )  # fmt: skip
+    assert done.code == 0, done.output
+    with done.folder.metrics.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["8", "16", "20"]
+    assert [bool(row["train/gradient_norm"]) for row in rows] == [True, True, False]
+    assert all(row["train/loss"] for row in rows) and rows[-1]["val/acc"]
