@@ -73,6 +73,9 @@ class CIFAR10DataModule(ImageDataModule):
         return download(self._urls, self._download_dir / ARCHIVE, md5=MD5)
 
 
+Batches = dict[str, Any]  # what the official batch files hold, by file name
+
+
 def _locate(root: Path) -> Path:
     """The archive, the folder of batches, or the folder with train/ and test/."""
     if root.is_file() or (root.is_dir() and root.name == FOLDER):
@@ -87,7 +90,7 @@ def _locate(root: Path) -> Path:
     raise UserError(f"data.root={root} does not hold CIFAR-10: give a folder that holds {CHOICES}.")
 
 
-def _read_folder(folder: Path) -> dict[str, Any]:
+def _read_folder(folder: Path) -> Batches:
     content = {}
     for name in (*TRAIN_FILES, "test_batch"):
         if not (folder / name).is_file():
@@ -97,7 +100,7 @@ def _read_folder(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _read_archive(path: Path) -> dict[str, Any]:
+def _read_archive(path: Path) -> Batches:
     content = {}
     try:
         with tarfile.open(path) as archive:
@@ -117,7 +120,7 @@ def _read_archive(path: Path) -> dict[str, Any]:
     return content
 
 
-def _from_batches(content: dict[str, Any]) -> ImageSet:
+def _from_batches(content: Batches) -> ImageSet:
     parts = []
     for names in (TRAIN_FILES, ("test_batch",)):
         read = [_batch(content[name], name) for name in names]

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lockstep.data.batches import TEST, Selection, random_stream
 from lockstep.data.image_array import Layout
-from lockstep.data.image_datamodule import ImageDataModule
+from lockstep.data.image_datamodule import ImageDataModule, Loaded
 from lockstep.data.image_set import DECODED, LABELS, ImageSet, fingerprint
 from lockstep.data.image_tree import Listing, common_size, decode_all, list_split
-from lockstep.data.node_cache import file_identity, require_space
+from lockstep.data.node_cache import Content, file_identity, require_space
 from lockstep.data.streaming import stream
 from lockstep.runs.errors import UserError
 
@@ -118,7 +118,7 @@ class ImageFolderDataModule(ImageDataModule):
             )
         return num_test
 
-    def _read_facts(self, meta: dict[str, Any]) -> None:
+    def _read_facts(self, meta: Content) -> None:
         if meta["num_test"]:
             super()._read_facts(meta)
             return
@@ -178,7 +178,7 @@ class ImageFolderDataModule(ImageDataModule):
 
     # Streamed
 
-    def _build(self, part: Path) -> dict[str, Any]:
+    def _build(self, part: Path) -> Content:
         files = self._listing.files
         size = common_size(files)
         self._stored_size = size if size and size <= self.resize else self.resize
@@ -202,7 +202,7 @@ class ImageFolderDataModule(ImageDataModule):
         self._batch_transforms = self._transforms(self._stored_size).to(self._device)
         self._files = [self._root / name for name in json.loads((self._cache / FILES).read_text())]
 
-    def _deliver(self, selections: Iterable[Selection]) -> Iterator[dict[str, Any]]:
+    def _deliver(self, selections: Iterable[Selection]) -> Iterator[Loaded]:
         if not self._meta["streamed"]:
             yield from super()._deliver(selections)
             return
@@ -213,7 +213,7 @@ class ImageFolderDataModule(ImageDataModule):
         ):
             yield {"images": images, **self._common(selection)}
 
-    def _images_of(self, batch: dict[str, Any]) -> Tensor:
+    def _images_of(self, batch: Loaded) -> Tensor:
         if "images" in batch:
             draws = torch.as_tensor(batch["draws"])
             return self._batch_transforms(self._batch_transforms.cut_batch(batch["images"], draws), draws)

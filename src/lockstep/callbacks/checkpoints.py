@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from lockstep.callbacks.checkpoint_io import Checkpoint
 from lockstep.callbacks.resume_point import (
     EPOCH_END,
     TRAINING,
@@ -19,6 +20,7 @@ from lockstep.callbacks.resume_point import (
     resume_point,
     validates,
 )
+from lockstep.runs.config import Config
 from lockstep.runs.errors import Diverged, UserError
 from lockstep.runs.hooks import OnCheckpointComplete, OnShardsComplete
 from lockstep.storage.checkpoint_files import (
@@ -35,6 +37,8 @@ from lockstep.storage.checkpoint_files import (
     set_aside,
     write_sidecar,
 )
+
+State = dict[str, Any]  # plain values by their names, as a checkpoint holds them
 
 
 class Checkpoints(Callback):
@@ -56,7 +60,7 @@ class Checkpoints(Callback):
         every_n_epochs: int = 1,
         every_minutes: float | None = 10.0,
         weights_only: bool = False,
-        contents: dict[str, Any] | None = None,
+        contents: Config | None = None,
     ) -> None:
         if mode not in ("max", "min"):
             raise UserError(f"callbacks.checkpoints.mode={mode!r}: max or min.")
@@ -69,23 +73,23 @@ class Checkpoints(Callback):
         self.weights_only, self.contents = weights_only, contents or {}
         self.kind = "last"  # of the checkpoint that is being written
         self.best_value: float | None = None
-        self.best: dict[str, Any] | None = None  # {file, value, epoch, step}
+        self.best: State | None = None  # {file, value, epoch, step}
         self.saved_step = -1
-        self.loaded: dict[str, Any] | None = None
+        self.loaded: Checkpoint | None = None
         self.phase = TRAINING
         self.stalled_s = 0.0  # seconds that training stood still to write
 
     # What a checkpoint says of itself
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"best_value": self.best_value, "best": self.best, "monitor": self.monitor, "mode": self.mode}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self.best_value, self.best = state["best_value"], state["best"]
         if state.get("monitor", self.monitor) != self.monitor or state.get("mode", self.mode) != self.mode:
             self.best_value = None  # the next value of the new metric is the best; until then the old best stays
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Checkpoint) -> None:
         checkpoint["lockstep"] = {
             **self.contents,
             "point": self._point(trainer),
@@ -96,7 +100,7 @@ class Checkpoints(Callback):
             checkpoint["optimizer_states"] = []
             checkpoint.pop("current_model_state", None)  # what an average of weights is trained beside
 
-    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Checkpoint) -> None:
         own = checkpoint.get("lockstep")
         if own is None:
             return
@@ -222,7 +226,7 @@ class Checkpoints(Callback):
             if older != path:
                 remove(older)
 
-    def _point(self, trainer: pl.Trainer) -> dict[str, Any]:
+    def _point(self, trainer: pl.Trainer) -> State:
         per_epoch = int(trainer.num_training_batches) // trainer.accumulate_grad_batches
         done = trainer.fit_loop.epoch_loop.batch_progress.current.ready // trainer.accumulate_grad_batches
         phase = self.phase
@@ -236,7 +240,7 @@ class Checkpoints(Callback):
     def _is_last_batch(self, trainer: pl.Trainer) -> bool:
         return trainer.fit_loop.epoch_loop.batch_progress.current.ready >= trainer.num_training_batches
 
-    def record_fields(self) -> dict[str, Any]:
+    def record_fields(self) -> dict[str, object]:
         """best_checkpoint of the run record: relative path, bytes, sha256, where it stands, what it reached."""
         if self.best is None:
             return {}
@@ -267,7 +271,7 @@ def refuse_non_finite(trainer: pl.Trainer) -> None:
         )
 
 
-def random_state() -> dict[str, Any]:
+def random_state() -> State:
     """Every generator that this process draws from, as plain values and byte tensors."""
     numpy_state = np.random.get_state()
     return {
@@ -286,7 +290,7 @@ def cuda_state() -> torch.Tensor | list[torch.Tensor] | None:
     return torch.cuda.get_rng_state_all() if several else torch.cuda.get_rng_state()
 
 
-def set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: State) -> None:
     torch.set_rng_state(state["torch"].cpu())
     if state["cuda"] is not None and torch.cuda.is_available():
         states = state["cuda"] if isinstance(state["cuda"], list) else [state["cuda"]]
@@ -302,7 +306,7 @@ def _as_lists(value: Any) -> Any:
     return [_as_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
-def gather_random_states(trainer: pl.Trainer) -> list[dict[str, Any]]:
+def gather_random_states(trainer: pl.Trainer) -> list[State]:
     """One state per rank, in rank order, on every rank."""
     if trainer.world_size == 1 or not torch.distributed.is_initialized():
         return [random_state()]

@@ -36,7 +36,7 @@ class Gpu:
     index: int
     handle: Any
     parent: Any
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, object] = field(default_factory=dict)
     unsupported: set[str] = field(default_factory=set)
     lost: bool = False
 
@@ -76,7 +76,7 @@ class GpuReader:
             except nvml.NVMLError as error:
                 self._once(f"a GPU does not answer ({error}): no readings of it")
 
-    def facts(self) -> list[dict[str, Any]]:
+    def facts(self) -> list[dict[str, object]]:
         """Name and memory of each, for the record."""
         return [gpu.facts for gpu in self.gpus]
 
@@ -190,7 +190,7 @@ class GpuReader:
             gpu.facts = self._facts_of(gpu)
             self.gpus.append(gpu)
 
-    def _facts_of(self, gpu: Gpu) -> dict[str, Any]:
+    def _facts_of(self, gpu: Gpu) -> dict[str, object]:
         nvml, handle = self.nvml, gpu.handle
         return {
             "name": self._ask(gpu, "name", lambda: text(nvml.nvmlDeviceGetName(handle))),

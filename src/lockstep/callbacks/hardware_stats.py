@@ -196,7 +196,7 @@ class HardwareStats(pl.Callback):
     def teardown(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
         self._stop()
 
-    def record_fields(self) -> dict[str, Any]:
+    def record_fields(self) -> dict[str, object]:
         """What is known now on this process: its own node, and the others as of their last epoch."""
         nodes = self.other_nodes | ({self.node_rank: self._node()} if self.sampler else {})
         return {"hardware": {"nodes": [nodes[rank] for rank in sorted(nodes)]}} if nodes else {}

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from lockstep.callbacks.interruption import Interruption
+from lockstep.distributed.failures import RankError
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, Diverged, Interrupted, UserError
 from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import RunFolder
@@ -48,7 +49,7 @@ class Watch(Callback):
         self,
         run_folder: str | Path,
         timeout_s: float = 300.0,
-        report: Callable[[dict[str, Any]], Any] | None = None,
+        report: Callable[[RankError | None], Any] | None = None,
         supervisor_port: int | None = None,
     ) -> None:
         self.folder, self.timeout_s = RunFolder(Path(run_folder)), timeout_s
@@ -172,24 +173,24 @@ class Watch(Callback):
 
     # Failure
 
-    def _facts(self, rank: int, message: str, kind: str = "lost") -> dict[str, Any]:
+    def _facts(self, rank: int, message: str, kind: str = "lost") -> RankError:
         host = socket.gethostname() if rank == self.rank else self.rank_zero_host
         return {"rank": rank, "host": host, "phase": self.phase, "message": message, "kind": kind, "time": time.time()}
 
-    def _publish(self, facts: dict[str, Any]) -> dict[str, Any]:
+    def _publish(self, facts: RankError) -> RankError:
         """The first error of the run wins; returns that one."""
         first = json.loads(self.store.compare_set(ERROR, "", json.dumps(facts)))
         self.store.set(f"seen/{self.rank}", "1")
         return first
 
-    def _error(self) -> dict[str, Any] | None:
+    def _error(self) -> RankError | None:
         """What the first rank to fail has published."""
         if not self.store.check([ERROR]):
             return None
         self.store.set(f"seen/{self.rank}", "1")
         return json.loads(self.store.get(ERROR))
 
-    def _leave(self, facts: dict[str, Any] | None) -> None:
+    def _leave(self, facts: RankError | None) -> None:
         """Another rank has failed (None: was stopped): wait a little, then end this process, whatever it hangs in."""
         if self.ended.wait(GRACE_S) or not self.leaving.acquire(blocking=False):
             return
@@ -200,7 +201,7 @@ class Watch(Callback):
         finally:
             os._exit(EXIT_FAILED if self.stop_seen_s is None else EXIT_INTERRUPTED)
 
-    def _write_error(self, facts: dict[str, Any] | None) -> None:
+    def _write_error(self, facts: RankError | None) -> None:
         if facts is not None:
             write_atomically(self.folder.rank_error(self.rank), lambda file: file.write(json.dumps(facts)))
 
@@ -242,7 +243,7 @@ class Watch(Callback):
     def _stopped_elsewhere(self) -> bool:
         return self.stop_seen_s is not None or bool(self.store.check([STOP]))
 
-    def _look_for_the_dead(self) -> dict[str, Any] | None:
+    def _look_for_the_dead(self) -> RankError | None:
         """A collective broke: whose heart has stopped, or who has said so already?"""
         deadline = time.monotonic() + SILENT_AFTER_S + 3 * BEAT_INTERVAL_S
         while time.monotonic() < deadline:

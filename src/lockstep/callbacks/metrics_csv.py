@@ -14,6 +14,8 @@ from lockstep.runs.files import write_atomically
 
 KEYS = ("step", "epoch", "time_s")
 
+Row = dict[str, Any]  # a value by its column
+
 
 class MetricsCsv(Logger):
     """
@@ -26,7 +28,7 @@ class MetricsCsv(Logger):
         super().__init__()
         self.path = Path(path)
         self.columns: list[str] = list(KEYS)
-        self.row: dict[str, Any] = {}
+        self.row: Row = {}
         self.last_is_row = False  # the file's last line is the row that is being filled
         self.is_new = False  # the row holds what the file does not
         self._resume(resume_step)
@@ -80,7 +82,7 @@ class MetricsCsv(Logger):
         new = [name for name in self.row if name not in self.columns]
         if new or self.last_is_row:
             with self.path.open(newline="") as file:
-                rows: list[dict[str, Any]] = list(csv.DictReader(file))
+                rows: list[Row] = list(csv.DictReader(file))
             self.columns += new
             self._write_all([*(rows[:-1] if self.last_is_row else rows), self.row])
         else:
@@ -88,7 +90,7 @@ class MetricsCsv(Logger):
                 csv.DictWriter(file, self.columns).writerow(self.row)
         self.last_is_row, self.is_new = True, False
 
-    def _write_all(self, rows: list[dict[str, Any]]) -> None:
+    def _write_all(self, rows: list[Row]) -> None:
         def write(file: Any) -> None:
             writer = csv.DictWriter(file, self.columns)
             writer.writeheader()

@@ -8,7 +8,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -118,5 +117,5 @@ class SpotNotice(Callback):
             log.info(f"Not done {self.end_after_s:.0f} s after the spot notice: ending now.")
             os._exit(EXIT_INTERRUPTED)
 
-    def record_fields(self) -> dict[str, Any]:
+    def record_fields(self) -> dict[str, object]:
         return {} if self.noticed_at is None else {"spot_notice_at": self.noticed_at}

@@ -93,7 +93,7 @@ class Throughput(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.steps.collect(wait=True)
 
-    def record_fields(self) -> dict[str, Any]:
+    def record_fields(self) -> dict[str, object]:
         """`throughput`, and `images_per_s` at the top; nothing before a step was timed."""
         kept = self.figures.sums()
         if not kept.count:

@@ -30,6 +30,8 @@ KNOWN_PANELS = {
 NO_PANEL = ("step", "epoch", "time_s")
 MAX_PANELS = 24
 
+Data = dict[str, Any]  # what the report's script reads, as JSON
+
 
 def report_html(title: str, entries: Sequence[Entry], labels: Sequence[str]) -> str:
     """The whole file; the same runs give the same bytes."""
@@ -56,7 +58,7 @@ def script_json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026").replace("@", "\\u0040")
 
 
-def report_data(entries: Sequence[Entry], labels: Sequence[str]) -> dict[str, Any]:
+def report_data(entries: Sequence[Entry], labels: Sequence[str]) -> Data:
     labels = [one_line(label, 80) for label in labels]
     return {
         "subtitle": f"{len(entries)} run{'s' if len(entries) != 1 else ''}",
@@ -71,7 +73,7 @@ def report_data(entries: Sequence[Entry], labels: Sequence[str]) -> dict[str, An
     }
 
 
-def run_data(entry: Entry, label: str) -> dict[str, Any]:
+def run_data(entry: Entry, label: str) -> Data:
     run = entry.facts
     names = run.source.get("curves") if isinstance(run.source.get("curves"), dict) else {}
     accuracy = run.test_acc if run.test_acc is not None else run.best_val_acc
@@ -104,7 +106,7 @@ def hardware_means(run: RunFacts) -> dict[str, tuple[list[float], list[float]]]:
     return means
 
 
-def panels(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
+def panels(runs: Sequence[RunFacts]) -> list[Data]:
     """Known curves first, then whatever else was logged, then the hardware."""
     logged = {name for run in runs for name in (run.source.get("curves") or {}) if run.curve(name)[0]}
     others = sorted(logged - set(KNOWN_PANELS) - set(NO_PANEL))

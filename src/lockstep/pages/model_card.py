@@ -1,17 +1,19 @@
 """The README.md of an exported model: metadata that the hub's tools read, and what a reader must know."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
 from lockstep.pages.markdown import blocks, code, code_block, plain, table
+from lockstep.runs.config import Config
 from lockstep.runs.old_configs import model_name
 from lockstep.runs.record import Node, RunRecord
 from lockstep.runs.redact import redact_text
 
 
-def card_text(model: Any, timm_config: dict[str, Any], compared: dict[str, float]) -> str:
+def card_text(model: Any, timm_config: Config, compared: dict[str, float]) -> str:
     """
     Args:
         model: finished_model.FinishedModel.
@@ -21,7 +23,7 @@ def card_text(model: Any, timm_config: dict[str, Any], compared: dict[str, float
     return f"---\n{head}---\n\n{body(model, timm_config, compared)}"
 
 
-def metadata(model: Any) -> dict[str, Any]:
+def metadata(model: Any) -> Mapping[str, object]:
     """With the result of the test in the hub's `model-index` form where the record holds one."""
     config = model.config
     data, name = config["data"]["name"], model_name(config)
@@ -43,7 +45,7 @@ def metadata(model: Any) -> dict[str, Any]:
     return held
 
 
-def body(model: Any, timm_config: dict[str, Any], compared: dict[str, float]) -> str:
+def body(model: Any, timm_config: Config, compared: dict[str, float]) -> str:
     config, facts = model.config, model.facts
     rows = {
         "Architecture": plain(timm_config["architecture"]),
@@ -91,7 +93,7 @@ def one_machine(node: Node) -> str:
     return ", ".join(gpu.name or "GPU" for gpu in node.gpus) or f"{node.cpu or 'CPU'}, {node.cores} cores"
 
 
-def timm_example(timm_config: dict[str, Any]) -> str:
+def timm_example(timm_config: Config) -> str:
     """How to load the weights; empty for a net that timm does not know."""
     if "model_args" not in timm_config:
         return ""

@@ -4,7 +4,7 @@ None is a base class: whoever has the method has the hook. Imports no torch.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,7 @@ class ExpectsEnd(Protocol):
 
 @runtime_checkable
 class HasRecordFields(Protocol):
-    def record_fields(self) -> dict[str, Any]:
+    def record_fields(self) -> dict[str, object]:
         """What this one adds to run.json, by field."""
 
 
