@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from lockstep.storage.checkpoint_files import Sidecar
-
 # --- nets
 
 
@@ -52,11 +50,11 @@ class TakesNamedParameters(Protocol):
 
 @runtime_checkable
 class OnCheckpointComplete(Protocol):
-    def on_checkpoint_complete(self, path: Path, sidecar: "Sidecar", kind: str) -> None:
+    def on_checkpoint_complete(self, path: Path, sidecar: Any, kind: str) -> None:
         """On rank 0 when a checkpoint is whole, before the one before it goes.
 
         Args:
-            sidecar: its step, epoch, bytes, sha256, metric.
+            sidecar: its storage.checkpoint_files.Sidecar: step, epoch, bytes, sha256, metric.
             kind: best or last.
         """
 
