@@ -4,7 +4,7 @@ None is a base class: whoever has the method has the hook. Imports no torch.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
