@@ -38,9 +38,8 @@ class AllReduce(Capabilities, ParallelStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        device = self.root_device if self.root_device.type == "cuda" else None
-        backend = "nccl" if device else "gloo"
-        _init_dist_connection(self.cluster_environment, backend, timeout=self.timeout, device_id=device)
+        gpu = self.root_device if self.root_device.type == "cuda" else None
+        _init_dist_connection(self.cluster_environment, "nccl" if gpu else "gloo", timeout=self.timeout, device_id=gpu)
 
     def model_to_device(self) -> None:
         self.model.to(self.root_device)
