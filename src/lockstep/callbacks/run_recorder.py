@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
+from lockstep.runs.hooks import HasRecordFields
 from lockstep.runs.record import HEARTBEAT_INTERVAL_S, RunRecord, read_record, update_record
 from lockstep.storage.checkpoint_files import Sidecar
 
@@ -49,7 +50,7 @@ class RunRecorder(Callback):
         record.epochs = max(record.epochs or 0, trainer.current_epoch)
         record.steps = self._steps(trainer, record.steps or 0)
         for part in (*trainer.callbacks, trainer.strategy):
-            if part is not self and hasattr(part, "record_fields"):
+            if part is not self and isinstance(part, HasRecordFields):
                 record.take(part.record_fields())
         _add_uri(record)
 
