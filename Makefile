@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-long install install-dev check docs lock audit parity bench soak logbook completion clean
+.PHONY: help train test test-all install install-dev check docs lock audit parity bench soak logbook completion clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -13,11 +13,12 @@ help:  ## list the targets
 train: install  ## train and test a small model on real digits (no download), in about a minute
 	$(PY) src/train.py experiment=quickstart
 
-test: install-dev  ## run the tests; needs no network, no GPU
-	$(PY) -m pytest
+test: install-dev  ## the tests of every room, in some minutes; needs no network, no GPU
+	$(PY) -m pytest $(SIDE_BY_SIDE)
 
-test-long: install-dev  ## the tests that take too long for make test: more launchers, lost nodes, stores that die
-	$(PY) -m pytest -m soak
+test-all: install-dev  ## the rest of the tests: more launchers, lost nodes, stores that die
+	$(PY) -m pytest -m slow
+SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist worksteal
 
 install: $(VENV)/.installed  ## make .venv with the pinned, hash-checked requirements
 
@@ -94,7 +95,7 @@ FASHION ?= $(wildcard /usr/share/datasets/fashion-mnist)# where Debian's package
 soak: install-dev  ## the campaign of faults, or PIECE=kills SEED=1 COUNT=60 MINUTES=5 of it; hours
 	$(PY) benchmarks/faults.py $(PIECE) $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) \
 	  $(if $(MINUTES),--minutes $(MINUTES)) $(RECORD)
-	$(if $(PIECE),,$(MAKE) test-long)
+	$(if $(PIECE),,$(MAKE) test-all)
 
 logbook: install  ## write the pages of the runs that logbook/ keeps, with what has become of them
 	$(PY) src/logbook.py build

@@ -23,7 +23,8 @@ STYLE = """
 body { font: 15px/1.5 sans-serif; color: #1f2328; background: #fff; width: 860px; margin: 24px auto; }
 table { border-collapse: collapse; margin: 12px 0; display: block; overflow: hidden; }
 td, th { border: 1px solid #d1d9e0; padding: 5px 12px; } tr:nth-child(2n) { background: #f6f8fa; }
-code { background: #eff1f3; padding: 2px 5px; border-radius: 5px; font-size: 85%; } pre code { display: block; padding: 12px; }
+code { background: #eff1f3; padding: 2px 5px; border-radius: 5px; font-size: 85%; }
+pre code { display: block; padding: 12px; }
 img { max-width: 100%; } h1, h2 { border-bottom: 1px solid #d1d9e0; padding-bottom: 6px; } a { color: #0969da; }
 """
 
@@ -55,19 +56,20 @@ def draw_page(page: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         copy = page.parent / ".picture.html"
         copy.write_text(f"<meta charset='utf-8'><style>{STYLE}</style>{html}")
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={folder}"]
-        shot = f"--screenshot={PICTURES / 'page.png'}"
-        subprocess.run(["chromium", *options, shot, "--window-size=940,1500", copy.as_uri()], check=True)
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"]
+        own = [f"--user-data-dir={folder}", f"--screenshot={PICTURES / 'page.png'}", "--window-size=940,1500"]
+        subprocess.run(["chromium", *options, *own, copy.as_uri()], check=True, capture_output=True)
         copy.unlink()
 
 
 def main() -> None:
     PICTURES.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as logs:
-        said = output_on_a_terminal([sys.executable, *COMMAND, f"paths.log_dir={logs}", "run_id=quickstart"])
-        draw_terminal(said.replace(os.path.relpath(logs), "logs"))
-        if shutil.which("chromium"):
-            draw_page(Path(logs) / "train" / "runs" / "quickstart" / "page.md")
+    folder = REPOSITORY / "logs" / "train" / "runs" / "quickstart"
+    shutil.rmtree(folder, ignore_errors=True)
+    draw_terminal(output_on_a_terminal([sys.executable, *COMMAND, "run_id=quickstart"]))
+    if shutil.which("chromium"):
+        draw_page(folder / "page.md")
+    shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,18 @@
 """What every test has: the lines of a run on stdout, warnings and errors on stderr, as a script shows them."""
 
+import os
+
 import pytest
 
 from lockstep.runs import signals
 from lockstep.runs.output import set_up
+
+
+def pytest_configure() -> None:
+    """Each of several workers has a core of its own: threads that share cores spin while they wait for each other."""
+    worker, cores = os.environ.get("PYTEST_XDIST_WORKER"), sorted(os.sched_getaffinity(0))
+    if worker:
+        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
 
 @pytest.fixture(autouse=True)

@@ -164,7 +164,7 @@ def test_a_hostile_checkpoint_runs_nothing(attack, trained, canary, tmp_path):
     "attack",
     [
         raw_pickle,
-        *(pytest.param(attack, marks=pytest.mark.soak) for attack in (optimizer_state, lightning_instantiator)),
+        *(pytest.param(attack, marks=pytest.mark.slow) for attack in (optimizer_state, lightning_instantiator)),
     ],
     ids=lambda a: a.__name__,
 )

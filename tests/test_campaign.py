@@ -20,20 +20,20 @@ def do(name, count, seed=3):
         return piece.work(given)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_four_kills_one_in_each_phase():
     [row] = do("kills", 4)
     assert row.wrong == [] and row.times == 4
     assert row.seen.startswith("1 in training, 1 in validation, 1 in checkpoint, 1 in epoch end")
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_four_kills_with_sharded_checkpoints():
     [row] = do("kills-sharded", 4)
     assert row.wrong == [] and row.times == 4
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.skipif(no_store() is not None, reason=str(no_store()))
 def test_ten_races_for_the_pointer():
     [row] = do("pointer-races", 10)
@@ -41,7 +41,7 @@ def test_ten_races_for_the_pointer():
 
 
 @pytest.mark.parametrize(
-    "target", [pytest.param(name, marks=[pytest.mark.soak] if "Hydra" in name else []) for name in fuzz.TARGETS]
+    "target", [pytest.param(name, marks=[pytest.mark.slow] if "Hydra" in name else []) for name in fuzz.TARGETS]
 )
 def test_a_second_of_fuzzing(target):
     examples, _, _, wrong = fuzz.run_target(fuzz.TARGETS[target], 1.0, 11)

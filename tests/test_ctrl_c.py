@@ -15,7 +15,7 @@ from lockstep.runs.record import read_record
 from ranks import SRC
 from runs import run_door
 
-SOAK = pytest.mark.soak
+SOAK = pytest.mark.slow
 WORDS = ["experiment=quickstart", "trainer.max_epochs=1000", "trainer.num_threads=1"]
 EARLY = (0.2, 0.5, 1.0, 2.5, 8.0)
 MANY = tuple(0.05 * 1.12**i for i in range(48))  # to 10 s

@@ -5,7 +5,7 @@ import pytest
 from host_faults import FAULTS, faults_of
 from hosts import needs_hosts, two_hosts
 
-pytestmark = [needs_hosts, pytest.mark.soak]
+pytestmark = [needs_hosts, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

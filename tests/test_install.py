@@ -101,6 +101,7 @@ def test_another_hash_is_refused_and_the_pinned_one_installed(with_uv, index, tm
     assert installed(folder) and (folder / ".venv/.installed").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_uv", [True, False], ids=["uv", "pip"])
 def test_a_requirement_without_a_hash_is_refused(with_uv, index, tmp_path):
     folder = clone(tmp_path, "0" * 64, with_uv)

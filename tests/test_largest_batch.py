@@ -34,7 +34,7 @@ def torchrun(tmp_path, *options):
     return subprocess.run([*command, str(SRC / "train.py"), *options, *paths], capture_output=True, text=True)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_under_torchrun_every_rank_trains_with_the_same_and_a_run_that_goes_on_keeps_it(tmp_path):
     done = torchrun(tmp_path, *MAX, "trainer=ddp_sim", "run_id=night")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -51,7 +51,7 @@ def test_under_torchrun_every_rank_trains_with_the_same_and_a_run_that_goes_on_k
 
 
 @needs_hosts
-@pytest.mark.soak
+@pytest.mark.slow
 def test_on_two_hosts_all_ranks_probe_together(tmp_path):
     with two_hosts(tmp_path) as hosts:
         started = [
@@ -71,7 +71,7 @@ def test_on_two_hosts_all_ranks_probe_together(tmp_path):
 @pytest.mark.parametrize(
     ("options", "ranks"),
     [
-        pytest.param(["trainer=allreduce_sim"], 2, marks=pytest.mark.soak),
+        pytest.param(["trainer=allreduce_sim"], 2, marks=pytest.mark.slow),
         (["trainer=model_parallel", "trainer.stage_devices=[cpu,cpu]"], 1),
     ],
 )

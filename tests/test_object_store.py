@@ -18,7 +18,7 @@ def sockets_of(store):
     return [path for port in ports for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock")]
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_stopped_and_a_killed_server_leave_no_socket(tmp_path):
     with object_store(tmp_path) as store:
         assert sockets_of(store)
@@ -49,6 +49,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_test_run_leaves_no_server_and_the_next_one_tidies_its_files():
     paths = [str(Path(__file__).parents[1] / "src"), str(Path(__file__).parent / "harness")]
     run = subprocess.Popen([sys.executable, "-c", KILLED, *paths], stdout=subprocess.PIPE, text=True)

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow
 def test_every_strategy_equals_one_process_and_faults_are_noticed(tmp_path):
     command = [
         sys.executable,

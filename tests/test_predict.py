@@ -43,6 +43,7 @@ def test_as_many_test_images_are_right_as_in_the_run(trained, tmp_path, capsys):
         assert len(sheet.convert("L").getcolors()) > 10
 
 
+@pytest.mark.slow
 def test_a_folder_of_shards_answers_as_the_run_did(trained, tmp_path):
     _, root = trained
     options = ["trainer=fsdp_sim", "trainer.max_epochs=1", "trainer.sharded_checkpoint=true"]

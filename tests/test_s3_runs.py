@@ -25,7 +25,7 @@ from ranks import SRC, free_port
 from runs import run_door, start_door
 
 SMALL = ["experiment=quickstart", "trainer.max_epochs=2", "trainer.log_every_n_steps=4", "run_id=the-run"]
-FULL = pytest.mark.soak
+FULL = pytest.mark.slow
 
 
 class Place:
@@ -84,6 +84,7 @@ def check_no_secret(folder, output: str) -> None:
     assert [word for word in [*SECRETS, *KEY_IDS, "X-Amz-Signature", "AWS4-HMAC"] if word in text] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "more"),
     [
@@ -105,6 +106,7 @@ def test_a_run_of_two_ranks_and_eval_from_the_bucket(place, tmp_path, monkeypatc
     check_tensorboard(place, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_run_on_two_hosts_and_eval_from_the_bucket(place, tmp_path):
     port = str(free_port())
     arguments = [*SMALL, *place.arguments, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=1"]
@@ -154,6 +156,7 @@ def test_a_bucket_that_is_not_there_ends_the_run_before_training_with_one_senten
     check_no_secret(tmp_path, done.output)
 
 
+@pytest.mark.slow
 def test_a_best_that_never_arrived_is_the_last_line_and_the_exit_code(place, tmp_path):
     away = ["s3.endpoint_url=http://127.0.0.1:9", "s3.required=false", "s3.flush_timeout_s=0.5"]
     done = place.train("trainer=cpu", *away, logs=tmp_path)

@@ -72,7 +72,7 @@ def test_usr1_saves_and_requeues_and_the_same_run_ends_with_bit_equal_weights(sl
     gone(slurm, job)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_killed_task_fails_the_job_and_is_named(slurm):
     job = slurm.sbatch(*NODES, "trainer.max_epochs=1000")
     wait_for_checkpoint(slurm, job)
@@ -85,7 +85,7 @@ def test_a_killed_task_fails_the_job_and_is_named(slurm):
     gone(slurm, job)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_scancel_saves_and_the_job_stays_cancelled(slurm):
     job = slurm.sbatch(*NODES, "trainer.max_epochs=1000")
     wait_for_checkpoint(slurm, job)
@@ -96,7 +96,7 @@ def test_scancel_saves_and_the_job_stays_cancelled(slurm):
     assert slurm.state(job) == "CANCELLED" and slurm.facts(job)["Restarts"] == "0"
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_job_whose_node_goes_down_starts_again_in_the_same_run(slurm):
     job = slurm.sbatch(*NODES, "trainer.max_epochs=40")
     wait_for_checkpoint(slurm, job)
@@ -116,14 +116,14 @@ def test_the_wrong_number_of_tasks_is_one_sentence(slurm):
     assert "SLURM started 2 tasks, but trainer.devices=2" in slurm.output(job)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_one_task_is_a_run_too(slurm):
     job = slurm.sbatch("launch/train.sbatch", "experiment=quickstart", "trainer=cpu", "trainer.max_epochs=1")
     slurm.wait(job, "COMPLETED", seconds=120)
     assert record(slurm, job)["status"] == "finished" and only_run(slurm, job)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_each_job_of_a_sweep_is_a_slurm_job(slurm):
     """Two ranks on two nodes each; the second learning rate diverges, which its record and the exit code say."""
     launcher = ["nodes=2", "tasks_per_node=1", "array_parallelism=1", "timeout_min=5"]
@@ -138,7 +138,7 @@ def test_each_job_of_a_sweep_is_a_slurm_job(slurm):
     assert done.returncode == 1, done.stdout + done.stderr
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_the_largest_batch_is_found_by_all_tasks_together(slurm):
     options = ["data=synthetic", "data.num_images=400", "data.num_test_images=20", "data.eval_batch_size=4",
                "trainer.memory_limit_gib=0.06", "data.global_batch_size=max", "trainer.max_epochs=1"]  # fmt: skip
@@ -150,7 +150,7 @@ def test_the_largest_batch_is_found_by_all_tasks_together(slurm):
     gone(slurm, job)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_job_at_its_time_limit_saves_and_goes_on(slurm):
     """SLURM looks at time limits twice a minute, and a minute is the shortest."""
     job = slurm.sbatch("--time=1", "--signal=USR1@20", *NODES, "trainer.max_epochs=300")

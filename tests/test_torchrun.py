@@ -39,6 +39,7 @@ def listens(port):
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.slow
 def test_no_run_id_is_one_run_and_a_restart_goes_on_in_it(tmp_path):
     paths = [f"paths.{name}_dir={tmp_path / name}" for name in ("log", "data", "logbook")]
     output = tmp_path / "output.txt"
@@ -66,7 +67,7 @@ def test_no_run_id_is_one_run_and_a_restart_goes_on_in_it(tmp_path):
     assert "rank 1 on" in output.read_text()
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_node_that_is_drained_is_waited_for(tmp_path):
     """Kubernetes moves a pod: its torchrun gets SIGTERM; the other one starts its ranks again, beside a new pod's."""
     paths = [f"paths.{name}_dir={tmp_path / name}" for name in ("log", "data", "logbook")]

@@ -14,7 +14,7 @@ from lockstep.callbacks.checkpoint_io import read_checkpoint
 from lockstep.storage.checkpoint_files import complete, fault_of
 from runs import run_door
 
-SOAK = pytest.mark.soak
+SOAK = pytest.mark.slow
 SMALL = ["experiment=quickstart", "trainer.max_epochs=3", "trainer.log_every_n_steps=4"]
 
 
@@ -227,6 +227,7 @@ def test_a_file_that_is_no_checkpoint_and_one_of_another_model(uninterrupted, tm
     assert done.code == 2, done.output
 
 
+@pytest.mark.slow
 def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_it(uninterrupted, tmp_path):
     """Optimizer, schedule, epochs and best are its own, also where it is killed before its first checkpoint."""
     best = weights(uninterrupted.folder, "best")
@@ -259,6 +260,7 @@ def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_i
     assert longer.record["initial_weights"] == str(own) and "/last-step" in longer.record["resumed_from"]
 
 
+@pytest.mark.slow
 def test_a_run_that_max_steps_ends_in_mid_epoch_is_validated_tested_and_goes_on(tmp_path):
     words = ["experiment=quickstart", "scheduler=none", "trainer.log_every_n_steps=4"]
     whole = run_door("train", *words, "trainer.max_steps=30", logs=tmp_path / "whole")

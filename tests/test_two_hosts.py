@@ -99,7 +99,7 @@ def weights(folder):
 
 @pytest.mark.parametrize(
     "launcher",
-    [OneCommandPerNode(), *(pytest.param(launcher, marks=pytest.mark.soak) for launcher in (Torchrun(), Nodes()))],
+    [OneCommandPerNode(), *(pytest.param(launcher, marks=pytest.mark.slow) for launcher in (Torchrun(), Nodes()))],
     ids=lambda launcher: type(launcher).__name__,
 )
 def test_a_run_across_two_hosts_loses_one_and_resumes_to_the_weights_of_one_host(launcher, hosts, one_host):

@@ -122,7 +122,7 @@ def check_the_pointer(setting) -> int | None:
     return pointer.step
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_five_kills_in_the_middle_of_an_upload(setting, tmp_path):
     reached = []
     for kill, parts in enumerate((2, 5, 11, 14, 3)):
@@ -285,7 +285,7 @@ def test_no_secret_reaches_a_file_or_the_output(setting, capfd, caplog, monkeypa
     assert found == []
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_store_whose_disk_is_full(tmp_path, monkeypatch):
     """The checkpoint stays in the outbox, the sentence says what is wrong, and it arrives once there is room."""
     with object_store(tmp_path / "store", max_volumes=1) as server:
@@ -305,7 +305,7 @@ def test_a_store_whose_disk_is_full(tmp_path, monkeypatch):
         assert check_the_pointer(setting) == 10
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_bucket_that_is_full(tmp_path, monkeypatch):
     """As with a full disk: the sentence, the outbox keeps the checkpoint, it arrives once the quota is raised."""
     with object_store(tmp_path / "store") as server:

@@ -24,7 +24,7 @@ def run_file(task: Task, name: str) -> list[Row]:
     """One row for a test file; a skipped test is said, not counted."""
     file, what, seen = FILES[name]
     report = task.folder / "report.xml"
-    options = ["-q", "-m", "soak or not soak", "--junitxml", str(report), "-p", "no:cacheprovider"]
+    options = ["-q", "-m", "slow or not slow", "--junitxml", str(report), "-p", "no:cacheprovider"]
     subprocess.run([sys.executable, "-m", "pytest", file, *options], cwd=REPOSITORY, stdout=subprocess.DEVNULL)
     suite = ElementTree.parse(report).getroot().find("testsuite")
     assert suite is not None

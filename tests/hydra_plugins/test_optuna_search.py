@@ -17,7 +17,7 @@ COMMAND = [
 ]  # fmt: skip
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_search_survives_a_failing_trial_goes_on_and_finds_better(tmp_path):
     first = run_door("train", *COMMAND, "hydra.sweeper.num_trials=2", logs=tmp_path)
     again = run_door("train", *COMMAND, "hydra.sweeper.num_trials=5", logs=tmp_path)

@@ -22,11 +22,11 @@ def peak(phases):
     ("trainer", "ranks", "options"),
     [
         ("cpu", 1, ["optimizer=adamw"]),
-        pytest.param("cpu", 1, ["trainer.accumulate_grad_batches=2"], marks=pytest.mark.soak),
+        pytest.param("cpu", 1, ["trainer.accumulate_grad_batches=2"], marks=pytest.mark.slow),
         ("ddp_sim", 2, []),
-        pytest.param("allreduce_sim", 2, ["optimizer=sgd"], marks=pytest.mark.soak),
+        pytest.param("allreduce_sim", 2, ["optimizer=sgd"], marks=pytest.mark.slow),
         ("fsdp_sim", 2, []),
-        pytest.param("fsdp_sim", 4, ["trainer.devices=4"], marks=pytest.mark.soak),
+        pytest.param("fsdp_sim", 4, ["trainer.devices=4"], marks=pytest.mark.slow),
     ],
 )
 def test_within_one_percent_of_a_real_run(trainer, ranks, options, tmp_path):
@@ -39,6 +39,7 @@ def test_within_one_percent_of_a_real_run(trainer, ranks, options, tmp_path):
     assert estimated[HELD] == pytest.approx(first[0][HELD], rel=0.02)
 
 
+@pytest.mark.slow
 def test_more_ranks_hold_less_each_under_fsdp(tmp_path):
     held = {}
     for ranks in (2, 8, 32):
@@ -78,7 +79,7 @@ def test_the_world_and_the_limit_come_from_the_options(tmp_path, capsys):
         estimate.stated_limit_gib(config)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_net_that_refuses_single_images_is_estimated(tmp_path):
     options = ["model=alexnet_bn", "data=synthetic", "data.image_size=127", "trainer=fsdp", "hardware=g4dn.12xlarge"]
     done = run_door("find_batch_size", "--estimate", *options, "trainer.devices=4", logs=tmp_path)
@@ -86,6 +87,7 @@ def test_a_net_that_refuses_single_images_is_estimated(tmp_path):
     assert "estimated largest batch" in done.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "said"), [(1.55, "estimated largest batch"), (0.5, "Not even 2 images, the fewest that the net takes,")]
 )
@@ -95,7 +97,7 @@ def test_a_net_that_refuses_single_images_is_estimated_where_hardly_any_fit(limi
     assert said in done.output, done.output
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_more_ranks_on_a_node_than_its_gpus_are_answered_with_a_warning(tmp_path):
     options = ["model=small_cnn", "data=synthetic", "trainer=fsdp", "trainer.devices=4", "trainer.num_nodes=8"]
     done = run_door("find_batch_size", "--estimate", *options, "hardware=g4dn.xlarge", logs=tmp_path)

@@ -35,6 +35,7 @@ def peak(phases):
     return max(phases.values())
 
 
+@pytest.mark.slow
 def test_the_smaller_of_two_ranks_decides_and_its_out_of_memory_hangs_nobody(tmp_path):
     plan = planned([*SMALL, "model=small_cnn", "trainer=ddp_sim"], tmp_path)
     # gloo's threads let go of buffers sooner or later, so that a single peak can come out higher.
@@ -69,7 +70,7 @@ sys.exit(probe.main())
 """
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_failure_of_one_of_two_ranks_is_shown_and_is_no_out_of_memory(tmp_path, rank):
     plan = planned([*SMALL, "model=small_cnn", "trainer=ddp_sim", "trainer.memory_limit_gib=1"], tmp_path)
     (tmp_path / "child.py").write_text(FAILING)
@@ -78,6 +79,7 @@ def test_the_failure_of_one_of_two_ranks_is_shown_and_is_no_out_of_memory(tmp_pa
         find_largest(plan, dict(os.environ), command)
 
 
+@pytest.mark.slow
 def test_the_larger_of_validation_and_test_batch_is_evaluated(tmp_path):
     options = ["data=synthetic", "data.num_images=100", "data.eval_batch_size=1000", "model=small_cnn", "trainer=cpu"]
     validation = {}

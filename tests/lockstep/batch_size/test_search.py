@@ -104,6 +104,7 @@ def test_rough_memory_never_breaks_the_promises_about_probes(family):
     assert sum(near) / len(near) > 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("least", [2, 6, 16])
 @pytest.mark.parametrize("family", [linear, *ROUGH], ids=lambda family: family.__name__)
 def test_no_batch_below_the_least_is_run_and_the_promises_hold(family, least):

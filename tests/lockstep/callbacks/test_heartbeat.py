@@ -34,6 +34,7 @@ def named(ranks, rank, culprit, said):
     assert facts["host"]
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_one_that_prepares_for_longer_than_the_timeout(tmp_path):
     done = run_door("train", "experiment=quickstart", "trainer=ddp_sim", "trainer.max_steps=2", "trainer.timeout_s=2",
                     "test=false", logs=tmp_path, before=prepare_slowly)  # fmt: skip

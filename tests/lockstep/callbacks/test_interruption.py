@@ -170,7 +170,7 @@ def test_accumulated_micro_batches_are_no_step():
         ("on_train_batch_end", 4, "training"),
         ("on_validation_batch_end", 1, "validation"),
         ("on_test_start", 1, "test"),
-        pytest.param("setup", 1, "start", marks=pytest.mark.soak),
+        pytest.param("setup", 1, "start", marks=pytest.mark.slow),
     ],
 )
 def test_sigterm_to_one_rank_interrupts_all_and_resume_finishes(hook, at, phase, tmp_path):

@@ -35,6 +35,7 @@ def test_a_second_process_neither_trains_nor_harms_a_run(tmp_path, capsys):
     hold_run_lock(RunFolder(tmp_path / "r"), wait_s=5).close()  # the lock went with the process
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_started_again_from_outside_ends_at_once(tmp_path):
     assert run_door("train", *SMALL, logs=tmp_path).code == 0
     again = run_door("train", *SMALL, "resume=auto", logs=tmp_path)

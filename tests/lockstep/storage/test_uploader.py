@@ -234,7 +234,7 @@ def test_a_mistake_of_ours_does_not_end_the_uploads(setting, monkeypatch, said):
     assert "ZeroDivisionError in test_uploader.py" in said.messages[0]
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_store_that_is_killed_in_the_middle_and_comes_back(tmp_path, monkeypatch, said):
     with object_store(tmp_path / "store") as server:
         for name, value in server.environment().items():

@@ -15,7 +15,7 @@ LOADED = {2: ["ddp", "fsdp"], 3: ["allreduce", "fsdp"]}
 
 @pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize(
-    "optimizer", [pytest.param(sgd, marks=pytest.mark.soak), plain_sgd, adamw], ids=["sgd", "no state", "adamw"]
+    "optimizer", [pytest.param(sgd, marks=pytest.mark.slow), plain_sgd, adamw], ids=["sgd", "no state", "adamw"]
 )
 def test_saved_under_one_strategy_tested_and_resumed_under_the_others(saved, optimizer, tmp_path):
     path = tmp_path / "epoch1.ckpt"

@@ -71,6 +71,7 @@ def other_images():
     build.data_facts = lambda data: {**facts(data), "data_hash": "b" * 64}
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_asks_for_its_images_and_a_new_one_from_its_checkpoint_does_not(tmp_path):
     first = run_door("train", *SMALL, logs=tmp_path)
     assert first.code == 0, first.output

@@ -141,6 +141,7 @@ def on_two_nodes(words: list[str], logs: list[Path], before=None) -> list[Done]:
     return [node.done() for node in nodes]
 
 
+@pytest.mark.slow
 def test_shards_on_two_nodes_that_share_no_disk(tmp_path):
     """The run is stopped, goes on and is tested from its best, though no node has a whole checkpoint."""
     words = ["trainer=fsdp", "trainer.sharded_checkpoint=true", "run_id=r"]
@@ -158,6 +159,7 @@ def test_shards_on_two_nodes_that_share_no_disk(tmp_path):
         assert [name[:4] for name in names] == ["best", "last"], "older ones are gone on both"
 
 
+@pytest.mark.slow
 def test_two_nodes_that_share_the_log_folder_go_on_by_the_runs_name(tmp_path):
     """Node 1's options, which name no checkpoint, must not be what node 0's ranks read."""
     words, logs = ["trainer=ddp", "test=false"], [tmp_path, tmp_path]
