@@ -40,6 +40,7 @@ def test_ten_races_for_the_pointer():
     assert row.wrong == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target", [pytest.param(name, marks=[pytest.mark.slow] if "Hydra" in name else []) for name in fuzz.TARGETS]
 )

@@ -40,7 +40,7 @@ def check(code, errors, folder):
     saved = list(folder.checkpoints.glob("last*.json"))
     assert bool(saved) == (code == 75)
     if folder.record.exists():
-        assert read_record(folder.record)["status"] == "interrupted"
+        assert read_record(folder.record).status == "interrupted"
 
 
 @pytest.mark.parametrize("moments", [EARLY, pytest.param(MANY, marks=SOAK)])
@@ -51,7 +51,7 @@ def test_ctrl_c_at_any_moment(moments, tmp_path):
         check(*one)
     assert ended[0][0] in (130, -2)
     *_, folder = ended[-1]
-    steps = read_record(folder.record)["steps"]
+    steps = read_record(folder.record).steps
     done = run_door("train", "resume=r", f"trainer.max_steps={steps + 3}", logs=tmp_path / f"{moments[-1]:.2f}")
     assert done.code == 0 and done.record["steps"] == steps + 3, done.output
 

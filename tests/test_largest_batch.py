@@ -68,6 +68,7 @@ def test_on_two_hosts_all_ranks_probe_together(tmp_path):
         assert all(host.empty_within(5) for host in hosts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "ranks"),
     [

@@ -39,7 +39,7 @@ def test_a_run_that_is_to_be_kept_has_its_row_and_a_debugging_run_has_none(tmp_p
     words = ("experiment=quickstart", "debug=fast_dev_run", "run_id=d", "logbook=keep")
     debugged = run_door("train", *words, logs=tmp_path)
     assert debugged.code == 0 and debugged.folder.page.exists() and len(rows(tmp_path / "logbook")) == 1
-    evaluated = run_door("eval", "ckpt_path=d", logs=tmp_path)
+    evaluated = run_door("eval", "ckpt_path=r", logs=tmp_path)
     assert evaluated.code == 0 and evaluated.folder.page.exists() and len(rows(tmp_path / "logbook")) == 1
 
 

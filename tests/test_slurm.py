@@ -50,6 +50,7 @@ def only_run(slurm, job):
     return runs == [folder(slurm, job).path]
 
 
+@pytest.mark.slow
 def test_usr1_saves_and_requeues_and_the_same_run_ends_with_bit_equal_weights(slurm, tmp_path):
     whole = run_door("train", *SMALL, "trainer.max_epochs=20", logs=tmp_path)
     assert whole.code == 0, whole.output

@@ -97,6 +97,7 @@ def weights(folder):
     return read_checkpoint(path)["state_dict"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
     [OneCommandPerNode(), *(pytest.param(launcher, marks=pytest.mark.slow) for launcher in (Torchrun(), Nodes()))],

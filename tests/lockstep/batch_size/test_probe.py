@@ -70,6 +70,7 @@ sys.exit(probe.main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_failure_of_one_of_two_ranks_is_shown_and_is_no_out_of_memory(tmp_path, rank):
     plan = planned([*SMALL, "model=small_cnn", "trainer=ddp_sim", "trainer.memory_limit_gib=1"], tmp_path)

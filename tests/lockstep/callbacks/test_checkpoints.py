@@ -63,8 +63,8 @@ def test_the_best_can_leave_the_optimizer_out_and_a_run_goes_on_from_its_last(tm
     small = ["callbacks.checkpoints.weights_only=true", "callbacks.checkpoints.every_n_epochs=5"]
     done = run_door("train", *words, *small, "trainer.max_epochs=2", logs=tmp_path / "small")
     assert done.code == 0 and done.record["metrics"]["test/acc"] > 0.3, done.output
-    [(best, facts)], [(last, _)] = (complete(done.folder.checkpoints, kind) for kind in ("best", "last"))
-    assert facts["weights_only"] and best.stat().st_size < 0.4 * last.stat().st_size
+    [(best, sidecar)], [(last, _)] = (complete(done.folder.checkpoints, kind) for kind in ("best", "last"))
+    assert sidecar.weights_only and best.stat().st_size < 0.4 * last.stat().st_size
     assert read_checkpoint(best)["optimizer_states"] == [] and read_checkpoint(last)["optimizer_states"]
     assert newest_whole(done.folder.checkpoints) == last and newest_whole(done.folder.checkpoints, kind="best") == best
     last.unlink()

@@ -55,6 +55,7 @@ def test_it_is_the_mean_that_torch_takes_and_stays_in_its_precision(dtype):
     assert not torch.equal(ours.module[0].weight, trained[0].weight.float())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["cpu", pytest.param("ddp_sim", marks=pytest.mark.slow)])
 def test_a_run_stopped_in_a_validation_goes_on_with_the_same_weights(tmp_path, trainer):
     words = [*WORDS, f"trainer={trainer}"]

@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.config.compose import compose, plain
-from lockstep.launch.launcher import without_checkpoints
+from lockstep.launch.plan import without_checkpoints
 from lockstep.runs.errors import UserError
 
 

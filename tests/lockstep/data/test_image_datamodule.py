@@ -144,7 +144,7 @@ def test_bad_options_end_before_training(make, options, message):
 
 
 def test_a_global_batch_that_does_not_divide(make):
-    with pytest.raises(UserError, match="take 30 or 33"):
+    with pytest.raises(UserError, match="30 and 33"):
         make({"world_size": 3})
 
 

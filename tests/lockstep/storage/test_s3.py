@@ -207,6 +207,7 @@ def test_swap_whose_answer_was_lost_is_no_defeat(store):
     store.swap("lost", b"mine", None)
 
 
+@pytest.mark.slow
 def test_one_of_many_writers_wins(store):
     for round_ in range(5):
         etag = read_small(store, "race")[1]

@@ -13,6 +13,7 @@ SAVED = {
 LOADED = {2: ["ddp", "fsdp"], 3: ["allreduce", "fsdp"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize(
     "optimizer", [pytest.param(sgd, marks=pytest.mark.slow), plain_sgd, adamw], ids=["sgd", "no state", "adamw"]

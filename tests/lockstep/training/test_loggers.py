@@ -3,6 +3,9 @@
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lockstep.distributed.cluster import Cluster
+from lockstep.launch.plan import ResumePoint, RunPlan
+from lockstep.runs.batch import Batch
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.training.build import _loggers
@@ -11,8 +14,11 @@ DEFAULT = yaml.safe_load((REPOSITORY / "configs" / "logger" / "default.yaml").re
 
 
 def log_steps(folder: RunFolder, resume_step: int | None, steps: range, value: float) -> None:
-    known = {"path": folder.metrics, "resume_step": resume_step}
-    for logger in _loggers({"logger": DEFAULT}, folder, known):
+    plan = RunPlan(
+        {"logger": DEFAULT}, {}, (), Cluster("none", 1, 1, 0, 0, "127.0.0.1", None), "cpu", folder, Batch(8, 8, 1),
+        resume=None if resume_step is None else ResumePoint(resume_step),
+    )  # fmt: skip
+    for logger in _loggers(plan, {"path": folder.metrics, "resume_step": resume_step}):
         for step in steps:
             logger.log_metrics({"train/loss": value + step}, step)
         logger.finalize("success")
