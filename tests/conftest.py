@@ -1,6 +1,7 @@
 """What every test has: the lines of a run on stdout, warnings and errors on stderr, as a script shows them."""
 
 import os
+import signal
 
 import pytest
 
@@ -9,7 +10,11 @@ from lockstep.runs.output import set_up
 
 
 def pytest_configure() -> None:
-    """Each of several workers has a core of its own: threads that share cores spin while they wait for each other."""
+    """Each of several workers has a core of its own: threads that share cores spin while they wait for each other.
+
+    A Ctrl-C counts, also where whoever started the tests ignores it, as a shell does for what it runs with `&`.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     worker, cores = os.environ.get("PYTEST_XDIST_WORKER"), sorted(os.sched_getaffinity(0))
     if worker:
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})

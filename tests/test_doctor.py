@@ -43,6 +43,7 @@ SLURM = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4",
          "SLURM_NODEID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "a,b"}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "mend"),
     [

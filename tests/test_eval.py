@@ -42,6 +42,7 @@ def test_a_key_of_the_checkpoints_data_is_taken_as_typed(trained, tmp_path):
     assert config["data"]["image_size"] == 8 and done.record["metrics"]["test/images"] == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "said"),
     [

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(no_mounts() is not None, reason=str(no_mounts())
 SHARDED = ["trainer=fsdp_sim", "trainer.sharded_checkpoint=true"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "trainer"), [("runs", ["trainer=cpu"]), ("checkpoints", [*DDP]), ("checkpoints", SHARDED)]
 )

@@ -26,6 +26,7 @@ def copy(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_a_model_a_data_set_a_callback_and_a_recipe_of_ones_own(copy):
     assert len(FILES) == 7
     (early,) = re.findall(r"`(\+callbacks\.early=\{.*?\})`", TEXT)

@@ -33,6 +33,7 @@ def fail_on_one(cluster, how):
     return cluster.rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said"), [("raise", "rank one is unhappy"), ("die", "rank 1 of 2 died"), ("hang", r"ranks \[1\] of 2 said")]
 )

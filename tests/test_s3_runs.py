@@ -121,6 +121,7 @@ def test_a_run_on_two_hosts_and_eval_from_the_bucket(place, tmp_path):
     check_same_elsewhere(place, ended[0].record, tmp_path / "there")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trainer",
     [

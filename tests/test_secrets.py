@@ -66,6 +66,7 @@ def process_list(process):
     return "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_secrets_of_the_environment_and_the_home_go_nowhere(tmp_path):
     store = shared_store()
     bucket, (_, environment) = store.new_bucket(), homes(tmp_path)

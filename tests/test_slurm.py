@@ -111,6 +111,7 @@ def test_a_job_whose_node_goes_down_starts_again_in_the_same_run(slurm):
     assert only_run(slurm, job)
 
 
+@pytest.mark.slow
 def test_the_wrong_number_of_tasks_is_one_sentence(slurm):
     job = slurm.sbatch("--nodes=2", "--ntasks-per-node=1", "launch/train.sbatch", *SMALL, "trainer.devices=2")
     slurm.wait(job, "FAILED", seconds=60)

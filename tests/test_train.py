@@ -74,6 +74,7 @@ def test_headline_and_last_line(uninterrupted):
     assert lines[-1].startswith("finished") and uninterrupted.folder.run_id in lines[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "steps", "wanted"),
     [("fast_dev_run", 2, "finished"), ("overfit", 60, "finished"), ("profiler", 20, "run_training_batch")],
@@ -161,6 +162,7 @@ def test_a_killed_rank_is_named_and_the_run_resumes_to_the_same_weights(uninterr
     assert resumed.record["restarts"][0]["resumed_step"] == 10 and len(resumed.record["restarts"]) == 1
 
 
+@pytest.mark.slow
 def test_a_sweep_of_two_rank_jobs_makes_four_runs_and_survives_a_failing_one(tmp_path):
     done = run_door(
         "train", "-m", "experiment=quickstart", "trainer=ddp_sim", "trainer.max_epochs=1",
@@ -274,6 +276,7 @@ def test_a_run_that_max_steps_ends_in_mid_epoch_is_validated_tested_and_goes_on(
     assert {row["step"] for row in rows(again.folder) if row["val/acc"]} == {"7", "20", "30"}
 
 
+@pytest.mark.slow
 def test_a_stop_at_the_last_step_of_max_steps_waits_for_its_validation(tmp_path):
     words = ["experiment=quickstart", "trainer.max_steps=7", "run_id=r"]
     stopped = run_door("train", *words, logs=tmp_path, before=partial(signal_at_step, 7))
@@ -286,6 +289,7 @@ def test_a_stop_at_the_last_step_of_max_steps_waits_for_its_validation(tmp_path)
     assert over.code == 2 and "give more trainer.max_steps" in over.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["cpu", "fsdp_sim"])
 def test_bfloat16_is_clipped_also_where_one_kernel_steps_all_parameters(tmp_path, trainer):
     words = [f"trainer={trainer}", "trainer.precision=bf16-mixed", "trainer.gradient_clip_val=0.1", "optimizer=sgd"]

@@ -47,6 +47,7 @@ def test_one_process_logs_what_plain_pytorch_has():
     assert one(**settings())["inspect"] == pytest.approx(by_hand(), rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_every_strategy_logs_the_same(accumulate):
     names = ("ddp", "fsdp", "allreduce")

@@ -53,7 +53,6 @@ from lockstep.storage.outbox import Outbox
 log = logging.getLogger(__name__)
 
 FindLargest = Callable[..., Any]
-CHECKPOINTS = "lockstep.callbacks.checkpoints.Checkpoints"
 
 
 def launch(cfg: Any, work: Work, find_largest: FindLargest | None = None) -> int:

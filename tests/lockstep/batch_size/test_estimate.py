@@ -18,6 +18,7 @@ def peak(phases):
     return max(phases.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "ranks", "options"),
     [

@@ -101,6 +101,7 @@ def test_of_three_the_one_that_raised_is_named_by_all(start):
         named(ranks, rank, 2, "the culprit")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [watched_ranks.never_returns, collective])
 def test_a_rank_killed_without_a_word_is_named_by_its_silence(start, others):
     ranks = start(partial(gets_signal, others=others), timeout_s=3.0)
@@ -109,6 +110,7 @@ def test_a_rank_killed_without_a_word_is_named_by_its_silence(start, others):
     named(ranks, 0, 1, "died" if others is collective else "not heard of for")
 
 
+@pytest.mark.slow
 def test_rank_zero_killed_takes_the_store_with_it_and_is_named(start):
     ranks = start(partial(gets_signal, who=0), 3)
     assert ranks.wait([0, 1, 2]) < 12
@@ -125,6 +127,7 @@ def test_a_stopped_rank_is_named_after_the_timeout(start):
         named(ranks, rank, 2, "stopped, or the network")
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_zero_answers_nobody_and_is_named(start):
     """An operation on its store never returns."""
     ranks = start(partial(gets_signal, who=0, number=signal.SIGSTOP, others=collective), timeout_s=3.0)

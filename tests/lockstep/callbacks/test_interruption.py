@@ -164,6 +164,7 @@ def test_accumulated_micro_batches_are_no_step():
     interruption.on_train_batch_end(at_batch(3, accumulate=2), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hook", "at", "phase"),
     [

@@ -76,6 +76,7 @@ def test_what_something_reads_passes(words):
     compose("train", [words] if "{" in words else words.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", [f"{g}={o.name}" for g, found in groups(CONFIGS).items() for o in found])
 def test_every_option_that_came_along_passes(word):
     if not word.startswith(("hydra=", "paths=")):

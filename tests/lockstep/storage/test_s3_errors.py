@@ -95,6 +95,7 @@ def test_nobody_listens(store, bucket_name):
     assert (error.kind, "cannot be reached" in str(error)) == ("unreachable", True)
 
 
+@pytest.mark.slow
 def test_somebody_listens_and_says_nothing(store, bucket_name):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

@@ -36,6 +36,7 @@ def test_saved_under_one_strategy_tested_and_resumed_under_the_others(saved, opt
             assert difference(found, expected) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [{}, {"sharded_checkpoint": True}], ids=["file", "shards"])
 def test_fsdp_saved_on_two_ranks_goes_on_bit_equal_on_two_and_close_on_four(own, tmp_path):
     run = {"precision": "32-true", "optimizer": adamw}

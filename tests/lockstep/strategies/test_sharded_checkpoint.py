@@ -40,6 +40,7 @@ def test_split_and_join_are_inverse():
     assert same(join(tensors, rest), checkpoint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_folder_a_file_and_one_process_hold_the_same(tmp_path, optimizer):
     one(optimizer=optimizer, save=tmp_path / "one.ckpt")
