@@ -84,6 +84,7 @@ def test_help_lists_every_option():
             assert all(f" {option.name} " in text for option in options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_composes(experiment):
     config = plain(compose("train", [f"experiment={experiment}"]))

@@ -33,6 +33,7 @@ def trained(tmp_path_factory):
     return done
 
 
+@pytest.mark.slow
 def test_a_key_of_the_checkpoints_data_is_taken_as_typed(trained, tmp_path):
     other = images(tmp_path / "others", shade=3)
     done = run_door("eval", "ckpt_path=r", f"data.root={other}", "data.test_fraction=0.25", logs=trained.logs)

@@ -62,6 +62,7 @@ def pointer_of(callback, kind: str = "best"):
     return RunBucket(run.store, "the-run").read_pointer(kind)[0]
 
 
+@pytest.mark.slow
 def test_a_best_is_there_when_fit_has_ended_and_the_record_says_where(make):
     callback = make()
     callback.setup(trainer(), None, "fit")
