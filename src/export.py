@@ -18,9 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.runs.old_configs import model_name
 from lockstep.runs.output import set_up
+from lockstep.runs.script import exit_code_of
 
 log = logging.getLogger(__name__)
 
@@ -188,14 +189,10 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return EXIT_OK
     try:
-        export(argv)
-    except UserError as error:
-        log.error(f"{error}")
-        return EXIT_USER_ERROR
+        return exit_code_of(lambda: export(argv))
     except Differs as error:
         log.error(f"{error}")
         return EXIT_FAILED
-    return EXIT_OK
 
 
 if __name__ == "__main__":

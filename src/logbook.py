@@ -24,10 +24,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs.errors import EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
+from lockstep.runs.script import exit_code_of
 from lockstep.storage.object_store import StoreError
 
 log = logging.getLogger(__name__)
@@ -323,12 +324,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     set_up()
     options = parser().parse_args(argv)
-    try:
-        options.task(options)
-    except (UserError, StoreError) as error:
-        log.error(error)
-        return EXIT_USER_ERROR
-    return EXIT_OK
+    return exit_code_of(lambda: options.task(options), StoreError)
 
 
 if __name__ == "__main__":

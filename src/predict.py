@@ -16,8 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs.errors import EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.runs.errors import EXIT_OK, UserError
 from lockstep.runs.output import set_up
+from lockstep.runs.script import exit_code_of
 
 log = logging.getLogger(__name__)
 
@@ -134,12 +135,7 @@ def main(argv: list[str]) -> int:
     if not argv or "--help" in argv or "-h" in argv:
         print(__doc__)
         return EXIT_OK
-    try:
-        predict(argv)
-    except UserError as error:
-        log.error(f"{error}")
-        return EXIT_USER_ERROR
-    return EXIT_OK
+    return exit_code_of(lambda: predict(argv))
 
 
 if __name__ == "__main__":

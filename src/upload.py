@@ -12,12 +12,12 @@ import logging
 import sys
 from pathlib import Path
 
-from lockstep.runs.errors import EXIT_FAILED, EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.runs.errors import EXIT_NOT_UPLOADED, EXIT_OK, UserError
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, read_config
-from lockstep.runs.full_disk import NoRoom
 from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import read_record, status_of
+from lockstep.runs.script import exit_code_of
 from lockstep.storage.bucket import open_store
 from lockstep.storage.finish import upload_left
 from lockstep.storage.object_store import ObjectStore
@@ -70,14 +70,7 @@ def main(argv: list[str]) -> int:
     if not argv or "--help" in argv or "-h" in argv:
         print(__doc__)
         return EXIT_OK
-    try:
-        return upload(argv)
-    except UserError as error:
-        log.error(f"{error}")
-        return EXIT_USER_ERROR
-    except NoRoom as error:
-        log.error(f"{error}")
-        return EXIT_FAILED
+    return exit_code_of(lambda: upload(argv))
 
 
 if __name__ == "__main__":

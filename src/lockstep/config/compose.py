@@ -1,6 +1,5 @@
 """The command line → one composed config. Imports Hydra only, so that --help and --cfg job answer at once."""
 
-import logging
 import math
 import re
 import sys
@@ -10,12 +9,10 @@ from typing import Any
 
 from lockstep.config.declared import OPEN, dashed, dotted, key_of, missing_option, refuse_undeclared, sentence
 from lockstep.runs.config import Config
-from lockstep.runs.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError
-from lockstep.runs.full_disk import no_room
+from lockstep.runs.errors import UserError
 from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
-
-log = logging.getLogger(__name__)
+from lockstep.runs.script import exit_code_of
 
 CONFIGS = REPOSITORY / "configs"
 
@@ -171,19 +168,14 @@ def run_door(
 
         print(help_text(CONFIGS, config_name, description))
         return 0
-    try:
-        if not [word for word in argv if word.startswith("-")]:
-            return task(compose(config_name, completed(argv)))
-        _check_for_hydra(config_name, argv)
-        return _through_hydra(config_name, task)
-    except UserError as error:
-        log.error(f"{error}")
-        return EXIT_USER_ERROR
-    except Exception as error:
-        if full := no_room(error, Path.cwd()):
-            log.error(f"{full}")
-            return EXIT_FAILED
-        raise
+    if not [word for word in argv if word.startswith("-")]:
+        return exit_code_of(lambda: task(compose(config_name, completed(argv))))
+    return exit_code_of(lambda: _with_hydra(config_name, argv, task))
+
+
+def _with_hydra(config_name: str, argv: list[str], task: Callable[[Any], int]) -> int:
+    _check_for_hydra(config_name, argv)
+    return _through_hydra(config_name, task)
 
 
 HYDRAS = re.compile(

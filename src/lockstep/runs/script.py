@@ -1,0 +1,29 @@
+"""How a script ends: what it refuses, and a full disk, are one sentence and an exit code. Imports no torch."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.runs.full_disk import no_room
+
+log = logging.getLogger(__name__)
+
+
+def exit_code_of(task: Callable[[], int | None], *refusals: type[Exception]) -> int:
+    """Do the task; its exit code, 0 where it has none.
+
+    Args:
+        refusals: errors beside UserError that the user can mend.
+    """
+    refused: tuple[type[Exception], ...] = (UserError, *refusals)
+    try:
+        return task() or EXIT_OK
+    except refused as error:
+        log.error(f"{error}")
+        return EXIT_USER_ERROR
+    except Exception as error:
+        if full := no_room(error, Path.cwd()):
+            log.error(f"{full}")
+            return EXIT_FAILED
+        raise

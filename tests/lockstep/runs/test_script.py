@@ -1,0 +1,43 @@
+"""What ends a script: a refusal and a full disk are one sentence, a fault of the code is none."""
+
+import errno
+
+import pytest
+
+from lockstep.runs.errors import UserError
+from lockstep.runs.script import exit_code_of
+
+
+class Differs(Exception):
+    pass
+
+
+def failing(error):
+    def task():
+        raise error
+
+    return task
+
+
+def test_the_tasks_own_code_and_none_for_success():
+    assert exit_code_of(lambda: None) == 0 and exit_code_of(lambda: 3) == 3
+
+
+def test_refusals_are_one_sentence(capsys):
+    assert exit_code_of(failing(UserError("give a file."))) == 2
+    assert exit_code_of(failing(Differs("they differ.")), Differs) == 2
+    assert capsys.readouterr().err == "error: give a file.\nerror: they differ.\n"
+
+
+def test_a_full_disk_is_one_sentence(capsys, tmp_path):
+    full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "a"))
+    assert exit_code_of(failing(full)) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: no room on {tmp_path} (") and said.count("\n") == 1
+
+
+def test_a_fault_of_the_code_stays_one():
+    with pytest.raises(Differs):
+        exit_code_of(failing(Differs("they differ.")))
+    with pytest.raises(OSError):
+        exit_code_of(failing(OSError(errno.EACCES, "Permission denied")))
