@@ -172,6 +172,7 @@ def test_a_sweep_of_two_rank_jobs_makes_four_runs_and_survives_a_failing_one(tmp
     assert sorted(records) == ["s_0", "s_1", "s_2", "s_3"], done.output
     assert [records[f"s_{i}"]["status"] for i in range(4)] == ["finished", "finished", "failed", "failed"], done.output
     assert {r["world_size"] for r in records.values()} == {2}
+    assert "\njob 3: experiment=quickstart" in done.output and "\n4 jobs by val/acc:\n" in done.output, done.output
     assert "nan" in records["s_2"]["error"]["message"] or "inf" in records["s_2"]["error"]["message"]
     assert done.code == 1
 

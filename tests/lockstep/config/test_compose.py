@@ -52,3 +52,9 @@ def test_loggers_are_added_likewise_and_csv_leaves_tensorboard_out():
     assert chosen() == ["csv", "tensorboard"]
     assert chosen("logger=wandb") == ["csv", "tensorboard", "wandb"] == chosen("logger=[default,wandb]")
     assert chosen("logger=csv") == ["csv"]
+
+
+def test_hydra_leaves_logging_alone():
+    """Its own "disabled" would take our handler away, and a sweep would say nothing."""
+    hydra = compose("train", []).hydra
+    assert hydra.job_logging.root is None and hydra.hydra_logging.root is None
