@@ -1,6 +1,6 @@
 """One rank's life in a session of the batch search: probe, with all other ranks, what is to be probed next.
 
-batch_sessions.py starts it, and ends it with all the others of its session.
+sessions.py starts it, and ends it with all the others of its session.
 """
 
 import copy

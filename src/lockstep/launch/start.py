@@ -29,8 +29,6 @@ from lockstep.strategies.placement import gpus_sharing_batch
 
 log = logging.getLogger(__name__)
 
-Record = dict[str, Any]
-
 
 def run_folder(
     config: Config, run_id: str | None, cluster: Cluster, environ: Mapping[str, str]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 MAX_CURVE_POINTS = 160
 MAX_HARDWARE_NUMBERS = 9_000  # over all devices of all nodes: a page of 64 GPUs stays a few hundred KB
-AXIS_COLUMNS = ("step", "epoch", "time_s")
 
 Column = list[float | None]
 

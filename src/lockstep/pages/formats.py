@@ -9,11 +9,6 @@ def percent(share: float | None, digits: int = 2) -> str:
     return NONE if share is None else f"{share * 100:.{digits}f}{NB}%"
 
 
-def percent_value(value: float | None) -> str:
-    """What is counted from 0 to 100 already."""
-    return NONE if value is None else f"{value:.0f}{NB}%"
-
-
 def decimal(value: float | None, digits: int = 4) -> str:
     return NONE if value is None else f"{value:.{digits}f}"
 
