@@ -2,7 +2,8 @@
 
     python src/eval.py ckpt_path=logs/train/runs/<run_id>/checkpoints/best-step00000460.ckpt [key=value …]
 
-The checkpoint carries its composed config; what the command line says wins. ckpt_path also takes a run id and s3://….
+The checkpoint names its options, or its run's folder has them; what the command line says wins. ckpt_path also takes a
+run id and s3://….
 """
 
 if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
@@ -21,6 +22,7 @@ import yaml
 
 from lockstep.config.compose import CONFIGS, chosen_options, compose, plain, run_door
 from lockstep.config.declared import key_of
+from lockstep.config.from_outside import config_of_checkpoint, config_of_own_run
 from lockstep.distributed.cluster import plan_file
 from lockstep.launch.launcher import launch_config, run_supervised
 from lockstep.launch.plan import RunPlan
@@ -35,25 +37,27 @@ FROM_COMMAND_LINE = (
     "paths", "tags", "ckpt_path", "run_id", "test", "resume", "sweep_dir", "s3", "logbook", "verbose", "quiet",
 )  # fmt: skip
 FINDERS = ("ckpt_path", "paths", "s3")  # what says where the checkpoint is
-PARTS = ("trainer", "data", "model", "classifier", "optimizer")  # of a config that can be evaluated
 KEPT_OPTIONS = ("data", "model", "optimizer", "scheduler")  # whose keys the command line may change without naming them
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A file of this machine, and the composed config of the run that wrote it."""
+    """A file of this machine, and the config to build its net with.
+
+    Args:
+        callbacks: of a run that this machine trained, those it had.
+    """
 
     path: Path
     config: Config
+    callbacks: Config
 
     def options(self, words: list[str]) -> list[str]:
-        """The run's options that `words` do not choose anew, as far as there are such options here."""
-        choices = self.config.get("choices")
-        chosen = choices if isinstance(choices, dict) else {}
+        """The options that `words` do not choose anew, as far as there are such options here."""
         named = {key_of(word) for word in words}
-        there = {path.stem for group in KEPT_OPTIONS for path in (CONFIGS / group).glob("*.yaml")}
+        chosen = self.config.get("choices") or {}
         kept = {group: chosen.get(group) for group in KEPT_OPTIONS if group not in named}
-        return [f"{group}={name}" for group, name in kept.items() if name in there]
+        return [f"{group}={name}" for group, name in kept.items() if (CONFIGS / group / f"{name}.yaml").is_file()]
 
 
 def evaluate(plan: RunPlan) -> int:
@@ -61,13 +65,17 @@ def evaluate(plan: RunPlan) -> int:
     from lockstep.callbacks.confusion import write_confusion
     from lockstep.runs.files import utc_now
     from lockstep.training.build import build_run
+    from lockstep.training.checks import check_fits
     from lockstep.training.rank import joined_ranks
-    from lockstep.training.weights import load_weights
+    from lockstep.training.weights import read_checkpoint
 
     with joined_ranks(plan) as session:
         plan, is_rank_zero = session.plan, plan.cluster.is_rank_zero
-        run = build_run(plan, session, trainable=False)
-        before = load_weights(run.module, str(plan.checkpoint), plan.model_name)
+        checkpoint = read_checkpoint(str(plan.checkpoint))
+        run = build_run(plan, session, tested=checkpoint["state_dict"])
+        check_fits(run.module, checkpoint["state_dict"], str(plan.checkpoint), plan.model_name)
+        run.module.load_state_dict(checkpoint["state_dict"])
+        before = checkpoint["lockstep"]["data"]
         chosen = any(word.lstrip("+~").startswith("data") for word in plan.overrides)
         if is_rank_zero and not chosen and before.get("data_hash") not in (None, run.facts["data_hash"]):
             log.info("The images are not those of the training: it may have trained on some of this test.")
@@ -104,10 +112,9 @@ def find_checkpoint(words: list[str]) -> Checkpoint:
     logs = Path(composed["paths"]["log_dir"])
     path = locate_checkpoint(str(composed["ckpt_path"]), logs, composed.get("s3"), logs / "cache")
     own = read_checkpoint(path).get("lockstep")
-    stored = own.get("config") if isinstance(own, dict) else None
-    if not isinstance(stored, dict) or not all(isinstance(stored.get(part), dict) for part in PARTS):
-        raise UserError(f"{path} carries no config: it was not written by this project.")
-    return Checkpoint(path, stored)
+    config = config_of_checkpoint(path, own.get("config") if isinstance(own, dict) else None, logs)
+    callbacks = (config.get("callbacks") or {}) if config_of_own_run(path, logs) else {}
+    return Checkpoint(path, config, callbacks)
 
 
 def config_of(cfg: Any, checkpoint: Checkpoint, words: list[str]) -> dict[str, Any]:
@@ -118,7 +125,9 @@ def config_of(cfg: Any, checkpoint: Checkpoint, words: list[str]) -> dict[str, A
         words: the command line's.
     """
     composed = plain(cfg)
-    config = overlay(base_of(checkpoint, composed), composed, words)
+    stored = checkpoint.config  # what its version did not have yet is as composed here
+    base = {**composed, **copy.deepcopy(stored), "trainer": {**composed["trainer"], **stored["trainer"]}}
+    config = overlay(base, composed, words)
     config.update(
         ckpt_path=str(checkpoint.path), task_name="eval", resume=None, logger={}, scheduler={}, test=True,
         callbacks=callbacks_of(checkpoint, composed), overrides=words,
@@ -135,32 +144,11 @@ def config_of(cfg: Any, checkpoint: Checkpoint, words: list[str]) -> dict[str, A
     return config
 
 
-def base_of(checkpoint: Checkpoint, composed: Config) -> Config:
-    """The checkpoint's config; what its version did not have yet is as composed here."""
-    stored = copy.deepcopy(checkpoint.config)
-    if not is_own(checkpoint.path, composed["paths"]):
-        stored = {**stored, "data": at_home(stored["data"], composed["paths"])}
-    return {**composed, **stored, "trainer": {**composed["trainer"], **stored["trainer"]}}
-
-
 def callbacks_of(checkpoint: Checkpoint, composed: Config) -> Config:
-    """Those asked for here and, of a run of this machine, those it had beside every run's, which are for training."""
+    """Those asked for here and those the run had, beside every run's, which are for training."""
     every_run = yaml.safe_load((CONFIGS / "callbacks" / "default.yaml").read_text())
-    own = checkpoint.config.get("callbacks") if is_own(checkpoint.path, composed["paths"]) else None
-    asked = {**(own or {}), **(composed["callbacks"] or {})}
+    asked = {**checkpoint.callbacks, **(composed["callbacks"] or {})}
     return {name: node for name, node in asked.items() if name not in every_run}
-
-
-def is_own(checkpoint: Path, paths: Config) -> bool:
-    """Of a run of this machine: what it says of folders, a command line here has said."""
-    return any(checkpoint.is_relative_to(Path(paths["log_dir"]).resolve() / door) for door in ("train", "eval"))
-
-
-def at_home(data: Config, paths: Config) -> Config:
-    """Another's checkpoint says which data it was trained on; where anything is written, this machine says alone."""
-    home = Path(paths["data_dir"])
-    moved = {"cache_dir": str(home / "cache"), "download_dir": str(home / str(data.get("name")))}
-    return {**data, **{key: place for key, place in moved.items() if key in data}}
 
 
 def overlay(base: Config, composed: Config, overrides: list[str]) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def export(argv: list[str]) -> None:
     formats = chosen_formats(options["formats"])
     logs = Path(options["log_dir"] or REPOSITORY / "logs")
     model = load_finished(options["ckpt_path"], logs, {"endpoint_url": options["endpoint_url"] or None})
-    out = Path(options["out"] or Path("exports") / (model.record.run_id or model.path.stem))
+    out = Path(options["out"] or Path("exports") / model.name)
     out.mkdir(parents=True, exist_ok=True)
     makers = {"safetensors": export_safetensors, "onnx": export_onnx, "pt2": export_pt2}
     compared = {}

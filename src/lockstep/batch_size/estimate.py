@@ -33,7 +33,7 @@ from lockstep.batch_size.least_batch import least_batch
 from lockstep.batch_size.memory import GIB, MemoryPhases, TrackedBytes
 from lockstep.batch_size.search import Shares, largest_batch
 from lockstep.config.compose import chosen_options, plain
-from lockstep.config.instantiate import check_targets, resolve_target
+from lockstep.config.instantiate import resolve_target
 from lockstep.distributed.cluster import Cluster
 from lockstep.launch.plan import RunPlan
 from lockstep.runs.batch import Batch
@@ -63,7 +63,6 @@ def estimate(cfg: Any) -> int:
     """What --estimate does: the largest batch and the memory at its phases, printed."""
     config, choices = read_only(plain(cfg)), chosen_options(cfg)
     limit_gib = stated_limit_gib(config)
-    check_targets(config)
     plan = stated_plan(config, choices)
     prepare_process(plan)
     facts, cluster = stated_facts(config), plan.cluster

@@ -21,7 +21,6 @@ from lockstep.batch_size.peers import Peers, leave_at_once
 from lockstep.batch_size.search import Probe, next_batch
 from lockstep.batch_size.sessions import EXIT_OUT_OF_MEMORY, SessionFiles, State, from_json, read_state, write_state
 from lockstep.callbacks.weight_average import WeightAverage
-from lockstep.config.instantiate import check_targets
 from lockstep.distributed.cluster import SUPERVISOR_PID, Wanted, adopt, environment, plan_file
 from lockstep.distributed.launchers import describe
 from lockstep.distributed.supervisor import die_with_parent
@@ -118,7 +117,6 @@ class Prober:
 
     def prepare(self) -> None:
         """Meet the other ranks, open the data, find the limit."""
-        check_targets(self.plan.config)
         prepare_process(self.plan)
         self._join()
         data = build_data(self._of_batch(1))

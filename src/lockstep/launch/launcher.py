@@ -38,11 +38,12 @@ from lockstep.launch.plan import (
     scaled_learning_rates,
     write_plan,
 )
+from lockstep.launch.resume import config_before
 from lockstep.launch.start import begin, find_weights, finished_already, hold_run_lock, run_folder
 from lockstep.runs.batch import Batch
 from lockstep.runs.config import Config, read_only
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, Interrupted, UserError
-from lockstep.runs.folder import RunFolder, read_config
+from lockstep.runs.folder import RunFolder
 from lockstep.runs.full_disk import use_reserve
 from lockstep.runs.output import set_up
 from lockstep.runs.record import update_record
@@ -185,8 +186,8 @@ def with_largest_batch(
 
 
 def _batch_before(folder: RunFolder) -> int | None:
-    path = folder.any_config()
-    return read_config(path)["data"]["global_batch_size"] if path else None
+    size = ((config_before(folder) or {}).get("data") or {}).get("global_batch_size")
+    return size if isinstance(size, int) else None
 
 
 def _check_bucket(config: Config) -> None:

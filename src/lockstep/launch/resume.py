@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.compose import CONFIGS, compose, plain
+from lockstep.config.from_outside import OF_A_RUN, Taken, words_from
 from lockstep.distributed.cluster import environment
 from lockstep.distributed.launchers import launcher_of
 from lockstep.launch.agree import named_run
@@ -15,6 +16,7 @@ from lockstep.runs.errors import UserError
 from lockstep.runs.files import locked_file
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, read_config
 from lockstep.runs.output import only_warnings
+from lockstep.runs.own_config import own_config
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +25,6 @@ NOT_KEPT = ("resume", "run_id", "sweep_dir", "paths.log_dir")
 FINDERS = (*NOT_KEPT, "paths", "s3")
 # A launcher that starts the ranks says how many there are, and another trainer may have other devices.
 HOW_MANY_RANKS = ("trainer.devices", "trainer.num_nodes")
-# What a bucket, to which others may write, cannot decide: where this machine reads and writes, and whom it talks to.
-PLACES = (
-    "paths", "s3", "data.root", "data.cache_dir", "data.download_dir", "ckpt_path", "model.weights", "logger",
-    "trainer.initial_peers", "callbacks.spot.address",
-)  # fmt: skip
 
 
 def with_options_of_run(words: list[str]) -> list[str]:
@@ -46,20 +43,37 @@ def with_options_of_run(words: list[str]) -> list[str]:
     config = plain(compose("train", finders))
     if not config["resume"]:
         return words
-    path = _config_of_run(config, environ)
-    if path is None:
+    folder = _folder_of_run(config, environ)
+    if folder is None:
         return words
+    before = _stated(folder, Path(config["paths"]["log_dir"]), words)
     dropped = (*NOT_KEPT, *HOW_MANY_RANKS) if launcher.starts_ranks else NOT_KEPT
-    before = [word for word in _stated(path) if _key(word) not in dropped]
-    mistrusted = [word for word in before if not _is_harmless(word)] if _has_bucket(config) else []
-    before = [word for word in before if word not in mistrusted]
-    kept = kept_words(before, words)
+    kept = kept_words([word for word in before.words if _key(word) not in dropped], words)
     if launcher.is_first_on_node(environ):
         if kept:
             log.info(f"The run's own options: {' '.join(kept)}")
-        if left := [word for word in mistrusted if _key(word) not in {_key(own) for own in words}]:
-            log.info(f"Not taken from the bucket, give them again if you want them: {' '.join(left)}")
+        named = {_key(word) for word in words}
+        if left := [key for key in before.left_out if key not in named]:
+            log.info(f"Not taken from a config that is not from here, give them again to have them: {', '.join(left)}")
     return [*kept, *words]
+
+
+def _stated(folder: RunFolder, logs: Path, words: list[str]) -> Taken:
+    """What this machine's user gave the run; of a run that came from elsewhere, what counts of its config here.
+
+    Args:
+        words: of now; a group that they choose is not looked at.
+    """
+    path = folder.any_config()
+    if path and (own := own_config(path, logs)):
+        typed = own.get("overrides") or ()
+        return Taken([word for word in typed if isinstance(word, str) and not _key(word).startswith("hydra")])
+    before = config_before(folder)
+    if before is None:
+        return Taken()
+    named = {_key(word) for word in words}
+    roots = tuple(root for root in OF_A_RUN if root.split(".")[0] not in named)
+    return words_from(before, roots, f"The config of the run {folder.run_id}, which is not from here,")
 
 
 def kept_words(before: list[str], now: list[str]) -> list[str]:
@@ -86,11 +100,6 @@ def _is_below(key: str, places: tuple[str, ...]) -> bool:
     return any(key == place or key.startswith(f"{place}.") for place in places)
 
 
-def _is_harmless(word: str) -> bool:
-    """A value of a key that the configs have: nothing that builds, deletes, or reads the environment."""
-    return not (word.startswith(("+", "~")) or "{" in word or "$" in word or _is_below(_key(word), PLACES))
-
-
 def _has(cfg: Any, key: str) -> bool:
     *parents, last = key.split(".")
     for parent in parents:
@@ -98,17 +107,11 @@ def _has(cfg: Any, key: str) -> bool:
     return hasattr(cfg, "keys") and last in cfg
 
 
-def _stated(path: Path) -> list[str]:
-    words = read_config(path).get("overrides")
-    words = [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
-    return [word for word in words if not _key(word).startswith("hydra")]
-
-
 def _has_bucket(config: Config) -> bool:
     return config["resume"] == "auto" and bool((config.get("s3") or {}).get("uri"))
 
 
-def _config_of_run(config: Config, environ: Mapping[str, str]) -> Path | None:
+def _folder_of_run(config: Config, environ: Mapping[str, str]) -> RunFolder | None:
     logs, resume = Path(config["paths"]["log_dir"]), config["resume"]
     if resume == "auto":
         named = named_run(config, environ)
@@ -117,12 +120,26 @@ def _config_of_run(config: Config, environ: Mapping[str, str]) -> Path | None:
         folder = RunFolder(runs_folder(config, logs) / checked_run_id(named))
         if _has_bucket(config):
             _fetch(config, folder, first=launcher_of(environ).is_first_on_node(environ))
-    else:
-        try:
-            folder = find_run(logs, resume)
-        except UserError:  # a node that has no record, or none of the run; what looks for the folder says so
-            folder = RunFolder(runs_folder(config, logs) / checked_run_id(resume))
-    return folder.any_config()
+        return folder
+    try:
+        return find_run(logs, resume)
+    except UserError:  # a node that has no record, or none of the run; what looks for the folder says so
+        return RunFolder(runs_folder(config, logs) / checked_run_id(resume))
+
+
+def config_before(folder: RunFolder) -> Config | None:
+    """The config that the run was last started with, here or as its bucket says: data, to compare and to choose from.
+
+    Raises:
+        UserError: it is no run's config.
+    """
+    path = folder.any_config() or folder.bucket_config
+    if not path.exists():
+        return None
+    config = read_config(path)
+    if not all(isinstance(config.get(part), Mapping) for part in ("data", "model", "trainer")):
+        raise UserError(f"{path} is no config of a run.")
+    return config
 
 
 def _fetch(config: Config, folder: RunFolder, *, first: bool) -> None:

@@ -14,13 +14,14 @@ from lockstep.distributed.cluster import Cluster, environment
 from lockstep.distributed.launchers import agent_id, launcher_named
 from lockstep.launch.agree import named_run
 from lockstep.launch.plan import ResumePoint, RunPlan, as_run
-from lockstep.launch.resume import runs_folder
+from lockstep.launch.resume import config_before, runs_folder
 from lockstep.runs import provenance
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import lock, utc_now, write_atomically
-from lockstep.runs.folder import RunFolder, checked_run_id, find_run, new_run_id, read_config
+from lockstep.runs.folder import RunFolder, checked_run_id, find_run, new_run_id
 from lockstep.runs.full_disk import reserve_room
+from lockstep.runs.own_config import signed
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import CodeState, Cost, Host, RunRecord, continued, read_record, write_record
 from lockstep.runs.redact import redact_text
@@ -88,7 +89,7 @@ def hold_run_lock(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
 
 def is_over(config: Config, folder: RunFolder, previous: RunRecord) -> bool:
     """It has finished, and this start asks for no more epochs or steps."""
-    stored, steps = read_config(folder.config), config["trainer"]["max_steps"]
+    stored, steps = config_before(folder) or {}, config["trainer"]["max_steps"]
     by_steps = previous.steps == stored.get("trainer", {}).get("max_steps")
     longer = by_steps and (steps == -1 or steps > (previous.steps or 0))
     enough = not longer if by_steps else config["trainer"]["max_epochs"] <= (previous.epochs or 0)
@@ -101,7 +102,7 @@ def finished_already(config: Config, environ: Mapping[str, str]) -> RunFolder | 
     if config.get("resume") != "auto" or not named or config["task_name"] != "train":
         return None
     folder = RunFolder(runs_folder(config, Path(config["paths"]["log_dir"])) / checked_run_id(named))
-    if not folder.record.exists() or not folder.config.exists():
+    if not folder.record.exists() or not config_before(folder):
         return None
     return folder if is_over(config, folder, read_record(folder.record)) else None
 
@@ -154,7 +155,7 @@ def begin(plan: RunPlan, fresh: bool) -> RunPlan:
     if plan.config["task_name"] == "train":
         untouched = compose("train", [])
         _write_yaml({**plain(untouched), "choices": chosen_options(untouched)}, folder.defaults)
-    _write_yaml(as_run(plan), folder.config_of(node_rank))
+    _write_config(plan, folder.config_of(node_rank))
     if node_rank == 0:
         _write_first_record(plan, previous)
     return plan
@@ -171,6 +172,12 @@ def _at_newest_checkpoint(plan: RunPlan, *, is_told: bool) -> RunPlan:
     sidecar = read_sidecar(checkpoint)
     step = sidecar.step if sidecar else 0
     return replace(plan, resume=ResumePoint(step, str(checkpoint.resolve())))
+
+
+def _write_config(plan: RunPlan, path: Path) -> None:
+    text = yaml.safe_dump(as_run(plan), sort_keys=False)
+    own = signed(text, path, Path(plan.config["paths"]["log_dir"]))
+    write_atomically(path, lambda file: file.write(own))
 
 
 def _write_yaml(tree: Config, path: Path) -> None:
@@ -194,7 +201,7 @@ IGNORED_ON_RESUME = (
 
 
 def _check_resumable(plan: RunPlan, previous: RunRecord) -> None:
-    folder, stored, config = plan.folder, read_config(plan.folder.config), as_run(plan)
+    folder, stored, config = plan.folder, config_before(plan.folder) or {}, as_run(plan)
     if is_over(config, folder, previous):
         by_steps = previous.steps == stored.get("trainer", {}).get("max_steps")
         raise UserError(

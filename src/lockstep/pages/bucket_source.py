@@ -1,18 +1,14 @@
 """Run folders out of a bucket: `logbook.py build s3://bucket/prefix` for runs whose machine is gone."""
 
 import json
-import re
 from pathlib import Path
 
 from lockstep.runs.folder import RUN_ID_PATTERN
 from lockstep.storage.bucket import copy_to_file
 from lockstep.storage.object_store import ObjectStore
+from lockstep.storage.small_files import MAX_FILE_BYTES, RECORDED
 
-WANTED = re.compile(
-    r"run\.json|config\.yaml|defaults\.yaml|metrics\.csv|confusion_matrix\.csv|code\.diff"
-    r"|hardware-node\d{1,5}(\.\d{1,3})?\.csv|nvidia-smi-node\d{1,5}-(start|peak|end)\.txt"
-)
-MAX_FILE_BYTES = 64 * 2**20
+CONFIGS = ("config.yaml", "defaults.yaml")  # to show
 
 
 def fetch_runs(store: ObjectStore, into: Path, known: dict[str, str]) -> dict[Path, str]:
@@ -27,7 +23,7 @@ def fetch_runs(store: ObjectStore, into: Path, known: dict[str, str]) -> dict[Pa
         run_id, _, name = key.removeprefix(store.prefix).partition("/")
         if not RUN_ID_PATTERN.fullmatch(run_id) or ".." in run_id:
             continue
-        if WANTED.fullmatch(name) and size <= MAX_FILE_BYTES:
+        if (RECORDED.fullmatch(name) or name in CONFIGS) and size <= MAX_FILE_BYTES:
             runs.setdefault(run_id, []).append(name)
         elif name.startswith("tensorboard/"):
             with_events.add(run_id)
@@ -43,7 +39,7 @@ def fetch_runs(store: ObjectStore, into: Path, known: dict[str, str]) -> dict[Pa
 
 def fetch_run(store: ObjectStore, root: str, names: list[str], folder: Path, known: str) -> bool:
     """False where the record in the bucket is no newer than what is known."""
-    copy_to_file(store, f"{root}run.json", folder / "run.json")
+    copy_to_file(store, f"{root}run.json", folder / "run.json", MAX_FILE_BYTES)
     try:
         record = json.loads((folder / "run.json").read_bytes())
         updated_at = str(record.get("updated_at") or "")
@@ -52,5 +48,5 @@ def fetch_run(store: ObjectStore, root: str, names: list[str], folder: Path, kno
     if known and updated_at <= known:
         return False
     for name in sorted(set(names) - {"run.json"}):
-        copy_to_file(store, root + name, folder / name)
+        copy_to_file(store, root + name, folder / name, MAX_FILE_BYTES)
     return True

@@ -44,6 +44,11 @@ class RunFolder:
         return next((path for path in found if path.exists()), None)
 
     @property
+    def bucket_config(self) -> Path:
+        """config.yaml as the run's bucket has it: from outside, where others may write."""
+        return self.path / "from-bucket" / "config.yaml"
+
+    @property
     def defaults(self) -> Path:
         """The config that no override would have composed: what differs from it is what the user chose."""
         return self.path / "defaults.yaml"

@@ -43,7 +43,13 @@ def sha256_of_object(store: ObjectStore, key: str) -> str:
     return digest.hexdigest()
 
 
-def copy_to_file(store: ObjectStore, key: str, target: Path) -> None:
-    """A small object as a file, whole or not at all."""
+def copy_to_file(store: ObjectStore, key: str, target: Path, max_bytes: int) -> None:
+    """An object as a file, whole or not at all.
+
+    Raises:
+        StoreError: kind "corrupt" where it has more bytes than that.
+    """
     content = store.get(key)
+    if content.num_bytes > max_bytes:
+        raise StoreError("corrupt", f"{key} is far larger than what is written there")
     write_atomically(target, lambda file: file.writelines(content.blocks), binary=True)

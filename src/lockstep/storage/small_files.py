@@ -1,7 +1,9 @@
 """The small files of a run folder (config, record, metrics, TensorBoard …) to and from the bucket."""
 
 import json
+import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +12,15 @@ from lockstep.storage.bucket import copy_to_file, read_small
 from lockstep.storage.object_store import never
 from lockstep.storage.run_bucket import FILE_NAME, RunBucket
 
+log = logging.getLogger(__name__)
+
 SUFFIXES = (".yaml", ".json", ".csv", ".png", ".txt", ".diff", ".log")
+# What a run records, none of which decides anything.
+RECORDED = re.compile(
+    r"run\.json|metrics\.csv|confusion_matrix\.csv|code\.diff|train\.log"
+    r"|hardware-node\d{1,5}(\.\d{1,3})?\.csv|nvidia-smi-node\d{1,5}-(start|peak|end)\.txt"
+)
+MAX_FILE_BYTES, MAX_FILES = 64 * 2**20, 1000
 NOT_OURS = ("generation.json", "best.json", "last.json")  # the bucket's own names in the run's prefix
 
 
@@ -52,21 +62,31 @@ def _is_plain(path: Path) -> bool:
 
 
 def restore_small_files(run: RunBucket, folder: RunFolder) -> list[str]:
-    """Fetch the run's small files, so that its record and curves go on; what is here stays unless it is older."""
+    """Fetch what the run has recorded, so that its record and curves go on; what is here stays unless it is older.
+
+    Its config.yaml goes to a place of its own, which says where it came from: others may write to the bucket. What
+    this machine decides from (its config.yaml, its plan) only this machine writes.
+    """
     overwrite = _updated_at(read_small(run.store, f"{run.root}run.json")[0]) > _updated_at(_bytes_of(folder.record))
-    restored = []
-    for key, _size in run.store.list(run.root):
+    restored: list[str] = []
+    for key, size in run.store.list(run.root):
         relative = key.removeprefix(run.root)
-        if _is_small_file(relative) and (overwrite or not (folder.path / relative).exists()):
-            copy_to_file(run.store, key, folder.path / relative)
-            restored.append(relative)
+        target = folder.bucket_config if relative == folder.config.name else folder.path / relative
+        if not _is_recorded(relative) or (target.exists() and not overwrite):
+            continue
+        if size > MAX_FILE_BYTES or len(restored) == MAX_FILES:
+            log.info(f"Passed over {run.store.root}{key}: it is far larger than what a run writes.")
+            continue
+        copy_to_file(run.store, key, target, MAX_FILE_BYTES)
+        restored.append(relative)
     return restored
 
 
-def _is_small_file(relative: str) -> bool:
+def _is_recorded(relative: str) -> bool:
     parts = relative.split("/")
-    ours = len(parts) == 1 and Path(relative).suffix in SUFFIXES and relative not in NOT_OURS
-    return (ours or parts[0] == "tensorboard") and all(FILE_NAME.fullmatch(part) for part in parts)
+    if len(parts) == 1:
+        return bool(RECORDED.fullmatch(relative)) or relative == "config.yaml"
+    return parts[0] == "tensorboard" and all(FILE_NAME.fullmatch(part) for part in parts)
 
 
 def _updated_at(record: bytes | None) -> str:

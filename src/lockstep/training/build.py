@@ -1,6 +1,8 @@
 """Plan → Run(trainer, module, data): the only place where the parts of a run meet."""
 
 import logging
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ from lockstep.runs.errors import UserError
 from lockstep.runs.hooks import StartsFromImages
 from lockstep.strategies.capabilities import capabilities
 from lockstep.strategies.sync_batchnorm import batch_norm_warnings, synchronise
-from lockstep.training.checks import DataFacts, check_same_data, whole_steps
+from lockstep.training.checks import DataFacts, check_same_data, no_larger_than, whole_steps
 from lockstep.training.rank import RankSession, device_of
 from lockstep.training.trainer import build_strategy, build_trainer
 
@@ -132,19 +134,21 @@ def _loggers(plan: RunPlan, known: Known) -> list[Any]:
     return loggers
 
 
-def build_run(plan: RunPlan, session: RankSession, *, trainable: bool = True) -> Run:
+def build_run(plan: RunPlan, session: RankSession, *, tested: Mapping[str, torch.Tensor] | None = None) -> Run:
     """Data, module and trainer of one rank.
 
     Args:
-        trainable: False: only to test.
+        tested: the weights of plan.checkpoint, where they are only to be tested.
     """
+    trainable = tested is None
     config, own, cluster = plan.config, plan.trainer, plan.cluster
     strategy = build_strategy(plan)
     data = build_data(plan)
     facts = data_facts(data)
-    module = build_module(
-        config, facts, trainable=trainable, has_checkpoint=bool(plan.checkpoint), learning_rates=plan.learning_rates
-    )
+    with nullcontext() if tested is None else no_larger_than(tested, str(plan.checkpoint)):
+        module = build_module(
+            config, facts, trainable=trainable, has_checkpoint=bool(plan.checkpoint), learning_rates=plan.learning_rates
+        )
     if session.watch is not None:
         session.watch.wait_for_all("prepared")
     check_same_data(facts, data, cluster)

@@ -1,9 +1,11 @@
 """What must hold between data, model and checkpoint before a run trains; each error says what to change."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.modules import module as module_hooks
 
 from lockstep.distributed.cluster import Cluster
 from lockstep.runs import provenance
@@ -23,6 +25,41 @@ def check_fits(module: torch.nn.Module, found: dict[str, torch.Tensor], path: st
                 f"The checkpoint {path} is of another model than model={model_name}: "
                 f"{name} is {there} there, {here} here."
             )
+
+
+@contextlib.contextmanager
+def no_larger_than(found: Mapping[str, torch.Tensor], path: str) -> Iterator[None]:
+    """While the net for a checkpoint is built: it ends as soon as the net outgrows the checkpoint's weights.
+
+    Raises:
+        UserError: it does, or cannot be built from the numbers that the checkpoint says.
+    """
+    room = {"numbers": 2 * sum(value.numel() for value in found.values()) + 2**24, "parts": 50 * len(found) + 1000}
+
+    def count(_module: torch.nn.Module, _name: str, part: object) -> None:
+        room["parts"] -= 1
+        room["numbers"] -= part.numel() if isinstance(part, torch.Tensor) else 0
+        if min(room.values()) < 0:
+            raise UserError(f"The checkpoint {path} names a net that is far larger than its weights.")
+
+    hooks = [
+        register(count)
+        for register in (
+            module_hooks.register_module_parameter_registration_hook,
+            module_hooks.register_module_buffer_registration_hook,
+            module_hooks.register_module_module_registration_hook,
+        )
+    ]
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # whatever a class makes of numbers that it was not made for
+        said = " ".join(str(error).split())[:200]
+        raise UserError(f"The net of {path} cannot be built ({type(error).__name__}: {said}).") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def check_same_data(facts: DataFacts, data: Any, cluster: Cluster) -> None:

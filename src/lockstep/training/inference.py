@@ -6,20 +6,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.instantiate import check_targets
+from lockstep.config.from_outside import config_of_checkpoint
 from lockstep.data.batch_transforms import BatchTransforms
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
+from lockstep.runs.folder import RUN_ID_PATTERN
 from lockstep.runs.old_configs import model_name
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import RunRecord, read_record
 from lockstep.storage.checkpoint_files import measure
 from lockstep.storage.fetch import locate_checkpoint
 from lockstep.training.build import build_module
-from lockstep.training.checks import DataFacts, check_fits
+from lockstep.training.checks import DataFacts, check_fits, no_larger_than
 from lockstep.training.weights import read_checkpoint
-
-NOT_BUILT = ("callbacks", "logger", "trainer")  # here; a version may have moved what they name
 
 
 @dataclass
@@ -37,6 +36,12 @@ class FinishedModel:
     facts: DataFacts
     path: Path
     record: RunRecord
+
+    @property
+    def name(self) -> str:
+        """The run's id, else the file's name: of a folder, so nothing that climbs."""
+        stated = str(self.record.run_id)
+        return stated if RUN_ID_PATTERN.fullmatch(stated) and ".." not in stated else self.path.stem
 
     @property
     def resize(self) -> int:
@@ -82,9 +87,9 @@ def load_finished(address: str, logs: Path, s3: Config | None = None) -> Finishe
     own = checkpoint.get("lockstep")
     if not isinstance(own, dict) or not {"config", "data"} <= own.keys():
         raise UserError(f"{path} carries no config: it was not written by this project.")
-    config, facts = own["config"], own["data"]
-    check_targets({key: value for key, value in config.items() if key not in NOT_BUILT})
-    module = build_module(config, facts, trainable=False)
+    config, facts = config_of_checkpoint(path, own["config"], logs), own["data"]
+    with no_larger_than(checkpoint["state_dict"], str(path)):
+        module = build_module(config, facts, trainable=False)
     check_fits(module, checkpoint["state_dict"], str(path), model_name(config))
     module.load_state_dict(checkpoint["state_dict"])
     run_file = path.parent.parent / "run.json"

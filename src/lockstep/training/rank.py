@@ -12,7 +12,6 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 
 from lockstep.callbacks.heartbeat import SILENT_AFTER_S, Watch
 from lockstep.callbacks.interruption import Interruption
-from lockstep.config.instantiate import check_targets
 from lockstep.distributed.cluster import Cluster, environment, supervisor_port
 from lockstep.distributed.failures import report_failure
 from lockstep.distributed.launchers import launcher_named
@@ -100,7 +99,6 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
     An exception that leaves the block carries `culprit`: which rank failed first, on which host, in which phase.
     """
     cluster, folder, timeout_s = plan.cluster, plan.folder, plan.trainer["timeout_s"]
-    check_targets(plan.config)
     prepare_process(plan)
     if cluster.world_size == 1:
         yield RankSession(plan, [provenance.host(cluster.node_rank)])

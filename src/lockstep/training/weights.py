@@ -9,23 +9,9 @@ from lockstep.callbacks import checkpoint_io
 from lockstep.runs.config import Config
 from lockstep.runs.hooks import AdaptsWeights
 from lockstep.strategies.sharded_checkpoint import read as read_shards
-from lockstep.training.checks import DataFacts, check_fits
+from lockstep.training.checks import check_fits
 
 Checkpoint = dict[str, Any]  # as Lightning saves it, with `lockstep`: the config and what the data were
-
-
-def load_weights(module: pl.LightningModule, path: str, model_name: str) -> DataFacts:
-    """Put a checkpoint's weights into the module, before a strategy takes it.
-
-    Returns:
-        What the checkpoint says of the data that it was trained on.
-    Raises:
-        UserError: the checkpoint is of another model; names the first parameter that differs.
-    """
-    checkpoint = read_checkpoint(path)
-    check_fits(module, checkpoint["state_dict"], path, model_name)
-    module.load_state_dict(checkpoint["state_dict"])
-    return (checkpoint.get("lockstep") or {}).get("data") or {}
 
 
 def start_from(module: pl.LightningModule, path: str, model_name: str, data: Config, data_hash: str) -> str:

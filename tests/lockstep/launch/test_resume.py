@@ -1,10 +1,14 @@
 """What a run that goes on keeps of its options."""
 
+import shutil
+
 import pytest
 import yaml
 
-from lockstep.config.compose import compose, plain
+from lockstep.config.compose import chosen_options, compose, plain
 from lockstep.launch.resume import kept_words, with_options_of_run
+from lockstep.runs.errors import UserError
+from lockstep.runs.own_config import signed
 
 BEFORE = ["experiment=quickstart", "trainer=fsdp_sim", "trainer.sharded_checkpoint=true", "trainer.max_epochs=7"]
 
@@ -31,7 +35,7 @@ def leave_run(logs, run_id, words, record=True, name="config.yaml"):
     folder.mkdir(parents=True)
     if record:
         (folder / "run.json").write_text("{}")
-    (folder / name).write_text(yaml.safe_dump({"overrides": words}))
+    (folder / name).write_text(signed(yaml.safe_dump({"overrides": words}), folder / name, logs))
 
 
 def resumed(logs, *words):
@@ -84,26 +88,78 @@ def test_a_key_that_only_the_runs_own_options_bring_can_be_given_anew(tmp_path):
 
 HOSTILE = [
     "paths.logbook_dir=/etc", "data.root=/etc", "s3.last_interval_s=9.0", "optimizer.lr=${oc.env:HOME}",
-    "+logger.csv.path=/home/me/.bashrc", "~callbacks.checkpoints",
+    "+logger.csv.path=/home/me/.bashrc", "~callbacks.checkpoints", "experiment=../../logs/train/runs/r/evil",
     "callbacks.checkpoints={_target_: lockstep.callbacks.checkpoints.Checkpoints, folder: /x}",
-    "++callbacks.checkpoints.folder=/x", "ckpt_path=/etc/passwd", "logger.csv.path=/x",
+    "++callbacks.checkpoints.folder=/x", "ckpt_path=/etc/passwd", "logger.csv.path=/x", "task_name=../../..",
 ]  # fmt: skip
 
 
-def test_what_came_from_a_bucket_says_nothing_of_this_machines_places(tmp_path, monkeypatch, capsys):
+def bucket_with(tmp_path, monkeypatch, *words, **other):
+    """A bucket whose config.yaml was composed from these words; returns the addresses that were asked."""
     from lockstep.storage import fetch as storage
 
+    cfg = compose("train", list(words))
+    config = {**plain(cfg), "choices": dict(chosen_options(cfg)), "overrides": [*words, *HOSTILE], **other}
     fetched = []
-    monkeypatch.setattr(storage, "fetch_run", lambda store, folder: fetched.append((store.options.uri, folder.run_id)))
-    leave_run(tmp_path, "r", ["data=cifar10", *HOSTILE, "trainer.max_epochs=5"])
-    config = resumed(tmp_path, "resume=auto", "run_id=r", "s3.uri=s3://bucket/runs", "data.root=/mine")
-    assert config["trainer"]["max_epochs"] == 5 and fetched == [("s3://bucket/runs", "r")]
-    own = [f"paths.log_dir={tmp_path}", "s3.uri=s3://bucket/runs", "data=cifar10", "data.root=/mine"]
-    fresh = plain(compose("train", own))
-    same = ("paths", "data", "s3", "optimizer", "logger", "callbacks", "ckpt_path")
-    assert all(config[part] == fresh[part] for part in same)
-    said = capsys.readouterr().out.splitlines()[-1]
-    assert said.startswith("Not taken from the bucket") and "+logger.csv.path" in said and "data.root" not in said
-    words = [HOSTILE[0], "experiment=quickstart"]
-    (tmp_path / "train" / "runs" / "r" / "config.yaml").write_text(yaml.safe_dump({"overrides": words}))
-    assert resumed(tmp_path, "resume=r")["paths"]["logbook_dir"] == "/etc", "this machine's own run says it"
+
+    def fetch_run(store, folder):
+        fetched.append((store.options.uri, folder.run_id))
+        folder.bucket_config.parent.mkdir(parents=True, exist_ok=True)
+        folder.bucket_config.write_text(yaml.safe_dump(config))
+
+    monkeypatch.setattr(storage, "fetch_run", fetch_run)
+    return fetched
+
+
+def test_what_came_from_a_bucket_says_names_and_values_and_nothing_of_this_machine(tmp_path, monkeypatch, capsys):
+    stated = ["data=cifar10", "data.root=/theirs", "trainer.max_epochs=5", "paths.logbook_dir=/etc", "optimizer.lr=0.5"]
+    fetched = bucket_with(tmp_path, monkeypatch, *stated, task_name="../../..")
+    words = ["resume=auto", "run_id=r", "s3.uri=s3://bucket/runs"]
+    config = resumed(tmp_path, *words)
+    assert config["trainer"]["max_epochs"] == 5 and config["optimizer"]["lr"] == 0.5 and config["task_name"] == "train"
+    assert fetched == [("s3://bucket/runs", "r")]
+    fresh = plain(compose("train", [f"paths.log_dir={tmp_path}", "s3.uri=s3://bucket/runs", "data=cifar10"]))
+    assert all(config[part] == fresh[part] for part in ("paths", "data", "s3", "logger", "callbacks", "ckpt_path"))
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == "Not taken from a config that is not from here, give them again to have them: data.root"
+    assert resumed(tmp_path, *words, "data.root=/mine")["data"]["root"] == "/mine"
+    assert "Not taken" not in capsys.readouterr().out
+
+
+def test_what_was_fetched_is_never_taken_for_this_machines_own(tmp_path, monkeypatch):
+    """Not by the next start either, whatever became of this one."""
+    bucket_with(tmp_path, monkeypatch, "data=cifar10", "data.root=/theirs", "+callbacks.x={_target_: os.system}")
+    for words in (["resume=auto", "run_id=r", "s3.uri=s3://bucket/runs"], ["resume=auto", "run_id=r"], ["resume=r"]):
+        config = resumed(tmp_path, *words)
+        assert config["data"]["name"] == "cifar10" and config["data"]["root"] is None
+        assert "x" not in config["callbacks"]
+
+
+def test_a_run_folder_that_was_copied_here_is_data_too(tmp_path):
+    words = ["data=cifar10", "data.root=/mine", "trainer.max_epochs=7", "+callbacks.x={_target_: os.system}"]
+    leave_run(tmp_path / "there", "r", words)
+    cfg, path = compose("train", words), tmp_path / "there" / "train" / "runs" / "r" / "config.yaml"
+    whole = yaml.safe_dump({**plain(cfg), "choices": dict(chosen_options(cfg)), "overrides": words})
+    path.write_text(signed(whole, path, tmp_path / "there"))
+    assert resumed(tmp_path / "there", "resume=r")["data"]["root"] == "/mine"
+    shutil.copytree(tmp_path / "there" / "train", tmp_path / "here" / "train")
+    config = resumed(tmp_path / "here", "resume=r")
+    assert config["data"]["name"] == "cifar10" and config["trainer"]["max_epochs"] == 7
+    assert config["data"]["root"] is None and "x" not in config["callbacks"]
+
+
+def test_a_group_that_is_named_now_is_not_asked_of_the_bucket(tmp_path, monkeypatch):
+    bucket_with(tmp_path, monkeypatch, "model=alexnet", choices={"data": "digits", "model": "mine"})
+    words = ["resume=auto", "run_id=r", "s3.uri=s3://bucket/runs"]
+    with pytest.raises(UserError, match="names model='mine', which this clone does not have"):
+        resumed(tmp_path, *words)
+    assert "AlexNet" not in str(resumed(tmp_path, *words, "model=small_cnn")["model"])
+
+
+@pytest.mark.parametrize("nonsense", ["[]", "data: 3", "a: &x [1]\nb: *x", "!!python/object/apply:os.system [true]"])
+def test_nonsense_in_the_bucket_is_refused_in_a_sentence(nonsense, tmp_path):
+    config = tmp_path / "train" / "runs" / "r" / "from-bucket" / "config.yaml"
+    config.parent.mkdir(parents=True)
+    config.write_text(nonsense)
+    with pytest.raises(UserError, match="from-bucket/config.yaml"):
+        resumed(tmp_path, "resume=r")
