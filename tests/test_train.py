@@ -205,8 +205,9 @@ BAD = {
     "callbacks.checkpoints.monitor=val/loss": "give mode=min",
     "experiment=quickstart trainer.max_epochs=1 callbacks.checkpoints.monitor=val_acc": "there are val/acc,",
     "+callbacks.x._target_=lightning.pytorch.callbacks.ModelCheckpoint": "are here already",
-    "+callbacks.x._target_=os.system": "not allowed",
-    "+callbacks.x._target_=lockstep.callbacks.checkpoints.link": "not allowed",
+    "+callbacks.x._target_=lockstep.callbacks.checkpoints.link": "cannot be made without source, target",
+    "+callbacks.x._target_=models.small_cnn.SmallCNN +callbacks.x.num_classes=2": "cannot be made without image_size",
+    "+callbacks.x._target_=collections.Counter": "Counter is no callback",
     "+callbacks.x._target_=models.small_cnn.nn.Linear": "cannot be found",
 }
 

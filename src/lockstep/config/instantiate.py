@@ -39,7 +39,10 @@ def options_of(target: Any) -> tuple[Mapping[str, Any], bool]:
     for owner in target.__mro__ if inspect.isclass(target) and _is_ours(target) else (target,):
         if owner is not target and ("__init__" not in vars(owner) or not _is_ours(owner)):
             continue
-        found = inspect.signature(owner).parameters
+        try:
+            found = inspect.signature(owner).parameters
+        except ValueError:  # some of C's
+            return {}, True
         names = {**found, **names}
         if not any(p.kind is p.VAR_KEYWORD for p in found.values()):
             return {name: p for name, p in names.items() if p.kind is not p.VAR_KEYWORD}, False
@@ -48,6 +51,13 @@ def options_of(target: Any) -> tuple[Mapping[str, Any], bool]:
 
 def _is_ours(target: Any) -> bool:
     return target.__module__.split(".")[0] in OURS
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in (
+        parameter.VAR_POSITIONAL,
+        parameter.VAR_KEYWORD,
+    )
 
 
 def build(node: Any, known: Mapping[str, Any] | None = None) -> Any:
@@ -59,7 +69,7 @@ def build(node: Any, known: Mapping[str, Any] | None = None) -> Any:
     Args:
         known: what the run knows (folder, run_id, …): passed where the constructor has a parameter of that name.
     Raises:
-        UserError: an option that the target does not have.
+        UserError: an option that the target does not have, or one that it lacks.
     """
     if isinstance(node, list):
         return [build(value) for value in node]
@@ -76,4 +86,6 @@ def build(node: Any, known: Mapping[str, Any] | None = None) -> Any:
     given = {key: value for key, value in (known or {}).items() if key in parameters and key not in stated}
     if node.get("_partial_"):
         return functools.partial(target, **stated)
+    if lacking := [name for name, p in parameters.items() if _is_needed(p) and name not in {**stated, **given}]:
+        raise UserError(f"{node['_target_']} cannot be made without {', '.join(lacking)}.")
     return target(**stated, **given)

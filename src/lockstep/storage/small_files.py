@@ -72,7 +72,8 @@ def restore_small_files(run: RunBucket, folder: RunFolder) -> list[str]:
     for key, size in run.store.list(run.root):
         relative = key.removeprefix(run.root)
         target = folder.bucket_config if relative == folder.config.name else folder.path / relative
-        if not _is_recorded(relative) or (target.exists() and not overwrite):
+        stays = target.exists() and not overwrite and target != folder.bucket_config
+        if not _is_recorded(relative) or stays:
             continue
         if size > MAX_FILE_BYTES or len(restored) == MAX_FILES:
             log.info(f"Passed over {run.store.root}{key}: it is far larger than what a run writes.")

@@ -197,6 +197,8 @@ def _chosen_callbacks(plan: RunPlan, known: Known, *, trainable: bool) -> list[A
     """Those of the config, and the upload's where there is a bucket."""
     chosen = [build(node, known) for node in (plan.config["callbacks"] or {}).values() if node]
     for callback in chosen:
+        if not isinstance(callback, pl.Callback):
+            raise UserError(f"callbacks: {type(callback).__name__} is no callback of Lightning's.")
         if isinstance(callback, REFUSED_CALLBACKS):
             raise UserError(
                 f"callbacks: {type(callback).__name__} cannot be added: checkpoints (callbacks.checkpoints.…) and the "
