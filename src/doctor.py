@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.compose import chosen_options, plain, run_door
+from lockstep.config.compose import chosen_options, plain, run_script
 from lockstep.distributed.cluster import Cluster, adopt, environment
 from lockstep.distributed.preflight import Finding, free_disk, own_address, stale_ranks
 from lockstep.runs import provenance
@@ -155,7 +155,7 @@ def diagnose(cfg: Any) -> int:
 
 
 def main(argv: list[str]) -> int:
-    return run_door("train", argv, diagnose, __doc__ or "")
+    return run_script("train", argv, diagnose, __doc__ or "")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.config.compose import CONFIGS, chosen_options, compose, plain, run_door
+from lockstep.config.compose import CONFIGS, chosen_options, compose, plain, run_script
 from lockstep.config.declared import key_of
 from lockstep.config.from_outside import config_of_checkpoint, config_of_own_run
 from lockstep.distributed.cluster import plan_file
@@ -186,7 +186,7 @@ def main(argv: list[str]) -> int:
         words = argv if found else list(cfg.hydra.overrides.task)
         return launch_config(config_of(cfg, found[0] if found else find_checkpoint(words), words), evaluate)
 
-    return run_door("train", argv, task, __doc__ or "", completed)
+    return run_script("train", argv, task, __doc__ or "", completed)
 
 
 if __name__ == "__main__":

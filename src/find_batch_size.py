@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.batch_size.sessions import Largest, find_largest
-from lockstep.config.compose import chosen_options, plain, run_door
+from lockstep.config.compose import chosen_options, plain, run_script
 from lockstep.distributed.cluster import environment
 from lockstep.launch.plan import RunPlan
 from lockstep.runs.errors import EXIT_OK
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
         from lockstep.batch_size.estimate import estimate
 
         argv, task = [word for word in argv if word != "--estimate"], estimate
-    return run_door("train", argv, task, __doc__ or "")
+    return run_script("train", argv, task, __doc__ or "")
 
 
 if __name__ == "__main__":

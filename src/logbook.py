@@ -272,52 +272,54 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--logbook", type=Path, default=REPOSITORY / "logbook", help="where the pages are")
     top.add_argument("--logs", type=Path, default=REPOSITORY / "logs", help="where the run folders are")
     top.add_argument("--endpoint-url", help="of a store that speaks S3; none: Amazon's")
-    doors = top.add_subparsers(required=True, metavar="keep | remove | build | compare | publish | note | prune")
+    commands = top.add_subparsers(required=True, metavar="keep | remove | build | compare | publish | note | prune")
 
-    door = doors.add_parser("keep", help="take runs into the logbook")
-    door.add_argument("runs", nargs="+", metavar="RUN")
-    door.set_defaults(task=keep)
+    command = commands.add_parser("keep", help="take runs into the logbook")
+    command.add_argument("runs", nargs="+", metavar="RUN")
+    command.set_defaults(task=keep)
 
-    door = doors.add_parser("remove", help="take runs out of the logbook; their folders in logs/ stay")
-    door.add_argument("runs", nargs="+", metavar="RUN")
-    door.set_defaults(task=remove)
+    command = commands.add_parser("remove", help="take runs out of the logbook; their folders in logs/ stay")
+    command.add_argument("runs", nargs="+", metavar="RUN")
+    command.set_defaults(task=remove)
 
-    door = doors.add_parser(
+    command = commands.add_parser(
         "prune", help="list what old runs hold; with RUN, --older-than or --yes free it (never of a running run)"
     )
-    door.add_argument("runs", nargs="*", metavar="RUN", help="free what these hold; default: every run")
-    door.add_argument("--older-than", type=float, metavar="DAYS", help="free what runs older than this hold")
-    door.add_argument("--yes", action="store_true", help="free all that is listed")
-    door.add_argument("--with-best", action="store_true", help="also the best checkpoint of runs in the logbook")
-    door.set_defaults(task=prune)
+    command.add_argument("runs", nargs="*", metavar="RUN", help="free what these hold; default: every run")
+    command.add_argument("--older-than", type=float, metavar="DAYS", help="free what runs older than this hold")
+    command.add_argument("--yes", action="store_true", help="free all that is listed")
+    command.add_argument("--with-best", action="store_true", help="also the best checkpoint of runs in the logbook")
+    command.set_defaults(task=prune)
 
-    door = doors.add_parser("build", help="write the pages")
-    door.add_argument(
+    command = commands.add_parser("build", help="write the pages")
+    command.add_argument(
         "sources", nargs="*", metavar="RUN_FOLDER|s3://…", help="runs to take in; default: news of kept ones"
     )
-    door.add_argument("--check", action="store_true", help="change nothing; exit code 2 where a page is not up to date")
-    door.set_defaults(task=build)
+    command.add_argument(
+        "--check", action="store_true", help="change nothing; exit code 2 where a page is not up to date"
+    )
+    command.set_defaults(task=build)
 
-    door = doors.add_parser("compare", help="write a page of runs side by side")
-    door.add_argument("runs", nargs="+", metavar="RUN", help="the first is what the others are measured against")
-    door.add_argument("--title", help="of the page; its file is named after it")
-    door.set_defaults(task=compare)
+    command = commands.add_parser("compare", help="write a page of runs side by side")
+    command.add_argument("runs", nargs="+", metavar="RUN", help="the first is what the others are measured against")
+    command.add_argument("--title", help="of the page; its file is named after it")
+    command.set_defaults(task=compare)
 
-    door = doors.add_parser("publish", help="write one HTML file with interactive curves, and link it")
-    door.add_argument("runs", nargs="+", metavar="RUN")
-    door.add_argument("--to", required=True, metavar="s3://bucket/prefix|DIR", help="where the file goes")
-    door.add_argument("--title", help="of the report; its file is named after it")
-    door.add_argument(
+    command = commands.add_parser("publish", help="write one HTML file with interactive curves, and link it")
+    command.add_argument("runs", nargs="+", metavar="RUN")
+    command.add_argument("--to", required=True, metavar="s3://bucket/prefix|DIR", help="where the file goes")
+    command.add_argument("--title", help="of the report; its file is named after it")
+    command.add_argument(
         "--base", metavar="URL", help="web address under which that place is read, if not the store's own"
     )
-    door.set_defaults(task=publish)
+    command.set_defaults(task=publish)
 
-    door = doors.add_parser("note", help="add a person's words, a name or tags to a run")
-    door.add_argument("run", metavar="RUN")
-    door.add_argument("text", nargs="?", default="", help="markdown, added as a paragraph")
-    door.add_argument("--name", help="shown instead of the run id")
-    door.add_argument("--tag", action="append", metavar="TAG", help="replaces the tags; may be given more than once")
-    door.set_defaults(task=note)
+    command = commands.add_parser("note", help="add a person's words, a name or tags to a run")
+    command.add_argument("run", metavar="RUN")
+    command.add_argument("text", nargs="?", default="", help="markdown, added as a paragraph")
+    command.add_argument("--name", help="shown instead of the run id")
+    command.add_argument("--tag", action="append", metavar="TAG", help="replaces the tags; may be given more than once")
+    command.set_defaults(task=note)
     return top
 
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.compose import run_door
+from lockstep.config.compose import run_script
 from lockstep.distributed.cluster import plan_file
 from lockstep.launch.launcher import launch, run_supervised
 from lockstep.launch.plan import RunPlan
@@ -104,7 +104,7 @@ def main(argv: list[str]) -> int:
     from lockstep.batch_size.sessions import find_largest
     from lockstep.launch.resume import with_options_of_run
 
-    return run_door("train", argv, lambda cfg: launch(cfg, train, find_largest), __doc__ or "", with_options_of_run)
+    return run_script("train", argv, lambda cfg: launch(cfg, train, find_largest), __doc__ or "", with_options_of_run)
 
 
 if __name__ == "__main__":

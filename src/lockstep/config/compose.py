@@ -148,7 +148,7 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("product", lambda *numbers: math.prod(numbers), replace=True)
 
 
-def run_door(
+def run_script(
     config_name: str,
     argv: list[str],
     task: Callable[[Any], int],

@@ -67,7 +67,7 @@ def help_text(configs: Path, config_name: str, description: str) -> str:
     """The whole answer to --help.
 
     Args:
-        description: of the door, with how it is called.
+        description: of the script, with how it is called.
     """
     lines = [description.strip(), ""]
     text = (configs / f"{config_name}.yaml").read_text()

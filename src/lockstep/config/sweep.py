@@ -38,7 +38,7 @@ def run_job(cfg: Any, program: str) -> float | None:
     """Run the job that Hydra has composed; returns the optimised metric, nan where the job failed.
 
     Args:
-        program: the door that the sweep was started with.
+        program: the script that the sweep was started with.
     """
     sweep_dir = Path(str(cfg.hydra.sweep.dir)).resolve()
     number = cfg.hydra.job.num

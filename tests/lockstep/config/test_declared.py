@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.config import compose as module
-from lockstep.config.compose import CONFIGS, compose, run_door
+from lockstep.config.compose import CONFIGS, compose, run_script
 from lockstep.config.help import groups
 from lockstep.runs.errors import UserError
 
@@ -109,5 +109,5 @@ def test_a_key_in_an_experiment_is_refused_too(tmp_path, monkeypatch):
     ],
 )
 def test_before_hydra_starts_anything(argv, said, capsys):
-    assert run_door("train", argv, pytest.fail, "") == 2
+    assert run_script("train", argv, pytest.fail, "") == 2
     assert said in capsys.readouterr().err
