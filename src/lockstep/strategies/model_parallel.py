@@ -25,6 +25,7 @@ class ModelParallel(Capabilities, SingleDeviceStrategy):
     Args:
         stage_devices: one device for each stage, in order, as ["cuda:0", "cuda:1"]; None for all GPUs.
         micro_batches: parts in which a batch goes through the stages.
+        cut: the stages with which the second device, the third, … begin, as [5]; None: as `balance` says.
         balance: what the cut makes as equal as the net's stages allow: "parameters" or "flops".
     Raises:
         UserError: fewer than two devices, devices that are not here, a net with fewer stages than devices.
@@ -34,7 +35,11 @@ class ModelParallel(Capabilities, SingleDeviceStrategy):
     supports_compile = False
 
     def __init__(
-        self, stage_devices: list[str] | None = None, micro_batches: int = 1, balance: str = "parameters"
+        self,
+        stage_devices: list[str] | None = None,
+        micro_batches: int = 1,
+        balance: str = "parameters",
+        cut: list[int] | None = None,
     ) -> None:
         self.process_devices = checked_devices(stage_devices)
         if balance not in ("parameters", "flops"):
@@ -42,7 +47,7 @@ class ModelParallel(Capabilities, SingleDeviceStrategy):
         if micro_batches < 1:
             raise UserError(f"trainer.micro_batches={micro_batches}: a whole number from 1 on.")
         super().__init__(device=self.process_devices[0])
-        self.micro_batches, self.balance = micro_batches, balance
+        self.micro_batches, self.balance, self.stated_cut = micro_batches, balance, cut
 
     def setup(self, trainer) -> None:
         data = trainer.datamodule
@@ -56,14 +61,19 @@ class ModelParallel(Capabilities, SingleDeviceStrategy):
             raise UserError(f"{type(module.net).__name__} names no stages(): trainer=model_parallel cannot cut it.")
         stages = module.net.stages()
         check_cover(module.net, stages)
-        sizes = self._costs(stages)
-        ends = balanced_cut(sizes, len(self.process_devices))
+        ends = self._ends(stages)
         self.cut = [list(range(start, end)) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         groups = [nn.Sequential(*(stages[i] for i in part)) for part in self.cut]
         move_all_but_net(module, self.root_device)
         for group, device in zip(groups, self.process_devices, strict=True):
             group.to(device)
         module.net.__dict__["forward"] = Pipeline(groups, self.process_devices, self.micro_batches)
+
+    def _ends(self, stages: list[nn.Module]) -> list[int]:
+        """Of each device's run of stages."""
+        if self.stated_cut is None:
+            return balanced_cut(self._costs(stages), len(self.process_devices))
+        return checked_cut(self.stated_cut, len(stages), len(self.process_devices))
 
     def _costs(self, stages: list[nn.Module]) -> list[int]:
         if self.balance == "parameters" or self.example is None:
@@ -127,6 +137,26 @@ def balanced_cut(costs: list[int], parts: int) -> list[int]:
             for n in range(count, len(costs) + 1)
         }
     return best[len(costs)][1]
+
+
+def checked_cut(cut: list[int], num_stages: int, parts: int) -> list[int]:
+    """The ends of the runs of stages that trainer.cut states.
+
+    >>> checked_cut([5], 8, 2)
+    [5, 8]
+
+    Raises:
+        UserError: it does not make `parts` runs, none of them empty.
+    """
+    ends = [*cut, num_stages]
+    rises = all(isinstance(end, int) and start < end for start, end in zip([0, *ends], ends, strict=False))
+    if len(ends) != parts or not rises:
+        example = [num_stages * part // parts for part in range(1, parts)]
+        raise UserError(
+            f"trainer.cut={list(cut)} does not cut {num_stages} stages into {parts}: give {parts - 1} rising "
+            f"numbers from 1 to {num_stages - 1}, as {example}."
+        )
+    return ends
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 
 SEVERAL_IN_ONE_PROCESS = ("num_gpus", "stage_devices")
-OF_ONE_STRATEGY = {*SEVERAL_IN_ONE_PROCESS, "micro_batches", "balance"}
+OF_ONE_STRATEGY = {*SEVERAL_IN_ONE_PROCESS, "micro_batches", "balance", "cut"}
 WITHOUT_GPUS = {"ddp": "ddp_sim", "fsdp": "fsdp_sim", "allreduce": "allreduce_sim", "dp": "ddp_sim"}
 
 

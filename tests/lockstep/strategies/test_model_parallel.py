@@ -8,12 +8,14 @@ from torch import nn
 
 from classifier import ImageClassifier
 from local_ranks import local_cluster
+from lockstep.config.compose import compose, plain
 from lockstep.runs.errors import UserError
 from lockstep.strategies.model_parallel import (
     ModelParallel,
     Pipeline,
     balanced_cut,
     check_cover,
+    checked_cut,
     checked_devices,
     count_flops,
 )
@@ -143,3 +145,30 @@ def test_what_cannot_be_cut_is_said():
         checked_devices(["cpu", "toaster"])
     with pytest.raises(UserError, match="cuda:63"):
         checked_devices(["cpu", "cuda:63"])
+
+
+def test_a_stated_cut_is_made_where_it_is_stated():
+    """As the source has it: the features on one device, the head on the other."""
+    net = AlexNetBN(10, 128, 3)
+    strategy = ModelParallel(stage_devices=["meta", "meta"], cut=[5])
+    strategy.example, strategy._lightning_module = None, ImageClassifier(net, num_classes=10)
+    strategy.model_to_device()
+    assert strategy.cut == [[0, 1, 2, 3, 4], [5, 6, 7]]
+    features, head = net.__dict__["forward"].groups
+    assert {id(p) for p in features.parameters()} == {id(p) for p in net.features.parameters()}
+    assert {id(p) for p in head.parameters()} == {id(p) for p in net.classifier.parameters()}
+
+
+def test_the_experiment_cuts_between_features_and_head():
+    config = plain(compose("train", ["experiment=alexnet_model_parallel"]))
+    assert config["trainer"]["strategy"]["cut"] == [5] and config["model"]["_target_"].endswith("AlexNetBN")
+
+
+def test_a_stated_cut_trains_as_the_whole_net_does():
+    assert difference([split(own={"cut": [1]})], one(), 1) < 1e-12
+
+
+@pytest.mark.parametrize("cut", [[], [0], [4], [2, 1], [1, 2], [-1], ["a"], [1.5], [True, 2]])
+def test_a_cut_that_leaves_a_device_empty_is_refused(cut):
+    with pytest.raises(UserError, match=r"does not cut 4 stages into 2: give 1 rising numbers from 1 to 3, as \[2\]"):
+        checked_cut(cut, 4, 2)
