@@ -43,11 +43,10 @@ def _row(line: Sequence[int], row: int, left: int, y: int, cell: int, numbered: 
                 f'fill-opacity="{max(strength, 0.04):g}"/>'
             )
         if numbered and count:
-            ink = "var(--on)" if strength > 0.6 else "var(--ink)"
-            size = ";font-size:10px" if count > 9999 or cell < 40 else ""
+            ink = "on" if strength > 0.6 else "ink"
+            size = ' style="font-size:10px"' if count > 9999 or cell < 40 else ""
             parts.append(
-                f'<text class="m" x="{x + cell / 2 - 0.5:g}" y="{y + cell / 2 + 4:g}" style="fill:{ink}{size}">'
-                f"{count}</text>"
+                f'<text class="m {ink}" x="{x + cell / 2 - 0.5:g}" y="{y + cell / 2 + 4:g}"{size}>{count}</text>'
             )
     if numbered and any(line):
         x = left + len(line) * cell + 8

@@ -6,7 +6,7 @@ from pathlib import Path
 from lockstep.pages.confusion_svg import confusion_svg
 from lockstep.pages.curves import interpolated, mean_over_time
 from lockstep.pages.facts import RunFacts
-from lockstep.pages.svg import LIGHT, STYLE_BEGINS, Panel, Series, figure
+from lockstep.pages.svg import LIGHT, OLD_STYLE_BEGINS, STYLE_BEGINS, Panel, Series, figure
 
 MAX_LINES = len(LIGHT)
 MAX_COMPARED = 2 * len(LIGHT)  # each colour once as a line and once dashed
@@ -15,7 +15,8 @@ MAX_COMPARED = 2 * len(LIGHT)  # each colour once as a line and once dashed
 def is_ours(path: Path) -> bool:
     """A person may keep drawings beside ours."""
     with path.open(encoding="utf-8", errors="replace") as file:
-        return STYLE_BEGINS in file.read(2000)
+        head = file.read(2000)
+    return STYLE_BEGINS in head or OLD_STYLE_BEGINS in head
 
 
 def run_figure(run: RunFacts) -> str:

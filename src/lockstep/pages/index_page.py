@@ -13,7 +13,7 @@ HEAD = (
 )  # fmt: skip
 ALIGN = "lllrrlllrrrrrrrlll"
 ROWS_PER_PAGE = 300
-UNBROKEN = {ord(" "): "\N{NO-BREAK SPACE}", ord("-"): "\N{NON-BREAKING HYPHEN}"}  # a date stays on one line
+UNBROKEN = {ord(" "): "\N{NO-BREAK SPACE}"}  # a plain hyphen: a search for a date finds it
 GENERATED = (
     "<!-- Written by `make logbook` from runs/*.json: edits here are lost. Your own words go into notes/ "
     '(`python src/logbook.py note RUN "text"`). -->'

@@ -42,23 +42,26 @@ class Panel:
         return len(self.series) == 1 and self.series[0].label.lower() == self.title.lower()
 
 
-STYLE_BEGINS = "svg{--bg:"
+STYLE_BEGINS, OLD_STYLE_BEGINS = "<style>text{font:", "svg{--bg:"
 
 
 def style() -> str:
-    def colors(palette: Sequence[str]) -> str:
-        return "".join(f"--c{i}:{color};" for i, color in enumerate(palette))
-
-    classes = "".join(f".c{i}{{stroke:var(--c{i})}}.f{i}{{fill:var(--c{i})}}" for i in range(len(LIGHT)))
+    """Literal colours first: not every viewer knows the reader's setting."""
     return (
-        "<style>"
-        f"{STYLE_BEGINS}#fff;--ink:#1f2328;--muted:#59636e;--grid:#dfe4e9;--on:#fff;{colors(LIGHT)}}}"
+        f"{STYLE_BEGINS}12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}}"
+        ".t{font-size:13px;font-weight:600}.e{text-anchor:end}.m{text-anchor:middle}.g{stroke-width:1}"
+        ".l{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}.d{stroke-dasharray:6 4}"
+        f"{_colors(LIGHT, paper='#fff', ink='#1f2328', muted='#59636e', grid='#dfe4e9')}"
         "@media (prefers-color-scheme:dark){"
-        f"svg{{--bg:#0d1117;--ink:#e6edf3;--muted:#9198a1;--grid:#2b323b;--on:#0d1117;{colors(DARK)}}}}}"
-        ".bg{fill:var(--bg)}text{font:12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;"
-        "fill:var(--muted)}.t{font-size:13px;font-weight:600;fill:var(--ink)}.e{text-anchor:end}.m{text-anchor:middle}"
-        ".g{stroke:var(--grid);stroke-width:1}.l{fill:none;stroke-width:1.8;stroke-linejoin:round;"
-        f"stroke-linecap:round}}.d{{stroke-dasharray:6 4}}{classes}</style>"
+        f"{_colors(DARK, paper='#0d1117', ink='#e6edf3', muted='#9198a1', grid='#2b323b')}}}</style>"
+    )
+
+
+def _colors(lines: Sequence[str], *, paper: str, ink: str, muted: str, grid: str) -> str:
+    """Of the classes: c0 and f0 are the first line's stroke and fill, `on` is text on a filled field."""
+    numbered = "".join(f".c{i}{{stroke:{color}}}.f{i}{{fill:{color}}}" for i, color in enumerate(lines))
+    return (
+        f".bg{{fill:{paper}}}text{{fill:{muted}}}.t,.ink{{fill:{ink}}}.on{{fill:{paper}}}.g{{stroke:{grid}}}{numbered}"
     )
 
 

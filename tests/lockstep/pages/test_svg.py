@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from lockstep.pages.confusion_svg import confusion_svg
-from lockstep.pages.svg import Axis, Panel, Series, figure, round_step, tick_text
+from lockstep.pages.svg import LIGHT, Axis, Panel, Series, document, figure, round_step, tick_text
 
 
 def test_axis_places_values_between_round_ticks():
@@ -72,3 +72,11 @@ def test_a_confusion_matrix_has_a_cell_for_every_count(num):
     root = ElementTree.fromstring(confusion_svg("t", [f"<c{i}>" for i in range(num)], counts))
     cells = [rect for rect in root.iter("{http://www.w3.org/2000/svg}rect") if rect.get("fill-opacity")]
     assert len(cells) == num * num
+
+
+def test_a_viewer_that_knows_no_variables_sees_colours():
+    """Literal colours stand before what depends on the reader's setting; every class that is drawn has one."""
+    text = document(10, 10, "x", "")
+    first = text.split("@media")[0]
+    assert "var(" not in text and ".bg{fill:#fff}" in first
+    assert all(f".c{i}{{stroke:{color}}}" in first for i, color in enumerate(LIGHT))
