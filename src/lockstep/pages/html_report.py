@@ -107,9 +107,10 @@ def hardware_means(run: RunFacts) -> dict[str, tuple[list[float], list[float]]]:
 
 
 def panels(runs: Sequence[RunFacts]) -> list[Data]:
-    """Known curves first, then whatever else was logged, then the hardware."""
+    """Known curves first, then whatever else was logged and is not one number all along, then the hardware."""
     logged = {name for run in runs for name in (run.source.get("curves") or {}) if run.curve(name)[0]}
-    others = sorted(logged - set(KNOWN_PANELS) - set(NO_PANEL))
+    changing = {name for name in logged if any(len(set(run.curve(name)[1])) > 1 for run in runs)}
+    others = sorted(changing - set(KNOWN_PANELS) - set(NO_PANEL))
     chosen = [name for name in KNOWN_PANELS if name in logged] + others[:MAX_PANELS]
     found = []
     for name in chosen:

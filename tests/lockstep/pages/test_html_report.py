@@ -55,6 +55,14 @@ def test_data_of_three_runs(logbook):
     assert memory[1][0] == 0 and memory[1][-1] == pytest.approx(4.5)
 
 
+def test_what_is_one_number_all_along_has_no_panel(logbook):
+    entries = load_entries(logbook)
+    curves = entries[0].facts.source["curves"]
+    curves["val/images"], curves["val/mine"] = [[1, 2], [640, 640]], [[1, 2], [0.5, 0.75]]
+    keys = {panel["key"] for panel in report_data(entries, ["a", "b", "c"])["panels"]}
+    assert "val/mine" in keys and "val/images" not in keys
+
+
 def test_a_run_without_anything_is_in_the_report(tmp_path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "bare.json").write_text('{"record": {}}')
