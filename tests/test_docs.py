@@ -98,19 +98,44 @@ def test_every_experiment_composes(experiment):
         build(own, shape)
 
 
-def readme_commands() -> list[str]:
+def shown_commands() -> list[str]:
+    """Of README, docs, the heads of experiments, and what people wrote on the logbook's pages."""
     pages = [README, *(path.read_text() for path in (REPOSITORY / "docs").glob("*.md"))]
     blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", "\n".join(pages), re.DOTALL)
+    for path in (CONFIGS / "experiment").glob("*.yaml"):
+        lines = [line.lstrip("# ").replace("Command: ", "") for line in path.read_text().splitlines()]
+        blocks.append("\n".join(line.split("   ")[0] for line in lines))
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.split("#")[0].strip() for line in lines if "src/train.py" in line]
+    found = [line.split(" #")[0].strip() for line in lines]
+    for path in (REPOSITORY / "logbook" / "notes").rglob("*.md"):
+        found += re.findall(r"`([^`]+)`", path.read_text())
+    return sorted({line for line in found if re.search(r"(src/train\.py|train\.sbatch) ", line)})
 
 
-@pytest.mark.parametrize("command", readme_commands())
-def test_every_train_command_of_the_readme_composes(command):
-    words = command.split("src/train.py", 1)[1].split()
+def config_of(command: str):
+    words = re.split(r"src/train\.py|train\.sbatch", command, maxsplit=1)[1].split()
     overrides = [word.strip("'\"") for word in words if "=" in word and "hydra" not in word and "(" not in word]
     overrides = [re.sub(r"<[^>]*>", "x", word).split(",")[0] if "[" not in word else word for word in overrides]
-    plain(compose("train", overrides))
+    return plain(compose("train", [re.sub(r"<[^>]*>", "x", word) for word in overrides]))
+
+
+@pytest.mark.parametrize("command", shown_commands())
+def test_every_command_that_is_shown_composes_and_says_what_its_launcher_needs(command):
+    config = config_of(re.sub(r"<[^>]*>", "x", command))
+    trainer = config["trainer"]
+    if "sbatch" in command and trainer["accelerator"] == "gpu":
+        assert "--gpus-per-node=" in command and "--ntasks-per-node=" in command and "--nodes=" in command
+    if "host_maddrs" in trainer:
+        assert trainer["host_maddrs"], "on loopback nobody can join"
+    several = isinstance(trainer["num_nodes"], int) and trainer["num_nodes"] > 1
+    if several and not re.search("sbatch|torchrun|nodes.py", command):
+        assert all(f"{name}=" in command for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK"))
+
+
+def test_commands_are_found_everywhere():
+    found = "\n".join(shown_commands())
+    wanted = ("launch/train.sbatch experiment=alexnet_cifar10", "experiment=vit_hivemind", "torchrun", "NODE_RANK=")
+    assert len(found.splitlines()) > 30 and all(words in found for words in wanted)
 
 
 def test_readme_is_short():
@@ -119,5 +144,5 @@ def test_readme_is_short():
 
 def test_torchrun_on_several_nodes_names_a_rendezvous():
     """Without a backend, torchrun takes every node for node 0 of a static rendezvous."""
-    several = [line for line in readme_commands() if line.startswith("torchrun --nnodes=")]
+    several = [line for line in shown_commands() if line.startswith("torchrun --nnodes=")]
     assert several and all("--rdzv-backend=c10d" in line and "--rdzv-endpoint=" in line for line in several)
