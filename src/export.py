@@ -2,6 +2,8 @@
 
     python src/export.py ckpt_path=<run_id | FILE | s3://…> [out=exports/<run_id>] [formats=safetensors,onnx,pt2]
 
+Without formats= it makes those whose packages are here.
+
 A timm model's safetensors load with timm.create_model(NAME, checkpoint_path="model.safetensors", num_classes=N, …), or
 from the folder with timm.create_model("local-dir:" + out). ONNX needs onnx, onnxscript and onnxruntime.
 """
@@ -28,7 +30,7 @@ log = logging.getLogger(__name__)
 USAGE = "python src/export.py ckpt_path=…"
 FORMATS = ("safetensors", "onnx", "pt2")
 OPTIONS: dict[str, str | None] = {
-    "ckpt_path": None, "out": "", "formats": ",".join(FORMATS), "log_dir": "", "endpoint_url": "",
+    "ckpt_path": None, "out": "", "formats": "", "log_dir": "", "endpoint_url": "",
 }  # fmt: skip
 TOLERANCE = 1e-4  # of the largest logit: kernels of another runtime sum in another order
 NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "safetensors": ("safetensors",), "pt2": ()}
@@ -39,22 +41,27 @@ class Differs(Exception):
 
 
 def chosen_formats(text: str) -> list[str]:
-    """
+    """Those that are named; where none is, those that can be made here, and a line says what others need.
+
     Raises:
-        UserError: an unknown format, or one whose packages are missing.
+        UserError: an unknown format, or a named one whose packages are missing.
     """
+    formats = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in formats if name not in FORMATS]:
+        raise UserError(f"formats={text}: there is no {unknown[0]}, but {', '.join(FORMATS)}.")
+    for name in formats or FORMATS:
+        if missing := missing_packages(name):
+            needs = f"formats={name} needs {', '.join(missing)}: .venv/bin/pip install {' '.join(missing)}"
+            if formats:
+                raise UserError(f"{needs}.")
+            log.info(f"{needs}")
+    return formats or [name for name in FORMATS if not missing_packages(name)]
+
+
+def missing_packages(name: str) -> list[str]:
     from importlib.util import find_spec
 
-    formats = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in formats if name not in FORMATS]
-    if unknown or not formats:
-        raise UserError(f"formats={text} must name some of {', '.join(FORMATS)}.")
-    for name in formats:
-        missing = [package for package in NEEDED[name] if find_spec(package) is None]
-        if missing:
-            others = ",".join(other for other in formats if other != name) or "pt2"
-            raise UserError(f"formats={name} needs {', '.join(missing)}: pip install them, or take formats={others}.")
-    return formats
+    return [package for package in NEEDED[name] if find_spec(package) is None]
 
 
 def example_images(facts: Mapping[str, Any], num: int) -> Any:

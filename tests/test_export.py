@@ -103,11 +103,14 @@ def test_an_export_that_differs_is_not_good(vit, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "README.md").exists()
 
 
-def test_missing_packages_are_named_with_what_works_here(monkeypatch):
+def test_missing_packages_are_named_with_what_works_here(monkeypatch, caplog):
     monkeypatch.setitem(export.NEEDED, "onnx", ("no_such_package",))
-    with pytest.raises(UserError, match="needs no_such_package: pip install them, or take formats=safetensors,pt2"):
+    with pytest.raises(UserError, match="formats=onnx needs no_such_package: .venv/bin/pip install no_such_package"):
         chosen_formats("safetensors,onnx,pt2")
-    with pytest.raises(UserError, match="must name some of"):
+    caplog.set_level("INFO")
+    assert chosen_formats("") == ["safetensors", "pt2"], "without a word: what can be made here"
+    assert caplog.messages == ["formats=onnx needs no_such_package: .venv/bin/pip install no_such_package"]
+    with pytest.raises(UserError, match="there is no tflite, but safetensors, onnx, pt2"):
         chosen_formats("tflite")
 
 
