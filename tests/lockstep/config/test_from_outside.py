@@ -20,7 +20,11 @@ from lockstep.config.signatures import signature_of
 from lockstep.runs.errors import UserError
 from lockstep.runs.own_config import signed
 
-EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+MANY = pytest.mark.slow  # the others tell the same
+EXPERIMENTS = [
+    name if name in ("quickstart", "cifar10_cpu", "vit_fsdp", "vit_hivemind") else pytest.param(name, marks=MANY)
+    for name in sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+]
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]
 HOSTILE = [
     "/etc/passwd", "../x", "x/../../y", "~/x", "x.pth", "s3://bucket/x", "http://host/x", "file:///etc/passwd",
