@@ -63,14 +63,13 @@ def build(options: argparse.Namespace) -> None:
 
 
 def write_run_pages(folders: list[Path]) -> None:
-    """Of runs whose own page is missing or older than their record: they died, or are running."""
-    from lockstep.pages.run_page import write_run_page
+    """Of runs whose own page is missing or of an earlier record: they died, or are running."""
+    from lockstep.pages.run_page import shows_record, write_run_page
 
     for run in map(RunFolder, folders):
-        if run.page.exists() and run.page.stat().st_mtime >= run.record.stat().st_mtime:
-            continue
         try:
-            write_run_page(run.path)
+            if not shows_record(run):
+                write_run_page(run.path)
         except (UserError, OSError) as error:
             log.warning(f"{run.path} has no page ({error}).")
 
@@ -194,7 +193,7 @@ def chosen_runs(options: argparse.Namespace) -> list[Any]:
     newer = [
         folders[name]
         for name in sorted(asked)
-        if known.get(name, "") < str(read_json(folders[name] / "run.json").get("updated_at"))
+        if known.get(name, "") != str(read_json(folders[name] / "run.json").get("updated_at"))
     ]
     if newer:
         build_pages(options.logbook, newer)

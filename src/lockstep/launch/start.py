@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import lock, utc_now, write_atomically
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, new_run_id, read_config
-from lockstep.runs.full_disk import reserve_room
+from lockstep.runs.full_disk import is_full, reserve_room
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import CodeState, Cost, Host, RunRecord, continued, read_record, write_record
 from lockstep.runs.redact import redact_text
@@ -60,6 +61,24 @@ def run_folder(
             "another run_id= starts anew."
         )
     return folder, True
+
+
+def check_writable(logs: Path) -> None:
+    """Before any work: a run that cannot write keeps nothing.
+
+    Raises:
+        UserError: the folder cannot be made, or nothing can be written there.
+    """
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=logs):
+            pass
+    except OSError as error:
+        if is_full(error):
+            raise
+        raise UserError(
+            f"{logs} cannot be written ({error.strerror}): give another place with paths.log_dir=."
+        ) from None
 
 
 def hold_run_lock(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import UserError
+from lockstep.runs.foreign_files import read_yaml
 from lockstep.runs.old_configs import today
 
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -132,12 +133,10 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         UserError: there is none, or it is not one; a tag that asks for code is none.
     """
-    import yaml
-
     try:
-        config = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read as a run's config: {' '.join(str(error).split())[:300]}.") from None
+        config = read_yaml(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as a run's config: {error}.") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a run's config: it holds no mapping.")
     return today(config)

@@ -119,7 +119,7 @@ def _check_size(events: Any) -> None:
         elif isinstance(event, yaml.NodeEvent):
             count += 1
             if isinstance(event, yaml.CollectionStartEvent):
-                weights.pop(event.anchor, None)
+                weights.pop(str(event.anchor), None)
                 open_.append((event.anchor, count - 1))
             elif event.anchor is not None:
                 weights[event.anchor] = 1

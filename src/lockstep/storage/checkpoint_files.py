@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.files import Checksum, checksum_of, sync_folder, write_atomically
+from lockstep.runs.foreign_files import read_json
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +129,8 @@ def write_sidecar(checkpoint: Path, sidecar: Sidecar) -> None:
 def read_sidecar(checkpoint: Path) -> Sidecar | None:
     """What is known of a complete checkpoint; None where it is missing or torn."""
     try:
-        held = json.loads(sidecar_path(checkpoint).read_text())
-    except (OSError, ValueError, RecursionError):
+        held = read_json(sidecar_path(checkpoint))
+    except (OSError, ValueError):
         return None
     return parse_sidecar(held) if isinstance(held, dict) and {"bytes", "sha256", "step"} <= held.keys() else None
 

@@ -108,6 +108,7 @@ class _Name:
     """Stands for a class or function that the pickle names. Holds nothing that the pickle could change."""
 
     __slots__ = ("name",)
+    name: str
 
     def __init__(self, name: str) -> None:
         object.__setattr__(self, "name", name)
