@@ -84,7 +84,7 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
 def _check_depth(value: Any) -> None:
     """Level by level, without recursion."""
     level = [value]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(MAX_DEPTH):
         inner: list[Any] = []
         for item in level:
             items = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
