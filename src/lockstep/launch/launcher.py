@@ -188,7 +188,8 @@ def with_largest_batch(
 
 def _batch_before(folder: RunFolder) -> int | None:
     path = folder.any_config()
-    return read_config(path)["data"]["global_batch_size"] if path else None
+    size = (read_config(path).get("data") or {}).get("global_batch_size") if path else None
+    return size if isinstance(size, int) else None
 
 
 def _check_bucket(config: Config) -> None:

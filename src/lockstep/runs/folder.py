@@ -14,6 +14,7 @@ from lockstep.runs.errors import UserError
 from lockstep.runs.foreign_files import read_yaml
 from lockstep.runs.old_configs import today
 
+GROUPS = ("model", "classifier", "data", "optimizer", "scheduler", "trainer", "callbacks", "logger", "paths", "s3")
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -139,6 +140,9 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read as a run's config: {error}.") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a run's config: it holds no mapping.")
+    for key in GROUPS:
+        if not isinstance(config.get(key) or {}, dict):
+            raise UserError(f"{path} is not a run's config: its {key} is a {type(config[key]).__name__}.")
     return today(config)
 
 
