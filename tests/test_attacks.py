@@ -470,8 +470,8 @@ def test_file_names_that_are_no_utf8(trained, tmp_path):
     assert "\x1b[31mred" not in done.output
     table = done.folder.confusion_matrix.read_text(encoding="utf-8").splitlines()
     assert table[0] == "true \\ predicted,\x1b[31mred,'=1+1,caf\\udce9"
-    page = done.folder.page.read_text(encoding="utf-8")
-    assert "1+1" in page and "\x1b" not in page
+    picture = done.folder.confusion_image.read_text(encoding="utf-8")
+    assert "=1+1" in picture and "'=1+1" not in picture and "\x1b" not in picture
     out = tmp_path / "p.csv"
     from predict import main
 

@@ -141,7 +141,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a run's config: it holds no mapping.")
     for key in GROUPS:
-        if not isinstance(config.get(key) or {}, dict):
+        if not isinstance(config.get(key), dict | None):
             raise UserError(f"{path} is not a run's config: its {key} is a {type(config[key]).__name__}.")
     return today(config)
 

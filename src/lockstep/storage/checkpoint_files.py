@@ -8,7 +8,6 @@ it makes the checkpoint complete, and its sha256 tells whether the bytes are sti
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -98,7 +97,12 @@ def parse_checksums(held: Mapping[str, Any]) -> dict[str, Checksum]:
 def finite(metric: object) -> dict[str, float]:
     """Those values that are numbers: JSON has no nan."""
     values = metric.items() if isinstance(metric, Mapping) else ()
-    return {str(name): float(v) for name, v in values if isinstance(v, int | float) and math.isfinite(v)}
+    return {str(name): float(v) for name, v in values if is_number(v)}
+
+
+def is_number(value: object) -> bool:
+    """One that a float can hold, and neither nan nor infinite."""
+    return isinstance(value, int | float) and -1e300 < value < 1e300
 
 
 def checkpoint_name(kind: str, step: int) -> str:

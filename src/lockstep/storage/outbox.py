@@ -16,7 +16,7 @@ from pathlib import Path
 from lockstep.runs.files import locked_file, write_atomically
 from lockstep.runs.foreign_files import read_json
 from lockstep.runs.full_disk import is_full
-from lockstep.storage.checkpoint_files import Sidecar, parse_sidecar
+from lockstep.storage.checkpoint_files import Sidecar, is_number, parse_sidecar
 
 ITEM = "item.json"
 START, START_LOCK = "start.json", "start.lock"
@@ -111,7 +111,7 @@ class Outbox:
             held = read_json(self.folder / START).items()
         except (OSError, ValueError, AttributeError):
             return {}
-        return {name: value for name, value in held if value is None or isinstance(value, int | float)}
+        return {name: value for name, value in held if value is None or is_number(value)}
 
     def drop(self, item: Item) -> None:
         if item.entry is not None:
