@@ -72,13 +72,13 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
         NotReadable: it is longer, or no plain file: to open a pipe would wait for ever.
         OSError: there is no such file.
     """
-    if not stat.S_ISREG(path.stat().st_mode):
+    facts = path.stat()
+    if not stat.S_ISREG(facts.st_mode):
         raise NotReadable("it is no plain file")
-    with path.open("rb") as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
+    if facts.st_size > max_bytes:
         raise NotReadable(f"it is longer than {max_bytes} bytes")
-    return data
+    with path.open("rb") as file:
+        return file.read(facts.st_size)
 
 
 def _check_depth(value: Any) -> None:

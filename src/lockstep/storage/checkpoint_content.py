@@ -120,8 +120,6 @@ def checked_checkpoint(loaded: Any) -> Checkpoint:
     state = loaded["state_dict"]
     named = all(type(name) is str and isinstance(value, Tensor) for name, value in state.items())
     _require(named, "its state_dict is not tensors by name")
-    versions = getattr(state, "_metadata", None) or {}
-    _require(isinstance(versions, dict) and all(map(_is_module_version, versions.values())), "its _metadata is none")
     for key, kind in FIELDS.items():
         _require(key not in loaded or isinstance(loaded[key], kind), f"its {key} is a {type(loaded.get(key)).__name__}")
     written_by = loaded.get("pytorch-lightning_version", "0.0")
@@ -130,16 +128,12 @@ def checked_checkpoint(loaded: Any) -> Checkpoint:
         _check_optimizer(optimizer)
     if "lockstep" in loaded:
         _check_own(loaded["lockstep"])
-    return loaded
+    return {**loaded, "state_dict": dict(state)}  # without the attributes that torch hangs on it: versions of modules
 
 
 def _require(holds: bool, reason: str) -> None:
     if not holds:
         raise NotSafe(reason)
-
-
-def _is_module_version(held: Any) -> bool:
-    return isinstance(held, dict) and isinstance(held.get("version"), int | None)
 
 
 def _check_optimizer(optimizer: Any) -> None:

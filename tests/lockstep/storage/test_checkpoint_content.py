@@ -54,7 +54,7 @@ def test_a_real_one_comes_back_as_it_was(tmp_path):
     assert found["lockstep"]["data"] == content["lockstep"]["data"]
     assert found["lr_schedulers"] == content["lr_schedulers"]
     assert found["lockstep"]["random"][0]["python"] == content["lockstep"]["random"][0]["python"]
-    assert getattr(found["state_dict"], "_metadata", None) == content["state_dict"]._metadata
+    assert type(found["state_dict"]) is dict
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool, torch.uint16, torch.complex64,
