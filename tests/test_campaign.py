@@ -80,7 +80,7 @@ def fault(number):
     if number == 0:
         raise KeyError("state")
     if number == 1:
-        os.kill(os.getpid(), signal.SIGSEGV)
+        os.kill(os.getpid(), signal.SIGKILL)
     if number == 2:
         time.sleep(3)
     if number == 3:
@@ -94,7 +94,7 @@ def test_what_a_reader_does_wrong_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(damage, "LIMIT_S", 0.5)
     # The second process, which begins after the one that died, draws from the same list anew.
     first = damage.damaged("faults", tmp_path, 1, range(2), tmp_path)
-    assert [wrong.split(": ")[1] for wrong in first.wrong] == ["KeyError", "the process ended with -11 or hung"]
+    assert [wrong.split(": ")[1] for wrong in first.wrong] == ["KeyError", "the process ended with -9 or hung"]
     numbers = iter([*[4] * 10, 2, 3, 4])
     second = damage.damaged("faults", tmp_path, 1, range(3), tmp_path)
     assert [wrong.split(": ")[1] for wrong in second.wrong] == ["TooLong", "MemoryError"] and second.read == 1
