@@ -34,6 +34,7 @@ for module in (
     "disk_campaign",
     "long_run",
     "fuzz",
+    "damage",
     "tested",
     "slurm_campaign",
     "poisoner",

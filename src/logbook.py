@@ -26,7 +26,7 @@ from typing import Any
 
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.output import set_up
+from lockstep.runs.output import say, set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.script import exit_code_of
 from lockstep.storage.object_store import StoreError
@@ -48,7 +48,7 @@ def build(options: argparse.Namespace) -> None:
         folders = [folder for folder in kept_folders(options.logs, options.logbook) if is_readable(folder)]
         if lost := lost_folders(options.logs, options.logbook):
             names = " ".join(folder.name for folder in lost)
-            print(f"Lost before they could be kept: python src/logbook.py keep {names}")
+            say(f"Lost before they could be kept: python src/logbook.py keep {names}")
     if options.check:
         if addresses:
             raise UserError("--check compares with folders of this machine: leave s3://… out.")
@@ -57,20 +57,19 @@ def build(options: argparse.Namespace) -> None:
     changed = build_pages(options.logbook, folders)
     for address in addresses:
         changed += build_from_bucket(address, options)
-    print(f"{options.logbook}: {len(changed)} files changed" if changed else f"{options.logbook}: up to date")
+    say(f"{options.logbook}: {len(changed)} files changed" if changed else f"{options.logbook}: up to date")
     if not options.sources:
         write_run_pages(run_folders_under(options.logs))
 
 
 def write_run_pages(folders: list[Path]) -> None:
-    """Of runs whose own page is missing or older than their record: they died, or are running."""
-    from lockstep.pages.run_page import write_run_page
+    """Of runs whose own page is missing or of an earlier record: they died, or are running."""
+    from lockstep.pages.run_page import shows_record, write_run_page
 
     for run in map(RunFolder, folders):
-        if run.page.exists() and run.page.stat().st_mtime >= run.record.stat().st_mtime:
-            continue
         try:
-            write_run_page(run.path)
+            if not shows_record(run):
+                write_run_page(run.path)
         except (UserError, OSError) as error:
             log.warning(f"{run.path} has no page ({error}).")
 
@@ -80,7 +79,7 @@ def keep(options: argparse.Namespace) -> None:
 
     folders = [one_folder(options.logs, word) for word in options.runs]
     for page in dict.fromkeys(keep_run(folder, options.logbook) for folder in folders):
-        print(page)
+        say(page)
 
 
 def remove(options: argparse.Namespace) -> None:
@@ -90,7 +89,7 @@ def remove(options: argparse.Namespace) -> None:
     entries = load_entries(options.logbook)
     run_ids = [one_run(entries, Path(word).name).run_id for word in options.runs]
     changed = remove_runs(run_ids, options.logbook)
-    print(f"{options.logbook}: {', '.join(run_ids)} removed, {len(changed)} files changed")
+    say(f"{options.logbook}: {', '.join(run_ids)} removed, {len(changed)} files changed")
 
 
 def one_folder(logs: Path, word: str) -> Path:
@@ -121,15 +120,16 @@ def prune(options: argparse.Namespace) -> None:
         found = [holding for holding in found if holding.age_days > options.older_than]
     for path in sorted(named):
         if path.name not in {holding.name for holding in found}:
-            print(f"{path.name}: nothing to free (it is running, newer, or holds no more than it keeps)")
+            say(f"{path.name}: nothing to free (it is running, newer, or holds no more than it keeps)")
     frees = options.yes or named or options.older_than is not None
-    print(listing(found), end="")
+    if found:
+        say(listing(found).rstrip("\n"))
     if not found:
-        print(f"{options.logs}: nothing to free")
+        say(f"{options.logs}: nothing to free")
     elif frees:
-        print(f"freed {sum(holding.free() for holding in found) / 1e6:,.1f} MB of {len(found)} runs")
+        say(f"freed {sum(holding.free() for holding in found) / 1e6:,.1f} MB of {len(found)} runs")
     else:
-        print("free it: logbook.py prune --yes, or of some: prune RUN … or prune --older-than DAYS")
+        say("free it: logbook.py prune --yes, or of some: prune RUN … or prune --older-than DAYS")
 
 
 def is_readable(folder: Path) -> bool:
@@ -159,7 +159,7 @@ def check(logbook: Path, folders: list[Path]) -> None:
             raise UserError(
                 f"{len(changed)} files of {logbook} are not up to date ({names}); make logbook writes them."
             )
-    print(f"{logbook}: up to date")
+    say(f"{logbook}: up to date")
 
 
 def build_from_bucket(address: str, options: argparse.Namespace) -> list[Path]:
@@ -171,7 +171,7 @@ def build_from_bucket(address: str, options: argparse.Namespace) -> list[Path]:
     store = open_store({"uri": address, "endpoint_url": options.endpoint_url})
     with tempfile.TemporaryDirectory() as scratch:
         found = fetch_runs(store, Path(scratch), known_runs(options.logbook))
-        print(f"{address}: {len(found)} runs that the logbook did not have")
+        say(f"{address}: {len(found)} runs that the logbook did not have")
         return build_pages(options.logbook, found, shown_as=found)
 
 
@@ -194,7 +194,7 @@ def chosen_runs(options: argparse.Namespace) -> list[Any]:
     newer = [
         folders[name]
         for name in sorted(asked)
-        if known.get(name, "") < str(read_json(folders[name] / "run.json").get("updated_at"))
+        if known.get(name, "") != str(read_json(folders[name] / "run.json").get("updated_at"))
     ]
     if newer:
         build_pages(options.logbook, newer)
@@ -234,7 +234,7 @@ def compare(options: argparse.Namespace) -> None:
     title = options.title or " beside ".join(labels_for(entries))
     name = save_comparison(options.logbook, title, [entry.run_id for entry in entries])
     write_some_pages(options.logbook, {entry.run_id for entry in entries})
-    print(options.logbook / f"compare-{name}.md")
+    say(options.logbook / f"compare-{name}.md")
 
 
 def publish(options: argparse.Namespace) -> None:
@@ -246,9 +246,9 @@ def publish(options: argparse.Namespace) -> None:
         options.logbook, entries, options.to, title=options.title, endpoint_url=options.endpoint_url, base=options.base
     )
     write_some_pages(options.logbook, set(report.runs))
-    print(report.uri if report.uri.startswith("s3://") else (options.logbook / report.uri).resolve())
+    say(report.uri if report.uri.startswith("s3://") else (options.logbook / report.uri).resolve())
     if report.address.startswith("http"):
-        print(report.address)
+        say(report.address)
 
 
 def note(options: argparse.Namespace) -> None:
@@ -262,7 +262,7 @@ def note(options: argparse.Namespace) -> None:
     path = run_note_path(options.logbook, entry.run_id)
     add_note(path, options.text, options.name, options.tag)
     write_some_pages(options.logbook, {entry.run_id})
-    print(path)
+    say(path)
 
 
 def parser() -> argparse.ArgumentParser:

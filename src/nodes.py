@@ -24,7 +24,7 @@ from typing import Any
 from lockstep.distributed import cluster
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from lockstep.runs.folder import new_run_id
-from lockstep.runs.output import set_up
+from lockstep.runs.output import printable, set_up
 from lockstep.runs.provenance import REPOSITORY
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Host:
         for raw in self.process.stdout:
             line = raw.decode(errors="replace")
             self.error = line.rstrip() if line.startswith("error: ") else self.error
-            print(f"[{self.name}] {line}", end="", flush=True)
+            print(f"[{self.name}] {printable(line)}", end="", flush=True)
 
     @property
     def code(self) -> int | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import EXIT_OK, UserError
-from lockstep.runs.output import set_up
+from lockstep.runs.output import printable, set_up
 from lockstep.runs.script import exit_code_of
 
 log = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ def classify(model: Any, files: list[Path], top: int, batch: int) -> list[list[t
 
 
 def write_csv(path: Path, folder: Path, files: list[Path], found: list[list[tuple[str, float]]]) -> None:
+    from lockstep.runs.csv_files import guarded
     from lockstep.runs.files import write_atomically
 
     head = ["file", "class", "probability"]
@@ -87,13 +88,15 @@ def write_csv(path: Path, folder: Path, files: list[Path], found: list[list[tupl
         writer.writerow(head)
         for name, classes in zip(files, found, strict=True):
             cells = [cell for label, share in classes for cell in (label, f"{share:.6f}")]
-            writer.writerow([name.relative_to(folder), *cells])
+            writer.writerow(map(guarded, [str(name.relative_to(folder)), *cells]))
 
     write_atomically(path, write)
 
 
 def write_contact_sheet(path: Path, files: list[Path], found: list[list[tuple[str, float]]]) -> None:
     from PIL import Image, ImageDraw
+
+    from lockstep.data.image_tree import FORMATS
 
     shown = list(zip(files, found, strict=True))[:SHEET_IMAGES]
     rows = -(-len(shown) // SHEET_COLUMNS)
@@ -102,14 +105,14 @@ def write_contact_sheet(path: Path, files: list[Path], found: list[list[tuple[st
     draw = ImageDraw.Draw(sheet)
     for i, (file, classes) in enumerate(shown):
         x, y = 8 + i % SHEET_COLUMNS * (TILE + 8), 8 + i // SHEET_COLUMNS * (TILE + 40)
-        with Image.open(file) as image:
+        with Image.open(file, formats=FORMATS) as image:
             picture = image.convert("RGB")
         small = max(picture.size) < TILE
         picture = picture.resize((TILE, TILE), Image.Resampling.NEAREST if small else Image.Resampling.BILINEAR)
         sheet.paste(picture, (x, y))
-        label, share = classes[0]
-        draw.text((x, y + TILE + 2), f"{label[:16]} {share:.0%}", fill="black" if share >= 0.5 else "#c22745")
-        draw.text((x, y + TILE + 16), file.name[:20], fill="#777777")
+        label, share = printable(classes[0][0][:16]), classes[0][1]
+        draw.text((x, y + TILE + 2), f"{label} {share:.0%}", fill="black" if share >= 0.5 else "#c22745")
+        draw.text((x, y + TILE + 16), printable(file.name[:20]), fill="#777777")
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path)
 

@@ -464,3 +464,133 @@ def test_a_sidecar_of_another_file_names_nothing_outside(trained, canary, tmp_pa
     )
     done = run_door("train", *SMALL, "resume=r", "trainer.max_epochs=2", logs=logs)
     assert done.code == 0 and f"Passed over {last.name}" in done.output, done.output
+
+
+# Images
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+@pytest.fixture
+def fake_ghostscript(canary, tmp_path, monkeypatch):
+    """A `gs` on the PATH that makes the canary: what Pillow starts for an EPS file, whatever the file is called."""
+    program = tmp_path / "bin" / "gs"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ntouch '{canary}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    from PIL import EpsImagePlugin
+
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    return program
+
+
+def test_an_eps_file_with_another_name_starts_no_program(fake_ghostscript, canary, tmp_path):
+    from lockstep.data.image_tree import CorruptImage, common_size, decode
+
+    path = tmp_path / "x.png"
+    path.write_bytes(EPS)
+    with pytest.raises(CorruptImage, match="x.png cannot be decoded"):
+        decode(path, 8, 3)
+    assert common_size([path]) is None
+
+
+def test_predict_starts_no_program_for_an_image(trained, fake_ghostscript, canary, tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "x.png").write_bytes(EPS)
+    path, _ = next(complete(trained.folder.checkpoints, "best"))
+    from predict import main
+
+    assert main([f"ckpt_path={path}", f"images={tmp_path / 'images'}", f"out={tmp_path / 'p.csv'}"]) == 2
+
+
+@pytest.mark.parametrize("kind", ["BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"])
+def test_the_formats_that_are_listed_are_read(kind, tmp_path):
+    from PIL import Image
+
+    from lockstep.data.image_tree import decode
+
+    Image.new("RGB", (8, 8), (200, 100, 50)).save(tmp_path / "x.img", kind)
+    pixels = decode(tmp_path / "x.img", 8, 3)
+    assert pixels.shape == (8, 8, 3) and np.abs(pixels[4, 4].astype(int) - (200, 100, 50)).max() < 8
+
+
+# Addresses
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://host/x", "FILE:/etc/passwd", "/etc/passwd", "data:,x"])
+def test_only_addresses_of_the_web_are_fetched(url, canary, tmp_path):
+    """What urllib opens beside http is this machine's own; its digest stood in the error."""
+    from lockstep.data.download import download
+
+    with pytest.raises(UserError, match="only http and https addresses are fetched") as raised:
+        download(["http://127.0.0.1:9/x", url], tmp_path / "x", md5="0" * 32)
+    assert "MD5" not in str(raised.value)
+
+
+# Files and names that Python cannot write everywhere
+
+
+def test_file_names_that_are_no_utf8(trained, tmp_path):
+    """Classes and images as a disk of another system names them: trained on, predicted, written, shown."""
+    from PIL import Image
+
+    root = tmp_path / "images"
+    chance = np.random.default_rng(0)
+    for label in (b"caf\xe9", b"=1+1", b"\x1b[31mred"):
+        folder = os.path.join(os.fsencode(root), label)
+        os.makedirs(folder)
+        for i in range(8):
+            pixels = chance.integers(0, 255, (8, 8, 3), np.uint8)
+            Image.fromarray(pixels).save(os.path.join(folder, b"\xff%d.png" % i), "PNG")
+    words = ["data=image_folder", f"data.root={root}", "data.image_size=8", "data.global_batch_size=8",
+             "data.test_fraction=0.25", "model=small_cnn", "trainer=cpu", "trainer.max_epochs=1",
+             "run_id=r"]  # fmt: skip
+    done = run_door("train", *words, logs=tmp_path / "logs")
+    assert done.code == 0 and "Traceback" not in done.output, done.output
+    assert "\x1b[31mred" not in done.output
+    table = done.folder.confusion_matrix.read_text(encoding="utf-8").splitlines()
+    assert table[0] == "true \\ predicted,\x1b[31mred,'=1+1,caf\\udce9"
+    picture = done.folder.confusion_image.read_text(encoding="utf-8")
+    assert "=1+1" in picture and "'=1+1" not in picture and "\x1b" not in picture
+    out = tmp_path / "p.csv"
+    from predict import main
+
+    best, _ = next(complete(done.folder.checkpoints, "best"))
+    assert main([f"ckpt_path={best}", f"images={root}", f"out={out}"]) == 0
+    rows = out.read_text(encoding="utf-8").splitlines()
+    assert len(rows) == 25 and any(row.startswith("caf\\udce9/\\udcff0.png,") for row in rows)
+    assert any(row.startswith("'=1+1/") for row in rows)
+
+
+# A run that goes on from a damaged folder
+
+
+@pytest.mark.parametrize(
+    "name, change, says",
+    [
+        ("run.json", lambda text: text.replace('"steps": ', '"steps": "abc", "was": '), "steps is 'abc'"),
+        ("run.json", lambda text: text[: len(text) // 2], "is not a run record"),
+        ("run.json", lambda text: "[" * 10_000, "is not a run record"),
+        ("config.yaml", lambda text: f"{text}\ntrainer: []\n", "its trainer is a list"),
+        ("config.yaml", lambda text: f"{text}\n1: x\n", "was started with another 1"),
+        ("config.yaml", lambda text: "x0: &x0 [x, x]\n" + "".join(
+            f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]\n" for i in range(1, 9)), "more than 100000 values"),
+        ("metrics.csv", lambda text: f"{text}1,2,3,4,5,6,7,8,9,10,11,12,13,14,15\n\udcff", None),
+    ],
+)  # fmt: skip
+def test_going_on_in_a_damaged_folder(name, change, says, trained, tmp_path):
+    """One sentence where the file decides, and on with the run where it does not; the pages are written either way."""
+    import shutil
+
+    logs = tmp_path / "logs"
+    shutil.copytree(trained.logs, logs)
+    path = logs / "train" / "runs" / "good" / name
+    path.write_text(change(path.read_text()), errors="surrogateescape")
+    done = run_door("train", *SMALL, "resume=good", "trainer.max_epochs=2", logs=logs)
+    assert "Traceback" not in done.output, done.output
+    assert done.code == (2 if says else 0) and (says or "damaged rows are left out") in done.output, done.output
+    from logbook import main
+
+    assert main(["--logs", str(logs), "--logbook", str(tmp_path / "logbook"), "build"]) == 0

@@ -1,9 +1,13 @@
 """The campaign of faults (benchmarks/faults.py) in small: the pieces that fit into a test run."""
 
 import json
+import os
+import signal
+import time
 
 import pytest
 
+import damage
 import fuzz
 import kills  # noqa: F401 its pieces
 import store_campaign  # noqa: F401
@@ -57,6 +61,43 @@ def test_the_fuzzer_reports_what_raises():
 
     *_, wrong = fuzz.run_target(lambda: (st.integers(0, 100), check), 1.0, 1)
     assert len(wrong) == 1 and "example=5" in wrong[0]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return damage.real_checkpoint(tmp_path_factory.mktemp("run"))
+
+
+@pytest.mark.parametrize("name", damage.KINDS)
+def test_some_damaged_files_of_each_kind(name, checkpoint, tmp_path):
+    seen = damage.damaged(name, checkpoint, 11, range(100), tmp_path)
+    assert seen.wrong == [] and seen.read + seen.refused == 100
+    assert seen.refused >= (0 if name == "metrics.csv" else 10) and seen.read >= 5
+
+
+def fault(number):
+    """What a reader could do wrong, by the number of the file."""
+    if number == 0:
+        raise KeyError("state")
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if number == 2:
+        time.sleep(3)
+    if number == 3:
+        bytes(2 * 2**30)
+
+
+def test_what_a_reader_does_wrong_is_seen(tmp_path, monkeypatch):
+    """A traceback, a process that is gone, one that does not end, and memory without end."""
+    numbers = iter([*[4] * 10, 0, 1, *[4] * 10, 2, 3, 4])
+    monkeypatch.setitem(damage.KINDS, "faults", lambda *_: (lambda chance: next(numbers), fault))
+    monkeypatch.setattr(damage, "LIMIT_S", 0.5)
+    # The second process, which begins after the one that died, draws from the same list anew.
+    first = damage.damaged("faults", tmp_path, 1, range(2), tmp_path)
+    assert [wrong.split(": ")[1] for wrong in first.wrong] == ["KeyError", "the process ended with -9 or hung"]
+    numbers = iter([*[4] * 10, 2, 3, 4])
+    second = damage.damaged("faults", tmp_path, 1, range(3), tmp_path)
+    assert [wrong.split(": ")[1] for wrong in second.wrong] == ["TooLong", "MemoryError"] and second.read == 1
 
 
 def marks(folder, start, begun, lines):

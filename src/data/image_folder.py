@@ -19,11 +19,13 @@ from lockstep.data.image_tree import Listing, common_size, decode_all, list_spli
 from lockstep.data.node_cache import Content, file_identity, require_space
 from lockstep.data.streaming import stream
 from lockstep.runs.errors import UserError
+from lockstep.runs.foreign_files import read_json
 
 log = logging.getLogger(__name__)
 
 TEST_SEED = 42  # of the test images that are drawn: every seed trains on others than these
 FILES = "files.json"
+MAX_NAMES_BYTES = 2**30  # ten million names
 HINT = ", or skip such files with data.skip_corrupt=true"
 
 
@@ -200,7 +202,7 @@ class ImageFolderDataModule(ImageDataModule):
             return
         self._stored_size = self._meta["layout"]["size"]
         self._batch_transforms = self._transforms(self._stored_size).to(self._device)
-        self._files = [self._root / name for name in json.loads((self._cache / FILES).read_text())]
+        self._files = [self._root / name for name in read_json(self._cache / FILES, MAX_NAMES_BYTES)]
 
     def _deliver(self, selections: Iterable[Selection]) -> Iterator[Loaded]:
         if not self._meta["streamed"]:

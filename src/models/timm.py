@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.runs.errors import UserError
+from lockstep.storage.checkpoint_content import load_plain
 
 HEAD_NAMES = ("attn_pool", "fc_norm", "head_drop", "head", "head_dist")  # what VisionTransformer.forward_head uses
 
@@ -238,10 +239,10 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
             from safetensors.torch import load_file
 
             return load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = load_plain(path)
     except Exception as error:  # both libraries raise many kinds; every one means that this is no file of weights
         raise UserError(
-            f"model.weights={path} cannot be read as weights ({str(error).splitlines()[0]}): "
+            f"model.weights={path} cannot be read as weights ({' '.join(str(error).split())[:300]}): "
             "it takes a .safetensors file or a .pth file of tensors by name."
         ) from error
     state = content

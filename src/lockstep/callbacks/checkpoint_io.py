@@ -2,8 +2,6 @@
 
 import hashlib
 import os
-import pickle
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,8 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import write_atomically
 from lockstep.runs.old_configs import today
+from lockstep.storage.checkpoint_content import Checkpoint, checked_checkpoint, load_plain, refused
 from lockstep.storage.checkpoint_files import Measured, remove
-
-Checkpoint = dict[str, Any]  # Lightning's: tensors and plain values by their names
 
 
 class _Hashing:
@@ -55,23 +52,16 @@ def read_checkpoint(
         read_folder: reads a folder of shards.
 
     Raises:
-        UserError: there is no such file, or it is no checkpoint.
+        UserError: there is no such file, or it is no checkpoint that can be loaded safely, whatever the damage.
     """
     path = Path(path)
     if not path.exists():
         raise UserError(f"There is no checkpoint {path}.")
-    try:
-        if path.is_dir() and read_folder is not None:
-            checkpoint = read_folder(path)
-        else:
-            checkpoint = torch.load(path, map_location=map_location, weights_only=True)
-    except (pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, EOFError, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path} is no checkpoint that can be loaded safely: {reason}") from None
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise UserError(f"{path} is no checkpoint of this project: it holds no state_dict.")
+    with refused(path):
+        of_shards = path.is_dir() and read_folder is not None
+        checkpoint = checked_checkpoint(read_folder(path) if of_shards else load_plain(path, map_location))
     own = checkpoint.get("lockstep")
-    if isinstance(own, dict) and isinstance(own.get("config"), dict):
+    if own and "config" in own:
         own["config"] = today(own["config"])
     return checkpoint
 

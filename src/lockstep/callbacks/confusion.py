@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.runs.csv_files import guarded
 from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import RunFolder
 
@@ -19,8 +20,9 @@ def write_confusion(confusion: Tensor, class_names: list[str], folder: RunFolder
 
     def write(file: Any) -> None:
         writer = csv.writer(file)
-        writer.writerow(["true \\ predicted", *class_names])
-        writer.writerows([name, *row] for name, row in zip(class_names, rows, strict=True))
+        names = list(map(guarded, class_names))
+        writer.writerow(["true \\ predicted", *names])
+        writer.writerows([name, *row] for name, row in zip(names, rows, strict=True))
 
     write_atomically(folder.confusion_matrix, write)
     return {name: row[i] / max(sum(row), 1) for i, (name, row) in enumerate(zip(class_names, rows, strict=True))}

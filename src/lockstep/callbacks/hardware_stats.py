@@ -19,6 +19,7 @@ import torch
 from lockstep.callbacks import hardware_readings as machine_readings
 from lockstep.callbacks.hardware_readings import CpuReader, GpuReader, Reading
 from lockstep.callbacks.percentiles import KeptSamples
+from lockstep.runs.csv_files import guarded
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.hooks import ComputesOnSeveral
@@ -110,7 +111,7 @@ def open_csv(path: Path) -> Any:
 
 
 def _cell(value: float | str | None) -> Any:
-    return round(value, 4) if isinstance(value, float) else value
+    return round(value, 4) if isinstance(value, float) else guarded(value)
 
 
 def gpus_in_use(trainer: pl.Trainer) -> set[int]:

@@ -6,7 +6,6 @@ The only host-device synchronisation and the only collective of the training loo
 `log_every_n_steps` steps.
 """
 
-import csv
 import math
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from lockstep.callbacks.metrics_csv import read_rows
 from lockstep.callbacks.resume_point import ends_step
 from lockstep.runs.errors import Diverged
 
@@ -110,7 +110,15 @@ class TrainingLog(Callback):
 def last_time_s(path: Path) -> float:
     """The newest `time_s` of a metrics.csv; 0 where there is none."""
     try:
-        with path.open(newline="") as file:
-            return max((float(row["time_s"]) for row in csv.DictReader(file) if row.get("time_s")), default=0.0)
-    except (OSError, ValueError, csv.Error):
+        rows = read_rows(path)[1]
+    except OSError:
         return 0.0
+    return max((seconds for row in rows if (seconds := _seconds(row.get("time_s"))) is not None), default=0.0)
+
+
+def _seconds(cell: str | None) -> float | None:
+    try:
+        seconds = float(cell or "")
+    except ValueError:
+        return None
+    return seconds if math.isfinite(seconds) else None

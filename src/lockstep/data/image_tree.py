@@ -2,7 +2,6 @@
 
 import os
 import re
-import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from lockstep.data.progress import progress
 from lockstep.runs.errors import UserError
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # not EPS, for which Pillow starts Ghostscript
 MAX_PIXELS = 2**26  # of one image file: what claims more is refused, as it would fill the memory
 THREADS = 8  # Pillow decodes and resizes without Python's lock
 
@@ -77,17 +77,19 @@ def decode(path: Path, size: int, channels: int) -> np.ndarray:
         CorruptImage: truncated, not an image, or too large to be true.
     """
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise CorruptImage(f"{path} claims {image.width}×{image.height} pixels, more than {MAX_PIXELS}")
             pixels = _eight_bits(image, path).convert("L" if channels == 1 else "RGB")
             if pixels.size != (size, size):
                 pixels = pixels.resize((size, size), Image.Resampling.BILINEAR)
             return np.asarray(pixels).reshape(size, size, channels)
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
-        raise CorruptImage(f"{path} cannot be decoded ({error})") from None
+    except CorruptImage:
+        raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise CorruptImage(f"{path} claims too many pixels ({error})") from None
+    except Exception as error:  # a damaged file makes Pillow raise nearly anything
+        raise CorruptImage(f"{path} cannot be decoded ({error})") from None
 
 
 def _eight_bits(image: Image.Image, path: Path) -> Image.Image:
@@ -105,9 +107,9 @@ def common_size(files: Sequence[Path]) -> int | None:
     sizes = set()
     for path in files:
         try:
-            with Image.open(path) as image:
+            with Image.open(path, formats=FORMATS) as image:
                 sizes.add(image.size)
-        except (OSError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning):
+        except Exception:
             continue  # `decode` names it
         if len(sizes) > 1:
             return None

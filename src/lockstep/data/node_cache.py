@@ -10,9 +10,11 @@ from typing import Any
 
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import NO_LOCKS, locked_file, sync_folder
+from lockstep.runs.foreign_files import read_json
 from lockstep.runs.full_disk import full_disk_named
 
 META = "meta.json"
+MAX_META_BYTES = 2**28  # it may name every image that was skipped
 LARGER_DISK = "give data.cache_dir=FOLDER on a larger disk"
 Content = dict[str, Any]  # JSON values that only `build` and its caller know
 
@@ -60,10 +62,10 @@ def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
 def read_meta(folder: Path) -> Content | None:
     """What `build` returned, or None where the folder is missing or a file of it is not as it was written."""
     try:
-        meta = json.loads((folder / META).read_text())
+        meta = read_json(folder / META, MAX_META_BYTES)
         if all((folder / name).stat().st_size == size for name, size in meta["files"].items()):
             return meta["content"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # built anew
     return None
 

@@ -39,7 +39,7 @@ from lockstep.launch.plan import (
     write_plan,
 )
 from lockstep.launch.resume import config_before
-from lockstep.launch.start import begin, find_weights, finished_already, hold_run_lock, run_folder
+from lockstep.launch.start import begin, check_writable, find_weights, finished_already, hold_run_lock, run_folder
 from lockstep.runs.batch import Batch
 from lockstep.runs.config import Config, read_only
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, Interrupted, UserError
@@ -92,6 +92,8 @@ def _launch(config: Config, work: Work, kept: ExitStack, find_largest: FindLarge
         if _is_first(cluster):
             kept.enter_context(hold_run_lock(done))
         return send_what_is_left(config, done, cluster)
+    if cluster.local_rank in (0, None):
+        check_writable(Path(config["paths"]["log_dir"]))
     try:
         run_id = _meet_others(config, cluster, accelerator, environ)
     except Interrupted as error:

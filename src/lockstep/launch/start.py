@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import lock, utc_now, write_atomically
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, new_run_id
-from lockstep.runs.full_disk import reserve_room
+from lockstep.runs.full_disk import is_full, reserve_room
 from lockstep.runs.own_config import signed
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import CodeState, Cost, Host, RunRecord, continued, read_record, write_record
@@ -63,6 +64,24 @@ def run_folder(
     return folder, True
 
 
+def check_writable(logs: Path) -> None:
+    """Before any work: a run that cannot write keeps nothing.
+
+    Raises:
+        UserError: the folder cannot be made, or nothing can be written there.
+    """
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=logs):
+            pass
+    except OSError as error:
+        if is_full(error):
+            raise
+        raise UserError(
+            f"{logs} cannot be written ({error.strerror}): give another place with paths.log_dir=."
+        ) from None
+
+
 def hold_run_lock(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
     """Hold the run for as long as this process lives: a second one would remove the first one's checkpoints.
 
@@ -90,7 +109,7 @@ def hold_run_lock(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
 def is_over(config: Config, folder: RunFolder, previous: RunRecord) -> bool:
     """It has finished, and this start asks for no more epochs or steps."""
     stored, steps = config_before(folder) or {}, config["trainer"]["max_steps"]
-    by_steps = previous.steps == stored.get("trainer", {}).get("max_steps")
+    by_steps = previous.steps == (stored.get("trainer") or {}).get("max_steps")
     longer = by_steps and (steps == -1 or steps > (previous.steps or 0))
     enough = not longer if by_steps else config["trainer"]["max_epochs"] <= (previous.epochs or 0)
     return previous.status == "finished" and enough
@@ -203,19 +222,19 @@ IGNORED_ON_RESUME = (
 def _check_resumable(plan: RunPlan, previous: RunRecord) -> None:
     folder, stored, config = plan.folder, config_before(plan.folder) or {}, as_run(plan)
     if is_over(config, folder, previous):
-        by_steps = previous.steps == stored.get("trainer", {}).get("max_steps")
+        by_steps = previous.steps == (stored.get("trainer") or {}).get("max_steps")
         raise UserError(
             f"The run {folder.run_id} is finished ({previous.epochs} epochs): "
             f"give more trainer.max_{'steps' if by_steps else 'epochs'} to go on."
         )
-    longest = [tree.get("trainer", {}).get("max_epochs") for tree in (stored, config)]
+    longest = [(tree.get("trainer") or {}).get("max_epochs") for tree in (stored, config)]
     if longest[0] != longest[1] and "_target_" in (config.get("scheduler") or {}):
         log.info(
             f"trainer.max_epochs was {longest[0]}, now {longest[1]}: the learning rate's schedule is stretched over "
             "the new length, and may jump."
         )
     before, now = (_without_places(tree) for tree in (stored, config))
-    for key in sorted(before.keys() | now.keys()):
+    for key in sorted(before.keys() | now.keys(), key=str):
         if key not in IGNORED_ON_RESUME and before.get(key) != now.get(key):
             differs = _difference(before.get(key), now.get(key))
             raise UserError(
@@ -227,13 +246,13 @@ def _check_resumable(plan: RunPlan, previous: RunRecord) -> None:
 def _without_places(config: Config) -> Config:
     """Where the data lies and what a machine can hold of it may differ; what it is, data_hash tells."""
     of_machine = ("root", "cache_dir", "download_dir", "eval_batch_size", "device_cache_gib", "num_workers")
-    data = {key: value for key, value in config.get("data", {}).items() if key not in of_machine}
+    data = {key: value for key, value in (config.get("data") or {}).items() if key not in of_machine}
     return {**config, "data": data}
 
 
 def _difference(before: Any, now: Any, path: str = "") -> str:
     if isinstance(before, dict) and isinstance(now, dict):
-        for key in sorted(before.keys() | now.keys()):
+        for key in sorted(before.keys() | now.keys(), key=str):
             if before.get(key) != now.get(key):
                 return _difference(before.get(key), now.get(key), f"{path}.{key}")
     return f"{path.lstrip('.')} was {before!r}, now {now!r}"

@@ -1,9 +1,9 @@
 """Run folders out of a bucket: `logbook.py build s3://bucket/prefix` for runs whose machine is gone."""
 
-import json
 from pathlib import Path
 
 from lockstep.runs.folder import RUN_ID_PATTERN
+from lockstep.runs.foreign_files import read_json
 from lockstep.storage.bucket import copy_to_file
 from lockstep.storage.object_store import ObjectStore
 from lockstep.storage.small_files import MAX_FILE_BYTES, RECORDED
@@ -38,14 +38,14 @@ def fetch_runs(store: ObjectStore, into: Path, known: dict[str, str]) -> dict[Pa
 
 
 def fetch_run(store: ObjectStore, root: str, names: list[str], folder: Path, known: str) -> bool:
-    """False where the record in the bucket is no newer than what is known."""
+    """False where the record in the bucket is the one that is known."""
     copy_to_file(store, f"{root}run.json", folder / "run.json", MAX_FILE_BYTES)
     try:
-        record = json.loads((folder / "run.json").read_bytes())
+        record = read_json(folder / "run.json")
         updated_at = str(record.get("updated_at") or "")
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, AttributeError):
         return False
-    if known and updated_at <= known:
+    if known and updated_at == known:  # which of the two is newer, the import decides
         return False
     for name in sorted(set(names) - {"run.json"}):
         copy_to_file(store, root + name, folder / name, MAX_FILE_BYTES)

@@ -12,7 +12,7 @@ from pathlib import Path
 from lockstep.pages.comparison_page import saved_comparisons
 from lockstep.pages.entry import experiment_page_name
 from lockstep.pages.facts import RunFacts
-from lockstep.pages.json_values import as_text, mapping
+from lockstep.pages.json_values import as_text, finite, items, mapping
 from lockstep.pages.notes import run_note_path
 from lockstep.pages.page_set import write_pages
 from lockstep.pages.publish import saved_reports
@@ -151,10 +151,20 @@ def import_folder(folder: Path, logbook: Path, shown_as: str | None = None) -> s
     if shown_as is not None:
         source["folder"] = shown_as
     path = source_path(logbook, source["run_id"])
-    if path.exists() and _updated_at(read_source(path)) > _updated_at(source):
+    if path.exists() and _progress(read_source(path)) > _progress(source):
         return None
     write_if_changed(path, dump(source))
     return source["run_id"]
+
+
+def _progress(source: Source) -> tuple[int, float, bool, str]:
+    """How far a run has come, without the clock as far as can be: clocks are set back.
+
+    Restarts only grow in number, steps grow within a start, and then it ends.
+    """
+    record = mapping(source.get("record"))
+    ended = record.get("status") != "running"
+    return len(items(record.get("restarts"))), finite(record.get("steps")) or 0.0, ended, _updated_at(source)
 
 
 def _updated_at(source: Source) -> str:
@@ -174,10 +184,18 @@ def running_beside(run_folder: Path, logbook: Path) -> list[Path]:
     found = []
     for path in sorted(run_folder.parent.glob("*/run.json")):
         known = source_path(logbook, path.parent.name)
-        if path.parent == run_folder or not known.exists() or known.stat().st_mtime >= path.stat().st_mtime:
+        if path.parent == run_folder or not _says_running(known):
             continue
         with contextlib.suppress(UserError):
             read_json(path)
             if mapping(read_source(known).get("record")).get("status") == "running":
                 found.append(path.parent)
     return found
+
+
+def _says_running(source_file: Path) -> bool:
+    """By its text: most runs of a logbook have ended, and need not be parsed."""
+    try:
+        return b'"status": "running"' in source_file.read_bytes()
+    except OSError:
+        return False

@@ -15,6 +15,7 @@ from lockstep.pages.measured import measured_values
 from lockstep.pages.names import free_name
 from lockstep.pages.run_details import value_text
 from lockstep.pages.source import NOT_COMPARED, write_if_changed
+from lockstep.runs.foreign_files import read_json
 
 MAX_KEYS = 80
 
@@ -134,7 +135,7 @@ def saved_comparisons(logbook: Path) -> dict[str, Comparison]:
     found = {}
     for path in sorted((logbook / "comparisons").glob("*.json")):
         try:
-            held = mapping(json.loads(path.read_text()))
+            held = mapping(read_json(path))
         except (OSError, ValueError):
             continue
         runs = [run for run in items(held.get("runs")) if isinstance(run, str)]

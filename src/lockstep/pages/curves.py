@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from lockstep.runs.csv_files import limited_lines, unguarded, whole_lines
+
 MAX_CURVE_POINTS = 160
 MAX_HARDWARE_NUMBERS = 9_000  # over all devices of all nodes: a page of 64 GPUs stays a few hundred KB
 
@@ -20,7 +22,7 @@ def read_columns(path: Path) -> dict[str, Column]:
     """
     try:
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            rows = csv.reader(line.replace("\0", "") for line in file)
+            rows = csv.reader(whole_lines(file))
             head = next(rows, [])
             columns: dict[str, Column] = {name: [] for name in head if name}
             places = [(i, columns[name]) for i, name in enumerate(head) if name and head.index(name) == i]
@@ -49,7 +51,7 @@ def _moments(path: Path) -> Column:
     """The column `time` (UTC, as hardware-node0.csv has it) in seconds since 1970."""
     try:
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            return [_moment(row.get("time")) for row in csv.DictReader(line.replace("\0", "") for line in file)]
+            return [_moment(row.get("time")) for row in csv.DictReader(whole_lines(file))]
     except (OSError, csv.Error):
         return []
 
@@ -181,7 +183,7 @@ def confusion_matrix(path: Path, max_classes: int = 200) -> dict | None:
     """
     try:
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            rows = [row for row in csv.reader(line.replace("\0", "") for line in file) if row]
+            rows = [row for row in csv.reader(line.replace("\0", "") for line in limited_lines(file)) if row]
     except (OSError, csv.Error):
         return None
     names: list[str] = []
@@ -194,4 +196,7 @@ def confusion_matrix(path: Path, max_classes: int = 200) -> dict | None:
         return None
     if any(cell is None or not 0 <= cell < 1e15 for row in counts for cell in row):
         return None
-    return {"names": names[-len(counts) :], "counts": [[int(cell or 0) for cell in row] for row in counts]}
+    return {
+        "names": list(map(unguarded, names[-len(counts) :])),
+        "counts": [[int(cell or 0) for cell in row] for row in counts],
+    }

@@ -1,12 +1,12 @@
 """The file names of comparisons and reports: after their titles, and never those of other runs."""
 
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.pages.json_values import items, mapping
 from lockstep.pages.markdown import slug
+from lockstep.runs.foreign_files import read_json
 
 
 def free_name(folder: Path, title: str, run_ids: Sequence[str]) -> tuple[str, str]:
@@ -19,7 +19,7 @@ def free_name(folder: Path, title: str, run_ids: Sequence[str]) -> tuple[str, st
 def held_runs(path: Path) -> set[str] | None:
     """The runs that the file names; None where there is no such file."""
     try:
-        held = mapping(json.loads(path.read_text()))
+        held = mapping(read_json(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError):  # a person may yet mend it

@@ -17,7 +17,10 @@ import yaml
 
 from lockstep.pages.json_values import as_text, items
 from lockstep.runs.files import write_atomically
+from lockstep.runs.foreign_files import parse_yaml
 from lockstep.runs.redact import redact, redact_text
+
+MAX_CHARACTERS = 2**20
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ def run_note_path(logbook: Path, run_id: str) -> Path:
 def read_note(path: Path) -> Note:
     """An empty note where there is none; a head that is no YAML counts as text."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with path.open(encoding="utf-8", errors="replace") as file:
+            text = file.read(MAX_CHARACTERS)
     except OSError:
         return Note()
     head, body = split_head(text)
@@ -47,8 +51,8 @@ def split_head(text: str) -> tuple[dict[str, Any], str]:
         return {}, text
     head, _, body = text[4:].partition("\n---")
     try:
-        loaded = yaml.safe_load(head)
-    except (yaml.YAMLError, ValueError, RecursionError):
+        loaded = parse_yaml(head)
+    except ValueError:
         return {}, text
     return (loaded, body.partition("\n")[2]) if isinstance(loaded, dict) else ({}, text)
 

@@ -17,6 +17,7 @@ from lockstep.pages.names import free_name
 from lockstep.pages.source import write_if_changed
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import write_atomically
+from lockstep.runs.foreign_files import read_json
 from lockstep.runs.redact import redact_text
 
 HOW_TO_OPEN = "GitHub shows an HTML file as its source: download it and open it in a browser"
@@ -109,7 +110,7 @@ def saved_reports(logbook: Path) -> list[Report]:
     found = []
     for path in sorted((logbook / "reports").glob("*.json")):
         try:
-            held = mapping(json.loads(path.read_text()))
+            held = mapping(read_json(path))
         except (OSError, ValueError):
             continue
         runs = tuple(run for run in items(held.get("runs")) if isinstance(run, str))

@@ -11,10 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lockstep.pages.curves import confusion_matrix, hardware_curves, number, training_curves
 from lockstep.pages.json_values import mapping
+from lockstep.runs import foreign_files
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import RUN_ID_PATTERN, RunFolder
@@ -103,18 +102,18 @@ def cleaned(text: str) -> str:
 
 def read_text(path: Path, limit: int) -> str:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with path.open(encoding="utf-8", errors="replace") as file:
+            text = cleaned(file.read(MAX_READ))
     except OSError:
         return ""
-    text = cleaned(text)
     return text if len(text) <= limit else f"{text[:limit]}\n… {len(text) - limit:,} more characters in {path.name}"
 
 
 def read_yaml(path: Path) -> Source:
     """An empty mapping where there is none or it cannot be read."""
     try:
-        loaded = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError):
+        loaded = foreign_files.read_yaml(path)
+    except (OSError, ValueError):
         return {}
     return loaded if isinstance(loaded, dict) else {}
 
@@ -180,7 +179,7 @@ def write_if_changed(path: Path, text: str, *, kept: bool = True) -> bool:
     Args:
         kept: written to last through a power cut; a page can be generated again and need not wait for the disk.
     """
-    data = text.encode()
+    data = text.encode("utf-8", "backslashreplace")  # of names that are no UTF-8
     try:
         if path.read_bytes() == data:
             return False
@@ -216,8 +215,8 @@ def read_sources(logbook: Path) -> list[Source]:
 
 def read_source(path: Path) -> Source:
     try:
-        source = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        source = foreign_files.read_json(path)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is no run of the logbook ({error}); restore it from git or delete it.") from None
     if not isinstance(source, dict):
         raise UserError(f"{path} is no run of the logbook: it holds no JSON object.")

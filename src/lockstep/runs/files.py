@@ -39,7 +39,10 @@ def write_atomically(path: Path, write: Callable[[Any], None], *, binary: bool =
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
         try:
-            with os.fdopen(handle, "wb" if binary else "w") as file:
+            text: dict[str, Any] = (
+                {} if binary else {"encoding": "utf-8", "errors": "backslashreplace"}
+            )  # of file names that are none
+            with os.fdopen(handle, "wb" if binary else "w", **text) as file:
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import UserError
+from lockstep.runs.foreign_files import read_yaml
 from lockstep.runs.old_configs import today
 
+GROUPS = ("model", "classifier", "data", "optimizer", "scheduler", "trainer", "callbacks", "logger", "paths", "s3")
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -137,14 +139,15 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         UserError: there is none, or it is not one; a tag that asks for code is none.
     """
-    import yaml
-
     try:
-        config = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read as a run's config: {' '.join(str(error).split())[:300]}.") from None
+        config = read_yaml(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as a run's config: {error}.") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a run's config: it holds no mapping.")
+    for key in GROUPS:
+        if not isinstance(config.get(key), dict | None):
+            raise UserError(f"{path} is not a run's config: its {key} is a {type(config[key]).__name__}.")
     return today(config)
 
 

@@ -6,16 +6,21 @@ Plain lines for what happens, on stdout; "warning: …" and "error: …" on stde
 Imports no torch.
 """
 
+import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 SRC = Path(__file__).resolve().parents[2]
 COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"}
 END = "\033[0m"
+# Control characters but for line ends and tabs, and those that turn the direction of writing
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 class Console(logging.Handler):
@@ -24,19 +29,35 @@ class Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stdout if record.levelno < logging.WARNING else sys.stderr
         try:
-            stream.write(line_of(record, in_colour=stream.isatty()) + "\n")
+            stream.write(encodable(line_of(record, in_colour=stream.isatty()), stream) + "\n")
             stream.flush()
         except (OSError, ValueError):  # nobody reads it any more: else Python would end with code 120
             _write_nowhere(stream)
 
 
 def line_of(record: logging.LogRecord, *, in_colour: bool = False) -> str:
-    text = record.getMessage()
+    text = printable(record.getMessage())
     if record.levelno < logging.WARNING:
         return text
     level = max(known for known in COLOURS if known <= record.levelno)
     word = f"{logging.getLevelName(level).lower()}:"
     return f"{COLOURS[level]}{word}{END} {text}" if in_colour else f"{word} {text}"
+
+
+def printable(text: str) -> str:
+    """Names and errors of others' files cannot move the cursor, colour the terminal or turn its text round."""
+    return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def encodable(text: str, stream: Any) -> str:
+    """What the stream cannot write as `\\xe9`: an ASCII terminal, a file name that is no text."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def say(text: object) -> None:
+    """print() for what a script answers, whatever it names."""
+    print(encodable(printable(str(text)), sys.stdout))
 
 
 def set_up(*, verbose: bool = False, quiet: bool = False) -> None:
@@ -46,6 +67,9 @@ def set_up(*, verbose: bool = False, quiet: bool = False) -> None:
         verbose: our debugging lines too. Never those of libraries: botocore's hold signatures.
         quiet: warnings and errors only; wins over verbose.
     """
+    for stream in (sys.stdout, sys.stderr):  # what print() cannot write must not end a run
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     root = logging.getLogger()
     if not any(isinstance(handler, Console) for handler in root.handlers):
         root.addHandler(Console())

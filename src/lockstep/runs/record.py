@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.runs import foreign_files
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import seconds_between, utc_now, write_atomically
 from lockstep.runs.typed_json import Part, WrongValue, from_json, to_json
@@ -285,10 +286,10 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: as read_record, but for wrong values.
     """
     try:
-        values = json.loads(path.read_text())
+        values = foreign_files.read_json(path)
     except FileNotFoundError:
         raise UserError(f"{path.parent} is no run folder: it has no {path.name}.") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is not a run record: {error}.") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} is not a run record: it holds no JSON object.")

@@ -14,6 +14,7 @@ SECRET_WORD = (
     r"(?:password|passwd|passphrase|pwd|secrets?|tokens?|credentials?|authorization"
     r"|api[_-]?key|access[_-]?key(?:[_-]?id)?|secret[_-]?key|private[_-]?key|account[_-]?key|kms[_-]?key|sse[_-]?key)"
 )
+LAST_NAME = re.compile(rf"{SECRET_WORD}$", re.IGNORECASE)
 SECRET_NAME = re.compile(rf"{SECRET_WORD}(?:\.|$)", re.IGNORECASE)
 COUNT_NAME = re.compile(r"tokens?$", re.IGNORECASE)  # num_tokens=196 is a number of patches
 SIGNED_QUERY = re.compile(r"(?i)(x-amz-|signature|credential|token|expires|sig=|key=|password|secret|auth)")
@@ -90,7 +91,7 @@ def _unless_plain(match: re.Match) -> str:
     return REDACTED if capitals >= 4 and digits >= 1 and any(c.islower() for c in text) else text
 
 
-NAME = re.compile(r"(?i)(password|passwd|passphrase|secret|token|credentials?|api_?key|access_?key|private_?key)$")
+WORDS = re.compile(r"[\s,;:=\"'()\[\]{}]+")
 QUERY = re.compile(r"[a-z][a-z0-9+.-]*://[^\s?]*\?(\S+)", re.IGNORECASE)
 
 
@@ -112,10 +113,16 @@ def refuse_secrets(config: Any, key: str = "") -> None:
 
 
 def _looks_like(key: str, value: str) -> str | None:
-    if value and NAME.search(key):
+    if value and LAST_NAME.search(key) and not HARMLESS.fullmatch(value):
         return "a secret"
     if URL_LOGIN.search(value):
         return "an address with credentials"
     if (query := QUERY.search(value)) and SIGNED_QUERY.search(query[1]):
         return "a signed address"
-    return "a token or key" if TOKEN_FORMS.search(value) else None
+    return "a token or key" if TOKEN_FORMS.search(value) or any(map(_is_bare_key, WORDS.split(value))) else None
+
+
+def _is_bare_key(word: str) -> bool:
+    """A secret access key of AWS by itself, and no path, which may be as long by chance."""
+    is_path = word.startswith(("/", "~")) or word.count("/") > 3
+    return len(word) == 40 and not is_path and LONG_KEY.sub(_unless_plain, word) == REDACTED

@@ -1,5 +1,6 @@
 """How a script ends: what it refuses, and a full disk, are one sentence and an exit code. Imports no torch."""
 
+import errno
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,8 @@ from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserErro
 from lockstep.runs.full_disk import no_room
 
 log = logging.getLogger(__name__)
+
+NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 
 
 def exit_code_of(task: Callable[[], int | None], *refusals: type[Exception]) -> int:
@@ -26,4 +29,7 @@ def exit_code_of(task: Callable[[], int | None], *refusals: type[Exception]) -> 
         if full := no_room(error, Path.cwd()):
             log.error(f"{full}")
             return EXIT_FAILED
+        if isinstance(error, OSError) and error.errno in NOT_ALLOWED and error.filename is not None:
+            log.error(f"{error.filename} cannot be written or read: {error.strerror}.")
+            return EXIT_USER_ERROR
         raise

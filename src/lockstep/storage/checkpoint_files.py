@@ -8,7 +8,6 @@ it makes the checkpoint complete, and its sha256 tells whether the bytes are sti
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.files import Checksum, checksum_of, sync_folder, write_atomically
+from lockstep.runs.foreign_files import read_json
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,12 @@ def parse_checksums(held: Mapping[str, Any]) -> dict[str, Checksum]:
 def finite(metric: object) -> dict[str, float]:
     """Those values that are numbers: JSON has no nan."""
     values = metric.items() if isinstance(metric, Mapping) else ()
-    return {str(name): float(v) for name, v in values if isinstance(v, int | float) and math.isfinite(v)}
+    return {str(name): float(v) for name, v in values if is_number(v)}
+
+
+def is_number(value: object) -> bool:
+    """One that a float can hold, and neither nan nor infinite."""
+    return isinstance(value, int | float) and -1e300 < value < 1e300
 
 
 def checkpoint_name(kind: str, step: int) -> str:
@@ -128,8 +133,8 @@ def write_sidecar(checkpoint: Path, sidecar: Sidecar) -> None:
 def read_sidecar(checkpoint: Path) -> Sidecar | None:
     """What is known of a complete checkpoint; None where it is missing or torn."""
     try:
-        held = json.loads(sidecar_path(checkpoint).read_text())
-    except (OSError, ValueError, RecursionError):
+        held = read_json(sidecar_path(checkpoint))
+    except (OSError, ValueError):
         return None
     return parse_sidecar(held) if isinstance(held, dict) and {"bytes", "sha256", "step"} <= held.keys() else None
 

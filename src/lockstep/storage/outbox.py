@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.runs.files import locked_file, write_atomically
+from lockstep.runs.foreign_files import read_json
 from lockstep.runs.full_disk import is_full
-from lockstep.storage.checkpoint_files import Sidecar, parse_sidecar
+from lockstep.storage.checkpoint_files import Sidecar, is_number, parse_sidecar
 
 ITEM = "item.json"
 START, START_LOCK = "start.json", "start.lock"
@@ -107,10 +108,10 @@ class Outbox:
 
     def _noted(self) -> dict[str, float | None]:
         try:
-            held = json.loads((self.folder / START).read_text()).items()
+            held = read_json(self.folder / START).items()
         except (OSError, ValueError, AttributeError):
             return {}
-        return {name: value for name, value in held if value is None or isinstance(value, int | float)}
+        return {name: value for name, value in held if value is None or is_number(value)}
 
     def drop(self, item: Item) -> None:
         if item.entry is not None:
@@ -148,10 +149,10 @@ def _owner(name: str) -> int:
 
 def _read_entry(entry: Path) -> Item | None:
     try:
-        held = json.loads((entry / ITEM).read_text())
+        held = read_json(entry / ITEM)
         path, sidecar = entry / Path(held["name"]).name, parse_sidecar(held["sidecar"])
         kind, generation = str(held["kind"]), int(held["generation"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, OverflowError, KeyError, TypeError):
         return None
     if sidecar is None or not path.exists() or kind not in ("best", "last"):
         return None

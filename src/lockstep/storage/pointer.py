@@ -1,18 +1,18 @@
 """What best.json and last.json of a run say: one complete checkpoint in the bucket, and the one before it."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lockstep.runs.foreign_files import parse_json
 from lockstep.storage.checkpoint_files import finite
 from lockstep.storage.object_store import StoreError
 
 MANIFEST = "manifest.json"
 OBJECT_NAME = re.compile(r"(best|last)-step(\d+)-g(\d+)(-[0-9a-f]{8})?(\.[A-Za-z0-9]+)?(/.*)?")
 SHA256 = re.compile(r"[0-9a-f]{64}")
-NOT_READABLE = (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError)  # of foreign JSON
+NOT_READABLE = (ValueError, OverflowError, KeyError, TypeError, AttributeError)  # of foreign JSON
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def parse_pointer(data: bytes, root: str) -> Pointer:
         StoreError: kind "corrupt": no JSON of the right form, or it names something outside the run's checkpoints.
     """
     try:
-        held = json.loads(data)
+        held = parse_json(data)
         pointer = _pointer_from(held)
         previous = held.get("previous")
     except NOT_READABLE:

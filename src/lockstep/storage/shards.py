@@ -4,11 +4,11 @@ Ranks meet in the bucket: rank 0 puts the manifest there when every file that it
 sha256 that it states, and only then may a pointer name it.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.runs.files import Checksum, sha256_of
+from lockstep.runs.foreign_files import parse_json
 from lockstep.storage.checkpoint_files import parse_checksums
 from lockstep.storage.object_store import StoredObject, StoreError
 from lockstep.storage.outbox import Item, own_files
@@ -72,7 +72,7 @@ def shards_of(folder: Path) -> dict[str, Checksum]:
 def read_manifest(data: bytes) -> dict[str, Checksum]:
     """The files that a manifest lists, by their names; names that could leave the folder are refused."""
     try:
-        files = parse_checksums(json.loads(data)["files"])
+        files = parse_checksums(parse_json(data)["files"])
     except NOT_READABLE:
         raise StoreError("corrupt", "the manifest of a sharded checkpoint is not readable") from None
     if not all(FILE_NAME.fullmatch(name) and SHA256.fullmatch(file.sha256) for name, file in files.items()):

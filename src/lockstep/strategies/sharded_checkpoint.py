@@ -9,6 +9,7 @@ and rest.pt loads with weights_only=True.
 """
 
 import json
+import math
 import os
 import shutil
 import warnings
@@ -25,7 +26,10 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import checksum_of
+from lockstep.runs.foreign_files import read_json
 from lockstep.runs.full_disk import full_disk_named
+from lockstep.storage.checkpoint_content import checked_checkpoint, load_plain, refused
+from lockstep.storage.torch_zip import NotSafe
 from lockstep.strategies.sharded_state import State
 
 MANIFEST = "manifest.json"
@@ -128,10 +132,10 @@ def check(folder: Path, hashes: bool = False) -> Manifest:
         UserError: a file is missing or has another size (with `hashes`: another content) than the manifest says.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = read_json(folder / MANIFEST)
         files, written = manifest["files"], manifest["format"]
         sizes = {name: entry["bytes"] for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder} is no complete folder of shards ({type(error).__name__}: {error}).") from None
     if written != FORMAT:
         raise UserError(f"{folder} has shard format {written}; this version reads {FORMAT}.")
@@ -155,25 +159,46 @@ def read(folder: Path, own: Mapping[str, Tensor] | None = None) -> State:
     Args:
         own: parameters by the flat name of the weight, and of the optimizer state without the state's own name.
             What is sharded there comes back sharded alike, each rank reading only its part; all else is read whole.
+    Raises:
+        UserError: a file is missing or damaged, or holds what no checkpoint does.
     """
-    check(folder)
-    rest = torch.load(folder / REST, map_location="cpu", weights_only=True)
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    targets: dict[str, Tensor] = {}
-    for name, stored in reader.read_metadata().state_dict_metadata.items():
-        match = (own or {}).get(name, (own or {}).get(name.rpartition("/")[0]))
-        if isinstance(match, DTensor) and match.shape == stored.size:
-            targets[name] = torch.empty_like(match.detach(), dtype=stored.properties.dtype)
-        else:
-            targets[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        dcp.load(targets, storage_reader=reader, no_dist=True)
-    return join(targets, rest)
+    with refused(folder):
+        check(folder)
+        rest = load_plain(folder / REST)
+        reader = dcp.HuggingFaceStorageReader(str(folder))
+        targets: dict[str, Tensor] = {}
+        for name, stored in _stored(reader, folder).items():
+            match = (own or {}).get(name, (own or {}).get(name.rpartition("/")[0]))
+            if isinstance(match, DTensor) and match.shape == stored.size:
+                targets[name] = torch.empty_like(match.detach(), dtype=stored.properties.dtype)
+            else:
+                targets[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+            try:
+                dcp.load(targets, storage_reader=reader, no_dist=True)
+            except dcp.CheckpointException as error:  # which is no Exception
+                raise NotSafe(f"its shards are damaged ({error})") from None
+        return checked_checkpoint(join(targets, rest))
+
+
+def _stored(reader: dcp.HuggingFaceStorageReader, folder: Path) -> Mapping[str, Any]:
+    """Shapes and types of the tensors by their names.
+
+    Raises:
+        NotSafe: they state more bytes than the files have: no memory is made for those.
+    """
+    stored = reader.read_metadata().state_dict_metadata
+    stated = sum(math.prod(one.size) * one.properties.dtype.itemsize for one in stored.values())
+    there = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if stated > there:
+        raise NotSafe(f"its shards state {stated} bytes and have {there}")
+    return stored
 
 
 def load_checkpoint(path: str | Path) -> State:
     """A checkpoint from a file or from a folder of shards, whole, in CPU memory, with weights_only=True."""
     if is_shard_folder(path):
         return read(Path(path))
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    with refused(path):
+        return checked_checkpoint(load_plain(path, mmap=True))

@@ -15,7 +15,7 @@ from lockstep.pages.facts import RunFacts
 from lockstep.pages.notes import add_note, run_note_path
 from lockstep.pages.page_set import archived
 from lockstep.pages.publish import Report, save_report
-from lockstep.pages.source import dump
+from lockstep.pages.source import dump, read_source
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import utc_now
 
@@ -209,6 +209,35 @@ def test_an_older_copy_of_a_run_folder_does_not_undo_its_page(tmp_path):
     before = snapshot(tmp_path / "logbook")
     build(tmp_path / "logbook", [old])
     assert snapshot(tmp_path / "logbook") == before
+
+
+def test_a_clock_that_was_set_back_leaves_no_page_behind(tmp_path):
+    """The run went on a month earlier, says its clock: it has restarted since, or done more steps, or ended."""
+    logbook, before, earlier = tmp_path / "logbook", "2026-11-20T21:00:00Z", "2026-10-20T21:00:00Z"
+    later_states = (
+        {"steps": 100, "restarts": [{"at": earlier, "resumed_step": 90}], "status": "running"},
+        {"steps": 150, "restarts": [{"at": earlier, "resumed_step": 90}], "status": "running"},
+        {"steps": 150, "restarts": [{"at": earlier, "resumed_step": 90}], "status": "finished"},
+    )
+    build(logbook, [write_run(tmp_path / "first", "run-1", steps=120, status="failed", updated_at=before)])
+    for number, state in enumerate(later_states):
+        folder = write_run(tmp_path / str(number), "run-1", updated_at=earlier, **state)
+        build(logbook, [folder])
+        assert read_source(logbook / "runs" / "run-1.json")["record"]["steps"] == state["steps"]
+        assert read_source(logbook / "runs" / "run-1.json")["record"]["status"] == state["status"]
+    build(logbook, [tmp_path / "first" / "run-1"])
+    assert read_source(logbook / "runs" / "run-1.json")["record"]["steps"] == 150
+
+
+def test_a_neighbour_that_ended_is_seen_whatever_the_time_of_its_file(tmp_path):
+    runs, logbook = tmp_path / "runs", tmp_path / "logbook"
+    live = write_run(runs, "live", status="running", finished_at=None)
+    build(logbook, [live])
+    shutil.rmtree(live)
+    live = write_run(runs, "live", status="finished")
+    os.utime(live / "run.json", (1, 1))
+    keep_run(write_run(runs, "other"), logbook)
+    assert any("✅ finished" in row and "[live]" in row for row in rows(logbook))
 
 
 def test_a_running_source_reads_as_lost_once_its_heartbeat_is_old():

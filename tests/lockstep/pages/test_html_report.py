@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from example_runs import write_run
+from lockstep.pages.build import import_folder
 from lockstep.pages.html_report import PARTS, report_data, report_html
 from lockstep.pages.json_values import mapping
 from lockstep.pages.page_set import load_entries
@@ -133,6 +135,24 @@ class Opened:
     def assert_quiet(self) -> None:
         assert self.errors == []
         assert self.requests == [self.address]
+
+
+def test_a_metric_with_the_name_of_what_every_object_has(browser, tmp_path):
+    """One run has the curve, the other has not: what the script finds there instead drew nothing after it."""
+    odd = ("constructor", "__proto__", "hasOwnProperty", "toString")
+    for name in ("one", "two"):
+        folder = write_run(tmp_path / "runs", name)
+        if name == "one":
+            lines = (folder / "metrics.csv").read_text().splitlines()
+            head, *rows = [f"{line},{','.join(odd if i == 0 else ['0.5'] * 4)}" for i, line in enumerate(lines)]
+            (folder / "metrics.csv").write_text("\n".join([head, *rows]) + "\n")
+        import_folder(folder, tmp_path / "logbook")
+    path = tmp_path / "report.html"
+    path.write_text(report_html("Odd", load_entries(tmp_path / "logbook"), ["one", "two"]))
+    with Opened(browser, path) as opened:
+        assert opened.page.evaluate("document.querySelectorAll('#numbers tbody tr').length") > 10
+        assert {opened.chart(key, "c.curves.length") for key in odd} == {1}
+        opened.assert_quiet()
 
 
 RANGE = "[c.plot.scales.x.min, c.plot.scales.x.max]"

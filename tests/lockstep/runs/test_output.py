@@ -1,8 +1,12 @@
 """What a run says, and what another process of the machine has said already."""
 
+import io
 import logging
+import sys
 
-from lockstep.runs.output import only_warnings
+import pytest
+
+from lockstep.runs.output import only_warnings, printable, say, set_up
 
 log = logging.getLogger("lockstep.storage.fetch")
 
@@ -14,3 +18,34 @@ def test_what_another_process_says_is_said_once_but_for_warnings(capsys):
     log.info("afterwards")
     said = capsys.readouterr()
     assert said.out == "afterwards\n" and said.err == "warning: the store is too busy\n"
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("\x1b[2J\x1b]0;title\x07gone", "\\x1b[2J\\x1b]0;title\\x07gone"),
+        ("100 %\rdone\x08", "100 %\\rdone\\x08"),
+        ("\u202egnp.exe", "\\u202egnp.exe"),
+        ("\x9b31m", "\\x9b31m"),
+        ("two\nlines\tand a tab · ü →", "two\nlines\tand a tab · ü →"),
+    ],
+)
+def test_a_name_cannot_steer_the_terminal(text, shown, capsys):
+    assert printable(text) == shown
+    log.warning(f"left out {text}")
+    say(text)
+    said = capsys.readouterr()
+    assert said.err == f"warning: left out {shown}\n" and said.out == f"{shown}\n"
+
+
+@pytest.mark.parametrize("encoding, shown", [("ascii", "caf\\xe9 \\udce9 \\u2192"), ("utf-8", "café \\udce9 →")])
+def test_what_the_stream_cannot_write_does_not_silence_it(encoding, shown, monkeypatch):
+    """An ASCII terminal, and a file name that is no UTF-8: print() and the log go on."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict", newline="")
+    monkeypatch.setattr(sys, "stdout", stream)
+    log.info("café \udce9 →")
+    set_up()
+    print("café \udce9 →")
+    log.info("afterwards")
+    stream.flush()
+    assert stream.buffer.getvalue().decode(encoding) == f"{shown}\n{shown}\nafterwards\n"

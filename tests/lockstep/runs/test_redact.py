@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.runs.redact import REDACTED, redact, redact_text
+from lockstep.runs.errors import UserError
+from lockstep.runs.redact import REDACTED, redact, redact_text, refuse_secrets
 
 SECRET = "hunter2-Geheim"
 LEAKS = [
@@ -90,3 +91,43 @@ def test_redacting_twice_is_redacting_once(text):
 def test_long_texts_are_linear(text):
     """Quadratic behaviour would take minutes here; the limit is the suite's own patience."""
     assert redact_text(text) == text
+
+
+NAMES = [
+    "password", "pwd", "db_passwd", "authorization", "account_key", "kms_key", "sse_key", "access_key_id", "tokens",
+    "secrets", "hf-token", "api-key",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_know_the_same_names(name):
+    """What a page would not show, no option may hold, and the other way round."""
+    with pytest.raises(UserError, match=f"callbacks.x.{name} holds a secret") as raised:
+        refuse_secrets({"callbacks": {"x": {name: SECRET}}})
+    assert SECRET not in str(raised.value)
+    assert redact({name: SECRET}) == {name: REDACTED}
+    assert SECRET not in redact_text(f"{name}={SECRET}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_known_form_is_no_option(form):
+    for value in (form, f"key is {form}", {"a": [form]}):
+        with pytest.raises(UserError, match="holds a token or key"):
+            refuse_secrets({"tags": value})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *HARMLESS,
+        "17ca19f1db5a5e0d7b4a6f8c9e0d1b2a3c4d5e6f",
+        "/home/Jane/Datasets/ILSVRC2012TrainImages",
+        "Users/Jane/My/Data/Sets/ILSVRC2012/Train",
+        "TimmViTBasePatch32WithAveragedWeights",
+        None,
+        40,
+    ],
+)
+def test_harmless_options_are_taken(value):
+    refuse_secrets({"tags": [value], "model": {"num_tokens": 196, "class_token": True}, "s3": {"sse_kms_key_id": "k"}})
+    refuse_secrets({"s3": {"secret_key": None, "token": "", "password": "null"}})

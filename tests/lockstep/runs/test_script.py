@@ -36,6 +36,12 @@ def test_a_full_disk_is_one_sentence(capsys, tmp_path):
     assert said.startswith(f"error: no room on {tmp_path} (") and said.count("\n") == 1
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EISDIR])
+def test_a_place_that_cannot_be_written_is_one_sentence(number, capsys):
+    assert exit_code_of(failing(OSError(number, "not so", "/mnt/x"))) == 2
+    assert capsys.readouterr().err == "error: /mnt/x cannot be written or read: not so.\n"
+
+
 def test_a_fault_of_the_code_stays_one():
     with pytest.raises(Differs):
         exit_code_of(failing(Differs("they differ.")))

@@ -115,6 +115,26 @@ def test_a_manifest_of_another_form_is_no_traceback(tmp_path, text):
         check(tmp_path)
 
 
+def test_shards_that_state_more_than_they_have_make_no_memory(folder, tmp_path):
+    """A head of a few bytes may name a tensor of terabytes."""
+    evil = shutil.copytree(folder, tmp_path / "evil")
+    shard = sorted(evil.glob("*.safetensors"))[0]
+    data = shard.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    head = json.loads(data[8 : 8 + length])
+    name = next(name for name in head if name.startswith("state_dict/"))
+    sharding = json.loads(head["__metadata__"]["DCP_SHARDING_INFO"])
+    sharding[name]["saved_offsets"] = [2**40 for _ in sharding[name]["saved_offsets"]]
+    head["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(sharding)
+    made = json.dumps(head).encode()
+    shard.write_bytes(len(made).to_bytes(8, "little") + made + data[8 + length :])
+    manifest = json.loads((evil / "manifest.json").read_text())
+    manifest["files"][shard.name] = asdict(checksum_of(shard))
+    (evil / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"loaded safely: its shards state \d+ bytes and have \d+"):
+        read(evil)
+
+
 class Canary:
     def __reduce__(self):
         return os.mkdir, ("canary",)
@@ -128,6 +148,6 @@ def test_nothing_in_a_folder_chooses_code(folder, tmp_path, monkeypatch):
     manifest = json.loads((evil / "manifest.json").read_text())
     manifest["files"]["rest.pt"] = asdict(checksum_of(evil / "rest.pt"))
     (evil / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(pickle.UnpicklingError):
+    with pytest.raises(UserError, match="no checkpoint that can be loaded safely: it asks for posix.mkdir"):
         read(evil)
     assert not (tmp_path / "canary").exists()

@@ -5,6 +5,8 @@ const state = {axis: "step", smoothing: 0, log: false, hidden: new Set(), zoom: 
 const charts = [];
 window.report = {data, state, charts}; // for the browser's console, and for tests
 
+// A curve may be called `constructor`: what every object has is none of a run's.
+const own = (held, key) => Object.hasOwn(held, key) ? held[key] : undefined;
 const by = id => document.getElementById(id);
 function make(name, text, attributes = {}) {
   const node = document.createElement(name);
@@ -45,7 +47,7 @@ function interpolate(x, from, to) {
 }
 function onAxis(run, steps) {
   if (state.axis === "step") return steps;
-  const column = run.curves[state.axis === "time" ? "time_s" : "epoch"];
+  const column = own(run.curves, state.axis === "time" ? "time_s" : "epoch");
   if (!column) return null;
   return steps.map(step => interpolate(step, column[0], column[1]));
 }
@@ -65,7 +67,7 @@ function curvesOf(panel) {
   const found = [];
   data.runs.forEach((run, index) => {
     if (state.hidden.has(index)) return;
-    const curve = (panel.hardware ? run.hardware : run.curves)[panel.key];
+    const curve = own(panel.hardware ? run.hardware : run.curves, panel.key);
     if (!curve || !curve[0].length) return;
     const x = panel.hardware ? curve[0] : onAxis(run, curve[0]);
     if (!x) return;
