@@ -13,10 +13,11 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lockstep.callbacks.heartbeat import SILENT_AFTER_S, Watch
 from lockstep.callbacks.interruption import Interruption
 from lockstep.config.instantiate import check_targets
-from lockstep.distributed.cluster import Cluster, environment, supervisor_port
+from lockstep.distributed.cluster import Cluster, environment, supervisor_line
 from lockstep.distributed.failures import report_failure
 from lockstep.distributed.launchers import launcher_named
 from lockstep.distributed.process_group import check_all_equal, join, own_connection
+from lockstep.distributed.secret import own_secret
 from lockstep.launch.plan import RunPlan, as_run
 from lockstep.runs import provenance
 from lockstep.runs.provenance import Host, available_cores
@@ -105,10 +106,11 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
     if cluster.world_size == 1:
         yield RankSession(plan, [provenance.host(cluster.node_rank)])
         return
-    start = join(cluster, device_of(plan), timeout_s)
+    secret = own_secret(cluster)
+    start = join(cluster, device_of(plan), timeout_s, secret)
     report = functools.partial(report_failure, folder=folder, cluster=cluster)
-    watch, interruption = Watch(folder.path, timeout_s, report, supervisor_port()), Interruption(timeout_s)
-    connection = own_connection(cluster, start, SILENT_AFTER_S)
+    watch, interruption = Watch(folder.path, timeout_s, report, supervisor_line()), Interruption(timeout_s)
+    connection = own_connection(cluster, start, SILENT_AFTER_S, secret)
     watch.begin(connection, cluster.rank, cluster.world_size, interruption)
     try:
         hosts = check_all_equal(provenance.fingerprint(as_run(plan)), cluster)[:: cluster.devices]

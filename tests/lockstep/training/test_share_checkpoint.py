@@ -62,7 +62,7 @@ def shared(here, top, owner, shards):
                 write_record(folder.record, RunRecord(status="failed", started_at="2026-11-20T10:00:00Z", steps=55,
                                              restarts=[], command="then"))  # fmt: skip
         point = ResumePoint(50, str(path))
-    join(here, CPU, 30.0)
+    join(here, CPU, 30.0, None)
     plan = share_checkpoint(RunPlan({}, {}, (), here, "cpu", folder, Batch(2, 1, 1), resume=point))
     return plan, measure(Path(plan.checkpoint)).sha256
 
@@ -105,7 +105,7 @@ def torn(here, top, steps, lost):
             (path / "manifest.json").unlink()
     offer = newest_whole(folder.checkpoints)
     point = ResumePoint(max(steps), str(offer)) if offer else None
-    join(here, CPU, 30.0)
+    join(here, CPU, 30.0, None)
     plan = share_checkpoint(RunPlan({}, {}, (), here, "cpu", folder, Batch(2, 1, 1), resume=point))
     found = Path(plan.checkpoint)
     return plan, sorted(path.name for path in found.iterdir()), {n: measure(found / n).sha256 for n in files}
