@@ -37,8 +37,8 @@ def shared_secret(cluster: Cluster, environment: Mapping[str, str]) -> Iterator[
     if cluster.num_nodes > 1 and cluster.node_rank == 0 and stated_secret(environment) is None:
         yield (
             False,
-            "no LOCKSTEP_SECRET: whoever reaches these nodes' ports can take part in the run and execute code as you: "
-            "give every node the same one (openssl rand -hex 32).",
+            "LOCKSTEP_SECRET is not set, so whoever reaches these nodes' ports can take part in the run and execute "
+            "code as you: give every node the same one (openssl rand -hex 32).",
         )
 
 

@@ -73,7 +73,7 @@ class SealedStore(dist.Store):
         value, tag = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
         if not self.secret.proves(tag, b"store", key.encode(), value):
             raise UserError(
-                f"a stranger wrote {key} into the store of this run's ranks, or a rank has another LOCKSTEP_SECRET: "
-                "keep others away from MASTER_PORT, and give every node the same LOCKSTEP_SECRET."
+                f"a stranger wrote {key} into the store of this run's ranks, or LOCKSTEP_SECRET differs between nodes: "
+                "keep others away from MASTER_PORT, and give every node the same."
             )
         return value
