@@ -36,6 +36,7 @@ for module in (
     "fuzz",
     "tested",
     "slurm_campaign",
+    "stranger_campaign",
 ):
     importlib.import_module(module)
 

@@ -105,11 +105,6 @@ class Stranger:
         return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1))
 
 
-def tries(report: str) -> int:
-    """How often it has spoken, from its report, which holds torch's warnings too."""
-    return sum(line in KINDS for line in report.splitlines())
-
-
 def listening() -> set[tuple[str, int]]:
     """(address, port) of every TCP socket in this network that waits, as any user can read them."""
     found = set()
@@ -276,4 +271,5 @@ def become_nobody() -> None:
 
 if __name__ == "__main__":
     become_nobody()
+    print("ready", flush=True)
     Stranger(sys.argv[1], int(sys.argv[2]), sys.argv[3:] or list(KINDS), sys.stdout).work()
