@@ -15,6 +15,7 @@ import hmac
 import os
 import re
 import secrets
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,6 @@ from lockstep.distributed.cluster import (
     environment,
     forget_secrets,
 )
-from lockstep.distributed.launchers import agent_id
 from lockstep.runs.errors import UserError
 
 TAG_BYTES = 64  # HMAC-SHA256 as hexadecimal digits
@@ -91,8 +91,7 @@ def find_secret(cluster: Cluster, environ: Mapping[str, str]) -> Secret | None:
         return stated
     if cluster.is_supervisor:
         return new_secret()
-    agent = None if cluster.is_supervised else agent_id(environ)
-    return None if agent is None else _of_machine(agent, _private_folder(environ))
+    return None if cluster.is_supervised else _of_machine(cluster, _private_folder(environ))
 
 
 def stated_secret(environ: Mapping[str, str]) -> Secret | None:
@@ -173,13 +172,10 @@ def _is_private(folder: Path) -> bool:
     return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o077
 
 
-def _of_machine(agent: str, folder: Path) -> Secret:
-    """What the first rank of a launcher's start writes down, and the others read.
-
-    Args:
-        agent: the launcher's own id of this start.
-    """
-    path = folder / re.sub(r"[^A-Za-z0-9._-]", "-", agent)[:200]
+def _of_machine(cluster: Cluster, folder: Path) -> Secret:
+    """What the first rank of a launcher's start writes down, and the others read: they share MASTER_PORT."""
+    start = f"{cluster.launcher}-{socket.gethostname()}-{cluster.master_addr}-{cluster.master_port}"
+    path = folder / re.sub(r"[^A-Za-z0-9._-]", "-", start)[:200]
     handle, own = tempfile.mkstemp(dir=folder)
     with open(handle, "w") as file:
         file.write(new_secret().text)

@@ -85,8 +85,7 @@ def test_a_supervisor_of_one_node_makes_one_and_nodes_need_theirs():
     assert find_secret(replace(RANK, launcher="supervisor"), {}) is None, "its supervisor had none either"
 
 
-def test_ranks_of_one_torchrun_share_a_file_that_nobody_else_can_read(monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "agent_id", lambda environ: "torchrun-host/../x-1")
+def test_ranks_of_one_torchrun_share_a_file_that_nobody_else_can_read(tmp_path):
     found = []
     threads = [threading.Thread(target=lambda: found.append(find_secret(RANK, {}))) for _ in range(8)]
     for thread in threads:
@@ -96,13 +95,14 @@ def test_ranks_of_one_torchrun_share_a_file_that_nobody_else_can_read(monkeypatc
     assert len({secret.text for secret in found}) == 1 and len(found[0].text) == 64
     [path] = (tmp_path / f"lockstep-{os.geteuid()}").iterdir()
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    other = replace(RANK, master_addr="../else", master_port=29501)
+    assert find_secret(other, {}).text != found[0].text and len(list(path.parent.iterdir())) == 2
     found[0].discard_file()
     assert find_secret(RANK, {}).text != found[0].text, "another start has another"
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o777, 0o710])
-def test_a_folder_that_others_can_enter_is_refused(tmp_path, monkeypatch, mode):
-    monkeypatch.setattr(module, "agent_id", lambda environ: "a")
+def test_a_folder_that_others_can_enter_is_refused(tmp_path, mode):
     folder = tmp_path / f"lockstep-{os.geteuid()}"
     folder.mkdir()
     folder.chmod(mode)
@@ -110,16 +110,14 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path, monkeypatch, mode):
         find_secret(RANK, {})
 
 
-def test_a_link_in_the_folders_place_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "agent_id", lambda environ: "a")
+def test_a_link_in_the_folders_place_is_refused(tmp_path):
     (tmp_path / "else").mkdir(mode=0o700)
     (tmp_path / f"lockstep-{os.geteuid()}").symlink_to(tmp_path / "else")
     with pytest.raises(UserError, match="is not yours alone"):
         find_secret(RANK, {})
 
 
-def test_the_users_runtime_folder_is_taken_where_it_is_private(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "agent_id", lambda environ: "a")
+def test_the_users_runtime_folder_is_taken_where_it_is_private(tmp_path):
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)
     find_secret(RANK, {"XDG_RUNTIME_DIR": str(runtime)})
