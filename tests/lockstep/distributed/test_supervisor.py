@@ -206,7 +206,8 @@ def test_a_supervisor_that_was_stopped_itself_blames_nobody():
     assert heartbeats.silent_s[0] <= 1.0
 
 
-def test_each_rank_gets_the_secret_by_a_pipe_and_no_variable_holds_it(start):
+def test_each_rank_gets_the_secret_by_a_pipe_and_no_variable_holds_it(start, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_SECRET", "secret of the run")
     build, folder = start
     supervisor = build("""
 import json
@@ -214,7 +215,6 @@ told = os.read(int(os.environ["LOCKSTEP_SECRET_PIPE"]), 1000).decode()
 json.dump([told, "of the run" in str(os.environ)], open(f"{folder}/told-{rank}", "w"))
 """)
     supervisor.secret = Secret("secret of the run")
-    supervisor.environment = module.without_secrets({**supervisor.environment, "LOCKSTEP_SECRET": "secret of the run"})
     assert supervisor.run() == 0
     assert [json.loads((folder.path / f"told-{rank}").read_text()) for rank in (0, 1)] == [
         ["secret of the run", False]
