@@ -56,8 +56,8 @@ def join(cluster: Cluster, device: torch.device, timeout_s: float, secret: Secre
         device_id=device if device.type == "cuda" else None,
     )
     if secret is not None:
-        for each in {"cpu", device.type}:
-            prove_ranks(secret, cluster, torch.device(device if each == device.type else each))
+        for each in (torch.device("cpu"), device)[: 1 if device.type == "cpu" else 2]:
+            prove_ranks(secret, cluster, each)
         secret.discard_file()
     return start
 
