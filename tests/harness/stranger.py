@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 NOBODY = 65534
+CROWD = 6
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
 LISTENS = "0A"
@@ -64,12 +65,21 @@ class Stranger:
         self.chance = random.Random(seed)
         self.held: list[socket.socket] = []  # connections that stay open and say nothing
 
+    def _multiply(self) -> None:
+        """Into CROWD processes, each with chances of its own, that end with the first."""
+        for number in range(1, CROWD):
+            if os.fork() == 0:
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                self.chance = random.Random(f"{self.chance.random()} {number}")
+                return
+
     @property
     def pickle(self) -> bytes:
         return pickle.dumps(Canary(self.canaries))
 
     def work(self) -> None:
         """Until somebody ends it. A port is tried as soon as it is there: the first words there count most."""
+        self._multiply()
         before: set[tuple[str, int]] = set()
         while True:
             found = listening()
@@ -198,8 +208,8 @@ def as_a_rank(self: Stranger, address: str, port: int) -> None:
     import torch.distributed as dist
 
     store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1))
-    deadline, start = time.monotonic() + 3, ""
-    while time.monotonic() < deadline and not (start and store.check([f"lockstep/join/{start}/all"])):
+    began, start = time.monotonic(), ""
+    while time.monotonic() < began + (3 if start else 1) and not _all_met(store, start):
         start = start_of(store)
         if start:
             store.set(f"lockstep/join/{start}/1", b"0" * 16)
@@ -216,6 +226,10 @@ def as_a_rank(self: Stranger, address: str, port: int) -> None:
         if time.monotonic() > deadline:
             os.kill(child, signal.SIGKILL)
         time.sleep(0.02)
+
+
+def _all_met(store: Any, start: str) -> bool:
+    return bool(start) and store.check([f"lockstep/join/{start}/all"])
 
 
 def _take_part(address: str, port: int, start: str, canary: Canary) -> None:
@@ -242,7 +256,7 @@ def invite(report: str, canaries: str, seed: int, kinds: list[str]) -> None:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     if os.fork() == 0:
         try:
-            with open(report, "w") as file:
+            with open(report, "a") as file:
                 os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
                 become_nobody()
                 Stranger(canaries, seed, kinds, file).work()

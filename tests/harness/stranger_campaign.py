@@ -14,7 +14,7 @@ from hosts import missing, two_hosts
 from runs import run_door
 
 TRAIN = ["data=synthetic", "data.num_images=400", "data.image_size=8", "data.global_batch_size=64", "model=small_cnn",
-         "trainer=ddp_sim", "trainer.num_threads=1", "trainer.max_epochs=20", "trainer.timeout_s=15",
+         "trainer=ddp_sim", "trainer.num_threads=1", "trainer.max_epochs=60", "trainer.timeout_s=15",
          "test=false"]  # fmt: skip
 LONGEST_S = 90.0  # a start, its timeout, and the time to notice
 OF_TORCH = ["keys_before_the_ranks", "other_values", "as_a_rank"]
