@@ -38,6 +38,7 @@ for module in (
     "tested",
     "slurm_campaign",
     "poisoner",
+    "stranger_campaign",
 ):
     importlib.import_module(module)
 

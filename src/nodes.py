@@ -22,6 +22,7 @@ import time
 from typing import Any
 
 from lockstep.distributed import cluster
+from lockstep.distributed.secret import new_secret, stated_secret
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from lockstep.runs.folder import new_run_id
 from lockstep.runs.output import printable, set_up
@@ -47,8 +48,9 @@ def run_id_for(overrides: list[str], environment: dict[str, str]) -> str | None:
 def command_for(rank: int, hosts: list[str], overrides: list[str], options: Any, run_id: str | None) -> list[str]:
     """The ssh command of one host.
 
-    Its standard input is the leash: the word `stop` asks the trainer for a checkpoint and an end, `kill` and losing
-    the connection end it sooner (a supervisor's ranks die with it).
+    The first line of its standard input is the run's secret, which a command line would show to everybody there. The
+    others are the leash: the word `stop` asks the trainer for a checkpoint and an end, `kill` and losing the connection
+    end it sooner (a supervisor's ranks die with it).
     """
     folder = options.dir[rank] if len(options.dir) > 1 else options.dir[0]
     address = options.master_addr or hosts[0].split("@")[-1]
@@ -60,7 +62,8 @@ def command_for(rank: int, hosts: list[str], overrides: list[str], options: Any,
              f"trainer.num_nodes={len(hosts)}", *overrides]  # fmt: skip
     # The leash's own output is closed: sshd waits for everyone who holds the session's.
     script = (
-        f"cd {shlex.quote(folder)} || exit 1; {shlex.join(train)} </dev/null & pid=$!; "
+        f"cd {shlex.quote(folder)} || exit 1; IFS= read -r {cluster.SECRET} <&3; export {cluster.SECRET}; "
+        f"{shlex.join(train)} </dev/null & pid=$!; "
         'leash() { while read -r word; do case "$word" in stop) kill -TERM $pid;; kill) kill -KILL $pid;; esac; done; '
         "kill -TERM $pid; }; leash <&3 >/dev/null 2>&1 & leash=$!; "
         "wait $pid; code=$?; kill $leash 2>/dev/null; exit $code"
@@ -71,7 +74,7 @@ def command_for(rank: int, hosts: list[str], overrides: list[str], options: Any,
 class Host:
     """One host's process, its lines printed with the host's name before them."""
 
-    def __init__(self, name: str, command: list[str]) -> None:
+    def __init__(self, name: str, command: list[str], secret: str) -> None:
         self.name = name
         self.error: str | None = None
         self.process = subprocess.Popen(
@@ -79,6 +82,7 @@ class Host:
         )
         self.reader = threading.Thread(target=self._print, daemon=True)
         self.reader.start()
+        self.tell(secret)
 
     def _print(self) -> None:
         for raw in self.process.stdout:
@@ -93,13 +97,13 @@ class Host:
         return EXIT_FAILED if code is not None and code < 0 else code
 
     def tell(self, word: str) -> None:
-        """stop or kill."""
+        """A line of its standard input."""
         try:
             self.process.stdin.write(f"{word}\n".encode())
             self.process.stdin.flush()
         except (BrokenPipeError, OSError):
             if self.code is None:
-                log.info(f"[{self.name}] cannot be told to {word}: the connection is gone.")
+                log.info(f"[{self.name}] cannot be told anything: the connection is gone.")
 
 
 class Watching:
@@ -167,10 +171,13 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if len(options.dir) not in (1, len(options.hosts)):
         parser.error(f"--dir has {len(options.dir)} folders for {len(options.hosts)} hosts: give one, or one for each")
-    run_id = run_id_for(overrides, cluster.environment())
+    if any(word.startswith((f"{cluster.SECRET}=", f"{cluster.SECRET_FILE}=")) for word in options.env):
+        parser.error(f"--env is seen by everybody there: export {cluster.SECRET} here, or leave it to nodes.py")
+    environ = cluster.environment()
+    run_id, secret = run_id_for(overrides, environ), stated_secret(environ) or new_secret()
     names = options.hosts
     commands = [command_for(rank, names, overrides, options, run_id) for rank in range(len(names))]
-    return Watching([Host(name, command) for name, command in zip(names, commands)]).run()
+    return Watching([Host(name, command, secret.text) for name, command in zip(names, commands)]).run()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,10 @@ FLOOR = {f"lockstep.{room}": number for number, rooms in enumerate(FLOORS) for r
 YOURS, SCRIPTS = len(FLOORS), len(FLOORS) + 1
 SCRIPT_NAMES = {path.stem for path in SRC.glob("*.py")} - {"classifier"}
 WITHOUT_TORCH = ("runs", "distributed", "storage", "config", "launch", "pages")
-WITH_TORCH = {"lockstep/distributed/process_group.py", "lockstep/storage/checkpoint_content.py"}
+WITH_TORCH = {
+    *(f"lockstep/distributed/{name}.py" for name in ("json_collectives", "process_group", "sealed_store")),
+    "lockstep/storage/checkpoint_content.py",
+}
 TORCH_FREE = {"lockstep/strategies/placement.py"}  # the launcher asks it
 HEAVY = {"torch", "lightning", "hydra", "torchvision", "timm"}
 FOLDER_OF_GROUP = {

@@ -3,12 +3,17 @@
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from lockstep.config.compose import compose
+from lockstep.distributed.cluster import Wanted
+from lockstep.distributed.launchers import describe
+from lockstep.distributed.secret import stated_secret
+from lockstep.runs.errors import UserError
 
 LAUNCH = Path(__file__).resolve().parents[1] / "launch"
 
@@ -130,29 +135,92 @@ def test_service_and_image_run_as_nobody_of_note():
     assert ".git" in (LAUNCH.parent / ".dockerignore").read_text().split()
 
 
-REPLICA = {"replicas", "restartPolicy", "template"}
+def test_cloud_inits_secret_is_filled_in_by_its_own_command_and_is_roots_alone(tmp_path):
+    text = (LAUNCH / "cloud-init.yaml").read_text()
+    [line] = [line for line in text.splitlines() if line.startswith("#   SECRET=")]
+    command = line.removeprefix("#   ").replace("$(openssl rand -hex 32)", "ab" * 32)
+    command = command.replace("launch/", f"{LAUNCH}/").replace("user-data.yaml", str(tmp_path / "out.yaml"))
+    subprocess.run(["bash", "-c", command], check=True)
+    [file] = [file for file in load(tmp_path / "out.yaml")["write_files"] if file["path"] == "/etc/lockstep.secret"]
+    assert file["content"] == f"LOCKSTEP_SECRET={'ab' * 32}\n" and file["permissions"] == "0600"
+    [own] = [file["content"] for file in load("cloud-init.yaml")["write_files"] if file["path"].endswith(".secret")]
+    with pytest.raises(UserError, match="too few for a secret"):  # nobody starts with what stands in the repository
+        stated_secret(dict([own.strip().split("=")]))
+    [unit] = [f["content"] for f in load("cloud-init.yaml")["write_files"] if f["path"].endswith(".service")]
+    assert "EnvironmentFile=/etc/lockstep.secret" in unit
 
 
-def test_pytorchjob_has_the_form_that_the_operator_reads():
-    """The required fields and allowed values of kubeflow.org/v1 PyTorchJob, by hand: its schema is no package."""
-    job = load("pytorchjob.yaml")
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob") and job["metadata"]["name"]
+def kubernetes():
+    return {part["kind"]: part for part in yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())}
+
+
+JOB = {"completionMode", "completions", "parallelism", "backoffLimit", "podReplacementPolicy", "podFailurePolicy",
+       "template"}  # fmt: skip
+POD = {"subdomain", "restartPolicy", "automountServiceAccountToken", "terminationGracePeriodSeconds", "containers",
+       "volumes"}  # fmt: skip
+
+
+def test_the_kubernetes_job_has_the_form_of_batch_v1():
+    """The required fields and allowed values by hand: Kubernetes' schema is no package."""
+    job = kubernetes()["Job"]
+    assert job["apiVersion"] == "batch/v1" and job["metadata"]["name"] == "lockstep"
     spec = job["spec"]
-    assert spec.keys() <= {"elasticPolicy", "nprocPerNode", "pytorchReplicaSpecs", "runPolicy"}
-    assert isinstance(spec["nprocPerNode"], str)
-    assert spec["runPolicy"]["cleanPodPolicy"] in ("All", "Running", "None")
-    assert spec["pytorchReplicaSpecs"].keys() == {"Worker"}, "an elastic job has no Master"
-    worker = spec["pytorchReplicaSpecs"]["Worker"]
-    assert worker.keys() == REPLICA and worker["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
-    elastic = spec["elasticPolicy"]
-    assert elastic["minReplicas"] == elastic["maxReplicas"] == worker["replicas"], "a run has a fixed number of ranks"
-    [container] = worker["template"]["spec"]["containers"]
-    assert container["name"] == "pytorch"
-    assert str(container["resources"]["limits"]["nvidia.com/gpu"]) == spec["nprocPerNode"]
-    volumes = {volume["name"] for volume in worker["template"]["spec"]["volumes"]}
+    pod = spec["template"]["spec"]
+    assert spec.keys() == JOB and pod.keys() == POD
+    assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
+    assert spec["podReplacementPolicy"] == "Failed" and pod["restartPolicy"] == "Never", (
+        "podFailurePolicy asks for both"
+    )
+    rules = spec["podFailurePolicy"]["rules"]
+    assert [(rule["action"], rule.get("onExitCodes", {}).get("values")) for rule in rules] == [
+        ("FailJob", [2]), ("Ignore", [75]), ("Ignore", None),
+    ]  # fmt: skip
+    [container] = pod["containers"]
+    assert {rule["onExitCodes"]["containerName"] for rule in rules[:2]} == {container["name"]}
+    assert pod["terminationGracePeriodSeconds"] > 90
+    volumes = {volume["name"] for volume in pod["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
     cfg = compose("train", container["args"])
     assert cfg.resume == "auto" and cfg.run_id == "lockstep" and cfg.s3.uri
+    assert cfg.trainer.num_nodes == spec["completions"]
+    assert cfg.trainer.devices == container["resources"]["limits"]["nvidia.com/gpu"]
+
+
+def test_its_pods_are_the_nodes_of_one_run_and_share_a_secret():
+    parts = kubernetes()
+    spec = parts["Job"]["spec"]["template"]
+    env = {entry["name"]: entry for entry in spec["spec"]["containers"][0]["env"]}
+    job, service = parts["Job"]["metadata"]["name"], parts["Service"]["metadata"]["name"]
+    assert env["MASTER_ADDR"]["value"] == f"{job}-0.{service}" and spec["spec"]["subdomain"] == service
+    assert "job-completion-index" in env["NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert env["LOCKSTEP_SECRET"]["valueFrom"] == {"secretKeyRef": {"name": "lockstep", "key": "secret"}}
+    labels = spec["metadata"]["labels"]
+    assert parts["Service"]["spec"]["selector"] == labels and parts["Service"]["spec"]["clusterIP"] == "None"
+    policy = parts["NetworkPolicy"]["spec"]
+    assert (
+        policy["podSelector"]["matchLabels"] == labels == policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
+    )
+    environ = {name: entry.get("value", "0") for name, entry in env.items()}
+    cluster = describe(environ, Wanted(devices=4, num_nodes=2))
+    assert (cluster.launcher, cluster.node_rank, cluster.world_size) == ("nodes", 0, 8)
+
+
+def test_the_batch_script_gives_all_tasks_one_secret(tmp_path):
+    """The script itself, with srun played by a script; a secret of the user's own stays."""
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
+    (tmp_path / "srun").write_text('#!/bin/bash\necho "$LOCKSTEP_SECRET" "$*"\n')
+    (tmp_path / "srun").chmod(0o755)
+
+    def said(**environ):
+        own = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path), **environ}
+        done = subprocess.run(["bash", str(LAUNCH / "train.sbatch")], env=own, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split(" ", 1)
+
+    secret, words = said()
+    assert re.fullmatch("[0-9a-f]{64}", secret) and secret not in words and said()[0] != secret
+    assert said(LOCKSTEP_SECRET="of-the-users-own-making")[0] == "of-the-users-own-making"
 
 
 @pytest.mark.parametrize("name", ["train.sbatch"])

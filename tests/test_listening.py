@@ -3,8 +3,14 @@
 import ipaddress
 
 import psutil
+import pytest
 
 from runs import start_door
+
+SMALL = [
+    "trainer=ddp_sim", "data=synthetic", "data.num_images=2000", "model=small_cnn", "test=false",
+    "trainer.max_epochs=1000", "data.image_size=8",
+]  # fmt: skip
 
 
 def listening(process):
@@ -15,16 +21,24 @@ def listening(process):
                 yield found.type.name, found.laddr.ip
 
 
-def test_the_ranks_of_one_machine_listen_on_loopback_only(tmp_path):
-    started = start_door(
-        "train", "trainer=ddp_sim", "data=synthetic", "data.num_images=2000", "model=small_cnn", "test=false",
-        "trainer.max_epochs=1000", "data.image_size=8", logs=tmp_path,
-    )  # fmt: skip
+@pytest.fixture
+def training(tmp_path):
+    """A run of two ranks in its training; stopped at the end."""
+    started = start_door("train", *SMALL, logs=tmp_path)
     try:
         started.wait_for(lambda: any(tmp_path.rglob("*.ckpt.json")))
-        found = list(listening(psutil.Process(started.process.pid)))
+        yield psutil.Process(started.process.pid)
     finally:
         started.process.terminate()
         assert started.done().code == 75, started.text()
-    assert len(found) >= 4 and {kind for kind, _ in found} == {"SOCK_STREAM", "SOCK_DGRAM"}
+
+
+def test_the_ranks_of_one_machine_listen_on_loopback_only(training):
+    """The store and gloo; heartbeats and the secret go over inherited descriptors."""
+    found = list(listening(training))
+    assert len(found) >= 3 and {kind for kind, _ in found} == {"SOCK_STREAM"}
     assert [ip for _, ip in found if not ipaddress.ip_address(ip).is_loopback] == []
+
+
+def test_the_supervisor_itself_listens_nowhere(training):
+    assert [found for found in training.net_connections("inet") if found.status == psutil.CONN_LISTEN] == []

@@ -1,5 +1,5 @@
-"""Twelve secrets in all the places where people keep them: none of them in a file, event, page, object, line or process
-list that a run leaves. Each is a canary that no form gives away."""
+"""Thirteen secrets in all the places where people keep them: none of them in a file, event, page, object, line or
+process list that a run leaves. Each is a canary that no form gives away."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def homes(tmp_path):
         "HOME": str(home), "AWS_SHARED_CREDENTIALS_FILE": str(home / ".aws/credentials"),
         "AWS_CONFIG_FILE": str(home / ".aws/config"), "AWS_EC2_METADATA_DISABLED": "true",
         "HF_TOKEN": canary(5), "WANDB_API_KEY": canary(6), "DATABASE_URL": f"postgres://u:{canary(7)}@db/x",
-        "HTTPS_PROXY": f"http://u:{canary(8)}@127.0.0.1:9", "PASSWORD": canary(9),
+        "HTTPS_PROXY": f"http://u:{canary(8)}@127.0.0.1:9", "PASSWORD": canary(9), "LOCKSTEP_SECRET": canary(13),
     }  # fmt: skip
     return home, environment
 
@@ -56,7 +56,7 @@ def objects(store, bucket) -> str:
 
 
 def hits(text):
-    return [secret for secret in [SECRET, *map(canary, range(1, 13))] if secret in text]
+    return [secret for secret in [SECRET, *map(canary, range(1, 14))] if secret in text]
 
 
 def process_list(process):

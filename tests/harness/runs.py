@@ -31,7 +31,9 @@ PATHS = [str(SRC), str(Path(__file__).parent)]
 class ForkedRank:
     """Looks like subprocess.Popen to the supervisor."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], output: Path | None) -> None:
+    def __init__(
+        self, command: list[str], environment: dict[str, str], output: Path | None, inherits: tuple[int, ...] = ()
+    ) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:

@@ -10,7 +10,7 @@ from campaign import Row, Task, piece
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILES = {
     "attacks": ("tests/test_attacks.py", "attack corpus", "no canary fired, nothing outside, each error names the key"),
-    "secrets": ("tests/test_secrets.py", "twelve secret canaries", "none in files, events, pages, objects, processes"),
+    "secrets": ("tests/test_secrets.py", "13 secret canaries", "none in files, events, pages, objects, processes"),
     "listening": ("tests/test_listening.py", "what listens", "loopback only"),
     "install": ("tests/test_install.py", "`make install` with a package of another hash", "refused, with uv and pip"),
     "slurm": (

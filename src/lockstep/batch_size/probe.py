@@ -9,11 +9,9 @@ import logging
 import sys
 import traceback
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import psutil
-import torch.distributed as dist
 
 from lockstep.batch_size.least_batch import least_batch
 from lockstep.batch_size.memory import GIB, AllocatedBytes, MemoryPhases, TrackedBytes, ran_out, untracked
@@ -22,7 +20,10 @@ from lockstep.batch_size.search import Probe, next_batch
 from lockstep.batch_size.sessions import EXIT_OUT_OF_MEMORY, SessionFiles, State, from_json, read_state, write_state
 from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.distributed.cluster import SUPERVISOR_PID, Wanted, adopt, environment, plan_file
+from lockstep.distributed.json_collectives import gather_json
 from lockstep.distributed.launchers import describe
+from lockstep.distributed.process_group import join, own_connection
+from lockstep.distributed.secret import own_secret
 from lockstep.distributed.supervisor import die_with_parent
 from lockstep.launch.plan import RunPlan, read_plan
 from lockstep.runs.batch import Batch
@@ -187,11 +188,9 @@ class Prober:
         """Meet the other ranks, and watch for the one that ends first."""
         if self.cluster.world_size == 1:
             return
-        backend = "cpu:gloo,cuda:nccl" if self.plan.accelerator == "gpu" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=self.plan.trainer["timeout_s"]))
-        host, port = self.cluster.master_addr, self.cluster.master_port or 0
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
-        self.peers = Peers(store, self.cluster.rank)
+        secret, timeout_s = own_secret(self.cluster), self.plan.trainer["timeout_s"]
+        start = join(self.cluster, device_of(self.plan), timeout_s, secret)
+        self.peers = Peers(own_connection(self.cluster, start, 30.0, secret), self.cluster.rank)
         self.peers.watch()
 
     def _leave(self) -> int:
@@ -212,11 +211,7 @@ class Prober:
             write_state(self.files, state)
 
     def _gather(self, value: Any) -> list[Any]:
-        if self.cluster.world_size == 1:
-            return [value]
-        gathered: list[Any] = [None] * self.cluster.world_size
-        dist.all_gather_object(gathered, value)
-        return gathered
+        return [value] if self.cluster.world_size == 1 else gather_json(value)
 
 
 def evaluate_largest(data: Any) -> None:

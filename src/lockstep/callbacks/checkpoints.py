@@ -1,5 +1,6 @@
 """The best checkpoint and the last one, each complete and verified before the one before it goes."""
 
+import base64
 import random
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from lockstep.callbacks.resume_point import (
     resume_point,
     validates,
 )
+from lockstep.distributed.json_collectives import gather_json
 from lockstep.runs.config import Config
 from lockstep.runs.errors import Diverged, UserError
 from lockstep.runs.hooks import OnCheckpointComplete, OnShardsComplete
@@ -310,6 +312,41 @@ def gather_random_states(trainer: pl.Trainer) -> list[State]:
     """One state per rank, in rank order, on every rank."""
     if trainer.world_size == 1 or not torch.distributed.is_initialized():
         return [random_state()]
-    states: list[Any] = [None] * trainer.world_size
-    torch.distributed.all_gather_object(states, random_state())
-    return states
+    return [state_from_json(state) for state in gather_json(state_to_json(random_state()))]
+
+
+def state_to_json(state: State) -> dict[str, Any]:
+    """A random state whose byte tensors are text."""
+    cuda = state["cuda"]
+    several = [_to_text(each) for each in cuda] if isinstance(cuda, list) else None
+    return {
+        **state, "torch": _to_text(state["torch"]),
+        "cuda": several if several is not None or cuda is None else _to_text(cuda),
+    }  # fmt: skip
+
+
+def state_from_json(state: dict[str, Any]) -> State:
+    """
+    Raises:
+        RuntimeError: it is no random state.
+    """
+    try:
+        cuda = state["cuda"]
+        name, keys, *rest = state["numpy"]
+        version, internal, gauss = state["python"]
+        return {
+            "torch": _from_text(state["torch"]),
+            "cuda": [_from_text(each) for each in cuda] if isinstance(cuda, list) else cuda and _from_text(cuda),
+            "numpy": [str(name), [int(key) for key in keys], int(rest[0]), int(rest[1]), float(rest[2])],
+            "python": [int(version), [int(part) for part in internal], None if gauss is None else float(gauss)],
+        }
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise RuntimeError(f"a rank sent no random state ({type(error).__name__}: {error})") from None
+
+
+def _to_text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
+
+
+def _from_text(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

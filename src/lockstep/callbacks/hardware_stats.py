@@ -19,6 +19,7 @@ import torch
 from lockstep.callbacks import hardware_readings as machine_readings
 from lockstep.callbacks.hardware_readings import CpuReader, GpuReader, Reading
 from lockstep.callbacks.percentiles import KeptSamples
+from lockstep.distributed.json_collectives import gather_json
 from lockstep.runs.csv_files import guarded
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
@@ -242,21 +243,13 @@ class HardwareStats(pl.Callback):
     def _rank_processes(self, trainer: pl.Trainer) -> dict[int, int]:
         """Rank → process id, of this node. A collective where there are several ranks."""
         mine = (trainer.node_rank, trainer.global_rank, os.getpid())
-        return {rank: pid for node, rank, pid in _all_gather(mine) if node == self.node_rank}
+        return {rank: pid for node, rank, pid in gather_json(mine) if node == self.node_rank}
 
     def _gather(self, trainer: pl.Trainer) -> None:
         """Every node's figures on every rank; a collective, at epoch ends only."""
         if trainer.num_nodes > 1:
-            nodes = _all_gather(self._node() if self.sampler else None)
+            nodes = gather_json(self._node() if self.sampler else None)
             self.other_nodes = {node["node_rank"]: node for node in nodes if node}
-
-
-def _all_gather(value: Any) -> list[Any]:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [value]
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, value)
-    return gathered
 
 
 def _is_gpu_memory(name: str) -> bool:

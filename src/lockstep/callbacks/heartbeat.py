@@ -5,6 +5,7 @@ rank that fails publishes its error before it ends; where one dies without a wor
 A second thread watches the first: an operation on the store of a stopped or unreachable host never returns either.
 """
 
+import contextlib
 import faulthandler
 import json
 import logging
@@ -42,7 +43,7 @@ class Watch(Callback):
         run_folder: where stacks and the error go when this rank has to be ended.
         timeout_s: a rank not heard of for so long ends the run.
         report: called with the error when this rank has to be ended, in place of whoever catches its exceptions.
-        supervisor_port: on this host; a beat goes there too, so that a stopped rank is missed.
+        supervisor: the line to the one that started this rank; a beat goes there too, so that a stopped rank is missed.
     """
 
     def __init__(
@@ -50,10 +51,10 @@ class Watch(Callback):
         run_folder: str | Path,
         timeout_s: float = 300.0,
         report: Callable[[RankError | None], Any] | None = None,
-        supervisor_port: int | None = None,
+        supervisor: socket.socket | None = None,
     ) -> None:
         self.folder, self.timeout_s = RunFolder(Path(run_folder)), timeout_s
-        self.report, self.supervisor_port = report or self._write_error, supervisor_port
+        self.report, self.supervisor = report or self._write_error, supervisor
         self.phase = "start"
         self.store: Any = None
         self.ended, self.leaving = threading.Event(), threading.Lock()
@@ -121,6 +122,8 @@ class Watch(Callback):
                 lost_since = lost_since or time.monotonic()
                 if time.monotonic() - lost_since > SILENT_AFTER_S:
                     return self._leave(self._facts(0, f"died, or its host: its store is gone ({_first_line(error)})"))
+            except (UserError, ValueError, TypeError, LookupError) as error:  # a stranger has written into the store
+                return self._leave(self._facts(self.rank, _first_line(error), "UserError"))
 
     def _guard(self) -> None:
         """Ends this rank where the thread above hangs in an operation on the store."""
@@ -136,9 +139,9 @@ class Watch(Callback):
                     return self._leave(None)
 
     def _tell_supervisor(self) -> None:
-        if self.supervisor_port:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
-                line.sendto(f"{self.rank} {self.phase}".encode(), ("127.0.0.1", self.supervisor_port))
+        if self.supervisor is not None:
+            with contextlib.suppress(OSError):  # it is gone, or stopped and its line full
+                self.supervisor.send(self.phase.encode())
 
     def _beat(self) -> None:
         self.store.set(f"beat/{self.rank}", json.dumps([time.time(), socket.gethostname(), self.phase]))
@@ -236,7 +239,7 @@ class Watch(Callback):
             else:
                 exception.culprit = self._publish((self._look_for_the_dead() if echo else None) or own)
             self._leave_together(exception)
-        except (RuntimeError, dist.DistError) as error:
+        except (RuntimeError, dist.DistError, UserError) as error:
             log.info(f"rank {self.rank} cannot tell the others ({_first_line(error)}).")
         return exception
 

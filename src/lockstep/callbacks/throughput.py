@@ -17,6 +17,7 @@ from lockstep.callbacks.hardware_readings import say
 from lockstep.callbacks.percentiles import KeptSamples
 from lockstep.callbacks.resume_point import ends_step
 from lockstep.callbacks.step_times import StepFigures, StepTimes, cuda_events
+from lockstep.distributed.json_collectives import gather_json
 from lockstep.runs.hooks import ComputesOnSeveral
 
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
@@ -125,10 +126,7 @@ class Throughput(pl.Callback):
             "host": socket.gethostname(),
             "own_seconds": round(own[len(own) // 2], 6) if own else 0.0,
         }
-        self.ranks = [mine]
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self.ranks = [{} for _ in range(torch.distributed.get_world_size())]
-            torch.distributed.all_gather_object(self.ranks, mine)
+        self.ranks = gather_json(mine)
 
 
 def devices_in_use(strategy: Any, world_size: int) -> int:

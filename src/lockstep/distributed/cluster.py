@@ -15,7 +15,10 @@ log = logging.getLogger(__name__)
 
 PLAN_FILE = "LOCKSTEP_PLAN"  # set in ranks that our supervisor starts
 SUPERVISOR_PID = "LOCKSTEP_SUPERVISOR"
-SUPERVISOR_PORT = "LOCKSTEP_SUPERVISOR_PORT"
+SUPERVISOR_LINE = "LOCKSTEP_SUPERVISOR_LINE"  # the descriptor that a rank's heartbeats go to
+SECRET = "LOCKSTEP_SECRET"
+SECRET_FILE = "LOCKSTEP_SECRET_FILE"
+SECRET_PIPE = "LOCKSTEP_SECRET_PIPE"  # the descriptor that a process of ours reads it from
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,12 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def forget_secrets() -> None:
+    """Children that this process starts from now on inherit none."""
+    for name in (SECRET, SECRET_FILE, SECRET_PIPE):
+        os.environ.pop(name, None)
+
+
 def adopt(cluster: Cluster, environ: dict[str, str] | None = None) -> None:
     """Give this process the environment variables of its rank, as libraries beneath read them."""
     target = os.environ if environ is None else environ
@@ -129,9 +138,15 @@ def network_interface(address: str) -> str | None:
     return names[0] if names else None
 
 
-def supervisor_port(environ: Mapping[str, str] | None = None) -> int | None:
-    """Where a rank's heartbeat goes on this host; None without a supervisor."""
-    return int((os.environ if environ is None else environ).get(SUPERVISOR_PORT, 0)) or None
+def supervisor_line(environ: Mapping[str, str] | None = None) -> socket.socket | None:
+    """Where a rank's heartbeats go; None without a supervisor. To be asked once."""
+    number = (os.environ if environ is None else environ).get(SUPERVISOR_LINE)
+    if number is None:
+        return None
+    line = socket.socket(fileno=int(number))
+    line.setblocking(False)  # a supervisor that is stopped must not stop the rank
+    os.set_inheritable(line.fileno(), False)
+    return line
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None) -> int:

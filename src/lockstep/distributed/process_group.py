@@ -5,6 +5,7 @@ import logging
 import secrets
 import socket
 import time
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -12,74 +13,114 @@ import torch
 import torch.distributed as dist
 
 from lockstep.distributed.cluster import Cluster
+from lockstep.distributed.json_collectives import gather_json
+from lockstep.distributed.listening import listen
+from lockstep.distributed.sealed_store import SealedStore
+from lockstep.distributed.secret import Secret
 from lockstep.runs import provenance
 from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import Fingerprint, Host
+from lockstep.runs.typed_json import Part, to_json
 
 log = logging.getLogger(__name__)
 
 SPEAK_INTERVAL_S = 5.0
+NONCE_BYTES = 32
+_kept: list[SealedStore] = []  # torch calls them, and keeps none alive
 
 
-def join(cluster: Cluster, device: torch.device, timeout_s: float) -> str:
-    """Make the default process group, saying which ranks are still missing.
+def join(cluster: Cluster, device: torch.device, timeout_s: float, secret: Secret | None) -> str:
+    """Make the default process group, saying which ranks are still missing, and let every rank prove itself.
 
+    Args:
+        secret: of this start; None: between nodes without one, where whoever comes is believed.
     Returns:
         The name of this start in the run's store, which torchrun keeps over its restarts: for own_connection.
     Raises:
-        UserError: a rank did not come in time.
+        UserError: a rank did not come in time, or is none of this run's.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = _store(cluster, timeout_s)
+    store = _store(cluster, timeout_s, secret)
     start, _ = handshake(store, cluster, timeout_s)
+    _kept.append(store)
+    # NCCL's own threads use the store at any time, also while Python ends, so they get one that is not written in it:
+    # what a stranger changes there is found by the proof below.
+    shared = store if device.type == "cpu" else store.store
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore(f"lockstep/{start}/group", store),
+        store=dist.PrefixStore(f"lockstep/{start}/group", shared),
         rank=cluster.rank,
         world_size=cluster.world_size,
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
+    if secret is not None:
+        for each in (torch.device("cpu"), device)[: 1 if device.type == "cpu" else 2]:
+            prove_ranks(secret, cluster, each)
+        secret.discard_file()
     return start
 
 
-def own_connection(cluster: Cluster, start: str, timeout_s: float) -> Any:
+def prove_ranks(secret: Secret, cluster: Cluster, device: torch.device) -> None:
+    """Every rank shows that it holds the secret, over the connections that will carry everything else.
+
+    Each sends 32 random bytes, then its tag over all of them and its rank. Tensors only: nothing that a stranger
+    sends is interpreted before.
+
+    Raises:
+        UserError: names the first rank that could not.
+    """
+    nonces = _gathered(secrets.token_bytes(NONCE_BYTES), device)
+    parts = b"ranks", device.type.encode(), b"".join(nonces)
+    tags = _gathered(secret.tag(*parts, str(cluster.rank).encode()), device)
+    for rank, tag in enumerate(tags):
+        if not secret.proves(tag, *parts, str(rank).encode()):
+            raise UserError(
+                f"rank {rank} is none of this run's: it does not know its LOCKSTEP_SECRET. A stranger took its place, "
+                "or its node was given another secret."
+            )
+
+
+def _gathered(mine: bytes, device: torch.device) -> list[bytes]:
+    """The bytes of all ranks, as many of each, in rank order."""
+    own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    return [each.cpu().numpy().tobytes() for each in everyone]
+
+
+def own_connection(cluster: Cluster, start: str, timeout_s: float, secret: Secret | None) -> Any:
     """A second connection to the run's store, for the watching thread alone."""
     store = dist.TCPStore(
         cluster.master_addr, cluster.master_port, is_master=False, wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
     )  # fmt: skip
-    return dist.PrefixStore(f"lockstep/{start}/watch", store)
+    _kept.append(SealedStore(store, secret))
+    return dist.PrefixStore(f"lockstep/{start}/watch", _kept[-1])
 
 
-def agreed_run_id(cluster: Cluster, mine: str, timeout_s: float) -> str:
+def agreed_run_id(cluster: Cluster, mine: str, timeout_s: float, secret: Secret | None) -> str:
     """Rank 0's run id, on every rank, through the store of torchrun's agent: before any folder is made."""
-    return handshake(_store(cluster, timeout_s), cluster, timeout_s, "run-id", mine)[1]
+    return str(handshake(_store(cluster, timeout_s, secret), cluster, timeout_s, "run-id", mine)[1])
 
 
-def _store(cluster: Cluster, timeout_s: float) -> Any:
+def _store(cluster: Cluster, timeout_s: float, secret: Secret | None) -> SealedStore:
     """torchrun's agent serves a store already; else rank 0 does."""
     serves = cluster.rank == 0 and not cluster.agent_store
     where = f"{cluster.master_addr}:{cluster.master_port}"
     if not serves:
         _wait_for_port(cluster, timeout_s)
     try:
-        return dist.TCPStore(
+        store = dist.TCPStore(
             cluster.master_addr, cluster.master_port, is_master=serves, wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s), master_listen_fd=_on_loopback(cluster) if serves else None,
+            timeout=timedelta(seconds=timeout_s), master_listen_fd=listen(cluster).detach() if serves else None,
         )  # fmt: skip
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         what = f"cannot serve at {where}" if serves else f"cannot reach rank 0 at {where}"
         raise UserError(f"rank {cluster.rank} {what} ({reason}): check MASTER_ADDR and MASTER_PORT.") from None
-
-
-def _on_loopback(cluster: Cluster) -> int | None:
-    """A socket for the store of one machine's ranks; torch would listen on every interface, to anybody's words."""
-    if not cluster.master_addr.startswith("127."):
-        return None
-    return socket.create_server((cluster.master_addr, cluster.master_port or 0), backlog=1024).detach()
+    return SealedStore(store, secret)
 
 
 def _wait_for_port(cluster: Cluster, timeout_s: float) -> None:
@@ -105,7 +146,7 @@ def _wait_for_port(cluster: Cluster, timeout_s: float) -> None:
 
 def handshake(
     store: Any, cluster: Cluster, timeout_s: float, name: str = "join", word: str | None = None
-) -> tuple[str, Any]:
+) -> tuple[str, str | None]:
     """Every rank of this start is here, none of an earlier one: (the start's own name, rank 0's word).
 
     torchrun keeps one store over its restarts and counts them on each node for itself, so nobody can tell from
@@ -123,19 +164,19 @@ def handshake(
     deadline, speak_at = time.monotonic() + timeout_s, time.monotonic() + SPEAK_INTERVAL_S
     while True:
         if cluster.rank > 0 and store.check([f"{key}/start"]):
-            start = store.get(f"{key}/start").decode()
+            start = store.get(f"{key}/start").decode(errors="replace")
         missing = list(here)
         if start is not None:
             store.set(f"{key}/{start}/{cluster.rank}", number)
             missing = [rank for rank in here if not store.check([f"{key}/{start}/{rank}"])]
         if cluster.rank == 0 and not missing:
-            numbers = [store.get(f"{key}/{start}/{rank}").decode() for rank in here]
+            numbers = [store.get(f"{key}/{start}/{rank}").decode(errors="replace") for rank in here]
             store.set(f"{key}/{start}/all", json.dumps([numbers, word]))
             return number, word
         if start is not None and store.check([f"{key}/{start}/all"]):
-            numbers, words = json.loads(store.get(f"{key}/{start}/all"))
-            if numbers[cluster.rank] == number:
-                return start, words
+            numbers, said = _all_of(store.get(f"{key}/{start}/all"))
+            if cluster.rank < len(numbers) and numbers[cluster.rank] == number:
+                return start, said
         nodes = ", ".join(str(node) for node in sorted({rank // cluster.devices for rank in missing})) or "0"
         if time.monotonic() > deadline:
             raise UserError(
@@ -147,17 +188,41 @@ def handshake(
         time.sleep(0.05)
 
 
+def _all_of(value: bytes) -> tuple[list[str], str | None]:
+    """The ranks' numbers and rank 0's word; no numbers where it is something else."""
+    try:
+        numbers, word = json.loads(value)
+    except (ValueError, TypeError, RecursionError):
+        return [], None
+    fits = isinstance(numbers, list) and isinstance(word, str | None)
+    return (numbers, word) if fits else ([], None)
+
+
+@dataclass(kw_only=True)
+class Introduction(Part):
+    """What one rank says of itself."""
+
+    tree_hash: str = ""
+    config_hash: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    host: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(self.tree_hash, self.config_hash, self.versions)
+
+
 def check_all_equal(mine: Fingerprint, cluster: Cluster) -> list[Host]:
     """Every rank's host, in rank order, once all run the same code, options and packages.
 
     Raises:
         UserError: on every rank, naming the first that differs.
     """
-    everyone: list[Any] = [None] * cluster.world_size
-    dist.all_gather_object(everyone, (mine, provenance.host(cluster.node_rank)))
-    first, first_host = everyone[0]
-    for rank, (other, host) in enumerate(everyone):
-        names = f"rank {rank} on {host['host']}", f"rank 0 on {first_host['host']}"
-        if error := other.difference(first, *names):
+    own = Introduction(**asdict(mine), host=provenance.host(cluster.node_rank))
+    everyone = gather_json(to_json(own), Introduction)
+    first = everyone[0]
+    for rank, other in enumerate(everyone):
+        names = f"rank {rank} on {other.host.get('host')}", f"rank 0 on {first.host.get('host')}"
+        if error := other.fingerprint.difference(first.fingerprint, *names):
             raise UserError(error)
-    return [host for _, host in everyone]
+    return [other.host for other in everyone]

@@ -1,29 +1,80 @@
 """The nodes of one run meet before any folder is made: one run id, one code, one config; without torch.
 
 Node 0's supervisor listens on MASTER_PORT, the others call it; each says who it is, node 0 answers all of them
-with the same words, and the port is free again for the ranks.
+with the same words, and the port is free again for the ranks. A line is three words: nonce, proof, JSON.
+
+    node 0 → caller    its nonce, -, {}
+    caller → node 0    its nonce, HMAC of both nonces and the JSON, who it is
+    node 0 → caller    its nonce, HMAC of both nonces and the JSON, the answer
+
+Without a secret the proof is a dash. JSON is read only once its proof holds, and only into declared types.
 """
 
+import contextlib
 import json
 import logging
+import re
+import secrets
+import selectors
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field
 
 from lockstep.distributed.cluster import Cluster
+from lockstep.distributed.listening import listen
+from lockstep.distributed.secret import Secret
 from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import Fingerprint
+from lockstep.runs.typed_json import Part, WrongValue, from_json, to_json
 
 log = logging.getLogger(__name__)
 
 SPEAK_INTERVAL_S = 5.0
-HELLO_WITHIN_S = 2.0  # a stranger that connects and says nothing holds the others up for no longer
-LARGEST_HELLO_BYTES = 1_000_000
+HELLO_WITHIN_S = 5.0
+GREETING_WITHIN_S = 5.0
+MOST_CALLERS = 256  # that have not proved themselves; the oldest goes when another comes
+LARGEST_HELLO_BYTES = 65_536
+LARGEST_ANSWER_BYTES = 16_000_000  # holds the hellos of all nodes
 CLOCK_TOLERANCE_S = 60.0
-FINGERPRINT = tuple(field.name for field in fields(Fingerprint))
-Message = dict[str, Any]  # one line of JSON
+NO_PROOF = b"-"
+REFUSED = b"refused"
+LINE = re.compile(rb"([0-9a-f]{32}) ([0-9a-f]{64}|-|refused) (.*)", re.DOTALL)
+NO_HOST_NAME = re.compile(r"[^A-Za-z0-9._-]")
+FROM_CALLER, FROM_NODE_ZERO = b"hello", b"answer"
+
+
+@dataclass(kw_only=True)
+class Hello(Part):
+    """Who a node is, and what it runs.
+
+    Attributes:
+        time: of its clock, seconds since 1970.
+        clock_offset_s: by node 0's clock; what a node says of it does not count.
+    """
+
+    tree_hash: str = ""
+    config_hash: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    run_id: str | None = None
+    host: str = ""
+    node_rank: int = -1
+    num_nodes: int = 0
+    time: float = 0.0
+    clock_offset_s: float = 0.0
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(self.tree_hash, self.config_hash, self.versions)
+
+
+@dataclass(kw_only=True)
+class Answer(Part):
+    """What node 0 tells all nodes: what they share, or why they cannot start."""
+
+    error: str | None = None
+    run_id: str | None = None
+    nodes: list[Hello] = field(default_factory=list)  # in node order
 
 
 def agree(
@@ -33,124 +84,219 @@ def agree(
     timeout_s: float,
     say: Callable[[str], None] = log.info,
     host: str | None = None,
-) -> Message:
+    secret: Secret | None = None,
+) -> Answer:
     """Node 0's answer on what all nodes share.
 
     Args:
         run_id: where this node was given one.
         host: this machine's name where it is another than the system's.
-    Returns:
-        {run_id, nodes: [{node_rank, host, clock_offset_s, …}, in node order]}.
+        secret: of all nodes; None: everybody is believed.
     Raises:
-        UserError: a node never came, or runs other code, another config or other packages.
+        UserError: a node never came, has another secret, or runs other code, another config or other packages.
     """
-    hello = {
-        **asdict(mine), "run_id": run_id, "host": host or socket.gethostname(), "node_rank": cluster.node_rank,
-        "num_nodes": cluster.num_nodes, "time": time.time(),
-    }  # fmt: skip
+    hello = Hello(
+        **asdict(mine), run_id=run_id, host=host or socket.gethostname(), node_rank=cluster.node_rank,
+        num_nodes=cluster.num_nodes, time=time.time(),
+    )  # fmt: skip
     if cluster.node_rank == 0:
-        answer = Gathering(cluster, hello, say).answer(timeout_s)
+        answer = Gathering(cluster, hello, say, secret).answer(timeout_s)
     else:
-        answer = _call(cluster, hello, timeout_s, say)
-    if answer.get("error"):
-        raise UserError(answer["error"])
+        answer = _call(cluster, hello, timeout_s, say, secret)
+    if answer.error:
+        raise UserError(answer.error)
     return answer
+
+
+class Caller:
+    """One connection to node 0, from its first byte until it has said who it is."""
+
+    def __init__(self, connection: socket.socket, address: str) -> None:
+        self.connection, self.address = connection, address
+        self.data = b""
+        self.nonce = secrets.token_hex(16).encode()  # node 0's
+        self.theirs = b""
+        self.since = time.monotonic()
+
+    def whole_line(self) -> bytes | None:
+        """What it has sent, once that is a line; None: more may come.
+
+        Raises:
+            OSError, ValueError: it has gone, or sends too much.
+        """
+        part = self.connection.recv(65_536)
+        self.data += part
+        if not part or len(self.data) > LARGEST_HELLO_BYTES:
+            raise ValueError
+        return self.data[:-1] if self.data.endswith(b"\n") else None
 
 
 class Gathering:
     """Node 0's side: who has come so far, each with the connection on which it waits for the answer."""
 
-    def __init__(self, cluster: Cluster, hello: Message, say: Callable[[str], None]) -> None:
-        self.cluster, self.say = cluster, say
-        self.nodes: dict[int, Message] = {0: hello}
-        self.connections: dict[int, socket.socket] = {}
+    def __init__(
+        self, cluster: Cluster, hello: Hello, say: Callable[[str], None], secret: Secret | None = None
+    ) -> None:
+        self.cluster, self.say, self.secret = cluster, say, secret
+        self.nodes: dict[int, Hello] = {0: hello}
+        self.callers: dict[int, Caller] = {}  # by node
+        self.strangers: dict[socket.socket, Caller] = {}  # have not said who they are; the oldest first
+        self.stranger_said = False
 
     @property
     def missing(self) -> list[int]:
         return sorted(set(range(self.cluster.num_nodes)) - self.nodes.keys())
 
-    def answer(self, timeout_s: float) -> Message:
+    def answer(self, timeout_s: float) -> Answer:
         """Wait for every node and tell all of them the same: that they may start, or why not."""
-        error = None
-        deadline, speak_at = time.monotonic() + timeout_s, time.monotonic() + SPEAK_INTERVAL_S
-        with _listen(self.cluster.master_port or 0) as server:
-            server.settimeout(0.5)
-            while error is None and self.missing:
-                if time.monotonic() > deadline:
-                    error = self._nobody_came(timeout_s)
-                elif time.monotonic() > speak_at:
-                    speak_at += SPEAK_INTERVAL_S
-                    self.say(f"Waiting for node rank {_names(self.missing)} of {self.cluster.num_nodes} at port "
-                             f"{self.cluster.master_port} …")  # fmt: skip
-                error = error or self._accept(server)
-        answer = {"error": error} if error else _compare([self.nodes[rank] for rank in sorted(self.nodes)], self.say)
-        for connection in self.connections.values():
-            _send(connection, answer)
-            connection.close()
+        with _listen(self.cluster) as server, selectors.DefaultSelector() as ready:
+            server.setblocking(False)
+            ready.register(server, selectors.EVENT_READ)
+            try:
+                error = self._wait(server, ready, timeout_s)
+            finally:
+                for connection in self.strangers:
+                    connection.close()
+        nodes = [self.nodes[rank] for rank in sorted(self.nodes)]
+        answer = Answer(error=error) if error else _compare(nodes, self.say)
+        for caller in self.callers.values():
+            self._tell(caller, answer)
         return answer
+
+    def _wait(self, server: socket.socket, ready: selectors.BaseSelector, timeout_s: float) -> str | None:
+        """Until all nodes are here; returns what is wrong."""
+        deadline, speak_at = time.monotonic() + timeout_s, time.monotonic() + SPEAK_INTERVAL_S
+        error = None
+        while error is None and self.missing:
+            if time.monotonic() > deadline:
+                return self._nobody_came(timeout_s)
+            if time.monotonic() > speak_at:
+                speak_at += SPEAK_INTERVAL_S
+                self.say(f"Waiting for node rank {_names(self.missing)} of {self.cluster.num_nodes} at port "
+                         f"{self.cluster.master_port} …")  # fmt: skip
+            self._forget_the_gone()
+            self._dismiss_the_silent(ready)
+            for key, _ in ready.select(0.5):
+                if key.fileobj is server:
+                    self._take_in(server, ready)
+                elif key.fileobj in self.strangers and error is None:
+                    error = self._hear(self.strangers[key.fileobj], ready)
+        return error
 
     def _nobody_came(self, timeout_s: float) -> str:
         where = f"{self.cluster.master_addr}:{self.cluster.master_port}"
+        others = ", with the same LOCKSTEP_SECRET" if self.stranger_said else ""
         return (
             f"node rank {_names(self.missing)} did not arrive at {where} within {timeout_s:.0f} s: is the same command "
-            "running there, with the same MASTER_PORT, and the port open?"
+            f"running there, with the same MASTER_PORT{others}, and the port open?"
         )
 
-    def _accept(self, server: socket.socket) -> str | None:
-        """Take in one node, if one calls; returns what is wrong with it."""
-        self._forget_the_gone()
+    def _take_in(self, server: socket.socket, ready: selectors.BaseSelector) -> None:
+        """A new connection, which gets our nonce to prove itself over."""
         try:
-            connection, _ = server.accept()
-        except TimeoutError:
+            connection, address = server.accept()
+        except OSError:
+            return
+        connection.setblocking(False)
+        caller = Caller(connection, str(address[0]))
+        self.strangers[connection] = caller
+        ready.register(connection, selectors.EVENT_READ)
+        if len(self.strangers) > MOST_CALLERS:
+            self._dismiss(next(iter(self.strangers.values())), ready)
+        if not _send(connection, caller.nonce, NO_PROOF, b"{}"):
+            self._dismiss(caller, ready)
+
+    def _dismiss_the_silent(self, ready: selectors.BaseSelector) -> None:
+        for caller in list(self.strangers.values()):
+            if time.monotonic() > caller.since + HELLO_WITHIN_S:
+                self._dismiss(caller, ready)
+
+    def _dismiss(self, caller: Caller, ready: selectors.BaseSelector) -> None:
+        if self.strangers.pop(caller.connection, None):
+            ready.unregister(caller.connection)
+        caller.connection.close()
+
+    def _hear(self, caller: Caller, ready: selectors.BaseSelector) -> str | None:
+        """What a caller says; returns why the nodes cannot start, where it is one of ours and that cannot be."""
+        try:
+            if (line := caller.whole_line()) is None:
+                return None
+            came = self._proved(caller, line)
+        except BlockingIOError:
             return None
-        came = _receive(connection, HELLO_WITHIN_S)
-        if came is None or "node_rank" not in came:
-            connection.close()
+        except (OSError, ValueError):
+            came = None
+        if came is None:
+            self._dismiss(caller, ready)
             return None
-        came["clock_offset_s"] = time.time() - float(came.get("time", 0))
-        rank, num_nodes = came["node_rank"], self.cluster.num_nodes
-        error = None
-        if came.get("num_nodes") != num_nodes or rank not in range(num_nodes):
-            error = (f"{came.get('host')} came as node {rank} of {came.get('num_nodes')}, but node 0 waits for "
-                     f"{num_nodes} nodes: give every node the same trainer.num_nodes.")  # fmt: skip
-        elif rank in self.nodes:
-            error = (f"two nodes say NODE_RANK={rank} ({self.nodes[rank]['host']} and {came['host']}): "
-                     "give each node its own.")  # fmt: skip
+        del self.strangers[caller.connection]
+        ready.unregister(caller.connection)
+        came.clock_offset_s = time.time() - came.time
+        error = self._what_is_wrong(came)
         if error:
-            _send(connection, {"error": error})
-            connection.close()
+            self._tell(caller, Answer(error=error))
             return error
-        self.nodes[rank], self.connections[rank] = came, connection
+        self.nodes[came.node_rank], self.callers[came.node_rank] = came, caller
         return None
+
+    def _proved(self, caller: Caller, line: bytes) -> Hello | None:
+        """Who it is; None: a stranger, or a node with another secret, which is told so."""
+        if (match := LINE.fullmatch(line)) is None:
+            return None
+        caller.theirs, proof, body = match.groups()
+        if not _holds(self.secret, proof, FROM_CALLER, caller.nonce, caller.theirs, body):
+            _send(caller.connection, caller.nonce, REFUSED, b"{}")
+            if not self.stranger_said:
+                self.stranger_said = True
+                self.say(f"Refused {caller.address}: it has not this node's LOCKSTEP_SECRET.")
+            return None
+        return _hello(body)
+
+    def _what_is_wrong(self, came: Hello) -> str | None:
+        rank, num_nodes = came.node_rank, self.cluster.num_nodes
+        if came.num_nodes != num_nodes or rank not in range(num_nodes):
+            return (f"{came.host} came as node {rank} of {came.num_nodes}, but node 0 waits for "
+                    f"{num_nodes} nodes: give every node the same trainer.num_nodes.")  # fmt: skip
+        if rank in self.nodes:
+            return (f"two nodes say NODE_RANK={rank} ({self.nodes[rank].host} and {came.host}): "
+                    "give each node its own.")  # fmt: skip
+        return None
+
+    def _tell(self, caller: Caller, answer: Answer) -> None:
+        body = json.dumps(to_json(answer)).encode()
+        proof = _proof(self.secret, FROM_NODE_ZERO, caller.nonce, caller.theirs, body)
+        caller.connection.settimeout(10)
+        if not _send(caller.connection, caller.nonce, proof, body):
+            log.info("A node went away while it was answered.")
+        caller.connection.close()
 
     def _forget_the_gone(self) -> None:
         """A node that was stopped while it waited may come again."""
-        for rank, connection in list(self.connections.items()):
-            connection.setblocking(False)
+        for rank, caller in list(self.callers.items()):
             try:
-                gone = connection.recv(1, socket.MSG_PEEK) == b""
+                gone = caller.connection.recv(1, socket.MSG_PEEK) == b""
             except BlockingIOError:
                 gone = False
             except OSError:
                 gone = True
             if gone:
-                self.say(f"Node {rank} ({self.nodes[rank]['host']}) went away; waiting for it again.")
-                connection.close()
-                del self.nodes[rank], self.connections[rank]
+                self.say(f"Node {rank} ({self.nodes[rank].host}) went away; waiting for it again.")
+                caller.connection.close()
+                del self.nodes[rank], self.callers[rank]
 
 
-def _call(cluster: Cluster, hello: Message, timeout_s: float, say: Callable[[str], None]) -> Message:
+def _call(
+    cluster: Cluster, hello: Hello, timeout_s: float, say: Callable[[str], None], secret: Secret | None
+) -> Answer:
+    """The other nodes' side: call until node 0 answers."""
     deadline, speak_at = time.monotonic() + timeout_s, time.monotonic() + SPEAK_INTERVAL_S
     where, reason = f"{cluster.master_addr}:{cluster.master_port}", "no answer"
     while time.monotonic() < deadline:
         try:
             with socket.create_connection((cluster.master_addr, cluster.master_port or 0), timeout=2) as connection:
-                _send(connection, {**hello, "time": time.time()})
-                answer = _receive(connection, deadline - time.monotonic() + 5)
-                if answer is not None and "error" in answer:
-                    return answer
-                reason = "it answers, but not as node 0 of this project"
-        except OSError as error:
+                hello.time = time.time()
+                return _ask(connection, hello, secret, deadline)
+        except (OSError, ValueError) as error:
             reason = str(error)
         if time.monotonic() > speak_at:
             say(f"Node {cluster.node_rank} waits for node 0 at {where} ({reason}) …")
@@ -161,27 +307,66 @@ def _call(cluster: Cluster, hello: Message, timeout_s: float, say: Callable[[str
     )
 
 
-def _compare(nodes: list[Message], say: Callable[[str], None]) -> Message:
+def _ask(connection: socket.socket, hello: Hello, secret: Secret | None, deadline: float) -> Answer:
+    """
+    Raises:
+        OSError, ValueError: it went away, or is not node 0 of this run.
+    """
+    theirs, _, _ = _receive(connection, min(deadline, time.monotonic() + GREETING_WITHIN_S), LARGEST_HELLO_BYTES)
+    mine, body = secrets.token_hex(16).encode(), json.dumps(to_json(hello)).encode()
+    if not _send(connection, mine, _proof(secret, FROM_CALLER, theirs, mine, body), body):
+        raise ValueError("it went away")
+    nonce, proof, body = _receive(connection, deadline + 5, LARGEST_ANSWER_BYTES)
+    if proof == REFUSED or nonce != theirs or not _holds(secret, proof, FROM_NODE_ZERO, theirs, mine, body):
+        raise ValueError("its LOCKSTEP_SECRET is another than this node's")
+    try:
+        return from_json(Answer, json.loads(body))
+    except (WrongValue, RecursionError):
+        raise ValueError("it answers, but not as node 0 of this project") from None
+
+
+def _hello(body: bytes) -> Hello | None:
+    """None where it is none: everything but the clock's offset has to be there."""
+    try:
+        values = json.loads(body)
+        complete = isinstance(values, dict) and set(to_json(Hello())) - {"clock_offset_s"} <= values.keys()
+        hello = from_json(Hello, values) if complete else None
+    except (ValueError, RecursionError):
+        return None
+    if hello:
+        hello.host = NO_HOST_NAME.sub("?", hello.host)[:253]
+    return hello
+
+
+def _proof(secret: Secret | None, *parts: bytes) -> bytes:
+    return secret.tag(*parts) if secret else NO_PROOF
+
+
+def _holds(secret: Secret | None, proof: bytes, *parts: bytes) -> bool:
+    """Where this side has no secret, the other must have none either."""
+    return secret.proves(proof, *parts) if secret else proof == NO_PROOF
+
+
+def _compare(nodes: list[Hello], say: Callable[[str], None]) -> Answer:
     first = nodes[0]
     for other in nodes[1:]:
-        if abs(other.get("clock_offset_s", 0)) > CLOCK_TOLERANCE_S:
+        if abs(other.clock_offset_s) > CLOCK_TOLERANCE_S:
             say(
-                f"The clock of node {other['node_rank']} ({other['host']}) is {other['clock_offset_s']:.0f} s off: "
+                f"The clock of node {other.node_rank} ({other.host}) is {other.clock_offset_s:.0f} s off: "
                 "S3 refuses requests beyond 15 minutes."
             )
         if error := _difference(other, first):
-            return {"error": error}
-    run_id = next((node["run_id"] for node in nodes if node["run_id"]), None)
-    return {"error": None, "run_id": run_id, "nodes": nodes}
+            return Answer(error=error)
+    run_id = next((node.run_id for node in nodes if node.run_id), None)
+    return Answer(run_id=run_id, nodes=nodes)
 
 
-def _difference(other: Message, first: Message) -> str | None:
-    who, host = f"node {other['node_rank']} ({other['host']})", first["host"]
-    mine, firsts = (Fingerprint(*(node[name] for name in FINGERPRINT)) for node in (other, first))
-    if error := mine.difference(firsts, who, f"node 0 ({host})"):
+def _difference(other: Hello, first: Hello) -> str | None:
+    who = f"node {other.node_rank} ({other.host})"
+    if error := other.fingerprint.difference(first.fingerprint, who, f"node 0 ({first.host})"):
         return error
-    if other["run_id"] and first["run_id"] and other["run_id"] != first["run_id"]:
-        return f"{who} was given run_id={other['run_id']}, node 0 {first['run_id']}: give all nodes the same, or none."
+    if other.run_id and first.run_id and other.run_id != first.run_id:
+        return f"{who} was given run_id={other.run_id}, node 0 {first.run_id}: give all nodes the same, or none."
     return None
 
 
@@ -189,32 +374,35 @@ def _names(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _listen(port: int) -> socket.socket:
+def _listen(cluster: Cluster) -> socket.socket:
     try:
-        return socket.create_server(("", port), backlog=128, reuse_port=False)
+        return listen(cluster)
     except OSError as error:
-        raise UserError(f"MASTER_PORT={port} cannot be used on node 0: {error.strerror or error}.") from None
+        reason = error.strerror or error
+        raise UserError(f"MASTER_PORT={cluster.master_port} cannot be used on node 0: {reason}.") from None
 
 
-def _send(connection: socket.socket, message: Message) -> None:
-    try:
-        connection.settimeout(10)
-        connection.sendall(json.dumps(message).encode() + b"\n")
-    except OSError as error:
-        log.info(f"A node went away while it was answered ({error}).")
+def _send(connection: socket.socket, nonce: bytes, proof: bytes, body: bytes) -> bool:
+    """Whether the other side is still there."""
+    with contextlib.suppress(OSError):
+        connection.sendall(nonce + b" " + proof + b" " + body + b"\n")
+        return True
+    return False
 
 
-def _receive(connection: socket.socket, within_s: float) -> Message | None:
-    """One line of JSON; None where the other side is no node of ours, or says nothing."""
-    data, deadline = b"", time.monotonic() + within_s
-    try:
-        while not data.endswith(b"\n") and len(data) < LARGEST_HELLO_BYTES:
-            connection.settimeout(max(0.01, deadline - time.monotonic()))
-            part = connection.recv(65536)
-            if not part:
-                return None
-            data += part
-        message = json.loads(data)
-    except (OSError, ValueError):
-        return None
-    return message if isinstance(message, dict) else None
+def _receive(connection: socket.socket, deadline: float, most_bytes: int) -> tuple[bytes, bytes, bytes]:
+    """One line's nonce, proof and JSON.
+
+    Raises:
+        OSError, ValueError: it went away, says nothing, or something else.
+    """
+    data = bytearray()
+    while not data.endswith(b"\n"):
+        connection.settimeout(max(0.01, deadline - time.monotonic()))
+        part = connection.recv(65_536)
+        if not part or len(data) > most_bytes:
+            raise ValueError("it answers, but not as node 0 of this project")
+        data += part
+    if (match := LINE.fullmatch(bytes(data[:-1]))) is None:
+        raise ValueError("it answers, but not as node 0 of this project")
+    return match[1], match[2], match[3]

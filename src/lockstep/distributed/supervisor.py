@@ -4,6 +4,7 @@ The supervisor imports no torch. Each rank dies with it, it ends survivors when 
 die without a word it completes the run record in their place.
 """
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -18,8 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.distributed.cluster import PLAN_FILE, SUPERVISOR_PID, SUPERVISOR_PORT, Cluster
+from lockstep.distributed.cluster import PLAN_FILE, SUPERVISOR_LINE, SUPERVISOR_PID, Cluster
 from lockstep.distributed.failures import RankError, complete_record, sentence_of
+from lockstep.distributed.secret import Secret, handed_on, without_secrets
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
@@ -75,26 +77,35 @@ class Ranks:
 
 
 class Heartbeats:
-    """What the ranks' watching threads say to their supervisor: a rank that is stopped, or hangs in C, says nothing."""
+    """What the ranks' watching threads say to their supervisor: a rank that is stopped, or hangs in C, says nothing.
+
+    Each rank inherits the end of a line of its own, which no other process can reach.
+    """
 
     def __init__(self) -> None:
-        self.line = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self.line.bind(("127.0.0.1", 0))
-        self.line.setblocking(False)
-        self.port = int(self.line.getsockname()[1])
+        self.lines: dict[int, socket.socket] = {}  # by global rank
         self.silent_s: dict[int, float] = {}  # of each rank that has ever been heard
         self.phases: dict[int, str] = {}
+
+    def line_for(self, rank: int) -> socket.socket:
+        """The end that the rank is to inherit; the caller closes its own copy."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        ours.setblocking(False)
+        self.lines[rank] = ours
+        return theirs
 
     def listen(self, passed_s: float) -> None:
         """Call often; time in which this process itself was stopped does not count."""
         for rank in self.silent_s:
             self.silent_s[rank] += min(passed_s, 1.0)
-        try:
-            while True:
-                sender, _, phase = self.line.recv(64).decode().partition(" ")
-                self.silent_s[int(sender)], self.phases[int(sender)] = 0.0, phase
-        except (BlockingIOError, ValueError):
-            return
+        for rank, line in self.lines.items():
+            with contextlib.suppress(OSError):
+                while phase := line.recv(64):
+                    self.silent_s[rank], self.phases[rank] = 0.0, phase.decode(errors="replace")
+
+    def close(self) -> None:
+        for line in self.lines.values():
+            line.close()
 
 
 class Supervisor:
@@ -103,7 +114,9 @@ class Supervisor:
     Args:
         command: how a rank is started, e.g. [python, src/train.py].
         timeout_s: a rank whose heartbeat stops for somewhat longer is ended.
-        start: starts one process with (command, environment, stdout); tests give their own.
+        start: starts one process with (command, environment, stdout, descriptors that it inherits); tests give
+            their own.
+        secret: by which the ranks know each other; None: between nodes without one.
     """
 
     def __init__(
@@ -114,8 +127,10 @@ class Supervisor:
         environment: dict[str, str],
         start: Callable[..., Any] | None = None,
         timeout_s: float = 300.0,
+        secret: Secret | None = None,
     ) -> None:
-        self.cluster, self.folder, self.command, self.environment = cluster, folder, command, environment
+        self.cluster, self.folder, self.command = cluster, folder, command
+        self.environment, self.secret = without_secrets(environment), secret
         self.start = start or self._popen
         self.ended_at_once = False
         self.stop_asked_at: float | None = None
@@ -146,32 +161,35 @@ class Supervisor:
             self.ranks.signal(signal.SIGKILL)
             for process in self.ranks.processes:
                 process.wait()
-            self.heartbeats.line.close()
+            self.heartbeats.close()
             for number, handler in previous.items():
                 signal.signal(number, handler)
         self.ranks.poll()
         return self._conclude()
 
     def _start_rank(self, local_rank: int, port: int) -> Any:
-        environment = {
-            **self.environment,
-            **self.cluster.rank_environment(local_rank, port),
-            PLAN_FILE: str(self.folder.plan(self.cluster.node_rank)),
-            SUPERVISOR_PID: str(os.getpid()),
-            SUPERVISOR_PORT: str(self.heartbeats.port),
-        }
         rank = self.cluster.node_rank * self.cluster.devices + local_rank
         output = None if local_rank == 0 else self.folder.path / f"rank{rank}.log"
-        return self.start(self.command, environment, output)
+        with handed_on(self.secret) as (told, pipe), self.heartbeats.line_for(rank) as line:
+            environment = {
+                **self.environment,
+                **self.cluster.rank_environment(local_rank, port),
+                **told,
+                PLAN_FILE: str(self.folder.plan(self.cluster.node_rank)),
+                SUPERVISOR_PID: str(os.getpid()),
+                SUPERVISOR_LINE: str(line.fileno()),
+            }
+            return self.start(self.command, environment, output, (*pipe, line.fileno()))
 
     @staticmethod
-    def _popen(command: list[str], environment: dict[str, str], output: Path | None) -> subprocess.Popen:
+    def _popen(
+        command: list[str], environment: dict[str, str], output: Path | None, inherits: tuple[int, ...]
+    ) -> subprocess.Popen:
+        own: dict[str, Any] = {"stdin": subprocess.DEVNULL, "process_group": 0, "pass_fds": inherits}
         if output is None:
-            return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
+            return subprocess.Popen(command, env=environment, **own)
         with output.open("ab") as log:
-            return subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
-            )
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log, **own)
 
     def _watch(self) -> None:
         """Until all ranks have ended, or their time is up."""

@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import checked_run_id
+from lockstep.runs.foreign_files import parse_json
 from lockstep.storage.bucket import read_small
 from lockstep.storage.checkpoint_files import finite
 from lockstep.storage.object_store import ObjectStore, StoredObject, StoreError, checked_key
@@ -26,6 +27,7 @@ from lockstep.storage.pointer import NOT_READABLE, OBJECT_NAME, Pointer, parse_p
 
 KINDS = ("best", "last")
 MAX_TRIES = 20
+LARGEST_GENERATION = 10**9
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=@+-]{0,199}")
 
 
@@ -92,8 +94,9 @@ class RunBucket:
     def join(self) -> bool:
         """On another rank: take the generation that rank 0 claimed for this start; False: it has not yet."""
         data, _ = read_small(self.store, f"{self.root}generation.json")
-        if not self.prepared and data is not None and json.loads(data).get("start_id") == self.start_id:
-            self.generation, self.prepared = _generation_in(data), True
+        generation = _generation_in(data)
+        if not self.prepared and data is not None and parse_json(data).get("start_id") == self.start_id:
+            self.generation, self.prepared = generation, True
         return self.prepared
 
     def newest_generation(self) -> int:
@@ -223,7 +226,10 @@ def _generation_in(data: bytes | None) -> int:
     if data is None:
         return 0
     try:
-        return max(0, int(json.loads(data)["generation"]))
+        generation = int(parse_json(data)["generation"])
+        if not 0 <= generation < LARGEST_GENERATION:
+            raise ValueError(generation)
+        return generation
     except NOT_READABLE:
         raise StoreError("corrupt", "generation.json of this run is not readable: delete it to go on") from None
 

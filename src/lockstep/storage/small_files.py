@@ -1,6 +1,5 @@
 """The small files of a run folder (config, record, metrics, TensorBoard …) to and from the bucket."""
 
-import json
 import logging
 import os
 import re
@@ -8,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lockstep.runs.folder import RunFolder
+from lockstep.runs.foreign_files import NotReadable, parse_json
 from lockstep.storage.bucket import copy_to_file, read_small
 from lockstep.storage.object_store import never
 from lockstep.storage.run_bucket import FILE_NAME, RunBucket
@@ -93,8 +93,8 @@ def _is_recorded(relative: str) -> bool:
 def _updated_at(record: bytes | None) -> str:
     """The record's time stamp; times of this form sort as text."""
     try:
-        return str(json.loads(record or b"{}").get("updated_at", ""))
-    except (ValueError, AttributeError, RecursionError):
+        return str(parse_json(record or b"{}").get("updated_at", ""))
+    except (NotReadable, AttributeError):
         return ""
 
 

@@ -1,5 +1,6 @@
 """What strategies of one process per device share: their device, and collectives over ranks that have met."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,7 +9,27 @@ from lightning.pytorch.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
 
+from lockstep.distributed.json_collectives import broadcast_json
 from lockstep.strategies.capabilities import Capabilities
+
+PATH = "path of a broadcast"
+
+
+def broadcast(obj: Any, src: int = 0) -> Any:
+    """Rank `src`'s plain value on every rank: Strategy.broadcast of Lightning, which sends paths, words and flags.
+
+    Raises:
+        TypeError: on rank `src`, for anything that would have to be pickled.
+    """
+    if isinstance(obj, Path):
+        obj = {PATH: str(obj)}
+    try:
+        value = broadcast_json(obj, src)
+    except TypeError as error:
+        raise TypeError(
+            f"{type(obj).__name__} cannot be broadcast: plain values, paths and lists of them can"
+        ) from error
+    return Path(value[PATH]) if isinstance(value, dict) and value.keys() == {PATH} else value
 
 
 class Ranks(Capabilities, ParallelStrategy):
@@ -36,8 +57,7 @@ class Ranks(Capabilities, ParallelStrategy):
         dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        dist.broadcast_object_list(box := [obj], src)
-        return box[0]
+        return broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """In place, as Lightning's; anything but a tensor comes back as it is."""

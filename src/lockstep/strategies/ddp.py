@@ -5,6 +5,7 @@ trainer=ddp (GPUs), trainer=ddp_sim (the same in CPU processes over gloo).
 
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lockstep.strategies.capabilities import Capabilities
+from lockstep.strategies.collectives import broadcast
 
 
 class DDP(Capabilities, DDPStrategy):
@@ -48,6 +50,10 @@ class DDP(Capabilities, DDPStrategy):
     @property
     def launcher(self) -> None:
         """The ranks are there already: Lightning starts none."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Lightning's sends pickles."""
+        return broadcast(obj, src)
 
     def on_validation_start(self) -> None:
         broadcast_buffers(self.lightning_module, self.root_device)

@@ -8,6 +8,7 @@ import torch
 from torch.nn.modules import module as module_hooks
 
 from lockstep.distributed.cluster import Cluster
+from lockstep.distributed.json_collectives import gather_json
 from lockstep.runs import provenance
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
@@ -71,10 +72,9 @@ def check_same_data(facts: DataFacts, data: Any, cluster: Cluster) -> None:
     if cluster.world_size == 1:
         return
     mine = (facts["data_hash"], data.num_train, data.num_val, data.num_test)
-    everyone: list[Any] = [None] * cluster.world_size
-    torch.distributed.all_gather_object(everyone, (provenance.host(0)["host"], *mine))
+    everyone = gather_json([provenance.host(0)["host"], *mine])
     for rank, (host, data_hash, *counts) in enumerate(everyone):
-        if (data_hash, *counts) != everyone[0][1:]:
+        if [data_hash, *counts] != everyone[0][1:]:
             raise UserError(
                 f"rank {rank} on {host} has other images than rank 0 on {everyone[0][0]}: {counts[0]} training, "
                 f"{counts[1]} validation, {counts[2]} test, hash {data_hash[:12]}, instead of {everyone[0][2]}, "

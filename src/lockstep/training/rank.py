@@ -3,8 +3,12 @@
 import contextlib
 import functools
 import logging
+import os
+import socket
+import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -12,16 +16,20 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 
 from lockstep.callbacks.heartbeat import SILENT_AFTER_S, Watch
 from lockstep.callbacks.interruption import Interruption
-from lockstep.distributed.cluster import Cluster, environment, supervisor_port
-from lockstep.distributed.failures import report_failure
+from lockstep.distributed.cluster import Cluster, environment, supervisor_line
+from lockstep.distributed.failures import RankError, report_failure
 from lockstep.distributed.launchers import launcher_named
 from lockstep.distributed.process_group import check_all_equal, join, own_connection
+from lockstep.distributed.secret import own_secret
 from lockstep.launch.plan import RunPlan, as_run
 from lockstep.runs import provenance
+from lockstep.runs.errors import EXIT_FAILED
 from lockstep.runs.provenance import Host, available_cores
 from lockstep.strategies.placement import devices_of_process
 from lockstep.training.share_checkpoint import share_checkpoint
 
+MEETINGS = 3  # the store's port, the other ranks, their process group: each may take the timeout
+MEETING_GRACE_S = 10.0
 EXPECTED_WARNINGS = (
     ".*recommended to use `self.log.*sync_dist=True.*",  # the module reduces its counts before it logs them
     ".*smaller than the logging interval.*",  # every epoch's last step is a log point too
@@ -103,10 +111,11 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
     if cluster.world_size == 1:
         yield RankSession(plan, [provenance.host(cluster.node_rank)])
         return
-    start = join(cluster, device_of(plan), timeout_s)
-    report = functools.partial(report_failure, folder=folder, cluster=cluster)
-    watch, interruption = Watch(folder.path, timeout_s, report, supervisor_port()), Interruption(timeout_s)
-    connection = own_connection(cluster, start, SILENT_AFTER_S)
+    secret, report = own_secret(cluster), functools.partial(report_failure, folder=folder, cluster=cluster)
+    with ended_after(MEETINGS * timeout_s + MEETING_GRACE_S, cluster, report):
+        start = join(cluster, device_of(plan), timeout_s, secret)
+    watch, interruption = Watch(folder.path, timeout_s, report, supervisor_line()), Interruption(timeout_s)
+    connection = own_connection(cluster, start, SILENT_AFTER_S, secret)
     watch.begin(connection, cluster.rank, cluster.world_size, interruption)
     try:
         hosts = check_all_equal(provenance.fingerprint(as_run(plan)), cluster)[:: cluster.devices]
@@ -117,6 +126,29 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
     finally:
         watch.end()
     torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def ended_after(seconds: float, cluster: Cluster, report: Callable[[RankError], None]) -> Iterator[None]:
+    """End this process where the block takes longer: a question to a store that no longer answers has no timeout."""
+
+    def end() -> None:
+        where = f"{cluster.master_addr}:{cluster.master_port}"
+        try:
+            report({
+                "rank": cluster.rank, "host": socket.gethostname(), "phase": "start", "time": time.time(),
+                "kind": "silence", "message": f"the ranks' store at {where} did not answer within {seconds:.0f} s",
+            })  # fmt: skip
+        finally:
+            os._exit(EXIT_FAILED)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def devices_of(plan: RunPlan) -> list[torch.device]:

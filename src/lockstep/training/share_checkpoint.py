@@ -4,7 +4,7 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,15 @@ import torch
 import torch.distributed as dist
 
 from lockstep.distributed.cluster import Cluster
+from lockstep.distributed.json_collectives import broadcast_json, gather_json
 from lockstep.launch.plan import ResumePoint, RunPlan
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import Checksum, checksum_of
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import read_record, take_over_record
-from lockstep.storage.checkpoint_files import complete, fault_of, measure
+from lockstep.runs.record import RunRecord, read_record, take_over_record
+from lockstep.runs.typed_json import from_json, to_json
+from lockstep.storage.checkpoint_files import complete, fault_of, measure, parse_checksums
+from lockstep.storage.run_bucket import FILE_NAME
 from lockstep.storage.shards import shards_of
 
 log = logging.getLogger(__name__)
@@ -39,8 +42,7 @@ def share_checkpoint(plan: RunPlan) -> RunPlan:
     cluster, folder = plan.cluster, plan.folder
     mine: Offer = (plan.checkpoint, plan.resume_step)
     while True:
-        offers: list[Any] = [None] * cluster.world_size
-        dist.all_gather_object(offers, mine)
+        offers = [_offer(each) for each in gather_json(mine)]
         source = newest_offer(offers)
         path, step = offers[source]
         if path is None:
@@ -56,11 +58,11 @@ def share_checkpoint(plan: RunPlan) -> RunPlan:
             mine = _before(folder, step) or (plan.initial_weights, None if plan.resume is None else 0)
     plan = _starting_at(plan, str(local), step)
     if source != 0:
-        record = [read_record(folder.record) if cluster.rank == source and folder.record.exists() else None]
-        dist.broadcast_object_list(record, src=source)
+        known = cluster.rank == source and folder.record.exists()
+        record = broadcast_json(to_json(read_record(folder.record)) if known else None, source)
         if cluster.is_rank_zero:
             log.info(f"Going on from step {step}: node {source // cluster.devices} has the newest checkpoint.")
-            take_over_record(folder.record, record[0], step=step or 0, checkpoint=path)
+            take_over_record(folder.record, record and from_json(RunRecord, record), step=step or 0, checkpoint=path)
     return plan
 
 
@@ -95,18 +97,17 @@ def fetch_from_rank_zero(path: Path, cluster: Cluster, folder: RunFolder, source
     Raises:
         UserError: a file is on no node, or a copy is not what was sent.
     """
-    home, told = folder.path.resolve(), list[Any]([None, None])
+    home, told = folder.path.resolve(), None
     if cluster.rank == source:
         inside = path.resolve().is_relative_to(home)
-        told = [_files_of(path), str(path.resolve().relative_to(home)) if inside else None]
-    dist.broadcast_object_list(told, src=source)
-    files: Files = told[0]
-    path, cache = home / told[1] if told[1] else path, folder.path / "from-rank-0"
+        listed = {name: asdict(file) for name, file in _files_of(path).items()}
+        told = [listed, str(path.resolve().relative_to(home)) if inside else None]
+    files, within = _told(broadcast_json(told, source))
+    path, cache = home / within if within else path, folder.path / "from-rank-0"
     here: list[str] = []
     if cluster.rank == cluster.node_rank * cluster.devices:  # one rank of each node looks, for all of them
         here = [name for name, file in files.items() if _is_whole(path / name, file)]
-    everyone: list[Any] = [None] * cluster.world_size
-    dist.all_gather_object(everyone, here)
+    everyone = gather_json(here)
     holders = {name: [rank for rank, names in enumerate(everyone) if name in names] for name in files}
     if lost := next((name for name in files if not holders[name]), None):
         raise UserError(f"{path.name} is torn: {lost} is on none of these nodes.")
@@ -127,10 +128,41 @@ def fetch_from_rank_zero(path: Path, cluster: Cluster, folder: RunFolder, source
             gets = writes and name not in have
             _copy_file(path / name, target / name, file.bytes, reads, gets, holders[name][0])
     whole = not writes or all(_is_whole(target / name, file) for name, file in files.items())
-    dist.all_gather_object(everyone, whole)
-    if not all(everyone):
+    if not all(gather_json(whole)):
         raise UserError(f"{path.name} did not arrive whole on every node: is there room in {cache}?")
     return target
+
+
+def _offer(given: Any) -> Offer:
+    """
+    Raises:
+        RuntimeError: a rank sent something else.
+    """
+    match given:
+        case [str() | None as path, int() | None as step]:
+            return path, step
+    raise RuntimeError(f"a rank offers no checkpoint: {str(given)[:100]}")
+
+
+def _told(given: Any) -> tuple[Files, str | None]:
+    """The files of a checkpoint, and where it lies in the run's folder.
+
+    Raises:
+        RuntimeError: something else, or a name that leaves the folder.
+    """
+    try:
+        listed, within = given
+        files = parse_checksums(listed)
+    except (ValueError, OverflowError, KeyError, TypeError, AttributeError):
+        raise RuntimeError("a rank names no files of a checkpoint") from None
+    names = [name for name in [*files, within] if name]
+    if bad := next((name for name in names if not _stays_inside(name)), None):
+        raise RuntimeError(f"a rank names {str(bad)[:100]!r}, which no checkpoint has")
+    return files, within
+
+
+def _stays_inside(name: Any) -> bool:
+    return isinstance(name, str) and all(FILE_NAME.fullmatch(part) for part in name.split("/"))
 
 
 def _files_of(path: Path) -> Files:

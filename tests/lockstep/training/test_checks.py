@@ -38,7 +38,7 @@ def test_less_than_one_step_is_refused():
 
 
 def with_data(here, images, num_val):
-    join(here, torch.device("cpu"), 30.0)
+    join(here, torch.device("cpu"), 30.0, None)
     data = SimpleNamespace(num_train=90, num_val=num_val[here.rank], num_test=10)
     try:
         check_same_data({"data_hash": images[here.rank]}, data, here)

@@ -13,6 +13,7 @@ from local_ranks import run_ranks
 from lockstep.distributed.process_group import join
 from lockstep.launch.plan import ResumePoint, RunPlan, read_plan
 from lockstep.runs.batch import Batch
+from lockstep.runs.files import Checksum
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import RunRecord, read_record, write_record
 from lockstep.storage.checkpoint_files import Sidecar, checkpoint_name, measure, newest_whole, write_sidecar
@@ -31,6 +32,34 @@ def test_the_furthest_checkpoint_wins_and_rank_zero_where_nobody_says():
     assert newest_offer([("a", 10), ("b", 10)]) == 0
     assert newest_offer([(None, 0), ("b", 10), ("c", 30)]) == 2
     assert newest_offer([(None, None), (None, 0)]) == 0
+
+
+FILE = {"bytes": 1, "sha256": "ab" * 32}
+
+
+def test_what_another_rank_names_stays_in_the_folder():
+    files, within = module._told([{"": FILE, "deep/b.pt": FILE}, "checkpoints/last.ckpt"])
+    assert files["deep/b.pt"] == Checksum(1, "ab" * 32) and within == "checkpoints/last.ckpt"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        None, [], [{}, None, None], [{"../up": FILE}, None], [{"/etc/x": FILE}, None], [{"a/../../b": FILE}, None],
+        [{"a": FILE}, "../else"], [{"a": FILE}, "/etc"], [{"a": FILE}, 7], [{"a": {"bytes": "x"}}, None], [[1], None],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_names_that_lead_elsewhere_and_other_forms_are_refused(given):
+    with pytest.raises(RuntimeError, match="a rank names"):
+        module._told(given)
+
+
+@pytest.mark.parametrize("given", [None, [], ["a"], [1, 2], ["a", "b"], {"a": 1}, ["a", 1.5]], ids=str)
+def test_an_offer_of_another_form_is_refused(given):
+    assert module._offer(["a", 3]) == ("a", 3) and module._offer([None, None]) == (None, None)
+    with pytest.raises(RuntimeError, match="offers no checkpoint"):
+        module._offer(given)
 
 
 def write_checkpoint(folder, step, shards):
@@ -62,7 +91,7 @@ def shared(here, top, owner, shards):
                 write_record(folder.record, RunRecord(status="failed", started_at="2026-11-20T10:00:00Z", steps=55,
                                              restarts=[], command="then"))  # fmt: skip
         point = ResumePoint(50, str(path))
-    join(here, CPU, 30.0)
+    join(here, CPU, 30.0, None)
     plan = share_checkpoint(RunPlan({}, {}, (), here, "cpu", folder, Batch(2, 1, 1), resume=point))
     return plan, measure(Path(plan.checkpoint)).sha256
 
@@ -105,7 +134,7 @@ def torn(here, top, steps, lost):
             (path / "manifest.json").unlink()
     offer = newest_whole(folder.checkpoints)
     point = ResumePoint(max(steps), str(offer)) if offer else None
-    join(here, CPU, 30.0)
+    join(here, CPU, 30.0, None)
     plan = share_checkpoint(RunPlan({}, {}, (), here, "cpu", folder, Batch(2, 1, 1), resume=point))
     found = Path(plan.checkpoint)
     return plan, sorted(path.name for path in found.iterdir()), {n: measure(found / n).sha256 for n in files}
