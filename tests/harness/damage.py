@@ -4,6 +4,7 @@ Each kind runs in a process of its own whose memory may grow by 1 GiB, and no fi
 number of checkpoints; of every other kind there are a quarter as many.
 """
 
+import contextlib
 import io
 import json
 import multiprocessing
@@ -13,8 +14,10 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import struct
 import tempfile
+import threading
 import time
 import traceback
 import zipfile
@@ -463,9 +466,60 @@ def aliases(chance: random.Random) -> bytes:
     return text.encode()
 
 
+def meeting_lines(sample: Path, folder: Path) -> Kind:
+    """What a caller sends to node 0, without a secret, so that all of it is read; node 0 waits on, or says why not."""
+    from lockstep.distributed.cluster import Cluster
+    from lockstep.distributed.rendezvous import Gathering, Hello
+    from lockstep.distributed.supervisor import free_port
+    from lockstep.runs.errors import UserError
+    from lockstep.runs.typed_json import to_json
+
+    port, threads, answers = free_port(), [], []
+    versions = {"python": "3.11", "torch": "2.14"}
+    hello = Hello(tree_hash="a", config_hash="b", versions=versions, host="node", node_rank=0, num_nodes=2)
+
+    def wait_for_node() -> None:
+        cluster = Cluster("nodes", 2, 1, 0, None, "127.0.0.1", port)
+        answers.append(Gathering(cluster, hello, lambda text: None).answer(600.0))
+
+    def damage(chance: random.Random) -> bytes:
+        tree = {**to_json(hello), "node_rank": 1, "time": 1e9}
+        body = json.dumps(values_changed(tree, chance), default=str).encode()
+        if chance.random() < 0.3:
+            body = chance.choice((b"[" * 30_000, b'{"a":' * 10_000, bytes_changed(body, chance)))
+        line = b"ab" * 16 + b" - " + body
+        return (line if chance.random() < 0.8 else bytes_changed(line, chance)) + b"\n"
+
+    def check(line: bytes) -> None:
+        if not threads or not threads[-1].is_alive():
+            threads.append(threading.Thread(target=wait_for_node, daemon=True))
+            threads[-1].start()
+        asked = len(answers)
+        for _ in range(200):  # until it listens
+            try:
+                connection = socket.create_connection(("127.0.0.1", port), timeout=2)
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.01)
+        with connection:
+            connection.recv(200)
+            connection.sendall(line)
+            connection.settimeout(0.05)  # a whole hello waits for the others; anything else is sent away at once
+            with contextlib.suppress(OSError):
+                if connection.recv(200):  # an answer: the meeting is over
+                    threads[-1].join()
+        if len(answers) == asked and not threads[-1].is_alive():
+            raise RuntimeError("node 0 ended without an answer")
+        if len(answers) > asked and answers[-1].error:
+            raise UserError(answers[-1].error)
+
+    return damage, check
+
+
 KINDS: dict[str, Callable[[Path, Path], Kind]] = {
     "checkpoints": checkpoints, "folders of shards": shard_folders, "run folders": record_files,
     "metrics.csv": metrics_files, "small files": small_files, "YAML": yaml_files,
+    "lines to node 0": meeting_lines,
 }  # fmt: skip
 
 
