@@ -144,7 +144,7 @@ def test_a_metric_with_the_name_of_what_every_object_has(browser, tmp_path):
         folder = write_run(tmp_path / "runs", name)
         if name == "one":
             lines = (folder / "metrics.csv").read_text().splitlines()
-            head, *rows = [f"{line},{','.join(odd if i == 0 else ['0.5'] * 4)}" for i, line in enumerate(lines)]
+            head, *rows = [f"{line},{','.join(odd if i == 0 else [f'0.{i}'] * 4)}" for i, line in enumerate(lines)]
             (folder / "metrics.csv").write_text("\n".join([head, *rows]) + "\n")
         import_folder(folder, tmp_path / "logbook")
     path = tmp_path / "report.html"

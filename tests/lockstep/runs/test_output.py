@@ -29,6 +29,7 @@ def test_what_another_process_says_is_said_once_but_for_warnings(capsys):
         ("\x9b31m", "\\x9b31m"),
         ("two\nlines\tand a tab · ü →", "two\nlines\tand a tab · ü →"),
     ],
+    ids=["escape", "return", "right to left", "8-bit escape", "plain"],
 )
 def test_a_name_cannot_steer_the_terminal(text, shown, capsys):
     assert printable(text) == shown
@@ -38,7 +39,9 @@ def test_a_name_cannot_steer_the_terminal(text, shown, capsys):
     assert said.err == f"warning: left out {shown}\n" and said.out == f"{shown}\n"
 
 
-@pytest.mark.parametrize("encoding, shown", [("ascii", "caf\\xe9 \\udce9 \\u2192"), ("utf-8", "café \\udce9 →")])
+@pytest.mark.parametrize(
+    "encoding, shown", [("ascii", "caf\\xe9 \\udce9 \\u2192"), ("utf-8", "café \\udce9 →")], ids=["ascii", "utf-8"]
+)
 def test_what_the_stream_cannot_write_does_not_silence_it(encoding, shown, monkeypatch):
     """An ASCII terminal, and a file name that is no UTF-8: print() and the log go on."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict", newline="")
