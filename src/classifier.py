@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.runs.hooks import TakesNamedParameters
+from lockstep.training.parameter_groups import GroupRules, parameter_groups
 
 TOP5_FROM_CLASSES = 6
 FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)  # of torch 2.14's fused optimizers those that take DTensors
@@ -46,6 +47,7 @@ class ImageClassifier(pl.LightningModule):
     Args:
         net: (B, C, H, W) float → (B, num_classes) logits.
         optimizer: partial that takes the parameters (named ones where it has `takes_named_parameters`).
+        rules: learning rates and weight decay of parts of the net; by default the optimizer's own for all.
         scheduler: partial called with (optimizer, total_steps=, steps_per_epoch=), stepped every optimizer step.
         label_smoothing: 0 to 1, in the training loss only.
         test_time_flip: evaluate on the mean logits of an image and its mirror image.
@@ -60,8 +62,10 @@ class ImageClassifier(pl.LightningModule):
         num_classes: int,
         label_smoothing: float = 0.0,
         test_time_flip: bool = False,
+        rules: GroupRules | None = None,
     ) -> None:
         super().__init__()
+        self.rules = rules or GroupRules()
         self.net = net
         self.optimizer_factory, self.scheduler_factory = optimizer, scheduler
         self.num_classes, self.label_smoothing, self.test_time_flip = num_classes, label_smoothing, test_time_flip
@@ -138,12 +142,21 @@ class ImageClassifier(pl.LightningModule):
             return {"fused": True}
         return {"foreach": True} if sharded and "foreach" in options else {}
 
+    def _learning_rate(self) -> float:
+        """Stated, or the optimizer's default."""
+        options = inspect.signature(self.optimizer_factory.func).parameters
+        return float(self.optimizer_factory.keywords.get("lr", options["lr"].default))
+
     def configure_optimizers(self) -> Any:
         assert self.optimizer_factory is not None, "built for evaluation only"
-        takes_named = isinstance(self.optimizer_factory.func, TakesNamedParameters)
-        trainable = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
+        trainable = [(name.removeprefix("net."), p) for name, p in self.named_parameters() if p.requires_grad]
         parameters = [p for _, p in trainable]
-        optimizer = self.optimizer_factory(trainable if takes_named else parameters, **self._kernel(parameters))
+        given: Any = parameters
+        if isinstance(self.optimizer_factory.func, TakesNamedParameters):
+            given = trainable
+        elif self.rules != GroupRules():
+            given = parameter_groups(self.net, trainable, self.rules, self._learning_rate())
+        optimizer = self.optimizer_factory(given, **self._kernel(parameters))
         optimizer.register_load_state_dict_pre_hook(_keep_kernel)
         if self.scheduler_factory is None:
             return optimizer

@@ -64,9 +64,10 @@ class TrainingLog(Callback):
     def _log(self, trainer: pl.Trainer, module: Any, step: int) -> None:
         loss = self._mean_loss(trainer, module)
         elapsed = time.monotonic() - self.marked_at
+        group = trainer.optimizers[0].param_groups[0]
         self.latest = {
             "train/loss": loss,
-            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "lr": group["lr"] / group.get("lr_scale", 1.0),  # the optimizer's, not that of one layer
             "images_per_s": (step - self.marked_step) * self.global_batch_size / max(elapsed, 1e-9),
         }
         self._mark(trainer)

@@ -21,6 +21,8 @@ from lockstep.runs.hooks import StartsFromImages
 from lockstep.strategies.capabilities import capabilities
 from lockstep.strategies.sync_batchnorm import batch_norm_warnings, synchronise
 from lockstep.training.checks import DataFacts, check_same_data, no_larger_than, whole_steps
+from lockstep.training.freeze import freeze
+from lockstep.training.parameter_groups import RULES, GroupRules
 from lockstep.training.rank import RankSession, device_of
 from lockstep.training.trainer import build_strategy, build_trainer
 
@@ -76,17 +78,24 @@ def build_module(
     torch.manual_seed(config["seed"])
     shape = {name: facts[name] for name in ("num_classes", "image_size", "channels")}
     own = dict(config["model"])
+    frozen = own.pop("freeze", None)
     if not trainable or has_checkpoint:  # the checkpoint brings the weights: nothing is fetched
         own.update({key: value for key, value in (("pretrained", False), ("weights", None)) if key in own})
     net = build(own, shape)
+    if frozen and trainable:
+        freeze(net, frozen)
     if config["trainer"].get("channels_last"):
         net = net.to(memory_format=torch.channels_last)
     if str(config["trainer"]["precision"]) in ("64-true", "64"):
         net = net.double()  # Lightning restores weights before it converts the module, and would round them
     schedule = config.get("scheduler") or {}
+    optimizer = build({**_own_arguments(config["optimizer"]), **(learning_rates or {})}) if trainable else None
+    rules = GroupRules.of(config["optimizer"])
+    rules.check(getattr(optimizer, "func", None))
     parts = {
         "net": net,
-        "optimizer": build({**_without_scaling(config["optimizer"]), **(learning_rates or {})}) if trainable else None,
+        "optimizer": optimizer,
+        "rules": rules,
         "scheduler": build(schedule) if trainable and "_target_" in schedule else None,
         "num_classes": facts["num_classes"],
     }
@@ -99,9 +108,10 @@ def synchronise_batch_norm(module: Any, plan: RunPlan) -> None:
         synchronise(module.net, "cuda" if plan.accelerator == "gpu" else "cpu")
 
 
-def _without_scaling(optimizer: Config) -> Config:
-    """The optimizer's own arguments; the launch has scaled its learning rates already."""
-    return {key: value for key, value in optimizer.items() if key not in ("scale_lr_with_batch", "base_batch_size")}
+def _own_arguments(optimizer: Config) -> Config:
+    """Without what train.yaml says for all optimizers; the launch has scaled the learning rates already."""
+    of_all = ("scale_lr_with_batch", "base_batch_size", *RULES)
+    return {key: value for key, value in optimizer.items() if key not in of_all}
 
 
 def data_facts(data: Any) -> DataFacts:

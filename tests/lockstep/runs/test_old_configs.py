@@ -5,6 +5,7 @@ import pytest
 from lockstep.runs.old_configs import model_name, today
 
 SIZES = {"patch_size": 4, "embed_dim": 192, "depth": 6, "num_heads": 3, "drop_path_rate": None}
+LATER = {"freeze": None}
 OLD = {
     "vit_tiny_32": {
         "_target_": "models.timm_vit.TimmViT", "name": "vit_tiny_32", "timm_name": "vit_tiny_patch16_224",
@@ -32,25 +33,26 @@ def test_a_stored_config_is_what_this_version_would_have_composed(option):
     words = ["model=timm_vit", "model.timm_name=vit_base_patch32_224", "model.name=resnet18", "seed=3"]
     old = {"model": OLD[option], "choices": {"model": option, "data": "digits"}, "overrides": words}
     found = today(old)
-    assert found["model"] == TODAY[option] and old["model"] is OLD[option]
+    assert found["model"] == {**TODAY[option], **LATER} and old["model"] is OLD[option]
     assert found["overrides"] == ["model=vit", "model.name=vit_base_patch32_224", "seed=3"]
     assert found["choices"]["data"] == "digits" and "timm_vit" not in str(found)
     assert model_name(found) == NAMES[option]
 
 
 def test_keys_that_came_later_are_there():
-    found = today({"model": OLD["small_cnn"], "classifier": {"label_smoothing": 0.1}})
+    found = today({"model": OLD["small_cnn"], "classifier": {"label_smoothing": 0.1}, "optimizer": {"lr": 0.1}})
+    assert found["optimizer"] == {"lr": 0.1, "layer_decay": None, "head_lr_factor": 1.0, "decay_norms": True}
     assert found["classifier"] == {"_target_": "classifier.ImageClassifier", "label_smoothing": 0.1}
     assert found["verbose"] is found["quiet"] is False
 
 
 def test_a_config_of_today_stays():
-    own = {"model": {"_target_": "models.mine.Mine", "name": "kept"}, "choices": {"model": "mine"}}
+    own = {"model": {"_target_": "models.mine.Mine", "name": "kept", **LATER}, "choices": {"model": "mine"}}
     assert today(own) is own and model_name(own) == "mine"
-    timm = {"model": {"_target_": "models.timm.TimmModel", "name": "resnet18"}, "choices": {"model": "timm"}}
+    timm = {"model": {"_target_": "models.timm.TimmModel", "name": "resnet18", **LATER}, "choices": {"model": "timm"}}
     assert today(timm) is timm
     displayed = {"model": {"_target_": "models.mine.Mine", "name": "mine"}, "choices": {"model": "mine"}}
-    assert today(displayed)["model"] == {"_target_": "models.mine.Mine"}, "as the howto showed it"
+    assert today(displayed)["model"] == {"_target_": "models.mine.Mine", **LATER}, "as the howto showed it"
     assert today({"other": 1}) == {"other": 1}
 
 
