@@ -169,8 +169,8 @@ def report(
         "",
         "alexnet_bn runs with synchronised BatchNorm; under accumulation its statistics are those of a micro-batch by "
         "nature, so it is compared with a bare loop over the same micro-batches. The last loss is the mean of three.",
-        "Fine-tuning: first layers frozen, layer decay 0.8, 1.5 times the head's learning rate, weight decay on matrices "
-        "alone; compared with a bare loop that does the same.",
+        "Fine-tuning: first layers frozen, layer decay 0.8, 1.5 times the learning rate for the head, weight decay on "
+        "matrices alone; compared with a bare loop that does the same.",
         "",
         "| seeded fault (small_cnn, allreduce_sim, float64) | losses | weights | noticed |",
         "|---|---|---|---|",

@@ -55,6 +55,15 @@ class NamesUndecayed(Protocol):
         """Names, or patterns of them, of what weight decay harms beside norms and biases: embeddings, tokens."""
 
 
+# --- losses
+
+
+@runtime_checkable
+class GivesProbabilities(Protocol):
+    def probabilities(self, logits: "Tensor") -> "Tensor":
+        """(B, classes) of logits (B, classes); of a loss without it the softmax."""
+
+
 # --- optimizers (the class or function that makes one)
 
 

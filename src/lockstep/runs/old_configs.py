@@ -10,10 +10,12 @@ WITH_DISPLAY_NAME = ("models.airbench.", "models.alexnet.", "models.small_cnn.")
 
 
 # Keys that came later, with what runs before them did.
-LATER = {
+LATER: dict[str, dict[str, Any]] = {
     "model": {"freeze": None},
     "optimizer": {"layer_decay": None, "head_lr_factor": 1.0, "decay_norms": True},
 }
+
+OLD_LOSS = {"_target_": "losses.cross_entropy.CrossEntropy", "class_weights": None}
 
 
 def today(config: dict[str, Any]) -> dict[str, Any]:
@@ -21,6 +23,9 @@ def today(config: dict[str, Any]) -> dict[str, Any]:
     found = _in_todays_words(config)
     there = {part: found.get(part) for part in LATER}
     older = {part: own for part, own in there.items() if isinstance(own, dict) and not LATER[part].keys() <= own.keys()}
+    if "classifier" in found and "loss" not in found:
+        found = {**found, "loss": {**OLD_LOSS, "label_smoothing": found["classifier"].get("label_smoothing", 0.0)}}
+        found["metrics"] = {}
     return {**found, **{part: {**LATER[part], **own} for part, own in older.items()}} if older else found
 
 

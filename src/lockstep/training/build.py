@@ -12,7 +12,7 @@ import torch
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
-from lockstep.config.instantiate import build
+from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.distributed.cluster import visible_devices
 from lockstep.launch.plan import RunPlan, as_run
 from lockstep.runs.config import Config
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 CLASSIFIER = "classifier.ImageClassifier"  # of checkpoints that do not name theirs
 TENSORBOARD = "lightning.pytorch.loggers.TensorBoardLogger"
 REFUSED_CALLBACKS = (pl.callbacks.ModelCheckpoint, pl.callbacks.ProgressBar)
+UNSET_OF_LOSS = {"label_smoothing": 0.0, "class_weights": None, "gamma": 2.0}  # of the losses of src/losses
 Known = dict[str, Any]  # what the run hands to constructors, by their parameter
 
 
@@ -96,10 +97,54 @@ def build_module(
         "net": net,
         "optimizer": optimizer,
         "rules": rules,
+        "loss": build_loss(config, facts),
+        "metrics": build_metrics(config, facts["num_classes"]),
         "scheduler": build(schedule) if trainable and "_target_" in schedule else None,
         "num_classes": facts["num_classes"],
     }
     return build({"_target_": CLASSIFIER, **config["classifier"]}, parts)
+
+
+def build_loss(config: Config, facts: DataFacts) -> Any:
+    """loss=, whose constructor may ask for num_classes and class_counts (the training images of each class).
+
+    Of another class than the option's, given by `loss._target_=`, the option's keys count where they say something.
+
+    Raises:
+        UserError: an option that the class does not have.
+    """
+    node = dict(config.get("loss") or {})
+    if not node:
+        return None
+    taken, any_name = options_of(resolve_target(node["_target_"], "loss._target_"))
+    unset = {key for key, value in UNSET_OF_LOSS.items() if node.get(key) == value and key not in taken}
+    node = {key: value for key, value in node.items() if key not in unset or (any_name and value is not None)}
+    classes = facts["num_classes"]
+    return build(node, {"num_classes": classes, "class_counts": facts.get("class_counts") or [1] * classes})
+
+
+def build_metrics(config: Config, num_classes: int) -> dict[str, Any]:
+    """metrics=, by name, each tried on made-up logits: what gives no number would only fail after an epoch.
+
+    Raises:
+        UserError: it is no torchmetrics metric of logits and classes that gives one number.
+    """
+    built = {
+        name: build(node, {"num_classes": num_classes}) for name, node in (config.get("metrics") or {}).items() if node
+    }
+    logits, labels = torch.eye(num_classes), torch.arange(num_classes)
+    for name, metric in built.items():
+        try:
+            metric.update(logits, labels)
+            float(metric.compute())
+            metric.reset()
+        except Exception as error:  # whatever a class makes of what it was not made for
+            said = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"metrics.{name} gives no number for logits (B, {num_classes}) and classes (B,) "
+                f"({type(error).__name__}: {said}): take a multiclass metric of torchmetrics with an average."
+            ) from error
+    return built
 
 
 def synchronise_batch_norm(module: Any, plan: RunPlan) -> None:
@@ -124,6 +169,7 @@ def data_facts(data: Any) -> DataFacts:
         "mean": [float(value) for value in data.mean],
         "std": [float(value) for value in data.std],
         "data_hash": str(data.data_hash),
+        "class_counts": [int(count) for count in data.class_counts],
     }
 
 
