@@ -37,7 +37,13 @@ FROM_COMMAND_LINE = (
     "paths", "tags", "ckpt_path", "run_id", "test", "resume", "sweep_dir", "s3", "logbook", "verbose", "quiet",
 )  # fmt: skip
 FINDERS = ("ckpt_path", "paths", "s3")  # what says where the checkpoint is
-KEPT_OPTIONS = ("data", "model", "optimizer", "scheduler")  # whose keys the command line may change without naming them
+KEPT_OPTIONS = (
+    "data",
+    "model",
+    "loss",
+    "optimizer",
+    "scheduler",
+)  # whose keys the command line may change without naming them
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ def _known_at_start(run: "Run") -> dict[str, Any]:
     return {
         "precision": str(run.trainer.precision),  # what `auto` came to
         "num_parameters": sum(p.numel() for p in net.parameters()),
+        "num_trained_parameters": sum(p.numel() for p in net.parameters() if p.requires_grad),
         "num_train": run.data.num_train,
         "num_val": run.data.num_val,
         "num_test": run.data.num_test,

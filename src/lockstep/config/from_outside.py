@@ -113,11 +113,10 @@ def _take_option(stored: Config, group: str, taken: Taken, whose: str) -> None:
 
 
 def _options(stored: Config, group: str) -> str | None:
-    """`[a,b]` of the options that a config names, all of which this clone has."""
-    choices = stored.get("choices")
-    said = choices.get(group) if isinstance(choices, Mapping) else None
-    names: list[Any] = list(said) if isinstance(said, list | tuple) else [said]
-    return f"[{','.join(names)}]" if all(_is_option(group, name) for name in names) else None
+    """`[a,b]` of a config's entries that are options here: of these groups an entry has its option's name."""
+    node = stored.get(group)
+    names = [name for name in node if _is_option(group, name)] if isinstance(node, Mapping) else []
+    return f"[{','.join(names)}]" if names else None
 
 
 def _is_option(group: str, name: object) -> bool:
