@@ -22,7 +22,11 @@ def today(config: dict[str, Any]) -> dict[str, Any]:
     """A config of a run folder or checkpoint, as this version would have composed it."""
     found = _in_todays_words(config)
     there = {part: found.get(part) for part in LATER}
-    older = {part: own for part, own in there.items() if isinstance(own, dict) and not LATER[part].keys() <= own.keys()}
+    older = {
+        part: own
+        for part, own in there.items()
+        if isinstance(own, dict) and own and not LATER[part].keys() <= own.keys()
+    }
     if "classifier" in found and "loss" not in found:
         found = {**found, "loss": {**OLD_LOSS, "label_smoothing": found["classifier"].get("label_smoothing", 0.0)}}
         found["metrics"] = {}
