@@ -2,6 +2,7 @@
 
 import pytest
 
+from lockstep.config.compose import compose, plain
 from lockstep.runs.old_configs import model_name, today
 
 SIZES = {"patch_size": 4, "embed_dim": 192, "depth": 6, "num_heads": 3, "drop_path_rate": None}
@@ -60,3 +61,12 @@ def test_a_model_is_called_what_it_is():
     node = {"_target_": "models.timm.TimmModel", "name": "resnet18"}
     assert model_name({"model": node, "choices": {"model": "timm"}}) == "resnet18"
     assert model_name({"model": {"_target_": "models.alexnet.AlexNet"}}) == "AlexNet"
+
+
+def test_a_config_from_before_fine_tuning_and_losses_is_as_composed_today():
+    now = plain(compose("train", ["classifier.label_smoothing=0.1"]))
+    old = {key: value for key, value in now.items() if key not in ("loss", "metrics")}
+    old["model"] = {key: value for key, value in now["model"].items() if key != "freeze"}
+    came_later = ("layer_decay", "head_lr_factor", "decay_norms")
+    old["optimizer"] = {key: value for key, value in now["optimizer"].items() if key not in came_later}
+    assert today(old) == now
