@@ -43,3 +43,13 @@ def test_nothing_counted_says_nothing():
     assert summary([[0, 0], [0, 0]], [[0, 0, 0.0]] * 15) == {}
     (score, other) = class_scores([[3, 0], [0, 0]])
     assert score.f1 == 1.0 and (other.precision, other.recall, other.f1) == (None, None, None)
+
+
+def test_a_bin_holds_its_upper_end():
+    counts = Counts(2, torch.device("cpu"))
+    sure = torch.tensor([[0.55, 0.45], [0.4, 0.6], [1.0, 0.0]], dtype=torch.float64)
+    counts.add(sure.log(), torch.tensor([0, 0, 0]), torch.zeros(3), sure)
+    assert {i: row for i, row in enumerate(counts.calibration.tolist()) if row[0]} == {
+        8: [2, 1, pytest.approx(1.15)],  # from 8/15 to 9/15
+        14: [1, 1, 1.0],
+    }
