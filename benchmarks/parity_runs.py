@@ -21,6 +21,8 @@ from lockstep.strategies.ddp import DDP
 from lockstep.strategies.model_parallel import ModelParallel
 from lockstep.strategies.sharded import Sharded
 from lockstep.strategies.sync_batchnorm import synchronise
+from lockstep.training.freeze import freeze
+from lockstep.training.parameter_groups import GroupRules, parameter_groups
 from lockstep.training.rank import StartedRanks
 from models.alexnet import AlexNet, AlexNetBN
 from models.small_cnn import SmallCNN
@@ -30,6 +32,11 @@ STEPS, EPOCHS, GLOBAL_BATCH, CLASSES, SEED = 20, 2, 16, 4, 5
 MODELS = ("vit", "alexnet", "alexnet_bn", "small_cnn")
 FAULTS = ("gradients not divided", "one parameter not reduced", "one rank's batch repeated", "a stale gradient")
 IMAGE_SIZE = {"vit": 16, "alexnet": 64, "alexnet_bn": 128, "small_cnn": 16}
+FROZEN = {
+    "vit": ["patch_embed", "blocks.0"], "alexnet": ["features.0"], "alexnet_bn": ["features.[0-3]"],
+    "small_cnn": ["features.0"],
+}  # fmt: skip
+FINE_TUNING = GroupRules(layer_decay=0.8, head_lr_factor=1.5, decay_norms=False)
 LEARNING_RATE = {"vit": 0.005, "alexnet": 0.0003, "alexnet_bn": 0.0003, "small_cnn": 0.05}
 
 
@@ -41,8 +48,16 @@ class Case:
     precision: str  # 64-true or 32-true
     strategy: str  # bare, one_process, ddp, fsdp, allreduce, model_parallel
     accumulate: int = 1
+    fine_tuning: bool = False  # with FROZEN layers, layer decay, and weight decay on matrices alone
     fault: str = ""
     cache_dir: str = ""
+
+
+def net_of(case: Case) -> nn.Module:
+    net = build_net(case.model)
+    if case.fine_tuning:
+        freeze(net, FROZEN[case.model])
+    return net
 
 
 def build_net(model: str) -> nn.Module:
@@ -79,14 +94,22 @@ def build_data(case: Case, rank: int = 0, world_size: int = 1) -> SyntheticDataM
 
 
 def sgd(case: Case) -> partial:
-    return partial(torch.optim.SGD, lr=LEARNING_RATE[case.model], momentum=0.9)
+    decay = 0.01 if case.fine_tuning else 0.0
+    return partial(torch.optim.SGD, lr=LEARNING_RATE[case.model], momentum=0.9, weight_decay=decay)
+
+
+def parameters_of(net: nn.Module, case: Case) -> Any:
+    if not case.fine_tuning:
+        return net.parameters()
+    trained = [(name, parameter) for name, parameter in net.named_parameters() if parameter.requires_grad]
+    return parameter_groups(net, trained, FINE_TUNING, LEARNING_RATE[case.model])
 
 
 def bare_loop(case: Case) -> dict[str, Any]:
     """What the strategies must reproduce: plain PyTorch over the same batches, without Lightning."""
     dtype = torch.float64 if case.precision == "64-true" else torch.float32
-    net, data = build_net(case.model).to(dtype), build_data(case)
-    optimizer, losses = sgd(case)(net.parameters()), []
+    net, data = net_of(case).to(dtype), build_data(case)
+    optimizer, losses = sgd(case)(parameters_of(net, case)), []
     loader = data.train_dataloader()
     for epoch in range(EPOCHS):
         loader.set_epoch(epoch)
@@ -149,7 +172,8 @@ def lightning_run(cluster: Cluster, case: Case) -> dict[str, Any]:
     logging.getLogger("lightning").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     data = build_data(case, cluster.rank, cluster.world_size)
-    net = ImageClassifier(build_net(case.model), sgd(case), num_classes=CLASSES)
+    rules = FINE_TUNING if case.fine_tuning else None
+    net = ImageClassifier(net_of(case), sgd(case), num_classes=CLASSES, rules=rules)
     meet(cluster)
     if case.model == "alexnet_bn" and cluster.world_size > 1:
         synchronise(net.net, "cpu")

@@ -37,7 +37,13 @@ FROM_COMMAND_LINE = (
     "paths", "tags", "ckpt_path", "run_id", "test", "resume", "sweep_dir", "s3", "logbook", "verbose", "quiet",
 )  # fmt: skip
 FINDERS = ("ckpt_path", "paths", "s3")  # what says where the checkpoint is
-KEPT_OPTIONS = ("data", "model", "optimizer", "scheduler")  # whose keys the command line may change without naming them
+KEPT_OPTIONS = (
+    "data",
+    "model",
+    "loss",
+    "optimizer",
+    "scheduler",
+)  # whose keys the command line may change without naming them
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class Checkpoint:
 
 def evaluate(plan: RunPlan) -> int:
     """One rank's evaluation."""
-    from lockstep.callbacks.confusion import write_confusion
+    from lockstep.callbacks.confusion import write_counts
     from lockstep.runs.files import utc_now
     from lockstep.training.build import build_run
     from lockstep.training.checks import check_fits
@@ -80,11 +86,11 @@ def evaluate(plan: RunPlan) -> int:
         if is_rank_zero and not chosen and before.get("data_hash") not in (None, run.facts["data_hash"]):
             log.info("The images are not those of the training: it may have trained on some of this test.")
         run.trainer.test(run.module, datamodule=run.data, verbose=False)
-        counts: Any = run.module.test_confusion
+        counts: Any = run.module.test_counts
         if counts is None:
             raise UserError("trainer.limit_test_batches=0 leaves nothing to test.")
         if is_rank_zero:
-            per_class = write_confusion(counts, run.facts["class_names"], plan.folder)
+            per_class = write_counts(counts, run.facts["class_names"], plan.folder)
             run.recorder.write(
                 run.trainer,
                 status="finished",

@@ -69,7 +69,7 @@ def classify(model: Any, files: list[Path], top: int, batch: int) -> list[list[t
         except CorruptImage as error:
             raise UserError(f"{error}; take it out of the folder.") from None
         with torch.inference_mode():
-            shares = model.logits(model.prepared(torch.from_numpy(np.stack(pixels)))).softmax(1)
+            shares = model.probabilities(model.prepared(torch.from_numpy(np.stack(pixels))))
         values, places = shares.topk(min(top, len(names)), dim=1)
         for row, indices in zip(values.tolist(), places.tolist(), strict=True):
             found.append([(names[i], value) for i, value in zip(indices, row, strict=True)])

@@ -69,6 +69,7 @@ def _known_at_start(run: "Run") -> dict[str, Any]:
     return {
         "precision": str(run.trainer.precision),  # what `auto` came to
         "num_parameters": sum(p.numel() for p in net.parameters()),
+        "num_trained_parameters": sum(p.numel() for p in net.parameters() if p.requires_grad),
         "num_train": run.data.num_train,
         "num_val": run.data.num_val,
         "num_test": run.data.num_test,
@@ -90,11 +91,11 @@ def _test(run: "Run", plan: RunPlan) -> None:
     trainer: Any = run.trainer
     trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, WeightAveraging)]
     trainer.test(run.module, datamodule=run.data, ckpt_path=best, weights_only=True, verbose=False)
-    counts: Any = run.module.test_confusion
+    counts: Any = run.module.test_counts
     if run.trainer.is_global_zero and counts is not None:  # limit_test_batches=0 tests nothing
-        from lockstep.callbacks.confusion import write_confusion
+        from lockstep.callbacks.confusion import write_counts
 
-        per_class = write_confusion(counts, run.facts["class_names"], plan.folder)
+        per_class = write_counts(counts, run.facts["class_names"], plan.folder)
         run.recorder.write(run.trainer, test_acc_per_class=per_class)
 
 

@@ -93,3 +93,28 @@ def test_a_checkpoint_does_not_bring_its_kernel(saved, loaded):
     step(first, one)
     step(second, other)
     torch.testing.assert_close(first.net[1].weight, second.net[1].weight, rtol=1e-13, atol=1e-13)
+
+
+def test_hits_of_training_are_counted_without_looking_at_them_and_taken_once():
+    classifier = ImageClassifier(nn.Flatten(), num_classes=3)
+    logits = torch.eye(3)[[0, 1, 2, 2]].view(4, 1, 1, 3).requires_grad_()
+    classifier.training_step((logits, torch.tensor([0, 1, 1, 2])), 0)
+    mixed = 0.6 * torch.eye(3)[[0, 0, 0, 2]] + 0.4 * torch.eye(3)[[1, 1, 1, 1]]
+    classifier.training_step((logits, mixed), 1)
+    assert classifier.take_train_counts().tolist() == [5, 8]
+    assert classifier.take_train_counts().tolist() == [0, 0]
+
+
+def test_hits_before_a_checkpoint_in_mid_epoch_count_after_it():
+    strategy = SimpleNamespace(reduce=lambda counts, reduce_op: 2 * counts, root_device="cpu")
+    classifier = ImageClassifier(nn.Flatten(), num_classes=3)
+    classifier._trainer = SimpleNamespace(strategy=strategy, is_global_zero=True)
+    classifier.training_step((torch.eye(3).view(3, 1, 1, 3), torch.tensor([0, 1, 1])), 0)
+    checkpoint = {}
+    classifier.on_save_checkpoint(checkpoint)
+    assert checkpoint == {"train_counts": [4, 6]}
+    for is_zero, expected in ((True, [4, 6]), (False, [0, 0])):
+        other = ImageClassifier(nn.Flatten(), num_classes=3)
+        other._trainer = SimpleNamespace(strategy=strategy, is_global_zero=is_zero)
+        other.on_load_checkpoint(checkpoint)
+        assert other.take_train_counts().tolist() == expected

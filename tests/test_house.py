@@ -30,7 +30,7 @@ HEAVY = {"torch", "lightning", "hydra", "torchvision", "timm"}
 FOLDER_OF_GROUP = {
     "model": ("models",), "data": ("data",), "optimizer": ("optimizers", "torch"), "scheduler": ("schedulers", "torch"),
     "trainer": ("lockstep.strategies",), "callbacks": ("callbacks", "lockstep.callbacks", "lightning"),
-    "logger": ("lockstep.callbacks", "lightning"),
+    "loss": ("losses",), "metrics": ("metrics", "torchmetrics"), "logger": ("lockstep.callbacks", "lightning"),
 }  # fmt: skip
 FILES = {str(path.relative_to(SRC)): path for path in sorted(SRC.rglob("*.py"))}
 MODULES = {name.removesuffix(".py").replace("/", "."): path for name, path in FILES.items()}

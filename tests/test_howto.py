@@ -27,8 +27,8 @@ def copy(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_model_a_data_set_a_callback_and_a_recipe_of_ones_own(copy):
-    assert len(FILES) == 7
+def test_a_model_a_data_set_a_loss_a_metric_a_callback_and_a_recipe_of_ones_own(copy):
+    assert len(FILES) == 11
     (early,) = re.findall(r"`(\+callbacks\.early=\{.*?\})`", TEXT)
     command = re.search(r"`python (src/train.py experiment=squares)`", TEXT)[1].split()
     more = ["trainer=fsdp_sim", early, "run_id=r", "trainer.log_every_n_steps=3"]
@@ -38,6 +38,9 @@ def test_a_model_a_data_set_a_callback_and_a_recipe_of_ones_own(copy):
     record = json.loads((folder / "run.json").read_text())
     assert (record["model"], record["data"], record["experiment"]) == ("mlp", "squares", "squares")
     assert record["metrics"]["test/images"] == 100 and record["metrics"]["test/acc"] > 0.95
+    assert record["metrics"]["test/worst_class"] > 0.9
+    said = (folder / "config.yaml").read_text()
+    assert "losses.logit_adjusted.LogitAdjusted" in said and "metrics.worst_class.WorstClass" in said
     assert record["num_parameters"] == 64 * 16 + 16 + 16 * 2 + 2
     assert "train/weight_norm" in (folder / "metrics.csv").read_text().splitlines()[0]
 

@@ -21,6 +21,7 @@ class TimmModel(nn.Module):
     """timm's model `name` built for the data's classes, image size and channels.
 
     weights: a local safetensors or pth file, which stands in for the download; its head is kept where it fits.
+    A new head on trained weights starts at zero: every class is equally likely, and the loss that of chance.
     Further arguments go to timm.create_model: patch_size, embed_dim, depth, num_heads, drop_path_rate, …
     Nothing is fetched unless `pretrained` is true and `weights` is not given.
 
@@ -45,8 +46,11 @@ class TimmModel(nn.Module):
         settings = {"num_classes": num_classes, "in_chans": channels, **timm_arguments}
         from_hub = pretrained and weights is None
         self.backbone = _create(name, image_size, {**settings, "pretrained": from_hub})
+        is_head_new = from_hub and self.backbone.pretrained_cfg.get("num_classes") != num_classes
         if weights is not None:
-            _load(self.backbone, Path(weights), name, channels)
+            is_head_new = _load(self.backbone, Path(weights), name, channels)
+        if is_head_new:
+            _zero(self.backbone, _names(self.backbone.pretrained_cfg.get("classifier")))
         _check_image_size(self.backbone, name, image_size, channels)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -57,6 +61,20 @@ class TimmModel(nn.Module):
         sequences = [child for child in self.backbone.children() if isinstance(child, nn.Sequential | nn.ModuleList)]
         units = [unit for sequence in sequences for unit in sequence]
         return [unit for unit in units if len(list(unit.children())) > 0 and len(list(unit.parameters())) > 0]
+
+    def head_names(self) -> list[str]:
+        return [f"backbone.{name}" for name in _names(self.backbone.pretrained_cfg.get("classifier"))]
+
+    def layer_numbers(self) -> dict[str, int]:
+        """timm's own."""
+        from timm.models import group_parameters
+
+        found = group_parameters(self.backbone, self.backbone.group_matcher(coarse=False), reverse=True)
+        return {f"backbone.{name}": number for name, number in found.items()}
+
+    def undecayed_names(self) -> set[str]:
+        """timm's own."""
+        return {f"backbone.{name}" for name in getattr(self.backbone, "no_weight_decay", set)()}
 
     def adapted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """A state dict of this net built for another image size: position embeddings resampled, as timm does it.
@@ -182,9 +200,18 @@ def _create(name: str, image_size: int, settings: dict[str, Any]) -> nn.Module:
         raise UserError(f"{name} cannot be built for data.image_size={image_size} ({said}).") from error
 
 
-def _load(backbone: nn.Module, path: Path, model_name: str, channels: int) -> None:
+@torch.no_grad()
+def _zero(backbone: nn.Module, names: tuple[str, ...]) -> None:
+    for name in names:
+        for parameter in backbone.get_submodule(name).parameters():
+            parameter.zero_()
+
+
+def _load(backbone: nn.Module, path: Path, model_name: str, channels: int) -> bool:
     """Adapt position embedding and channels as timm does; keep the head where its shape fits.
 
+    Returns:
+        Whether the head is new.
     Raises:
         UserError: a weight is missing, left over or of another shape.
     """
@@ -208,6 +235,7 @@ def _load(backbone: nn.Module, path: Path, model_name: str, channels: int) -> No
     if problem:
         raise UserError(f"model.weights={path} does not fit {model_name}: {problem}.")
     backbone.load_state_dict(state, strict=False)
+    return any(name in own and name not in state for name in head)
 
 
 def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -96,6 +98,15 @@ def test_weights_from_a_file(tmp_path, suffix):
     images = torch.randn(2, 3, 16, 16)
     loaded = tiny(num_classes=10, weights=str(path)).eval()
     assert torch.equal(loaded(images), source(images))
+
+
+def test_a_new_head_on_trained_weights_starts_at_the_loss_of_chance(tmp_path):
+    save_file(tiny(num_classes=10).backbone.state_dict(), tmp_path / "weights.safetensors")
+    images = 30 * torch.randn(8, 3, 32, 32)
+    for num_classes, is_chance in ((10, False), (7, True)):
+        net = tiny(num_classes=num_classes, image_size=32, weights=str(tmp_path / "weights.safetensors")).eval()
+        loss = torch.nn.functional.cross_entropy(net(images), torch.arange(8) % num_classes)
+        assert (loss.item() == pytest.approx(math.log(num_classes), abs=1e-6)) == is_chance
 
 
 def test_weights_with_another_head_size_and_channels_are_adapted(tmp_path):

@@ -6,9 +6,11 @@ import torch
 import yaml
 from hydra import compose, initialize_config_dir
 
+from lockstep.runs.errors import UserError
 from schedulers.cosine import cosine
 from schedulers.linear import linear
 from schedulers.step import step
+from schedulers.wsd import wsd
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -43,6 +45,14 @@ def test_linear_from_full_rate():
     assert rates(linear, 5, total_steps=4, steps_per_epoch=4, final_share=0.5) == pytest.approx([2, 1.75, 1.5, 1.25, 1])
 
 
+def test_wsd_rises_stays_and_falls():
+    seen = rates(wsd, 12, total_steps=10, steps_per_epoch=2, warmup_epochs=0.5, decay_share=0.4, final_share=0.1)
+    assert seen == pytest.approx([1.0, *[2.0] * 6, 1.55, 1.1, 0.65, 0.2, 0.2])
+    assert rates(wsd, 3, total_steps=2, steps_per_epoch=2, decay_share=0) == [2.0, 2.0, 2.0]
+    with pytest.raises(UserError, match="scheduler.decay_share=2"):
+        rates(wsd, 1, total_steps=2, steps_per_epoch=2, decay_share=2)
+
+
 def test_step_falls_at_the_end_of_epochs():
     assert rates(step, 6, total_steps=6, steps_per_epoch=2) == pytest.approx([2, 2, 1.4, 1.4, 0.98, 0.98])
     assert rates(step, 5, total_steps=6, steps_per_epoch=2, gamma=0.1, every_n_epochs=2) == pytest.approx(
@@ -50,7 +60,7 @@ def test_step_falls_at_the_end_of_epochs():
     )
 
 
-@pytest.mark.parametrize("scheduler", [cosine, linear, step])
+@pytest.mark.parametrize("scheduler", [cosine, linear, step, wsd])
 def test_a_restored_schedule_goes_on(scheduler):
     own = {"total_steps": 10, "steps_per_epoch": 2}
     whole = rates(scheduler, 10, **own)
@@ -69,7 +79,7 @@ def test_a_restored_schedule_goes_on(scheduler):
         restored.step()
 
 
-@pytest.mark.parametrize("scheduler", [cosine, linear, step])
+@pytest.mark.parametrize("scheduler", [cosine, linear, step, wsd])
 def test_yaml_states_what_the_signature_does(scheduler):
     config = yaml.safe_load((CONFIGS / "scheduler" / f"{scheduler.__name__}.yaml").read_text())
     assert config.pop("_target_") == f"{scheduler.__module__}.{scheduler.__name__}" and config.pop("_partial_")

@@ -1,28 +1,30 @@
-"""The confusion matrix of a test, and the accuracy of each class. pages/confusion_svg.py draws it."""
+"""What a test counted, as CSV files of the run folder; and the accuracy of each class. The pages draw them."""
 
 import csv
 from typing import Any
 
-from torch import Tensor
-
 from lockstep.runs.csv_files import guarded
 from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import RunFolder
+from lockstep.runs.scores import BINS, TestCounts
 
 
-def write_confusion(confusion: Tensor, class_names: list[str], folder: RunFolder) -> dict[str, float]:
-    """Write confusion_matrix.csv into the run folder; returns accuracy per class.
+def write_counts(counts: TestCounts, class_names: list[str], folder: RunFolder) -> dict[str, float]:
+    """Write confusion_matrix.csv and calibration.csv into the run folder; returns accuracy per class."""
 
-    Args:
-        confusion: (classes, classes) exact counts, rows true, columns predicted.
-    """
-    rows = confusion.tolist()
-
-    def write(file: Any) -> None:
+    def write_confusion(file: Any) -> None:
         writer = csv.writer(file)
         names = list(map(guarded, class_names))
         writer.writerow(["true \\ predicted", *names])
-        writer.writerows([name, *row] for name, row in zip(names, rows, strict=True))
+        writer.writerows([name, *row] for name, row in zip(names, counts.confusion, strict=True))
 
-    write_atomically(folder.confusion_matrix, write)
-    return {name: row[i] / max(sum(row), 1) for i, (name, row) in enumerate(zip(class_names, rows, strict=True))}
+    def write_calibration(file: Any) -> None:
+        writer = csv.writer(file)
+        writer.writerow(["confidence_from", "confidence_to", "images", "correct", "confidence_sum"])
+        for i, (images, correct, confidence) in enumerate(counts.calibration):
+            writer.writerow([f"{i / BINS:.6g}", f"{(i + 1) / BINS:.6g}", int(images), int(correct), repr(confidence)])
+
+    write_atomically(folder.confusion_matrix, write_confusion)
+    write_atomically(folder.calibration, write_calibration)
+    rows = enumerate(zip(class_names, counts.confusion, strict=True))
+    return {name: row[i] / max(sum(row), 1) for i, (name, row) in rows}

@@ -51,7 +51,7 @@ class TrainingLog(Callback):
         epoch_ends = batches >= trainer.num_training_batches
         is_point = epoch_ends or (step % trainer.log_every_n_steps == 0 and ends_step(trainer))
         if step > self.marked_step and (is_point or self._ends_here(trainer)):
-            self._log(trainer, pl_module, step)
+            self._log(trainer, pl_module, step, epoch_ends)
 
     @staticmethod
     def _ends_here(trainer: pl.Trainer) -> bool:
@@ -61,14 +61,17 @@ class TrainingLog(Callback):
         """
         return trainer.global_step == trainer.max_steps or (trainer.should_stop and trainer.world_size == 1)
 
-    def _log(self, trainer: pl.Trainer, module: Any, step: int) -> None:
-        loss = self._mean_loss(trainer, module)
+    def _log(self, trainer: pl.Trainer, module: Any, step: int, epoch_ends: bool) -> None:
+        loss, accuracy = self._means(trainer, module, epoch_ends)
         elapsed = time.monotonic() - self.marked_at
+        group = trainer.optimizers[0].param_groups[0]
         self.latest = {
             "train/loss": loss,
-            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "lr": group["lr"] / group.get("lr_scale", 1.0),  # the optimizer's, not that of one layer
             "images_per_s": (step - self.marked_step) * self.global_batch_size / max(elapsed, 1e-9),
         }
+        if accuracy is not None:
+            self.latest["train/acc"] = accuracy
         self._mark(trainer)
         if not math.isfinite(loss):
             raise Diverged(
@@ -77,11 +80,14 @@ class TrainingLog(Callback):
         self._write(trainer, self.latest, step)
 
     @staticmethod
-    def _mean_loss(trainer: pl.Trainer, module: Any) -> float:
+    def _means(trainer: pl.Trainer, module: Any, epoch_ends: bool) -> tuple[float, float | None]:
+        """The loss since the last log point, and at an epoch's end its accuracy, as the images were seen: augmented."""
         total, number = module.take_loss_sum()
-        both = torch.stack([total.double(), torch.tensor(float(number), dtype=torch.float64, device=total.device)])
-        total, number = trainer.strategy.reduce(both, reduce_op="sum").tolist()
-        return total / max(number, 1)
+        sums = [total.double(), torch.tensor(float(number), dtype=torch.float64, device=total.device)]
+        if epoch_ends and hasattr(module, "take_train_counts"):
+            sums += module.take_train_counts().double().unbind()
+        total, number, *counts = trainer.strategy.reduce(torch.stack(sums), reduce_op="sum").tolist()
+        return total / max(number, 1), counts[0] / counts[1] if counts and counts[1] else None
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":

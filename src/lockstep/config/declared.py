@@ -15,7 +15,7 @@ from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 
 MARKS = ("_target_", "_partial_")
-OPEN = ("callbacks", "logger")  # whose entries have names of the user's own
+OPEN = ("callbacks", "logger", "metrics")  # whose entries have names of the user's own
 FREE = ("hardware.peak_tflops",)  # whose keys are data
 TRAINER = "lightning.pytorch.Trainer"
 OURS = "the run makes it itself"
@@ -50,6 +50,9 @@ HABITS = {
     "classifier.label_smoothing": "smoothing label_smooth",
     "model": "arch architecture net network backbone",
     "data": "dataset",
+    "loss": "criterion loss_fn",
+    "model.freeze": "freeze frozen freeze_backbone",
+    "optimizer.layer_decay": "layer_decay lr_layer_decay",
     "optimizer": "optim opt",
     "scheduler": "sched lr_scheduler schedule",
     "paths.log_dir": "output_dir out_dir save_dir log_dir output",

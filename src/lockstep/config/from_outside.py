@@ -21,24 +21,26 @@ from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.own_config import own_config
 
-OF_A_CHECKPOINT = ("data", "model", "classifier", "trainer.precision", "trainer.channels_last")
+OF_A_CHECKPOINT = ("data", "model", "loss", "metrics", "classifier", "trainer.precision", "trainer.channels_last")
 OF_A_RUN = (
-    "data", "model", "optimizer", "scheduler", "trainer", "classifier", "callbacks.checkpoints", "seed", "tags",
-    "experiment_name", "test",
+    "data", "model", "loss", "metrics", "optimizer", "scheduler", "trainer", "classifier", "callbacks.checkpoints",
+    "seed", "tags", "experiment_name", "test",
 )  # fmt: skip
-GROUPS = ("data", "model", "optimizer", "scheduler", "trainer")
+GROUPS = ("data", "model", "loss", "metrics", "optimizer", "scheduler", "trainer")
+SEVERAL = ("metrics",)  # take a list of options
 NEEDED = ("data", "model")  # nothing can be built without
-EXACT = ("model", "classifier")  # what they say and this clone does not know would make another net
+EXACT = ("model", "loss", "classifier")  # what they say and this clone does not know would make another net
 
 OPTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 NOT_TAKEN = {"trainer": ("hivemind",)}  # whom it talks to, the user says
 # A word without dot, slash and colon is no path, no address and no dotted name of a class.
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]{0,99}")
 DOTTED = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_+-]|\.(?!\.)){0,99}")
+PATTERN = re.compile(r"[A-Za-z0-9_*?\[\]!.-]{1,100}")  # of parameters' names
 METRIC = re.compile(r"(?:train|val|test)/[a-z0-9_]{1,40}")
 WORDS_OF = {
     "model.name": DOTTED, "data.name": DOTTED, "experiment_name": DOTTED, "tags": DOTTED,
-    "callbacks.checkpoints.monitor": METRIC,
+    "callbacks.checkpoints.monitor": METRIC, "model.freeze": PATTERN,
 }  # fmt: skip
 # Parameters that say where to read or write, what to fetch, whom to talk to, or what to call.
 PLACE = re.compile(
@@ -98,10 +100,10 @@ def _composed(words: tuple[str, ...]) -> Config:
 
 
 def _take_option(stored: Config, group: str, taken: Taken, whose: str) -> None:
-    name = _option(stored, group)
+    name = _options(stored, group) if group in SEVERAL else _option(stored, group)
     if name and name not in NOT_TAKEN.get(group, ()):
         taken.words.append(f"{group}={name}")
-    elif group in NEEDED:
+    elif group in NEEDED or (group in EXACT and stored.get(group)):
         choices = stored.get("choices")
         said = choices.get(group) if isinstance(choices, Mapping) else None
         there = ", ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
@@ -110,12 +112,23 @@ def _take_option(stored: Config, group: str, taken: Taken, whose: str) -> None:
         taken.left_out.append(group)
 
 
+def _options(stored: Config, group: str) -> str | None:
+    """`[a,b]` of a config's entries that are options here: of these groups an entry has its option's name."""
+    node = stored.get(group)
+    names = [name for name in node if _is_option(group, name)] if isinstance(node, Mapping) else []
+    return f"[{','.join(names)}]" if names else None
+
+
+def _is_option(group: str, name: object) -> bool:
+    return isinstance(name, str) and bool(OPTION.fullmatch(name)) and (CONFIGS / group / f"{name}.yaml").is_file()
+
+
 def _option(stored: Config, group: str) -> str | None:
     """The option that a config names; of one that names none, the one that builds the same."""
     choices, node = stored.get("choices"), stored.get(group)
     name = choices.get(group) if isinstance(choices, Mapping) else None
-    if isinstance(name, str) and OPTION.fullmatch(name) and (CONFIGS / group / f"{name}.yaml").is_file():
-        return name
+    if _is_option(group, name):
+        return str(name)
     target = node.get("_target_") if isinstance(node, Mapping) else None
     if name is not None or not isinstance(target, str):
         return None

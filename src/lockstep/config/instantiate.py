@@ -12,7 +12,9 @@ from typing import Any
 
 from lockstep.runs.errors import UserError
 
-OURS = ("models", "data", "optimizers", "schedulers", "callbacks", "classifier", "lockstep")  # hand **options on
+OURS = (
+    "models", "data", "losses", "metrics", "optimizers", "schedulers", "callbacks", "classifier", "lockstep",
+)  # hand **options on  # fmt: skip
 
 
 def resolve_target(target: Any, where: str) -> Any:

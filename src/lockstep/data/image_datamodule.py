@@ -140,6 +140,11 @@ class ImageDataModule(LightningDataModule):
         """Training images that no complete global batch holds, another part of them in each epoch."""
         return self.num_train % self.global_batch_size
 
+    @property
+    def class_counts(self) -> list[int]:
+        """Training images of each class, before augmentation."""
+        return np.bincount(self._labels[self._train_index], minlength=self.num_classes).tolist()
+
     def _split(self, num_fit: int) -> tuple[np.ndarray, np.ndarray]:
         """Training and validation positions, ascending; the same on every rank."""
         num_val = round(self.val_fraction * num_fit) if self.requested_num_val is None else self.requested_num_val

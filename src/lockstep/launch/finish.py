@@ -194,6 +194,9 @@ def _write_pages(folder: RunFolder, keep_in: Path | None, pages: list[Path]) -> 
 def _result(record: RunRecord, pages: list[Path]) -> str:
     shown = {name: record.metrics.get(name) for name in (f"{record.monitor}_best", "test/acc")}
     words = [f"{name} {_as_read(name, value)}" for name, value in shown.items() if isinstance(value, float)]
+    images, there = record.metrics.get("test/images"), record.num_test
+    if isinstance(images, float) and there is not None and images < there:
+        words.append(f"on {images:.0f} of {there} test images")
     return " · ".join(["finished", *words, *map(os.path.relpath, pages)])
 
 

@@ -176,6 +176,17 @@ def percentiles(values: list[float]) -> dict[str, float | int | None]:
     return {name: shortened(ordered[round(share * (len(ordered) - 1))]) for name, share in at.items()}
 
 
+def calibration_bins(path: Path, max_bins: int = 100) -> list[list[float]] | None:
+    """[images, correct, sum of confidences] of each bin of calibration.csv; None where there is none."""
+    try:
+        with path.open(newline="", encoding="utf-8", errors="replace") as file:
+            rows = [row[2:] for row in csv.reader(line.replace("\0", "") for line in file) if row][1:]
+    except (OSError, csv.Error):
+        return None
+    bins = [[value for cell in row if (value := number(cell)) is not None and 0 <= value < 1e15] for row in rows]
+    return bins if 0 < len(bins) <= max_bins and all(len(row) == 3 for row in bins) else None
+
+
 def confusion_matrix(path: Path, max_classes: int = 200) -> dict | None:
     """{"names": [...], "counts": [[...]]}, a row per true class; None where there is none or it is not square.
 

@@ -18,7 +18,9 @@ class Entry:
     note: Note = field(default_factory=Note)
     page: str = ""  # the file that holds its details
     reports: tuple[str, ...] = ()  # links in markdown
-    pictures: tuple[str, str] | None = None  # curves and confusion matrix, where they do not lie in figures/
+    pictures: tuple[str, str, str] | None = (
+        None  # curves, confusion matrix and calibration, where they do not lie in figures/
+    )
 
     @property
     def run_id(self) -> str:
@@ -64,6 +66,10 @@ class Entry:
     @property
     def confusion_file(self) -> str:
         return self.pictures[1] if self.pictures else f"figures/{self.run_id}-confusion.svg"
+
+    @property
+    def calibration_file(self) -> str:
+        return self.pictures[2] if self.pictures else f"figures/{self.run_id}-calibration.svg"
 
 
 def anchor(run_id: str) -> str:

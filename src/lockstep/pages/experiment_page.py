@@ -11,6 +11,7 @@ from lockstep.pages.publish import HOW_TO_OPEN, is_shown_as_source
 from lockstep.pages.run_details import (
     changes_block,
     checkpoint_text,
+    classes_block,
     commit_words,
     diff_block,
     hardware_block,
@@ -56,6 +57,8 @@ def run_section(entry: Entry, before: Entry | None) -> str:
             table(("", ""), summary_rows(entry)),
             f"![Curves of {run.run_id}]({entry.curves_file})" if entry.has_curves else "",
             f"![Confusion matrix of {run.run_id}]({entry.confusion_file})" if entry.has_confusion else "",
+            f"![Calibration of {run.run_id}]({entry.calibration_file})" if run.calibration else "",
+            classes_block(entry),
             changes_block(entry, before),
             hardware_block(entry),
             restarts_block(entry),
@@ -96,6 +99,7 @@ def summary_rows(entry: Entry) -> list[list[str]]:
     run = entry.facts
     rows = {
         "Test accuracy": test_text(entry),
+        "Test scores": scores_text(entry),
         "Best validation accuracy": f.percent(run.best_val_acc) if run.best_val_acc is not None else "",
         "Training": training_text(entry),
         "Model": model_text(entry),
@@ -125,6 +129,14 @@ def test_text(entry: Entry) -> str:
     counted = f" ({f.whole(correct)} of {f.whole(images)} images)" if correct is not None and images is not None else ""
     part = f", a part of the {f.whole(run.record.num_test)} test images" if run.tested_images is not None else ""
     return f"**{f.percent(run.test_acc)}**{counted}{part}" if run.test_acc is not None else ""
+
+
+def scores_text(entry: Entry) -> str:
+    """Of as many images as the accuracy, which stands above."""
+    shown = {"test/f1_macro": "F1 {}, mean of the classes", "test/balanced_acc": "balanced accuracy {}",
+             "test/ece": "calibration error {}"}  # fmt: skip
+    known = entry.facts.metrics
+    return joined(*(form.format(f.percent(known[name])) for name, form in shown.items() if name in known))
 
 
 def data_text(entry: Entry) -> str:
@@ -157,7 +169,12 @@ def training_text(entry: Entry) -> str:
 
 def model_text(entry: Entry) -> str:
     run = entry.facts
-    return joined(plain(run.record.model), unit(run.record.num_parameters, " parameters", f.whole))
+    trained = run.record.num_trained_parameters
+    return joined(
+        plain(run.record.model),
+        unit(run.record.num_parameters, " parameters", f.whole),
+        f"{f.whole(trained)} of them trained" if trained not in (None, run.record.num_parameters) else "",
+    )
 
 
 def strategy_text(entry: Entry) -> str:

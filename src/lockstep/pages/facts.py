@@ -230,6 +230,15 @@ class RunFacts:
                 yield rank, name, numeric_pair(pair)
 
     @cached_property
+    def calibration(self) -> list[tuple[float, float]]:
+        """(mean confidence, accuracy) of each bin of the test that holds images; empty where it was not counted."""
+        rows = [items(row) for row in items(self.source.get("calibration"))]
+        whole = [
+            row for row in rows if len(row) == 3 and all(finite(value) is not None for value in row) and row[0] > 0
+        ]
+        return [(confidence / images, correct / images) for images, correct, confidence in whole]
+
+    @cached_property
     def confusion(self) -> tuple[list[str], list[list[int]]] | None:
         """(class names, counts); the counts are square."""
         held = mapping(self.source.get("confusion"))

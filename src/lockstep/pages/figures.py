@@ -32,7 +32,12 @@ def has_curves(run: RunFacts) -> bool:
 def run_panels(run: RunFacts) -> list[Panel]:
     return [
         metric_panel("Loss", run, {"train/loss": "training", "val/loss": "validation"}),
-        metric_panel("Accuracy", run, {"val/acc": "validation", "val/acc_top5": "validation, top 5"}, "%"),
+        metric_panel(
+            "Accuracy",
+            run,
+            {"val/acc": "validation", "val/acc_top5": "validation, top 5", "train/acc": "training"},
+            "%",
+        ),
         metric_panel("Learning rate", run, {"lr": "learning rate"}),
         utilisation_panel(run),
     ]
@@ -105,6 +110,15 @@ def confusion_figure(run: RunFacts) -> str:
     right = sum(counts[i][i] for i in range(len(counts)))
     total = sum(map(sum, counts))
     return confusion_svg(f"Test set: {right:,} of {total:,} right", names, counts)
+
+
+def calibration_figure(run: RunFacts) -> str:
+    """How often the test was right over how sure it was, in fifteen bins; an empty string where it was not counted."""
+    if not run.calibration:
+        return ""
+    confidence, accuracy = zip(*run.calibration, strict=True)
+    series = [Series("accuracy", confidence, accuracy, 0), Series("as sure as right", (0, 1), (0, 1), 1, dashed=True)]
+    return figure(f"Calibration of {run.run_id}", [Panel("Test accuracy over confidence", series, "%", "confidence")])
 
 
 def comparison_figure(runs: Sequence[RunFacts], labels: Sequence[str]) -> str:

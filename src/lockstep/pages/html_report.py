@@ -24,6 +24,7 @@ KNOWN_PANELS = {
     "val/loss": ("Validation loss", "", True),
     "val/acc": ("Validation accuracy", "share", False),
     "val/acc_top5": ("Validation accuracy, top 5", "share", False),
+    "train/acc": ("Training accuracy", "share", False),
     "lr": ("Learning rate", "", False),
     "images_per_s": ("Images per second", "", False),
 }

@@ -66,6 +66,8 @@ def measured_rows() -> list[Row]:
         Row("Peak memory at the largest batch", lambda run: run.record.largest_batch.peak_memory_gib, f.gib, f.ratio),
         Row("Best validation accuracy", lambda run: run.best_val_acc, f.percent, f.points),
         Row("Test accuracy", lambda run: run.test_acc, f.percent, f.points, same_test, of_tested),
+        Row("Test F1", lambda run: run.metrics.get("test/f1_macro"), f.percent, f.points, same_test, of_tested),
+        Row("Test calibration error", lambda run: run.metrics.get("test/ece"), f.percent, None, same_test, of_tested),
         Row("Test loss", lambda run: run.metrics.get("test/loss"), f.decimal, f.ratio, same_test),
         Row("Cost", lambda run: run.record.cost.usd, f.dollars, f.ratio),
     ]

@@ -107,6 +107,8 @@ def run_figures(entry: Entry) -> Iterator[tuple[str, str]]:
         yield entry.curves_file, figures.run_figure(entry.facts)
     if entry.has_confusion:
         yield entry.confusion_file, figures.confusion_figure(entry.facts)
+    if entry.facts.calibration:
+        yield entry.calibration_file, figures.calibration_figure(entry.facts)
 
 
 def comparison_pages(

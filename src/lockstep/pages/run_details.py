@@ -11,6 +11,7 @@ from lockstep.pages.json_values import mapping
 from lockstep.pages.markdown import blocks, code, code_block, details, plain, table
 from lockstep.pages.source import differences
 from lockstep.runs.record import CodeState, Node, Restart
+from lockstep.runs.scores import class_scores
 
 MAX_ROWS = 60
 FOLDED_FROM = 10
@@ -70,6 +71,24 @@ def checkpoint_text(entry: Entry) -> str:
         f"**not uploaded**: {plain(error, 200)}" if error else "",
     ]
     return ", ".join(part for part in parts if part)
+
+
+def classes_block(entry: Entry) -> str:
+    """Precision, recall and F1 of each class of the test; of many the MAX_ROWS with the lowest F1."""
+    if entry.facts.confusion is None:
+        return ""
+    names, counts = entry.facts.confusion
+    scored = list(zip(names, class_scores(counts), strict=True))
+    part = f", the {MAX_ROWS} lowest of {len(scored)}" if len(scored) > MAX_ROWS else ""
+    if part:
+        scored = sorted(scored, key=lambda pair: pair[1].f1 or 0.0)[:MAX_ROWS]
+    rows = [
+        [plain(name, 60), f.whole(score.images), *map(f.percent, (score.precision, score.recall, score.f1))]
+        for name, score in scored
+    ]
+    return details(
+        f"Test, class by class{part}", table(("class", "images", "precision", "recall", "F1"), rows, "lrrrr")
+    )
 
 
 def hardware_block(entry: Entry) -> str:

@@ -44,11 +44,13 @@ def write_run_page(path: Path) -> Path:
     folder = RunFolder(path)
     mark = record_mark(folder)
     facts = RunFacts(import_run(path))
-    entry = Entry(facts, page=folder.page.name, pictures=(folder.curves_image.name, folder.confusion_image.name))
+    pictures = (folder.curves_image.name, folder.confusion_image.name, folder.calibration_image.name)
+    entry = Entry(facts, page=folder.page.name, pictures=pictures)
     parts = {
         folder.page: blocks([HEAD, mark, run_section(entry, None)]),
         folder.curves_image: figures.run_figure(facts) if entry.has_curves else "",
         folder.confusion_image: figures.confusion_figure(facts),
+        folder.calibration_image: figures.calibration_figure(facts),
     }
     for file, text in parts.items():
         if text:

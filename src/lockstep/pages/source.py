@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lockstep.pages.curves import confusion_matrix, hardware_curves, number, training_curves
+from lockstep.pages.curves import calibration_bins, confusion_matrix, hardware_curves, number, training_curves
 from lockstep.pages.json_values import mapping
 from lockstep.runs import foreign_files
 from lockstep.runs.errors import UserError
@@ -59,6 +59,7 @@ def import_run(folder: Path) -> Source:
         "hardware": dict(zip(map(str, nodes), hardware_curves(list(nodes.values())), strict=True)),
         "nvidia_smi": {path.stem.removeprefix("nvidia-smi-"): read_text(path, MAX_SMI) for path in _smi_files(folder)},
         "confusion": confusion_matrix(files.confusion_matrix),
+        "calibration": calibration_bins(files.calibration),
         "code_diff": read_text(files.code_diff, MAX_DIFF),
         "tensorboard": files.tensorboard.is_dir(),
     }

@@ -86,6 +86,10 @@ class RunFolder:
         return self.path / "confusion_matrix.csv"
 
     @property
+    def calibration(self) -> Path:
+        return self.path / "calibration.csv"
+
+    @property
     def page(self) -> Path:
         """What came of the run, as markdown; its pictures lie beside it."""
         return self.path / "page.md"
@@ -97,6 +101,10 @@ class RunFolder:
     @property
     def confusion_image(self) -> Path:
         return self.path / "confusion_matrix.svg"
+
+    @property
+    def calibration_image(self) -> Path:
+        return self.path / "calibration.svg"
 
     @property
     def code_diff(self) -> Path:

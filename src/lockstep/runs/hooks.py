@@ -37,6 +37,33 @@ class StartsFromImages(Protocol):
         """Set weights from training images (N, C, H, W), normalised, before the first step."""
 
 
+@runtime_checkable
+class NamesHead(Protocol):
+    def head_names(self) -> list[str]:
+        """Names of the modules that give the logits; without it the module of the net's last matrix is taken."""
+
+
+@runtime_checkable
+class NamesLayers(Protocol):
+    def layer_numbers(self) -> dict[str, int]:
+        """The layer of each parameter by its name, 0 at the images, for optimizer.layer_decay."""
+
+
+@runtime_checkable
+class NamesUndecayed(Protocol):
+    def undecayed_names(self) -> set[str]:
+        """Names, or patterns of them, of what weight decay harms beside norms and biases: embeddings, tokens."""
+
+
+# --- losses
+
+
+@runtime_checkable
+class GivesProbabilities(Protocol):
+    def probabilities(self, logits: "Tensor") -> "Tensor":
+        """(B, classes) of logits (B, classes); of a loss without it the softmax."""
+
+
 # --- optimizers (the class or function that makes one)
 
 

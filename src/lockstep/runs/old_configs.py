@@ -9,8 +9,31 @@ SMALL = "vit_tiny_32"
 WITH_DISPLAY_NAME = ("models.airbench.", "models.alexnet.", "models.small_cnn.")
 
 
+# Keys that came later, with what runs before them did.
+LATER: dict[str, dict[str, Any]] = {
+    "model": {"freeze": None},
+    "optimizer": {"layer_decay": None, "head_lr_factor": 1.0, "decay_norms": True},
+}
+
+OLD_LOSS = {"_target_": "losses.cross_entropy.CrossEntropy", "class_weights": None}
+
+
 def today(config: dict[str, Any]) -> dict[str, Any]:
     """A config of a run folder or checkpoint, as this version would have composed it."""
+    found = _in_todays_words(config)
+    there = {part: found.get(part) for part in LATER}
+    older = {
+        part: own
+        for part, own in there.items()
+        if isinstance(own, dict) and own and not LATER[part].keys() <= own.keys()
+    }
+    if "classifier" in found and "loss" not in found:
+        found = {**found, "loss": {**OLD_LOSS, "label_smoothing": found["classifier"].get("label_smoothing", 0.0)}}
+        found["metrics"] = {}
+    return {**found, **{part: {**LATER[part], **own} for part, own in older.items()}} if older else found
+
+
+def _in_todays_words(config: dict[str, Any]) -> dict[str, Any]:
     model, choices = config.get("model"), config.get("choices")
     if not isinstance(model, dict):
         return config

@@ -241,6 +241,7 @@ class RunRecord(Part):
     epochs: int | None = None
     steps: int | None = None
     num_parameters: int | None = None
+    num_trained_parameters: int | None = None
     num_train: int | None = None
     num_val: int | None = None
     num_test: int | None = None

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 SUFFIXES = (".yaml", ".json", ".csv", ".png", ".txt", ".diff", ".log")
 # What a run records, none of which decides anything.
 RECORDED = re.compile(
-    r"run\.json|metrics\.csv|confusion_matrix\.csv|code\.diff|train\.log"
+    r"run\.json|metrics\.csv|confusion_matrix\.csv|calibration\.csv|code\.diff|train\.log"
     r"|hardware-node\d{1,5}(\.\d{1,3})?\.csv|nvidia-smi-node\d{1,5}-(start|peak|end)\.txt"
 )
 MAX_FILE_BYTES, MAX_FILES = 64 * 2**20, 1000

@@ -18,6 +18,7 @@ from lockstep.storage.checkpoint_files import measure
 from lockstep.storage.fetch import locate_checkpoint
 from lockstep.training.build import build_module
 from lockstep.training.checks import DataFacts, check_fits, no_larger_than
+from lockstep.training.losses import probabilities_of
 from lockstep.training.weights import read_checkpoint
 
 
@@ -26,12 +27,14 @@ class FinishedModel:
     """
     Args:
         net: in evaluation mode, on the CPU; (B, C, H, W) float32 normalised → (B, classes) logits.
+        loss: what it was trained with.
         config: the run's whole config.
         facts: class_names, num_classes, image_size, channels, mean, std, data_hash.
         record: the run's record where it lies beside the checkpoint, else empty.
     """
 
     net: nn.Module
+    loss: nn.Module
     config: Config
     facts: DataFacts
     path: Path
@@ -70,6 +73,10 @@ class FinishedModel:
             logits = (logits + self.net(images.flip(-1))) / 2
         return logits
 
+    def probabilities(self, images: Tensor) -> Tensor:
+        """(B, classes) as the run's loss understands logits: with loss=bce a class's own, whose sum is not 1."""
+        return probabilities_of(self.loss, self.logits(images))
+
     def sha256(self) -> str:
         """Of the file; of a folder of shards, over all its files."""
         return measure(self.path).sha256
@@ -94,7 +101,7 @@ def load_finished(address: str, logs: Path, s3: Config | None = None) -> Finishe
     module.load_state_dict(checkpoint["state_dict"])
     run_file = path.parent.parent / "run.json"
     record = read_record(run_file) if run_file.exists() else RunRecord()
-    return FinishedModel(module.net.eval().float(), config, facts, path, record)
+    return FinishedModel(module.net.eval().float(), module.loss.eval(), config, facts, path, record)
 
 
 def read_words(argv: list[str], known: dict[str, str | None], usage: str) -> dict[str, str]:

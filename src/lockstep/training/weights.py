@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from lockstep.callbacks import checkpoint_io
 from lockstep.runs.config import Config
@@ -15,7 +16,8 @@ Checkpoint = dict[str, Any]  # as Lightning saves it, with `lockstep`: the confi
 
 
 def start_from(module: pl.LightningModule, path: str, model_name: str, data: Config, data_hash: str) -> str:
-    """Put a checkpoint's weights into the module of a new run; where the classes are others, the head stays new.
+    """Put a checkpoint's weights into the module of a new run; where the classes are others, the head starts at zero,
+    which gives each of them the same logit.
 
     A net that has `adapted` takes weights from another image size.
 
@@ -44,7 +46,7 @@ def start_from(module: pl.LightningModule, path: str, model_name: str, data: Con
         if there != here and name in own and own[name].shape[1:] == value.shape[1:]
         and (own[name].shape[:1], value.shape[:1]) == ((here,), (there,))
     ]  # fmt: skip
-    found = {**found, **{name: own[name] for name in new}}
+    found = {**found, **{name: torch.zeros_like(own[name]) for name in new}}
     check_fits(module, found, path, model_name)
     module.load_state_dict(found)
     but = f"; of {there} classes there, {here} here: {', '.join(new)} start new" if new else ""

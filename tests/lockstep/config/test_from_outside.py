@@ -39,6 +39,46 @@ def stored(*words: str) -> dict:
     return copy.deepcopy(composed(words))
 
 
+def test_a_loss_and_metrics_are_named_by_their_options():
+    before = stored("loss=focal", "loss.gamma=1.5", "metrics=[f1,kappa]", "metrics.f1.average=weighted")
+    del before["choices"]["loss"]
+    taken = words_from(before, OF_A_CHECKPOINT, "It")
+    now = plain(compose("train", taken.words))
+    assert now["loss"] == before["loss"] and now["metrics"] == before["metrics"] and taken.left_out == []
+    assert config_of_words(taken.words)["choices"]["loss"] == "focal"
+
+
+def test_a_config_from_before_there_were_losses_is_one_of_cross_entropy():
+    before = stored("classifier.label_smoothing=0.25")
+    del before["loss"], before["metrics"], before["choices"]["loss"]
+    loss = plain(compose("train", words_from(before, OF_A_CHECKPOINT, "It").words))["loss"]
+    assert loss["label_smoothing"] == 0.25 and loss["_target_"].endswith("CrossEntropy")
+
+
+def test_no_class_is_called_as_a_loss_or_a_metric():
+    before = stored("loss=focal")
+    before["loss"]["_target_"] = "os.system"
+    with pytest.raises(UserError, match="It says loss._target_='os.system', which is nothing that this clone builds"):
+        words_from(before, OF_A_CHECKPOINT, "It")
+    before["choices"]["loss"] = "theirs"
+    with pytest.raises(UserError, match="It names loss='theirs', which this clone does not have: it has bce"):
+        words_from(before, OF_A_CHECKPOINT, "It")
+    hostile = {"_target_": "os.system", "command": "true"}
+    before = {**stored("metrics=f1"), "metrics": {"theirs": hostile, "f1": hostile, "../x": hostile}}
+    taken = words_from(before, OF_A_RUN, "It")
+    node = plain(compose("train", taken.words))["metrics"]
+    assert node == stored("metrics=f1")["metrics"] and {"metrics.theirs", "metrics.f1.command"} <= set(taken.left_out)
+
+
+def test_a_pattern_of_frozen_names_is_no_place():
+    before = stored("model.freeze=[stem,'blocks.[0-5].*']")
+    words = words_from(before, OF_A_RUN, "It").words
+    assert plain(compose("train", words))["model"]["freeze"] == ["stem", "blocks.[0-5].*"]
+    before["model"]["freeze"] = ["/etc/passwd"]
+    with pytest.raises(UserError, match="It says model.freeze="):
+        words_from(before, OF_A_RUN, "It")
+
+
 @functools.cache
 def composed(words: tuple[str, ...]) -> dict:
     cfg = compose("train", list(words))
@@ -51,12 +91,23 @@ def test_an_experiments_own_config_comes_back_from_its_words(experiment):
     taken = words_from(before, OF_A_RUN, "It")
     now = plain(compose("train", taken.words))
     hivemind = before["choices"]["trainer"] == "hivemind"
-    for part in ("data", "model", "optimizer", "scheduler", "classifier", "seed", "tags", "experiment_name"):
+    for part in (
+        "data",
+        "model",
+        "loss",
+        "metrics",
+        "optimizer",
+        "scheduler",
+        "classifier",
+        "seed",
+        "tags",
+        "experiment_name",
+    ):
         assert now[part] == before[part], part
     assert (now["trainer"] == before["trainer"]) != hivemind
     assert taken.left_out == (["trainer"] if hivemind else [])
     of_checkpoint = config_of_words(words_from(before, OF_A_CHECKPOINT, "It").words)
-    assert all(of_checkpoint[part] == before[part] for part in ("data", "model", "classifier"))
+    assert all(of_checkpoint[part] == before[part] for part in ("data", "model", "loss", "metrics", "classifier"))
     assert of_checkpoint["choices"]["model"] == before["choices"]["model"]
 
 
@@ -88,7 +139,9 @@ def parameters(group: str, node: dict) -> set[str]:
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_no_parameter_of_any_class_names_a_place_an_address_or_something_to_call(group, option):
-    base = stored(*(["model.name=resnet18"] if option == "timm" else []), f"{group}={option}")
+    if group == "metrics":
+        return  # entries, looked at above
+    base = stored(*(["model.name=resnet18"] if (group, option) == ("model", "timm") else []), f"{group}={option}")
     node = base[group]
     if node is None or option == "hivemind":
         return
@@ -135,6 +188,7 @@ def test_what_this_machine_decides_is_not_looked_at_and_a_place_that_was_stated_
     assert taken.words == [
         "data=cifar10",
         "model=vit_tiny_32",
+        "loss=cross_entropy",
         "optimizer=adamw",
         "scheduler=cosine",
         "trainer=default",

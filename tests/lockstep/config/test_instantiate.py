@@ -10,9 +10,17 @@ from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.config.compose import CONFIGS, compose, plain
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.runs.errors import UserError
+from lockstep.training.parameter_groups import RULES
 from models.small_cnn import SmallCNN
 
-OWN_KEYS = {"_target_", "_partial_", "scale_lr_with_batch", "base_batch_size"}  # taken out before it is built
+OWN_KEYS = {
+    "_target_",
+    "_partial_",
+    "scale_lr_with_batch",
+    "base_batch_size",
+    "freeze",
+    *RULES,
+}  # taken out before it is built
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
 
 
@@ -95,6 +103,6 @@ def test_every_node_of_an_experiment_fits_what_it_builds(experiment):
 def test_configs_name_only_files_that_can_be_opened():
     for path in CONFIGS.glob("*/*.yaml"):
         for line in path.read_text().splitlines():
-            if "_target_:" in line and "torch.optim" not in line and "lightning." not in line:
+            if "_target_:" in line and not any(f"{name}." in line for name in ("torch", "lightning", "torchmetrics")):
                 module = line.split("_target_:")[1].split("#")[0].strip(" {}").split(",")[0].rpartition(".")[0]
                 assert (Path(CONFIGS).parent / "src" / f"{module.replace('.', '/')}.py").exists(), (path, module)

@@ -1,0 +1,107 @@
+"""What every loss here shares: targets as shares, weights of classes, and the loss of each image of an evaluation."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.runs.errors import UserError
+from lockstep.runs.hooks import GivesProbabilities
+
+AUTO = "auto"
+
+
+def shares_of(targets: Tensor, num_classes: int, label_smoothing: float, dtype: torch.dtype) -> Tensor:
+    """(B, classes) that sum to 1, from classes (B,) int64 or from shares (B, classes); smoothed towards 1 / classes."""
+    shares = targets if targets.ndim == 2 else targets[:, None] == torch.arange(num_classes, device=targets.device)
+    return shares.to(dtype) * (1 - label_smoothing) + label_smoothing / num_classes
+
+
+def class_weights(stated: str | Sequence[float] | None, class_counts: Sequence[int]) -> Tensor:
+    """(classes,) float64. "auto": images / (classes × images of the class), whose mean over the images is 1.
+
+    Raises:
+        UserError: neither auto nor one positive number a class.
+    """
+    counts = torch.tensor([max(count, 1) for count in class_counts], dtype=torch.float64)
+    if stated is None:
+        return torch.ones_like(counts)
+    if stated == AUTO:
+        return sum(class_counts) / (len(class_counts) * counts)
+    if isinstance(stated, str) or len(stated) != len(counts) or not all(_is_positive(weight) for weight in stated):
+        raise UserError(f"loss.class_weights={stated}: give auto, or one positive number for each of {len(counts)}.")
+    return torch.tensor(stated, dtype=torch.float64)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and value > 0
+
+
+def check_label_smoothing(value: float) -> None:
+    if not 0 <= value <= 1:
+        raise UserError(f"loss.label_smoothing={value} (or classifier.label_smoothing): give a number from 0 to 1.")
+
+
+class WeightedLoss(nn.Module):
+    """In training with label smoothing and class weights, in evaluation without: losses of recipes then compare.
+
+    Args:
+        num_classes: the data's.
+        class_counts: training images of each class.
+        label_smoothing: share of a target that is spread over all classes, from 0 to 1.
+        class_weights: null, auto (equal weight for each class as a whole), or one number a class.
+    """
+
+    weights: Tensor
+
+    def __init__(
+        self,
+        num_classes: int,
+        class_counts: Sequence[int],
+        label_smoothing: float = 0.0,
+        class_weights: str | Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        check_label_smoothing(label_smoothing)
+        self.num_classes, self.label_smoothing = num_classes, label_smoothing
+        self.is_weighted = class_weights is not None
+        self.register_buffer("weights", _weights(class_weights, class_counts), persistent=False)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """
+        Args:
+            logits: (B, classes).
+            targets: classes (B,) int64, or shares of the classes (B, classes).
+        Returns:
+            (B,) the loss of each image.
+        """
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        shares = shares_of(targets, self.num_classes, 0.0, logits.dtype)
+        if not self.training:
+            return self.of_each(logits, shares)
+        loss = self.of_each(logits, shares_of(shares, self.num_classes, self.label_smoothing, logits.dtype))
+        return loss * (shares @ self.weights.to(logits.dtype)) if self.is_weighted else loss
+
+    def of_each(self, logits: Tensor, shares: Tensor) -> Tensor:
+        """(B,) from logits and shares (B, classes)."""
+        raise NotImplementedError
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        return logits.softmax(1)
+
+
+_weights = class_weights  # the option has the function's name
+
+
+def losses_of_images(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor) -> Tensor:
+    """(B,) also of a loss that gives the mean over a batch, as torch's and timm's do: by batches of one image."""
+    found = loss(logits, targets)
+    if found.ndim == 1:
+        return found
+    return torch.func.vmap(lambda row, target: loss(row[None], target[None]))(logits, targets)
+
+
+def probabilities_of(loss: object, logits: Tensor) -> Tensor:
+    """(B, classes), as the loss understands logits (B, classes)."""
+    return loss.probabilities(logits) if isinstance(loss, GivesProbabilities) else logits.softmax(1)

@@ -1,0 +1,93 @@
+"""Parameters in groups with a learning rate and a weight decay of their own, for fine-tuning.
+
+Where an option asks for none of it, an optimizer gets the parameters as one group.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from lockstep.runs.config import Config
+from lockstep.runs.errors import UserError
+from lockstep.runs.hooks import NamesUndecayed, TakesNamedParameters
+from lockstep.training.layers import head_names, layer_numbers
+
+Group = dict[str, Any]  # as torch's optimizers take it
+
+
+@dataclass(frozen=True)
+class GroupRules:
+    """
+    Args:
+        layer_decay: a layer's learning rate over that of the layer after it; the head has the whole.
+        head_lr_factor: of the head's learning rate.
+        decay_norms: weight decay also on norms, biases, position embeddings and tokens.
+    """
+
+    layer_decay: float | None = None
+    head_lr_factor: float = 1.0
+    decay_norms: bool = True
+
+    @classmethod
+    def of(cls, options: Config) -> "GroupRules":
+        """
+        Args:
+            options: the config's optimizer.
+        Raises:
+            UserError: a value that is no share or factor.
+        """
+        rules = cls(**{key: options[key] for key in RULES if key in options})
+        if rules.layer_decay is not None and not _is_within(rules.layer_decay, 1.0):
+            raise UserError(f"optimizer.layer_decay={rules.layer_decay}: give a number above 0 and up to 1, or null.")
+        if not _is_within(rules.head_lr_factor, float("inf")):
+            raise UserError(f"optimizer.head_lr_factor={rules.head_lr_factor}: give a number above 0.")
+        return rules
+
+    def check(self, optimizer: Any) -> None:
+        """
+        Raises:
+            UserError: the optimizer makes groups of its own.
+        """
+        if self != GroupRules() and isinstance(optimizer, TakesNamedParameters):
+            raise UserError(
+                f"{optimizer.__name__} groups the parameters itself: leave optimizer.layer_decay, head_lr_factor and "
+                "decay_norms as they are, or choose another optimizer, e.g. adamw."
+            )
+
+
+RULES = tuple(GroupRules.__dataclass_fields__)
+
+
+def _is_within(value: Any, largest: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= largest
+
+
+def parameter_groups(
+    net: nn.Module, trained: Iterable[tuple[str, nn.Parameter]], rules: GroupRules, lr: float
+) -> list[Group]:
+    """One group for each learning rate and weight decay, as timm's param_groups_layer_decay makes them.
+
+    Args:
+        trained: by their names in `net`; of other names for parameters beside it.
+        lr: the optimizer's.
+    Returns:
+        Groups whose `lr` is theirs and whose `lr_scale` says what part of the optimizer's that is.
+    """
+    head, layers = head_names(net), layer_numbers(net)
+    last = max(layers.values(), default=0)
+    undecayed = net.undecayed_names() if isinstance(net, NamesUndecayed) else set()
+    groups: dict[tuple[float, bool], Group] = {}
+    for name, parameter in trained:
+        scale = (rules.layer_decay or 1.0) ** (last - layers.get(name, last))
+        scale *= rules.head_lr_factor if name in head else 1.0
+        is_decayed = rules.decay_norms or not (
+            parameter.ndim <= 1 or name.endswith(".bias") or any(fnmatchcase(name, form) for form in undecayed)
+        )
+        group = groups.setdefault((scale, is_decayed), {"params": [], "lr": lr * scale, "lr_scale": scale})
+        group["params"].append(parameter)
+        if not is_decayed:
+            group["weight_decay"] = 0.0
+    return list(groups.values())

@@ -1,0 +1,29 @@
+"""Focal loss: cross-entropy that leaves aside what is right already (arXiv 1708.02002).
+
+python src/train.py loss=focal loss.gamma=2
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.runs.errors import UserError
+from lockstep.training.losses import WeightedLoss
+
+
+class Focal(WeightedLoss):
+    """
+    Args:
+        gamma: each class's term times (1 - its probability) ** gamma; 0 is cross-entropy.
+    """
+
+    def __init__(self, num_classes: int, class_counts: Sequence[int], gamma: float = 2.0, **options: Any) -> None:
+        super().__init__(num_classes, class_counts, **options)
+        if gamma < 0:
+            raise UserError(f"loss.gamma={gamma}: give a number from 0 on.")
+        self.gamma = gamma
+
+    def of_each(self, logits: Tensor, shares: Tensor) -> Tensor:
+        logs = logits.log_softmax(1)
+        return -(shares * (1 - logs.exp()) ** self.gamma * logs).sum(1)

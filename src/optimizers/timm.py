@@ -1,0 +1,33 @@
+"""Any optimizer of timm by its name.
+
+python src/train.py optimizer=timm optimizer.opt=lamb optimizer.lr=0.005
+"""
+
+import difflib
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lockstep.runs.errors import UserError
+
+
+def timm_optimizer(
+    parameters: Any, opt: str | None = None, lr: float = 1e-3, weight_decay: float = 0.0, **options: Any
+) -> Optimizer:
+    """
+    Args:
+        parameters: parameters, or groups of them.
+        opt: any of timm.optim.list_optimizers().
+        options: the optimizer's own: momentum, betas, eps, …
+    Raises:
+        UserError: a name that timm lacks, or an option that the optimizer does not take.
+    """
+    from timm.optim import create_optimizer_v2, list_optimizers
+
+    if opt not in list_optimizers():
+        close = ", ".join(difflib.get_close_matches(str(opt), list_optimizers(), 3)) or "lamb, lion, adan, nadamw"
+        raise UserError(f"optimizer.opt={opt}: timm has no optimizer of that name; it has {close} and others.")
+    try:
+        return create_optimizer_v2(parameters, opt=opt, lr=lr, weight_decay=weight_decay, **options)
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+        raise UserError(f"timm's {opt} cannot be built from the optimizer's options ({error}).") from error

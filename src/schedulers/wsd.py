@@ -1,0 +1,36 @@
+"""Learning rate that rises, stays, and falls over the last part of training: warm-up, stable, decay (arXiv 2404.06395).
+
+python src/train.py scheduler=wsd scheduler.warmup_epochs=1 scheduler.decay_share=0.2
+"""
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from lockstep.runs.errors import UserError
+
+
+def wsd(
+    optimizer: Optimizer,
+    *,
+    total_steps: int,
+    steps_per_epoch: int,
+    warmup_epochs: float = 0.0,
+    decay_share: float = 0.2,
+    final_share: float = 0.0,
+) -> LambdaLR:
+    """Stepped after each optimizer step. decay_share: of all steps, in which the rate falls to final_share of lr.
+
+    Raises:
+        UserError: decay_share is no share.
+    """
+    if not 0 <= decay_share <= 1:
+        raise UserError(f"scheduler.decay_share={decay_share}: give a number from 0 to 1.")
+    warmup, falls = round(warmup_epochs * steps_per_epoch), round(decay_share * total_steps)
+
+    def share(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        left = min(1.0, max(0, total_steps - step) / falls) if falls else 1.0
+        return final_share + (1 - final_share) * left
+
+    return LambdaLR(optimizer, share)

@@ -1,0 +1,70 @@
+"""A test of random logits over any number of ranks, with torchmetrics' classes beside our own counts."""
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torchmetrics.classification import (
+    MulticlassAUROC,
+    MulticlassCalibrationError,
+    MulticlassCohenKappa,
+    MulticlassF1Score,
+    MulticlassRecall,
+)
+
+from classifier import ImageClassifier
+from data.synthetic import SyntheticDataModule
+from local_ranks import meet
+from lockstep.distributed.cluster import Cluster
+from lockstep.strategies.ddp import DDP
+from lockstep.training.rank import StartedRanks
+
+CLASSES, IMAGES, BATCH = 5, 83, 7
+
+
+class Guess(nn.Module):
+    """Logits that depend on an image and on nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.head = nn.Linear(48, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return 3 * self.head(images.flatten(1))
+
+
+def metrics() -> dict[str, Any]:
+    return {
+        "f1": MulticlassF1Score(CLASSES),
+        "recall": MulticlassRecall(CLASSES),
+        "ece_of_torchmetrics": MulticlassCalibrationError(CLASSES, n_bins=15),
+        "kappa": MulticlassCohenKappa(CLASSES),
+        "auroc": MulticlassAUROC(CLASSES),  # keeps every image: lists of unequal length
+    }
+
+
+def evaluated(cluster: Cluster, folder: str) -> dict[str, Any]:
+    """What trainer.test says on this rank, and the exact counts."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    data = SyntheticDataModule(
+        image_size=4, num_classes=CLASSES, num_images=60, num_test_images=IMAGES, noise=3.0, eval_batch_size=BATCH,
+        global_batch_size=12, cache_dir=Path(folder) / "cache",
+    )  # fmt: skip
+    data.prepare()
+    data.place(rank=cluster.rank, world_size=cluster.world_size)
+    module = ImageClassifier(Guess(), num_classes=CLASSES, metrics=metrics())
+    meet(cluster)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=cluster.devices, strategy=DDP() if cluster.world_size > 1 else "auto",
+        plugins=[StartedRanks(cluster)], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.test(module, datamodule=data, verbose=False)
+    values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {"values": values, "counts": vars(module.test_counts)}

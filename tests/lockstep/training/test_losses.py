@@ -1,0 +1,102 @@
+"""Losses equal torch's, take soft targets, weigh classes, and know each image of an evaluation."""
+
+import pytest
+import timm.loss
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep.runs.errors import UserError
+from lockstep.training.build import build_loss
+from lockstep.training.losses import losses_of_images, probabilities_of
+from losses.bce import BinaryCrossEntropy
+from losses.cross_entropy import CrossEntropy
+from losses.focal import Focal
+
+COUNTS = [60, 30, 10]
+torch.manual_seed(0)
+LOGITS, LABELS = torch.randn(8, 3, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 2, 2, 0])
+MIXED = 0.7 * F.one_hot(LABELS, 3).double() + 0.3 * F.one_hot(LABELS.flip(0), 3)
+
+
+@pytest.mark.parametrize("targets", [LABELS, MIXED])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2, 1.0])
+def test_cross_entropy_is_that_of_torch(targets, smoothing):
+    own = CrossEntropy(3, COUNTS, label_smoothing=smoothing)
+    expected = F.cross_entropy(LOGITS, targets, label_smoothing=smoothing, reduction="none")
+    torch.testing.assert_close(own(LOGITS, targets), expected, rtol=1e-12, atol=1e-12)
+    plain = F.cross_entropy(LOGITS, targets, reduction="none")
+    torch.testing.assert_close(own.eval()(LOGITS, targets), plain, rtol=1e-12, atol=1e-12)
+
+
+def test_focal_without_gamma_is_cross_entropy_and_with_it_leaves_aside_what_is_right():
+    assert torch.allclose(Focal(3, COUNTS, gamma=0)(LOGITS, MIXED), CrossEntropy(3, COUNTS)(LOGITS, MIXED), rtol=1e-12)
+    share = LOGITS.softmax(1)[torch.arange(8), LABELS]
+    torch.testing.assert_close(Focal(3, COUNTS, gamma=2)(LOGITS, LABELS), -((1 - share) ** 2) * share.log())
+
+
+def test_bce_is_the_mean_over_classes_and_its_probability_the_sigmoid():
+    own = BinaryCrossEntropy(3, COUNTS, label_smoothing=0.3)
+    each = F.binary_cross_entropy_with_logits(LOGITS, 0.7 * F.one_hot(LABELS, 3).double() + 0.1, reduction="none").mean(
+        1
+    )
+    torch.testing.assert_close(own(LOGITS, LABELS), each)
+    assert torch.equal(probabilities_of(own, LOGITS), LOGITS.sigmoid())
+    assert torch.equal(probabilities_of(nn.CrossEntropyLoss(), LOGITS), LOGITS.softmax(1))
+
+
+@pytest.mark.parametrize("cls", [CrossEntropy, BinaryCrossEntropy, Focal])
+def test_weights_of_classes_count_in_training_alone(cls):
+    plain, auto = cls(3, COUNTS), cls(3, COUNTS, class_weights="auto")
+    expected = torch.tensor([100 / 180, 100 / 90, 100 / 30], dtype=torch.float64)
+    torch.testing.assert_close(auto(LOGITS, LABELS), plain(LOGITS, LABELS) * expected[LABELS])
+    assert sum(count * weight for count, weight in zip(COUNTS, expected, strict=True)) == pytest.approx(100)
+    assert torch.equal(auto.eval()(LOGITS, LABELS), plain.eval()(LOGITS, LABELS))
+    given = cls(3, COUNTS, class_weights=[1, 2, 0.5])
+    torch.testing.assert_close(
+        given(LOGITS, MIXED), plain(LOGITS, MIXED) * (MIXED @ torch.tensor([1, 2, 0.5]).double())
+    )
+    assert not given.state_dict()
+
+
+def test_sixteen_bits_are_computed_in_thirty_two():
+    own = CrossEntropy(3, COUNTS, label_smoothing=0.1)
+    assert own(LOGITS.bfloat16(), LABELS).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(), timm.loss.LabelSmoothingCrossEntropy(0.0), CrossEntropy(3, COUNTS)]
+)
+def test_each_image_of_any_loss(loss):
+    expected = F.cross_entropy(LOGITS, LABELS, reduction="none")
+    torch.testing.assert_close(losses_of_images(loss, LOGITS, LABELS), expected)
+
+
+def built(**loss):
+    return build_loss({"loss": loss}, {"num_classes": 3, "class_counts": COUNTS})
+
+
+def test_a_loss_of_another_library_takes_the_place_of_the_options_own():
+    unset = {"label_smoothing": 0.0, "class_weights": None}
+    assert built(_target_="timm.loss.LabelSmoothingCrossEntropy", smoothing=0.2, **unset).smoothing == 0.2
+    assert built(_target_="torch.nn.CrossEntropyLoss", **{**unset, "label_smoothing": 0.1}).label_smoothing == 0.1
+    assert built(_target_="losses.cross_entropy.CrossEntropy", class_weights="auto").weights[2] == 100 / 30
+    with pytest.raises(UserError, match="has no option 'class_weights'"):
+        built(_target_="torch.nn.CrossEntropyLoss", class_weights="auto")
+    assert build_loss({}, {"num_classes": 3}) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"class_weights": "balanced"}, "loss.class_weights=balanced: give auto, or one positive number for each of 3"),
+        ({"class_weights": [1, 2]}, "loss.class_weights"),
+        ({"class_weights": [1, 2, 0]}, "loss.class_weights"),
+        ({"label_smoothing": 1.5}, "loss.label_smoothing=1.5"),
+    ],
+)
+def test_bad_options_are_refused(options, says):
+    with pytest.raises(UserError, match=says):
+        CrossEntropy(3, COUNTS, **options)
+    with pytest.raises(UserError, match="loss.gamma=-1"):
+        Focal(3, COUNTS, gamma=-1)

@@ -1,0 +1,110 @@
+"""Groups as timm makes them, for nets of timm and our own; refused where an optimizer has its own."""
+
+from functools import partial
+
+import pytest
+import timm.optim
+import torch
+
+from classifier import ImageClassifier
+from lockstep.runs.errors import UserError
+from lockstep.training.layers import head_names, layer_numbers
+from lockstep.training.parameter_groups import GroupRules, parameter_groups
+from models.alexnet import AlexNet
+from models.small_cnn import SmallCNN
+from models.timm import TimmModel
+from optimizers.muon import Muon
+
+VIT = {"patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 2}
+
+
+def timm_model(name):
+    return TimmModel(3, 32, 3, name, pretrained=False, **(VIT if name.startswith("vit") else {}))
+
+
+def trained(net):
+    return [(name, parameter) for name, parameter in net.named_parameters() if parameter.requires_grad]
+
+
+def by_name(net, groups):
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    return {names[id(p)]: (round(g["lr_scale"], 12), g["weight_decay"]) for g in groups for p in g["params"]}
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet10t", "convnext_atto", "tf_efficientnet_lite0"])
+def test_layer_decay_is_that_of_timm(name):
+    net = timm_model(name)
+    own = parameter_groups(net, trained(net), GroupRules(layer_decay=0.75, decay_norms=False), lr=0.1)
+    own = [{"weight_decay": 0.05, **group} for group in own]
+    theirs = timm.optim.param_groups_layer_decay(
+        net.backbone, 0.05, layer_decay=0.75, no_weight_decay_list=getattr(net.backbone, "no_weight_decay", set)()
+    )
+    expected = {f"backbone.{n}": value for n, value in by_name(net.backbone, theirs).items()}
+    assert by_name(net, own) == expected
+    assert all(group["lr"] == pytest.approx(0.1 * group["lr_scale"]) for group in own)
+    assert len({scale for scale, _ in expected.values()}) > 3
+
+
+def test_without_layer_decay_norms_are_spared_as_timm_does_it():
+    net = timm_model("vit_tiny_patch16_224")
+    own = parameter_groups(net, trained(net), GroupRules(decay_norms=False), lr=0.1)
+    theirs = timm.optim.param_groups_weight_decay(
+        net.backbone, 0.05, no_weight_decay_list=net.backbone.no_weight_decay()
+    )
+    spared = [{id(p) for p in group["params"]} for group in own if group.get("weight_decay") == 0.0]
+    assert spared == [{id(p) for group in theirs if group["weight_decay"] == 0.0 for p in group["params"]}]
+    assert len(own) == 2 and id(net.backbone.pos_embed) in spared[0]
+
+
+def test_nets_of_our_own_are_numbered_by_their_stages_and_others_by_their_children():
+    assert layer_numbers(SmallCNN(3, 8, 1)) == {
+        f"{name}.{kind}": number
+        for number, name in enumerate(["features.0", "features.2", "head.0", "head.3"])
+        for kind in ("weight", "bias")
+    }
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3))
+    assert layer_numbers(plain) == {"0.weight": 0, "0.bias": 0, "2.weight": 1, "2.bias": 1}
+    assert head_names(plain) == {"2.weight", "2.bias"}
+    assert max(layer_numbers(AlexNet(3, 63, 1)).values()) == 7
+
+
+def test_the_head_learns_faster():
+    net = SmallCNN(3, 8, 1)
+    groups = parameter_groups(net, trained(net), GroupRules(layer_decay=0.5, head_lr_factor=10), lr=0.1)
+    assert [group["lr"] for group in groups] == pytest.approx([0.0125, 0.025, 0.05, 1.0])
+    assert {id(p) for p in groups[-1]["params"]} == {id(p) for p in net.head[3].parameters()}
+
+
+def stepper(rules, optimizer=torch.optim.AdamW, **options):
+    torch.manual_seed(0)
+    module = ImageClassifier(SmallCNN(3, 8, 1), partial(optimizer, **options), num_classes=3, rules=rules)
+    module._trainer = type("T", (), {"precision": "32-true"})()
+    return module.configure_optimizers()
+
+
+def test_nothing_asked_for_leaves_one_group_so_that_old_checkpoints_load():
+    (group,) = stepper(None, lr=0.1).param_groups
+    assert "lr_scale" not in group and len(group["params"]) == 8 and group["weight_decay"] == 0.01
+    groups = stepper(GroupRules(decay_norms=False), lr=0.1, weight_decay=0.3).param_groups
+    assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(4, 0.3), (4, 0.0)]
+    assert stepper(GroupRules(layer_decay=0.5)).param_groups[0]["lr"] == 1e-3 / 8  # the optimizer's own default
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"layer_decay": 0}, "optimizer.layer_decay=0: give a number above 0 and up to 1"),
+        ({"layer_decay": 1.1}, "optimizer.layer_decay=1.1"),
+        ({"layer_decay": "x"}, "optimizer.layer_decay=x"),
+        ({"head_lr_factor": -1}, "optimizer.head_lr_factor=-1: give a number above 0"),
+    ],
+)
+def test_a_value_that_is_no_factor_is_refused(options, says):
+    with pytest.raises(UserError, match=says):
+        GroupRules.of(options)
+
+
+def test_an_optimizer_with_groups_of_its_own_is_refused():
+    GroupRules.of({"lr": 0.1}).check(Muon)
+    with pytest.raises(UserError, match="Muon groups the parameters itself: leave optimizer.layer_decay"):
+        GroupRules.of({"layer_decay": 0.9}).check(Muon)
