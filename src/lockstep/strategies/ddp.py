@@ -49,6 +49,10 @@ class DDP(Capabilities, DDPStrategy):
     def launcher(self) -> None:
         """The ranks are there already: Lightning starts none."""
 
+    def determine_ddp_device_ids(self) -> None:
+        """The batch is on this rank's device already. Where it gets a device, Lightning builds DDP in a stream of
+        its own, and torch warns in every run that gradients come in another one."""
+
     def on_validation_start(self) -> None:
         broadcast_buffers(self.lightning_module, self.root_device)
 

@@ -746,7 +746,7 @@ NVML(DeviceGetMemoryInfo_v2, void *h, struct { unsigned version; uint64_t total,
     out->total = m[0]; out->reserved = 0; out->free = m[1]; out->used = m[2];
     return 0;
 }
-NVML(DeviceGetUtilizationRates, void *h, unsigned out[2]) { (void)h; out[0] = 50; out[1] = 25; return 0; }
+NVML(DeviceGetUtilizationRates, void *h, unsigned out[2]) { (void)h; out[0] = atoi(setting("NULLGPU_UTILISATION", "0")); out[1] = 0; return 0; }
 NVML(DeviceGetPowerUsage, void *h, unsigned *mw) { (void)h; *mw = 250000; return 0; }
 NVML(DeviceGetEnforcedPowerLimit, void *h, unsigned *mw) { (void)h; *mw = 400000; return 0; }
 NVML(DeviceGetPowerManagementLimit, void *h, unsigned *mw) { (void)h; *mw = 400000; return 0; }
@@ -762,6 +762,7 @@ NVML(DeviceGetMigMode, void *h, unsigned *now_, unsigned *later) { (void)h; *now
 NVML(DeviceGetMaxMigDeviceCount, void *h, unsigned *n) { (void)h; *n = 0; return 0; }
 NVML(DeviceGetComputeRunningProcesses_v3, void *h, unsigned *n, void *out) { (void)h; (void)out; *n = 0; return 0; }
 NVML(DeviceGetComputeRunningProcesses, void *h, unsigned *n, void *out) { (void)h; (void)out; *n = 0; return 0; }
+NVML(DeviceGetGpuFabricInfoV, void *h, void *info) { (void)h; (void)info; return 3; }  // not supported: before Hopper
 NVML(DeviceGetFanSpeed, void *h, unsigned *v) { (void)h; (void)v; return 3; }
 NVML(SystemGetDriverVersion, char *out, unsigned n) { snprintf(out, n, "580.00.00"); return 0; }
 NVML(SystemGetCudaDriverVersion_v2, int *v) { *v = CUDA_VERSION; return 0; }
