@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+import nullgpu_build
 import ranks
 import runs
 
@@ -28,11 +29,8 @@ TESTS = Path(__file__).resolve().parents[1]
 DRIVER = TESTS / "nullgpu" / "driver"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep" / "nullgpu"
 TIMEOUT_S = 280.0
-sys.path.append(str(DRIVER))
 
-import build  # noqa: E402
-
-needs_null_gpus = pytest.mark.skipif(bool(build.missing()), reason=str(build.missing()))
+needs_null_gpus = pytest.mark.skipif(bool(nullgpu_build.missing()), reason=str(nullgpu_build.missing()))
 
 
 def null_gpus(
@@ -51,10 +49,10 @@ def null_gpus(
         capability: of the GPU that they stand for: 8.0 has bf16, 7.5 has not.
         syncs: a folder for rank<RANK>.json, the synchronisations by line.
     """
-    library = build.built(CACHE)
+    library = nullgpu_build.built(CACHE)
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH")}
     first = {
-        "PYTHONPATH": [DRIVER / "site", DRIVER, ranks.SRC, TESTS / "harness"],
+        "PYTHONPATH": [DRIVER / "site", DRIVER, ranks.SRC, TESTS / "harness", TESTS.parent],
         "LD_LIBRARY_PATH": [library],
         "PATH": [DRIVER / "bin"],
     }

@@ -424,7 +424,11 @@ LIBRARY = None
 def wrap_missing(name):
     """An operator whose kernel did nothing and whose result nobody computes: no garbage, but an error."""
 
+    original = torch.library.get_kernel(f"aten::{name}", "CUDA")
+
     def kernel(keys, *args, **kwargs):
+        if getattr(HERE, "inside", False):  # a part of an operator whose result is computed
+            return original.call_boxed(keys, *args, **kwargs)
         raise NotImplementedError(f"the null GPU has no code for aten::{name}")
 
     return kernel

@@ -12,7 +12,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 MADE_FOR = "2.14.1+cu130"  # the layouts of CUDA's structs, and which operators have kernels, follow from it
-SOURCES = ("build.py", "nullgpu.c", "nccl.inc")
+SOURCES = ("nullgpu_build.py", "nullgpu.c", "nccl.inc")
 FLAGS = ("-O2", "-fPIC", "-fvisibility=hidden", "-w", "-std=gnu11")
 CUDA = re.compile(r"(cuda|__cuda|cublas|cudnn|cusparse|cusolver|cufft|curand|nccl|cuFile|cu[A-Z]|nvml)")
 WORKS_ALONE = re.compile(r"(nvrtc|nvshmem|cudnnGetVersion|cudnnGetCudart|cudnnGetErr|cudnnGetLast|cudnnGetProp)")
