@@ -94,6 +94,27 @@ def run_on_null_gpus(
     )
 
 
+def nodes_on_null_gpus(*argv: str, logs: Path, num_nodes: int = 2, devices: int = 2) -> list[runs.Done]:
+    """train.py on several nodes that share this machine, each with its own GPUs and folder; the nodes in order."""
+    return _server().call(_nodes, argv, logs, num_nodes, devices)
+
+
+def _nodes(argv: tuple[str, ...], logs: Path, num_nodes: int, devices: int) -> list[runs.Done]:
+    port, started = ranks.free_port(), []
+    for node in range(num_nodes):
+        gpus = ",".join(str(node * devices + index) for index in range(devices))
+        own = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "NODE_RANK": str(node),
+            "CUDA_VISIBLE_DEVICES": gpus,
+        }
+        environment = {**settings(num_nodes * devices), **own}
+        options = (f"trainer.num_nodes={num_nodes}", f"trainer.devices={devices}")
+        started.append(runs.start_door("train", *argv, *options, logs=logs / f"node{node}", environment=environment))
+    return [one.done() for one in started]
+
+
 def call_on_null_gpus(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """`function(*arguments)` in a process of its own; both and the result can be pickled."""
     inner = functools.partial(_with_environment, settings(**options), function)

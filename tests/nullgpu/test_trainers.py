@@ -88,9 +88,10 @@ def test_every_precision(name, precision, cpu, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_synchronised_batch_norm_has_the_losses_of_one_device(name, tmp_path):
-    own = f"model=small_cnn {FLOAT32} trainer.sync_batchnorm=true"
-    one = losses(f"{own} trainer=gpu", 1, tmp_path / "one")
-    assert agree(losses(f"{own} trainer={name}", 2, tmp_path / "two"), one)
+    own = ["experiment=quickstart", FLOAT32, "trainer.sync_batchnorm=true", "trainer.max_epochs=1"]
+    one = run_on_null_gpus("train", *own, "trainer=gpu", logs=tmp_path / "one")
+    two = run_on_null_gpus("train", *own, f"trainer={name}", logs=tmp_path / "two", devices=2)
+    assert two.code == 0 and agree(two.record["metrics"], one.record["metrics"], 10 * TOLERANCE), two.output
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ NOT_CALLERS = ("/driver/nullgpu_", "/torch/", "/warnings.py", "/contextlib.py")
 
 def start():
     warnings.filterwarnings("always", message="called a synchronizing")
+    warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
     show_others = warnings.showwarning
 
     def show(message, category, filename, lineno, file=None, line=None):
