@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_trainers import FLOAT32, SMALL, agree
 
 from lockstep.callbacks.checkpoint_io import read_checkpoint, write_checkpoint
 from lockstep.strategies.sharded_state import full_optimizer_state, full_state_dict
 from null_gpus import call_on_null_gpus, needs_null_gpus, run_on_null_gpus
+from null_runs import FLOAT32, SMALL, agree
 
 pytestmark = needs_null_gpus
 

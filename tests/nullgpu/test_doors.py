@@ -8,11 +8,11 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
-from test_trainers import FLOAT32, SMALL, agree, losses
 
 import export
 import predict
 from null_gpus import TESTS, call_on_null_gpus, needs_null_gpus, nodes_on_null_gpus, null_gpus, run_on_null_gpus
+from null_runs import FLOAT32, SMALL, agree, losses
 from spot import Service
 
 pytestmark = [needs_null_gpus, pytest.mark.slow]
@@ -106,9 +106,3 @@ def test_a_spot_notice_saves_and_a_start_goes_on(tmp_path):
     epochs = first.record["steps"] // 4 + 1
     second = run_on_null_gpus("train", "resume=r", f"trainer.max_epochs={epochs}", logs=tmp_path, devices=2)
     assert second.code == 0 and second.record["epochs"] == epochs, second.output
-
-
-def test_the_largest_batch_is_found(tmp_path):
-    words = ["data=synthetic", "data.num_images=8000", "model=small_cnn", "trainer=gpu"]
-    done = run_on_null_gpus("find_batch_size", *words, logs=tmp_path, memory_gib=1, compute=False)
-    assert done.code == 0 and "largest batch" in done.output, done.output

@@ -6,14 +6,10 @@ A warning is an error in these runs.
 import pytest
 
 from null_gpus import needs_null_gpus, run_on_null_gpus
+from null_runs import FLOAT32, SMALL, TOLERANCE, agree, losses
 from runs import run_door
 
 pytestmark = needs_null_gpus
-SMALL = (
-    "model=vit_tiny_32", "model.depth=2", "model.embed_dim=48", "data=synthetic", "data.num_images=160",
-    "data.num_test_images=40", "data.image_size=16", "data.global_batch_size=32", "trainer.max_epochs=1",
-)  # fmt: skip
-FLOAT32 = "trainer.precision=32-true"
 TRAINERS = {
     "gpu": ("trainer=gpu", 1),
     "ddp": ("trainer=ddp", 2),
@@ -41,7 +37,6 @@ VARIANTS = {
     "data not kept": ("trainer=ddp data.device_cache_gib=0", 2),
     "segments of one size": ("trainer=gpu", 1, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}),
 }
-TOLERANCE = 1e-4  # float32, summed in another order
 ROUGH = {"bf16-mixed": 0.02, "16-mixed": 0.01, "bf16-true": 0.05, "64-true": TOLERANCE}
 
 
@@ -50,18 +45,6 @@ def cpu(tmp_path_factory):
     done = run_door("train", *SMALL, FLOAT32, "trainer=cpu", logs=tmp_path_factory.mktemp("cpu"))
     assert done.code == 0, done.output
     return done.record["metrics"]
-
-
-def losses(words, devices, logs, environment=None):
-    done = run_on_null_gpus("train", *SMALL, *words.split(), logs=logs, devices=devices, environment=environment)
-    assert done.code == 0, done.output
-    assert "nullgpu:" not in done.output, done.output
-    return done.record["metrics"]
-
-
-def agree(found, expected, tolerance=TOLERANCE):
-    names = ("val/loss", "test/loss")
-    return [found[name] for name in names] == pytest.approx([expected[name] for name in names], rel=tolerance)
 
 
 @pytest.mark.parametrize("name", TRAINERS)

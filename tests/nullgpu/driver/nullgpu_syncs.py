@@ -1,9 +1,9 @@
 """Counts every synchronisation of host and device that torch reports, by the line of Python that asked for it.
 
-At exit, or on `write()`, the counts go as JSON {"src/train.py:12 < …": n} to $NULLGPU_SYNCS/rank<RANK>.json.
+The counts go as JSON {"src/train.py:12 < …": n} to $NULLGPU_SYNCS/rank<RANK>.json, anew after each: a rank may end by
+os._exit.
 """
 
-import atexit
 import collections
 import json
 import os
@@ -26,12 +26,12 @@ def start():
     def show(message, category, filename, lineno, file=None, line=None):
         if "called a synchronizing" in str(message):
             SEEN[where()] += 1
+            write()
         else:
             show_others(message, category, filename, lineno, file, line)
 
     warnings.showwarning = show
     torch.cuda.set_sync_debug_mode("warn")
-    atexit.register(write)
 
 
 def where():
