@@ -152,7 +152,7 @@ class Server:
         there.close()
 
     def call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        self.connection.send((list(sys.path), function, arguments, named))
+        self.connection.send((function, arguments, named))
         assert self.connection.poll(TIMEOUT_S), f"no answer within {TIMEOUT_S} s"
         succeeded, value = self.connection.recv()
         assert succeeded, value
@@ -173,12 +173,10 @@ def _server() -> Server:
 def serve(connection: Connection) -> None:
     while True:
         try:
-            paths, function, arguments, named = connection.recv()
+            function, arguments, named = connection.recv()
+            answer = (True, function(*arguments, **named))
         except EOFError:
             return
-        sys.path[:] = [*dict.fromkeys([*sys.path, *paths])]
-        try:
-            answer = (True, function(*arguments, **named))
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send(answer)

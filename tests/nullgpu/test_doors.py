@@ -63,7 +63,7 @@ def test_a_folder_of_images_decoded_before_and_streamed_through_pinned_memory(me
 def test_statistics_and_nvidia_smi_of_a_run(trained):
     gpus = trained.record["hardware"]["nodes"][0]["gpus"]
     assert [gpu["name"] for gpu in gpus] == ["NVIDIA A100-SXM4-80GB"]
-    rows = list(csv.DictReader(trained.folder.path.joinpath("hardware-node0.csv").open()))
+    rows = list(csv.DictReader(trained.folder.path.joinpath("hardware-node0.csv").read_text().splitlines()))
     assert float(rows[-1]["gpu0/memory_gib"]) > 0.4
     assert "NVIDIA-SMI" in next(trained.folder.path.glob("nvidia-smi-node0-*.txt")).read_text()
 

@@ -63,4 +63,5 @@ def grows_not(name, tmp_path):
 @pytest.mark.slow
 def test_log_points_wait_once_each(tmp_path):
     few, many = (by_line("trainer=gpu", 1, 8, tmp_path / str(n), log_every=n) for n in (8, 2))
-    assert list((many - few).values()) == [3]
+    more = many - few
+    assert list(more.values()) == [3], more

@@ -79,7 +79,8 @@ class TrainingLog(Callback):
     @staticmethod
     def _mean_loss(trainer: pl.Trainer, module: Any) -> float:
         total, number = module.take_loss_sum()
-        both = torch.stack([total.double(), torch.tensor(float(number), dtype=torch.float64, device=total.device)])
+        count = torch.full_like(total, number, dtype=torch.float64)  # torch.tensor would wait for the device
+        both = torch.stack([total.double(), count])
         total, number = trainer.strategy.reduce(both, reduce_op="sum").tolist()
         return total / max(number, 1)
 
