@@ -11,6 +11,7 @@ import atexit
 import functools
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import traceback
@@ -171,12 +172,15 @@ def _server() -> Server:
 
 
 def serve(connection: Connection) -> None:
+    """Answer calls until the other end is closed."""
     while True:
         try:
-            function, arguments, named = connection.recv()
-            answer = (True, function(*arguments, **named))
+            message = connection.recv_bytes()
         except EOFError:
             return
+        try:
+            function, arguments, named = pickle.loads(message)
+            answer = (True, function(*arguments, **named))
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send(answer)

@@ -7,7 +7,7 @@ import pytest
 
 from null_gpus import needs_null_gpus, run_on_null_gpus
 
-pytestmark = needs_null_gpus
+pytestmark = [needs_null_gpus, pytest.mark.slow]
 STEPS = 4
 TRAINERS = {
     "gpu": ("trainer=gpu", 1),
@@ -41,18 +41,8 @@ def by_line(words: str, devices: int, steps: int, logs, log_every: int = NEVER_L
     return counts
 
 
-@pytest.mark.parametrize("name", [*TRAINERS][:1])
+@pytest.mark.parametrize("name", TRAINERS)
 def test_none_grows_with_the_steps(name, tmp_path):
-    grows_not(name, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*TRAINERS][1:])
-def test_none_grows_with_the_steps_under_any_trainer(name, tmp_path):
-    grows_not(name, tmp_path)
-
-
-def grows_not(name, tmp_path):
     words, devices = TRAINERS[name]
     few = by_line(words, devices, STEPS, tmp_path / "few")
     many = by_line(words, devices, 2 * STEPS, tmp_path / "many")
@@ -60,7 +50,6 @@ def grows_not(name, tmp_path):
     assert many - few == Counter(), "each of these lines waits in every step"
 
 
-@pytest.mark.slow
 def test_log_points_wait_once_each(tmp_path):
     few, many = (by_line("trainer=gpu", 1, 8, tmp_path / str(n), log_every=n) for n in (8, 2))
     more = many - few

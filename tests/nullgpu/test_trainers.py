@@ -14,11 +14,11 @@ TRAINERS = {
     "gpu": ("trainer=gpu", 1),
     "ddp": ("trainer=ddp", 2),
     "fsdp": ("trainer=fsdp", 2),
-    "allreduce": ("trainer=allreduce", 2),
-    "dp": ("trainer=dp", 2),
     "model_parallel": ("trainer=model_parallel", 2),
 }
 VARIANTS = {
+    "allreduce": ("trainer=allreduce", 2),
+    "dp": ("trainer=dp", 2),
     "one rank of ddp": ("trainer=ddp", 1),
     "one rank of fsdp": ("trainer=fsdp", 1),
     "ddp on four": ("trainer=ddp", 4),
