@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all install install-dev check docs lock audit parity bench soak logbook completion clean
+.PHONY: help train test test-all test-nullgpu install install-dev check docs lock audit parity bench soak logbook completion clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -19,6 +19,9 @@ test: install-dev  ## the tests of every room, in some minutes; needs no network
 test-all: install-dev  ## the rest of the tests: more launchers, lost nodes, stores that die
 	$(PY) -m pytest -m slow
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist worksteal
+
+test-nullgpu: install-dev  ## of both, what runs torch's CUDA code on null GPUs (tests/nullgpu)
+	$(PY) -m pytest tests/nullgpu -m "slow or not slow"
 
 install: $(VENV)/.installed  ## make .venv with the pinned, hash-checked requirements
 

@@ -79,7 +79,7 @@ class TrackedBytes(MemTracker):
 
 
 class AllocatedBytes:
-    """What the caching allocator of each GPU of this process has given out.
+    """What the caching allocator of each GPU of this process has given out, and has reserved to do so.
 
     Args:
         fraction: of each GPU's memory that this process may use.
@@ -103,7 +103,9 @@ class AllocatedBytes:
         return min(self.limits.values())
 
     def peaks(self) -> dict[str, int]:
-        return {str(device): torch.cuda.max_memory_allocated(device) for device in self.devices}
+        """Since the last reset: "cuda:0", and "cuda:0 reserved", which the limit binds."""
+        given = {str(device): torch.cuda.max_memory_allocated(device) for device in self.devices}
+        return given | {f"{device} reserved": torch.cuda.max_memory_reserved(device) for device in self.devices}
 
     def held(self) -> dict[str, int]:
         return {str(device): torch.cuda.memory_allocated(device) for device in self.devices}
@@ -113,7 +115,7 @@ class AllocatedBytes:
             torch.cuda.reset_peak_memory_stats(device)
 
     def shares(self, bytes_of: dict[str, int]) -> dict[str, float]:
-        return {name: value / self.limits[name] for name, value in bytes_of.items()}
+        return {name: value / self.limits[name.split()[0]] for name, value in bytes_of.items()}
 
     def __enter__(self) -> "AllocatedBytes":
         self.reset()

@@ -1,5 +1,6 @@
 """How Lightning writes and reads checkpoint files here: whole or not at all, and never unpickling code."""
 
+import copy
 import hashlib
 import os
 from collections.abc import Callable
@@ -31,13 +32,45 @@ class _Hashing:
         self.file.flush()
 
 
+def on_host(checkpoint: Checkpoint) -> Checkpoint:
+    """The same with all tensors in CPU memory: the copies are queued, and waited for once.
+
+    Tensors that share their memory still do, so that a file holds tied weights once.
+    """
+    copies: dict[tuple[torch.device, int], torch.Tensor] = {}
+    moved = _queue_copies(checkpoint, copies)
+    for device in {device for device, _ in copies}:
+        torch.cuda.current_stream(device).synchronize()
+    return moved
+
+
+def _queue_copies(value: Any, copies: dict[tuple[torch.device, int], torch.Tensor]) -> Any:
+    """
+    Args:
+        copies: filled with the bytes of each memory, by device and address.
+    """
+    if isinstance(value, torch.Tensor) and value.is_cuda:
+        storage = value.untyped_storage()
+        place = (value.device, storage.data_ptr())
+        if place not in copies:
+            whole = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
+            copies[place] = whole.to("cpu", non_blocking=True)
+        host = torch.empty(0, dtype=value.dtype)
+        return host.set_(copies[place].untyped_storage(), value.storage_offset(), value.size(), value.stride())
+    if isinstance(value, dict):
+        same = copy.copy(value)  # a state_dict carries the versions of its modules as an attribute
+        same.update({key: _queue_copies(item, copies) for key, item in value.items()})
+        return same
+    return type(value)(_queue_copies(item, copies) for item in value) if type(value) in (list, tuple) else value
+
+
 def write_checkpoint(checkpoint: Checkpoint, path: Path) -> Measured:
     """Write beside the target, sync, rename; returns size and hash of what was written."""
     written: list[_Hashing] = []
 
     def write(file: Any) -> None:
         written.append(_Hashing(file))
-        torch.save(checkpoint, written[0])
+        torch.save(on_host(checkpoint), written[0])
 
     write_atomically(path, write, binary=True)
     return Measured(written[0].bytes, written[0].digest.hexdigest())

@@ -5,6 +5,7 @@ clock. The ranks are compared once an epoch.
 """
 
 import importlib
+import logging
 import socket
 import time
 from typing import Any, cast
@@ -20,6 +21,10 @@ from lockstep.callbacks.step_times import StepFigures, StepTimes, cuda_events
 from lockstep.distributed.json_collectives import gather_json
 from lockstep.runs.hooks import ComputesOnSeveral
 
+log = logging.getLogger(__name__)
+
+BUSY_PERCENT = 10  # of a GPU, before this run computes: more is another's work
+OWN_CORE = 0.9  # part of a product's time in which this thread must have computed: less, and others had its core
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 DTYPES = {"64": torch.float64, "32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
 
@@ -29,7 +34,8 @@ class Throughput(pl.Callback):
     Args:
         global_batch_size: images per optimizer step over all ranks.
         peak_tflops: of one device by dtype ({float32: …, bfloat16: …}), as configs/hardware/ gives it.
-        measure_peak: measure it by a matrix product at the start where it is not given (0.2 s).
+        measure_peak: measure it by a matrix product at the start where it is not given (0.2 s). Under load, or
+            where the memory is too little for it, there is no MFU.
         warmup_steps: steps that no figure counts; in short runs the first one only.
     """
 
@@ -64,7 +70,7 @@ class Throughput(pl.Callback):
         if given is not None:
             self.peak_flops = given * 1e12
         elif self.measure_peak and self.flops_per_image:
-            self.peak_flops = measured_flops(self.device, dtype)
+            self.peak_flops = undisturbed_flops(self.device, dtype)
         self.steps = StepTimes(self.figures.add, cuda_events if self.device.type == "cuda" else None)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -154,19 +160,49 @@ def flops_per_image(net: nn.Module, shape: tuple[int, int, int]) -> float | None
     return counter.get_total_flops() / batch
 
 
-def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
-    """Operations per second of a large matrix product, the best of several."""
+def undisturbed_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """What measured_flops finds; None, and a sentence, where it would be noise or cannot be measured."""
+    try:
+        if device.type == "cuda" and (busy := _utilisation(device)) > BUSY_PERCENT:
+            say(f"no MFU: {device} is {busy} % busy with other work; hardware=… gives its peak")
+        elif (found := measured_flops(device, dtype)) is not None:
+            return found
+        else:
+            say("no MFU: the cores are busy with other work; hardware=… gives their peak")
+    except torch.OutOfMemoryError:
+        say(f"no MFU: too little memory is free on {device} to measure its peak; hardware=… gives it")
+    return None
+
+
+def _utilisation(device: torch.device) -> int:
+    """Percent; 0 where NVML does not say, as of a part of a GPU."""
+    try:
+        return torch.cuda.utilization(device)
+    except Exception as error:  # NVML raises its own family of errors
+        log.debug(f"{device}: its utilisation is not known ({error})")
+        return 0
+
+
+def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float | None:
+    """Operations per second of a large matrix product, the best of several.
+
+    None where other work had the cores of a CPU in each of them.
+    """
     size = MATMUL_SIZE.get(device.type, 1024)
     generator = torch.Generator(device).manual_seed(0)
     a = torch.randn(size, size, device=device, generator=generator).to(dtype)
     best, until = 0.0, time.perf_counter() + seconds
-    while best == 0.0 or time.perf_counter() < until:
+    last = False
+    while not last:
+        last = time.perf_counter() >= until
         _synchronize(device)
-        started = time.perf_counter()
+        started, own_started = time.perf_counter(), time.thread_time()
         torch.mm(a, a)
         _synchronize(device)
-        best = max(best, 2 * size**3 / (time.perf_counter() - started))
-    return best
+        took, own = time.perf_counter() - started, time.thread_time() - own_started
+        if device.type != "cpu" or own > OWN_CORE * took:
+            best = max(best, 2 * size**3 / took)
+    return best or None
 
 
 def _given_peak(peaks: dict[str, float | None], dtype: torch.dtype) -> float | None:

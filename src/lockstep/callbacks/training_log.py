@@ -83,7 +83,8 @@ class TrainingLog(Callback):
     def _means(trainer: pl.Trainer, module: Any, epoch_ends: bool) -> tuple[float, float | None]:
         """The loss since the last log point, and at an epoch's end its accuracy, as the images were seen: augmented."""
         total, number = module.take_loss_sum()
-        sums = [total.double(), torch.tensor(float(number), dtype=torch.float64, device=total.device)]
+        count = torch.full_like(total, number, dtype=torch.float64)  # torch.tensor would wait for the device
+        sums = [total.double(), count]
         if epoch_ends and hasattr(module, "take_train_counts"):
             sums += module.take_train_counts().double().unbind()
         total, number, *counts = trainer.strategy.reduce(torch.stack(sums), reduce_op="sum").tolist()

@@ -114,6 +114,8 @@ def adopt(cluster: Cluster, environ: dict[str, str] | None = None) -> None:
     for name, value in cluster.rank_environment(cluster.local_rank or 0, cluster.master_port or 0).items():
         target[name] = value
     target.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as nvidia-smi counts, and our readings do
+    if "PYTORCH_CUDA_ALLOC_CONF" not in target:  # the older name, which the user may have set
+        target.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # else half a GPU is lost to fragments
     target.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a lost peer prints C++ stacks over the error that counts
     where = cluster.master_addr if cluster.num_nodes > 1 else "127.0.0.1"  # ranks of one machine listen to it alone
     interface = network_interface(where) if cluster.world_size > 1 else None

@@ -55,6 +55,10 @@ class DDP(Capabilities, DDPStrategy):
         """Lightning's sends pickles."""
         return broadcast(obj, src)
 
+    def determine_ddp_device_ids(self) -> None:
+        """The batch is on this rank's device already. Where it gets a device, Lightning builds DDP in a stream of
+        its own, and torch warns in every run that gradients come in another one."""
+
     def on_validation_start(self) -> None:
         broadcast_buffers(self.lightning_module, self.root_device)
 

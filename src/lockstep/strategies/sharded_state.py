@@ -17,23 +17,33 @@ State = dict[str, Any]  # of a module or an optimizer, as torch makes it, or a w
 def full(value: Any, keep: bool) -> Any:
     """The whole of a sharded tensor in CPU memory where `keep`, else None; a collective that every rank must join.
 
-    Tensors that are not sharded come back as CPU copies, anything else as it is.
+    Tensors that are not sharded come back as CPU copies, anything else as it is. A copy from a GPU is only queued:
+    `wait_for_copies` before anyone reads it.
     """
     if isinstance(value, DTensor):
         whole = value.detach().full_tensor()
-        return whole.cpu() if keep else None
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+        return whole.to("cpu", non_blocking=True) if keep else None
+    return value.detach().to("cpu", copy=True, non_blocking=True) if isinstance(value, Tensor) else value
+
+
+def wait_for_copies() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
 
 
 def full_state_dict(state: Mapping[str, Any], keep: bool) -> State:
     """Each tensor whole, one after the other; empty where not `keep`, but every rank must call it."""
     whole = {name: full(value, keep) for name, value in state.items()}
+    wait_for_copies()
     return whole if keep else {}
 
 
 def full_optimizer_state(state: Mapping[str, Any], keep: bool) -> State:
     """What an unsharded optimizer's state_dict() would be."""
-    states = {number: full_state_dict(values, keep) for number, values in state["state"].items()}
+    states = {
+        number: {name: full(value, keep) for name, value in values.items()} for number, values in state["state"].items()
+    }
+    wait_for_copies()
     return {"state": states if keep else {}, "param_groups": state["param_groups"]}
 
 

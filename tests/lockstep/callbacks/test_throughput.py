@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.callbacks.throughput import Throughput, devices_in_use, flops_per_image, measured_flops
+from lockstep.callbacks.throughput import (
+    Throughput,
+    devices_in_use,
+    flops_per_image,
+    measured_flops,
+    undisturbed_flops,
+)
 from ranks import run_ranks
 
 
@@ -160,8 +166,27 @@ def test_a_net_that_cannot_be_counted_has_no_mfu(capsys):
     assert "no MFU" in capsys.readouterr().out
 
 
-def test_the_measured_peak_is_a_rate():
+def test_the_measured_peak_is_a_rate(monkeypatch):
+    monkeypatch.setattr(time, "thread_time", time.perf_counter)  # nobody else computes
     assert 1e8 < measured_flops(torch.device("cpu"), torch.float32, seconds=0.05) < 1e14
+
+
+def test_a_peak_under_load_is_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(time, "thread_time", lambda: 0.0)  # others have the core all the time
+    assert undisturbed_flops(torch.device("cpu"), torch.float32) is None
+    assert "no MFU: the cores are busy" in capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 55)
+    assert undisturbed_flops(torch.device("cuda"), torch.float32) is None
+    assert "no MFU: cuda is 55 % busy" in capsys.readouterr().out
+
+
+def test_a_peak_that_does_not_fit_ends_no_run(monkeypatch, capsys):
+    def out_of_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("lockstep.callbacks.throughput.measured_flops", out_of_memory)
+    assert undisturbed_flops(torch.device("cpu"), torch.float32) is None
+    assert "no MFU: too little memory" in capsys.readouterr().out
 
 
 def test_its_hooks_cost_less_than_one_percent_of_a_four_millisecond_step():

@@ -31,6 +31,15 @@ def test_the_interface_towards_the_master_is_gloos_where_nobody_chose(monkeypatc
     assert "GLOO_SOCKET_IFNAME" not in alone
 
 
+def test_memory_segments_expand_unless_the_user_says_otherwise():
+    alone = cluster.Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
+    cluster.adopt(alone, found := {})
+    assert found["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        cluster.adopt(alone, found := {name: "backend:native"})
+        assert {key: value for key, value in found.items() if "ALLOC" in key} == {name: "backend:native"}
+
+
 def test_gloo_of_one_machines_ranks_stays_on_loopback(monkeypatch):
     monkeypatch.setattr(cluster, "network_interface", lambda address: f"towards {address}")
     found = {}

@@ -1,0 +1,190 @@
+"""Run what needs GPUs on null GPUs: torch's own CUDA code over a driver that computes on the CPU (tests/nullgpu/).
+
+    environment = null_gpus(devices=2)                                   # for a subprocess of your own
+    done = run_on_null_gpus("train", "trainer=ddp", logs=tmp_path, devices=2)         # as runs.run_door
+    value = call_on_null_gpus(function, argument, devices=2)             # in a process of its own
+
+The last two fork from a server with torch and Lightning imported, one for each process of the tests.
+"""
+
+import atexit
+import functools
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nullgpu_build
+import ranks
+import runs
+
+TESTS = Path(__file__).resolve().parents[1]
+DRIVER = TESTS / "nullgpu" / "driver"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep" / "nullgpu"
+TIMEOUT_S = 280.0
+
+needs_null_gpus = pytest.mark.skipif(bool(nullgpu_build.missing()), reason=str(nullgpu_build.missing()))
+
+
+def null_gpus(
+    devices: int = 1,
+    memory_gib: float = 16.0,
+    compute: bool = True,
+    capability: str = "8.0",
+    syncs: Path | None = None,
+) -> dict[str, str]:
+    """The environment of a subprocess that sees null GPUs.
+
+    Args:
+        devices: their number.
+        memory_gib: of each; more is an out-of-memory.
+        compute: results are right; without, kernels do nothing and run in no time.
+        capability: of the GPU that they stand for: 8.0 has bf16, 7.5 has not.
+        syncs: a folder for rank<RANK>.json, the synchronisations by line.
+    """
+    library = nullgpu_build.built(CACHE)
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH")}
+    first = {
+        "PYTHONPATH": [DRIVER / "site", DRIVER, ranks.SRC, TESTS / "harness", TESTS.parent],
+        "LD_LIBRARY_PATH": [library],
+        "PATH": [DRIVER / "bin"],
+    }
+    paths = {name: ":".join([*map(str, first[name]), *filter(None, [value])]) for name, value in before.items()}
+    return {
+        **os.environ,
+        **paths,
+        **settings(devices, memory_gib, compute, capability, syncs),
+        "LD_PRELOAD": str(library / "libnullgpu.so"),
+        "TRITON_LIBCUDA_PATH": str(library),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def settings(
+    devices: int = 1,
+    memory_gib: float = 16.0,
+    compute: bool = True,
+    capability: str = "8.0",
+    syncs: Path | None = None,
+) -> dict[str, str]:
+    """What the driver reads when a process first asks for a device; see null_gpus."""
+    return {
+        "NULLGPU_DEVICES": str(devices),
+        "NULLGPU_MEMORY_GIB": str(memory_gib),
+        "NULLGPU_COMPUTE": str(int(compute)),
+        "NULLGPU_CAPABILITY": capability,
+        "NULLGPU_SYNCS": str(syncs or ""),
+        "NULLGPU_NCCL_TIMEOUT_S": "60",
+    }
+
+
+def run_on_null_gpus(
+    door: str, *argv: str, logs: Path, environment: dict[str, str] | None = None, **options: Any
+) -> runs.Done:
+    """A door as runs.run_door runs it; `options` are those of null_gpus."""
+    return _server().call(
+        runs.run_door, door, *argv, logs=logs, environment={**settings(**options), **(environment or {})}
+    )
+
+
+def nodes_on_null_gpus(*argv: str, logs: Path, num_nodes: int = 2, devices: int = 2) -> list[runs.Done]:
+    """train.py on several nodes that share this machine, each with its own GPUs and folder; the nodes in order."""
+    return _server().call(_nodes, argv, logs, num_nodes, devices)
+
+
+def _nodes(argv: tuple[str, ...], logs: Path, num_nodes: int, devices: int) -> list[runs.Done]:
+    port, started = ranks.free_port(), []
+    for node in range(num_nodes):
+        gpus = ",".join(str(node * devices + index) for index in range(devices))
+        own = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "NODE_RANK": str(node),
+            "CUDA_VISIBLE_DEVICES": gpus,
+        }
+        environment = {**settings(num_nodes * devices), **own}
+        options = (f"trainer.num_nodes={num_nodes}", f"trainer.devices={devices}")
+        started.append(runs.start_door("train", *argv, *options, logs=logs / f"node{node}", environment=environment))
+    return [one.done() for one in started]
+
+
+def call_on_null_gpus(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """`function(*arguments)` in a process of its own; both and the result can be pickled."""
+    inner = functools.partial(_with_environment, settings(**options), function)
+    return _server().call(ranks.run_ranks, inner, 1, *arguments, distributed=False)[0]
+
+
+def ranks_on_null_gpus(function: Callable[..., Any], world_size: int, *arguments: Any, **options: Any) -> list[Any]:
+    """`function(*arguments)` in each of several ranks, each with its device, in an NCCL group; the results in order."""
+    inner = functools.partial(_in_nccl_group, settings(world_size, **options), function)
+    return _server().call(ranks.run_ranks, inner, world_size, *arguments, distributed=False)
+
+
+def _with_environment(environment: dict[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
+    os.environ.update(environment)
+    return function(*arguments)
+
+
+def _in_nccl_group(environment: dict[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
+    import torch
+
+    os.environ.update(environment)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    return function(*arguments)
+
+
+class Server:
+    """A process with null GPUs in which functions are called one after the other."""
+
+    def __init__(self) -> None:
+        self.connection, there = multiprocessing.Pipe()
+        command = [sys.executable, __file__, str(there.fileno())]
+        self.process = subprocess.Popen(command, env=null_gpus(), pass_fds=[there.fileno()])
+        there.close()
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        self.connection.send((function, arguments, named))
+        assert self.connection.poll(TIMEOUT_S), f"no answer within {TIMEOUT_S} s"
+        succeeded, value = self.connection.recv()
+        assert succeeded, value
+        return value
+
+    def end(self) -> None:
+        self.connection.close()
+        self.process.wait(10)
+
+
+@functools.cache
+def _server() -> Server:
+    server = Server()
+    atexit.register(server.end)
+    return server
+
+
+def serve(connection: Connection) -> None:
+    """Answer calls until the other end is closed."""
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        try:
+            function, arguments, named = pickle.loads(message)
+            answer = (True, function(*arguments, **named))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        connection.send(answer)
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

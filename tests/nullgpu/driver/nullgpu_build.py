@@ -1,0 +1,141 @@
+"""Builds the null GPU with cc: nullgpu.c, and a stub for every other function of CUDA that torch's libraries import."""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+MADE_FOR = "2.14.1+cu130"  # the layouts of CUDA's structs, and which operators have kernels, follow from it
+SOURCES = ("nullgpu_build.py", "nullgpu.c", "nccl.inc")
+FLAGS = ("-O2", "-fPIC", "-fvisibility=hidden", "-w", "-std=gnu11")
+CUDA = re.compile(r"(cuda|__cuda|cublas|cudnn|cusparse|cusolver|cufft|curand|nccl|cuFile|cu[A-Z]|nvml)")
+WORKS_ALONE = re.compile(r"(nvrtc|nvshmem|cudnnGetVersion|cudnnGetCudart|cudnnGetErr|cudnnGetLast|cudnnGetProp)")
+SETTINGS = re.compile(
+    r"(cublas(Lt)?\w*Set(?!Vector|Matrix)\w+|cudnnSet\w+|cudnnRestoreDropout\w+|cuda\w*Destroy\w*|cuLogs\w+)"
+)
+KERNELS = re.compile(r"(cublas[A-Z]\w+|cudnn(Batch|Convolution|CTCLoss|Pooling|RNN|Spatial)\w*)")
+NOT_SUPPORTED = {
+    "cusparse": 10,
+    "cusolver": 9,
+    "cufft": 16,
+    "cuFile": 5001,
+    "curand": 201,
+    "nvml": 3,
+    "nccl": 5,
+    "cublas": 15,
+    "cudnn": 3000,
+}
+
+
+def missing() -> str | None:
+    """Why there can be no null GPU here, as a sentence; None where there can."""
+    if os.uname().sysname != "Linux" or os.uname().machine != "x86_64":
+        return "null GPUs need Linux on x86-64"
+    for tool in ("cc", "nm", "strings"):
+        if not shutil.which(tool):
+            return f"null GPUs need {tool}: apt-get install gcc binutils"
+    version = importlib.metadata.version("torch")
+    if not any(torch_libraries("libtorch_cuda.so")):
+        return f"torch {version} is a build without CUDA"
+    if built_as() != MADE_FOR:
+        return f"null GPUs are made for torch {MADE_FOR}, and this is {built_as()}"
+    return None
+
+
+def built_as() -> str:
+    """torch's version with that of its CUDA, without importing it: 2.14.1+cu130."""
+    text = (packages() / "torch/version.py").read_text()
+    found = re.search(r"^__version__ = '(.+)'", text, re.MULTILINE)
+    return found[1] if found else "unknown"
+
+
+def packages() -> Path:
+    spec = importlib.util.find_spec("torch")
+    assert spec and spec.origin
+    return Path(spec.origin).parents[1]
+
+
+def torch_libraries(pattern: str = "lib*.so") -> list[Path]:
+    return [*(packages() / "torch/lib").glob(pattern)]
+
+
+def built(cache: Path) -> Path:
+    """The folder with libnullgpu.so in `cache`, built where it is not there yet; several processes may ask at once."""
+    key = hashlib.sha256(built_as().encode())
+    for name in SOURCES:
+        key.update((HERE / name).read_bytes())
+    folder = cache / key.hexdigest()[:16]
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        own = Path(tempfile.mkdtemp(dir=cache))
+        build(own)
+        try:
+            own.rename(folder)
+        except OSError:  # another process was first
+            shutil.rmtree(own)
+    return folder
+
+
+def build(folder: Path) -> None:
+    cc("-c", HERE / "nullgpu.c", "-o", folder / "nullgpu.o")
+    own = symbols(folder / "nullgpu.o", "--defined-only")
+    (folder / "stubs.c").write_text(stubs(sorted(wanted() - own)))
+    library = folder / "libnullgpu.so"
+    cc(
+        "-shared",
+        "-o",
+        library,
+        folder / "nullgpu.o",
+        folder / "stubs.c",
+        "-ldl",
+        "-lpthread",
+        "-Wl,-soname,libnullgpu.so",
+    )
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):  # looked up by name
+        (folder / name).symlink_to(library.name)
+
+
+def wanted() -> set[str]:
+    """Every function of CUDA that torch and torchvision import or look up by name, and that Triton's launcher calls."""
+    libraries = [*torch_libraries(), *(packages() / "torchvision").glob("*.so")]
+    found = {name for library in libraries for name in symbols(library, "-D", "--undefined-only")}
+    found = {name for name in found if CUDA.match(name) and not WORKS_ALONE.match(name)}
+    looked_up = output("strings", "-n", "5", packages() / "torch/lib/libc10_cuda.so").split()
+    found |= {name for name in looked_up if re.fullmatch(r"(cu|nvml)[A-Z][A-Za-z0-9_]+", name)}
+    launcher = packages() / "triton/backends/nvidia/driver.c"
+    if launcher.exists():
+        found |= set(re.findall(r"\bcu[A-Z][A-Za-z0-9_]+(?=\()", launcher.read_text()))
+    return found
+
+
+def stubs(names: list[str]) -> str:
+    """C code: settings succeed, computations count as kernels, anything else says its name and fails."""
+    lines = ["void nullgpu_missing(const char *, char *);", "void nullgpu_kernel(void);"]
+    for name in names:
+        if SETTINGS.fullmatch(name):
+            body = "return 0;"
+        elif KERNELS.fullmatch(name):
+            body = "nullgpu_kernel(); return 0;"
+        else:
+            code = next((code for start, code in NOT_SUPPORTED.items() if name.startswith(start)), 801)
+            body = f'static char told; nullgpu_missing("{name}", &told); return {code};'
+        lines.append(f'__attribute__((visibility("default"))) int {name}(void) {{ {body} }}')
+    return "\n".join(lines) + "\n"
+
+
+def symbols(library: Path, *options: str) -> set[str]:
+    return {line.split()[-1].split("@")[0] for line in output("nm", *options, library).splitlines() if line.strip()}
+
+
+def output(*command: str | Path) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def cc(*options: str | Path) -> None:
+    subprocess.run(["cc", *FLAGS, *options], check=True)

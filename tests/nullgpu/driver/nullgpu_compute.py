@@ -1,0 +1,462 @@
+"""Right results from the null GPU: after each CUDA kernel that did nothing, its CPU kernel runs on the same bytes.
+
+The CUDA operator itself runs first: its checks, allocations and synchronisations stay what they are on a GPU.
+"""
+
+import ctypes
+import math
+import os
+import threading
+
+import torch
+
+DRIVER = ctypes.CDLL("libnullgpu.so")
+DRIVER.nullgpu_arena.restype = ctypes.c_int
+ARENAS = {}  # device index -> (first device address, {dtype: a CPU tensor over the whole memory})
+HERE = threading.local()
+TOO_LARGE = float(os.environ.get("NULLGPU_MAX_GFLOP", 100)) * 1e9
+
+UNSUPPORTED = ("cusolver", "cufft", "cusparse")  # libraries that answer "not supported": the CPU alone computes
+# What has no arithmetic, or does it right with copies and memsets alone
+ALONE = (
+    "empty", "new_empty", "as_strided", "view", "_reshape", "set_", "resize_", "record_stream", "is_pinned",
+    "_pin_memory", "_local_scalar_dense", "unfold", "is_set_to", "_cudnn_init_dropout_state", "_record",
+    "_efficientzerotensor", "_cudnn_rnn_flatten", "_use_cudnn_ctc_loss", "_use_miopen_ctc_loss",
+)  # fmt: skip
+# The shape of the result depends on values, or the host reads values on the way: the CPU's result is copied over
+READS = {
+    "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
+    "bincount", "histc", "repeat_interleave", "segment_reduce", "equal", "multinomial", "nonzero_static", "linalg_qr",
+    "linalg_eigh",
+}  # fmt: skip
+
+
+def arena(device):
+    if device not in ARENAS:
+        first, host, size = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_uint64()
+        DRIVER.nullgpu_arena(device, ctypes.byref(first), ctypes.byref(host), ctypes.byref(size))
+        whole = torch.frombuffer((ctypes.c_uint8 * size.value).from_address(host.value), dtype=torch.uint8)
+        ARENAS[device] = (first.value, {torch.uint8: whole})
+    return ARENAS[device]
+
+
+def shadow(tensor):
+    """The CPU tensor over the same bytes."""
+    if tensor.layout != torch.strided or not tensor.is_cuda:
+        return tensor
+    if not tensor.numel():
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    first, views = arena(tensor.device.index)
+    offset, item = tensor.data_ptr() - first, tensor.element_size()
+    if offset % item:
+        raise RuntimeError("the null GPU has no tensors at odd addresses")
+    if tensor.dtype not in views:
+        views[tensor.dtype] = views[torch.uint8].view(tensor.dtype)
+    view = torch.as_strided(views[tensor.dtype], tensor.size(), tensor.stride(), offset // item)
+    view = view._neg_view() if tensor.is_neg() else view
+    return view.conj() if tensor.is_conj() else view
+
+
+def through(thing, change):
+    if isinstance(thing, torch.Tensor):
+        return change(thing)
+    if isinstance(thing, (list, tuple)):
+        return type(thing)(through(part, change) for part in thing)
+    if isinstance(thing, torch.device) and thing.type == "cuda":
+        return torch.device("cpu")
+    return thing
+
+
+def widened(thing, back):
+    """float32 for what the CPU does not do in half precision."""
+
+    def change(tensor):
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            wide = tensor.float()
+            back.append((tensor, wide))
+            return wide
+        return tensor
+
+    return through(thing, change)
+
+
+def store(result, found):
+    """The CPU's result in the memory of the CUDA operator's."""
+    if isinstance(result, torch.Tensor) and isinstance(found, torch.Tensor):
+        if not result.is_cuda:
+            if result.shape == found.shape:
+                result.copy_(found)
+            return result
+        if result.shape != found.shape:
+            result = torch.empty_strided(found.size(), found.stride(), dtype=result.dtype, device=result.device)
+        if found.numel():
+            shadow(result).copy_(found)
+        return result
+    if isinstance(result, (list, tuple)):
+        return type(result)(store(a, b) for a, b in zip(result, found, strict=True))
+    return found if isinstance(found, (bool, int, float)) else result
+
+
+def fresh(found, device):
+    """A CUDA copy of the CPU's result."""
+
+    def change(tensor):
+        made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        if tensor.numel():
+            shadow(made).copy_(tensor)
+        return made
+
+    return through(found, change)
+
+
+def device_in(things):
+    for thing in things:
+        if isinstance(thing, torch.Tensor) and thing.is_cuda:
+            return thing.device
+        if isinstance(thing, (list, tuple)):
+            device = device_in(thing)
+            if device is not None:
+                return device
+    return None
+
+
+GENERATORS = {}
+
+
+def generator_for(given, device):
+    """A CPU generator that follows the CUDA generator's seed and offset: seeds, forks and replays mean the same."""
+    index = (device or torch.device("cuda", torch.cuda.current_device())).index or 0
+    cuda = given if given is not None else torch.cuda.default_generators[index]
+    own = GENERATORS.setdefault(index, torch.Generator())
+    own.manual_seed((cuda.initial_seed() * 1000003 + cuda.get_offset() * 7919 + index) % 2**63)
+    return own
+
+
+def numbers(args, tensors):
+    """Python numbers where the operator takes tensors, as 0-dim tensors that promote as the numbers do."""
+    if not any(type(args[i]) in (int, float, bool, complex) for i in tensors if i < len(args)):
+        return args
+    flat = all(not a.dim() for a in args if isinstance(a, torch.Tensor))
+    peer = next((a for a in args if isinstance(a, torch.Tensor)), None)
+
+    def change(number):
+        if flat and peer is not None:
+            return torch.tensor(number, dtype=torch.result_type(peer, number))
+        return torch.tensor(number, dtype=torch.float64 if type(number) is float else None)
+
+    return [change(a) if i in tensors and type(a) in (int, float, bool, complex) else a for i, a in enumerate(args)]
+
+
+def wrap(name, other=None):
+    base, _, overload = name.partition(".")
+    packet = getattr(torch.ops.aten, base)
+    op = getattr(packet, overload or "default")
+    schema = op._schema
+    original = torch.library.get_kernel(op, "CUDA")
+    mutates = schema.is_mutable
+    random = next((i for i, a in enumerate(schema.arguments) if a.name == "generator"), None)
+    draws = random is not None or base in ("native_dropout", "_fused_dropout", "rrelu_with_noise")
+    aliased = [r.alias_info is not None for r in schema.returns]
+    tensors = {i for i, a in enumerate(schema.arguments) if str(a.type) == "Tensor"}
+    reads = base in READS
+    compute = other or op
+
+    def on_cpu(args, kwargs, device):
+        seat = None
+        if draws:
+            given = kwargs.get("generator", args[random] if random is not None and random < len(args) else None)
+            seat = generator_for(given, device)
+        cpu_args = [through(a, shadow) for a in args]
+        cpu_kwargs = {k: through(v, shadow) for k, v in kwargs.items() if k != "pin_memory"}
+        if random is not None:
+            if random < len(cpu_args):
+                cpu_args[random] = seat
+            else:
+                cpu_kwargs["generator"] = seat
+        elif draws:
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.set_state(seat.get_state())
+                return compute(*cpu_args, **cpu_kwargs)
+        try:
+            if base in ("mm", "addmm", "bmm", "baddbmm") and cpu_args[0].dtype == torch.float16:
+                raise NotImplementedError("not implemented for")  # it is, slowly
+            return compute(*cpu_args, **cpu_kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if (
+                "not implemented for" not in str(error)
+                and "expected scalar type" not in str(error)
+                and "mixed dtype" not in str(error)
+            ):
+                raise
+            back = []
+            wide_args = [widened(a, back) for a in cpu_args]
+            wide_kwargs = {k: widened(v, back) for k, v in cpu_kwargs.items()}
+            found = compute(*wide_args, **wide_kwargs)
+            if mutates:
+                for narrow, wide in back:
+                    narrow.copy_(wide)
+            return found
+
+    def kernel(keys, *args, **kwargs):
+        if base == "mm" and 2 * args[0].numel() * args[1].shape[1] > TOO_LARGE:
+            return original.call_boxed(keys, *args, **kwargs)  # zeros: a measurement of speed, not a model
+        if getattr(HERE, "inside", False) and not reads:
+            return original.call_boxed(keys, *numbers(args, tensors), **kwargs)
+        before = getattr(HERE, "inside", False)
+        device = device_in(args) or device_in(tuple(kwargs.values()))
+        HERE.inside = True
+        try:
+            if reads and device is not None:
+                with torch.cuda.device(device):
+                    torch.cuda.current_stream(device).synchronize()
+                result = None
+            else:
+                try:
+                    result = original.call_boxed(keys, *numbers(args, tensors), **kwargs)
+                except RuntimeError as error:
+                    if not any(word in str(error).lower() for word in UNSUPPORTED):
+                        raise
+                    result = None
+            with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableTorchDispatch():
+                found = on_cpu(args, kwargs, device)
+                if result is None:
+                    return fresh(found, device)
+                if all(aliased) and aliased:
+                    return result
+                return store(result, found)
+        finally:
+            HERE.inside = before
+
+    kernel.__name__ = f"null_{name}"
+    return kernel
+
+
+# --- operators that only CUDA has -----------------------------------------------------------------------------------
+
+A = torch.ops.aten
+
+
+def cudnn_convolution(x, w, padding, stride, dilation, groups, benchmark, deterministic, allow_tf32, *, out=None):
+    return wide(A.convolution.default, x, w, None, stride, padding, dilation, False, [0] * len(stride), groups)
+
+
+def cudnn_convolution_transpose(
+    x, w, padding, output_padding, stride, dilation, groups, benchmark, deterministic, allow_tf32
+):
+    return wide(A.convolution.default, x, w, None, stride, padding, dilation, True, output_padding, groups)
+
+
+def conv_depthwise(x, w, kernel_size, bias, stride, padding, dilation):
+    return wide(A.convolution.default, x, w, bias, stride, padding, dilation, False, [0] * len(stride), x.shape[1])
+
+
+def wide(op, x, *rest):
+    if x.dtype != torch.float16:
+        return op(x, *rest)
+    return op(x.float(), *[r.float() if isinstance(r, torch.Tensor) else r for r in rest]).half()
+
+
+def cudnn_batch_norm(x, weight, bias, mean, var, training, momentum, eps, **_):
+    out, m, v = A.native_batch_norm.default(x.float(), weight, bias, mean, var, training, momentum, eps)
+    return out.to(x.dtype), m, v, torch.empty(0, dtype=torch.uint8)
+
+
+def cudnn_batch_norm_backward(x, grad, weight, mean, var, saved_mean, saved_var, eps, reserve):
+    dx, dw, db = A.native_batch_norm_backward.default(
+        grad.float(), x.float(), weight, mean, var, saved_mean, saved_var, True, eps, [True] * 3
+    )
+    return dx.to(x.dtype), dw, db
+
+
+def scores(q, k, bias, causal, scale):
+    s = q.float() @ k.float().transpose(-2, -1) * (scale if scale is not None else 1 / math.sqrt(q.shape[-1]))
+    if bias is not None:
+        s = s + bias.float()
+    if causal:
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).tril().logical_not(), -math.inf)
+    return s
+
+
+def attention(q, k, v, bias=None, dropout=0.0, causal=False, scale=None):
+    s = scores(q, k, bias, causal, scale)
+    return (s.softmax(-1) @ v.float()).to(q.dtype), s.logsumexp(-1)
+
+
+def attention_backward(grad, q, k, v, bias, causal, scale):
+    factor = scale if scale is not None else 1 / math.sqrt(q.shape[-1])
+    p, g = scores(q, k, bias, causal, scale).softmax(-1), grad.float()
+    dp = g @ v.float().transpose(-2, -1)
+    ds = p * (dp - (dp * p).sum(-1, keepdim=True))
+    return (
+        ((ds @ k.float()) * factor).to(q.dtype),
+        (ds.transpose(-2, -1) @ q.float() * factor).to(k.dtype),
+        (p.transpose(-2, -1) @ g).to(v.dtype),
+        ds,
+    )
+
+
+def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    return attention(q, k, v, None, dropout_p, is_causal, scale)
+
+
+def efficient(q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
+    return attention(q, k, v, attn_bias, dropout_p, is_causal, scale)[:1]
+
+
+def cudnn_attention(
+    q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+):
+    return attention(q, k, v, attn_bias, dropout_p, is_causal, scale)[:1]
+
+
+def flash_backward(grad, q, k, v, out, lse, cq, ck, mq, mk, dropout_p, is_causal, seed, offset, *, scale=None):
+    return attention_backward(grad, q, k, v, None, is_causal, scale)[:3]
+
+
+def efficient_backward(
+    grad, q, k, v, attn_bias, out, lse, seed, offset, dropout_p, grad_input_mask, is_causal=False, *, scale=None
+):
+    dq, dk, dv, ds = attention_backward(grad, q, k, v, attn_bias, is_causal, scale)
+    return dq, dk, dv, (ds if attn_bias is not None and grad_input_mask[3] else None)
+
+
+def cudnn_attention_backward(
+    grad, q, k, v, out, lse, seed, offset, attn_bias, cq, ck, mq, mk, dropout_p, is_causal, *, scale=None
+):
+    return attention_backward(grad, q, k, v, attn_bias, is_causal, scale)[:3]
+
+
+def others(x):
+    return [0, *range(2, x.dim())]
+
+
+def channels(t, x):
+    return t.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def batch_norm_stats(x, eps):
+    var, mean = torch.var_mean(x.float(), others(x), correction=0)
+    return mean, (var + eps).rsqrt()
+
+
+def batch_norm_gather(x, mean, invstd, running_mean, running_var, momentum, eps, counts):
+    counts = counts.float().view(-1, 1)
+    total = counts.sum()
+    m = (mean * counts).sum(0) / total
+    var = ((invstd.pow(-2) - eps + (mean - m) ** 2) * counts).sum(0) / total
+    if running_mean is not None:
+        running_mean.mul_(1 - momentum).add_(m.to(running_mean.dtype), alpha=momentum)
+        running_var.mul_(1 - momentum).add_((var * total / (total - 1)).to(running_var.dtype), alpha=momentum)
+    return m, (var + eps).rsqrt()
+
+
+def batch_norm_elemt(x, weight, bias, mean, invstd, eps):
+    y = (x.float() - channels(mean, x)) * channels(invstd, x)
+    return (y * channels(weight, x) + channels(bias, x) if weight is not None else y).to(x.dtype)
+
+
+def batch_norm_backward_reduce(grad, x, mean, invstd, weight, input_g, weight_g, bias_g):
+    g = grad.float()
+    dy = g.sum(others(x))
+    dyx = (g * (x.float() - channels(mean, x))).sum(others(x))
+    return dy, dyx, dyx * invstd, dy
+
+
+def batch_norm_backward_elemt(grad, x, mean, invstd, weight, dy, dyx, count):
+    n = count.sum().float()
+    y = (
+        grad.float() - channels(dy / n, x) - (x.float() - channels(mean, x)) * channels(invstd**2 * dyx / n, x)
+    ) * channels(invstd, x)
+    return (y * channels(weight, x) if weight is not None else y).to(x.dtype)
+
+
+OWN = {
+    "cudnn_convolution": cudnn_convolution,
+    "cudnn_convolution_transpose": cudnn_convolution_transpose,
+    "_conv_depthwise2d": conv_depthwise,
+    "conv_depthwise3d": conv_depthwise,
+    "cudnn_batch_norm": cudnn_batch_norm,
+    "cudnn_batch_norm_backward": cudnn_batch_norm_backward,
+    "_scaled_dot_product_flash_attention": flash,
+    "_scaled_dot_product_flash_attention_backward": flash_backward,
+    "_scaled_dot_product_efficient_attention": efficient,
+    "_scaled_dot_product_efficient_attention_backward": efficient_backward,
+    "_scaled_dot_product_cudnn_attention": cudnn_attention,
+    "_scaled_dot_product_cudnn_attention_backward": cudnn_attention_backward,
+    "batch_norm_stats": batch_norm_stats,
+    "batch_norm_gather_stats_with_counts": batch_norm_gather,
+    "batch_norm_elemt": batch_norm_elemt,
+    "batch_norm_backward_reduce": batch_norm_backward_reduce,
+    "batch_norm_backward_elemt": batch_norm_backward_elemt,
+}
+
+
+def wrap_own(name, compute):
+    op = getattr(torch.ops.aten, name).default
+    original = torch.library.get_kernel(op, "CUDA")
+
+    def kernel(keys, *args, **kwargs):
+        before = getattr(HERE, "inside", False)
+        HERE.inside = True
+        try:
+            result = original.call_boxed(keys, *args, **kwargs)
+            if before:
+                return result
+            with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableTorchDispatch():
+                found = compute(
+                    *[through(a, shadow) for a in args], **{k: through(v, shadow) for k, v in kwargs.items()}
+                )
+                if isinstance(result, torch.Tensor):
+                    return store(result, found)
+                for part, value in zip(result, found, strict=False):  # what is not computed stays as it is
+                    if isinstance(part, torch.Tensor) and value is not None and part.shape == value.shape:
+                        store(part, value)
+                return result
+        finally:
+            HERE.inside = before
+
+    return kernel
+
+
+LIBRARY = None
+
+
+def wrap_missing(name):
+    """An operator whose kernel did nothing and whose result nobody computes: no garbage, but an error."""
+
+    original = torch.library.get_kernel(f"aten::{name}", "CUDA")
+
+    def kernel(keys, *args, **kwargs):
+        if getattr(HERE, "inside", False):  # a part of an operator whose result is computed
+            return original.call_boxed(keys, *args, **kwargs)
+        raise NotImplementedError(f"the null GPU has no code for aten::{name}")
+
+    return kernel
+
+
+def install():
+    """Override each operator that has a CUDA kernel: its CPU kernel computes after it."""
+    global LIBRARY
+    LIBRARY = torch.library.Library("aten", "IMPL")
+    on_cuda = registered("CUDA")
+    on_cpu = set().union(*map(registered, ("CPU", *COMPOSITES)))
+    # composite in torch's table, but with kernels of their own behind it
+    extra = {"convolution_backward", "repeat_interleave.Tensor", "copy_"} - on_cuda
+    for name in sorted((on_cuda | extra) - OWN.keys()):
+        if not name.partition(".")[0].startswith(ALONE):
+            override(name, wrap(name) if name in on_cpu | extra else wrap_missing(name))
+    for name, compute in OWN.items():
+        override(name, wrap_own(name, compute))
+
+
+COMPOSITES = ("CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+
+
+def registered(key):
+    """Names of the operators that have a kernel for a dispatch key, without their namespace."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
+
+
+def override(name, kernel):
+    LIBRARY.impl(name, kernel, "CUDA", with_keyset=True, allow_override=True)

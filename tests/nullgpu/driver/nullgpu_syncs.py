@@ -1,0 +1,53 @@
+"""Counts every synchronisation of host and device that torch reports, by the line of Python that asked for it.
+
+The counts go as JSON {"src/train.py:12 < …": n} to $NULLGPU_SYNCS/rank<RANK>.json, anew after each: a rank may end by
+os._exit.
+"""
+
+import collections
+import json
+import os
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+
+SEEN = collections.Counter()
+REPOSITORY = str(Path(__file__).resolve().parents[3])
+NOT_CALLERS = ("/driver/nullgpu_", "/torch/", "/warnings.py", "/contextlib.py")
+
+
+def start():
+    warnings.filterwarnings("always", message="called a synchronizing")
+    warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+    show_others = warnings.showwarning
+
+    def show(message, category, filename, lineno, file=None, line=None):
+        if "called a synchronizing" in str(message):
+            SEEN[where()] += 1
+            write()
+        else:
+            show_others(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
+    torch.cuda.set_sync_debug_mode("warn")
+
+
+def where():
+    """The innermost line that is not torch's own, and the innermost of this repository."""
+    frames = [f for f in traceback.extract_stack()[:-2] if not any(part in f.filename for part in NOT_CALLERS)]
+    ours = [f for f in frames if f.filename.startswith(REPOSITORY) and "/.venv/" not in f.filename][-1:]
+    chosen = dict.fromkeys(f"{short(f.filename)}:{f.lineno}" for f in [frames[-1], *ours])
+    return " < ".join(chosen)
+
+
+def short(filename):
+    return filename.rpartition("site-packages/")[2].removeprefix(REPOSITORY + "/")
+
+
+def write():
+    folder = Path(os.environ["NULLGPU_SYNCS"])
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank{os.environ.get('RANK', 0)}.json"
+    path.write_text(json.dumps(SEEN, indent=1))

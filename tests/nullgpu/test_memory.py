@@ -1,0 +1,65 @@
+"""Memory on null GPUs: segments that grow, the largest batch, and a peak that is not measured at any price."""
+
+import os
+
+import pytest
+import torch
+
+from lockstep.callbacks.throughput import undisturbed_flops
+from lockstep.distributed.cluster import Cluster, adopt
+from null_gpus import call_on_null_gpus, needs_null_gpus, run_on_null_gpus
+
+pytestmark = needs_null_gpus
+ALONE = Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
+
+
+def segments_expand(*stated: tuple[str, str]) -> bool:
+    environment = dict(stated)
+    adopt(ALONE, environment)
+    os.environ.update(environment)
+    held = torch.ones(1000, device="cuda")
+    [segment] = torch.cuda.memory_snapshot()
+    assert held.is_cuda
+    return segment["is_expandable"]
+
+
+def test_segments_expand_unless_the_user_says_otherwise():
+    assert call_on_null_gpus(segments_expand)
+    assert not call_on_null_gpus(segments_expand, ("PYTORCH_ALLOC_CONF", "expandable_segments:False"))
+    assert not call_on_null_gpus(segments_expand, ("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.9"))
+
+
+def peak(utilisation: str) -> float | None:
+    os.environ["NULLGPU_UTILISATION"] = utilisation
+    return undisturbed_flops(torch.device("cuda", 0), torch.float32)
+
+
+def test_no_peak_where_it_does_not_fit_or_others_compute():
+    assert call_on_null_gpus(peak, "0") > 0
+    assert call_on_null_gpus(peak, "80") is None
+    assert call_on_null_gpus(peak, "0", memory_gib=0.7) is None
+
+
+BIG = ("data=synthetic", "data.num_images=40000", "model=small_cnn")
+
+
+def fills(found: dict) -> bool:
+    """At most a twentieth of the memory is left, and the search did not need many tries."""
+    share = found["peak_memory_gib"] / found["limit_gib"]
+    return found["bounded_by"] == "memory" and found["out_of_memory"] <= 2 and 0.93 < share <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_the_largest_batch_of_two_devices_fills_them(name, tmp_path):
+    words = [*BIG, f"trainer={name}"]
+    done = run_on_null_gpus("find_batch_size", *words, logs=tmp_path, devices=2, memory_gib=2, compute=False)
+    assert done.code == 0 and fills(done.record["largest_batch"]), done.output
+
+
+@pytest.mark.slow
+def test_the_largest_batch_fills_the_device_and_trains(tmp_path):
+    words = [*BIG, "trainer=gpu", "data.global_batch_size=max", "test=false", "callbacks=none"]
+    own = ["trainer.limit_train_batches=2", "trainer.max_epochs=1", "trainer.limit_val_batches=1"]
+    done = run_on_null_gpus("train", *words, *own, logs=tmp_path, memory_gib=2, compute=False)
+    assert done.code == 0 and fills(done.record["largest_batch"]), done.output
