@@ -79,7 +79,9 @@ class TrackedBytes(MemTracker):
 
 
 class AllocatedBytes:
-    """What the caching allocator of each GPU of this process has given out, and has reserved to do so.
+    """What the caching allocator of each GPU of this process has given out.
+
+    The limit binds what it has reserved, which is hardly more where its segments expand (distributed/cluster.py).
 
     Args:
         fraction: of each GPU's memory that this process may use.
@@ -103,9 +105,7 @@ class AllocatedBytes:
         return min(self.limits.values())
 
     def peaks(self) -> dict[str, int]:
-        """Since the last reset: "cuda:0", and "cuda:0 reserved", which the limit binds."""
-        given = {str(device): torch.cuda.max_memory_allocated(device) for device in self.devices}
-        return given | {f"{device} reserved": torch.cuda.max_memory_reserved(device) for device in self.devices}
+        return {str(device): torch.cuda.max_memory_allocated(device) for device in self.devices}
 
     def held(self) -> dict[str, int]:
         return {str(device): torch.cuda.memory_allocated(device) for device in self.devices}
@@ -115,7 +115,7 @@ class AllocatedBytes:
             torch.cuda.reset_peak_memory_stats(device)
 
     def shares(self, bytes_of: dict[str, int]) -> dict[str, float]:
-        return {name: value / self.limits[name.split()[0]] for name, value in bytes_of.items()}
+        return {name: value / self.limits[name] for name, value in bytes_of.items()}
 
     def __enter__(self) -> "AllocatedBytes":
         self.reset()

@@ -178,7 +178,8 @@ def test_the_largest_batch_is_real(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_on_a_gpu_the_largest_batch_is_real(tmp_path, fraction):
+def test_on_a_gpu_the_largest_batch_is_real(tmp_path, fraction, monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as adopt() does in every run
     options = ["data=synthetic", "data.num_images=40000", "model=small_cnn", "trainer=gpu", "optimizer=sgd"]
     own = ["trainer.memory_limit_gib=2", f"trainer.memory_fraction={fraction}"]
     fields = largest_is_real(planned([*options, *own], tmp_path), tmp_path)

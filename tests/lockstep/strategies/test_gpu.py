@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.strategies.sharded import Sharded
 from runs import run_door
 from strategy_runs import adamw, difference, mean_losses, one, ranks, worst
 
@@ -50,11 +49,6 @@ def test_shards_and_checkpointed_activations_fit_together():
     own = {"activation_checkpointing": True}
     found = ranks("fsdp", 1, device=GPU, precision="bf16-mixed", own=own)
     np.testing.assert_allclose(mean_losses(found), one(precision="32-true")["losses"], rtol=2e-2)
-
-
-def test_offloading_asks_for_gloo_beside_nccl():
-    strategy = Sharded(parallel_devices=[GPU], cpu_offload=True)
-    assert strategy._get_process_group_backend() == "cpu:gloo,cuda:nccl"
 
 
 RUNS = {
