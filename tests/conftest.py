@@ -28,3 +28,11 @@ def console():
 @pytest.fixture(autouse=True)
 def no_signal_of_another_test():
     signals.asked.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A worker's report travels as UTF-8, and a test may have printed a file name that is none."""
+    report = yield
+    report.sections = [(title, text.encode(errors="backslashreplace").decode()) for title, text in report.sections]
+    return report
