@@ -12,7 +12,8 @@ from typing import Any
 
 from lockstep.runs.errors import UserError
 
-OURS = ("models", "data", "optimizers", "schedulers", "callbacks", "classifier", "lockstep")  # hand **options on
+# Whose classes hand **options on.
+OURS = ("models", "data", "augmentations", "optimizers", "schedulers", "callbacks", "classifier", "lockstep")
 
 
 def resolve_target(target: Any, where: str) -> Any:

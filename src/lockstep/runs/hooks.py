@@ -37,6 +37,15 @@ class StartsFromImages(Protocol):
         """Set weights from training images (N, C, H, W), normalised, before the first step."""
 
 
+@runtime_checkable
+class SaysWantedImages(Protocol):
+    def wanted_images(self, **model: Any) -> dict[str, Any]:
+        """mean, std, crop_pct, interpolation of the pretrained weights that the model's options name; {} for none.
+
+        Asked of the class: a class method.
+        """
+
+
 # --- optimizers (the class or function that makes one)
 
 

@@ -12,12 +12,12 @@ import torch
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
-from lockstep.config.instantiate import build
+from lockstep.config.instantiate import build, resolve_target
 from lockstep.distributed.cluster import visible_devices
 from lockstep.launch.plan import RunPlan, as_run
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
-from lockstep.runs.hooks import StartsFromImages
+from lockstep.runs.hooks import SaysWantedImages, StartsFromImages
 from lockstep.strategies.capabilities import capabilities
 from lockstep.strategies.sync_batchnorm import batch_norm_warnings, synchronise
 from lockstep.training.checks import DataFacts, check_same_data, no_larger_than, whole_steps
@@ -47,6 +47,7 @@ class Run:
 def build_data(plan: RunPlan) -> Any:
     options = {**plan.config["data"], "global_batch_size": plan.batch.global_size}
     data = build(options, {"seed": plan.config["seed"]})
+    data.use(build(plan.config["augmentation"]), wanted_images(plan.config["model"]))
     data.prepare()
     data.place(
         rank=plan.cluster.rank,
@@ -55,6 +56,15 @@ def build_data(plan: RunPlan) -> Any:
         device=device_of(plan),
     )
     return data
+
+
+def wanted_images(model: Config) -> dict[str, Any]:
+    """How a model's pretrained weights want their images, where it has some and says so."""
+    target = resolve_target(model["_target_"], "model._target_")
+    if not isinstance(target, SaysWantedImages):
+        return {}
+    own = {key: value for key, value in model.items() if key != "_target_"}
+    return target.wanted_images(**own)
 
 
 def build_module(
@@ -113,6 +123,9 @@ def data_facts(data: Any) -> DataFacts:
         "channels": int(data.channels),
         "mean": [float(value) for value in data.mean],
         "std": [float(value) for value in data.std],
+        "resize": int(data.framing.resize),
+        "fit": str(data.framing.fit),
+        "interpolation": str(data.framing.interpolation),
         "data_hash": str(data.data_hash),
     }
 
