@@ -3,6 +3,7 @@
 import struct
 import tracemalloc
 import zlib
+from multiprocessing import active_children
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from PIL import Image
 
 from data.image_folder import ImageFolderDataModule
 from lockstep.data import image_tree
+from lockstep.data.augmentation import CropFlip
 from lockstep.data.framing import Framing
 from lockstep.data.image_tree import CorruptImage, decode, natural_key, open_image
 from lockstep.runs.errors import UserError
@@ -129,6 +131,29 @@ def test_streaming_gives_the_same_batches(tmp_path, size, options):
         for (images, labels), (other, truth) in zip(found, expected):
             assert torch.equal(images, other) and torch.equal(labels, truth)
     assert [path.name for path in streamed._cache.iterdir() if path.suffix == ".bin"] == []
+
+
+def test_whole_pictures_stay_in_their_files_where_single_images_are_augmented(tmp_path, root):
+    dm = module(tmp_path, root)
+    dm.use(CropFlip(erasing_prob=0.1))
+    dm.prepare()
+    assert dm.path_taken() == ("loader", "the augmentation works on whole pictures, not on squares of 24 px")
+    with pytest.raises(UserError, match="data.path=array cannot be: the augmentation works on whole pictures"):
+        dm = module(tmp_path, root, path="array")
+        dm.use(CropFlip(erasing_prob=0.1))
+        dm.prepare()
+    with pytest.raises(UserError, match="data.path=array cannot be: .* are more than data.memory_limit_gib=1e-09"):
+        module(tmp_path, root, path="array", memory_limit_gib=1e-9).prepare()
+
+
+def test_a_file_that_is_damaged_after_its_check_is_named(tmp_path, root):
+    dm = module(tmp_path, root, path="loader")
+    dm.place()
+    path = next((root / "cat").iterdir())
+    path.write_bytes(b"damaged")
+    with pytest.raises(UserError, match=f"{path} cannot be decoded .*: it has changed since") as said:
+        [list(loader) for loader in (dm.train_dataloader(), dm.val_dataloader(), dm.test_dataloader())]
+    assert "Traceback" not in str(said.value) and not active_children(), "the error keeps no worker"
 
 
 def test_streaming_never_holds_all_images(tmp_path, root, monkeypatch):

@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from PIL import Image
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms.v2 import functional as F
 
 from lockstep.runs.errors import UserError
+
+if TYPE_CHECKING:
+    from torchvision.transforms import InterpolationMode
 
 FITS = ("crop", "squash")
 INTERPOLATIONS = ("bilinear", "bicubic")
@@ -66,11 +68,15 @@ class Framing:
         return [round(255 * value) for value in self.mean]
 
     @property
-    def interpolation_mode(self) -> InterpolationMode:
+    def interpolation_mode(self) -> "InterpolationMode":
+        from torchvision.transforms import InterpolationMode
+
         return InterpolationMode(self.interpolation)
 
     def resized(self, image: Image.Image) -> Image.Image:
         """Under crop with a short side of `resize`, under squash resize × resize."""
+        from torchvision.transforms.v2 import functional as F
+
         sides = [self.resize] if self.fit == "crop" else [self.resize, self.resize]
         return F.resize(image, sides, self.interpolation_mode)
 
@@ -86,6 +92,8 @@ class Framing:
 
     def centre(self, image: Image.Image) -> Image.Image:
         """image_size × image_size: what evaluation shows the model."""
+        from torchvision.transforms.v2 import functional as F
+
         return F.center_crop(self.resized(image), [self.image_size, self.image_size])
 
 

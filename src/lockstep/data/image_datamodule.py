@@ -5,8 +5,7 @@ when it is needed. Evaluation, and an augmentation of whole batches, then work o
 images works in the workers, which read from the files or from the array. The path never changes a pixel.
 """
 
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +14,23 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torchvision.transforms import v2
 
-from lockstep.data.augmentation import Augmentation, CropFlip
+from lockstep.data.augmentation import Augmentation, CropFlip, Operation
 from lockstep.data.batch_transforms import BatchTransforms
-from lockstep.data.batches import SPLIT, EvalBatches, Selection, TrainBatches, random_stream
+from lockstep.data.batches import SPLIT, EvalBatches, TrainBatches, random_stream
+from lockstep.data.delivery import Delivery, Loaded
 from lockstep.data.framing import Framing, resize_of
 from lockstep.data.image_array import ImageArray, Layout
 from lockstep.data.image_set import IMAGES, LABELS, ImageSet, fingerprint
-from lockstep.data.image_source import Source, as_stored, augmented, in_array
+from lockstep.data.image_source import Source, in_array
 from lockstep.data.mixing import check_pairs, mix
 from lockstep.data.node_cache import Content, cached
-from lockstep.data.streaming import MakeImage, stream
+from lockstep.data.settings import settle
 from lockstep.runs.batch import Batch
 from lockstep.runs.errors import UserError
 
 CACHE_VERSION = 3
 PATHS = ("auto", "array", "loader")
-Stated = dict[str, Any]  # mean, std, crop_pct, interpolation
-# labels, draws, mixing, and one of: index (into the array on the device), windows (cut from it), images (whole), crops
-# (augmented)
-Loaded = dict[str, Any]
 
 
 class ImageDataModule(LightningDataModule):
@@ -108,7 +103,7 @@ class ImageDataModule(LightningDataModule):
         if num_workers < 0:
             raise UserError(f"data.num_workers={num_workers} must not be negative.")
         self.requested_path, self.num_workers = path, num_workers
-        self.stated: Stated = {"mean": mean, "std": std, "crop_pct": crop_pct, "interpolation": interpolation}
+        self.stated = {"mean": mean, "std": std, "crop_pct": crop_pct, "interpolation": interpolation}
         self.requested_resize, self.crop_padding, self.flip = resize, crop_padding, flip
         self.use()
         self._meta: Content = {}  # empty: not prepared yet
@@ -123,29 +118,23 @@ class ImageDataModule(LightningDataModule):
         Raises:
             UserError: values contradict each other.
         """
-        own = {"mean": self.own_mean, "std": self.own_std, "crop_pct": 1.0, "interpolation": "bilinear"}
-        auto = {**own, **{key: _fitted(value, self.channels) for key, value in (wanted or {}).items()}}
-        used: Stated = {
-            key: auto[key] if value == "auto" else own[key] if value is None else value
-            for key, value in self.stated.items()
-        }
-        self.augmentation = augmentation or CropFlip()
-        self.mean, self.std = (_per_channel(key, used[key], self.channels) for key in ("mean", "std"))
-        if min(self.std) <= 0:
-            raise UserError(f"data.std={self.std} must be positive.")
-        self.resize = resize_of(self.image_size, self.requested_resize, used["crop_pct"])
+        own = {"mean": self.own_mean, "std": self.own_std}
+        self.settings = settle(self.stated, own, wanted or {}, self.channels)
+        self.mean, self.std = self.settings.mean, self.settings.std
+        self.resize = resize_of(self.image_size, self.requested_resize, self.settings.crop_pct)
         self.framing = Framing(
             image_size=self.image_size,
             resize=self.resize,
             fit=self.fit,
-            interpolation=used["interpolation"],
+            interpolation=self.settings.interpolation,
             crop_padding=self.crop_padding,
             flip=self.flip,
             channels=self.channels,
             mean=tuple(self.mean),
         )
+        self.augmentation = augmentation or CropFlip()
         self._crop_flip: CropFlip | None = None  # where the device does it all; else the pipeline of one image
-        self._pipeline: v2.Compose | None = None
+        self._pipeline: Operation | None = None
         if isinstance(self.augmentation, CropFlip) and self.augmentation.on_whole_batches:
             self._crop_flip = self.augmentation
         else:
@@ -287,17 +276,28 @@ class ImageDataModule(LightningDataModule):
         self.per_device_batch_size = Batch.cut(self.global_batch_size, world_size, accumulate_grad_batches).per_device
         self._placed = {"rank": rank, "world_size": world_size}
         self._accumulate, self._device = accumulate_grad_batches, torch.device(device)
-        self._open_array()
-
-    def _open_array(self) -> None:
         layout = Layout(**self._meta["layout"])
         self._batch_transforms = self._transforms(layout.size).to(self._device)
-        self._array: ImageArray | None = None
+        array, resident = self._open_array(layout)
+        self._delivery = Delivery(
+            self._batch_transforms,
+            self.framing,
+            self._labels,
+            self._device,
+            array=array,
+            resident=resident,
+            open_source=self._image_source,
+            pipeline=self._pipeline,
+            num_workers=self.num_workers,
+        )
+
+    def _open_array(self, layout: Layout) -> tuple[ImageArray | None, bool]:
+        """All images, and whether they lie on the device; None on the loader's path."""
         if self.path_taken()[0] == "loader":
-            return
+            return None, False
         array = ImageArray.open(self._cache / IMAGES, layout, self._batch_transforms.window_in(layout))
-        self._resident = self._device.type == "cpu" or layout.num_bytes <= self.device_cache_gib * 2**30
-        self._array = array.to(self._device) if self._resident else array
+        resident = self._device.type == "cpu" or layout.num_bytes <= self.device_cache_gib * 2**30
+        return (array.to(self._device) if resident else array), resident
 
     def setup(self, stage: str | None = None) -> None:
         if not self._placed:
@@ -319,7 +319,7 @@ class ImageDataModule(LightningDataModule):
         if self.augmentation.mixing:
             check_pairs(self.per_device_batch_size, self.global_batch_size)
         return TrainBatches(
-            self._deliver_augmented if self._pipeline else self._deliver,
+            self._delivery.one_by_one if self._pipeline else self._delivery.whole,
             self._train_index,
             self._draw,
             draw_mixing=self._draw_mixing if self.augmentation.mixing else None,
@@ -353,44 +353,7 @@ class ImageDataModule(LightningDataModule):
 
     def _eval_batches(self, index: np.ndarray) -> EvalBatches:
         centre = self._batch_transforms.centre()
-        return EvalBatches(self._deliver, index, centre, batch_size=self.eval_batch_size, **self._placed)
-
-    def _deliver(self, selections: Iterable[Selection]) -> Iterator[Loaded]:
-        """Images as the array holds them: whole-batch augmentation and evaluation do the rest on the device."""
-        if self._array is None:
-            size = self._meta["layout"]["size"]
-            yield from self._from_workers(
-                "images", selections, as_stored(self._image_source(), self.framing.square, size)
-            )
-            return
-        on_cpu = self._device.type == "cpu"  # where arrays stay arrays: see image_array.Places
-        for selection in selections:
-            batch = self._common(selection)
-            if self._resident:
-                batch["index"] = selection.positions if on_cpu else torch.from_numpy(selection.positions)
-            else:
-                windows = self._batch_transforms.cut(self._array, selection.positions, selection.draws)
-                batch["windows"] = windows.pin_memory()
-            yield batch
-
-    def _deliver_augmented(self, selections: Iterable[Selection]) -> Iterator[Loaded]:
-        """Training images that workers have augmented one by one."""
-        assert self._pipeline is not None
-        yield from self._from_workers("crops", selections, augmented(self._image_source(), self._pipeline))
-
-    def _from_workers(self, name: str, selections: Iterable[Selection], make: MakeImage) -> Iterator[Loaded]:
-        workers = min(self.num_workers, len(os.sched_getaffinity(0)))
-        for selection, images in stream(selections, make, num_workers=workers, pin_memory=self._device.type == "cuda"):
-            yield {name: images, **self._common(selection)}
-
-    def _common(self, selection: Selection) -> Loaded:
-        """What every batch holds, however its images come."""
-        labels = self._labels[selection.positions]
-        if selection.counted is not None:
-            labels = np.where(selection.counted, labels, -1)
-        draws = selection.draws if self._device.type == "cpu" else torch.from_numpy(selection.draws)
-        mixing = {} if selection.mixing is None else {"mixing": torch.from_numpy(selection.mixing)}
-        return {"draws": draws, "labels": torch.from_numpy(labels), **mixing}
+        return EvalBatches(self._delivery.whole, index, centre, batch_size=self.eval_batch_size, **self._placed)
 
     def sample_images(self, count: int) -> Tensor:
         """(count, channels, image_size, image_size) float, normalised, on the CPU: the first training images.
@@ -398,8 +361,10 @@ class ImageDataModule(LightningDataModule):
         Not augmented, and the same on every rank: for nets that look at data before they train.
         """
         centre, index = self._batch_transforms.centre(), self._train_index[:count]
-        batches = EvalBatches(self._deliver, index, centre, batch_size=self.eval_batch_size, rank=0, world_size=1)
-        images = [self._images_of(move_data_to_device(batch, self._device)) for batch in batches]
+        batches = EvalBatches(
+            self._delivery.whole, index, centre, batch_size=self.eval_batch_size, rank=0, world_size=1
+        )
+        images = [self._delivery.images(move_data_to_device(batch, self._device)) for batch in batches]
         return torch.cat(images)[: len(index)].cpu()
 
     # Batches
@@ -409,33 +374,9 @@ class ImageDataModule(LightningDataModule):
 
         Of mixed images the labels are soft: (n, num_classes) float.
         """
-        images, labels = self._images_of(batch), batch["labels"]
+        images, labels = self._delivery.images(batch), batch["labels"]
         if "mixing" in batch:
             images, labels = mix(images, labels, batch["mixing"], self.num_classes)
         if self.trainer is not None:  # float64 and half of "true" precisions; whole numbers stay
             images, labels = self.trainer.precision_plugin.convert_input((images, labels))
         return images, labels
-
-    def _images_of(self, batch: Loaded) -> Tensor:
-        if "crops" in batch:
-            return self._batch_transforms.normalised(batch["crops"])
-        if "images" in batch:
-            draws = torch.as_tensor(batch["draws"])
-            return self._batch_transforms(self._batch_transforms.cut_batch(batch["images"], draws), draws)
-        if "index" in batch and self._array is not None:
-            return self._batch_transforms.images(self._array, batch["index"], batch["draws"])
-        return self._batch_transforms(batch["windows"], batch["draws"])
-
-
-def _fitted(value: Any, channels: int) -> Any:
-    """Per channel as the weights have it, or its mean where the images have another number of channels."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) == channels:
-        return value
-    return float(np.mean(value))
-
-
-def _per_channel(key: str, value: float | Sequence[float], channels: int) -> list[float]:
-    values = [float(value)] if isinstance(value, int | float) else [float(v) for v in value]
-    if len(values) not in (1, channels):
-        raise UserError(f"data.{key}={values} has {len(values)} values for {channels} channels: give 1 or {channels}.")
-    return values * channels if len(values) == 1 else values

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from torchvision.transforms import v2
 
-from lockstep.data.augmentation import own_stream
+from lockstep.data.augmentation import Operation, own_stream
 from lockstep.data.image_array import Layout, own_pixels
 from lockstep.data.image_tree import MAX_PIXELS, open_image
 from lockstep.data.streaming import MakeImage
@@ -35,7 +34,7 @@ def as_stored(source: Source, square: Callable[[Image.Image], Image.Image], size
     return make
 
 
-def augmented(source: Source, pipeline: v2.Compose) -> MakeImage:
+def augmented(source: Source, pipeline: Operation) -> MakeImage:
     """Images as training sees them; each one's draw seeds its own random stream."""
 
     def make(position: int, draw: int) -> np.ndarray:

@@ -60,10 +60,13 @@ def stream(
     with warnings.catch_warnings():  # forking beside idle threads is what every DataLoader does; Python 3.12 warns
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork.*", DeprecationWarning)
         batches = iter(loader)
-    for images in batches:
-        if isinstance(images, CorruptImage):
-            raise UserError(f"{images}: it has changed since the images were checked; start again.")
-        yield waiting.popleft(), images
+    try:
+        for images in batches:
+            if isinstance(images, CorruptImage):
+                raise UserError(f"{images}: it has changed since the images were checked; start again.")
+            yield waiting.popleft(), images
+    finally:
+        del batches  # ends the workers now: an error's traceback would keep them, and the program's end wait for them
 
 
 def _outlive_signals(_worker: int) -> None:

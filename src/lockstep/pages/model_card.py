@@ -54,7 +54,8 @@ def body(model: Any, timm_config: Config, compared: dict[str, float]) -> str:
         "Data": f"{plain(config['data']['name'])}, hash {code(facts['data_hash'][:16])}",
         "Classes": f"{facts['num_classes']}: {plain(', '.join(facts['class_names']))}",
         "Input": f"{facts['channels']} × {facts['image_size']} × {facts['image_size']}: {sides} resized to "
-        f"{framing.resize} ({framing.interpolation}), the centre, minus mean {facts['mean']} over std {facts['std']} of pixels from 0 to 1",
+        f"{framing.resize} ({framing.interpolation}), the centre of it, "
+        f"minus mean {facts['mean']} over std {facts['std']} of pixels from 0 to 1",
         **{plain(key): f"{value:.6g}" for key, value in sorted(tested(model).items())},
         **record_rows(model.record),
         "Checkpoint": f"{code(model.path.name)}, sha256 {code(model.sha256())}",

@@ -15,7 +15,7 @@ WITH_DISPLAY_NAME = ("models.airbench.", "models.alexnet.", "models.small_cnn.")
 
 def today(config: dict[str, Any]) -> dict[str, Any]:
     """A config of a run folder or checkpoint, as this version would have composed it."""
-    model, choices = config.get("model"), config.get("choices")
+    model = config.get("model")
     if not isinstance(model, dict):
         return config
     if "verbose" not in config and isinstance(config.get("classifier"), dict):  # keys that came later
@@ -24,6 +24,7 @@ def today(config: dict[str, Any]) -> dict[str, Any]:
     config = _with_augmentation(config)
     if "name" not in model:
         return config
+    choices = config.get("choices")
     choices = choices if isinstance(choices, dict) else {}
     found = _model(model, choices.get("model"))
     if found == model:

@@ -20,6 +20,7 @@ from lockstep.runs.errors import UserError
 from lockstep.runs.hooks import SaysWantedImages, StartsFromImages
 from lockstep.strategies.capabilities import capabilities
 from lockstep.strategies.sync_batchnorm import batch_norm_warnings, synchronise
+from lockstep.training import image_report
 from lockstep.training.checks import DataFacts, check_same_data, no_larger_than, whole_steps
 from lockstep.training.rank import RankSession, device_of
 from lockstep.training.trainer import build_strategy, build_trainer
@@ -125,6 +126,7 @@ def data_facts(data: Any) -> DataFacts:
         "std": [float(value) for value in data.std],
         "resize": int(data.framing.resize),
         "fit": str(data.framing.fit),
+        "crop_pct": float(data.settings.crop_pct),
         "interpolation": str(data.framing.interpolation),
         "data_hash": str(data.data_hash),
     }
@@ -175,6 +177,8 @@ def build_run(plan: RunPlan, session: RankSession, *, tested: Mapping[str, torch
         if isinstance(module.net, StartsFromImages):
             module.net.init_from_images(data.sample_images(5000))
     if cluster.is_rank_zero:
+        image_report.say(data, plan.choices.get("augmentation"))
+        image_report.list_skipped(data, plan.folder)
         for sentence in batch_norm_warnings(
             module.net, world_size=cluster.world_size, synchronised=own["sync_batchnorm"],
             micro_batches=plan.batch.accumulate * capabilities(strategy).micro_batches,
@@ -194,6 +198,7 @@ def build_run(plan: RunPlan, session: RankSession, *, tested: Mapping[str, torch
 def _known(plan: RunPlan, facts: DataFacts, limit_train_batches: float | None) -> Known:
     """What a callback or logger gets where its constructor has a parameter of that name."""
     folder, cluster, config = plan.folder, plan.cluster, as_run(plan)
+    config["data"].update({key: facts[key] for key in ("mean", "std", "crop_pct", "interpolation")})
     if limit_train_batches is not None:
         config["trainer"]["limit_train_batches"] = limit_train_batches
     hardware = config.get("hardware")

@@ -12,7 +12,8 @@ from lockstep.runs import provenance
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 
-# class_names, num_classes, image_size, channels, mean, std, resize, fit, interpolation, data_hash
+# class_names, num_classes, image_size, channels, mean, std, crop_pct, resize, fit, interpolation,
+# data_hash
 DataFacts = dict[str, Any]
 
 
