@@ -164,7 +164,7 @@ def largest_difference(case: Case, root: Path, scratch: Path) -> float:
     dm = data_module(case, root, scratch)
     batch = next(iter(dm.test_dataloader()))
     images, _ = dm.on_after_batch_transfer(batch, 0)
-    raw = dm._batch_transforms.cut(dm._array, batch["index"], batch["draws"])
+    raw = dm._batch_transforms.cut(dm._delivery.array, batch["index"], batch["draws"])
     expected = raw.permute(0, 3, 1, 2).float() / 255
     if case.image_size != 32:
         expected = F.resize(expected, [case.image_size] * 2, antialias=True)

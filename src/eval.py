@@ -37,13 +37,8 @@ FROM_COMMAND_LINE = (
     "paths", "tags", "ckpt_path", "run_id", "test", "resume", "sweep_dir", "s3", "logbook", "verbose", "quiet",
 )  # fmt: skip
 FINDERS = ("ckpt_path", "paths", "s3")  # what says where the checkpoint is
-KEPT_OPTIONS = (
-    "data",
-    "model",
-    "loss",
-    "optimizer",
-    "scheduler",
-)  # whose keys the command line may change without naming them
+# Whose keys the command line may change without naming them.
+KEPT_OPTIONS = ("data", "augmentation", "model", "loss", "optimizer", "scheduler")
 
 
 @dataclass(frozen=True)

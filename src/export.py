@@ -113,7 +113,7 @@ def export_safetensors(model: Any, out: Path) -> Any:
 
 def timm_config(model: Any) -> dict[str, Any]:
     """config.json as timm writes it for the hub."""
-    facts = model.facts
+    facts, framing = model.facts, model.framing
     backbone = timm_backbone(model)
     size = [facts["channels"], facts["image_size"], facts["image_size"]]
     config = {
@@ -123,8 +123,9 @@ def timm_config(model: Any) -> dict[str, Any]:
         "label_names": facts["class_names"],
         "pretrained_cfg": {
             "tag": model.record.run_id or "local", "custom_load": False, "input_size": size,
-            "fixed_input_size": True, "interpolation": "bilinear", "crop_mode": "center",
-            "crop_pct": facts["image_size"] / model.resize, "mean": facts["mean"], "std": facts["std"],
+            "fixed_input_size": True, "interpolation": framing.interpolation,
+            "crop_mode": "squash" if framing.fit == "squash" else "center",
+            "crop_pct": framing.crop_pct, "mean": facts["mean"], "std": facts["std"],
             "num_classes": facts["num_classes"],
         },
     }  # fmt: skip

@@ -65,7 +65,7 @@ def classify(model: Any, files: list[Path], top: int, batch: int) -> list[list[t
     names, found = model.facts["class_names"], []
     for start in range(0, len(files), batch):
         try:
-            pixels = [decode(path, model.resize, model.facts["channels"]) for path in files[start : start + batch]]
+            pixels = [decode(path, model.framing) for path in files[start : start + batch]]
         except CorruptImage as error:
             raise UserError(f"{error}; take it out of the folder.") from None
         with torch.inference_mode():
@@ -96,7 +96,7 @@ def write_csv(path: Path, folder: Path, files: list[Path], found: list[list[tupl
 def write_contact_sheet(path: Path, files: list[Path], found: list[list[tuple[str, float]]]) -> None:
     from PIL import Image, ImageDraw
 
-    from lockstep.data.image_tree import FORMATS
+    from lockstep.data.image_tree import open_image
 
     shown = list(zip(files, found, strict=True))[:SHEET_IMAGES]
     rows = -(-len(shown) // SHEET_COLUMNS)
@@ -105,8 +105,7 @@ def write_contact_sheet(path: Path, files: list[Path], found: list[list[tuple[st
     draw = ImageDraw.Draw(sheet)
     for i, (file, classes) in enumerate(shown):
         x, y = 8 + i % SHEET_COLUMNS * (TILE + 8), 8 + i // SHEET_COLUMNS * (TILE + 40)
-        with Image.open(file, formats=FORMATS) as image:
-            picture = image.convert("RGB")
+        picture = open_image(file, 3)
         small = max(picture.size) < TILE
         picture = picture.resize((TILE, TILE), Image.Resampling.NEAREST if small else Image.Resampling.BILINEAR)
         sheet.paste(picture, (x, y))

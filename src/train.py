@@ -35,7 +35,7 @@ def train(plan: RunPlan) -> int:
         run = build_run(plan, session)
         _take_weights(run, plan)
         if is_rank_zero:
-            run.recorder.write(**_known_at_start(run), hosts=session.hosts)
+            run.recorder.write(**_known_at_start(run, plan), hosts=session.hosts)
         resume_from = plan.checkpoint if plan.resume_step else None
         run.trainer.fit(run.module, datamodule=run.data, ckpt_path=resume_from, weights_only=True)
         for profile in sorted(folder.path.glob("fit-profile*.txt")) if is_rank_zero else ():
@@ -64,7 +64,9 @@ def _take_weights(run: "Run", plan: RunPlan) -> None:
             log.info(said)
 
 
-def _known_at_start(run: "Run") -> dict[str, Any]:
+def _known_at_start(run: "Run", plan: RunPlan) -> dict[str, Any]:
+    from lockstep.training.image_report import record_fields
+
     net: Any = run.module.net
     return {
         "precision": str(run.trainer.precision),  # what `auto` came to
@@ -75,6 +77,7 @@ def _known_at_start(run: "Run") -> dict[str, Any]:
         "num_test": run.data.num_test,
         "left_out_per_epoch": run.data.left_out_per_epoch,
         "data_hash": run.facts["data_hash"],
+        "images": record_fields(run.data, plan.choices.get("augmentation")),
     }
 
 

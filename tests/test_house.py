@@ -28,7 +28,8 @@ WITH_TORCH = {
 TORCH_FREE = {"lockstep/strategies/placement.py"}  # the launcher asks it
 HEAVY = {"torch", "lightning", "hydra", "torchvision", "timm"}
 FOLDER_OF_GROUP = {
-    "model": ("models",), "data": ("data",), "optimizer": ("optimizers", "torch"), "scheduler": ("schedulers", "torch"),
+    "model": ("models",), "data": ("data",), "augmentation": ("augmentations", "lockstep.data"),
+    "optimizer": ("optimizers", "torch"), "scheduler": ("schedulers", "torch"),
     "trainer": ("lockstep.strategies",), "callbacks": ("callbacks", "lockstep.callbacks", "lightning"),
     "loss": ("losses",), "metrics": ("metrics", "torchmetrics"), "logger": ("lockstep.callbacks", "lightning"),
 }  # fmt: skip

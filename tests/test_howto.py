@@ -27,16 +27,17 @@ def copy(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_model_a_data_set_a_loss_a_metric_a_callback_and_a_recipe_of_ones_own(copy):
-    assert len(FILES) == 11
+def test_a_model_a_data_set_an_augmentation_a_loss_a_metric_a_callback_and_a_recipe_of_ones_own(copy):
+    assert len(FILES) == 13
     (early,) = re.findall(r"`(\+callbacks\.early=\{.*?\})`", TEXT)
     command = re.search(r"`python (src/train.py experiment=squares)`", TEXT)[1].split()
-    more = ["trainer=fsdp_sim", early, "run_id=r", "trainer.log_every_n_steps=3"]
+    more = ["trainer=fsdp_sim", early, "augmentation.mixup_alpha=0.1", "run_id=r", "trainer.log_every_n_steps=3"]
     done = subprocess.run([sys.executable, *command, *more], cwd=copy, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = copy / "logs" / "train" / "runs" / "r"
     record = json.loads((folder / "run.json").read_text())
     assert (record["model"], record["data"], record["experiment"]) == ("mlp", "squares", "squares")
+    assert (record["images"]["augmentation"], record["images"]["path"]) == ("coarse", "array")
     assert record["metrics"]["test/images"] == 100 and record["metrics"]["test/acc"] > 0.95
     assert record["metrics"]["test/worst_class"] > 0.9
     said = (folder / "config.yaml").read_text()

@@ -4,6 +4,7 @@ import io
 import tarfile
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import numpy as np
 
 from lockstep.data.array_pickle import load_arrays
 from lockstep.data.download import download
+from lockstep.data.framing import Framing
 from lockstep.data.image_datamodule import ImageDataModule
 from lockstep.data.image_set import ImageSet
-from lockstep.data.image_tree import decode_all, list_split, natural_key
+from lockstep.data.image_tree import decode, decode_all, list_split, natural_key
 from lockstep.data.node_cache import file_identity
 from lockstep.runs.errors import UserError
 
@@ -161,7 +163,9 @@ def _from_tree(root: Path) -> ImageSet:
             )
         order = _canonical_order([file.stem for file in listing.files], listing.labels)
         images = np.zeros((len(order), SIZE, SIZE, 3), np.uint8)
-        decode_all([listing.files[i] for i in order], SIZE, 3, out=images)
+        decode_all(
+            [listing.files[i] for i in order], partial(decode, framing=Framing(SIZE, SIZE, "squash")), out=images
+        )
         parts.append((images, listing.labels[order]))
     return _image_set(parts)
 

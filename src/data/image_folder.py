@@ -1,23 +1,21 @@
-"""Images of one's own, one folder per class: decoded once into an array, or streamed where that would be too large."""
+"""Images of one's own, one folder per class: decoded once into an array, or read from their files when needed."""
 
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from lockstep.data.batches import TEST, Selection, random_stream
+from lockstep.data.batches import TEST, random_stream
 from lockstep.data.image_array import Layout
-from lockstep.data.image_datamodule import ImageDataModule, Loaded
+from lockstep.data.image_datamodule import ImageDataModule
 from lockstep.data.image_set import DECODED, LABELS, ImageSet, fingerprint
-from lockstep.data.image_tree import Listing, common_size, decode_all, list_split
+from lockstep.data.image_source import Source, in_files
+from lockstep.data.image_tree import MAX_PIXELS, Listing, common_size, decode, decode_all, list_split
 from lockstep.data.node_cache import Content, file_identity, require_space
-from lockstep.data.streaming import stream
 from lockstep.runs.errors import UserError
 from lockstep.runs.foreign_files import read_json
 
@@ -32,15 +30,17 @@ HINT = ", or skip such files with data.skip_corrupt=true"
 class ImageFolderDataModule(ImageDataModule):
     """root/train/<class>/ and root/test/<class>/ (and root/val/<class>/ where it exists), or only root/<class>/.
 
-    Images that are not all small squares of one size are resized to `resize` when they are decoded.
+    Images that are not all small squares of one size are resized (`resize`, `fit`) when they are decoded. An
+    augmentation of single images works on whole pictures: then nothing but such squares goes into an array.
 
     Args:
         root: the folder.
         channels: 3 for colour, 1 for grey.
         test_fraction: where there is no test folder: part of all images, the same under every seed.
         skip_corrupt: leave out images that cannot be decoded, and count them, instead of ending with an error.
-        memory_limit_gib: beyond this array size images are streamed from their files.
-        num_workers: processes per rank that decode streamed images, at most one per core.
+        fit: crop keeps an image's proportions and cuts its long side off, squash distorts it to a square.
+        memory_limit_gib: beyond this array size images stay in their files.
+        max_pixels: what has more is refused before it is decoded.
     """
 
     own_mean: Sequence[float] = (0.485, 0.456, 0.406)  # of ImageNet
@@ -54,21 +54,22 @@ class ImageFolderDataModule(ImageDataModule):
         image_size: int = 224,
         channels: int = 3,
         test_fraction: float = 0.1,
+        fit: str = "crop",
         skip_corrupt: bool = False,
         memory_limit_gib: float = 16.0,
-        num_workers: int = 4,
+        max_pixels: int = MAX_PIXELS,
         **options: Any,
     ) -> None:
         if not root:
             raise UserError("data=image_folder needs data.root=FOLDER, with one folder of images per class.")
         if channels not in (1, 3):
             raise UserError(f"data.channels={channels} must be 3 (colour) or 1 (grey).")
-        self.channels = channels
+        self.channels, self.fit = channels, fit
         if channels == 1:
             self.own_mean, self.own_std = (0.449,), (0.226,)
         super().__init__(name=name, image_size=image_size, **options)
         self._root, self._test_fraction = Path(root), test_fraction
-        self._skip_corrupt, self._memory_limit_gib, self._num_workers = skip_corrupt, memory_limit_gib, num_workers
+        self._skip_corrupt, self._memory_limit_gib, self._max_pixels = skip_corrupt, memory_limit_gib, max_pixels
 
     def identity(self) -> Any:
         self._listing, self._counts = self._list()
@@ -76,6 +77,11 @@ class ImageFolderDataModule(ImageDataModule):
             self.channels,
             self._skip_corrupt,
             self._memory_limit_gib,
+            self._max_pixels,
+            self.fit,
+            self.framing.interpolation,
+            self.requested_path,
+            self._pipeline is None,
             self._counts,
             self._listing.labels.tolist(),
         ]
@@ -152,13 +158,14 @@ class ImageFolderDataModule(ImageDataModule):
         """Decode everything; without `out` only to see whether it can be decoded."""
         files = self._listing.files
         hint = "" if self._skip_corrupt else HINT
-        failures = decode_all(
-            files, self._stored_size, self.channels, skip_corrupt=self._skip_corrupt, out=out, hint=hint
-        )
+        failures = decode_all(files, self._decode_one, skip_corrupt=self._skip_corrupt, out=out, hint=hint)
         if failures:
             first = next(iter(failures.values()))
             log.warning(f"Skipped {len(failures)} of {len(files)} images: {first}; …")
         return failures
+
+    def _decode_one(self, path: Path) -> np.ndarray:
+        return decode(path, self.framing, self._stored_size, self._max_pixels)
 
     def _kept(self, failures: dict[int, str]) -> np.ndarray:
         kept = np.array([i for i in range(len(self._listing.files)) if i not in failures], np.int64)
@@ -178,14 +185,15 @@ class ImageFolderDataModule(ImageDataModule):
         drawn = not self._counts[2]
         return ImageSet(images, labels, names, num_fit, num_test, num_val, list(failures.values()), drawn)
 
-    # Streamed
+    # In their files
 
     def _build(self, part: Path) -> Content:
         files = self._listing.files
         size = common_size(files)
         self._stored_size = size if size and size <= self.resize else self.resize
-        if len(files) * self._stored_size**2 * self.channels <= self._memory_limit_gib * 2**30:
-            return {**super()._build(part), "streamed": False}
+        path, why = self._choose_path(whole=self._stored_size == size)
+        if path == "array":
+            return {**super()._build(part), "path": path, "why": why}
         failures = self._decode(None)
         kept = self._kept(failures)
         images = self._image_set(np.zeros((0, self._stored_size, self._stored_size, self.channels)), kept, failures)
@@ -194,29 +202,33 @@ class ImageFolderDataModule(ImageDataModule):
         np.save(part / LABELS, images.labels)
         layout = Layout(self._stored_size, self.channels, len(kept))
         sizes = [files[i].stat().st_size for i in kept]
-        return {**self._content(images, layout, fingerprint([names, sizes])), "streamed": True}
+        return {**self._content(images, layout, fingerprint([names, sizes])), "path": path, "why": why}
 
-    def _open_array(self) -> None:
-        if not self._meta["streamed"]:
-            super()._open_array()
-            return
-        self._stored_size = self._meta["layout"]["size"]
-        self._batch_transforms = self._transforms(self._stored_size).to(self._device)
-        self._files = [self._root / name for name in read_json(self._cache / FILES, MAX_NAMES_BYTES)]
+    def _choose_path(self, *, whole: bool) -> tuple[str, str]:
+        """array or loader, and why.
 
-    def _deliver(self, selections: Iterable[Selection]) -> Iterator[Loaded]:
-        if not self._meta["streamed"]:
-            yield from super()._deliver(selections)
-            return
-        workers = min(self._num_workers, len(os.sched_getaffinity(0)))
-        pin_memory = self._device.type == "cuda"
-        for selection, images in stream(
-            selections, self._files, self._stored_size, self.channels, num_workers=workers, pin_memory=pin_memory
-        ):
-            yield {"images": images, **self._common(selection)}
+        Args:
+            whole: an array would hold the pictures as they are: squares of one size, none larger than `resize`.
+        Raises:
+            UserError: data.path=array, and it cannot be.
+        """
+        gib = len(self._listing.files) * self._stored_size**2 * self.channels / 2**30
+        against = ""
+        if gib > self._memory_limit_gib:
+            against = f"{gib:.3g} GiB of images are more than data.memory_limit_gib={self._memory_limit_gib:g}"
+        elif self._pipeline is not None and not whole:
+            against = f"the augmentation works on whole pictures, not on squares of {self.resize} px"
+        if self.requested_path == "array" and against:
+            raise UserError(f"data.path=array cannot be: {against}. Take data.path=auto.")
+        if against and self.requested_path == "auto":
+            return "loader", against
+        return super().path_taken()
 
-    def _images_of(self, batch: Loaded) -> Tensor:
-        if "images" in batch:
-            draws = torch.as_tensor(batch["draws"])
-            return self._batch_transforms(self._batch_transforms.cut_batch(batch["images"], draws), draws)
-        return super()._images_of(batch)
+    def path_taken(self) -> tuple[str, str]:
+        return self._meta["path"], self._meta["why"]
+
+    def _image_source(self) -> Source:
+        if self._meta["path"] == "array":
+            return super()._image_source()
+        files = [self._root / name for name in read_json(self._cache / FILES, MAX_NAMES_BYTES)]
+        return in_files(files, self.channels, self._max_pixels)

@@ -49,7 +49,11 @@ class SyntheticDataModule(ImageDataModule):
         self.channels = channels
         super().__init__(name=name, image_size=image_size, **options)
         self._counts, self._noise = (num_images, num_test_images), noise
-        self._requested_classes, self._stored_size = num_classes, stored_size or self.resize
+        self._requested_classes, self._requested_size = num_classes, stored_size
+
+    @property
+    def _stored_size(self) -> int:
+        return self._requested_size or self.resize
 
     def identity(self) -> list[Any]:
         return [*self._counts, self._requested_classes, self.channels, self._stored_size, self._noise]

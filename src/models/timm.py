@@ -56,6 +56,24 @@ class TimmModel(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         return self.backbone(images)
 
+    @classmethod
+    def wanted_images(
+        cls, name: str | None = None, pretrained: bool = True, weights: str | None = None, **_: Any
+    ) -> dict[str, Any]:
+        """mean, std, crop_pct and interpolation, as timm says of these weights; {} without pretrained weights.
+
+        Raises:
+            UserError: a name that timm lacks.
+        """
+        if not pretrained and weights is None:
+            return {}
+        import timm
+
+        _check_name(name)
+        own = timm.get_pretrained_cfg(name)
+        found = {key: getattr(own, key) for key in ("mean", "std", "crop_pct", "interpolation")} if own else {}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+
     def shard_units(self) -> list[nn.Module]:
         """The members of the outermost sequences: a ViT's blocks, a ResNet's or ConvNeXt's stages."""
         sequences = [child for child in self.backbone.children() if isinstance(child, nn.Sequential | nn.ModuleList)]

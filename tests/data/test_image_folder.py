@@ -3,6 +3,7 @@
 import struct
 import tracemalloc
 import zlib
+from multiprocessing import active_children
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from PIL import Image
 
 from data.image_folder import ImageFolderDataModule
 from lockstep.data import image_tree
-from lockstep.data.image_tree import CorruptImage, decode, natural_key
+from lockstep.data.augmentation import CropFlip
+from lockstep.data.framing import Framing
+from lockstep.data.image_tree import CorruptImage, decode, natural_key, open_image
 from lockstep.runs.errors import UserError
 
 RNG = np.random.default_rng(0)
@@ -25,6 +28,10 @@ def write(folder, counts, size=None):
             shape = size or tuple(RNG.integers(20, 60, 2))
             image = Image.fromarray(RNG.integers(0, 256, (*shape, 3), dtype=np.uint8))
             image.save(folder / name / f"{i}.{'jpg' if i % 2 else 'png'}")
+
+
+SQUARE = Framing(24, 24)
+GREY = Framing(24, 24, channels=1)
 
 
 def module(tmp_path, root, **options):
@@ -94,7 +101,7 @@ def test_given_parts_stay_as_they_are(tmp_path):
 
 
 def test_pixels_are_pillows_resized_images(tmp_path, root):
-    dm = module(tmp_path, root, mean=0, std=1)
+    dm = module(tmp_path, root, mean=0, std=1, fit="squash")
     dm.place()
     assert facts(dm)[2] == 6
     (images, labels), _ = batches(dm, dm.test_dataloader())
@@ -111,18 +118,42 @@ def test_streaming_gives_the_same_batches(tmp_path, size, options):
     write(tmp_path / "images", {"cat": 30, "dog": 25}, size)
     options = {"flip": True, **options}
     array = module(tmp_path, tmp_path / "images", **options)
-    streamed = module(tmp_path, tmp_path / "images", memory_limit_gib=1e-9, **options)
+    streamed = module(tmp_path, tmp_path / "images", memory_limit_gib=1e-9, **options)  # on the loader's path
     for dm in (array, streamed):
         dm.place(rank=1, world_size=2, accumulate_grad_batches=2)
-    assert streamed._meta["streamed"] and not array._meta["streamed"]
+    assert streamed.path_taken()[0] == "loader" and "memory_limit_gib" in streamed.path_taken()[1]
+    assert array.path_taken() == ("array", "they fit in memory")
     assert array._meta["layout"]["size"] == (16 if size else 24)
     assert facts(array) == facts(streamed)
     for loader in ("train_dataloader", "val_dataloader", "test_dataloader"):
         expected, found = (batches(dm, getattr(dm, loader)()) for dm in (array, streamed))
         assert len(found) == len(expected) > 0
         for (images, labels), (other, truth) in zip(found, expected):
-            assert torch.allclose(images, other, atol=1e-6) and torch.equal(labels, truth)
+            assert torch.equal(images, other) and torch.equal(labels, truth)
     assert [path.name for path in streamed._cache.iterdir() if path.suffix == ".bin"] == []
+
+
+def test_whole_pictures_stay_in_their_files_where_single_images_are_augmented(tmp_path, root):
+    dm = module(tmp_path, root)
+    dm.use(CropFlip(erasing_prob=0.1))
+    dm.prepare()
+    assert dm.path_taken() == ("loader", "the augmentation works on whole pictures, not on squares of 24 px")
+    with pytest.raises(UserError, match="data.path=array cannot be: the augmentation works on whole pictures"):
+        dm = module(tmp_path, root, path="array")
+        dm.use(CropFlip(erasing_prob=0.1))
+        dm.prepare()
+    with pytest.raises(UserError, match="data.path=array cannot be: .* are more than data.memory_limit_gib=1e-09"):
+        module(tmp_path, root, path="array", memory_limit_gib=1e-9).prepare()
+
+
+def test_a_file_that_is_damaged_after_its_check_is_named(tmp_path, root):
+    dm = module(tmp_path, root, path="loader")
+    dm.place()
+    path = next((root / "cat").iterdir())
+    path.write_bytes(b"damaged")
+    with pytest.raises(UserError, match=f"{path} cannot be decoded .*: it has changed since") as said:
+        [list(loader) for loader in (dm.train_dataloader(), dm.val_dataloader(), dm.test_dataloader())]
+    assert "Traceback" not in str(said.value) and not active_children(), "the error keeps no worker"
 
 
 def test_streaming_never_holds_all_images(tmp_path, root, monkeypatch):
@@ -176,7 +207,7 @@ def test_skipping_keeps_images_and_labels_together(tmp_path, root):
     found = batches(dm, dm.train_dataloader()) + batches(dm, dm.val_dataloader())
     for selection, (images, labels) in zip(selections, found, strict=True):
         for i, image, label in zip(selection.positions, images, labels, strict=True):
-            assert np.array_equal((image.permute(1, 2, 0) * 255).round().numpy(), decode(files[i], 24, 3))
+            assert np.array_equal((image.permute(1, 2, 0) * 255).round().numpy(), decode(files[i], SQUARE))
             assert label == -1 or dm.class_names[label] == files[i].parent.name
 
 
@@ -242,29 +273,48 @@ def test_an_image_that_claims_to_be_huge_is_refused(tmp_path, side):
     path = tmp_path / "bomb.png"
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b""))
     with pytest.raises(CorruptImage, match="claims"):
-        decode(path, 24, 3)
+        decode(path, SQUARE)
+
+
+def test_more_than_max_pixels_is_refused_by_its_size(tmp_path):
+    Image.new("RGB", (30, 20)).save(tmp_path / "x.png")
+    assert decode(tmp_path / "x.png", SQUARE, max_pixels=600).shape == (24, 24, 3)
+    with pytest.raises(CorruptImage, match="x.png claims 30×20 pixels, more than data.max_pixels=599"):
+        decode(tmp_path / "x.png", SQUARE, max_pixels=599)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_photograph_is_turned_as_its_camera_says(tmp_path, orientation):
+    """Exif 2.3: what lies in the file's first row and column, for each of the eight."""
+    upright = np.arange(6, dtype=np.uint8).reshape(2, 3) * 40
+    turned = {2: np.fliplr(upright), 3: np.rot90(upright, 2), 4: np.flipud(upright), 5: upright.T,
+              6: np.rot90(upright), 7: np.rot90(upright, 2).T, 8: np.rot90(upright, 3)}  # fmt: skip
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(turned.get(orientation, upright)).save(tmp_path / "x.png", exif=exif)
+    assert np.array_equal(np.asarray(open_image(tmp_path / "x.png", 1)), upright)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16"])
 def test_every_mode_becomes_colour(tmp_path, mode):
     path = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
     Image.new(mode, (30, 20)).save(path, **({"transparency": b"\x00\x7f"} if mode == "P" else {}))
-    assert decode(path, 24, 3).shape == (24, 24, 3) and decode(path, 24, 1).shape == (24, 24, 1)
+    assert decode(path, SQUARE).shape == (24, 24, 3) and decode(path, GREY).shape == (24, 24, 1)
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif"])
 def test_sixteen_bits_keep_their_shades(tmp_path, suffix):
     shades = np.linspace(0, 65535, 24 * 24).round().astype(np.uint16).reshape(24, 24)
     Image.fromarray(shades).save(tmp_path / f"x.{suffix}")
-    for channels in (1, 3):
-        found = decode(tmp_path / f"x.{suffix}", 24, channels)
-        assert np.array_equal(found, np.repeat(np.round(shades / 257)[..., None], channels, 2))
+    for framing in (GREY, SQUARE):
+        found = decode(tmp_path / f"x.{suffix}", framing)
+        assert np.array_equal(found, np.repeat(np.round(shades / 257)[..., None], framing.channels, 2))
 
 
 def test_thirty_two_bits_are_refused(tmp_path):
     Image.fromarray(np.ones((9, 9), np.float32)).save(tmp_path / "x.tif")
     with pytest.raises(CorruptImage, match="32 bits a pixel"):
-        decode(tmp_path / "x.tif", 24, 3)
+        decode(tmp_path / "x.tif", SQUARE)
 
 
 def test_a_train_folder_without_a_test_folder_is_said(tmp_path):

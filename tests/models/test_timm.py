@@ -39,6 +39,15 @@ def test_parameters_of_vit_b_32():
     assert len(net.shard_units()) == 12 and len(net.stages()) == 15
 
 
+def test_pretrained_weights_say_how_they_want_their_images():
+    wanted = TimmModel.wanted_images(name="vit_base_patch32_224", pretrained=True)
+    assert wanted == {"mean": [0.5] * 3, "std": [0.5] * 3, "crop_pct": 0.9, "interpolation": "bicubic"}
+    assert TimmModel.wanted_images(name="resnet18", pretrained=False, weights="x.pth")["crop_pct"] == 0.95
+    assert TimmModel.wanted_images(name="resnet18", pretrained=False) == {}
+    with pytest.raises(UserError, match="timm has no model named resnet19"):
+        TimmModel.wanted_images(name="resnet19")
+
+
 def test_weights_of_another_image_size_are_resampled_as_timm_does():
     from timm.layers import resample_abs_pos_embed
 

@@ -17,7 +17,15 @@ from lockstep.batch_size.least_batch import least_batch
 from lockstep.batch_size.memory import GIB, AllocatedBytes, MemoryPhases, TrackedBytes, ran_out, untracked
 from lockstep.batch_size.peers import Peers, leave_at_once
 from lockstep.batch_size.search import Probe, next_batch
-from lockstep.batch_size.sessions import EXIT_OUT_OF_MEMORY, SessionFiles, State, from_json, read_state, write_state
+from lockstep.batch_size.sessions import (
+    EXIT_OUT_OF_MEMORY,
+    SessionFiles,
+    State,
+    from_json,
+    mixes,
+    read_state,
+    write_state,
+)
 from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.distributed.cluster import SUPERVISOR_PID, Wanted, adopt, environment, plan_file
 from lockstep.distributed.json_collectives import gather_json
@@ -166,6 +174,8 @@ class Prober:
         own = Batch.of_device(batch, self.cluster.world_size, min(self.plan.batch.accumulate, 2))
         steps = 2 if 2 * own.global_size <= self.num_train else 1
         config = writable(self.plan.config)
+        if mixes(config):  # adds nothing to a step's peak, and takes no odd batch
+            config["augmentation"].update(mixup_alpha=0.0, cutmix_alpha=0.0)
         config["trainer"].update(
             two_steps(own.accumulate, steps), strategy=without_peers(self.plan.trainer["strategy"])
         )

@@ -23,6 +23,7 @@ from lockstep.distributed.cluster import PLAN_FILE, SUPERVISOR_PID, Cluster
 from lockstep.distributed.secret import handed_on, own_secret, without_secrets
 from lockstep.distributed.supervisor import free_port
 from lockstep.launch.plan import RunPlan, write_plan
+from lockstep.runs.config import Config
 from lockstep.runs.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.runs.files import write_atomically
 
@@ -125,7 +126,8 @@ def find_largest(
         raise UserError(_nothing_fits(state, plan))
     parts = plan.cluster.world_size * plan.batch.accumulate
     seconds = time.perf_counter() - began
-    return Largest(result, result.batch, result.batch * parts, seconds, state["limit_gib"])
+    batch = result.batch - result.batch % 2 if mixes(plan.config) and result.batch > 1 else result.batch
+    return Largest(result, batch, batch * parts, seconds, state["limit_gib"])
 
 
 def _search(
@@ -208,6 +210,12 @@ def _check(codes: list[int], state: State, files: SessionFiles, cluster: Cluster
         raise UserError(files.error.read_text())
     tail = "\n".join(files.log.read_text(errors="replace").splitlines()[-30:])
     raise RuntimeError(f"A probe of the batch search ended with exit code {codes[0]}:\n{tail}")
+
+
+def mixes(config: Config) -> bool:
+    """Whether images are mixed in pairs, so that each device takes an even number."""
+    augmentation = config["augmentation"]
+    return max(augmentation.get("mixup_alpha", 0), augmentation.get("cutmix_alpha", 0)) > 0
 
 
 def _nothing_fits(state: State, plan: RunPlan) -> str:

@@ -23,10 +23,10 @@ from lockstep.runs.own_config import own_config
 
 OF_A_CHECKPOINT = ("data", "model", "loss", "metrics", "classifier", "trainer.precision", "trainer.channels_last")
 OF_A_RUN = (
-    "data", "model", "loss", "metrics", "optimizer", "scheduler", "trainer", "classifier", "callbacks.checkpoints",
-    "seed", "tags", "experiment_name", "test",
+    "data", "augmentation", "model", "loss", "metrics", "optimizer", "scheduler", "trainer", "classifier",
+    "callbacks.checkpoints", "seed", "tags", "experiment_name", "test",
 )  # fmt: skip
-GROUPS = ("data", "model", "loss", "metrics", "optimizer", "scheduler", "trainer")
+GROUPS = ("data", "augmentation", "model", "loss", "metrics", "optimizer", "scheduler", "trainer")
 SEVERAL = ("metrics",)  # take a list of options
 NEEDED = ("data", "model")  # nothing can be built without
 EXACT = ("model", "loss", "classifier")  # what they say and this clone does not know would make another net

@@ -13,7 +13,8 @@ from typing import Any
 from lockstep.runs.errors import UserError
 
 OURS = (
-    "models", "data", "losses", "metrics", "optimizers", "schedulers", "callbacks", "classifier", "lockstep",
+    "models", "data", "augmentations", "losses", "metrics", "optimizers", "schedulers", "callbacks", "classifier",
+    "lockstep",
 )  # hand **options on  # fmt: skip
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from lockstep.data.image_array import ImageArray, Layout, Places
 from lockstep.data.resampling import resize_matrix
-from lockstep.runs.errors import UserError
 
 
 class BatchTransforms(nn.Module):
@@ -29,8 +28,7 @@ class BatchTransforms(nn.Module):
         flip: mirror half of the training images left to right.
         mean: per channel, of pixels from 0 to 1.
         std: likewise.
-    Raises:
-        UserError: the sizes contradict each other.
+        interpolation: bilinear or bicubic.
     """
 
     scale: Tensor
@@ -49,13 +47,13 @@ class BatchTransforms(nn.Module):
         resize: int | None = None,
         crop_padding: int = 0,
         flip: bool = False,
+        interpolation: str = "bilinear",
     ) -> None:
         super().__init__()
         resize = resize or image_size
-        check_sizes(image_size, resize, crop_padding)
         self.stored_size, self.image_size, self.resize = stored_size, image_size, resize
         self.crop_padding, self.flip, self.channels = crop_padding, flip, len(mean)
-        self.resizes = stored_size != resize
+        self.resizes, self.overshoots = stored_size != resize, interpolation == "bicubic"
         scale = 1 / (255 * torch.tensor(std, dtype=torch.float64))
         shift = -torch.tensor(mean, dtype=torch.float64) * 255 * scale
         self.register_buffer("scale", scale.float(), persistent=False)
@@ -64,7 +62,7 @@ class BatchTransforms(nn.Module):
             row = getattr(self, name).repeat(image_size)
             self.register_buffer(f"row_{name}", row, persistent=False)
         if self.resizes:
-            matrix = resize_matrix(stored_size, resize)
+            matrix = resize_matrix(stored_size, resize, interpolation)
             bordered = nn.functional.pad(matrix, (0, 0, crop_padding, crop_padding))
             # (starts, stored_size, image_size): for each crop start the transposed rows of the matrix
             self.register_buffer("crops", bordered.unfold(0, image_size, 1).contiguous(), persistent=False)
@@ -134,7 +132,11 @@ class BatchTransforms(nn.Module):
             draws: (3, n) int64, the same as for `cut`.
         """
         with _exact_products():
-            return self._resize(windows, draws) if self.resizes else self._normalise(windows.flatten(2))
+            return self._resize(windows, draws) if self.resizes else self.normalised(windows)
+
+    def normalised(self, images: Tensor) -> Tensor:
+        """`forward` for images that are cut already: (n, image_size, image_size, channels) uint8."""
+        return self._normalise(images.flatten(2))
 
     def _normalise(self, rows: Tensor) -> Tensor:
         """Of (n, image_size, image_size·channels)."""
@@ -155,20 +157,10 @@ class BatchTransforms(nn.Module):
         else:
             across, down = self.crops[0], self.crops[0].T
         out = torch.matmul(down, torch.matmul(small, across))
-        return out.add_(shift.view(-1, 1, 1)) if black_border else out
-
-
-def check_sizes(image_size: int, resize: int, crop_padding: int) -> None:
-    """Raises UserError where no such crop exists."""
-    if image_size < 1 or crop_padding < 0:
-        raise UserError(
-            f"data.image_size={image_size} must be at least 1 and data.crop_padding={crop_padding} at least 0."
-        )
-    if resize < image_size:
-        raise UserError(
-            f"data.resize={resize} is smaller than data.image_size={image_size}, which is cut out of it: "
-            f"give data.resize={image_size} or more, or leave it null."
-        )
+        out = out.add_(shift.view(-1, 1, 1)) if black_border else out
+        if self.overshoots:  # beyond black and white, where Pillow cuts off
+            torch.clamp(out, shift.view(-1, 1, 1), (255 * scale + shift).view(-1, 1, 1), out=out)
+        return out
 
 
 @contextmanager

@@ -15,19 +15,21 @@ from torch.utils.data import SequentialSampler
 from lockstep.runs.batch import Batch
 from lockstep.runs.errors import UserError
 
-SPLIT, ORDER, AUGMENTATION, TEST = 0, 1, 2, 3  # keep the random streams of one seed apart
+SPLIT, ORDER, AUGMENTATION, TEST, MIXING = 0, 1, 2, 3, 4  # keep the random streams of one seed apart
 
 
 class Selection(NamedTuple):
     """What one rank takes next.
 
-    positions: (n,) int64 places in the image array; draws: (3, n) int64 rows dy, dx, flip;
-    counted: (n,) bool, False where an image only fills the batch up, or None where all count.
+    positions: (n,) int64 places in the image array; draws: (3, n) int64 rows dy, dx, flip, or (1, n) a seed for each
+    image; counted: (n,) bool, False where an image only fills the batch up, or None where all count;
+    mixing: (6, n/2) float64 as Mixing.draw gives it, or None where nothing is mixed.
     """
 
     positions: np.ndarray
     draws: np.ndarray
     counted: np.ndarray | None = None
+    mixing: np.ndarray | None = None
 
 
 Deliver = Callable[[Iterable[Selection]], Iterator[Any]]
@@ -46,7 +48,8 @@ class TrainBatches:
 
     Args:
         indices: positions of the training images in the image array.
-        draw: draw(generator, n) → (3, n) int64 augmentation of an epoch.
+        draw: draw(generator, n) → (3, n) or (1, n) int64 augmentation of an epoch.
+        draw_mixing: draw_mixing(generator, epoch, pairs) → (6, pairs) float64 of an epoch, or None.
         fixed: the order and augmentation of epoch 0 in every epoch (Lightning's overfit_batches).
     """
 
@@ -56,6 +59,7 @@ class TrainBatches:
         indices: np.ndarray,
         draw: Callable[[np.random.Generator, int], np.ndarray],
         *,
+        draw_mixing: Callable[[np.random.Generator, int, int], np.ndarray | None] | None = None,
         global_batch_size: int,
         rank: int = 0,
         world_size: int = 1,
@@ -65,7 +69,7 @@ class TrainBatches:
     ) -> None:
         self.per_device_batch_size = Batch.cut(global_batch_size, world_size, accumulate_grad_batches).per_device
         self.steps_per_epoch = len(indices) // global_batch_size
-        self._deliver, self._indices, self._draw = deliver, indices, draw
+        self._deliver, self._indices, self._draw, self._draw_mixing = deliver, indices, draw, draw_mixing
         self._global_batch_size, self._accumulate, self._seed = global_batch_size, accumulate_grad_batches, seed
         # Where this rank's part of micro-batch j lies within a global batch.
         first = np.arange(accumulate_grad_batches) * world_size + rank
@@ -119,13 +123,17 @@ class TrainBatches:
             yield batch
 
     def _selections(self, first_step: int) -> Iterator[Selection]:
-        epoch, size = self._epoch, self._global_batch_size
+        epoch, size, count = self._epoch, self._global_batch_size, self.steps_per_epoch * self._global_batch_size
         order = random_stream(self._seed, ORDER, epoch).permutation(self._indices)
-        draws = self._draw(random_stream(self._seed, AUGMENTATION, epoch), self.steps_per_epoch * size)
-        for start in range(first_step * size, self.steps_per_epoch * size, size):
+        draws = self._draw(random_stream(self._seed, AUGMENTATION, epoch), count)
+        mixing = None
+        if self._draw_mixing:
+            mixing = self._draw_mixing(random_stream(self._seed, MIXING, epoch), epoch, count // 2)
+        for start in range(first_step * size, count, size):
             for first, end in self._parts:
                 part = slice(start + first, start + end)
-                yield Selection(order[part], draws[:, part])
+                pairs = None if mixing is None else mixing[:, part.start // 2 : part.stop // 2]
+                yield Selection(order[part], draws[:, part], mixing=pairs)
 
 
 class EvalBatches:

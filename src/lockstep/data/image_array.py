@@ -55,14 +55,19 @@ class Layout:
 
 def write_images(flat: np.ndarray, images: np.ndarray, layout: Layout) -> None:
     """Fill a zeroed flat array (layout.num_bytes,) with images (n, size, size, channels)."""
+    own = own_pixels(flat, layout)
+    own[: layout.num_images] = images
+    own[layout.num_images :] = images[: layout.num_mirrored, :, ::-1]
+
+
+def own_pixels(flat: np.ndarray, layout: Layout) -> np.ndarray:
+    """The images and their mirrored copies within a flat array, without borders: (n, size, size, channels)."""
     row, channels = layout.row_pixels * layout.channels, layout.channels
-    own = np.lib.stride_tricks.as_strided(
+    return np.lib.stride_tricks.as_strided(
         flat[layout.first_pixel * channels :],
         (layout.num_images + layout.num_mirrored, layout.size, layout.size, channels),
         (layout.row_pixels * row, row, channels, 1),
     )
-    own[: layout.num_images] = images
-    own[layout.num_images :] = images[: layout.num_mirrored, :, ::-1]
 
 
 class ImageArray:

@@ -1,6 +1,11 @@
-"""The base of all data modules: facts, split, a per-node image array, loaders, and batches made on the device."""
+"""The base of all data modules: facts, split, a per-node image array, loaders, and batches made on the device.
 
-from collections.abc import Iterable, Iterator, Sequence
+Images take one of two paths. `array`: all lie decoded in one array on the training device. `loader`: workers fetch each
+when it is needed. Evaluation, and an augmentation of whole batches, then work on the device; an augmentation of single
+images works in the workers, which read from the files or from the array. The path never changes a pixel.
+"""
+
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +15,22 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
-from lockstep.data.batch_transforms import BatchTransforms, check_sizes
-from lockstep.data.batches import SPLIT, EvalBatches, Selection, TrainBatches, random_stream
+from lockstep.data.augmentation import Augmentation, CropFlip, Operation
+from lockstep.data.batch_transforms import BatchTransforms
+from lockstep.data.batches import SPLIT, EvalBatches, TrainBatches, random_stream
+from lockstep.data.delivery import Delivery, Loaded
+from lockstep.data.framing import Framing, resize_of
 from lockstep.data.image_array import ImageArray, Layout
 from lockstep.data.image_set import IMAGES, LABELS, ImageSet, fingerprint
+from lockstep.data.image_source import Source, in_array
+from lockstep.data.mixing import check_pairs, mix
 from lockstep.data.node_cache import Content, cached
+from lockstep.data.settings import settle
 from lockstep.runs.batch import Batch
 from lockstep.runs.errors import UserError
 
-CACHE_VERSION = 2
-Loaded = dict[str, Any]  # labels, draws, and index (into the array on the device) or windows (cut from it)
+CACHE_VERSION = 3
+PATHS = ("auto", "array", "loader")
 
 
 class ImageDataModule(LightningDataModule):
@@ -32,11 +43,16 @@ class ImageDataModule(LightningDataModule):
         image_size: side of the images that the model gets.
         global_batch_size: images in one optimizer step, over all devices and accumulation steps.
         eval_batch_size: per device, at most.
-        resize: side that images are resized to before the crop to image_size; None: image_size.
+        resize: side that images are resized to before the crop to image_size; None: image_size / crop_pct.
+        crop_pct: share of the resized side that evaluation shows; auto: of the pretrained weights, else 1.
+        interpolation: bilinear, bicubic, or auto: of the pretrained weights, else bilinear.
         crop_padding: black border in pixels that random training crops may reach into.
         flip: mirror half of the training images.
-        mean: of pixels from 0 to 1, a number or one per channel; None: the data set's own.
+        mean: of pixels from 0 to 1, a number or one per channel; None: the data set's own; auto: of the pretrained
+            weights, else the data set's own.
         std: likewise.
+        path: array, loader, or auto: array where the images fit and its pixels are the same.
+        num_workers: processes per rank that make images ready one by one, at most one per core.
         val_fraction: part of the training set that becomes the validation set, drawn from the seed.
         num_val: the same as a count; goes before val_fraction.
         cache_dir: where the image arrays lie, one folder per source and size.
@@ -46,6 +62,7 @@ class ImageDataModule(LightningDataModule):
 
     name: str
     channels = 3
+    fit = "crop"  # of images that are no squares: framing.py
     own_mean: Sequence[float] = (0.5,)
     own_std: Sequence[float] = (0.5,)
 
@@ -57,34 +74,71 @@ class ImageDataModule(LightningDataModule):
         global_batch_size: int = 128,
         eval_batch_size: int = 512,
         resize: int | None = None,
+        crop_pct: float | str = "auto",
+        interpolation: str = "auto",
         crop_padding: int = 0,
         flip: bool = False,
-        mean: float | Sequence[float] | None = None,
-        std: float | Sequence[float] | None = None,
+        mean: float | Sequence[float] | str | None = None,
+        std: float | Sequence[float] | str | None = None,
         val_fraction: float = 0.1,
         num_val: int | None = None,
         cache_dir: str | Path = "data/cache",
+        path: str = "auto",
+        num_workers: int = 4,
         device_cache_gib: float = 4.0,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        check_sizes(image_size, resize or image_size, crop_padding)
         if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
             raise UserError(f"data.name={name!r} names a cache folder: give a plain name.")
         if seed < 0:
             raise UserError(f"seed={seed} must not be negative.")
         self.name, self.image_size, self.seed = name, image_size, seed
         self.global_batch_size, self.eval_batch_size = global_batch_size, eval_batch_size
-        self.resize, self.crop_padding, self.flip = resize or image_size, crop_padding, flip
         self.val_fraction, self.requested_num_val = val_fraction, num_val
         self.cache_dir = Path(cache_dir)
         self.device_cache_gib = device_cache_gib
-        self.mean = _per_channel("mean", self.own_mean if mean is None else mean, self.channels)
-        self.std = _per_channel("std", self.own_std if std is None else std, self.channels)
-        if min(self.std) <= 0:
-            raise UserError(f"data.std={self.std} must be positive.")
+        if path not in PATHS:
+            raise UserError(f"data.path={path} must be one of {', '.join(PATHS)}.")
+        if num_workers < 0:
+            raise UserError(f"data.num_workers={num_workers} must not be negative.")
+        self.requested_path, self.num_workers = path, num_workers
+        self.stated = {"mean": mean, "std": std, "crop_pct": crop_pct, "interpolation": interpolation}
+        self.requested_resize, self.crop_padding, self.flip = resize, crop_padding, flip
+        self.use()
         self._meta: Content = {}  # empty: not prepared yet
         self._placed: dict[str, int] = {}  # empty: not placed yet
+
+    def use(self, augmentation: Augmentation | None = None, wanted: Mapping[str, Any] | None = None) -> None:
+        """Before `prepare`: what training does to the images, and what pretrained weights want of them.
+
+        Args:
+            augmentation: None: crop and flip.
+            wanted: mean, std, crop_pct and interpolation, for what is stated as auto.
+        Raises:
+            UserError: values contradict each other.
+        """
+        own = {"mean": self.own_mean, "std": self.own_std}
+        self.settings = settle(self.stated, own, wanted or {}, self.channels)
+        self.mean, self.std = self.settings.mean, self.settings.std
+        self.resize = resize_of(self.image_size, self.requested_resize, self.settings.crop_pct)
+        self.framing = Framing(
+            image_size=self.image_size,
+            resize=self.resize,
+            fit=self.fit,
+            interpolation=self.settings.interpolation,
+            crop_padding=self.crop_padding,
+            flip=self.flip,
+            channels=self.channels,
+            mean=tuple(self.mean),
+        )
+        self.augmentation = augmentation or CropFlip()
+        self._crop_flip: CropFlip | None = None  # where the device does it all; else the pipeline of one image
+        self._pipeline: Operation | None = None
+        if isinstance(self.augmentation, CropFlip) and self.augmentation.on_whole_batches:
+            self._crop_flip = self.augmentation
+        else:
+            self._pipeline = self.augmentation.pipeline(self.framing)
 
     # What a subclass says
 
@@ -106,7 +160,7 @@ class ImageDataModule(LightningDataModule):
         """
         if self._meta:
             return
-        options = [CACHE_VERSION, type(self).__name__, self.resize, self.image_size, self.crop_padding, self.flip]
+        options = [CACHE_VERSION, type(self).__name__, self.resize, self.image_size, *self._cut_from_array()]
         self._cache = self.cache_dir / f"{self.name}-{fingerprint([*options, self.identity()])[:16]}"
         self._meta = cached(self._cache, self._build)
         self._labels = np.load(self._cache / LABELS)
@@ -161,7 +215,8 @@ class ImageDataModule(LightningDataModule):
     def _build(self, part: Path) -> Content:
         images = self.read(part)
         images.check(self.name)
-        layout = images.layout(self._transforms(images.images.shape[1]).array_padding, mirrored=self.flip)
+        transforms = self._transforms(images.images.shape[1])
+        layout = images.layout(transforms.array_padding, mirrored=transforms.flip)
         content = self._content(images, layout, images.content_hash())
         images.write(part, layout)
         return content
@@ -177,16 +232,34 @@ class ImageDataModule(LightningDataModule):
             "layout": vars(layout),
         }
 
+    def _cut_from_array(self) -> tuple[int, bool]:
+        """The border and the flips that whole batches need; none where images are augmented one by one."""
+        if self._crop_flip is None:
+            return 0, False
+        return self.crop_padding if self._crop_flip.random_crop else 0, self._crop_flip.flips(self.framing)
+
     def _transforms(self, stored_size: int) -> BatchTransforms:
+        crop_padding, flip = self._cut_from_array()
         return BatchTransforms(
             stored_size=stored_size,
             image_size=self.image_size,
             resize=self.resize,
-            crop_padding=self.crop_padding,
-            flip=self.flip,
+            crop_padding=crop_padding,
+            flip=flip,
             mean=self.mean,
             std=self.std,
+            interpolation=self.framing.interpolation,
         )
+
+    def path_taken(self) -> tuple[str, str]:
+        """array or loader, and why; after `prepare`."""
+        if self.requested_path != "auto":
+            return self.requested_path, f"data.path={self.requested_path}"
+        return "array", "they fit in memory"
+
+    def _image_source(self) -> Source:
+        """Where loader workers find images."""
+        return in_array(self._cache / IMAGES, Layout(**self._meta["layout"]))
 
     # place: which part of the world this rank is
 
@@ -208,14 +281,28 @@ class ImageDataModule(LightningDataModule):
         self.per_device_batch_size = Batch.cut(self.global_batch_size, world_size, accumulate_grad_batches).per_device
         self._placed = {"rank": rank, "world_size": world_size}
         self._accumulate, self._device = accumulate_grad_batches, torch.device(device)
-        self._open_array()
-
-    def _open_array(self) -> None:
         layout = Layout(**self._meta["layout"])
         self._batch_transforms = self._transforms(layout.size).to(self._device)
+        array, resident = self._open_array(layout)
+        self._delivery = Delivery(
+            self._batch_transforms,
+            self.framing,
+            self._labels,
+            self._device,
+            array=array,
+            resident=resident,
+            open_source=self._image_source,
+            pipeline=self._pipeline,
+            num_workers=self.num_workers,
+        )
+
+    def _open_array(self, layout: Layout) -> tuple[ImageArray | None, bool]:
+        """All images, and whether they lie on the device; None on the loader's path."""
+        if self.path_taken()[0] == "loader":
+            return None, False
         array = ImageArray.open(self._cache / IMAGES, layout, self._batch_transforms.window_in(layout))
-        self._resident = self._device.type == "cpu" or layout.num_bytes <= self.device_cache_gib * 2**30
-        self._array = array.to(self._device) if self._resident else array
+        resident = self._device.type == "cpu" or layout.num_bytes <= self.device_cache_gib * 2**30
+        return (array.to(self._device) if resident else array), resident
 
     def setup(self, stage: str | None = None) -> None:
         if not self._placed:
@@ -230,16 +317,38 @@ class ImageDataModule(LightningDataModule):
     # Loaders
 
     def train_dataloader(self) -> TrainBatches:
+        """
+        Raises:
+            UserError: images are to be mixed in pairs, and the batch of a device is not even.
+        """
+        if self.augmentation.mixing:
+            check_pairs(self.per_device_batch_size, self.global_batch_size)
         return TrainBatches(
-            self._deliver,
+            self._delivery.one_by_one if self._pipeline else self._delivery.whole,
             self._train_index,
-            self._batch_transforms.draw,
+            self._draw,
+            draw_mixing=self._draw_mixing if self.augmentation.mixing else None,
             global_batch_size=self.global_batch_size,
             accumulate_grad_batches=self._accumulate,
             seed=self.seed,
             fixed=bool(getattr(self.trainer, "overfit_batches", 0)),
             **self._placed,
         )
+
+    def _draw(self, generator: np.random.Generator, n: int) -> np.ndarray:
+        """What decides the pixels of n training images: crop starts and flips, or a seed for each."""
+        if self._crop_flip is None:
+            return generator.integers(0, 2**63 - 1, (1, n))
+        draws = self._batch_transforms.draw(generator, n)
+        if not self._crop_flip.random_crop:
+            draws[:2] = self._batch_transforms.centre()[:2, None]
+        return draws
+
+    def _draw_mixing(self, generator: np.random.Generator, epoch: int, num_pairs: int) -> np.ndarray | None:
+        mixing = self.augmentation.mixing
+        if mixing is None or not mixing.is_on(epoch):
+            return None
+        return mixing.draw(generator, num_pairs, self.image_size)
 
     def val_dataloader(self) -> EvalBatches:
         return self._eval_batches(self._val_index)
@@ -249,26 +358,7 @@ class ImageDataModule(LightningDataModule):
 
     def _eval_batches(self, index: np.ndarray) -> EvalBatches:
         centre = self._batch_transforms.centre()
-        return EvalBatches(self._deliver, index, centre, batch_size=self.eval_batch_size, **self._placed)
-
-    def _deliver(self, selections: Iterable[Selection]) -> Iterator[Loaded]:
-        on_cpu = self._device.type == "cpu"  # where arrays stay arrays: see image_array.Places
-        for selection in selections:
-            batch = self._common(selection)
-            if self._resident:
-                batch["index"] = selection.positions if on_cpu else torch.from_numpy(selection.positions)
-            else:
-                windows = self._batch_transforms.cut(self._array, selection.positions, selection.draws)
-                batch["windows"] = windows.pin_memory()
-            yield batch
-
-    def _common(self, selection: Selection) -> Loaded:
-        """What every batch holds, however its images come."""
-        labels = self._labels[selection.positions]
-        if selection.counted is not None:
-            labels = np.where(selection.counted, labels, -1)
-        draws = selection.draws if self._device.type == "cpu" else torch.from_numpy(selection.draws)
-        return {"draws": draws, "labels": torch.from_numpy(labels)}
+        return EvalBatches(self._delivery.whole, index, centre, batch_size=self.eval_batch_size, **self._placed)
 
     def sample_images(self, count: int) -> Tensor:
         """(count, channels, image_size, image_size) float, normalised, on the CPU: the first training images.
@@ -276,27 +366,22 @@ class ImageDataModule(LightningDataModule):
         Not augmented, and the same on every rank: for nets that look at data before they train.
         """
         centre, index = self._batch_transforms.centre(), self._train_index[:count]
-        batches = EvalBatches(self._deliver, index, centre, batch_size=self.eval_batch_size, rank=0, world_size=1)
-        images = [self._images_of(move_data_to_device(batch, self._device)) for batch in batches]
+        batches = EvalBatches(
+            self._delivery.whole, index, centre, batch_size=self.eval_batch_size, rank=0, world_size=1
+        )
+        images = [self._delivery.images(move_data_to_device(batch, self._device)) for batch in batches]
         return torch.cat(images)[: len(index)].cpu()
 
     # Batches
 
     def on_after_batch_transfer(self, batch: Loaded, dataloader_idx: int) -> tuple[Tensor, Tensor]:
-        """Images (n, channels, image_size, image_size) float, normalised, and labels (n,), −1 where not counted."""
-        images = self._images_of(batch)
-        if self.trainer is not None:
-            images = self.trainer.precision_plugin.convert_input(images)  # float64 and half of "true" precisions
-        return images, batch["labels"]
+        """Images (n, channels, image_size, image_size) float, normalised, and labels (n,), −1 where not counted.
 
-    def _images_of(self, batch: Loaded) -> Tensor:
-        if "index" in batch:
-            return self._batch_transforms.images(self._array, batch["index"], batch["draws"])
-        return self._batch_transforms(batch["windows"], batch["draws"])
-
-
-def _per_channel(key: str, value: float | Sequence[float], channels: int) -> list[float]:
-    values = [float(value)] if isinstance(value, int | float) else [float(v) for v in value]
-    if len(values) not in (1, channels):
-        raise UserError(f"data.{key}={values} has {len(values)} values for {channels} channels: give 1 or {channels}.")
-    return values * channels if len(values) == 1 else values
+        Of mixed images the labels are soft: (n, num_classes) float.
+        """
+        images, labels = self._delivery.images(batch), batch["labels"]
+        if "mixing" in batch:
+            images, labels = mix(images, labels, batch["mixing"], self.num_classes)
+        if self.trainer is not None:  # float64 and half of "true" precisions; whole numbers stay
+            images, labels = self.trainer.precision_plugin.convert_input((images, labels))
+        return images, labels

@@ -2,20 +2,21 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
+from lockstep.data.framing import Framing
 from lockstep.data.progress import progress
 from lockstep.runs.errors import UserError
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # not EPS, for which Pillow starts Ghostscript
-MAX_PIXELS = 2**26  # of one image file: what claims more is refused, as it would fill the memory
+MAX_PIXELS = 2**26  # of one image file, unless data.max_pixels says otherwise: more would fill the memory
 THREADS = 8  # Pillow decodes and resizes without Python's lock
 
 
@@ -70,20 +71,20 @@ def _images_below(folder: Path) -> list[str]:
     ]
 
 
-def decode(path: Path, size: int, channels: int) -> np.ndarray:
-    """(size, size, channels) uint8; resized to a square (bilinear, antialiased) where it has another size.
+def open_image(path: Path, channels: int, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The whole image as a viewer shows it, turned as its EXIF data say: RGB, or L for one channel.
 
     Raises:
-        CorruptImage: truncated, not an image, or too large to be true.
+        CorruptImage: truncated, not an image, or of more than max_pixels, which is seen before it is decoded.
     """
     try:
         with Image.open(path, formats=FORMATS) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise CorruptImage(f"{path} claims {image.width}×{image.height} pixels, more than {MAX_PIXELS}")
-            pixels = _eight_bits(image, path).convert("L" if channels == 1 else "RGB")
-            if pixels.size != (size, size):
-                pixels = pixels.resize((size, size), Image.Resampling.BILINEAR)
-            return np.asarray(pixels).reshape(size, size, channels)
+            if image.width * image.height > max_pixels:
+                raise CorruptImage(
+                    f"{path} claims {image.width}×{image.height} pixels, more than data.max_pixels={max_pixels}"
+                )
+            upright = ImageOps.exif_transpose(image)
+            return _eight_bits(upright, path, image.format).convert("L" if channels == 1 else "RGB")
     except CorruptImage:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -92,9 +93,26 @@ def decode(path: Path, size: int, channels: int) -> np.ndarray:
         raise CorruptImage(f"{path} cannot be decoded ({error})") from None
 
 
-def _eight_bits(image: Image.Image, path: Path) -> Image.Image:
+def decode(path: Path, framing: Framing, size: int | None = None, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+    """(size, size, channels) uint8: the square of `framing`, or the image as it is where it has this size.
+
+    Args:
+        size: None: framing.resize.
+    Raises:
+        CorruptImage: as open_image.
+    """
+    size = size or framing.resize
+    image = open_image(path, framing.channels, max_pixels)
+    if image.size != (size, size):
+        image = framing.square(image)
+    if image.size != (size, size):
+        raise CorruptImage(f"{path} has another size than before")
+    return np.asarray(image).reshape(size, size, framing.channels)
+
+
+def _eight_bits(image: Image.Image, path: Path, file_format: str | None) -> Image.Image:
     """What Pillow converts as people see it; it would cut 16 bits off at 255."""
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):  # of 16 bits, says Pillow
+    if image.mode.startswith("I;16") or (image.mode == "I" and file_format == "PPM"):  # of 16 bits, says Pillow
         return Image.fromarray(np.round(np.asarray(image) / 257).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise CorruptImage(f"{path} has 32 bits a pixel, of which nobody says what is white: convert it to 8 or 16")
@@ -118,8 +136,7 @@ def common_size(files: Sequence[Path]) -> int | None:
 
 def decode_all(
     files: Sequence[Path],
-    size: int,
-    channels: int,
+    decode_one: Callable[[Path], np.ndarray],
     *,
     skip_corrupt: bool = False,
     out: np.ndarray | None,
@@ -128,6 +145,7 @@ def decode_all(
     """Decode all images into `out`; for each skipped position what was wrong.
 
     Args:
+        decode_one: gives (size, size, channels) uint8.
         hint: what else would help, for the error.
         out: (n, size, size, channels) uint8; skipped positions keep what they held. None: nothing is kept, to see only
             whether all can be decoded.
@@ -138,7 +156,7 @@ def decode_all(
 
     def work(i: int) -> None:
         try:
-            image = decode(files[i], size, channels)
+            image = decode_one(files[i])
             if out is not None:
                 out[i] = image
         except CorruptImage as error:

@@ -1,10 +1,9 @@
-"""Images that are too many for one array, decoded by DataLoader workers as they are needed."""
+"""Images that DataLoader workers make ready one by one, as they are needed: read, decoded, augmented."""
 
 import signal
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,40 +12,45 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data.batches import Selection
-from lockstep.data.image_tree import CorruptImage, decode
+from lockstep.data.image_tree import CorruptImage
 from lockstep.runs.errors import UserError
 
+Wanted = tuple[int, int]
+MakeImage = Callable[[int, int], np.ndarray]
+"""(position, draw) → (side, side, channels) uint8; the draw is the first of the image's own."""
 
-class _Files(Dataset):
-    """A whole batch at a time: positions → (n, size, size, channels) uint8."""
 
-    def __init__(self, files: Sequence[Path], size: int, channels: int) -> None:
-        self._files, self._size, self._channels = files, size, channels
+class _Images(Dataset):
+    """A whole batch at a time: (n, side, side, channels) uint8, or what is wrong with one of the files."""
 
-    def __getitems__(self, index: Sequence[int]) -> Tensor:
-        return torch.from_numpy(np.stack([decode(self._files[i], self._size, self._channels) for i in index]))
+    def __init__(self, make: MakeImage) -> None:
+        self._make = make
+
+    def __getitems__(self, wanted: list[Wanted]) -> Tensor | CorruptImage:
+        try:
+            return torch.from_numpy(np.stack([self._make(*each) for each in wanted]))
+        except CorruptImage as error:  # raised in the worker it would carry the worker's traceback
+            return error
 
 
 def stream(
-    selections: Iterable[Selection],
-    files: Sequence[Path],
-    size: int,
-    channels: int,
-    *,
-    num_workers: int,
-    pin_memory: bool = False,
+    selections: Iterable[Selection], make: MakeImage, *, num_workers: int, pin_memory: bool = False
 ) -> Iterator[tuple[Selection, Tensor]]:
-    """Each selection with its images, in the same order; workers read some batches ahead."""
+    """Each selection with its images, in the same order; workers make some batches ahead.
+
+    Raises:
+        UserError: a file has changed since it was checked.
+    """
     waiting: deque[Selection] = deque()
 
-    def positions() -> Iterator[list[int]]:
+    def wanted() -> Iterator[list[Wanted]]:
         for selection in selections:
             waiting.append(selection)
-            yield selection.positions.tolist()
+            yield list(zip(selection.positions.tolist(), selection.draws[0].tolist(), strict=True))
 
     loader = DataLoader(
-        _Files(files, size, channels),
-        batch_sampler=positions(),
+        _Images(make),
+        batch_sampler=wanted(),
         collate_fn=_as_it_is,
         num_workers=num_workers,
         pin_memory=pin_memory,
@@ -58,9 +62,11 @@ def stream(
         batches = iter(loader)
     try:
         for images in batches:
+            if isinstance(images, CorruptImage):
+                raise UserError(f"{images}: it has changed since the images were checked; start again.")
             yield waiting.popleft(), images
-    except CorruptImage as error:
-        raise UserError(f"{error}: it has changed since the images were checked; start again.") from None
+    finally:
+        del batches  # ends the workers now: an error's traceback would keep them, and the program's end wait for them
 
 
 def _outlive_signals(_worker: int) -> None:

@@ -46,14 +46,16 @@ def metadata(model: Any) -> Mapping[str, object]:
 
 
 def body(model: Any, timm_config: Config, compared: dict[str, float]) -> str:
-    config, facts = model.config, model.facts
+    config, facts, framing = model.config, model.facts, model.framing
+    sides = "both sides" if framing.fit == "squash" else "the short side"
     rows = {
         "Architecture": plain(timm_config["architecture"]),
         "Parameters": f"{sum(p.numel() for p in model.net.parameters()):,}",
         "Data": f"{plain(config['data']['name'])}, hash {code(facts['data_hash'][:16])}",
         "Classes": f"{facts['num_classes']}: {plain(', '.join(facts['class_names']))}",
-        "Input": f"{facts['channels']} × {facts['image_size']} × {facts['image_size']}, resized to {model.resize}, "
-        f"then minus mean {facts['mean']} over std {facts['std']} of pixels from 0 to 1",
+        "Input": f"{facts['channels']} × {facts['image_size']} × {facts['image_size']}: {sides} resized to "
+        f"{framing.resize} ({framing.interpolation}), the centre of it, "
+        f"minus mean {facts['mean']} over std {facts['std']} of pixels from 0 to 1",
         **{plain(key): f"{value:.6g}" for key, value in sorted(tested(model).items())},
         **record_rows(model.record),
         "Checkpoint": f"{code(model.path.name)}, sha256 {code(model.sha256())}",

@@ -38,6 +38,15 @@ class StartsFromImages(Protocol):
 
 
 @runtime_checkable
+class SaysWantedImages(Protocol):
+    def wanted_images(self, **model: Any) -> dict[str, Any]:
+        """mean, std, crop_pct, interpolation of the pretrained weights that the model's options name; {} for none.
+
+        Asked of the class: a class method.
+        """
+
+
+@runtime_checkable
 class NamesHead(Protocol):
     def head_names(self) -> list[str]:
         """Names of the modules that give the logits; without it the module of the net's last matrix is taken."""

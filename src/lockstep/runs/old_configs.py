@@ -6,6 +6,10 @@ OLD_TIMM = "models.timm_vit.TimmViT"  # had `timm_name`, and in `name` whatever 
 OLD_OPTION, OPTION = "timm_vit", "vit"
 CLASSIFIER = "classifier.ImageClassifier"
 SMALL = "vit_tiny_32"
+IMAGE_FOLDER = "data.image_folder.ImageFolderDataModule"
+CROP_FLIP = {"_target_": "lockstep.data.augmentation.CropFlip"}
+# How images were made before `augmentation` was a group; `auto` did not exist.
+OLD_IMAGES = {"mean": None, "std": None, "crop_pct": 1.0, "interpolation": "bilinear"}
 WITH_DISPLAY_NAME = ("models.airbench.", "models.alexnet.", "models.small_cnn.")
 
 
@@ -34,14 +38,16 @@ def today(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_todays_words(config: dict[str, Any]) -> dict[str, Any]:
-    model, choices = config.get("model"), config.get("choices")
+    model = config.get("model")
     if not isinstance(model, dict):
         return config
     if "verbose" not in config and isinstance(config.get("classifier"), dict):  # keys that came later
         config = {"verbose": False, "quiet": False, **config}
         config["classifier"] = {"_target_": CLASSIFIER, **config["classifier"]}
+    config = _with_augmentation(config)
     if "name" not in model:
         return config
+    choices = config.get("choices")
     choices = choices if isinstance(choices, dict) else {}
     found = _model(model, choices.get("model"))
     if found == model:
@@ -50,6 +56,28 @@ def _in_todays_words(config: dict[str, Any]) -> dict[str, Any]:
     words = config.get("overrides")
     words = [new for word in words if (new := _word(word))] if isinstance(words, list) else []
     return {**config, "model": found, "choices": {**choices, "model": option}, "overrides": words}
+
+
+def _with_augmentation(config: dict[str, Any]) -> dict[str, Any]:
+    """Squashed, bilinear, normalised by the data's own values: what is not said goes on as it was trained."""
+    data = config.get("data")
+    if "augmentation" in config or not isinstance(data, dict):
+        return config
+    old = {**OLD_IMAGES, **({"fit": "squash"} if data.get("_target_") == IMAGE_FOLDER else {})}
+    words = config.get("overrides")
+    words = words if isinstance(words, list) else []
+    said = {str(word).partition("=")[0].lstrip("+") for word in words}
+    added = [
+        f"++data.{key}={'null' if value is None else value}" for key, value in old.items() if f"data.{key}" not in said
+    ]
+    choices = config.get("choices")
+    return {
+        **config,
+        "data": {**old, **data},
+        "augmentation": dict(CROP_FLIP),
+        "choices": {**(choices if isinstance(choices, dict) else {}), "augmentation": "crop_flip"},
+        "overrides": [*words, *added],
+    }
 
 
 def _model(old: dict[str, Any], option: str | None) -> dict[str, Any]:

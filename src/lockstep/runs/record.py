@@ -188,6 +188,26 @@ class LargestBatch(Part):
 
 
 @dataclass(kw_only=True)
+class Images(Part):
+    """What becomes of an image. path: array or loader; mean, std: as used, of pixels from 0 to 1; resize: in pixels.
+
+    from_weights: which of these values the pretrained weights said; skipped: files that cannot be decoded.
+    """
+
+    path: str | None = None
+    why: str | None = None
+    augmentation: str | None = None
+    mean: list[float] = field(default_factory=list)
+    std: list[float] = field(default_factory=list)
+    crop_pct: float | None = None
+    interpolation: str | None = None
+    resize: int | None = None
+    fit: str | None = None
+    from_weights: list[str] = field(default_factory=list)
+    skipped: int | None = None
+
+
+@dataclass(kw_only=True)
 class Swarm(Part):
     """steps: of all peers together; peers: in the last of them."""
 
@@ -247,6 +267,7 @@ class RunRecord(Part):
     num_test: int | None = None
     left_out_per_epoch: int | None = None
     data_hash: str | None = None
+    images: Images = field(default_factory=Images)
     metrics: dict[str, float | str] = field(default_factory=dict)
     test_acc_per_class: dict[str, float] = field(default_factory=dict)
     fit_seconds: float | None = None

@@ -18,9 +18,10 @@ from lockstep.distributed.cluster import visible_devices
 from lockstep.launch.plan import RunPlan, as_run
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
-from lockstep.runs.hooks import StartsFromImages
+from lockstep.runs.hooks import SaysWantedImages, StartsFromImages
 from lockstep.strategies.capabilities import capabilities
 from lockstep.strategies.sync_batchnorm import batch_norm_warnings, synchronise
+from lockstep.training import image_report
 from lockstep.training.checks import DataFacts, check_same_data, no_larger_than, whole_steps
 from lockstep.training.freeze import freeze
 from lockstep.training.parameter_groups import RULES, GroupRules
@@ -51,6 +52,7 @@ class Run:
 def build_data(plan: RunPlan) -> Any:
     options = {**plan.config["data"], "global_batch_size": plan.batch.global_size}
     data = build(options, {"seed": plan.config["seed"]})
+    data.use(build(plan.config["augmentation"]), wanted_images(plan.config["model"]))
     data.prepare()
     data.place(
         rank=plan.cluster.rank,
@@ -59,6 +61,15 @@ def build_data(plan: RunPlan) -> Any:
         device=device_of(plan),
     )
     return data
+
+
+def wanted_images(model: Config) -> dict[str, Any]:
+    """How a model's pretrained weights want their images, where it has some and says so."""
+    target = resolve_target(model["_target_"], "model._target_")
+    if not isinstance(target, SaysWantedImages):
+        return {}
+    own = {key: value for key, value in model.items() if key != "_target_"}
+    return target.wanted_images(**own)
 
 
 def build_module(
@@ -183,6 +194,10 @@ def data_facts(data: Any) -> DataFacts:
         "channels": int(data.channels),
         "mean": [float(value) for value in data.mean],
         "std": [float(value) for value in data.std],
+        "resize": int(data.framing.resize),
+        "fit": str(data.framing.fit),
+        "crop_pct": float(data.settings.crop_pct),
+        "interpolation": str(data.framing.interpolation),
         "data_hash": str(data.data_hash),
         "class_counts": [int(count) for count in data.class_counts],
     }
@@ -233,6 +248,8 @@ def build_run(plan: RunPlan, session: RankSession, *, tested: Mapping[str, torch
         if isinstance(module.net, StartsFromImages):
             module.net.init_from_images(data.sample_images(5000))
     if cluster.is_rank_zero:
+        image_report.say(data, plan.choices.get("augmentation"))
+        image_report.list_skipped(data, plan.folder)
         for sentence in batch_norm_warnings(
             module.net, world_size=cluster.world_size, synchronised=own["sync_batchnorm"],
             micro_batches=plan.batch.accumulate * capabilities(strategy).micro_batches,
@@ -252,6 +269,7 @@ def build_run(plan: RunPlan, session: RankSession, *, tested: Mapping[str, torch
 def _known(plan: RunPlan, facts: DataFacts, limit_train_batches: float | None) -> Known:
     """What a callback or logger gets where its constructor has a parameter of that name."""
     folder, cluster, config = plan.folder, plan.cluster, as_run(plan)
+    config["data"].update({key: facts[key] for key in ("mean", "std", "crop_pct", "interpolation")})
     if limit_train_batches is not None:
         config["trainer"]["limit_train_batches"] = limit_train_batches
     hardware = config.get("hardware")

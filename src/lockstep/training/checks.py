@@ -13,7 +13,9 @@ from lockstep.runs import provenance
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 
-DataFacts = dict[str, Any]  # class_names, num_classes, image_size, channels, mean, std, data_hash, class_counts
+# class_names, num_classes, image_size, channels, mean, std, crop_pct, resize, fit, interpolation, data_hash,
+# class_counts
+DataFacts = dict[str, Any]
 
 
 def check_fits(module: torch.nn.Module, found: dict[str, torch.Tensor], path: str, model_name: str) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lockstep.config.from_outside import config_of_checkpoint
 from lockstep.data.batch_transforms import BatchTransforms
+from lockstep.data.framing import Framing
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RUN_ID_PATTERN
@@ -29,7 +30,7 @@ class FinishedModel:
         net: in evaluation mode, on the CPU; (B, C, H, W) float32 normalised → (B, classes) logits.
         loss: what it was trained with.
         config: the run's whole config.
-        facts: class_names, num_classes, image_size, channels, mean, std, data_hash.
+        facts: class_names, num_classes, image_size, channels, mean, std, resize, fit, interpolation, data_hash.
         record: the run's record where it lies beside the checkpoint, else empty.
     """
 
@@ -47,15 +48,24 @@ class FinishedModel:
         return stated if RUN_ID_PATTERN.fullmatch(stated) and ".." not in stated else self.path.stem
 
     @property
-    def resize(self) -> int:
-        """Side that an image is resized to before the centre is cut out."""
-        return self.config["data"].get("resize") or self.facts["image_size"]
+    def framing(self) -> Framing:
+        """How evaluation makes squares; checkpoints that do not say were trained on squashed images."""
+        facts = self.facts
+        return Framing(
+            image_size=facts["image_size"],
+            resize=facts.get("resize") or self.config["data"].get("resize") or facts["image_size"],
+            fit=facts.get("fit", "squash"),
+            interpolation=facts.get("interpolation", "bilinear"),
+            channels=facts["channels"],
+            mean=tuple(facts["mean"]),
+        )
 
     def transforms(self) -> BatchTransforms:
+        framing = self.framing
         return BatchTransforms(
-            stored_size=self.resize,
-            image_size=self.facts["image_size"],
-            resize=self.resize,
+            stored_size=framing.resize,
+            image_size=framing.image_size,
+            resize=framing.resize,
             mean=self.facts["mean"],
             std=self.facts["std"],
         )

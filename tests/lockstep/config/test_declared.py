@@ -14,7 +14,7 @@ WRONG = {
     "lr=0.1": "take optimizer.lr.",
     "optimizer.learning_rate=1": "take optimizer.lr.",
     "epochs=5": "take trainer.max_epochs.",
-    "workers=2": "take data.num_workers (data=image_folder).",
+    "workers=2": "take data.num_workers.",
     "data.batch_size=4": "take data.global_batch_size.",
     "trainer.max_epoch=5": "take trainer.max_epochs.",
     "max_epochs=5": "take trainer.max_epochs.",

@@ -87,12 +87,20 @@ def composed(words: tuple[str, ...]) -> dict:
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_an_experiments_own_config_comes_back_from_its_words(experiment):
-    before = stored(f"experiment={experiment}", "optimizer.lr=0.0123", "tags=[night]", "trainer.max_epochs=77")
+    before = stored(
+        f"experiment={experiment}",
+        "augmentation=rand_augment",
+        "augmentation.scale=[0.3,1]",
+        "optimizer.lr=0.0123",
+        "tags=[night]",
+        "trainer.max_epochs=77",
+    )
     taken = words_from(before, OF_A_RUN, "It")
     now = plain(compose("train", taken.words))
     hivemind = before["choices"]["trainer"] == "hivemind"
     for part in (
         "data",
+        "augmentation",
         "model",
         "loss",
         "metrics",
@@ -187,6 +195,7 @@ def test_what_this_machine_decides_is_not_looked_at_and_a_place_that_was_stated_
     taken = words_from(before, OF_A_RUN, "It")
     assert taken.words == [
         "data=cifar10",
+        "augmentation=crop_flip",
         "model=vit_tiny_32",
         "loss=cross_entropy",
         "optimizer=adamw",

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torchvision.transforms import v2
 
 from data.synthetic import SyntheticDataModule
 from lockstep.callbacks.resume_point import TRAINING, VALIDATION, loop_state, resume_point
+from lockstep.data.augmentation import Augmentation, CropFlip
 from lockstep.runs.errors import UserError
 
 OPTIONS = {
@@ -83,7 +85,7 @@ def test_training_pixels_are_cropped_flipped_and_normalised_images(make):
     selection = next(iter(dm.train_dataloader()._selections(0)))
     images, labels = dm.on_after_batch_transfer(next(iter(dm.train_dataloader())), 0)
     centre = torch.tensor([[2], [2], [0]]).expand(3, 32)
-    plain = dm._batch_transforms.cut(dm._array, selection.positions, centre.numpy()).numpy()
+    plain = dm._batch_transforms.cut(dm._delivery.array, selection.positions, centre.numpy()).numpy()
     for i, (y, x, flip) in enumerate(selection.draws.T):
         crop = np.pad(plain[i], ((2, 2), (2, 2), (0, 0)))[y : y + 12, x : x + 12]
         expected = ((crop[:, ::-1] if flip else crop) / 255 - 0.5) / 0.18
@@ -115,7 +117,7 @@ def test_placed_again_for_another_world(make):
 
 def test_an_array_that_does_not_fit_on_the_device_is_cut_before_the_transfer(make, monkeypatch):
     dm, resident = make({}), make({})
-    dm._resident = False  # as for a GPU with too little room
+    dm._delivery.resident = False  # as for a GPU with too little room
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     for (images, labels), (expected, truth) in zip(
         batches(dm, dm.train_dataloader()), batches(resident, resident.train_dataloader()), strict=True
@@ -134,6 +136,8 @@ def test_an_array_that_does_not_fit_on_the_device_is_cut_before_the_transfer(mak
         ({"mean": [0.5, 0.5]}, "has 2 values for 3 channels"),
         ({"std": 0}, "must be positive"),
         ({"seed": -1}, "seed=-1"),
+        ({"path": "disk"}, "data.path=disk must be one of auto, array, loader"),
+        ({"num_workers": -1}, "data.num_workers=-1 must not be negative"),
         ({"num_classes": 1}, "num_classes=1 must be at least 2"),
         ({"image_size": 12, "resize": 10}, "resize=10 is smaller"),
     ],
@@ -158,6 +162,7 @@ class Recorder(LightningModule):
 
     def training_step(self, batch, batch_idx):
         images, labels = batch
+        self.targets = labels
         self.seen.append((self.current_epoch, *images.double().sum((1, 2, 3)).tolist()))
         return torch.nn.functional.cross_entropy(self.net(images.flatten(1).to(self.net.weight.dtype)), labels)
 
@@ -221,6 +226,47 @@ def test_a_real_trainer_goes_on_in_mid_epoch(make, tmp_path, at, saved_with, res
     assert sum(resumed.validated) == (2 if at <= 6 else 1) * 23  # the validation after step 6 was still to come
     if saved_with == resumed_with:
         assert torch.equal(resumed.net.weight, whole.net.weight)
+
+
+class Mixed(Augmentation):
+    def operations(self, framing):
+        return [v2.RandomResizedCrop(framing.image_size), v2.RandomHorizontalFlip()]
+
+
+@pytest.mark.parametrize("path", ["array", "loader"])
+def test_augmented_and_mixed_images_go_on_in_mid_epoch_bit_equal(make, tmp_path, path):
+    def loaded(num_workers):
+        dm = make(path=path, num_workers=num_workers)
+        dm.use(Mixed(mixup_alpha=0.5, cutmix_alpha=1.0, erasing_prob=0.3, color_jitter=[0.3]))
+        return dm
+
+    save = SaveAt(tmp_path / "c.ckpt", 8)
+    whole = fit(tmp_path, loaded(0), accumulate_grad_batches=2, callbacks=[save])
+    resumed = fit(tmp_path, loaded(2), tmp_path / "c.ckpt", accumulate_grad_batches=2)
+    assert steps(resumed, 2) == steps(whole, 2)[8:] and len(steps(whole, 2)) == 12
+    assert torch.equal(resumed.net.weight, whole.net.weight)
+    assert whole.targets.shape == (16, 7) and torch.allclose(whole.targets.sum(1), torch.ones(16))
+    assert not torch.equal(whole.targets, whole.targets.round())
+
+
+def test_mixing_ends_after_its_epochs(make, tmp_path):
+    dm = make()
+    dm.use(CropFlip(mixup_alpha=1.0, mix_epochs=1))
+    assert fit(tmp_path, dm, max_epochs=1).targets.shape == (32, 7)
+    assert fit(tmp_path, dm, max_epochs=2).targets.shape == (32,)
+
+
+def test_a_batch_that_cannot_be_cut_into_pairs(make, tmp_path):
+    dm = make(global_batch_size=33)
+    dm.use(CropFlip(cutmix_alpha=1.0))
+    with pytest.raises(UserError, match="global_batch_size=33 gives each device 33 at a time"):
+        fit(tmp_path, dm)
+
+
+def test_soft_targets_have_the_precision_of_the_images(make, tmp_path):
+    dm = make()
+    dm.use(CropFlip(mixup_alpha=1.0))
+    assert fit(tmp_path, dm, precision="64-true", max_epochs=1).targets.dtype == torch.float64
 
 
 def test_a_checkpoint_of_a_whole_epoch_goes_on_with_the_next(make, tmp_path):

@@ -70,3 +70,19 @@ def test_a_config_from_before_fine_tuning_and_losses_is_as_composed_today():
     came_later = ("layer_decay", "head_lr_factor", "decay_norms")
     old["optimizer"] = {key: value for key, value in now["optimizer"].items() if key not in came_later}
     assert today(old) == now
+
+
+def test_images_of_old_runs_go_on_as_they_were_trained():
+    data = {"_target_": "data.image_folder.ImageFolderDataModule", "mean": None, "std": [0.5], "resize": 70}
+    old = {"model": OLD["small_cnn"], "data": data, "choices": {"data": "image_folder"},
+           "overrides": ["data=image_folder", "data.std=[0.5]"]}  # fmt: skip
+    found = today(old)
+    assert found["data"] == {**data, "fit": "squash", "crop_pct": 1.0, "interpolation": "bilinear"}
+    assert found["augmentation"] == {"_target_": "lockstep.data.augmentation.CropFlip"}
+    assert found["choices"] == {"data": "image_folder", "augmentation": "crop_flip", "model": None}
+    assert found["overrides"] == [
+        "data=image_folder", "data.std=[0.5]", "++data.mean=null", "++data.crop_pct=1.0",
+        "++data.interpolation=bilinear", "++data.fit=squash",
+    ]  # fmt: skip
+    assert today(found) == found, "once is enough"
+    assert "fit" not in today({**old, "data": {"_target_": "data.digits.DigitsDataModule"}})["data"]

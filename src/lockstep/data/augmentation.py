@@ -1,0 +1,136 @@
+"""What training does to images: the base of src/augmentations/, and the random stream that belongs to one image.
+
+torchvision is imported where an image is worked on alone: a run that needs it not starts a third of a second sooner.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.data.framing import Framing
+from lockstep.data.mixing import Mixing
+from lockstep.runs.errors import UserError
+
+if TYPE_CHECKING:
+    from torchvision.transforms import v2
+
+Operation = Callable[[Any], Any]
+JITTERS = ("brightness", "contrast", "saturation", "hue")
+
+
+class Augmentation:
+    """Operations on one image after the other, and mixing of neighbours; a subclass says `operations`.
+
+    Args:
+        flip: mirror half of the images left to right; None: as data.flip says.
+        color_jitter: by how much at most brightness, contrast, saturation and hue change: up to four numbers; None: not
+            at all.
+        erasing_prob: share of the images in which a rectangle becomes the mean colour.
+        mixup_alpha: of mixup's Beta distribution; 0: no mixup.
+        cutmix_alpha: of cutmix's; 0: no cutmix.
+        mix_prob: share of the pairs that are mixed.
+        switch_prob: where both are on, the share of cutmix.
+        mix_epochs: the first so many epochs mix; None: all.
+    """
+
+    def __init__(
+        self,
+        *,
+        flip: bool | None = None,
+        color_jitter: Sequence[float] | None = None,
+        erasing_prob: float = 0.0,
+        mixup_alpha: float = 0.0,
+        cutmix_alpha: float = 0.0,
+        mix_prob: float = 1.0,
+        switch_prob: float = 0.5,
+        mix_epochs: int | None = None,
+    ) -> None:
+        for key, value in (("erasing_prob", erasing_prob), ("mix_prob", mix_prob), ("switch_prob", switch_prob)):
+            if not 0 <= value <= 1:
+                raise UserError(f"augmentation.{key}={value} must be from 0 to 1.")
+        for key, value in (("mixup_alpha", mixup_alpha), ("cutmix_alpha", cutmix_alpha)):
+            if value < 0:
+                raise UserError(f"augmentation.{key}={value} must not be negative.")
+        self.flip, self.color_jitter, self.erasing_prob = flip, _jitter(color_jitter), erasing_prob
+        alphas = mixup_alpha, cutmix_alpha
+        self.mixing = Mixing(*alphas, mix_prob, switch_prob, mix_epochs) if max(alphas) > 0 else None
+
+    def operations(self, framing: Framing) -> list[Operation]:
+        """From a Pillow image of any size, RGB or L, to one of image_size × image_size.
+
+        They draw from torch's generator alone, which stands elsewhere for each image.
+        """
+        raise NotImplementedError
+
+    def flips(self, framing: Framing) -> bool:
+        return framing.flip if self.flip is None else self.flip
+
+    def pipeline(self, framing: Framing) -> "v2.Compose":
+        """All operations on one image, in order.
+
+        Raises:
+            UserError: it has neither one channel nor three.
+        """
+        from torchvision.transforms import v2
+
+        if framing.channels not in (1, 3):
+            raise UserError(
+                f"this augmentation works on colour or grey images, and these have {framing.channels} channels: take "
+                "augmentation=crop_flip or augmentation=none, without color_jitter and erasing_prob."
+            )
+        found = self.operations(framing)
+        if self.color_jitter:
+            found.append(v2.ColorJitter(**dict(zip(JITTERS, self.color_jitter, strict=False))))
+        if self.erasing_prob:
+            found.append(v2.RandomErasing(self.erasing_prob, value=framing.fill))
+        return v2.Compose(found)
+
+
+class CropFlip(Augmentation):
+    """A crop of image_size at a random place, mirrored or not: as the data's crop_padding and flip say.
+
+    Args:
+        random_crop: false: the centre crop of evaluation.
+    """
+
+    def __init__(self, *, random_crop: bool = True, **options: Any) -> None:
+        super().__init__(**options)
+        self.random_crop = random_crop
+
+    @property
+    def on_whole_batches(self) -> bool:
+        """Whether the device does it all (BatchTransforms), so that no image is worked on alone."""
+        return not self.color_jitter and not self.erasing_prob
+
+    def operations(self, framing: Framing) -> list[Operation]:
+        from torchvision.transforms import v2
+
+        flip = [v2.RandomHorizontalFlip()] if self.flips(framing) else []
+        if not self.random_crop:
+            return [framing.centre, *flip]
+        return [framing.square, v2.RandomCrop(framing.image_size, framing.crop_padding or None), *flip]
+
+
+def _jitter(values: Sequence[float] | None) -> list[float]:
+    found = list(values or [])
+    if len(found) > len(JITTERS) or any(value < 0 for value in found) or (len(found) == 4 and found[3] > 0.5):
+        raise UserError(
+            f"augmentation.color_jitter={found} takes up to four numbers from 0, hue at most 0.5: {', '.join(JITTERS)}."
+        )
+    return found
+
+
+@contextmanager
+def own_stream(seed: int) -> Iterator[None]:
+    """torch's generator on the CPU stands where `seed` puts it, and afterwards where it was.
+
+    Not torch.manual_seed, which in the training process would seed the GPU's as well.
+    """
+    before = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before)

@@ -1,0 +1,89 @@
+"""Mixup and cutmix of neighbours in the epoch's order: images 2i and 2i + 1 of it, whatever ranks they fall to.
+
+mixup: https://arxiv.org/abs/1710.09412, cutmix: https://arxiv.org/abs/1905.04899. What a pair becomes depends on (seed,
+epoch, its place in the order) alone, as it is drawn for the whole epoch at once.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.runs.errors import UserError
+
+ROWS = 6  # share, blend, top, bottom, left, right
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """
+    Args:
+        mixup_alpha: of the Beta distribution; 0: no mixup.
+        cutmix_alpha: likewise.
+        prob: share of the pairs that are mixed.
+        switch_prob: where both are on, the share of cutmix.
+        epochs: the first so many mix; None: all.
+    """
+
+    mixup_alpha: float
+    cutmix_alpha: float
+    prob: float = 1.0
+    switch_prob: float = 0.5
+    epochs: int | None = None
+
+    def is_on(self, epoch: int) -> bool:
+        return self.epochs is None or epoch < self.epochs
+
+    def draw(self, generator: np.random.Generator, num_pairs: int, image_size: int) -> np.ndarray:
+        """(6, num_pairs) float64: an image's share of its own label, its blend outside the box, the box in pixels."""
+        mixed, cuts = generator.random((2, num_pairs))
+        own = _shares(generator, self.mixup_alpha, num_pairs)
+        outside = _shares(generator, self.cutmix_alpha, num_pairs)
+        centre = generator.integers(0, image_size, (2, num_pairs))
+        is_cut = cuts < self.switch_prob if self.mixup_alpha and self.cutmix_alpha else self.cutmix_alpha > 0
+        half = (np.sqrt(1 - np.where(is_cut, outside, 1)) * image_size / 2).astype(np.int64)
+        first, end = np.maximum(centre - half, 0), np.minimum(centre + half, image_size)
+        by_box = 1 - np.prod(end - first, axis=0) / image_size**2
+        share = np.where(is_cut, by_box, own)
+        drawn = np.stack([share, np.where(is_cut, 1, own), first[0], end[0], first[1], end[1]])
+        whole = np.array([1, 1, 0, 0, 0, 0], np.float64)[:, None]
+        return np.where(mixed < self.prob, drawn, whole)
+
+
+def _shares(generator: np.random.Generator, alpha: float, n: int) -> np.ndarray:
+    return generator.beta(alpha, alpha, n) if alpha else np.ones(n)
+
+
+def mix(images: Tensor, labels: Tensor, drawn: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
+    """Images mixed in pairs, and soft targets (B, num_classes) float32.
+
+    Args:
+        images: (B, C, H, W) float, B even.
+        labels: (B,) int64.
+        drawn: (6, B/2) float, columns of Mixing.draw.
+    """
+    share, blend = (row.float() for row in drawn[:2])
+    box = drawn[2:].long()
+    pairs = images.unflatten(0, (-1, 2))
+    partners = pairs.flip(1)
+    rows, columns = (torch.arange(side, device=images.device) for side in images.shape[-2:])
+    inside_rows = (rows >= box[0, :, None]) & (rows < box[1, :, None])
+    inside_columns = (columns >= box[2, :, None]) & (columns < box[3, :, None])
+    inside = (inside_rows[:, :, None] & inside_columns[:, None, :])[:, None, None]
+    own = blend.view(-1, 1, 1, 1, 1)
+    mixed = torch.where(inside, partners, pairs * own + partners * (1 - own)).flatten(0, 1)
+    targets = F.one_hot(labels, num_classes).float().unflatten(0, (-1, 2))
+    share = share.view(-1, 1, 1)
+    return mixed, (targets * share + targets.flip(1) * (1 - share)).flatten(0, 1)
+
+
+def check_pairs(per_device_batch_size: int, global_batch_size: int) -> None:
+    """Raises UserError where a micro-batch of a rank cannot be cut into pairs."""
+    if per_device_batch_size % 2:
+        raise UserError(
+            f"augmentation.mixup_alpha and cutmix_alpha mix images in pairs, and data.global_batch_size="
+            f"{global_batch_size} gives each device {per_device_batch_size} at a time: choose one that gives an even "
+            "number."
+        )

@@ -1,0 +1,52 @@
+"""What a run says of its images: one line, warnings, fields of its record, and a list of what was skipped."""
+
+import logging
+from typing import Any
+
+from lockstep.runs.files import write_atomically
+from lockstep.runs.folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+SKIPPED = "skipped.txt"
+
+
+def record_fields(data: Any, augmentation: str | None) -> dict[str, Any]:
+    """`images` of the record.
+
+    Args:
+        augmentation: the option that was chosen.
+    """
+    path, why = data.path_taken()
+    return {
+        "path": path,
+        "why": why,
+        "augmentation": augmentation,
+        "mean": data.mean,
+        "std": data.std,
+        "crop_pct": data.settings.crop_pct,
+        "interpolation": data.framing.interpolation,
+        "resize": data.framing.resize,
+        "fit": data.framing.fit,
+        "from_weights": list(data.settings.from_weights),
+        "skipped": len(data.skipped),
+    }
+
+
+def say(data: Any, augmentation: str | None) -> None:
+    """Which path images take, why, and how they are normalised; a warning of values that the weights do not want."""
+    path, why = data.path_taken()
+    mean, std = (", ".join(f"{value:.3g}" for value in values) for values in (data.mean, data.std))
+    weights = f" · the weights say {', '.join(data.settings.from_weights)}" if data.settings.from_weights else ""
+    log.info(f"images: {path}, as {why} · augmentation={augmentation} · mean {mean} · std {std}{weights}")
+    for key in data.settings.against_weights:
+        log.warning(
+            f"data.{key}={getattr(data.settings, key)} is not what the pretrained weights were trained with: "
+            f"data.{key}=auto takes theirs."
+        )
+
+
+def list_skipped(data: Any, folder: RunFolder) -> None:
+    """Into the run folder, a file a line with what is wrong."""
+    if data.skipped:
+        write_atomically(folder.path / SKIPPED, lambda file: file.write("".join(f"{line}\n" for line in data.skipped)))

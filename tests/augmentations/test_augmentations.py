@@ -1,0 +1,109 @@
+"""Each augmentation is torchvision's own on the same draw; its yaml states its options; grey images pass through it."""
+
+import inspect
+from importlib import import_module
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
+
+from lockstep.config.compose import CONFIGS
+from lockstep.config.instantiate import build, options_of
+from lockstep.data.augmentation import Augmentation, own_stream
+from lockstep.data.framing import Framing
+from lockstep.runs.errors import UserError
+
+OPTIONS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((CONFIGS / "augmentation").glob("*.yaml"))}
+FRAMING = Framing(24, 28, interpolation="bicubic", crop_padding=3, flip=True, mean=(0.5, 0.25, 0.75))
+FILL = [128, 64, 191]
+IMAGE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (37, 51, 3), dtype=np.uint8))
+CROP = [v2.RandomResizedCrop(24, interpolation=InterpolationMode.BICUBIC), v2.RandomHorizontalFlip()]
+SQUARE = [v2.Resize(28, InterpolationMode.BICUBIC), v2.CenterCrop(28)]
+THEIRS = {
+    "none": [*SQUARE[:1], v2.CenterCrop(24)],
+    "crop_flip": [*SQUARE, v2.RandomCrop(24, 3), v2.RandomHorizontalFlip()],
+    "resized_crop": CROP,
+    "rand_augment": [*CROP, v2.RandAugment(2, 9, fill=FILL)],
+    "trivial_augment": [*CROP, v2.TrivialAugmentWide(fill=FILL)],
+    "auto_augment": [*CROP, v2.AutoAugment(AutoAugmentPolicy.IMAGENET, fill=FILL)],
+    "three_augment": [
+        v2.Resize(24, InterpolationMode.BICUBIC), v2.RandomCrop(24, 4, padding_mode="reflect"),
+        v2.RandomHorizontalFlip(),
+        v2.RandomChoice([v2.Grayscale(3), v2.RandomSolarize(128, p=1), v2.GaussianBlur(13, (0.1, 2.0))]),
+        v2.ColorJitter(0.3, 0.3, 0.3),
+    ],
+}  # fmt: skip
+
+
+def drawn(operations, seed, image=IMAGE):
+    with own_stream(seed):
+        return np.asarray(operations(image))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_pixels_are_torchvisions_on_the_same_draw(name):
+    ours, theirs = build(OPTIONS[name]).pipeline(FRAMING), v2.Compose(THEIRS[name])
+    found = [drawn(ours, seed) for seed in range(25)]
+    assert found[0].shape == (24, 24, 3) and found[0].dtype == np.uint8
+    for seed, image in enumerate(found):
+        assert np.abs(image.astype(int) - drawn(theirs, seed)).max() <= 1
+    different = len({image.tobytes() for image in found})
+    assert different == 1 if name == "none" else different > 20
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_grey_images_and_every_option_together(name):
+    option = {**OPTIONS[name], "color_jitter": [0.4, 0.4, 0.4, 0.1], "erasing_prob": 0.5}
+    framing = Framing(24, 28, channels=1, mean=(0.5,))
+    pipeline = build(option).pipeline(framing)
+    images = [drawn(pipeline, seed, IMAGE.convert("L")) for seed in range(10)]
+    assert {image.shape for image in images} == {(24, 24)} and len({image.tobytes() for image in images}) == 10
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_yaml_states_every_option_with_its_default(name):
+    option = OPTIONS[name]
+    module, _, cls = option["_target_"].rpartition(".")
+    parameters, _ = options_of(getattr(import_module(module), cls))
+    assert set(option) - {"_target_"} == set(parameters)
+    for key, parameter in parameters.items():
+        default = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
+        if parameter.default is not inspect.Parameter.empty and name != "none":
+            assert option[key] == default, key
+
+
+def test_a_whole_image_is_cropped_where_no_share_is_stated():
+    option = {**OPTIONS["rand_augment"], "scale": None}
+    theirs = v2.Compose([*THEIRS["crop_flip"], v2.RandAugment(2, 9, fill=FILL)])
+    for seed in range(5):
+        assert np.array_equal(drawn(build(option).pipeline(FRAMING), seed), drawn(theirs, seed))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("resized_crop", {"scale": [0.5]}, "augmentation.scale=.* must be two numbers"),
+        ("resized_crop", {"scale": [0.5, 1.5]}, "to 1"),
+        ("resized_crop", {"ratio": [2, 1]}, "augmentation.ratio"),
+        ("resized_crop", {"interpolation": "box"}, "augmentation.interpolation=box must be one of bilinear, bicubic"),
+        ("rand_augment", {"magnitude": 31}, "augmentation.magnitude=31 from 0 to 30"),
+        ("rand_augment", {"num_ops": 0}, "augmentation.num_ops=0 must be at least 1"),
+        ("auto_augment", {"found_on": "mnist"}, "augmentation.found_on=mnist must be one of imagenet, cifar10, svhn"),
+    ],
+)
+def test_options_that_are_none(name, options, message):
+    with pytest.raises(UserError, match=message):
+        build({**OPTIONS[name], **options})
+
+
+def test_images_that_are_too_small_to_blur():
+    with pytest.raises(UserError, match="data.image_size=6 must be at least 7"):
+        build(OPTIONS["three_augment"]).pipeline(Framing(6, 6))
+
+
+def test_every_augmentation_is_one():
+    assert all(isinstance(build(option), Augmentation) for option in OPTIONS.values())
+    assert torch.default_generator is torch.random.default_generator

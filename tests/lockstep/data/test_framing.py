@@ -1,0 +1,88 @@
+"""Squares as timm's evaluation makes them."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.data import create_transform, resolve_data_config
+
+from lockstep.data.batch_transforms import BatchTransforms
+from lockstep.data.framing import Framing, resize_of
+from lockstep.runs.errors import UserError
+
+RNG = np.random.default_rng(4)
+
+
+def photograph(width, height):
+    """Smooth and full of detail, as pictures are."""
+    small = RNG.integers(0, 256, (5, 5, 3), dtype=np.uint8)
+    smooth = np.asarray(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)).astype(float)
+    return Image.fromarray((smooth + RNG.normal(0, 20, smooth.shape)).clip(0, 255).astype(np.uint8))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit_base_patch32_224", "tf_efficientnet_lite0", "resnet50.a2_in1k"])
+@pytest.mark.parametrize("image_size", [96, 97])
+def test_evaluation_is_timms_to_the_last_digit(name, image_size):
+    wanted = resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
+    theirs = create_transform(**{**wanted, "input_size": (3, image_size, image_size)}, is_training=False)
+    framing = Framing(image_size, resize_of(image_size, None, wanted["crop_pct"]), "crop", wanted["interpolation"])
+    transforms = BatchTransforms(
+        stored_size=framing.resize, image_size=image_size, resize=framing.resize, mean=wanted["mean"], std=wanted["std"]
+    )
+    for _ in range(12):
+        image = photograph(*RNG.integers(60, 300, 2))
+        square = torch.from_numpy(np.array(framing.square(image)))[None]
+        draws = torch.from_numpy(transforms.centre())[:, None]
+        ours = transforms(transforms.cut_batch(square, draws), draws)[0]
+        assert torch.allclose(ours, theirs(image), atol=1e-5), image.size
+        assert np.array_equal(np.asarray(framing.centre(image)), crop(square[0].numpy(), image_size))
+
+
+def crop(square, side):
+    start = round((len(square) - side) / 2)
+    return square[start : start + side, start : start + side]
+
+
+def test_the_centre_of_the_square_is_the_centre_of_the_image():
+    for _ in range(200):
+        size = int(RNG.integers(5, 40))
+        framing = Framing(size, size + int(RNG.integers(0, 20)))
+        image = photograph(*RNG.integers(20, 90, 2))
+        square = framing.square(image)
+        assert square.size == (framing.resize, framing.resize)
+        assert np.array_equal(crop(np.asarray(square), size), np.asarray(framing.centre(image)))
+
+
+def test_squash_keeps_all_of_the_image():
+    image = photograph(80, 40)
+    expected = image.resize((24, 24), Image.Resampling.BILINEAR)
+    assert np.array_equal(np.asarray(Framing(24, 24, "squash").square(image)), np.asarray(expected))
+
+
+def test_the_crop_share_that_is_exported_gives_the_resized_side_again():
+    for image_size in range(1, 300, 7):
+        for resize in range(image_size, image_size + 60):
+            assert resize_of(image_size, None, Framing(image_size, resize).crop_pct) == resize
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"image_size": 64, "resize": 32}, "data.resize=32 is smaller than data.image_size=64"),
+        ({"image_size": 0, "resize": 0}, "image_size=0"),
+        ({"image_size": 8, "resize": 8, "crop_padding": -1}, "crop_padding=-1"),
+        ({"image_size": 8, "resize": 8, "fit": "stretch"}, "data.fit=stretch must be one of crop, squash"),
+        ({"image_size": 8, "resize": 8, "interpolation": "lanczos"}, "data.interpolation=lanczos"),
+    ],
+)
+def test_what_contradicts_itself(options, message):
+    with pytest.raises(UserError, match=message):
+        Framing(**options)
+
+
+def test_the_crop_share_is_a_share():
+    assert [resize_of(224, None, 0.875), resize_of(224, 300, 0.875), resize_of(32, None, 1)] == [256, 300, 32]
+    for share in (0, 1.1):
+        with pytest.raises(UserError, match=f"data.crop_pct={share} must be above 0"):
+            resize_of(224, None, share)

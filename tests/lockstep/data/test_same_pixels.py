@@ -1,0 +1,124 @@
+"""Which pixels an image becomes follows from (seed, epoch, its place in the order), whoever makes them."""
+
+import itertools
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from data.image_folder import ImageFolderDataModule
+from lockstep.config.compose import CONFIGS
+from lockstep.config.instantiate import build
+from lockstep.data import image_source
+
+RNG = np.random.default_rng(0)
+BATCH, SIDE = 48, 10
+MIXED = {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "mix_prob": 0.8}
+ALL = {"color_jitter": [0.4, 0.4, 0.4, 0.1], "erasing_prob": 0.5, **MIXED}
+AUGMENTATIONS = {
+    "none": {}, "crop_flip": {}, "crop_flip mixed": MIXED, "crop_flip with all": ALL, "resized_crop": {},
+    "rand_augment": {"erasing_prob": 0.25, **MIXED}, "rand_augment whole": {"scale": None}, "trivial_augment": {},
+    "auto_augment": {}, "three_augment": {"cutmix_alpha": 1.0},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("images")
+    for label, (part, count) in itertools.product("ab", (("train", 50), ("val", 2), ("test", 2))):
+        folder = root / part / label
+        folder.mkdir(parents=True)
+        for i in range(count):
+            pixels = RNG.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"{i}.png")
+    return root
+
+
+def augmentation(name):
+    option = yaml.safe_load((CONFIGS / "augmentation" / f"{name.split()[0]}.yaml").read_text())
+    return build({**option, **AUGMENTATIONS[name]})
+
+
+def world(root, name, ranks, accumulate, path, workers):
+    """The ranks' data modules, one after the other in this process."""
+    found = []
+    for rank in range(ranks):
+        dm = ImageFolderDataModule(
+            root=root, cache_dir=root.parent / "cache", image_size=12, resize=14, crop_padding=2, flip=True, path=path,
+            num_workers=workers, global_batch_size=BATCH, seed=5,
+        )  # fmt: skip
+        dm.use(augmentation(name))
+        dm.place(rank=rank, world_size=ranks, accumulate_grad_batches=accumulate)
+        found.append(dm)
+    return found
+
+
+def epoch_bytes(modules, *, epoch=1, done=0):
+    """The images and labels of each global batch of an epoch, in its order."""
+    parts = []
+    for dm in modules:
+        loader = dm.train_dataloader()
+        loader.set_epoch(epoch)
+        if done:
+            loader.load_state_dict({**loader.state_dict(), "global_batches": done})
+        parts.append([dm.on_after_batch_transfer(batch, 0) for batch in loader])
+    accumulate = len(parts[0]) // (2 - done)
+    steps = []
+    for step in range(2 - done):
+        micro = [parts[rank][step * accumulate + j] for j in range(accumulate) for rank in range(len(modules))]
+        images, labels = (torch.cat([pair[i] for pair in micro]).contiguous() for i in (0, 1))
+        assert images.shape == (BATCH, 3, 12, 12)
+        steps.append((images.numpy().tobytes(), labels.numpy().tobytes()))
+    return steps
+
+
+@pytest.mark.parametrize("name", AUGMENTATIONS)
+def test_ranks_workers_and_a_resume_see_the_pixels_of_one_process(root, name):
+    expected = epoch_bytes(world(root, name, 1, 1, "array", 0))
+    assert expected != epoch_bytes(world(root, name, 1, 1, "array", 0), epoch=2)
+    for ranks, accumulate, path, workers in ((3, 2, "loader", 0), (2, 1, "loader", 2), (2, 2, "array", 1)):
+        modules = world(root, name, ranks, accumulate, path, workers)
+        assert modules[0].path_taken()[0] == path
+        assert epoch_bytes(modules) == expected
+        assert epoch_bytes(modules, done=1) == expected[1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AUGMENTATIONS)
+def test_the_whole_table(root, name):
+    expected = epoch_bytes(world(root, name, 1, 1, "array", 0))
+    table = itertools.product((1, 2, 3, 4), (1, 2), ("array", "loader"), (0, 1, 2))
+    for ranks, accumulate, path, workers in table:
+        modules = world(root, name, ranks, accumulate, path, workers)
+        assert epoch_bytes(modules) == expected, (ranks, accumulate, path, workers)
+        assert epoch_bytes(modules, done=1) == expected[1:], (ranks, accumulate, path, workers)
+
+
+def test_a_worker_that_draws_from_its_own_stream_is_noticed(root, monkeypatch):
+    @contextmanager
+    def wrong(seed):
+        yield
+
+    expected = epoch_bytes(world(root, "rand_augment", 1, 1, "loader", 1))
+    monkeypatch.setattr(image_source, "own_stream", wrong)
+    assert epoch_bytes(world(root, "rand_augment", 1, 1, "loader", 1)) != expected
+
+
+def test_the_callers_random_stream_stays_where_it_was(root):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    epoch_bytes(world(root, "rand_augment", 1, 1, "loader", 0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_evaluation_takes_the_centre_whatever_the_augmentation(root):
+    def evaluated(name, path):
+        dm = world(root, name, 1, 1, path, 1)[0]
+        return torch.cat([dm.on_after_batch_transfer(batch, 0)[0] for batch in dm.val_dataloader()])
+
+    expected = evaluated("none", "array")
+    assert torch.equal(evaluated("rand_augment", "loader"), expected)
+    assert torch.equal(evaluated("three_augment", "array"), expected)
