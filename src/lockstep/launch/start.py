@@ -245,7 +245,10 @@ def _check_resumable(plan: RunPlan, previous: RunRecord) -> None:
 
 def _without_places(config: Config) -> Config:
     """Where the data lies and what a machine can hold of it may differ; what it is, data_hash tells."""
-    of_machine = ("root", "cache_dir", "download_dir", "eval_batch_size", "device_cache_gib", "num_workers")
+    of_machine = (
+        "root", "cache_dir", "download_dir", "eval_batch_size", "device_cache_gib", "num_workers", "path",
+        "memory_limit_gib", "max_pixels",
+    )  # fmt: skip
     data = {key: value for key, value in (config.get("data") or {}).items() if key not in of_machine}
     return {**config, "data": data}
 

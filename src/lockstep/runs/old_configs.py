@@ -7,7 +7,11 @@ OLD_OPTION, OPTION = "timm_vit", "vit"
 CLASSIFIER = "classifier.ImageClassifier"
 SMALL = "vit_tiny_32"
 IMAGE_FOLDER = "data.image_folder.ImageFolderDataModule"
-CROP_FLIP = {"_target_": "lockstep.data.augmentation.CropFlip"}
+CROP_FLIP = {
+    "_target_": "lockstep.data.augmentation.CropFlip", "random_crop": True, "flip": None, "color_jitter": None,
+    "erasing_prob": 0.0, "mixup_alpha": 0.0, "cutmix_alpha": 0.0, "mix_prob": 1.0, "switch_prob": 0.5,
+    "mix_epochs": None,
+}  # fmt: skip
 # How images were made before `augmentation` was a group; `auto` did not exist.
 OLD_IMAGES = {"mean": None, "std": None, "crop_pct": 1.0, "interpolation": "bilinear"}
 WITH_DISPLAY_NAME = ("models.airbench.", "models.alexnet.", "models.small_cnn.")

@@ -18,6 +18,7 @@ from lockstep.config.from_outside import (
 )
 from lockstep.config.signatures import signature_of
 from lockstep.runs.errors import UserError
+from lockstep.runs.old_configs import today
 from lockstep.runs.own_config import signed
 
 MANY = pytest.mark.slow  # the others tell the same
@@ -203,6 +204,17 @@ def test_what_this_machine_decides_is_not_looked_at_and_a_place_that_was_stated_
         "trainer=default",
     ]
     assert taken.left_out == ["data.root", "model.weights"]
+
+
+def test_a_checkpoint_of_before_keeps_its_squashed_images():
+    before = stored("data=image_folder", "data.std=0.5")
+    del before["augmentation"], before["choices"]["augmentation"]
+    for key in ("fit", "crop_pct", "interpolation", "path", "max_pixels"):
+        del before["data"][key]
+    before["data"]["mean"] = None
+    found = config_of_words(words_from(today(before), OF_A_CHECKPOINT, "It").words)["data"]
+    assert (found["fit"], found["crop_pct"], found["interpolation"]) == ("squash", 1.0, "bilinear")
+    assert found["mean"] is None and found["std"] == 0.5
 
 
 def test_values_stay_what_they_were():

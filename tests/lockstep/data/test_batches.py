@@ -131,3 +131,18 @@ def test_evaluation_counts_each_of_197_images_once_on_any_number_of_ranks(world_
 def test_evaluation_batch_must_be_positive():
     with pytest.raises(UserError, match="eval_batch_size=0"):
         EvalBatches(iter, INDICES, np.zeros(3), batch_size=0)
+
+
+@pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (2, 1), (3, 2), (4, 3)])
+def test_each_pair_of_the_epoch_is_mixed_as_it_was_drawn(world_size, accumulate):
+    def draw_mixing(generator, epoch, pairs):
+        return None if epoch else np.arange(6 * pairs).reshape(6, pairs)
+
+    ranks = [
+        train(rank=r, world_size=world_size, accumulate=accumulate, draw_mixing=draw_mixing) for r in range(world_size)
+    ]
+    each = [list(loader) for loader in ranks]
+    mixing = [selections[i].mixing for i in range(8 * accumulate) for selections in each]
+    assert np.array_equal(np.concatenate(mixing, axis=1), np.arange(6 * 96).reshape(6, 96))
+    ranks[0].set_epoch(1)
+    assert all(selection.mixing is None for selection in ranks[0])

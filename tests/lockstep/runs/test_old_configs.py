@@ -1,8 +1,9 @@
 """What commit 1658469 stored, in today's words; and what a model is called."""
 
 import pytest
+import yaml
 
-from lockstep.config.compose import compose, plain
+from lockstep.config.compose import CONFIGS, compose, plain
 from lockstep.runs.old_configs import model_name, today
 
 SIZES = {"patch_size": 4, "embed_dim": 192, "depth": 6, "num_heads": 3, "drop_path_rate": None}
@@ -78,7 +79,7 @@ def test_images_of_old_runs_go_on_as_they_were_trained():
            "overrides": ["data=image_folder", "data.std=[0.5]"]}  # fmt: skip
     found = today(old)
     assert found["data"] == {**data, "fit": "squash", "crop_pct": 1.0, "interpolation": "bilinear"}
-    assert found["augmentation"] == {"_target_": "lockstep.data.augmentation.CropFlip"}
+    assert found["augmentation"] == yaml.safe_load((CONFIGS / "augmentation" / "crop_flip.yaml").read_text())
     assert found["choices"] == {"data": "image_folder", "augmentation": "crop_flip", "model": None}
     assert found["overrides"] == [
         "data=image_folder", "data.std=[0.5]", "++data.mean=null", "++data.crop_pct=1.0",
