@@ -1,0 +1,44 @@
+"""What a run says of its images."""
+
+import logging
+
+from data.synthetic import SyntheticDataModule
+from lockstep.runs.folder import RunFolder
+from lockstep.training.image_report import list_skipped, record_fields, say
+
+WANTED = {"mean": [0.5] * 3, "std": [0.25] * 3, "crop_pct": 0.5, "interpolation": "bicubic"}
+
+
+def module(tmp_path, **options):
+    dm = SyntheticDataModule(
+        cache_dir=tmp_path, image_size=8, num_images=64, num_test_images=9, global_batch_size=8, **options
+    )
+    dm.use(None, WANTED)
+    dm.prepare()
+    return dm
+
+
+def test_what_the_weights_say_is_said_and_recorded(tmp_path, caplog):
+    dm = module(tmp_path, mean="auto", std=0.18, path="loader")
+    with caplog.at_level(logging.INFO):
+        say(dm, "none")
+    line, warning = (record.message for record in caplog.records)
+    assert line == (
+        "images: loader, as data.path=loader · augmentation=none · mean 0.5, 0.5, 0.5 · std 0.18, 0.18, 0.18 · "
+        "the weights say mean, crop_pct, interpolation"
+    )
+    assert warning.startswith("data.std=[0.18, 0.18, 0.18] is not what the pretrained weights were trained with")
+    assert record_fields(dm, "none") == {
+        "path": "loader", "why": "data.path=loader", "augmentation": "none", "mean": [0.5] * 3, "std": [0.18] * 3,
+        "crop_pct": 0.5, "interpolation": "bicubic", "resize": 16, "fit": "crop",
+        "from_weights": ["mean", "crop_pct", "interpolation"], "skipped": 0,
+    }  # fmt: skip
+
+
+def test_what_was_skipped_lies_in_the_run_folder(tmp_path):
+    dm = module(tmp_path)
+    list_skipped(dm, RunFolder(tmp_path))
+    assert not (tmp_path / "skipped.txt").exists()
+    dm.skipped = ["a.jpg cannot be decoded", "b.jpg claims 9×9 pixels"]
+    list_skipped(dm, RunFolder(tmp_path))
+    assert (tmp_path / "skipped.txt").read_text() == "a.jpg cannot be decoded\nb.jpg claims 9×9 pixels\n"
