@@ -23,6 +23,7 @@ from data.mnist import read_idx
 from example_runs import example_config, write_run
 from lockstep.callbacks.checkpoint_io import read_checkpoint, write_checkpoint
 from lockstep.data.array_pickle import load_arrays
+from lockstep.data.framing import Framing
 from lockstep.pages.build import keep_run
 from lockstep.runs.errors import UserError
 from lockstep.storage.checkpoint_files import Sidecar, complete, measure, sidecar_path, write_sidecar
@@ -492,7 +493,7 @@ def test_an_eps_file_with_another_name_starts_no_program(fake_ghostscript, canar
     path = tmp_path / "x.png"
     path.write_bytes(EPS)
     with pytest.raises(CorruptImage, match="x.png cannot be decoded"):
-        decode(path, 8, 3)
+        decode(path, Framing(8, 8))
     assert common_size([path]) is None
 
 
@@ -512,7 +513,7 @@ def test_the_formats_that_are_listed_are_read(kind, tmp_path):
     from lockstep.data.image_tree import decode
 
     Image.new("RGB", (8, 8), (200, 100, 50)).save(tmp_path / "x.img", kind)
-    pixels = decode(tmp_path / "x.img", 8, 3)
+    pixels = decode(tmp_path / "x.img", Framing(8, 8))
     assert pixels.shape == (8, 8, 3) and np.abs(pixels[4, 4].astype(int) - (200, 100, 50)).max() < 8
 
 

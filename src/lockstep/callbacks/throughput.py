@@ -161,14 +161,14 @@ def flops_per_image(net: nn.Module, shape: tuple[int, int, int]) -> float | None
 
 
 def undisturbed_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """What measured_flops finds; None, and a sentence, where it would be noise or cannot be measured."""
+    """What measured_flops finds; None where it would be noise (verbose=true says so) or cannot be measured."""
     try:
         if device.type == "cuda" and (busy := _utilisation(device)) > BUSY_PERCENT:
-            say(f"no MFU: {device} is {busy} % busy with other work; hardware=… gives its peak")
+            log.debug(f"no MFU: {device} is {busy} % busy with other work; hardware=… gives its peak")
         elif (found := measured_flops(device, dtype)) is not None:
             return found
         else:
-            say("no MFU: the cores are busy with other work; hardware=… gives their peak")
+            log.debug("no MFU: the cores are busy with other work; hardware=… gives their peak")
     except torch.OutOfMemoryError:
         say(f"no MFU: too little memory is free on {device} to measure its peak; hardware=… gives it")
     return None
