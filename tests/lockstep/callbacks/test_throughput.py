@@ -172,7 +172,7 @@ def test_the_measured_peak_is_a_rate(monkeypatch):
 
 
 def test_a_peak_under_load_is_left_out(monkeypatch, caplog):
-    caplog.set_level("DEBUG")
+    caplog.set_level("DEBUG", logger="lockstep")
     monkeypatch.setattr(time, "thread_time", lambda: 0.0)  # others have the core all the time
     assert undisturbed_flops(torch.device("cpu"), torch.float32) is None
     assert "no MFU: the cores are busy" in caplog.text
