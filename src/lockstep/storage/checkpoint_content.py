@@ -199,12 +199,12 @@ def _is_int(value: Any, least: int, most: int) -> bool:
     return type(value) is int and least <= value <= most
 
 
+def _is_name(value: Any) -> bool:
+    return type(value) is str and len(value) <= MAX_NAME
+
+
 def _are_class_names(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) <= MAX_CLASSES
-        and all(type(name) is str and len(name) <= MAX_NAME for name in value)
-    )
+    return isinstance(value, list) and len(value) <= MAX_CLASSES and all(map(_is_name, value))
 
 
 def _are_channel_values(value: Any) -> bool:
@@ -223,5 +223,10 @@ DATA_FACTS: dict[str, Callable[[Any], bool]] = {
     "channels": lambda value: _is_int(value, 1, MAX_CHANNELS),
     "mean": _are_channel_values,
     "std": _are_channel_values,
-    "data_hash": lambda value: type(value) is str and len(value) <= MAX_NAME,
+    "data_hash": _is_name,
+    "resize": lambda value: _is_int(value, 1, MAX_SIDE),
+    "crop_pct": lambda value: type(value) in (int, float) and 0 < value <= 1,
+    "fit": _is_name,
+    "interpolation": _is_name,
+    "class_counts": lambda value: isinstance(value, list) and all(_is_int(number, 0, 2**53) for number in value),
 }
