@@ -13,7 +13,7 @@ from lockstep.data.batches import TEST, random_stream
 from lockstep.data.image_array import Layout
 from lockstep.data.image_datamodule import ImageDataModule
 from lockstep.data.image_set import DECODED, LABELS, ImageSet, fingerprint
-from lockstep.data.image_source import Source, in_files
+from lockstep.data.image_source import InFiles, Source
 from lockstep.data.image_tree import MAX_PIXELS, Listing, common_size, decode, decode_all, list_split
 from lockstep.data.node_cache import Content, file_identity, require_space
 from lockstep.runs.errors import UserError
@@ -231,4 +231,4 @@ class ImageFolderDataModule(ImageDataModule):
         if self._meta["path"] == "array":
             return super()._image_source()
         files = [self._root / name for name in read_json(self._cache / FILES, MAX_NAMES_BYTES)]
-        return in_files(files, self.channels, self._max_pixels)
+        return InFiles(files, self.channels, self._max_pixels)

@@ -22,7 +22,7 @@ from lockstep.data.delivery import Delivery, Loaded
 from lockstep.data.framing import Framing, resize_of
 from lockstep.data.image_array import ImageArray, Layout
 from lockstep.data.image_set import IMAGES, LABELS, ImageSet, fingerprint
-from lockstep.data.image_source import Source, in_array
+from lockstep.data.image_source import InArray, Source
 from lockstep.data.mixing import check_pairs, mix
 from lockstep.data.node_cache import Content, cached
 from lockstep.data.settings import settle
@@ -259,7 +259,7 @@ class ImageDataModule(LightningDataModule):
 
     def _image_source(self) -> Source:
         """Where loader workers find images."""
-        return in_array(self._cache / IMAGES, Layout(**self._meta["layout"]))
+        return InArray(self._cache / IMAGES, Layout(**self._meta["layout"]))
 
     # place: which part of the world this rank is
 
