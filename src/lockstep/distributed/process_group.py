@@ -42,7 +42,7 @@ def join(cluster: Cluster, device: torch.device, timeout_s: float, secret: Secre
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = _store(cluster, timeout_s, secret)
-    start, _ = handshake(store, cluster, timeout_s)
+    start, _ = handshake(store, cluster, timeout_s, _named("join", secret))
     _kept.append(store)
     # NCCL's own threads use the store at any time, also while Python ends, so they get one that is not written in it:
     # what a stranger changes there is found by the proof below.
@@ -102,7 +102,12 @@ def own_connection(cluster: Cluster, start: str, timeout_s: float, secret: Secre
 
 def agreed_run_id(cluster: Cluster, mine: str, timeout_s: float, secret: Secret | None) -> str:
     """Rank 0's run id, on every rank, through the store of torchrun's agent: before any folder is made."""
-    return str(handshake(_store(cluster, timeout_s, secret), cluster, timeout_s, "run-id", mine)[1])
+    return str(handshake(_store(cluster, timeout_s, secret), cluster, timeout_s, _named("run-id", secret), mine)[1])
+
+
+def _named(meeting: str, secret: Secret | None) -> str:
+    """torchrun's store outlives a start, whose words nobody with a newer secret can open: each secret has its keys."""
+    return f"{meeting}-{secret.tag(b'meeting')[:16].decode()}" if secret else meeting
 
 
 def _store(cluster: Cluster, timeout_s: float, secret: Secret | None) -> SealedStore:
