@@ -71,7 +71,8 @@ def test_every_precision(name, precision, cpu, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_synchronised_batch_norm_has_the_losses_of_one_device(name, tmp_path):
-    own = ["experiment=quickstart", FLOAT32, "trainer.sync_batchnorm=true", "trainer.max_epochs=1"]
+    own = [word for word in SMALL if not word.startswith("model")]
+    own += [FLOAT32, "model=airbench", "trainer.sync_batchnorm=true"]
     one = run_on_null_gpus("train", *own, "trainer=gpu", logs=tmp_path / "one")
     two = run_on_null_gpus("train", *own, f"trainer={name}", logs=tmp_path / "two", devices=2)
     assert two.code == 0 and agree(two.record["metrics"], one.record["metrics"], 10 * TOLERANCE), two.output
