@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.compose import CONFIGS, compose, plain
-from lockstep.config.from_outside import OF_A_RUN, Taken, words_from
+from lockstep.config.from_outside import EXACT, OF_A_RUN, Taken, words_from
 from lockstep.distributed.cluster import environment
 from lockstep.distributed.launchers import launcher_of
 from lockstep.launch.agree import named_run
@@ -62,7 +62,7 @@ def _stated(folder: RunFolder, logs: Path, words: list[str]) -> Taken:
     """What this machine's user gave the run; of a run that came from elsewhere, what counts of its config here.
 
     Args:
-        words: of now; a group that they choose is not looked at.
+        words: of now; a model or loss that they choose is not looked at.
     """
     path = folder.any_config()
     if path and (own := own_config(path, logs)):
@@ -72,7 +72,7 @@ def _stated(folder: RunFolder, logs: Path, words: list[str]) -> Taken:
     if before is None:
         return Taken()
     named = {_key(word) for word in words}
-    roots = tuple(root for root in OF_A_RUN if root.split(".")[0] not in named)
+    roots = tuple(root for root in OF_A_RUN if root not in EXACT or root not in named)
     return words_from(before, roots, f"The config of the run {folder.run_id}, which is not from here,")
 
 
