@@ -469,7 +469,8 @@ def aliases(chance: random.Random) -> bytes:
 def meeting_lines(sample: Path, folder: Path) -> Kind:
     """What a caller sends to node 0, without a secret, so that all of it is read; node 0 waits on, or says why not."""
     from lockstep.distributed.cluster import Cluster
-    from lockstep.distributed.rendezvous import Gathering, Hello
+    from lockstep.distributed.meeting_lines import Hello
+    from lockstep.distributed.rendezvous import Gathering
     from lockstep.distributed.supervisor import free_port
     from lockstep.runs.errors import UserError
     from lockstep.runs.typed_json import to_json
@@ -636,7 +637,7 @@ def check_once(make: Damage, check: Callable[[Any], None], seed: int, name: str)
     for number in range(10):
         try:
             check(make(random.Random(f"{seed} {name} warm {number}")))
-        except Exception:
+        except Exception:  # whether one may be raised, the run that is counted tells
             continue
 
 

@@ -1,32 +1,44 @@
 """The nodes of one run meet before any folder is made: one run id, one code, one config; without torch.
 
 Node 0's supervisor listens on MASTER_PORT, the others call it; each says who it is, node 0 answers all of them
-with the same words, and the port is free again for the ranks. A line is three words: nonce, proof, JSON.
+with the same words, and the port is free again for the ranks. What is said is in meeting_lines.py:
 
     node 0 → caller    its nonce, -, {}
     caller → node 0    its nonce, HMAC of both nonces and the JSON, who it is
     node 0 → caller    its nonce, HMAC of both nonces and the JSON, the answer
-
-Without a secret the proof is a dash. JSON is read only once its proof holds, and only into declared types.
 """
 
-import contextlib
 import json
 import logging
-import re
 import secrets
 import selectors
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 
 from lockstep.distributed.cluster import Cluster
 from lockstep.distributed.listening import listen
+from lockstep.distributed.meeting_lines import (
+    FROM_CALLER,
+    FROM_NODE_ZERO,
+    LARGEST_ANSWER_BYTES,
+    LARGEST_HELLO_BYTES,
+    LINE,
+    NO_PROOF,
+    REFUSED,
+    Answer,
+    Hello,
+    holds,
+    proof_of,
+    read_hello,
+    receive,
+    send,
+)
 from lockstep.distributed.secret import Secret
 from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import Fingerprint
-from lockstep.runs.typed_json import Part, WrongValue, from_json, to_json
+from lockstep.runs.typed_json import WrongValue, from_json, to_json
 
 log = logging.getLogger(__name__)
 
@@ -34,47 +46,7 @@ SPEAK_INTERVAL_S = 5.0
 HELLO_WITHIN_S = 5.0
 GREETING_WITHIN_S = 5.0
 MOST_CALLERS = 256  # that have not proved themselves; the oldest goes when another comes
-LARGEST_HELLO_BYTES = 65_536
-LARGEST_ANSWER_BYTES = 16_000_000  # holds the hellos of all nodes
 CLOCK_TOLERANCE_S = 60.0
-NO_PROOF = b"-"
-REFUSED = b"refused"
-LINE = re.compile(rb"([0-9a-f]{32}) ([0-9a-f]{64}|-|refused) (.*)", re.DOTALL)
-NO_HOST_NAME = re.compile(r"[^A-Za-z0-9._-]")
-FROM_CALLER, FROM_NODE_ZERO = b"hello", b"answer"
-
-
-@dataclass(kw_only=True)
-class Hello(Part):
-    """Who a node is, and what it runs.
-
-    Attributes:
-        time: of its clock, seconds since 1970.
-        clock_offset_s: by node 0's clock; what a node says of it does not count.
-    """
-
-    tree_hash: str = ""
-    config_hash: str = ""
-    versions: dict[str, str] = field(default_factory=dict)
-    run_id: str | None = None
-    host: str = ""
-    node_rank: int = -1
-    num_nodes: int = 0
-    time: float = 0.0
-    clock_offset_s: float = 0.0
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        return Fingerprint(self.tree_hash, self.config_hash, self.versions)
-
-
-@dataclass(kw_only=True)
-class Answer(Part):
-    """What node 0 tells all nodes: what they share, or why they cannot start."""
-
-    error: str | None = None
-    run_id: str | None = None
-    nodes: list[Hello] = field(default_factory=list)  # in node order
 
 
 def agree(
@@ -203,7 +175,7 @@ class Gathering:
         ready.register(connection, selectors.EVENT_READ)
         if len(self.strangers) > MOST_CALLERS:
             self._dismiss(next(iter(self.strangers.values())), ready)
-        if not _send(connection, caller.nonce, NO_PROOF, b"{}"):
+        if not send(connection, caller.nonce, NO_PROOF, b"{}"):
             self._dismiss(caller, ready)
 
     def _dismiss_the_silent(self, ready: selectors.BaseSelector) -> None:
@@ -244,13 +216,13 @@ class Gathering:
         if (match := LINE.fullmatch(line)) is None:
             return None
         caller.theirs, proof, body = match.groups()
-        if not _holds(self.secret, proof, FROM_CALLER, caller.nonce, caller.theirs, body):
-            _send(caller.connection, caller.nonce, REFUSED, b"{}")
+        if not holds(self.secret, proof, FROM_CALLER, caller.nonce, caller.theirs, body):
+            send(caller.connection, caller.nonce, REFUSED, b"{}")
             if not self.stranger_said:
                 self.stranger_said = True
                 self.say(f"Refused {caller.address}: it has not this node's LOCKSTEP_SECRET.")
             return None
-        return _hello(body)
+        return read_hello(body)
 
     def _what_is_wrong(self, came: Hello) -> str | None:
         rank, num_nodes = came.node_rank, self.cluster.num_nodes
@@ -264,9 +236,9 @@ class Gathering:
 
     def _tell(self, caller: Caller, answer: Answer) -> None:
         body = json.dumps(to_json(answer)).encode()
-        proof = _proof(self.secret, FROM_NODE_ZERO, caller.nonce, caller.theirs, body)
+        proof = proof_of(self.secret, FROM_NODE_ZERO, caller.nonce, caller.theirs, body)
         caller.connection.settimeout(10)
-        if not _send(caller.connection, caller.nonce, proof, body):
+        if not send(caller.connection, caller.nonce, proof, body):
             log.info("A node went away while it was answered.")
         caller.connection.close()
 
@@ -312,39 +284,17 @@ def _ask(connection: socket.socket, hello: Hello, secret: Secret | None, deadlin
     Raises:
         OSError, ValueError: it went away, or is not node 0 of this run.
     """
-    theirs, _, _ = _receive(connection, min(deadline, time.monotonic() + GREETING_WITHIN_S), LARGEST_HELLO_BYTES)
+    theirs, _, _ = receive(connection, min(deadline, time.monotonic() + GREETING_WITHIN_S), LARGEST_HELLO_BYTES)
     mine, body = secrets.token_hex(16).encode(), json.dumps(to_json(hello)).encode()
-    if not _send(connection, mine, _proof(secret, FROM_CALLER, theirs, mine, body), body):
+    if not send(connection, mine, proof_of(secret, FROM_CALLER, theirs, mine, body), body):
         raise ValueError("it went away")
-    nonce, proof, body = _receive(connection, deadline + 5, LARGEST_ANSWER_BYTES)
-    if proof == REFUSED or nonce != theirs or not _holds(secret, proof, FROM_NODE_ZERO, theirs, mine, body):
+    nonce, proof, body = receive(connection, deadline + 5, LARGEST_ANSWER_BYTES)
+    if proof == REFUSED or nonce != theirs or not holds(secret, proof, FROM_NODE_ZERO, theirs, mine, body):
         raise ValueError("its LOCKSTEP_SECRET is another than this node's")
     try:
         return from_json(Answer, json.loads(body))
     except (WrongValue, RecursionError):
         raise ValueError("it answers, but not as node 0 of this project") from None
-
-
-def _hello(body: bytes) -> Hello | None:
-    """None where it is none: everything but the clock's offset has to be there."""
-    try:
-        values = json.loads(body)
-        complete = isinstance(values, dict) and set(to_json(Hello())) - {"clock_offset_s"} <= values.keys()
-        hello = from_json(Hello, values) if complete else None
-    except (ValueError, RecursionError):
-        return None
-    if hello:
-        hello.host = NO_HOST_NAME.sub("?", hello.host)[:253]
-    return hello
-
-
-def _proof(secret: Secret | None, *parts: bytes) -> bytes:
-    return secret.tag(*parts) if secret else NO_PROOF
-
-
-def _holds(secret: Secret | None, proof: bytes, *parts: bytes) -> bool:
-    """Where this side has no secret, the other must have none either."""
-    return secret.proves(proof, *parts) if secret else proof == NO_PROOF
 
 
 def _compare(nodes: list[Hello], say: Callable[[str], None]) -> Answer:
@@ -380,29 +330,3 @@ def _listen(cluster: Cluster) -> socket.socket:
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"MASTER_PORT={cluster.master_port} cannot be used on node 0: {reason}.") from None
-
-
-def _send(connection: socket.socket, nonce: bytes, proof: bytes, body: bytes) -> bool:
-    """Whether the other side is still there."""
-    with contextlib.suppress(OSError):
-        connection.sendall(nonce + b" " + proof + b" " + body + b"\n")
-        return True
-    return False
-
-
-def _receive(connection: socket.socket, deadline: float, most_bytes: int) -> tuple[bytes, bytes, bytes]:
-    """One line's nonce, proof and JSON.
-
-    Raises:
-        OSError, ValueError: it went away, says nothing, or something else.
-    """
-    data = bytearray()
-    while not data.endswith(b"\n"):
-        connection.settimeout(max(0.01, deadline - time.monotonic()))
-        part = connection.recv(65_536)
-        if not part or len(data) > most_bytes:
-            raise ValueError("it answers, but not as node 0 of this project")
-        data += part
-    if (match := LINE.fullmatch(bytes(data[:-1]))) is None:
-        raise ValueError("it answers, but not as node 0 of this project")
-    return match[1], match[2], match[3]
