@@ -226,4 +226,4 @@ def test_torchruns_ranks_go_on_from_the_bucket_alone(place, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     record = read_json(RunFolder(tmp_path / "second/log/train/runs/the-run").record)
     assert record["status"] == "finished" and record["restarts"][-1]["resumed_step"] == first.record["steps"]
-    assert record["steps"] == 2 * (record["num_train"] // 64) and "++optimizer.lr=0.002" in record["overrides"]
+    assert record["steps"] == 2 * (record["num_train"] // 64) and "optimizer.lr=0.002" in record["overrides"]

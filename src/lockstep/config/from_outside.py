@@ -5,7 +5,6 @@ options have. What to build, where to read or write and whom to talk to, this cl
 torch.
 """
 
-import functools
 import json
 import math
 import re
@@ -79,24 +78,20 @@ def words_from(stored: object, roots: tuple[str, ...], whose: str) -> Taken:
     taken = Taken()
     for group in [group for group in GROUPS if group in roots]:
         _take_option(stored, group, taken, whose)
-    here = _composed(tuple(taken.words))
+    here = plain(compose("train", taken.words))
     for root in roots:
         if root in taken.left_out:
             continue
         for key, value, known in _below(root, _at(stored, root), _at(here, root)):
             name = key.rpartition(".")[2]
             if known and not _is_place(name, value) and _is_plain(value, WORDS_OF.get(key, WORD)):
-                taken.words.append(f"++{key}={value if isinstance(value, str) else json.dumps(value)}")
+                sign = "++" if _at(here, key) is Missing else ""
+                taken.words.append(f"{sign}{key}={value if isinstance(value, str) else json.dumps(value)}")
             elif root in EXACT and not _is_place(name, value):
                 raise UserError(f"{whose} says {key}={_shown(value)}, which is nothing that this clone builds.")
             elif _at(here, key) in (None, Missing):  # else this machine has a value of its own
                 taken.left_out.append(key)
     return taken
-
-
-@functools.cache
-def _composed(words: tuple[str, ...]) -> Config:
-    return plain(compose("train", list(words)))
 
 
 def _take_option(stored: Config, group: str, taken: Taken, whose: str) -> None:

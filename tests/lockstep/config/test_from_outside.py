@@ -5,6 +5,7 @@ import functools
 
 import pytest
 
+from lockstep.config import from_outside
 from lockstep.config.compose import CONFIGS, chosen_options, compose, plain
 from lockstep.config.from_outside import (
     GROUPS,
@@ -33,6 +34,18 @@ HOSTILE = [
     {"_target_": "os.system", "command": "true"}, [{"_target_": "os.system"}], ["/etc/passwd"], [["x.y"]], b"x",
     "x y", "x,y", "a=b", "{x:1}", "[1]", "x\n+a=1", "-x", "", 10**12, float("nan"), float("inf"), "x" * 101,
 ]  # fmt: skip
+
+
+@functools.cache
+def plain_once(words: tuple[str, ...]) -> dict:
+    return plain(compose("train", list(words)))
+
+
+@pytest.fixture
+def each_composition_is_made_once(monkeypatch):
+    """Thousands of configs come to the same few lists of options."""
+    monkeypatch.setattr(from_outside, "compose", lambda name, words: tuple(words))
+    monkeypatch.setattr(from_outside, "plain", plain_once)
 
 
 def stored(*words: str) -> dict:
@@ -147,6 +160,7 @@ def parameters(group: str, node: dict) -> set[str]:
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
+@pytest.mark.usefixtures("each_composition_is_made_once")
 def test_no_parameter_of_any_class_names_a_place_an_address_or_something_to_call(group, option):
     if group == "metrics":
         return  # entries, looked at above
@@ -173,6 +187,7 @@ def test_no_parameter_of_any_class_names_a_place_an_address_or_something_to_call
 
 
 @pytest.mark.parametrize("key", ["seed", "tags", "experiment_name", "test", "callbacks.checkpoints.monitor"])
+@pytest.mark.usefixtures("each_composition_is_made_once")
 def test_nor_does_any_other_key(key):
     for value in [*HOSTILE, {"a": 1}]:
         before = stored()
