@@ -22,7 +22,7 @@ import yaml
 
 from lockstep.config.compose import CONFIGS, chosen_options, compose, plain, run_script
 from lockstep.config.declared import key_of
-from lockstep.config.from_outside import config_of_checkpoint, config_of_own_run
+from lockstep.config.from_outside import config_of_checkpoint
 from lockstep.distributed.cluster import plan_file
 from lockstep.launch.launcher import launch_config, run_supervised
 from lockstep.launch.plan import RunPlan
@@ -43,15 +43,10 @@ KEPT_OPTIONS = ("data", "augmentation", "model", "loss", "optimizer", "scheduler
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A file of this machine, and the config to build its net with.
-
-    Args:
-        callbacks: of a run that this machine trained, those it had.
-    """
+    """A file of this machine, and the config to build its net with."""
 
     path: Path
     config: Config
-    callbacks: Config
 
     def options(self, words: list[str]) -> list[str]:
         """The options that `words` do not choose anew, as far as there are such options here."""
@@ -76,7 +71,7 @@ def evaluate(plan: RunPlan) -> int:
         run = build_run(plan, session, tested=checkpoint["state_dict"])
         check_fits(run.module, checkpoint["state_dict"], str(plan.checkpoint), plan.model_name)
         run.module.load_state_dict(checkpoint["state_dict"])
-        before = checkpoint["lockstep"]["data"]
+        before = checkpoint.get("lockstep", {}).get("data", {})
         chosen = any(word.lstrip("+~").startswith("data") for word in plan.overrides)
         if is_rank_zero and not chosen and before.get("data_hash") not in (None, run.facts["data_hash"]):
             log.info("The images are not those of the training: it may have trained on some of this test.")
@@ -113,9 +108,7 @@ def find_checkpoint(words: list[str]) -> Checkpoint:
     logs = Path(composed["paths"]["log_dir"])
     path = locate_checkpoint(str(composed["ckpt_path"]), logs, composed.get("s3"), logs / "cache")
     own = read_checkpoint(path).get("lockstep")
-    config = config_of_checkpoint(path, own.get("config") if isinstance(own, dict) else None, logs)
-    callbacks = (config.get("callbacks") or {}) if config_of_own_run(path, logs) else {}
-    return Checkpoint(path, config, callbacks)
+    return Checkpoint(path, config_of_checkpoint(path, own.get("config") if isinstance(own, dict) else None, logs))
 
 
 def config_of(cfg: Any, checkpoint: Checkpoint, words: list[str]) -> dict[str, Any]:
@@ -148,7 +141,7 @@ def config_of(cfg: Any, checkpoint: Checkpoint, words: list[str]) -> dict[str, A
 def callbacks_of(checkpoint: Checkpoint, composed: Config) -> Config:
     """Those asked for here and those the run had, beside every run's, which are for training."""
     every_run = yaml.safe_load((CONFIGS / "callbacks" / "default.yaml").read_text())
-    asked = {**checkpoint.callbacks, **(composed["callbacks"] or {})}
+    asked = {**(checkpoint.config.get("callbacks") or {}), **(composed["callbacks"] or {})}
     return {name: node for name, node in asked.items() if name not in every_run}
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from lockstep.callbacks.checkpoint_io import read_checkpoint, write_checkpoint
 from lockstep.runs.folder import read_config
 from runs import run_door
 
@@ -88,3 +89,14 @@ def test_a_checkpoint_of_a_version_without_a_key_is_tested(trained, tmp_path):
     words = [f"ckpt_path={tmp_path / 'old.ckpt'}", "data=image_folder", f"data.root={root}", "data.image_size=8"]
     done = run_door("eval", *words, "data.test_fraction=0.5", logs=tmp_path / "logs")
     assert done.code == 0 and done.record["metrics"]["test/images"] == 10, done.output
+
+
+def test_a_checkpoint_of_this_machine_that_says_nothing_of_itself_is_tested_by_its_runs_config(trained, tmp_path):
+    logs = shutil.copytree(trained.logs, tmp_path / "logs")
+    best = logs / "train" / "runs" / "r" / trained.record["best_checkpoint"]["path"]
+    content = read_checkpoint(best)
+    write_checkpoint({key: value for key, value in content.items() if key != "lockstep"}, best)
+    root = images(tmp_path / "images")
+    done = run_door("eval", f"ckpt_path={best}", f"data.root={root}", "data.test_fraction=0.25", logs=logs)
+    assert done.code == 0 and "Traceback" not in done.output, done.output
+    assert list(read_config(done.folder.config)["callbacks"]) == ["early"], "by the run's own config"
