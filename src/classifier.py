@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lockstep.runs.hooks import TakesNamedParameters
-from lockstep.runs.scores import BINS, TestCounts, summary
+from lockstep.runs.scores import BINS, ExactCounts, summary
 from lockstep.training.losses import losses_of_images, probabilities_of
 from lockstep.training.parameter_groups import GroupRules, parameter_groups
 
@@ -92,7 +92,7 @@ class ImageClassifier(pl.LightningModule):
         self.losses_summed = 0
         self.train_counts: Tensor | None = None  # (2,) hits and images of this epoch on this rank
         self.counts: Counts | None = None
-        self.test_counts: TestCounts | None = None
+        self.test_counts: ExactCounts | None = None
 
     def forward(self, images: Tensor) -> Tensor:
         return self.net(images)
@@ -159,7 +159,7 @@ class ImageClassifier(pl.LightningModule):
     def on_test_epoch_end(self) -> None:
         values, total = self._counted("test"), self.trainer.strategy.reduce
         confusion = total(self.counts.confusion, reduce_op="sum").view(self.num_classes, self.num_classes)
-        self.test_counts = TestCounts(
+        self.test_counts = ExactCounts(
             confusion.long().tolist(), total(self.counts.calibration, reduce_op="sum").tolist()
         )
         scores = summary(self.test_counts.confusion, self.test_counts.calibration)

@@ -34,21 +34,11 @@ TIMEOUT_S = 280.0
 needs_null_gpus = pytest.mark.skipif(bool(nullgpu_build.missing()), reason=str(nullgpu_build.missing()))
 
 
-def null_gpus(
-    devices: int = 1,
-    memory_gib: float = 16.0,
-    compute: bool = True,
-    capability: str = "8.0",
-    syncs: Path | None = None,
-) -> dict[str, str]:
+def null_gpus(**options: Any) -> dict[str, str]:
     """The environment of a subprocess that sees null GPUs.
 
     Args:
-        devices: their number.
-        memory_gib: of each; more is an out-of-memory.
-        compute: results are right; without, kernels do nothing and run in no time.
-        capability: of the GPU that they stand for: 8.0 has bf16, 7.5 has not.
-        syncs: a folder for rank<RANK>.json, the synchronisations by line.
+        options: of `settings`.
     """
     library = nullgpu_build.built(CACHE)
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH")}
@@ -61,7 +51,7 @@ def null_gpus(
     return {
         **os.environ,
         **paths,
-        **settings(devices, memory_gib, compute, capability, syncs),
+        **settings(**options),
         "LD_PRELOAD": str(library / "libnullgpu.so"),
         "TRITON_LIBCUDA_PATH": str(library),
         "OMP_NUM_THREADS": "1",
@@ -75,7 +65,15 @@ def settings(
     capability: str = "8.0",
     syncs: Path | None = None,
 ) -> dict[str, str]:
-    """What the driver reads when a process first asks for a device; see null_gpus."""
+    """What the driver reads when a process first asks for a device.
+
+    Args:
+        devices: their number.
+        memory_gib: of each; more is an out-of-memory.
+        compute: results are right; without, kernels do nothing and run in no time.
+        capability: of the GPU that they stand for: 8.0 has bf16, 7.5 has not.
+        syncs: a folder for rank<RANK>.json, the synchronisations by line.
+    """
     return {
         "NULLGPU_DEVICES": str(devices),
         "NULLGPU_MEMORY_GIB": str(memory_gib),

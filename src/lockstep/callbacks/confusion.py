@@ -6,10 +6,10 @@ from typing import Any
 from lockstep.runs.csv_files import guarded
 from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.scores import BINS, TestCounts
+from lockstep.runs.scores import BINS, ExactCounts
 
 
-def write_counts(counts: TestCounts, class_names: list[str], folder: RunFolder) -> dict[str, float]:
+def write_counts(counts: ExactCounts, class_names: list[str], folder: RunFolder) -> dict[str, float]:
     """Write confusion_matrix.csv and calibration.csv into the run folder; returns accuracy per class."""
 
     def write_confusion(file: Any) -> None:

@@ -127,8 +127,8 @@ def common_size(files: Sequence[Path]) -> int | None:
         try:
             with Image.open(path, formats=FORMATS) as image:
                 sizes.add(image.size)
-        except Exception:
-            continue  # `decode` names it
+        except Exception:  # a damaged file makes Pillow raise nearly anything; `decode` names it
+            continue
         if len(sizes) > 1:
             return None
     return next((w for w, h in sizes if w == h), None)

@@ -18,9 +18,8 @@ class Entry:
     note: Note = field(default_factory=Note)
     page: str = ""  # the file that holds its details
     reports: tuple[str, ...] = ()  # links in markdown
-    pictures: tuple[str, str, str] | None = (
-        None  # curves, confusion matrix and calibration, where they do not lie in figures/
-    )
+    # Curves, confusion matrix and calibration, where they do not lie in figures/.
+    pictures: tuple[str, str, str] | None = None
 
     @property
     def run_id(self) -> str:

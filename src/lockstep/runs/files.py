@@ -39,9 +39,8 @@ def write_atomically(path: Path, write: Callable[[Any], None], *, binary: bool =
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
         try:
-            text: dict[str, Any] = (
-                {} if binary else {"encoding": "utf-8", "errors": "backslashreplace"}
-            )  # of file names that are none
+            # Text may hold a file name that is no UTF-8.
+            text: dict[str, Any] = {} if binary else {"encoding": "utf-8", "errors": "backslashreplace"}
             with os.fdopen(handle, "wb" if binary else "w", **text) as file:
                 write(file)
                 file.flush()

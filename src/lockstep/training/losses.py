@@ -18,7 +18,7 @@ def shares_of(targets: Tensor, num_classes: int, label_smoothing: float, dtype: 
     return shares.to(dtype) * (1 - label_smoothing) + label_smoothing / num_classes
 
 
-def class_weights(stated: str | Sequence[float] | None, class_counts: Sequence[int]) -> Tensor:
+def weights_of_classes(stated: str | Sequence[float] | None, class_counts: Sequence[int]) -> Tensor:
     """(classes,) float64. "auto": images / (classes × images of the class), whose mean over the images is 1.
 
     Raises:
@@ -66,7 +66,7 @@ class WeightedLoss(nn.Module):
         check_label_smoothing(label_smoothing)
         self.num_classes, self.label_smoothing = num_classes, label_smoothing
         self.is_weighted = class_weights is not None
-        self.register_buffer("weights", _weights(class_weights, class_counts), persistent=False)
+        self.register_buffer("weights", weights_of_classes(class_weights, class_counts), persistent=False)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """
@@ -89,9 +89,6 @@ class WeightedLoss(nn.Module):
 
     def probabilities(self, logits: Tensor) -> Tensor:
         return logits.softmax(1)
-
-
-_weights = class_weights  # the option has the function's name
 
 
 def losses_of_images(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ import pytest
 
 from lockstep.callbacks.confusion import write_counts
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.scores import BINS, TestCounts
+from lockstep.runs.scores import BINS, ExactCounts
 
-COUNTS = TestCounts([[8, 0, 2], [0, 10, 0], [5, 0, 5]], [[2.0, 1.0, 0.125]] * BINS)
+COUNTS = ExactCounts([[8, 0, 2], [0, 10, 0], [5, 0, 5]], [[2.0, 1.0, 0.125]] * BINS)
 
 
 @pytest.fixture
