@@ -94,6 +94,7 @@ def test_every_experiment_composes(experiment):
     shape = {"num_classes": 10, "image_size": config["data"]["image_size"], "channels": 3}
     own = dict(config["model"])
     own |= {key: value for key, value in {"pretrained": False, "weights": None}.items() if key in own}
+    own.pop("freeze")  # said of every model, and not to the model
     with torch.device("meta"):
         build(own, shape)
 
