@@ -209,20 +209,37 @@ CHECKPOINTS = {
 def test_a_hostile_checkpoint_runs_nothing(attack, trained, canary, tmp_path):
     """Nor where it lies among this machine's runs."""
     logs = tmp_path / "logs"
-    path = logs / "train" / "runs" / "theirs" / "checkpoints" / "best-step00000001.ckpt"
-    path.parent.mkdir(parents=True)
-    attack(good(trained), path, canary)
-    wanted = CHECKPOINTS[attack]
-    done = run_door("eval", f"ckpt_path={path}", logs=logs)
-    assert "Traceback" not in done.output
-    assert done.code == (2 if wanted else 0), done.output
-    assert (wanted or "test/acc") in done.output.strip().splitlines()[-1]
+    path, wanted = put(attack, trained, canary, logs), CHECKPOINTS[attack]
     if wanted:
         with pytest.raises(UserError) as raised:
             load_finished(str(path), logs)
         assert wanted in str(raised.value)
     else:
         load_finished(str(path), logs)
+
+
+OFTEN = (raw_pickle, chain_of_allowed_names, any_module_of_torch, an_interpolation)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [attack if attack in OFTEN else pytest.param(attack, marks=pytest.mark.slow) for attack in CHECKPOINTS],
+    ids=lambda attack: attack.__name__,
+)
+def test_eval_of_a_hostile_checkpoint_runs_nothing(attack, trained, canary, tmp_path):
+    path, wanted = put(attack, trained, canary, tmp_path), CHECKPOINTS[attack]
+    done = run_door("eval", f"ckpt_path={path}", logs=tmp_path)
+    assert "Traceback" not in done.output
+    assert done.code == (2 if wanted else 0), done.output
+    assert (wanted or "test/acc") in done.output.strip().splitlines()[-1]
+
+
+def put(attack, trained, canary, logs):
+    """The attack's checkpoint among this machine's runs."""
+    path = logs / "train" / "runs" / "theirs" / "checkpoints" / "best-step00000001.ckpt"
+    path.parent.mkdir(parents=True)
+    attack(good(trained), path, canary)
+    return path
 
 
 @pytest.mark.parametrize(
@@ -455,6 +472,7 @@ def test_a_name_with_markup_leaves_the_page_whole(text, canary, tmp_path):
     assert names == {"runs", "logbook", "outside"}
 
 
+@pytest.mark.slow
 def test_a_sidecar_of_another_file_names_nothing_outside(trained, canary, tmp_path):
     """The small file beside a checkpoint only says bytes and hash; where it is wrong the checkpoint is passed over."""
     logs = tmp_path / "logs"

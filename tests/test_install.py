@@ -86,7 +86,7 @@ def installed(folder):
     return list(folder.glob(f".venv/lib/*/site-packages/{NAME}.py"))
 
 
-@pytest.mark.parametrize("with_uv", [True, False], ids=["uv", "pip"])
+@pytest.mark.parametrize("with_uv", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["uv", "pip"])
 def test_another_hash_is_refused_and_the_pinned_one_installed(with_uv, index, tmp_path):
     if with_uv and not Path(sys.executable).with_name("uv").exists():
         pytest.skip("uv is not beside this Python")

@@ -38,7 +38,5 @@ def test_the_ranks_of_one_machine_listen_on_loopback_only(training):
     found = list(listening(training))
     assert len(found) >= 3 and {kind for kind, _ in found} == {"SOCK_STREAM"}
     assert [ip for _, ip in found if not ipaddress.ip_address(ip).is_loopback] == []
-
-
-def test_the_supervisor_itself_listens_nowhere(training):
+    # the supervisor itself
     assert [found for found in training.net_connections("inet") if found.status == psutil.CONN_LISTEN] == []

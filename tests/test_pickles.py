@@ -38,11 +38,12 @@ def pickles_of(tmp_path, *words):
     return {tuple(line.split()) for line in path.read_text().splitlines()} if path.exists() else set()
 
 
-@pytest.mark.parametrize("trainer", ["ddp_sim", "fsdp_sim"])
+@pytest.mark.parametrize("trainer", ["fsdp_sim", pytest.param("ddp_sim", marks=pytest.mark.slow)])
 def test_a_run_sends_none(tmp_path, trainer):
     assert pickles_of(tmp_path, f"trainer={trainer}") == set()
 
 
+@pytest.mark.slow
 def test_sharded_checkpoints_are_planned_by_torch_with_pickles(tmp_path):
     """After every rank has proved itself; SECURITY.md says so."""
     found = pickles_of(tmp_path, "trainer=fsdp_sim", "trainer.strategy.sharded_checkpoint=true")

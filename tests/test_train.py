@@ -93,6 +93,7 @@ def test_debug_options_run(tmp_path, option, steps, wanted):
         assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.slow
 def test_learning_rates_follow_the_batch_where_asked(tmp_path):
     options = ["experiment=quickstart", "optimizer=muon", "trainer.max_steps=2", "test=false"]
     options += ["optimizer.lr=0.02", "optimizer.head_lr=0.01", "optimizer.base_batch_size=32", "scheduler=none"]
@@ -128,7 +129,7 @@ def test_a_checkpoint_is_plain_and_carries_its_config(uninterrupted):
     assert sidecar.world_size == 1 and sidecar.epoch in (0, 1, 2)
 
 
-@pytest.mark.parametrize("stop_after", [3, pytest.param(20, marks=SOAK), 21, pytest.param(30, marks=SOAK)])
+@pytest.mark.parametrize("stop_after", [3, *(pytest.param(step, marks=SOAK) for step in (20, 21, 30))])
 def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(uninterrupted, tmp_path, stop_after):
     """Mid-epoch, at an epoch's last step (20 of 20), just after it, and later; dropout and shuffling on."""
     done = run_door("train", *SMALL, "run_id=r", logs=tmp_path, before=partial(signal_at_step, stop_after))
@@ -150,6 +151,7 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(uninterrupted,
     assert done.record["metrics"]["test/correct"] == uninterrupted.record["metrics"]["test/correct"]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_run_resumes_to_the_same_weights(uninterrupted, tmp_path):
     two = [*SMALL, "trainer=ddp_sim", "data.global_batch_size=128", "callbacks.checkpoints.every_n_epochs=1"]
     whole = run_door("train", *two, logs=tmp_path / "whole")
@@ -215,7 +217,10 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("overrides", BAD)
+EVERY_OTHER = [pytest.param(words, marks=[SOAK] * (place % 2)) for place, words in enumerate(BAD)]
+
+
+@pytest.mark.parametrize("overrides", EVERY_OTHER, ids=BAD)
 def test_bad_input_ends_with_one_sentence_and_exit_code_2(overrides, tmp_path):
     done = run_door("train", *overrides.split(), logs=tmp_path)
     assert done.code == 2, done.output

@@ -57,9 +57,13 @@ def test_every_strategy_logs_the_same(accumulate):
             assert rank["inspect"] == pytest.approx(expected, rel=1e-12), name
 
 
-def test_it_is_taken_before_clipping_and_without_the_scale_of_fp16():
+def test_it_is_taken_before_clipping():
     clipped = one(**settings(clip=1e-3))["inspect"]
     assert clipped[0] == pytest.approx(by_hand()[0], rel=1e-12) and clipped[1] > 1e-3
+
+
+@pytest.mark.slow
+def test_it_is_taken_without_the_scale_of_fp16():
     [found] = ranks_all(2, [("fsdp", settings(precision="16-mixed"))])
     assert found[0]["inspect"] == pytest.approx(by_hand(), rel=2e-2)
 

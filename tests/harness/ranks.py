@@ -15,7 +15,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "torchvision", "timm", "numpy"]
+PRELOAD = ["torch.utils.tensorboard", "lightning.pytorch", "torchvision", "timm", "hydra", "boto3",
+           "lockstep.launch.launcher", "lockstep.training.build", "lockstep.data.image_datamodule",
+           "lockstep.callbacks.throughput", "lockstep.pages.build", "omegaconf._impl"]  # fmt: skip
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 

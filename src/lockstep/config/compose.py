@@ -38,7 +38,7 @@ def compose(config_name: str, overrides: list[str]) -> Any:
         except faults as error:  # Hydra's own checks raise Python's errors too
             _explain(config_name, overrides, faults)
             raise UserError(_one_sentence(error, overrides)) from None
-        options = hydra_compose(config_name, _choices(cfg))
+        options = hydra_compose(config_name, _choices(cfg)) if overrides else cfg
     refuse_undeclared(_unresolved(cfg), _unresolved(options), CONFIGS, overrides)
     check_types(cfg, options, overrides)
     return cfg

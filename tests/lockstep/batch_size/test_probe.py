@@ -169,6 +169,7 @@ def largest_is_real(plan, folder):
     return fields
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_real(tmp_path):
     own = ["trainer=cpu", "trainer.memory_limit_gib=0.1", "trainer.memory_fraction=0.6"]
     fields = largest_is_real(planned([*SMALL, "model=small_cnn", *own], tmp_path), tmp_path)

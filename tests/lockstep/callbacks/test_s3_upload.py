@@ -87,6 +87,7 @@ def test_a_bucket_that_cannot_be_used_ends_the_run_before_training_on_every_rank
         make().setup(trainer(1, 2, ["start-id", "because rank 0 said so"]), None, "fit")
 
 
+@pytest.mark.slow
 def test_not_required_trains_on_and_says_so(make, caplog):
     callback = make(uri="s3://no-such-bucket/x", required=False, flush_timeout_s=3)
     callback.setup(trainer(), None, "fit")

@@ -156,7 +156,7 @@ def test_more_silent_strangers_than_it_keeps_hold_nobody_up(monkeypatch):
     monkeypatch.setattr(rendezvous, "MOST_CALLERS", 5)
     nodes = Nodes(2, timeout_s=20.0).start(0, run_id="r")
     time.sleep(0.3)
-    silent = [socket.create_connection(("127.0.0.1", nodes.port), timeout=1) for _ in range(50)]
+    silent = [socket.create_connection(("127.0.0.1", nodes.port), timeout=0.3) for _ in range(50)]
     assert sum(was_closed(stranger) for stranger in silent) == 45
     assert nodes.start(1).end()[1].run_id == "r"
     for stranger in silent:

@@ -335,6 +335,7 @@ def test_a_comparison_follows_a_run_that_moves_to_an_older_page(tmp_path):
     assert "(vit_ddp.md#run-run-38)" in page.read_text() and build(logbook) == []
 
 
+@pytest.mark.slow
 def test_a_thousand_runs(tmp_path):
     """Timed in benchmarks/logbook_build.py; here: all of them are there, on pages that GitHub still renders."""
     logbook = tmp_path / "logbook"

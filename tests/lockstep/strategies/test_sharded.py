@@ -32,7 +32,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("world_size", "nodes"), SETTINGS)
+@pytest.mark.parametrize(("world_size", "nodes"), [(2, 1), pytest.param(4, 1, marks=pytest.mark.slow), (4, 2)])
 def test_equals_one_process_in_float64(world_size, nodes):
     every = SETTINGS[world_size, nodes]
     for settings, found in zip(every, ranks_all(world_size, [("fsdp", s) for s in every], nodes), strict=True):
