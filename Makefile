@@ -18,7 +18,7 @@ test: install-dev  ## the tests of every room, in some minutes; needs no network
 
 test-all: install-dev  ## the rest of the tests: more launchers, lost nodes, stores that die
 	$(PY) -m pytest -m slow
-SIDE_BY_SIDE := -n 4 --dist worksteal
+SIDE_BY_SIDE := -n 3 --dist worksteal
 
 test-nullgpu: install-dev  ## of both, what runs torch's CUDA code on null GPUs (tests/nullgpu)
 	$(PY) -m pytest tests/nullgpu -m "slow or not slow"

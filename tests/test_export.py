@@ -41,6 +41,7 @@ def answers(vit):
         return images, model.net(images)
 
 
+@pytest.mark.slow
 def test_timm_loads_the_safetensors(exported, answers):
     import timm
 

@@ -52,6 +52,7 @@ def test_input_that_is_refused_leaves_no_folder(tmp_path, words):
     assert not (tmp_path / "train/runs/r").exists() and not (tmp_path / "logbook").exists()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_whose_input_is_refused_keeps_its_folder(tmp_path):
     first = run_door("train", *SMALL, logs=tmp_path)
     assert first.code == 0, first.output

@@ -321,6 +321,7 @@ def other_images():
     build.data_facts = lambda data: {**original(data), "data_hash": "others"}
 
 
+@pytest.mark.slow
 def test_a_test_of_no_batches_is_no_failure(tmp_path):
     words = ["experiment=quickstart", "trainer.max_steps=2", "run_id=r"]
     done = run_door("train", *words, "trainer.limit_test_batches=0", logs=tmp_path)

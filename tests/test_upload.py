@@ -208,6 +208,7 @@ def test_what_is_left_of_an_older_start_does_not_go_over_a_newer_one(setting):
     assert check_the_pointer(setting) is None
 
 
+@pytest.mark.slow
 def test_sharded_checkpoints_of_all_ranks_of_this_machine(setting, tmp_path):
     folder = setting.folder.checkpoints / "best-step00000010.ckpt"
     sharded(folder)

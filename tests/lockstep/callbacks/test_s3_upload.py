@@ -100,6 +100,7 @@ def test_not_required_trains_on_and_says_so(make, caplog):
     assert [item.step for item in Outbox(callback.folder.path / "upload").left()] == [10]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_sends_its_last_at_once(make):
     callback = make(last_interval_s=3600.0)
     callback.setup(trainer(), None, "fit")

@@ -56,7 +56,7 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize("sign", ["", "+", "++"])
+@pytest.mark.parametrize("sign", ["", "+", pytest.param("++", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("words", WRONG)
 def test_a_key_that_nothing_reads_is_refused_with_the_nearest(words, sign):
     with pytest.raises(UserError) as refused:

@@ -24,7 +24,7 @@ from lockstep.runs.own_config import signed
 
 MANY = pytest.mark.slow  # the others tell the same
 EXPERIMENTS = [
-    name if name in ("quickstart", "cifar10_cpu", "vit_fsdp", "vit_hivemind") else pytest.param(name, marks=MANY)
+    name if name in ("quickstart", "vit_hivemind") else pytest.param(name, marks=MANY)
     for name in sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
 ]
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]

@@ -142,6 +142,7 @@ class _BreakingBody:
                 raise ConnectionResetError
 
 
+@pytest.mark.slow
 def test_a_download_from_s3_that_breaks_off_is_continued(s3, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(fetch_module, "RETRY_DELAYS_S", (0.01,))
     store = open_store(s3)

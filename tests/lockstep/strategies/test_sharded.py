@@ -99,7 +99,10 @@ def test_low_precision_stays_close_and_keeps_float32_weights():
         assert {str(w.dtype) for w in found[0]["weights"].values()} <= {"float32", "int64"}
 
 
-@pytest.mark.parametrize(("world_size", "nodes", "own"), [(2, 1, {}), (4, 2, {"shard_within_node": True})])
+@pytest.mark.parametrize(
+    ("world_size", "nodes", "own"),
+    [(2, 1, {}), pytest.param(4, 2, {"shard_within_node": True}, marks=pytest.mark.slow)],
+)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(world_size, nodes, own):
     same = {"precision": "16-mixed", "inspect": scale, "own": own}
     runs = [("fsdp", {**same, "steps": 6, "overflow_at": 5}), ("fsdp", {**same, "steps": 5})]
