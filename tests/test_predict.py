@@ -30,7 +30,10 @@ def test_as_many_test_images_are_right_as_in_the_run(trained, tmp_path, capsys):
     out = tmp_path / "found" / "p.csv"
     ask = [f"ckpt_path={done.record['run_id']}", f"images={root / 'images'}", f"out={out}", "top=3"]
     assert main([*ask, f"log_dir={done.logs}", "batch=50"]) == 0
-    assert capsys.readouterr().out.startswith("360 images · ")
+    said = capsys.readouterr().out
+    assert said.startswith("360 images · ")
+    ask[0] = f"ckpt_path={done.folder.path}"  # a run's folder is as good as its id
+    assert main([*ask, "batch=50"]) == 0 and capsys.readouterr().out.startswith(said.partition(" in ")[0])
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
     right = sum(row["file"].removesuffix(".png").split("_")[-1] == row["class"] for row in rows)

@@ -203,6 +203,7 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None, ca
     """Its absolute path on this machine.
 
     Args:
+        address: a checkpoint, s3://…, or a run: its id, or its folder.
         logs: where runs lie.
         s3: the config group (endpoint_url and so on); its uri is not used.
         cache: where what s3:// names is put.
@@ -212,12 +213,17 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None, ca
     if address.startswith("s3:"):
         return resolve_checkpoint(address, s3, cache).resolve()
     path = Path(address)
+    if (run := RunFolder(path)).record.exists():
+        return _best_of(run)
     if path.exists():
         return path.resolve()
     if not RUN_ID_PATTERN.fullmatch(address) or path.suffix == ".ckpt":
         raise UserError(f"There is no checkpoint {address}.")
-    folder = find_run(logs, address)
-    best = next((found for found, _ in complete(folder.checkpoints, "best")), None)
+    return _best_of(find_run(logs, address))
+
+
+def _best_of(run: RunFolder) -> Path:
+    best = next((found for found, _ in complete(run.checkpoints, "best")), None)
     if best is None:
-        raise UserError(f"The run {address} has no complete best checkpoint.")
+        raise UserError(f"The run {run.run_id} has no complete best checkpoint.")
     return best.resolve()
