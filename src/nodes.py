@@ -58,7 +58,7 @@ def command_for(rank: int, hosts: list[str], overrides: list[str], options: Any,
         "MASTER_ADDR": address, "MASTER_PORT": str(options.master_port), "NODE_RANK": str(rank),
         **({"RUN_ID": run_id} if run_id else {}), **dict(word.split("=", 1) for word in options.env),
     }  # fmt: skip
-    train = ["env", *(f"{k}={v}" for k, v in settings.items()), ".venv/bin/python", f"src/{options.door}.py",
+    train = ["env", *(f"{k}={v}" for k, v in settings.items()), ".venv/bin/python", f"src/{options.script}.py",
              f"trainer.num_nodes={len(hosts)}", *overrides]  # fmt: skip
     # The leash's own output is closed: sshd waits for everyone who holds the session's.
     script = (
@@ -166,7 +166,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--master-addr", help="host0's address as the others reach it (default: its name)")
     parser.add_argument("--master-port", type=int, default=29500)
     parser.add_argument("--env", nargs="*", default=[], help="NAME=value, set on every host")
-    parser.add_argument("--door", default="train", choices=["train", "eval", "find_batch_size", "doctor"])
+    scripts = ["train", "eval", "find_batch_size", "doctor"]
+    parser.add_argument("--script", "--door", default="train", choices=scripts, help="--door: as it was called before")
     parser.add_argument("--ssh", type=shlex.split, default=SSH, help="the ssh command with its options")
     options = parser.parse_args(argv)
     if len(options.dir) not in (1, len(options.hosts)):
