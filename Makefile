@@ -67,7 +67,7 @@ audit: install  ## ask the package index's advisories about every pinned version
 	$(VENV)/audit/bin/pip-audit --strict --disable-pip --require-hashes --progress-spinner off \
 	  -r requirements.txt -r requirements-hivemind.txt
 
-parity: install  ## every strategy against one process, in float64, with seeded faults
+parity: install-dev  ## every strategy against one process, in float64, with seeded faults
 	$(PY) benchmarks/parity.py
 
 bench: install-dev  ## measure this machine against peers and goals (about an hour), into benchmarks/README.md

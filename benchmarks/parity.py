@@ -8,6 +8,7 @@ in float64, if a loss does not fall by 20 %, or if a seeded fault goes unnoticed
 
 import argparse
 import json
+import os
 import platform
 import sys
 import tempfile
@@ -23,10 +24,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "harness"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "nullgpu" / "driver"))
 
-from parity_runs import FAULTS, GLOBAL_BATCH, MODELS, STEPS, Case, bare_loop, lightning_run
+from parity_runs import FAULTS, GLOBAL_BATCH, MODELS, STEPS, Case, bare_loop, lightning_run, run_with_gpu
 
+import nullgpu_build
 from local_ranks import local_cluster, run_ranks
+from null_gpus import call_on_null_gpus, ranks_on_null_gpus
 
 HERE = Path(__file__).resolve().parent
 PAGES = HERE.parent / "logbook" / "measurements"
@@ -42,6 +46,7 @@ class Row:
     ranks: int = 1
     accumulate: int = 1
     fine_tuning: bool = False
+    device_type: str = "cpu"
 
 
 ROWS = (
@@ -57,6 +62,19 @@ ROWS = (
     Row("one process, fine-tuning", "one_process", fine_tuning=True),
     Row("ddp_sim, 2 ranks, fine-tuning", "ddp", 2, fine_tuning=True),
     Row("fsdp_sim, 2 ranks, fine-tuning", "fsdp", 2, fine_tuning=True),
+)
+ON_NULL_GPUS = (  # float64 alone: what rounds in float32 there is the CPU's arithmetic again
+    Row("gpu, one", "one_process", device_type="cuda"),
+    Row("ddp, 2 ranks", "ddp", 2, device_type="cuda"),
+    Row("ddp, 2 ranks, 4-step accumulation", "ddp", 2, 4, device_type="cuda"),
+    Row("fsdp, 2 ranks", "fsdp", 2, device_type="cuda"),
+    Row("fsdp, 2 ranks, 4-step accumulation", "fsdp", 2, 4, device_type="cuda"),
+    Row("fsdp, 4 ranks", "fsdp", 4, device_type="cuda"),
+    Row("allreduce, 2 ranks", "allreduce", 2, device_type="cuda"),
+    Row("model_parallel [cuda:0,cuda:1]", "model_parallel", device_type="cuda"),
+    Row("dp on 2", "dp", device_type="cuda"),
+    Row("ddp, 2 ranks, fine-tuning", "ddp", 2, fine_tuning=True, device_type="cuda"),
+    Row("fsdp, 2 ranks, fine-tuning", "fsdp", 2, fine_tuning=True, device_type="cuda"),
 )
 
 
@@ -77,7 +95,11 @@ class Result:
 
 def run(case: Case, ranks: int) -> tuple[list[float], dict[str, np.ndarray]]:
     """The loss of each global batch, and the final weights."""
-    if ranks > 1:
+    if case.device_type == "cuda" and ranks > 1:
+        parts = ranks_on_null_gpus(run_with_gpu, ranks, case)
+    elif case.device_type == "cuda":
+        parts = [call_on_null_gpus(run_with_gpu, case, devices=2)]
+    elif ranks > 1:
         parts = run_ranks(lightning_run, ranks, case, preload=PRELOAD)
     elif case.strategy == "bare":
         parts = [bare_loop(case)]
@@ -96,23 +118,29 @@ def differences(found: tuple[list[float], dict], expected: tuple[list[float], di
     return {"losses": float(losses), "weights": float(weights)}
 
 
-def compare(model: str, cache_dir: str, rows: tuple[Row, ...] = ROWS) -> tuple[list[Result], dict[str, float]]:
+def compare(model: str, cache_dir: str) -> tuple[list[Result], dict[str, float]]:
     """The rows of a model, and how far float32 by itself takes the bare loop from float64."""
     results: dict[str, Result] = {}
     bare: dict[str, Any] = {}
-    for precision in ("64-true", "32-true"):
+    null_gpus = () if nullgpu_build.missing() else ON_NULL_GPUS
+    for precision, rows in (("64-true", ROWS + null_gpus), ("32-true", ROWS)):
         expected: dict[tuple[int, bool], Any] = {}
         for row in rows:
             # BatchNorm sees micro-batches: only one process with the same ones can agree.
             accumulate = row.accumulate if model == "alexnet_bn" else 1
-            case = Case(model, precision, row.strategy, row.accumulate, row.fine_tuning, cache_dir=cache_dir)
+            case = Case(
+                model, precision, row.strategy, row.accumulate, row.fine_tuning,
+                cache_dir=cache_dir, device_type=row.device_type,
+            )  # fmt: skip
             kind = (accumulate, row.fine_tuning)
             if kind not in expected:
-                expected[kind] = run(replace(case, strategy="bare", accumulate=accumulate), 1)
+                alone = replace(case, strategy="bare", accumulate=accumulate, device_type="cpu")
+                expected[kind] = run(alone, 1)
             started = time.perf_counter()
             found = run(case, row.ranks)
             label = "bare loop" if accumulate == 1 else f"bare loop, {accumulate} micro-batches"
-            result = results.setdefault(row.name, Result(model, row.name, label))
+            name = row.name if row.device_type == "cpu" else f"null GPUs: {row.name}"
+            result = results.setdefault(name, Result(model, name, label))
             result.difference[precision] = differences(found, expected[kind])
             if precision == "64-true":
                 result.first_loss, result.last_loss = found[0][0], float(np.mean(found[0][-3:]))
@@ -155,14 +183,15 @@ def report(
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
-        double, single = r.difference["64-true"], r.difference["32-true"]
-        numbers = [double["losses"], double["weights"], single["losses"], single["weights"]]
+        double, single = r.difference["64-true"], r.difference.get("32-true", {})
+        numbers = [double["losses"], double["weights"], single.get("losses"), single.get("weights")]
+        cells = ["–" if n is None else f"{n:.1e}" for n in numbers]
         lines.append(
-            f"| {r.model} | {r.row} | {r.compared_with} | {' | '.join(f'{n:.1e}' for n in numbers)} | "
+            f"| {r.model} | {r.row} | {r.compared_with} | {' | '.join(cells)} | "
             f"{r.first_loss:.3f} → {r.last_loss:.3f} | {'equal' if r.passed else '**differs**'} |"
         )
-    if torch.cuda.device_count() < 2:
-        lines.append(f"| all | dp | – | – | – | – | – | – | not exercised: {torch.cuda.device_count()} GPUs here |")
+    if without := nullgpu_build.missing():
+        lines.append(f"| all | on CUDA tensors | – | – | – | – | – | – | not exercised: {without} |")
     lines += [
         "",
         f"float32 alone takes the bare loop this far from the bare loop in float64: {own}.",
@@ -171,6 +200,8 @@ def report(
         "nature, so it is compared with a bare loop over the same micro-batches. The last loss is the mean of three.",
         "Fine-tuning: first layers frozen, layer decay 0.8, 1.5 times the learning rate for the head, weight decay on "
         "matrices alone; compared with a bare loop that does the same.",
+        "Null GPUs are no GPUs: torch's own CUDA code, allocator, streams and NCCL process groups ran, over a driver "
+        "that computes on the CPU (tests/nullgpu/README.md). The arithmetic of GPU kernels is not compared here.",
         "",
         "| seeded fault (small_cnn, allreduce_sim, float64) | losses | weights | noticed |",
         "|---|---|---|---|",
@@ -187,6 +218,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="folder for page and results, instead of the repository's own")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))  # null GPUs'
     started = time.perf_counter()
     results: list[Result] = []
     rounding: dict[str, dict[str, float]] = {}

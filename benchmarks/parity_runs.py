@@ -1,6 +1,7 @@
 """One training run of the parity table, in a rank or in this process: 20 steps on the same images in the same order."""
 
 import logging
+import os
 import warnings
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +15,10 @@ from torch.nn import functional as F
 
 from classifier import ImageClassifier
 from data.synthetic import SyntheticDataModule
-from local_ranks import meet
+from local_ranks import local_cluster, meet
 from lockstep.distributed.cluster import Cluster
 from lockstep.strategies.allreduce import AllReduce
+from lockstep.strategies.data_parallel import DataParallel
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.model_parallel import ModelParallel
 from lockstep.strategies.sharded import Sharded
@@ -46,11 +48,12 @@ class Case:
 
     model: str
     precision: str  # 64-true or 32-true
-    strategy: str  # bare, one_process, ddp, fsdp, allreduce, model_parallel
+    strategy: str  # bare, one_process, ddp, fsdp, allreduce, model_parallel, dp
     accumulate: int = 1
     fine_tuning: bool = False  # with FROZEN layers, layer decay, and weight decay on matrices alone
     fault: str = ""
     cache_dir: str = ""
+    device_type: str = "cpu"
 
 
 def net_of(case: Case) -> nn.Module:
@@ -89,7 +92,8 @@ def build_data(case: Case, rank: int = 0, world_size: int = 1) -> SyntheticDataM
     data.prepare()
     if case.fault == "one rank's batch repeated":
         rank = 0
-    data.place(rank=rank, world_size=world_size, accumulate_grad_batches=case.accumulate)
+    device = "cpu" if case.device_type == "cpu" else f"cuda:{rank}"
+    data.place(rank=rank, world_size=world_size, accumulate_grad_batches=case.accumulate, device=device)
     return data
 
 
@@ -159,7 +163,9 @@ def build_strategy(case: Case, cluster: Cluster) -> Any:
     if case.strategy == "one_process":
         return "auto"
     if case.strategy == "model_parallel":
-        return ModelParallel(stage_devices=["cpu", "cpu"])
+        return ModelParallel(stage_devices=["cpu", "cpu"] if case.device_type == "cpu" else ["cuda:0", "cuda:1"])
+    if case.strategy == "dp":
+        return DataParallel(2)
     cls = {"ddp": DDP, "fsdp": Sharded, "allreduce": FaultyAllReduce if case.fault else AllReduce}[case.strategy]
     strategy = cls()
     if isinstance(strategy, FaultyAllReduce):
@@ -169,21 +175,22 @@ def build_strategy(case: Case, cluster: Cluster) -> Any:
 
 def lightning_run(cluster: Cluster, case: Case) -> dict[str, Any]:
     """20 steps through the Trainer; this rank's losses, and on rank 0 the whole final weights."""
-    logging.getLogger("lightning").setLevel(logging.ERROR)
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     data = build_data(case, cluster.rank, cluster.world_size)
     rules = FINE_TUNING if case.fine_tuning else None
     net = ImageClassifier(net_of(case), sgd(case), num_classes=CLASSES, rules=rules)
-    meet(cluster)
+    meet(cluster, case.device_type)
     if case.model == "alexnet_bn" and cluster.world_size > 1:
-        synchronise(net.net, "cpu")
+        synchronise(net.net, case.device_type)
     strategy, losses = build_strategy(case, cluster), Losses()
     plugins: list[Any] = [StartedRanks(cluster)]
     given = {"precision": case.precision}
     if isinstance(strategy, Sharded):
-        plugins.append(strategy.precision_for(given.pop("precision"), "cpu"))
+        plugins.append(strategy.precision_for(given.pop("precision"), case.device_type))
     trainer = pl.Trainer(
-        accelerator="cpu", devices=cluster.devices, strategy=strategy, plugins=plugins, callbacks=[losses],
+        accelerator=case.device_type, devices=cluster.devices, strategy=strategy, plugins=plugins, callbacks=[losses],
         max_epochs=EPOCHS, accumulate_grad_batches=case.accumulate, limit_val_batches=0, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False, **given,
@@ -193,6 +200,12 @@ def lightning_run(cluster: Cluster, case: Case) -> dict[str, Any]:
     state = trainer.strategy.lightning_module_state_dict()
     weights = {name.removeprefix("net."): value for name, value in state.items()}
     return {"losses": losses.values, "weights": as_arrays(weights)}
+
+
+def run_with_gpu(case: Case) -> dict[str, Any]:
+    """The same in a process that null_gpus has started, as one of its ranks or alone."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return lightning_run(local_cluster(rank, world_size, int(os.environ["MASTER_PORT"])), case)
 
 
 def as_arrays(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:

@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ SMALL = [
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
 )
+LONGEST_S = 45.0  # of a process that needs 3 s where nobody writes beside it
 DEEP = "[" * 50_000 + "]" * 50_000
 
 
@@ -216,7 +218,10 @@ def poisoned_round(store: Any, folder: Path, chance: random.Random, faults: list
     ]  # fmt: skip
     with Poisoner(store.client(), bucket, "p/r/", outside / "canary", chance) as poisoner:
         for script, words, place in scripts:
+            began = time.monotonic()
             done = run_door(script, *words, logs=folder / place, **options)
+            if (took_s := time.monotonic() - began) > LONGEST_S:
+                faults.append(f"{script} {' '.join(words)} took {took_s:.0f} s: {done.output[-1500:]}")
             ended = done.code == 0 or "error: " in done.output or "not uploaded" in done.output
             if "Traceback" in done.output or not ended:
                 faults.append(f"{script} {' '.join(words)}: {done.code} {done.output[-1500:]}")
