@@ -189,6 +189,16 @@ def test_a_run_that_never_began_is_not_waited_for(setting):
     assert time.monotonic() - started < 1
 
 
+def test_a_start_that_was_refused_does_not_wait_for_a_bucket_that_only_a_person_can_mend(setting, monkeypatch):
+    monkeypatch.setattr(upload_left_module, "MIN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(upload_left_module, "REFUSED_TIMEOUT_S", 0.2)
+    setting.best(10)
+    Outbox(setting.folder.path / "upload").note(generation=1, flush_left_s=300.0)
+    started = time.monotonic()
+    assert finish_upload({**setting.s3, "endpoint_url": "http://127.0.0.1:9"}, setting.folder, 2) == 2
+    assert time.monotonic() - started < 20
+
+
 def test_a_run_without_s3_is_left_alone(setting):
     before = setting.folder.record.read_text()
     assert finish_upload({"uri": None}, setting.folder, 0) == 0

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from lockstep.runs.errors import EXIT_NOT_UPLOADED, EXIT_OK
+from lockstep.runs.errors import EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import Upload, update_record
 from lockstep.storage.bucket import open_store
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 ALL_RANKS = range(2**31)
 MIN_TIMEOUT_S = 3.0
 FILES_ALONE_TIMEOUT_S = 30.0  # record and curves are worth less of a wait than a checkpoint
+REFUSED_TIMEOUT_S = 5.0  # a start whose bucket or input was refused has trained nothing
 
 
 def finish_upload(s3: Mapping[str, Any] | None, folder: RunFolder, code: int, *, ranks: range = ALL_RANKS) -> int:
@@ -47,6 +48,8 @@ def finish_upload(s3: Mapping[str, Any] | None, folder: RunFolder, code: int, *,
         if notes.generation is None:
             return code  # it ended before there was anything to send, or a bucket to send it to
         left_s = min(left_s, FILES_ALONE_TIMEOUT_S)
+    if code == EXIT_USER_ERROR and not own:
+        left_s = min(left_s, REFUSED_TIMEOUT_S)
     if notes.deadline is not None:
         left_s = min(left_s, notes.deadline - time.time())
     error = upload_left(open_store(s3), folder, max(MIN_TIMEOUT_S, left_s), ranks=ranks)
