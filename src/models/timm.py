@@ -4,6 +4,7 @@ python src/train.py model=timm model.name=vit_small_patch16_224 model.pretrained
 """
 
 import difflib
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,7 @@ def _create(name: str, image_size: int, settings: dict[str, Any]) -> nn.Module:
     """With img_size where the model takes one: convolutional ones refuse the argument and take every size."""
     import timm
 
+    logging.getLogger("huggingface_hub").handlers.clear()  # what it says is shown by ours, once
     try:
         try:
             return timm.create_model(name, img_size=image_size, **settings)

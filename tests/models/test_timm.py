@@ -79,10 +79,12 @@ def test_unknown_argument():
         tiny(windows=3)
 
 
-def test_hub_unreachable_names_both_ways_out(monkeypatch):
+def test_hub_unreachable_names_both_ways_out(monkeypatch, capfd):
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # the hub's client waits longer after each attempt
     with pytest.raises(UserError, match="model.weights=FILE.*model.pretrained=false"):
         TimmModel(num_classes=10, image_size=224, channels=3, name="vit_tiny_patch16_224")
+    said = capfd.readouterr().err.splitlines()  # each line once, as ours
+    assert said and all(line.startswith("warning: ") for line in said)
 
 
 def test_a_convolutional_model_without_stages():
