@@ -210,9 +210,10 @@ def poisoned_round(store: Any, folder: Path, chance: random.Random, faults: list
     first = run_door("train", *SMALL, *address, "run_id=r", "trainer.max_epochs=2", logs=folder / "first", **options)
     if first.code != 0:
         return faults.append(f"the first run: {first.output[-300:]}") or 0
+    again = [*address, "resume=auto", "run_id=r", "s3.flush_timeout_s=5"]
     scripts = [
-        ("train", [*address, "resume=auto", "run_id=r", "trainer.max_epochs=4"], "second"),
-        ("train", [*address, "resume=auto", "run_id=r", "trainer.max_epochs=5"], "second"),
+        ("train", [*again, "trainer.max_epochs=4"], "second"),
+        ("train", [*again, "trainer.max_epochs=5"], "second"),
         ("eval", [f"ckpt_path=s3://{bucket}/p/r", address[1]], "second"),
         ("train", [*address, *SMALL, f"ckpt_path=s3://{bucket}/p/r", "trainer.max_epochs=1", "run_id=r"], "third"),
     ]  # fmt: skip
