@@ -197,7 +197,7 @@ class ImageFolderDataModule(ImageDataModule):
         failures = self._decode(None)
         kept = self._kept(failures)
         images = self._image_set(np.zeros((0, self._stored_size, self._stored_size, self.channels)), kept, failures)
-        names = [str(files[i].relative_to(self._root)) for i in kept]
+        names = [str(files[i].relative_to(self._root) if self._root in files[i].parents else files[i]) for i in kept]
         (part / FILES).write_text(json.dumps(names))
         np.save(part / LABELS, images.labels)
         layout = Layout(self._stored_size, self.channels, len(kept))

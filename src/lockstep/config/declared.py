@@ -145,7 +145,7 @@ def sentence(key: str, options: Config, configs: Path) -> str:
     if key.startswith("trainer.strategy."):
         return f"There is no {key} here: choose a trainer whose strategy has it, as trainer=ddp."
     if others := options_with(key, configs):
-        return f"There is no {key} here: {' or '.join(others[:3])} has it."
+        return f"There is no {key} here: {' or '.join(others[:4])} has it."
     found, place = nearest(key, options, configs), key.rpartition(".")[0]
     if place in OPEN and not (found or "").startswith(f"{place}."):
         return f"There is no {key}: a new one is written '+{key}={{_target_: …}}'."

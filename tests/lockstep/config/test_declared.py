@@ -20,7 +20,7 @@ WRONG = {
     "max_epochs=5": "take trainer.max_epochs.",
     "drop_out=0.1": "take model.dropout.",
     "optimizer.momentun=0.9": "take optimizer.momentum (optimizer=muon or optimizer=sgd).",
-    "data.root=/images": "data=cifar10 or data=fashion_mnist or data=image_folder has it.",
+    "data.root=/images": "data=csv or data=fashion_mnist or data=image_folder has it.",
     "optimizer.amsgrd=true": "take optimizer.amsgrad.",  # a parameter that no yaml names
     "trainer.barebone=true": "take trainer.barebones.",  # of Lightning's Trainer
     "trainer.fast_dev_run=true": "take debug=fast_dev_run.",
