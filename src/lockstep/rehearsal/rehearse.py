@@ -3,18 +3,21 @@
 import logging
 import tempfile
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.compose import chosen_options, plain
 from lockstep.rehearsal import report
 from lockstep.rehearsal.report import Line
-from lockstep.rehearsal.starts import start, variables_of_null_gpus
+from lockstep.rehearsal.starts import Started, start, variables_of_null_gpus
 from lockstep.rehearsal.words import FEW_IMAGES, RUN_ID, STEPS, Rehearsal, rehearsal_of, without
 from lockstep.runs.config import read_only
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK
 
 log = logging.getLogger(__name__)
+
+DIVERGED = "became nan"
 
 
 def rehearse(cfg: Any, mfu: float, gbit_s: float) -> int:
@@ -51,7 +54,7 @@ def lines(rehearsal: Rehearsal, variables: dict[str, str], folder: Path, mfu: fl
     """The report, line by line as it is found; ends at the first start that fails."""
     values = folder / "values"
     few = min(rehearsal.batch.per_device, FEW_IMAGES)
-    words = rehearsal.command(str(values), few)
+    words = rehearsal.command(str(values), few, few)
     first = start(rehearsal, [*without(words, {"test": 0}), "test=false"], values, variables, compute=True)
     yield report.of_start(f"start, {STEPS} steps of {few} images a device, validation, checkpoint", first)
     yield from report.of_gradients(first)
@@ -68,8 +71,10 @@ def lines(rehearsal: Rehearsal, variables: dict[str, str], folder: Path, mfu: fl
     else:
         yield Line(None, "no checkpoint: nothing to resume")
     whole = folder / "whole"
-    words = rehearsal.command(str(whole), rehearsal.batch.per_device)
-    third = start(rehearsal, [*words, *_without_test(words)], whole, variables, compute=False)
+    words = rehearsal.command(str(whole), rehearsal.batch.per_device, rehearsal.config["data"].get("eval_batch_size"))
+    leave = {"test": "false", "callbacks.checkpoints": "null"}  # what is saved has no values
+    words = [*without(words, leave), *(f"{key}={value}" for key, value in leave.items())]
+    third = _without_divergence(start(rehearsal, words, whole, variables, compute=False))
     yield report.of_start(f"{STEPS} steps and a validation of {rehearsal.batch.per_device} images a device", third)
     yield from report.of_memory(rehearsal, third)
     if checkpoint is not None:
@@ -77,8 +82,10 @@ def lines(rehearsal: Rehearsal, variables: dict[str, str], folder: Path, mfu: fl
     yield from report.of_cost(rehearsal, first, mfu)
 
 
-def _without_test(words: list[str]) -> list[str]:
-    return [] if any(word.startswith("test=") for word in words) else ["test=false"]
+def _without_divergence(started: Started) -> Started:
+    """Where nothing is computed a loss is what lay in the memory, and may be no number."""
+    diverged = started.fault is not None and DIVERGED in started.fault.message
+    return replace(started, fault=None) if diverged else started
 
 
 def _last_checkpoint(folder: Path) -> int | None:

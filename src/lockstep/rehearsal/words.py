@@ -51,19 +51,19 @@ class Rehearsal:
     num_images: int | None
     notes: list[str]
 
-    def command(self, folder: str, per_device: int) -> list[str]:
+    def command(self, folder: str, per_device: int, eval_batch: int | None) -> list[str]:
         """Words of train.py for the first start.
 
         Args:
             folder: that everything is written below.
             per_device: images of one micro-batch of one rank.
+            eval_batch: images of one evaluation batch of one device, at most; None: as the data have it.
         """
         batch, accumulate = Batch.of_device(per_device, self.ranks, self.batch.accumulate), self.batch.accumulate
-        eval_batch = min(self.config["data"].get("eval_batch_size") or per_device, per_device)
         changes = {
             **self._data(batch.global_size),
             "data.global_batch_size": batch.global_size,
-            **({"data.eval_batch_size": eval_batch} if "eval_batch_size" in self.config["data"] else {}),
+            **({"data.eval_batch_size": eval_batch} if eval_batch and "eval_batch_size" in self.config["data"] else {}),
             **self._processes(),
             "trainer.max_epochs": 1,
             "trainer.max_steps": -1,
