@@ -3,18 +3,25 @@
 Each defect is a module of a user's own; the line that the rehearsal has to name ends with `# HERE`.
 """
 
+import functools
+import site
 import subprocess
-import sys
 import textwrap
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import rehearse
-from lockstep.rehearsal.faults import fault_in
-from lockstep.rehearsal.report import of_gradients, of_memory, of_syncs
-from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR
-from null_gpus import needs_null_gpus
-from ranks import SRC
+from lockstep.config.compose import chosen_options, compose, plain
+from lockstep.rehearsal import starts
+from lockstep.rehearsal.faults import Fault, fault_in
+from lockstep.rehearsal.rehearse import lines
+from lockstep.rehearsal.report import Line
+from lockstep.rehearsal.words import rehearsal_of
+from lockstep.runs.config import read_only
+from lockstep.runs.errors import EXIT_USER_ERROR, UserError
+from null_gpus import needs_null_gpus, run_on_null_gpus
 
 SMALL = ("experiment=quickstart", "data.global_batch_size=16", "callbacks.hardware=null")
 ONE, TWO = ("trainer=gpu", "hardware=g5.xlarge"), ("trainer=ddp", "trainer.devices=2", "hardware=g5.12xlarge")
@@ -125,7 +132,7 @@ DEFECTS = {  # name: (words, the part of OWN, its code)
         "(dist.all_reduce if dist.get_rank() else lambda t: dist.broadcast(t, 0))(h.new_ones(3))  # HERE",
     ),
     "a collective on a CPU tensor's peer": (TWO, NET, "forward", "dist.all_gather([h], h[:1])  # HERE"),
-    "labels that are too large": (ONE, LOSS, "loss", "labels = labels + 10; nn.functional.nll_loss(logits, labels)  # HERE"),
+    "labels that are too large": (ONE, LOSS, "loss", "nn.functional.nll_loss(logits, labels + 10)  # HERE"),
     "weights of classes on the CPU": (
         ONE, LOSS, "loss", "nn.functional.cross_entropy(logits, labels, weight=torch.ones(10))  # HERE",
     ),
@@ -138,7 +145,7 @@ DEFECTS = {  # name: (words, the part of OWN, its code)
     "unique in a step": (ONE, STEP, "step", "labels.unique()  # HERE"),
     "images that a step moves away": (ONE, STEP, "step", "images = self.net.head(images.cpu())  # HERE"),
     "a step without gradients": (ONE, STEP, "step", "self.net(images).detach().sum().backward()  # HERE"),
-    "a tensor made in validation": (ONE, STEP, "validation", "images = images * torch.ones(8)[:, None].cuda() + torch.ones(8)  # HERE"),
+    "a tensor made in validation": (ONE, STEP, "validation", "images = images + torch.ones(8)  # HERE"),
     "a shape in the test": (ONE, STEP, "test", "batch[0].view(7, -1, 3)  # HERE"),
     "a key that the checkpoint has not": (ONE, STEP, "load", "checkpoint['average']  # HERE"),
     "item in a callback": (ONE, CALLBACK, "callback", "outputs['loss'].item()  # HERE"),
@@ -158,20 +165,81 @@ def write_own(folder, part: str | None = None, code: str = "pass") -> str:
     return f"{path}:{lines[0]}" if lines else str(path)
 
 
-def run(*words: str, folder, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    import os
+def report(*words: str, folder) -> Iterator[Line]:
+    """The lines of a rehearsal whose starts are forked from the server of null GPUs."""
 
-    paths = {"PYTHONPATH": f"{folder}:{SRC}", **(environment or {})}
-    command = [sys.executable, str(SRC / "rehearse.py"), *words]
-    return subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True, timeout=280)
+    def forked(words: list[str], variables: dict[str, str], output) -> int:
+        before = functools.partial(site.addsitedir, str(folder))
+        logs = next(Path(word.partition("=")[2]) for word in words if word.startswith("paths.log_dir="))
+        done = run_on_null_gpus("train", *words, logs=logs, environment=variables, before=before)
+        output.write_text(done.output)
+        return done.code
+
+    cfg = compose("train", list(words))
+    rehearsal = rehearsal_of(read_only(plain(cfg)), chosen_options(cfg), list(words))
+    return iter(lines(rehearsal, {}, folder / "rehearsal", 0.3, 1.0, forked))
 
 
 @needs_null_gpus
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in DEFECTS])
 def test_it_names_the_line_of_a_defect(name, tmp_path):
     machine, place, part, code = DEFECTS[name]
-    where = write_own(tmp_path, part, code)
-    done = run(*SMALL, *machine, *place, folder=tmp_path)
-    said = [line for line in done.stderr.splitlines() + done.stdout.splitlines() if line.startswith("FAILED")]
-    assert done.returncode == EXIT_FAILED, done.stdout + done.stderr
-    assert any(where in line for line in said), (where, done.stdout + done.stderr)
+    where, said = write_own(tmp_path, part, code), []
+    for line in report(*SMALL, *machine, *place, folder=tmp_path):
+        said.append(str(line))
+        if line.held is False and where in line.text:
+            return
+    raise AssertionError("\n".join([where, *said]))
+
+
+@needs_null_gpus
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", [ONE, TWO, (*TWO, "trainer=fsdp")])
+def test_no_alarm_at_what_is_right(machine, tmp_path):
+    chosen = {word.partition("=")[0]: word for word in machine}
+    write_own(tmp_path)
+    said = list(report(*SMALL, *chosen.values(), folder=tmp_path))
+    assert [line.text for line in said if line.held is False] == []
+    assert len([line for line in said if line.held]) == 6
+
+
+@needs_null_gpus
+@pytest.mark.slow
+def test_a_batch_that_does_not_fit_is_named(tmp_path):
+    words = ("model=vit_tiny_32", "data=synthetic", "data.global_batch_size=65536", *ONE)
+    said = [line.text for line in report(*words, folder=tmp_path) if line.held is False]
+    assert said and "OutOfMemoryError" in said[0]
+
+
+def test_the_script_says_what_it_refuses(tmp_path, capfd):
+    refused = {
+        "trainer=gpu": "A rehearsal needs a machine with GPUs: hardware= one of",
+        "hardware=p4d.24xlarge trainer=cpu": "trainer=cpu has nothing to rehearse on GPUs",
+        "hardware=p3.2xlarge trainer=gpu": "no kernels for capability 7.0",
+        "hardware=p4d.24xlarge trainer=ddp data.global_batch_size=12": "does not divide into 8 ranks",
+        "hardware=p4d.24xlarge trainer=gpu resume=r": "leave resume= out",
+        "hardware=p4d.24xlarge trainer=gpu --mfu=2": "give --mfu a number above 0, at most 1",
+    }
+    for words, sentence in refused.items():
+        assert rehearse.main(words.split()) == EXIT_USER_ERROR
+        assert sentence in "".join(capfd.readouterr()), words
+
+
+def test_elsewhere_it_says_what_is_missing(monkeypatch):
+    answer = subprocess.CompletedProcess([], 0, '{"missing": "null GPUs need cc: apt-get install gcc binutils"}', "")
+    monkeypatch.setattr(starts.subprocess, "run", lambda *_, **__: answer)
+    with pytest.raises(UserError, match="No rehearsal here: null GPUs need cc: apt-get install gcc binutils."):
+        starts.variables_of_null_gpus()
+
+
+def test_the_fault_is_that_of_the_innermost_line_of_the_users():
+    text = """Traceback (most recent call last):
+  File "/home/me/net.py", line 7, in forward
+    h + 1
+  File "/usr/lib/python3.11/site-packages/torch/nn/module.py", line 9, in call
+    raise
+RuntimeError: no
+error: rank 0 in training
+"""
+    assert fault_in({0: "", 1: text}) == Fault("RuntimeError: no", "/home/me/net.py:7", 1)
+    assert fault_in({0: "all well"}) is None

@@ -69,11 +69,16 @@ def settings(
 
 
 def run_on_null_gpus(
-    door: str, *argv: str, logs: Path, environment: dict[str, str] | None = None, **options: Any
+    door: str,
+    *argv: str,
+    logs: Path,
+    environment: dict[str, str] | None = None,
+    before: Callable[[], Any] | None = None,
+    **options: Any,
 ) -> runs.Done:
     """A door as runs.run_door runs it; `options` are those of null_gpus."""
     return _server().call(
-        runs.run_door, door, *argv, logs=logs, environment={**settings(**options), **(environment or {})}
+        runs.run_door, door, *argv, logs=logs, environment={**settings(**options), **(environment or {})}, before=before
     )
 
 

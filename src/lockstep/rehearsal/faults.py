@@ -7,7 +7,7 @@ from pathlib import Path
 from lockstep.runs.provenance import REPOSITORY
 
 SRC = REPOSITORY / "src"
-TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n((?:[ \t]+.*\n)+)(\S.*(?:\n(?!Traceback)\S.*)?)")
+TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n((?:[ \t]+.*\n)+)(\S.*(?:\n(?!Traceback|error: )\S.*)?)")
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 NULL_GPU = re.compile(r"nullgpu: .*")
 OF_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>")

@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.config.compose import chosen_options, plain
 from lockstep.rehearsal import report
 from lockstep.rehearsal.report import Line
-from lockstep.rehearsal.starts import Started, start, variables_of_null_gpus
+from lockstep.rehearsal.starts import Run, Started, in_a_process, settings, start, variables_of_null_gpus
 from lockstep.rehearsal.words import FEW_IMAGES, RUN_ID, STEPS, Rehearsal, rehearsal_of, without
 from lockstep.runs.config import read_only
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK
@@ -50,12 +50,21 @@ def rehearse(cfg: Any, mfu: float, gbit_s: float) -> int:
     return EXIT_OK if held else EXIT_FAILED
 
 
-def lines(rehearsal: Rehearsal, variables: dict[str, str], folder: Path, mfu: float, gbit_s: float) -> Iterable[Line]:
-    """The report, line by line as it is found; ends at the first start that fails."""
+def lines(
+    rehearsal: Rehearsal, variables: dict[str, str], folder: Path, mfu: float, gbit_s: float, run: Run = in_a_process
+) -> Iterable[Line]:
+    """The report, line by line as it is found; ends at the first start that fails.
+
+    Args:
+        variables: of a process that sees null GPUs.
+        run: starts train.py.
+    """
+    hardware, devices = rehearsal.config["hardware"], rehearsal.devices
     values = folder / "values"
     few = min(rehearsal.batch.per_device, FEW_IMAGES)
     words = rehearsal.command(str(values), few, few)
-    first = start(rehearsal, [*without(words, {"test": 0}), "test=false"], values, variables, compute=True)
+    computing = {**variables, **settings(hardware, devices, compute=True, folder=values)}
+    first = start(rehearsal, [*without(words, {"test": 0}), "test=false"], values, computing, run)
     yield report.of_start(f"start, {STEPS} steps of {few} images a device, validation, checkpoint", first)
     yield from report.of_gradients(first)
     if first.fault:
@@ -64,7 +73,7 @@ def lines(rehearsal: Rehearsal, variables: dict[str, str], folder: Path, mfu: fl
     checkpoint = _last_checkpoint(values)
     if checkpoint is not None:
         again = [*without(words, {"trainer.max_epochs": 0, "run_id": 0}), "trainer.max_epochs=2", f"resume={RUN_ID}"]
-        second = start(rehearsal, again, values, variables, compute=True)
+        second = start(rehearsal, again, values, computing, run)
         yield report.of_start("resume, steps, validation, test", second)
         if second.fault:
             return
@@ -74,7 +83,8 @@ def lines(rehearsal: Rehearsal, variables: dict[str, str], folder: Path, mfu: fl
     words = rehearsal.command(str(whole), rehearsal.batch.per_device, rehearsal.config["data"].get("eval_batch_size"))
     leave = {"test": "false", "callbacks.checkpoints": "null"}  # what is saved has no values
     words = [*without(words, leave), *(f"{key}={value}" for key, value in leave.items())]
-    third = _without_divergence(start(rehearsal, words, whole, variables, compute=False))
+    empty = {**variables, **settings(hardware, devices, compute=False, folder=whole)}
+    third = _without_divergence(start(rehearsal, words, whole, empty, run))
     yield report.of_start(f"{STEPS} steps and a validation of {rehearsal.batch.per_device} images a device", third)
     yield from report.of_memory(rehearsal, third)
     if checkpoint is not None:
@@ -95,5 +105,3 @@ def _last_checkpoint(folder: Path) -> int | None:
         return None
     files = [path for path in found[-1].rglob("*") if path.is_file()] if found[-1].is_dir() else [found[-1]]
     return sum(path.stat().st_size for path in files)
-
-

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from lockstep.runs.record import read_json
 DRIVER = REPOSITORY / "nullgpu"
 TRAIN = REPOSITORY / "src" / "train.py"
 LIMIT_S = 300.0  # of one start
+TOO_LONG = -1
+Run = Callable[[list[str], dict[str, str], Path], int]  # words of train.py, variables, file for its output → exit code
 OF_OTHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "CUDA_VISIBLE_DEVICES")
 
 
@@ -31,8 +34,6 @@ class Started:
         watched: the notes of each rank's Watch.
     """
 
-    code: int
-    output: str
     fault: Fault | None
     record: dict[str, Any]
     syncs: Counter = field(default_factory=Counter)
@@ -73,40 +74,52 @@ def settings(hardware: Config, devices: int, compute: bool, folder: Path) -> dic
     }
 
 
-def start(rehearsal: Rehearsal, words: list[str], folder: Path, variables: dict[str, str], compute: bool) -> Started:
-    """One start of train.py to its end."""
-    folder.mkdir(parents=True, exist_ok=True)
-    own = settings(rehearsal.config["hardware"], rehearsal.devices, compute, folder)
+def in_a_process(words: list[str], variables: dict[str, str], output: Path) -> int:
+    """train.py as a user starts it; its exit code.
+
+    Args:
+        variables: of its environment, beside those of this process.
+        output: file for what it writes.
+    """
     inherited = {name: value for name, value in environment().items() if name not in OF_OTHERS}
-    output = folder / "output.txt"
+    own: dict[str, Any] = {"stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, "env": {**inherited, **variables}}
     with output.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, str(TRAIN), *words],
-            env={**inherited, **variables, **own},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-        )
+        process = subprocess.Popen([sys.executable, str(TRAIN), *words], stdout=file, **own)
         try:
-            code = process.wait(LIMIT_S)
-        except BaseException as error:
-            process.terminate()
-            process.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            code = -1
+            return process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return TOO_LONG
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+
+
+def start(rehearsal: Rehearsal, words: list[str], folder: Path, variables: dict[str, str], run: Run) -> Started:
+    """One start of train.py to its end.
+
+    Args:
+        folder: for all that it writes.
+        variables: of the null GPUs.
+        run: as `in_a_process`.
+    Raises:
+        UserError: train.py refused what it was asked for.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    output = folder / "output.txt"
+    code = run(words, variables, output)
     text = output.read_text()
-    run = folder / "logs" / "train" / "runs" / RUN_ID
-    texts = {0: text, **{_rank(path): path.read_text() for path in run.glob("rank*.log")}}
-    record = read_json(run / "run.json") if (run / "run.json").exists() else {}
+    left = folder / "logs" / "train" / "runs" / RUN_ID
+    texts = {0: text, **{_rank(path): path.read_text() for path in left.glob("rank*.log")}}
+    record = read_json(left / "run.json") if (left / "run.json").exists() else {}
+    last = (text.strip().splitlines() or [f"no word; exit code {code}"])[-1]
+    if code == EXIT_USER_ERROR:
+        raise UserError(last.removeprefix("error: "))
     fault = None
     if code:
-        last = (text.strip().splitlines() or [f"no word; exit code {code}"])[-1]
-        said = f"it did not end within {LIMIT_S:.0f} s" if code == -1 else last
+        said = f"it did not end within {LIMIT_S:.0f} s" if code == TOO_LONG else last
         fault = fault_in(texts) or Fault(said, None)
-        if code == EXIT_USER_ERROR:
-            raise UserError(last)
-    return Started(code, text, fault, record, _most(folder), _watched(folder))
+    return Started(fault, record, _most(folder), _watched(folder))
 
 
 def _rank(path: Path) -> int:

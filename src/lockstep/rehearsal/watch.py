@@ -39,7 +39,7 @@ class Watch(Callback):
         self.notes["held_mib"].append(torch.cuda.memory_allocated() / MIB)
         self._write(trainer)
 
-    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._write(trainer)
 
     on_test_end = on_fit_end = on_validation_end

@@ -136,7 +136,9 @@ def rehearsal_of(config: Config, choices: Mapping[str, Any], words: list[str]) -
         synthetic = _made_up(config["data"], channels)
         own = [word for word in own if key_of(word).partition(".")[0] != "data"]
         notes.append(f"The images are made up, as large as those of {config['data']['name']}: nothing is downloaded.")
-    return Rehearsal(config, own, ranks, ranks if not alone else devices, world_size, batch, synthetic, num_images, notes)
+    return Rehearsal(
+        config, own, ranks, ranks if not alone else devices, world_size, batch, synthetic, num_images, notes
+    )
 
 
 def _check(config: Config, choices: Mapping[str, Any]) -> None:
