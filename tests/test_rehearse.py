@@ -46,7 +46,7 @@ OWN = """
             self.conv = nn.Conv2d(1, 8, 3, padding=1)
             self.head = nn.Linear(8, num_classes)
             self.mean = torch.zeros(8)
-            self.calls = 0
+            self.calls, self.kept = 0, []
             {init}
 
         def forward(self, x):
@@ -56,6 +56,9 @@ OWN = """
             return self.head(h)
 
     class Loss(nn.Module):
+        def __init__(self, **_):
+            super().__init__()
+
         def forward(self, logits, labels):
             {loss}
             return nn.functional.cross_entropy(logits, labels)
@@ -80,6 +83,9 @@ OWN = """
             super().on_load_checkpoint(checkpoint)
 
     class Watcher(Callback):
+        def __init__(self):
+            self.kept = []
+
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             {callback}
 
@@ -149,6 +155,8 @@ DEFECTS = {  # name: (words, the part of OWN, its code)
     "a shape in the test": (ONE, STEP, "test", "batch[0].view(7, -1, 3)  # HERE"),
     "a key that the checkpoint has not": (ONE, STEP, "load", "checkpoint['average']  # HERE"),
     "item in a callback": (ONE, CALLBACK, "callback", "outputs['loss'].item()  # HERE"),
+    "features of every step kept": (ONE, NET, "forward", "self.kept.append(h)  # HERE"),
+    "losses of every step kept": (ONE, CALLBACK, "callback", "self.kept += [outputs['loss']]  # HERE"),
     "a callback that fails": (ONE, CALLBACK, "callback", "outputs['losses']  # HERE"),
     "a metric on the CPU": (ONE, METRIC, "metric", "logits + torch.ones(10)  # HERE"),
 }  # fmt: skip

@@ -11,7 +11,7 @@ from lockstep.config.compose import chosen_options, plain
 from lockstep.rehearsal import report
 from lockstep.rehearsal.report import Line
 from lockstep.rehearsal.starts import Run, Started, in_a_process, settings, start, variables_of_null_gpus
-from lockstep.rehearsal.words import FEW_IMAGES, RUN_ID, STEPS, Rehearsal, rehearsal_of, without
+from lockstep.rehearsal.words import RUN_ID, STEPS, Rehearsal, rehearsal_of, without
 from lockstep.runs.config import read_only
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK
 
@@ -61,15 +61,16 @@ def lines(
     """
     hardware, devices = rehearsal.config["hardware"], rehearsal.devices
     values = folder / "values"
-    few = min(rehearsal.batch.per_device, FEW_IMAGES)
+    few = rehearsal.few
     words = rehearsal.command(str(values), few, few)
     computing = {**variables, **settings(hardware, devices, compute=True, folder=values)}
     first = start(rehearsal, [*without(words, {"test": 0}), "test=false"], values, computing, run)
     yield report.of_start(f"start, {STEPS} steps of {few} images a device, validation, checkpoint", first)
-    yield from report.of_gradients(first)
+    yield from report.of_gradients(rehearsal, first)
     if first.fault:
         return
     yield from report.of_syncs(first)
+    yield from report.of_kept(first)
     checkpoint = _last_checkpoint(values)
     if checkpoint is not None:
         again = [*without(words, {"trainer.max_epochs": 0, "run_id": 0}), "trainer.max_epochs=2", f"resume={RUN_ID}"]
@@ -88,7 +89,7 @@ def lines(
     yield report.of_start(f"{STEPS} steps and a validation of {rehearsal.batch.per_device} images a device", third)
     yield from report.of_memory(rehearsal, third)
     if checkpoint is not None:
-        yield from report.of_checkpoint(first, checkpoint, gbit_s)
+        yield from report.of_checkpoint(checkpoint, gbit_s)
     yield from report.of_cost(rehearsal, first, mfu)
 
 

@@ -32,12 +32,15 @@ def of_start(what: str, started: Started) -> Line:
     return Line(True, what)
 
 
-def of_gradients(started: Started) -> list[Line]:
-    """A line for each parameter that got no gradient in the first step, on any rank."""
+def of_gradients(rehearsal: Rehearsal, started: Started) -> list[Line]:
+    """A line for each parameter that got no gradient in the first step, on any rank; under DDP's
+    find_unused_parameters=true the user knows."""
     left = dict(pair for notes in started.watched for pair in notes["without_gradient"])
     if not left:
         return [Line(True, "every trained parameter has a gradient")] if started.watched else []
-    return [Line(False, f"no gradient for {name}: {_shown(where)}") for name, where in left.items()]
+    known = (rehearsal.config["trainer"]["strategy"] or {}).get("find_unused_parameters")
+    held = None if known else False
+    return [Line(held, f"no gradient for {name}: {_shown(where)}") for name, where in left.items()]
 
 
 def of_syncs(started: Started) -> list[Line]:
@@ -70,6 +73,12 @@ def of_memory(rehearsal: Rehearsal, started: Started) -> list[Line]:
     return lines
 
 
+def of_kept(started: Started) -> list[Line]:
+    """A line for each list that holds more of a GPU's tensors after every step."""
+    kept = dict.fromkeys(where for notes in started.watched for where in notes["kept"])
+    return [Line(False, f"a list keeps a tensor of every step: {_shown(where)}") for where in kept]
+
+
 def _growth(held: list[float]) -> float:
     """MiB that the last step added, where the step before it added as much: the first one makes optimizer state."""
     if len(held) < STEPS:
@@ -77,7 +86,7 @@ def _growth(held: list[float]) -> float:
     return min(held[-1] - held[-2], held[-2] - held[-3])
 
 
-def of_checkpoint(started: Started, num_bytes: int, gbit_s: float) -> list[Line]:
+def of_checkpoint(num_bytes: int, gbit_s: float) -> list[Line]:
     """Size of the last checkpoint and the time to a bucket.
 
     Args:
@@ -124,6 +133,6 @@ def _hours(hours: float) -> str:
 
 def _shown(where: str | None) -> str:
     if where is None:
-        return "no line of yours makes it"
+        return "no line of yours"
     path, _, line = where.rpartition(":")
     return f"{shown(path)}:{line}"

@@ -5,6 +5,7 @@ The notes go to watch-rank<rank>.json after each change: a rank may end at any s
 
 import inspect
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ class Watch(Callback):
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
-        self.notes: dict[str, Any] = {"held_mib": [], "peak_mib": [], "without_gradient": []}
+        self.notes: dict[str, Any] = {"held_mib": [], "peak_mib": [], "without_gradient": [], "kept": []}
         self.looked = False
+        self.lengths: dict[tuple[int, str], int] = {}
 
     def on_after_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if not self.looked:
@@ -37,6 +39,10 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.notes["held_mib"].append(torch.cuda.memory_allocated() / MIB)
+        found = {(id(owner), name): (owner, name, length) for owner, name, length in lists_of_tensors(trainer)}
+        grown = [entry for key, entry in found.items() if 0 < self.lengths.get(key, 0) < entry[2]]
+        self.lengths = {key: entry[2] for key, entry in found.items()}
+        self.notes["kept"] = [line_of(type(owner), f"self.{name}.", f"self.{name} +=") for owner, name, _ in grown]
         self._write(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -67,19 +73,28 @@ def where_made(module: nn.Module, parameter: str) -> str | None:
         for cls in type(owner).__mro__:
             if cls.__module__.split(".")[0] in ("torch", "lightning"):
                 continue
-            if found := line_of(cls, f"self.{parts[depth]}"):
+            target = f"self.{parts[depth]}"
+            if found := line_of(cls, f"{target} =", f"{target}:", f"{target}="):
                 return found
     return None
 
 
-def line_of(cls: type, target: str) -> str | None:
-    """file:line of the assignment to target in the class's source."""
+def line_of(cls: type, *starts: str) -> str | None:
+    """file:line of the first line in the class's source that begins with one of these."""
     try:
         lines, first = inspect.getsourcelines(cls)
         path = inspect.getsourcefile(cls)
     except (OSError, TypeError):
         return None
     for offset, line in enumerate(lines):
-        if line.strip().startswith((f"{target} =", f"{target}:", f"{target}=")):
+        if line.strip().startswith(starts):
             return f"{path}:{first + offset}"
     return None
+
+
+def lists_of_tensors(trainer: Any) -> Iterator[tuple[Any, str, int]]:
+    """(owner, attribute, length) of the lists of a GPU's tensors that modules and callbacks hold."""
+    for owner in (*trainer.lightning_module.modules(), *trainer.callbacks):
+        for name, value in vars(owner).items():
+            if isinstance(value, list) and value and isinstance(value[-1], torch.Tensor) and value[-1].is_cuda:
+                yield owner, name, len(value)

@@ -16,7 +16,8 @@ from lockstep.runs.foreign_files import read_yaml
 
 STEPS = 3
 MOST_RANKS = 4
-FEW_IMAGES = 4  # of a device, where values are computed
+FEW_IMAGES, FEW_LARGE_IMAGES = 4, 2  # of a device, where values are computed
+LARGE = 64  # side from which on an image is large
 LEAST_CAPABILITY = 7.5  # that torch's CUDA 13 build has kernels for
 RUN_ID = "rehearsal"
 DOWNLOADED = {  # images that train and validate, of each data set that would be downloaded
@@ -61,7 +62,9 @@ class Rehearsal:
         """
         batch, accumulate = Batch.of_device(per_device, self.ranks, self.batch.accumulate), self.batch.accumulate
         changes = {
-            **self._data(batch.global_size),
+            **self._data(
+                batch.global_size, self.ranks * (eval_batch or self.config["data"].get("eval_batch_size", 64))
+            ),
             "data.global_batch_size": batch.global_size,
             **({"data.eval_batch_size": eval_batch} if eval_batch and "eval_batch_size" in self.config["data"] else {}),
             **self._processes(),
@@ -87,9 +90,18 @@ class Rehearsal:
             changes["s3.uri"] = "null"
         return [*without(self.words, changes), *self.synthetic, *(f"{key}={value}" for key, value in changes.items())]
 
-    def _data(self, images: int) -> dict[str, int]:
-        """As many made-up images as three steps take."""
-        return {"data.num_images": 8 * images + 64, "data.num_test_images": 64} if self.synthetic else {}
+    @property
+    def few(self) -> int:
+        """Images of a device where values are computed: at most what it has in the run."""
+        large = self.config["data"].get("image_size", 0) > LARGE
+        return min(self.batch.per_device, FEW_LARGE_IMAGES if large else FEW_IMAGES)
+
+    def _data(self, images: int, eval_images: int) -> dict[str, int]:
+        """As many made-up images as three steps and a batch of evaluation on each rank take."""
+        if not self.synthetic:
+            return {}
+        kept = {"data.num_val": eval_images, "data.num_test_images": eval_images}
+        return {"data.num_images": STEPS * images + eval_images, **kept}
 
     def _processes(self) -> dict[str, int]:
         alone = self.config["trainer"]["launch"] == "one_process"
