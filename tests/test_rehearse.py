@@ -4,7 +4,6 @@ Each defect is a module of a user's own; the line that the rehearsal has to name
 """
 
 import functools
-import site
 import subprocess
 import textwrap
 from collections.abc import Iterator
@@ -137,7 +136,9 @@ DEFECTS = {  # name: (words, the part of OWN, its code)
         TWO, NET, "forward",
         "(dist.all_reduce if dist.get_rank() else lambda t: dist.broadcast(t, 0))(h.new_ones(3))  # HERE",
     ),
-    "a collective on a CPU tensor's peer": (TWO, NET, "forward", "dist.all_gather([h], h[:1])  # HERE"),
+    "a collective into CPU tensors": (
+        TWO, NET, "forward", "dist.all_gather([torch.zeros(h.shape)] * 2, h.detach())  # HERE",
+    ),
     "labels that are too large": (ONE, LOSS, "loss", "nn.functional.nll_loss(logits, labels + 10)  # HERE"),
     "weights of classes on the CPU": (
         ONE, LOSS, "loss", "nn.functional.cross_entropy(logits, labels, weight=torch.ones(10))  # HERE",
@@ -177,7 +178,9 @@ def report(*words: str, folder) -> Iterator[Line]:
     """The lines of a rehearsal whose starts are forked from the server of null GPUs."""
 
     def forked(words: list[str], variables: dict[str, str], output) -> int:
-        before = functools.partial(site.addsitedir, str(folder))
+        before = functools.partial(
+            exec, f"import site, warnings\nwarnings.resetwarnings()\nsite.addsitedir({str(folder)!r})"
+        )
         logs = next(Path(word.partition("=")[2]) for word in words if word.startswith("paths.log_dir="))
         done = run_on_null_gpus("train", *words, logs=logs, environment=variables, before=before)
         output.write_text(done.output)
@@ -214,7 +217,7 @@ def test_no_alarm_at_what_is_right(machine, tmp_path):
 @needs_null_gpus
 @pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_named(tmp_path):
-    words = ("model=vit_tiny_32", "data=synthetic", "data.global_batch_size=65536", *ONE)
+    words = ("model=vit_tiny_32", "data=synthetic", "data.global_batch_size=2048", "hardware.gpu_memory_gib=1", *ONE)
     said = [line.text for line in report(*words, folder=tmp_path) if line.held is False]
     assert said and "OutOfMemoryError" in said[0]
 

@@ -73,7 +73,9 @@ def lines(
     yield from report.of_kept(first)
     checkpoint = _last_checkpoint(values)
     if checkpoint is not None:
-        again = [*without(words, {"trainer.max_epochs": 0, "run_id": 0}), "trainer.max_epochs=2", f"resume={RUN_ID}"]
+        tests = f"test={str(rehearsal.config['test']).lower()}"  # else the run goes on with its own test=false
+        kept = without(words, {"trainer.max_epochs": 0, "run_id": 0, "test": 0})
+        again = [*kept, "trainer.max_epochs=2", f"resume={RUN_ID}", tests]
         second = start(rehearsal, again, values, computing, run)
         yield report.of_start("resume, steps, validation, test", second)
         if second.fault:
