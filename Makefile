@@ -20,7 +20,7 @@ test-all: install-dev  ## the rest of the tests: more launchers, lost nodes, sto
 	$(PY) -m pytest -m slow
 SIDE_BY_SIDE := -n 3 --dist worksteal
 
-test-nullgpu: install-dev  ## of both, what runs torch's CUDA code on null GPUs (tests/nullgpu)
+test-nullgpu: install-dev  ## of both, what runs torch's CUDA code on null GPUs (nullgpu)
 	$(PY) -m pytest tests/nullgpu -m "slow or not slow"
 
 install: $(VENV)/.installed  ## make .venv with the pinned, hash-checked requirements
@@ -44,8 +44,8 @@ $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 	@touch $@
 
 check: install-dev  ## format, lint, types: what CI runs beside the tests
-	$(VENV)/bin/ruff format --check src tests benchmarks
-	$(VENV)/bin/ruff check src tests benchmarks
+	$(VENV)/bin/ruff format --check src tests benchmarks nullgpu
+	$(VENV)/bin/ruff check src tests benchmarks nullgpu
 	$(VENV)/bin/mypy
 
 docs: install  ## write docs/options.md from the comments in configs/, docs/run.schema.json from the record

@@ -16,14 +16,16 @@ FLOORS = (
     {"launch"},
     {"training"},
     {"batch_size"},
+    {"rehearsal"},
 )
 FLOOR = {f"lockstep.{room}": number for number, rooms in enumerate(FLOORS) for room in rooms}
 YOURS, SCRIPTS = len(FLOORS), len(FLOORS) + 1
 SCRIPT_NAMES = {path.stem for path in SRC.glob("*.py")} - {"classifier"}
-WITHOUT_TORCH = ("runs", "distributed", "storage", "config", "launch", "pages")
+WITHOUT_TORCH = ("runs", "distributed", "storage", "config", "launch", "pages", "rehearsal")
 WITH_TORCH = {
     *(f"lockstep/distributed/{name}.py" for name in ("json_collectives", "process_group", "sealed_store")),
     "lockstep/storage/checkpoint_content.py",
+    "lockstep/rehearsal/watch.py",  # runs in the ranks
 }
 TORCH_FREE = {"lockstep/strategies/placement.py"}  # the launcher asks it
 HEAVY = {"torch", "lightning", "hydra", "torchvision", "timm"}

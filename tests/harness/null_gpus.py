@@ -1,4 +1,4 @@
-"""Run what needs GPUs on null GPUs: torch's own CUDA code over a driver that computes on the CPU (tests/nullgpu/).
+"""Run what needs GPUs on null GPUs: torch's own CUDA code over a driver that computes on the CPU (nullgpu/).
 
     environment = null_gpus(devices=2)                                   # for a subprocess of your own
     done = run_on_null_gpus("train", "trainer=ddp", logs=tmp_path, devices=2)         # as runs.run_door
@@ -27,8 +27,6 @@ import ranks
 import runs
 
 TESTS = Path(__file__).resolve().parents[1]
-DRIVER = TESTS / "nullgpu" / "driver"
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep" / "nullgpu"
 TIMEOUT_S = 280.0
 
 needs_null_gpus = pytest.mark.skipif(bool(nullgpu_build.missing()), reason=str(nullgpu_build.missing()))
@@ -40,22 +38,8 @@ def null_gpus(**options: Any) -> dict[str, str]:
     Args:
         options: of `settings`.
     """
-    library = nullgpu_build.built(CACHE)
-    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH")}
-    first = {
-        "PYTHONPATH": [DRIVER / "site", DRIVER, ranks.SRC, TESTS / "harness", TESTS.parent],
-        "LD_LIBRARY_PATH": [library],
-        "PATH": [DRIVER / "bin"],
-    }
-    paths = {name: ":".join([*map(str, first[name]), *filter(None, [value])]) for name, value in before.items()}
-    return {
-        **os.environ,
-        **paths,
-        **settings(**options),
-        "LD_PRELOAD": str(library / "libnullgpu.so"),
-        "TRITON_LIBCUDA_PATH": str(library),
-        "OMP_NUM_THREADS": "1",
-    }
+    code = (ranks.SRC, TESTS / "harness", TESTS.parent)
+    return {**os.environ, **nullgpu_build.variables(*code), **settings(**options)}
 
 
 def settings(
@@ -85,11 +69,16 @@ def settings(
 
 
 def run_on_null_gpus(
-    door: str, *argv: str, logs: Path, environment: dict[str, str] | None = None, **options: Any
+    door: str,
+    *argv: str,
+    logs: Path,
+    environment: dict[str, str] | None = None,
+    before: Callable[[], Any] | None = None,
+    **options: Any,
 ) -> runs.Done:
     """A door as runs.run_door runs it; `options` are those of null_gpus."""
     return _server().call(
-        runs.run_door, door, *argv, logs=logs, environment={**settings(**options), **(environment or {})}
+        runs.run_door, door, *argv, logs=logs, environment={**settings(**options), **(environment or {})}, before=before
     )
 
 

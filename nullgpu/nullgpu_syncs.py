@@ -1,7 +1,7 @@
 """Counts every synchronisation of host and device that torch reports, by the line of Python that asked for it.
 
 The counts go as JSON {"src/train.py:12 < …": n} to $NULLGPU_SYNCS/rank<RANK>.json, anew after each: a rank may end by
-os._exit.
+os._exit. Those within a training step go to steps-rank<RANK>.json likewise.
 """
 
 import collections
@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-SEEN = collections.Counter()
-REPOSITORY = str(Path(__file__).resolve().parents[3])
-NOT_CALLERS = ("/driver/nullgpu_", "/torch/", "/warnings.py", "/contextlib.py")
+SEEN, IN_STEPS = collections.Counter(), collections.Counter()
+REPOSITORY = str(Path(__file__).resolve().parents[1])
+NOT_CALLERS = ("/nullgpu/nullgpu_", "/torch/", "/warnings.py", "/contextlib.py")
+STEP = "lightning/pytorch/loops/training_epoch_loop.py"
 
 
 def start():
@@ -25,8 +26,13 @@ def start():
 
     def show(message, category, filename, lineno, file=None, line=None):
         if "called a synchronizing" in str(message):
-            SEEN[where()] += 1
-            write()
+            stack = traceback.extract_stack()[:-1]
+            line = where(stack)
+            SEEN[line] += 1
+            write(SEEN, "rank")
+            if any(f.name == "advance" and f.filename.endswith(STEP) for f in stack):
+                IN_STEPS[line] += 1
+                write(IN_STEPS, "steps-rank")
         else:
             show_others(message, category, filename, lineno, file, line)
 
@@ -34,9 +40,9 @@ def start():
     torch.cuda.set_sync_debug_mode("warn")
 
 
-def where():
+def where(stack):
     """The innermost line that is not torch's own, and the innermost of this repository."""
-    frames = [f for f in traceback.extract_stack()[:-2] if not any(part in f.filename for part in NOT_CALLERS)]
+    frames = [f for f in stack if not any(part in f.filename for part in NOT_CALLERS)]
     ours = [f for f in frames if f.filename.startswith(REPOSITORY) and "/.venv/" not in f.filename][-1:]
     chosen = dict.fromkeys(f"{short(f.filename)}:{f.lineno}" for f in [frames[-1], *ours])
     return " < ".join(chosen)
@@ -46,8 +52,8 @@ def short(filename):
     return filename.rpartition("site-packages/")[2].removeprefix(REPOSITORY + "/")
 
 
-def write():
+def write(counts, name):
     folder = Path(os.environ["NULLGPU_SYNCS"])
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank{os.environ.get('RANK', 0)}.json"
-    path.write_text(json.dumps(SEEN, indent=1))
+    path = folder / f"{name}{os.environ.get('RANK', 0)}.json"
+    path.write_text(json.dumps(counts, indent=1))

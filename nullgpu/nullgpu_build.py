@@ -1,16 +1,22 @@
-"""Builds the null GPU with cc: nullgpu.c, and a stub for every other function of CUDA that torch's libraries import."""
+"""Builds the null GPU with cc: nullgpu.c, and a stub for every other function of CUDA that torch's libraries import.
+
+As a script it prints JSON: {"missing": why there can be none here}, or {"variables": {name: value}} for a process.
+"""
 
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep" / "nullgpu"
 MADE_FOR = "2.14.1+cu130"  # the layouts of CUDA's structs, and which operators have kernels, follow from it
 SOURCES = ("nullgpu_build.py", "nullgpu.c", "nccl.inc")
 FLAGS = ("-O2", "-fPIC", "-fvisibility=hidden", "-w", "-std=gnu11")
@@ -63,6 +69,24 @@ def packages() -> Path:
 
 def torch_libraries(pattern: str = "lib*.so") -> list[Path]:
     return [*(packages() / "torch/lib").glob(pattern)]
+
+
+def variables(*code: Path) -> dict[str, str]:
+    """The environment variables by which a process finds null GPUs; what it is to have of them is said beside.
+
+    Args:
+        code: folders that stand first on its path of Python modules.
+    """
+    library = built(CACHE)
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH")}
+    first = {"PYTHONPATH": [HERE / "site", HERE, *code], "LD_LIBRARY_PATH": [library], "PATH": [HERE / "bin"]}
+    paths = {name: ":".join([*map(str, first[name]), *filter(None, [value])]) for name, value in before.items()}
+    return {
+        **paths,
+        "LD_PRELOAD": str(library / "libnullgpu.so"),
+        "TRITON_LIBCUDA_PATH": str(library),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def built(cache: Path) -> Path:
@@ -139,3 +163,8 @@ def output(*command: str | Path) -> str:
 
 def cc(*options: str | Path) -> None:
     subprocess.run(["cc", *FLAGS, *options], check=True)
+
+
+if __name__ == "__main__":
+    sentence = missing()
+    json.dump({"missing": sentence} if sentence else {"variables": variables()}, sys.stdout)
