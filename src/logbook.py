@@ -5,6 +5,7 @@
     python src/logbook.py build [RUN_FOLDER | s3://bucket/prefix …]    write the pages; take in the runs named here
     python src/logbook.py compare RUN RUN … [--title "DDP beside FSDP"]
     python src/logbook.py publish RUN … --to s3://bucket/prefix | DIR
+    python src/logbook.py query "status = 'finished' and val/acc > 0.9" [--sort NAME] [--json | --csv | --md]
     python src/logbook.py note RUN "text" [--name NAME] [--tag TAG …]
     python src/logbook.py prune [RUN …] [--older-than DAYS] [--yes]    what old runs hold in logs/, and free it
 
@@ -265,6 +266,13 @@ def note(options: argparse.Namespace) -> None:
     say(path)
 
 
+def query(options: argparse.Namespace) -> None:
+    from lockstep.pages.query import find_runs, listing
+
+    found = find_runs(options.logbook, options.where, options.sort, ascending=options.ascending)
+    say(listing(found, options.form, options.sort))
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="logbook.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -272,7 +280,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--logbook", type=Path, default=REPOSITORY / "logbook", help="where the pages are")
     top.add_argument("--logs", type=Path, default=REPOSITORY / "logs", help="where the run folders are")
     top.add_argument("--endpoint-url", help="of a store that speaks S3; none: Amazon's")
-    commands = top.add_subparsers(required=True, metavar="keep | remove | build | compare | publish | note | prune")
+    commands = top.add_subparsers(
+        required=True, metavar="keep | remove | build | compare | publish | query | note | prune"
+    )
 
     command = commands.add_parser("keep", help="take runs into the logbook")
     command.add_argument("runs", nargs="+", metavar="RUN")
@@ -313,6 +323,15 @@ def parser() -> argparse.ArgumentParser:
         "--base", metavar="URL", help="web address under which that place is read, if not the store's own"
     )
     command.set_defaults(task=publish)
+
+    command = commands.add_parser("query", help="list the logbook's runs for which an SQL condition holds")
+    command.add_argument("where", nargs="?", default="1", metavar="WHERE", help="as \"status = 'finished'\"; none: all")
+    command.add_argument("--sort", metavar="NAME", help="a column, as val/acc: the largest first")
+    command.add_argument("--ascending", action="store_true", help="the smallest first")
+    forms = command.add_mutually_exclusive_group()
+    for form, words in (("json", "a list of records"), ("csv", "all columns"), ("md", "a table for a page")):
+        forms.add_argument(f"--{form}", dest="form", action="store_const", const=form, help=words)
+    command.set_defaults(task=query, form="text")
 
     command = commands.add_parser("note", help="add a person's words, a name or tags to a run")
     command.add_argument("run", metavar="RUN")

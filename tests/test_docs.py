@@ -147,3 +147,27 @@ def test_torchrun_on_several_nodes_names_a_rendezvous():
     """Without a backend, torchrun takes every node for node 0 of a static rendezvous."""
     several = [line for line in shown_commands() if line.startswith("torchrun --nnodes=")]
     assert several and all("--rdzv-backend=c10d" in line and "--rdzv-endpoint=" in line for line in several)
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))])
+def test_every_link_of_a_page_leads_to_a_file_and_its_anchor(page):
+    path = REPOSITORY / page
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        name, _, anchor = link.partition("#")
+        if "://" in link or not name:
+            continue
+        target = path.parent / name
+        assert target.exists(), link
+        assert not anchor or f'id="{anchor}"' in target.read_text() or anchor in headings(target), link
+
+
+def headings(path) -> set[str]:
+    """Anchors that GitHub makes of a page's headings."""
+    lines = [line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")]
+    return {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+def test_strategies_md_names_every_trainer_that_there_is():
+    text = (REPOSITORY / "docs" / "strategies.md").read_text()
+    trainers = {path.stem for path in (CONFIGS / "trainer").glob("*.yaml")} - {"default"}
+    assert {name for name in trainers if f"trainer={name}" not in text and f"={name}`" not in text} == set()

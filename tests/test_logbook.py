@@ -272,3 +272,14 @@ def test_a_report_of_other_runs_leaves_the_earlier_one_with_the_same_title(door,
     assert names == ["ddp-beside-fsdp.html", "ddp-beside-fsdp-2.html", "ddp-beside-fsdp.html"]
     assert "run-late" not in (tmp_path / "x" / names[0]).read_text()
     assert "run-late" in (tmp_path / "x" / names[1]).read_text()
+
+
+def test_query_prints_what_was_asked_for_and_a_wrong_column_ends_with_2(door, capsys):
+    door("keep", "run-ddp", "run-fsdp")
+    capsys.readouterr()
+    assert door("query", "status = 'finished' and val/acc > 0.5", "--sort", "trainer", "--json") == 0
+    records = json.loads(capsys.readouterr().out)
+    assert [(run["run_id"], run["trainer"]) for run in records] == [("run-fsdp", "fsdp"), ("run-ddp", "ddp")]
+    assert door("query", "trainer = 'ddp'") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 run"
+    assert door("query", "trainr = 'ddp'") == 2

@@ -339,3 +339,28 @@ def test_a_finished_run_and_another_config_are_not_overwritten(uninterrupted, tm
     done = run_door("train", *SMALL, f"resume={run_id}", "trainer.max_epochs=4", "optimizer.lr=1", logs=logs)
     assert done.code == 2 and "lr was 0.003, now 1" in done.output
     assert uninterrupted.record["status"] == "finished"
+
+
+@pytest.mark.parametrize("trainer", ["cpu", "ddp_sim"])
+def test_without_validation_the_last_checkpoint_is_the_best(tmp_path, trainer):
+    words = [
+        "experiment=quickstart",
+        f"trainer={trainer}",
+        "data.val_fraction=0",
+        "callbacks.checkpoints.every_n_epochs=2",
+    ]
+    first = run_door("train", *words, "trainer.max_epochs=1", "run_id=r", logs=tmp_path)
+    assert first.code == 0, first.output
+    assert " · no validation: the last checkpoint counts as the best" in first.output.splitlines()[0]
+    done = run_door("train", "resume=r", "trainer.max_epochs=3", logs=tmp_path)
+    assert done.code == 0, done.output
+    record = done.record
+    assert (record["num_train"], record["num_val"], record["steps"]) == (1437, 0, 66)
+    best = record["best_checkpoint"]
+    assert (best["step"], best["epoch"], best["metric"]) == (66, 2, {})
+    assert_equal(weights(done.folder, "best"), weights(done.folder, "last"))
+    assert fault_of(done.folder.path / best["path"]) is None
+    assert not [name for name in record["metrics"] if name.startswith("val/")]
+    assert "1,437 training, none to validate, 360 test images" in done.folder.page.read_text()
+    tested = run_door("eval", "ckpt_path=r", logs=tmp_path)
+    assert tested.code == 0 and tested.record["metrics"]["test/acc"] == record["metrics"]["test/acc"] > 0.8

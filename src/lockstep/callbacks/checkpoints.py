@@ -46,6 +46,8 @@ State = dict[str, Any]  # plain values by their names, as a checkpoint holds the
 class Checkpoints(Callback):
     """Saves `last` after every n-th epoch and every few minutes, `best` when the monitored metric improves.
 
+    A run without validation has nothing to choose by: each `last` of an epoch's end is its `best`.
+
     Args:
         folder: checkpoints/ of the run.
         monitor, mode: which metric chooses the best, and whether its largest (max) or smallest (min) value does.
@@ -154,17 +156,20 @@ class Checkpoints(Callback):
         validations = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
         if validated and value is None and validations:
             raise UserError(f"callbacks.checkpoints.monitor={self.monitor}: there are {', '.join(validations)}.")
-        is_best = validated and value is not None and self._improves(float(value))
+        is_end = trainer.current_epoch + 1 == trainer.max_epochs or trainer.global_step == trainer.max_steps
+        due = is_end or (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        if not trainer.enable_validation:
+            is_best, self.best_value = due or trainer.should_stop, None
+        else:
+            is_best = validated and value is not None and self._improves(float(value))
+            self.best_value = float(value) if is_best else self.best_value
         if is_best:
-            self.best_value = float(value)
             self.best = {
                 "metric": self.monitor, "file": checkpoint_name("best", trainer.global_step), "value": self.best_value,
                 "epoch": trainer.current_epoch, "step": trainer.global_step,
             }  # fmt: skip
             self._save(trainer, "best")
-        is_end = trainer.current_epoch + 1 == trainer.max_epochs or trainer.global_step == trainer.max_steps
-        due = is_end or (trainer.current_epoch + 1) % self.every_n_epochs == 0
-        if due or (is_best and self.weights_only):
+        if due or (is_best and (self.weights_only or not trainer.enable_validation)):
             self.save_last(trainer, same_as_best=bool(is_best) and not self.weights_only)
 
     def save_last(self, trainer: pl.Trainer, same_as_best: bool = False) -> None:
@@ -203,7 +208,7 @@ class Checkpoints(Callback):
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
             written = getattr(trainer.strategy.checkpoint_io, "written", {}).get(str(path)) or measure(path)
-            metric = {self.monitor: self.best_value} if kind == "best" else {}
+            metric = {self.monitor: self.best_value} if kind == "best" and self.best_value is not None else {}
             known = {**self._point(trainer), "world_size": trainer.world_size, "metric": metric}
             left_out = self._leaves_out_optimizer(kind) or None
             write_sidecar(path, Sidecar.of(written, step=trainer.global_step, weights_only=left_out, **known))
@@ -246,13 +251,13 @@ class Checkpoints(Callback):
         """best_checkpoint of the run record: relative path, bytes, sha256, where it stands, what it reached."""
         if self.best is None:
             return {}
-        path = self.folder / self.best["file"]
+        path, value = self.folder / self.best["file"], self.best["value"]
         sidecar = next((sidecar for found, sidecar in complete(self.folder, "best") if found == path), None)
         return {
             "best_checkpoint": {
                 "path": f"{self.folder.name}/{self.best['file']}", "bytes": sidecar and sidecar.bytes,
                 "sha256": sidecar and sidecar.sha256, "epoch": self.best["epoch"], "step": self.best["step"],
-                "metric": {self.best.get("metric", self.monitor): self.best["value"]},
+                "metric": {} if value is None else {self.best.get("metric", self.monitor): value},
             },
             "checkpoint_stall_s": round(self.stalled_s, 3),
         }  # fmt: skip

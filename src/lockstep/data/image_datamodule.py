@@ -53,7 +53,7 @@ class ImageDataModule(LightningDataModule):
         std: likewise.
         path: array, loader, or auto: array where the images fit and its pixels are the same.
         num_workers: processes per rank that make images ready one by one, at most one per core.
-        val_fraction: part of the training set that becomes the validation set, drawn from the seed.
+        val_fraction: part of the training set that becomes the validation set, drawn from the seed; 0: no validation.
         num_val: the same as a count; goes before val_fraction.
         cache_dir: where the image arrays lie, one folder per source and size.
         device_cache_gib: on a GPU: the largest array that is kept on it.
@@ -173,7 +173,8 @@ class ImageDataModule(LightningDataModule):
         self.skipped: list[str] = meta["skipped"]
         num_fit, num_val, num_test = meta["num_fit"], meta["num_val"], meta["num_test"]
         if num_val:
-            self._train_index, self._val_index = np.arange(num_fit), num_fit + np.arange(num_val)
+            own = num_fit + np.arange(num_val)
+            self._train_index, self._val_index = np.arange(num_fit), own[:0] if self._never_validates() else own
         else:
             self._train_index, self._val_index = self._split(num_fit)
         self._test_index = num_fit + num_val + np.arange(num_test)
@@ -199,15 +200,19 @@ class ImageDataModule(LightningDataModule):
         """Training images of each class, before augmentation."""
         return np.bincount(self._labels[self._train_index], minlength=self.num_classes).tolist()
 
+    def _never_validates(self) -> bool:
+        stated = self.val_fraction if self.requested_num_val is None else self.requested_num_val
+        return stated == 0
+
     def _split(self, num_fit: int) -> tuple[np.ndarray, np.ndarray]:
         """Training and validation positions, ascending; the same on every rank."""
         num_val = round(self.val_fraction * num_fit) if self.requested_num_val is None else self.requested_num_val
-        if not 1 <= num_val < num_fit:
+        if not (0 if self._never_validates() else 1) <= num_val < num_fit:
             key = "val_fraction" if self.requested_num_val is None else "num_val"
             value = self.val_fraction if self.requested_num_val is None else self.requested_num_val
             raise UserError(
                 f"data.{key}={value} leaves {num_fit - num_val} of {num_fit} images to train on and {num_val} to "
-                "validate on: both need one at least."
+                f"validate on: both need one at least; data.{key}=0 trains on all of them and validates nothing."
             )
         order = random_stream(self.seed, SPLIT).permutation(num_fit)
         return np.sort(order[num_val:]), np.sort(order[:num_val])

@@ -41,6 +41,7 @@ from lockstep.launch.plan import (
 )
 from lockstep.launch.resume import config_before
 from lockstep.launch.start import begin, check_writable, find_weights, finished_already, hold_run_lock, run_folder
+from lockstep.launch.validation import check_validation
 from lockstep.runs.batch import Batch
 from lockstep.runs.config import Config, read_only
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, Interrupted, UserError
@@ -86,6 +87,7 @@ def _launch(config: Config, work: Work, kept: ExitStack, find_largest: FindLarge
     environ = environment()
     cluster, accelerator = resolve_cluster(config, config["choices"].get("trainer", "this trainer"), environ)
     resolve_batch(config, cluster)
+    check_validation(config)
     own_secret(cluster)  # from here on no child inherits it by accident
     _check_bucket(config)
     if config.get("logbook") not in (None, "keep"):

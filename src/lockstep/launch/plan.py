@@ -13,6 +13,7 @@ import yaml
 
 from lockstep.distributed.cluster import Cluster, visible_gpus
 from lockstep.distributed.launchers import describe
+from lockstep.launch.validation import CHECKPOINTS, validates
 from lockstep.runs.batch import Batch
 from lockstep.runs.config import Config, read_only, writable
 from lockstep.runs.errors import UserError
@@ -20,8 +21,6 @@ from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import RunFolder, read_config
 from lockstep.runs.old_configs import model_name
 from lockstep.strategies.placement import place
-
-CHECKPOINTS = "lockstep.callbacks.checkpoints.Checkpoints"
 
 
 @dataclass(frozen=True)
@@ -169,15 +168,19 @@ def headline(plan: RunPlan) -> str:
     return (
         f"run {plan.folder.run_id} · {plan.model_name} · {plan.config['data']['name']} · "
         f"{plan.choices['trainer']} · global batch {batch.global_size} = {batch.per_device} × "
-        f"{plan.cluster.world_size} × {batch.accumulate}{without_checkpoints(plan.config)}"
+        f"{plan.cluster.world_size} × {batch.accumulate}{chosen_how(plan.config)}"
     )
 
 
-def without_checkpoints(config: Config) -> str:
-    """Said at the end of the head line of a training that will leave nothing to resume or to test."""
+def chosen_how(config: Config) -> str:
+    """Said at the end of the head line of a training that leaves nothing to resume or to test, or validates nothing."""
     callbacks = (config.get("callbacks") or {}).values()
     kept = any(node and node.get("_target_") == CHECKPOINTS for node in callbacks)
-    return "" if kept or config["task_name"] != "train" else " · WITHOUT CHECKPOINTS"
+    if config["task_name"] != "train":
+        return ""
+    if not kept:
+        return " · WITHOUT CHECKPOINTS"
+    return "" if validates(config) else " · no validation: the last checkpoint counts as the best"
 
 
 def learning_rate_line(plan: RunPlan) -> str:

@@ -144,7 +144,7 @@ def data_text(entry: Entry) -> str:
     return joined(
         plain(run.record.data),
         unit(run.record.num_train, " training", f.whole),
-        unit(run.record.num_val, " validation", f.whole),
+        "none to validate" if run.record.num_val == 0 else unit(run.record.num_val, " validation", f.whole),
         unit(run.record.num_test, " test images", f.whole),
         f"hash {code(run.record.data_hash[:12])}" if run.record.data_hash else "",
     )

@@ -238,10 +238,11 @@ def build_run(plan: RunPlan, session: RankSession, *, tested: Mapping[str, torch
     if session.watch is not None:
         session.watch.wait_for_all("prepared")
     check_same_data(facts, data, cluster)
-    limit = None
+    limit, limits = None, {} if data.num_val else {"limit_val_batches": 0.0}
     if trainable:
         batches = data.num_train // data.global_batch_size * plan.batch.accumulate
         limit = whole_steps(own["limit_train_batches"], batches, plan.batch.accumulate)
+        limits["limit_train_batches"] = limit
         synchronise_batch_norm(module, plan)
         if own["compile"]:
             module.net.compile()
@@ -261,7 +262,7 @@ def build_run(plan: RunPlan, session: RankSession, *, tested: Mapping[str, torch
     chosen = _chosen_callbacks(plan, known, trainable=trainable)
     callbacks = _all_callbacks(plan, session, chosen, recorder)
     loggers = _loggers(plan, known) if trainable else []
-    trainer = build_trainer(plan, strategy, callbacks, loggers, plan.folder.path, limit)
+    trainer = build_trainer(plan, strategy, callbacks, loggers, plan.folder.path, limits)
     checkpoints = next((c for c in chosen if isinstance(c, Checkpoints)), None)
     return Run(trainer, module, data, facts, recorder, checkpoints)
 

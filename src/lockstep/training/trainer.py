@@ -1,6 +1,7 @@
 """Plan → Lightning's Trainer with the strategy and the precision of the run."""
 
 import inspect
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,12 @@ def build_trainer(
     callbacks: list[Any],
     loggers: list[Any],
     root: Path,
-    limit_train_batches: float | None = None,
+    limits: Mapping[str, float] | None = None,
 ) -> pl.Trainer:
     """
     Args:
         root: where a profiler's table goes.
-        limit_train_batches: in place of the config's.
+        limits: limit_train_batches and limit_val_batches in place of the config's, where they are given.
     """
     own, cluster = plan.trainer, plan.cluster
     if own["log_every_n_steps"] < 1:
@@ -63,8 +64,7 @@ def build_trainer(
     arguments = {key: value for key, value in own.items() if key in known}
     if name := own.get("profiler"):
         arguments["profiler"] = _profiler(name, root)
-    if limit_train_batches is not None:
-        arguments["limit_train_batches"] = limit_train_batches
+    arguments.update(limits or {})
     device_type = "cuda" if plan.accelerator == "gpu" else "cpu"
     plugins: list[Any] = [StartedRanks(cluster), CheckpointFiles(read_folder=read_shards)]
     able = capabilities(strategy)

@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.config.compose import compose, plain
-from lockstep.launch.plan import without_checkpoints
+from lockstep.launch.plan import chosen_how
 from lockstep.runs.errors import UserError
 
 
@@ -34,7 +34,7 @@ def test_callbacks_are_added_to_those_of_every_run(words, more, checkpoints):
     every_run = ["checkpoints", "progress", "throughput", "hardware"]
     assert [name for name in callbacks if name not in every_run] == more
     assert bool(callbacks.get("checkpoints")) == checkpoints
-    assert without_checkpoints({"callbacks": callbacks, "task_name": "train"}) == (
+    assert chosen_how({"callbacks": callbacks, "task_name": "train"}) == (
         "" if checkpoints else " · WITHOUT CHECKPOINTS"
     )
 

@@ -1,0 +1,60 @@
+"""Whether a run validates, and what is refused where it does not."""
+
+import pytest
+
+from lockstep.config.compose import compose, plain
+from lockstep.launch.plan import chosen_how
+from lockstep.launch.validation import check_validation, validates
+from lockstep.runs.errors import UserError
+
+EARLY = ["+callbacks.early._target_=lightning.pytorch.callbacks.EarlyStopping", "+callbacks.early.monitor=val/loss"]
+NONE = "data.val_fraction=0"
+
+
+def config_of(*words):
+    return plain(compose("train", list(words)))
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ([], True),
+        ([NONE], False),
+        (["data.val_fraction=0.0"], False),
+        (["data.num_val=0"], False),
+        ([NONE, "data.num_val=5"], True),
+        (["trainer.limit_val_batches=0"], False),
+    ],
+)
+def test_what_validates_and_what_the_head_line_says(words, wanted):
+    config = config_of(*words)
+    assert validates(config) is wanted
+    assert chosen_how(config) == ("" if wanted else " · no validation: the last checkpoint counts as the best")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["callbacks.checkpoints.monitor=val/f1"], "callbacks.checkpoints.monitor=val/f1"),
+        (["callbacks.checkpoints.monitor=train/loss", "callbacks.checkpoints.mode=min"], "monitor=train/loss"),
+        (EARLY, "callbacks.early.monitor=val/loss"),
+        (["sweep_dir=sweeps/1"], "another optimized_metric than val/acc"),
+    ],
+)
+def test_what_waits_for_a_validation_is_refused_without_one(words, named):
+    check_validation(config_of(*words))
+    with pytest.raises(UserError, match="validates nothing") as refused:
+        check_validation(config_of(NONE, *words))
+    assert named in str(refused.value)
+
+
+def test_what_does_without_is_taken():
+    check_validation(config_of(NONE))
+    check_validation(config_of(NONE, "sweep_dir=sweeps/1", "optimized_metric=train/loss"))
+
+
+def test_a_schedule_that_waits_for_a_plateau_is_refused_without_one():
+    config = config_of(NONE)
+    config["scheduler"] = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau", "monitor": "val/loss"}
+    with pytest.raises(UserError, match="scheduler.monitor=val/loss waits for a validation"):
+        check_validation(config)
