@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "harness"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "nullgpu" / "driver"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "nullgpu"))
 
 from parity_runs import FAULTS, GLOBAL_BATCH, MODELS, STEPS, Case, bare_loop, lightning_run, run_with_gpu
 
@@ -201,7 +201,7 @@ def report(
         "Fine-tuning: first layers frozen, layer decay 0.8, 1.5 times the learning rate for the head, weight decay on "
         "matrices alone; compared with a bare loop that does the same.",
         "Null GPUs are no GPUs: torch's own CUDA code, allocator, streams and NCCL process groups ran, over a driver "
-        "that computes on the CPU (tests/nullgpu/README.md). The arithmetic of GPU kernels is not compared here.",
+        "that computes on the CPU (nullgpu/README.md). The arithmetic of GPU kernels is not compared here.",
         "",
         "| seeded fault (small_cnn, allreduce_sim, float64) | losses | weights | noticed |",
         "|---|---|---|---|",
