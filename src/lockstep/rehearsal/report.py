@@ -128,7 +128,7 @@ def _images(rehearsal: Rehearsal, record: dict[str, Any]) -> float | None:
 
 
 def _hours(hours: float) -> str:
-    return f"{hours:.2f} h" if hours >= 0.1 else f"{hours * 3600:.0f} s"
+    return f"{hours:.2f} h" if hours >= 0.1 else f"{hours * 60:.0f} min" if hours >= 1 / 60 else "less than a minute"
 
 
 def _shown(where: str | None) -> str:
