@@ -1,11 +1,11 @@
 """A rehearsal's findings → lines to read, and whether all of it held. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from lockstep.rehearsal.faults import shown
 from lockstep.rehearsal.starts import Started
 from lockstep.rehearsal.words import STEPS, Rehearsal
+from lockstep.runs.config import Config
 
 MIB_OF_GIB = 1024
 RUNTIME_GIB = 0.6  # assumed for CUDA's context and NCCL beside torch's allocator
@@ -103,7 +103,7 @@ def of_cost(rehearsal: Rehearsal, started: Started, mfu: float) -> list[Line]:
     is missing."""
     hardware, record = rehearsal.config["hardware"], started.record
     gflops = (record.get("throughput") or {}).get("gflops_per_image")
-    peaks: dict[str, Any] = hardware.get("peak_tflops") or {}
+    peaks: Config = hardware.get("peak_tflops") or {}
     dtype = PEAK_OF.get(str(record.get("precision")), "tf32" if peaks.get("tf32") else "float32")
     peak, images = peaks.get(dtype), _images(rehearsal, record)
     epochs = rehearsal.config["trainer"]["max_epochs"]
@@ -119,7 +119,7 @@ def of_cost(rehearsal: Rehearsal, started: Started, mfu: float) -> list[Line]:
     return [Line(None, words)]
 
 
-def _images(rehearsal: Rehearsal, record: dict[str, Any]) -> float | None:
+def _images(rehearsal: Rehearsal, record: Config) -> float | None:
     if rehearsal.num_images is None:
         return record.get("num_train")
     data = rehearsal.config["data"]
@@ -128,7 +128,7 @@ def _images(rehearsal: Rehearsal, record: dict[str, Any]) -> float | None:
 
 
 def _hours(hours: float) -> str:
-    return f"{hours:.2f} h" if hours >= 0.1 else f"{hours * 3600:.0f} s"
+    return f"{hours:.2f} h" if hours >= 0.1 else f"{hours * 60:.0f} min" if hours >= 1 / 60 else "less than a minute"
 
 
 def _shown(where: str | None) -> str:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lockstep.distributed.cluster import environment
 from lockstep.rehearsal.faults import Fault, fault_in
@@ -35,9 +34,9 @@ class Started:
     """
 
     fault: Fault | None
-    record: dict[str, Any]
+    record: Config
     syncs: Counter = field(default_factory=Counter)
-    watched: list[dict[str, Any]] = field(default_factory=list)
+    watched: list[Config] = field(default_factory=list)
 
 
 def variables_of_null_gpus() -> dict[str, str]:
@@ -82,9 +81,15 @@ def in_a_process(words: list[str], variables: dict[str, str], output: Path) -> i
         output: file for what it writes.
     """
     inherited = {name: value for name, value in environment().items() if name not in OF_OTHERS}
-    own: dict[str, Any] = {"stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, "env": {**inherited, **variables}}
+    inherited.update(variables)
     with output.open("w") as file:
-        process = subprocess.Popen([sys.executable, str(TRAIN), *words], stdout=file, **own)
+        process = subprocess.Popen(
+            [sys.executable, str(TRAIN), *words],
+            env=inherited,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
         try:
             return process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -134,5 +139,5 @@ def _most(folder: Path) -> Counter:
     return counts
 
 
-def _watched(folder: Path) -> list[dict[str, Any]]:
+def _watched(folder: Path) -> list[Config]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("watch-rank*.json"))]

@@ -25,7 +25,7 @@ class Watch(Callback):
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
-        self.notes: dict[str, Any] = {"held_mib": [], "peak_mib": [], "without_gradient": [], "kept": []}
+        self.notes: dict[str, list] = {"held_mib": [], "peak_mib": [], "without_gradient": [], "kept": []}
         self.looked = False
         self.lengths: dict[tuple[int, str], int] = {}
 

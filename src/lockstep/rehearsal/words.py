@@ -181,7 +181,7 @@ def _written(value: Any) -> str:
     return "null" if value is None else str(value).replace(" ", "")
 
 
-def _without_download(model: Config) -> dict[str, Any]:
+def _without_download(model: Config) -> Config:
     """What keeps a net from fetching weights."""
     found = {"pretrained": False, "weights": "null"}
     return {key: value for key, value in found.items() if model.get(key)}
