@@ -227,3 +227,12 @@ def test_torchruns_ranks_go_on_from_the_bucket_alone(place, tmp_path):
     record = read_json(RunFolder(tmp_path / "second/log/train/runs/the-run").record)
     assert record["status"] == "finished" and record["restarts"][-1]["resumed_step"] == first.record["steps"]
     assert record["steps"] == 2 * (record["num_train"] // 64) and "optimizer.lr=0.002" in record["overrides"]
+
+
+@pytest.mark.slow
+def test_a_run_without_validation_uploads_its_last_checkpoint(place, tmp_path):
+    done = place.train("data.val_fraction=0", logs=tmp_path / "here")
+    assert done.code == EXIT_OK, done.output
+    best = done.record["best_checkpoint"]
+    assert best["metric"] == {} and best["step"] == done.record["steps"] and best["s3_uri"]
+    check_same_elsewhere(place, done.record, tmp_path / "there")

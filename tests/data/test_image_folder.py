@@ -95,6 +95,7 @@ def test_given_parts_stay_as_they_are(tmp_path):
     write(tmp_path / "set" / "test", {"a": 3, "b": 4})
     assert facts(module(tmp_path, tmp_path / "set", num_val=5)) == (16, 5, 7)
     write(tmp_path / "set" / "val", {"a": 2, "b": 1})
+    assert facts(module(tmp_path, tmp_path / "set", num_val=0))[1] == 0  # the folder rests
     dm = module(tmp_path, tmp_path / "set", num_val=5)
     assert facts(dm) == (21, 3, 7)
     assert dm._labels[dm._val_index].tolist() == [0, 0, 1] and dm._labels[dm._test_index].tolist() == [0] * 3 + [1] * 4

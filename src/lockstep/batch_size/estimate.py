@@ -31,7 +31,8 @@ from lockstep.batch_size.ddp_buckets import Buckets
 from lockstep.batch_size.fake_images import FakeImages
 from lockstep.batch_size.least_batch import least_batch
 from lockstep.batch_size.memory import GIB, MemoryPhases, TrackedBytes
-from lockstep.batch_size.search import Shares, largest_batch
+from lockstep.batch_size.search import Probe, Shares, largest_batch
+from lockstep.batch_size.sessions import line_of
 from lockstep.config.compose import chosen_options, plain
 from lockstep.config.instantiate import resolve_target
 from lockstep.distributed.cluster import Cluster
@@ -64,6 +65,7 @@ def estimate(cfg: Any) -> int:
     config, choices = read_only(plain(cfg)), chosen_options(cfg)
     limit_gib = stated_limit_gib(config)
     plan = stated_plan(config, choices)
+    log.info("Estimating on tensors without contents: a line for each batch that is tried …")
     prepare_process(plan)
     facts, cluster = stated_facts(config), plan.cluster
     if cluster.world_size > 1:
@@ -71,7 +73,9 @@ def estimate(cfg: Any) -> int:
         peak_bytes(plan, facts, 2)
 
     def fits(batch: int) -> Shares:
-        return [{phase: held / (limit_gib * GIB) for phase, held in peak_bytes(plan, facts, batch).items()}]
+        shares = [{phase: held / (limit_gib * GIB) for phase, held in peak_bytes(plan, facts, batch).items()}]
+        log.info(line_of(Probe(batch, shares), limit_gib))
+        return shares
 
     least = least_batch(config, facts, cluster.world_size)
     found = largest_batch(fits, bound=UNBOUND, least=least)

@@ -6,6 +6,7 @@ and the next session goes on. Every node does the same by itself: what to probe 
 """
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -26,6 +27,8 @@ from lockstep.launch.plan import RunPlan, write_plan
 from lockstep.runs.config import Config
 from lockstep.runs.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.runs.files import write_atomically
+
+log = logging.getLogger(__name__)
 
 EXIT_OUT_OF_MEMORY = 77
 EXIT_PEER_ENDED = 78  # another rank ran out, or is gone without a word, as one is that its kernel killed
@@ -144,6 +147,8 @@ def _search(
             return state
         _check(codes, state, files, cluster)
         state["probes"].append({"batch": state["attempt"], "shares": None})
+        if cluster.is_rank_zero:
+            log.info(line_of(from_json(state["probes"][-1]), state["limit_gib"]))
         state["attempt"] = None  # a later session may end before it tries anything
         write_state(files, state)
         probes = [from_json(probe) for probe in state["probes"]]
@@ -161,16 +166,17 @@ def _run_session(
     inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SRC), environment.get("PYTHONPATH")]))
     local_ranks = range(cluster.devices) if cluster.is_supervisor else [cluster.local_rank or 0]
     children: list[subprocess.Popen] = []
+    said = len(read_state(files)["probes"])
     try:
-        with files.log.open("ab") as log:
+        with files.log.open("ab") as ranks_log:
             for local_rank in local_ranks:
                 own = cluster.rank_environment(local_rank, port) | {PLAN_FILE: str(files.plan)}
                 own[SUPERVISOR_PID] = str(os.getpid())
                 with handed_on(own_secret(cluster)) as (told, pipe):
                     children.append(
                         subprocess.Popen(
-                            command, env=inherited | own | told, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                            process_group=0, pass_fds=pipe,
+                            command, env=inherited | own | told, stdin=subprocess.DEVNULL, stdout=ranks_log,
+                            stderr=ranks_log, process_group=0, pass_fds=pipe,
                         )
                     )  # fmt: skip
         codes: list[int] = []
@@ -183,6 +189,7 @@ def _run_session(
                 if time.monotonic() > noticed_at + CULPRIT_S:
                     break
             time.sleep(POLL_S)
+            said = say_new(files, said) if cluster.is_rank_zero else said
             codes = [child.returncode for child in children if child.poll() is not None]
         return sorted(codes, key=tells_most)
     finally:
@@ -191,6 +198,21 @@ def _run_session(
                 child.kill()
         for child in children:
             child.wait()
+
+
+def say_new(files: SessionFiles, said: int) -> int:
+    """A line for each probe after the first `said`; returns how many there are."""
+    state = read_state(files)
+    for probe in state["probes"][said:]:
+        log.info(line_of(from_json(probe), state["limit_gib"]))
+    return len(state["probes"])
+
+
+def line_of(probe: Probe, limit_gib: float) -> str:
+    images = f"{probe.batch} image{'s' * (probe.batch != 1)} per device"
+    if probe.shares is None:
+        return f"{images}: out of memory"
+    return f"{images}: {probe.largest_share * limit_gib:.3g} of {limit_gib:.3g} GiB"
 
 
 def tells_most(code: int) -> int:

@@ -32,6 +32,7 @@ from lockstep.launch.plan import (
     RunPlan,
     asks_for_largest,
     headline,
+    joined_line,
     learning_rate_line,
     read_plan,
     resolve_batch,
@@ -120,6 +121,8 @@ def _launch(config: Config, work: Work, kept: ExitStack, find_largest: FindLarge
         log.info(headline(plan))
         if plan.learning_rates:
             log.info(learning_rate_line(plan))
+    elif cluster.node_rank > 0 and cluster.local_rank in (0, None):
+        log.info(joined_line(plan))
     code = run_ranks(plan, environ, work)
     signals_end_this_process()
     return code if code == INTERRUPTED_AT_ONCE else _finish(plan, code)  # a second Ctrl-C ends at once

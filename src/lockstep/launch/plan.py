@@ -172,6 +172,15 @@ def headline(plan: RunPlan) -> str:
     )
 
 
+def joined_line(plan: RunPlan) -> str:
+    """What every node but the first says, once all have agreed on the run."""
+    cluster = plan.cluster
+    return (
+        f"node {cluster.node_rank} of {cluster.num_nodes} (counted from 0) joined run {plan.folder.run_id}; "
+        "output is on node 0"
+    )
+
+
 def chosen_how(config: Config) -> str:
     """Said at the end of the head line of a training that leaves nothing to resume or to test, or validates nothing."""
     callbacks = (config.get("callbacks") or {}).values()

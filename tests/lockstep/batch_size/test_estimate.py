@@ -86,6 +86,8 @@ def test_a_net_that_refuses_single_images_is_estimated(tmp_path):
     done = run_door("find_batch_size", "--estimate", *options, "trainer.devices=4", logs=tmp_path)
     assert done.code == 0, done.output
     assert "estimated largest batch" in done.output
+    tried = [line for line in done.output.splitlines() if " per device: " in line and line.endswith(" GiB")]
+    assert len(tried) >= 2 and tried[0].startswith("8 images per device: ")
 
 
 @pytest.mark.slow

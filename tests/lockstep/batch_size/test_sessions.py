@@ -80,6 +80,15 @@ def test_one_ranks_out_of_memory_is_everybodys_and_the_next_session_goes_on(sear
     assert len(ports) == 2
 
 
+def test_each_probe_is_said_when_it_has_ended(search, caplog):
+    caplog.set_level("INFO", "lockstep.batch_size.sessions")
+    largest = search(RANK_ONE_RUNS_OUT)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "8 images per device: 0.36 of 2 GiB"
+    assert len(lines) == largest.record()["probes"] and f"{largest.per_device} images per device: " in lines[-1]
+    assert sum(line.endswith(" images per device: out of memory") for line in lines) == 1
+
+
 def test_one_session_where_nothing_runs_out(search, tmp_path):
     largest = search('\n    shares = [{"held": 0.1, "step": 0.1 + batch / 600}]\n', devices=1)
     assert largest.per_device == 500 and largest.record()["bounded_by"] == "data set"

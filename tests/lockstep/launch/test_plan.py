@@ -15,6 +15,7 @@ from lockstep.launch.plan import (
     RunPlan,
     as_run,
     headline,
+    joined_line,
     learning_rate_line,
     read_plan,
     resolve_batch,
@@ -152,3 +153,8 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
 def test_a_file_that_is_no_plan_is_refused(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         read_plan(Path(tmp_path / "nothing.yaml"))
+
+
+def test_a_node_that_has_joined_says_where_the_output_is(tmp_path):
+    plan = replace(plan_of(tmp_path / "r"), cluster=Cluster("none", 2, 1, 1, None, "10.0.0.1", 29500))
+    assert joined_line(plan) == "node 1 of 2 (counted from 0) joined run r; output is on node 0"
