@@ -222,6 +222,15 @@ def test_a_batch_that_does_not_fit_is_named(tmp_path):
     assert said and "OutOfMemoryError" in said[0]
 
 
+def test_what_an_experiment_keeps_is_not_kept_of_a_rehearsal(tmp_path):
+    words = ["experiment=vit_fsdp", *ONE]
+    cfg = compose("train", words)
+    assert cfg.logbook == "keep"
+    command = rehearsal_of(read_only(plain(cfg)), chosen_options(cfg), words).command(str(tmp_path), 2, 2)
+    again = compose("train", command)
+    assert again.logbook is None and again.paths.logbook_dir == f"{tmp_path}/logbook"
+
+
 def test_the_script_says_what_it_refuses(tmp_path, capfd):
     refused = {
         "trainer=gpu": "A rehearsal needs a machine with GPUs: hardware= one of",

@@ -80,6 +80,8 @@ class Rehearsal:
             "trainer.timeout_s": 60,
             "run_id": RUN_ID,
             "paths.log_dir": f"{folder}/logs",
+            "paths.logbook_dir": f"{folder}/logbook",  # an experiment may say logbook=keep
+            "logbook": "null",
             "+callbacks.rehearsal._target_": "lockstep.rehearsal.watch.Watch",
             "+callbacks.rehearsal.folder": folder,
         }

@@ -30,13 +30,12 @@ def test_an_override_counts():
     ],
 )
 def test_callbacks_are_added_to_those_of_every_run(words, more, checkpoints):
-    callbacks = plain(compose("train", words))["callbacks"]
+    config = plain(compose("train", words))
+    callbacks = config["callbacks"]
     every_run = ["checkpoints", "progress", "throughput", "hardware"]
     assert [name for name in callbacks if name not in every_run] == more
     assert bool(callbacks.get("checkpoints")) == checkpoints
-    assert chosen_how({"callbacks": callbacks, "task_name": "train"}) == (
-        "" if checkpoints else " · WITHOUT CHECKPOINTS"
-    )
+    assert chosen_how(config) == ("" if checkpoints else " · WITHOUT CHECKPOINTS")
 
 
 def test_a_value_of_a_callback_of_every_run_counts_beside_others():

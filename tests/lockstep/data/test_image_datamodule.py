@@ -127,7 +127,7 @@ def test_an_array_that_does_not_fit_on_the_device_is_cut_before_the_transfer(mak
 
 @pytest.mark.parametrize("options", [{"num_val": None, "val_fraction": 0}, {"num_val": 0}])
 def test_without_validation_all_images_are_trained_on(make, options):
-    dm = make(options)
+    dm = make({}, **options)
     assert (dm.num_train, dm.num_val, dm.left_out_per_epoch) == (220, 0, 220 % 32)
     assert len(dm.val_dataloader()) == 0 and list(dm.val_dataloader()) == []
     with_some = make({})
