@@ -147,7 +147,7 @@ def callbacks_of(checkpoint: Checkpoint, composed: Config) -> Config:
 
 def overlay(base: Config, composed: Config, overrides: list[str]) -> dict[str, Any]:
     """`base` with everything that an override names taken from `composed`: whole groups, or single values."""
-    config: dict[str, Any] = {**base, **{key: composed[key] for key in FROM_COMMAND_LINE if key in composed}}
+    config = {**base, **{key: composed[key] for key in FROM_COMMAND_LINE if key in composed}}
     groups = {path.name for path in CONFIGS.iterdir() if path.is_dir()}
     for word in overrides:
         key = key_of(word).split("@")[0]

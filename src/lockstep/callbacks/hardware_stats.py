@@ -20,6 +20,7 @@ from lockstep.callbacks import hardware_readings as machine_readings
 from lockstep.callbacks.hardware_readings import CpuReader, GpuReader, Reading
 from lockstep.callbacks.percentiles import KeptSamples
 from lockstep.distributed.json_collectives import gather_json
+from lockstep.runs.config import Config
 from lockstep.runs.csv_files import guarded
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
@@ -150,7 +151,7 @@ class HardwareStats(pl.Callback):
         self.visible_devices, self.nvml, self.psutil, self.nvidia_smi = visible_devices, nvml, psutil, nvidia_smi
         self.sampler: Sampler | None = None
         self.gpus: GpuReader | None = None
-        self.other_nodes: dict[int, dict[str, Any]] = {}
+        self.other_nodes: dict[int, Config] = {}
         self.node_rank = 0
         self.smi_peak_gib, self.smi_asked_at = 0.0, 0.0
         self.logged_at = 0.0
@@ -207,7 +208,7 @@ class HardwareStats(pl.Callback):
         assert self.sampler is not None
         return self.facts | {"stats": self.sampler.summary(), "throttled": sorted(self.sampler.throttled)}
 
-    def _facts(self, psutil: Any) -> dict[str, Any]:
+    def _facts(self, psutil: Any) -> Config:
         return {
             "node_rank": self.node_rank,
             "host": socket.gethostname(),

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from lockstep.runs.config import Config
+
 OLD_TIMM = "models.timm_vit.TimmViT"  # had `timm_name`, and in `name` whatever should be shown
 OLD_OPTION, OPTION = "timm_vit", "vit"
 CLASSIFIER = "classifier.ImageClassifier"
@@ -18,7 +20,7 @@ WITH_DISPLAY_NAME = ("models.airbench.", "models.alexnet.", "models.small_cnn.")
 
 
 # Keys that came later, with what runs before them did.
-LATER: dict[str, dict[str, Any]] = {
+LATER: dict[str, Config] = {
     "model": {"freeze": None},
     "optimizer": {"layer_decay": None, "head_lr_factor": 1.0, "decay_norms": True},
 }
@@ -105,7 +107,7 @@ def _word(given: Any) -> Any:
     return f"{key.replace('model.timm_name', 'model.name')}{sign}{value}" if "timm_name" in key else given
 
 
-def model_name(config: dict[str, Any]) -> str:
+def model_name(config: Config) -> str:
     """What is built, in records and on pages: timm's own name, or the option of the group."""
     model = config["model"]
     if model["_target_"] == "models.timm.TimmModel" and model.get("name"):

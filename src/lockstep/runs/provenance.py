@@ -18,7 +18,7 @@ PACKAGES = ("torch", "torchvision", "lightning", "hydra-core", "timm", "numpy", 
 DIFF_LIMIT_BYTES = 200_000
 
 
-def code_state(repository: Path) -> dict[str, Any]:
+def code_state(repository: Path) -> Config:
     """{commit, dirty, tree_hash}: pages of the logbook do not make a run dirty, src, configs and requirements do."""
     commit = _git(repository, "rev-parse", "HEAD")
     dirty = bool(_git(repository, "status", "--porcelain", "--", *CODE)) if commit else None
