@@ -17,7 +17,11 @@ test: install-dev  ## the tests of every room, in some minutes; needs no network
 	$(PY) -m pytest $(SIDE_BY_SIDE)
 
 test-all: install-dev  ## the rest of the tests: more launchers, lost nodes, stores that die
-	$(PY) -m pytest -m slow
+	$(PY) -m pytest -m slow $(SIDE_BY_SIDE) $(UNTIMED)
+	$(PY) -m pytest -m slow $(addprefix --ignore=,$(UNTIMED))
+# No test of these waits for something to happen within seconds
+UNTIMED := $(addprefix tests/,nullgpu test_rehearse.py test_docs.py test_attacks.py data models \
+  lockstep/data lockstep/config lockstep/pages)
 SIDE_BY_SIDE := -n 3 --dist worksteal
 
 test-nullgpu: install-dev  ## of both, what runs torch's CUDA code on null GPUs (nullgpu)
