@@ -56,8 +56,11 @@ def encodable(text: str, stream: Any) -> str:
 
 
 def say(text: object) -> None:
-    """print() for what a script answers, whatever it names."""
-    print(encodable(printable(str(text)), sys.stdout))
+    """print() for what a script answers, whatever it names, and whoever has read enough of it (`… | head`)."""
+    try:
+        print(encodable(printable(str(text)), sys.stdout), flush=True)
+    except BrokenPipeError:
+        _write_nowhere(sys.stdout)
 
 
 def set_up(*, verbose: bool = False, quiet: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import subprocess
 import sys
 
 import pytest
@@ -52,3 +53,11 @@ def test_what_the_stream_cannot_write_does_not_silence_it(encoding, shown, monke
     log.info("afterwards")
     stream.flush()
     assert stream.buffer.getvalue().decode(encoding) == f"{shown}\n{shown}\nafterwards\n"
+
+
+def test_a_reader_that_has_enough_ends_nothing():
+    code = "from lockstep.runs.output import say\nfor _ in range(2000): say('x' * 1000)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"x" * 1000 + b"\n"
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(30) == 0
