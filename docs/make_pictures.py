@@ -53,6 +53,7 @@ def draw_terminal(said: str) -> None:
 def draw_page(page: Path) -> None:
     """The upper part of the page, as a git host shows markdown."""
     html = MarkdownIt("commonmark", {"html": True}).enable("table").render(page.read_text())
+    html = html.replace("✅", "<span style='color: #1a7f37'>✔</span>")  # which every font has
     with tempfile.TemporaryDirectory() as folder:
         copy = page.parent / ".picture.html"
         copy.write_text(f"<meta charset='utf-8'><style>{STYLE}</style>{html}")
