@@ -5,7 +5,8 @@ PY := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-nullgpu install install-dev check docs lock audit parity bench soak logbook completion clean
+.PHONY: help train assignment test test-all test-nullgpu install install-dev check docs site lock audit parity \
+  bench soak logbook new upgrade release completion clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -13,55 +14,76 @@ help:  ## list the targets
 train: install  ## train and test a small model on real digits (no download), in about a minute
 	$(PY) src/train.py experiment=quickstart
 
+assignment: install  ## ViT on CIFAR-10 by DDP and FSDP, on GPUs, handed in: S3=s3://… [NODES=2 NODE=0 MASTER=host]
+	$(PY) src/assignment.py --s3 "$(S3)" $(if $(NODES),--nodes $(NODES)) $(if $(NODE),--node $(NODE)) \
+	  $(if $(MASTER),--master $(MASTER)) $(if $(PORT),--port $(PORT)) $(if $(ENDPOINT),--endpoint-url $(ENDPOINT)) \
+	  $(if $(STRATEGIES),--strategies $(STRATEGIES)) $(if $(NAME),--name $(NAME)) -- $(ARGS)
+
 test: install-dev  ## the tests of every room, in some minutes; needs no network, no GPU
 	$(PY) -m pytest $(SIDE_BY_SIDE)
+SIDE_BY_SIDE := -n 3 --dist worksteal
 
 test-all: install-dev  ## the rest of the tests: more launchers, lost nodes, stores that die
 	$(PY) -m pytest -m slow $(SIDE_BY_SIDE) $(UNTIMED)
 	$(PY) -m pytest -m slow $(addprefix --ignore=,$(UNTIMED))
 # No test of these waits for something to happen within seconds
 UNTIMED := $(addprefix tests/,nullgpu test_rehearse.py test_docs.py test_attacks.py data models \
-  lockstep/data lockstep/config lockstep/pages)
-SIDE_BY_SIDE := -n 3 --dist worksteal
+  lockstep/data lockstep/config lockstep/pages lockstep/training test_s3_data.py)
 
 test-nullgpu: install-dev  ## of both, what runs torch's CUDA code on null GPUs (nullgpu)
 	$(PY) -m pytest tests/nullgpu -m "slow or not slow"
 
-install: $(VENV)/.installed  ## make .venv with the pinned, hash-checked requirements
+install: $(VENV)/.installed  ## make .venv with the pinned, hash-checked requirements; DEVICE=cpu: without CUDA
 
 install-dev: $(VENV)/.installed-dev  ## the same with what tests and checks need
 
+DEVICE ?= $(shell cat $(VENV)/.device 2>/dev/null)# what the first install was told
+
 $(VENV)/bin/python:
-	@python=$$(for p in python3.12 python3.11 python3; do \
-	  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && { command -v $$p; break; }; done); \
-	[ -n "$$python" ] || { echo "Lockstep needs Python 3.11 or 3.12, and there is none on the PATH."; exit 1; }; \
+	@python=$$(for p in python3.12 python3.11 python3.13 python3; do \
+	  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { command -v $$p; break; }; done); \
+	[ -n "$$python" ] || { echo "Lockstep needs Python 3.11 to 3.13, and there is none on the PATH."; exit 1; }; \
 	"$$python" -c 'import venv, ensurepip' 2>/dev/null || \
 	  { echo "$$python has no venv: install it first, e.g. apt-get install python3-venv"; exit 1; }; \
 	"$$python" -m venv $(VENV)
 
 $(VENV)/.installed: requirements.txt | $(VENV)/bin/python
-	@bash launch/install.sh requirements.txt
+	@DEVICE="$(DEVICE)" bash launch/install.sh requirements.txt
+	@echo "$(DEVICE)" >$(VENV)/.device
 	@touch $@
 
 $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
-	@bash launch/install.sh requirements-dev.txt
+	@DEVICE="$(DEVICE)" bash launch/install.sh requirements-dev.txt
 	@touch $@
 
-check: install-dev  ## format, lint, types: what CI runs beside the tests
-	$(VENV)/bin/ruff format --check src tests benchmarks nullgpu
-	$(VENV)/bin/ruff check src tests benchmarks nullgpu
+check: install-dev  ## format, lint, types, the source of every figure: what CI runs beside the tests
+	$(VENV)/bin/ruff format --check src tests benchmarks nullgpu launch
+	$(VENV)/bin/ruff check src tests benchmarks nullgpu launch
 	$(VENV)/bin/mypy
+	$(if $(wildcard docs/check_figures.py),$(PY) docs/check_figures.py)
 
 docs: install  ## write docs/options.md from the comments in configs/, docs/run.schema.json from the record
 	$(PY) docs/make_options.py
 	$(PY) docs/make_schema.py
+	$(PY) docs/make_config_schema.py
+
+site: $(VENV)/site/.installed  ## build the documentation's web site into site/, its links checked; opens from a disk
+	NO_MKDOCS_2_WARNING=1 $(VENV)/site/bin/mkdocs build --strict
+
+$(VENV)/site/.installed: launch/site.txt | $(VENV)/bin/python
+	$(PY) -m venv $(VENV)/site
+	$(VENV)/site/bin/python -m pip install -q --require-hashes -r $<
+	@touch $@
 
 lock: install  ## resolve requirements*.txt anew from pyproject.toml
 	$(VENV)/bin/uv pip compile $(LOCK) pyproject.toml -o requirements.txt
 	$(VENV)/bin/uv pip compile $(LOCK) --group dev -c requirements.txt -o requirements-dev.txt
 	grep -oE '^hivemind==[0-9.]+' requirements-hivemind.txt | \
 	  $(VENV)/bin/uv pip compile $(LOCK) -c requirements.txt - -o requirements-hivemind.txt
+	grep -oE '^ray==[0-9.]+' requirements-ray.txt | \
+	  $(VENV)/bin/uv pip compile $(LOCK) -c requirements.txt - -o requirements-ray.txt
 	grep -oE '^pip-audit==[0-9.]+' launch/audit.txt | $(VENV)/bin/uv pip compile $(LOCK) - -o launch/audit.txt
+	grep -oE '^mkdocs(-material)?==[0-9.]+' launch/site.txt | $(VENV)/bin/uv pip compile $(LOCK) - -o launch/site.txt
 	grep -oE '^uv==[0-9.]+' launch/uv.txt | $(VENV)/bin/uv pip compile $(LOCK) - -o launch/uv.txt
 LOCK := -q -p 3.11 --universal --generate-hashes --no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
@@ -69,7 +91,7 @@ audit: install  ## ask the package index's advisories about every pinned version
 	$(VENV)/bin/uv venv -q --clear $(VENV)/audit
 	$(VENV)/bin/uv pip install -q --python $(VENV)/audit --require-hashes -r launch/audit.txt
 	$(VENV)/audit/bin/pip-audit --strict --disable-pip --require-hashes --progress-spinner off \
-	  -r requirements.txt -r requirements-hivemind.txt
+	  -r requirements.txt -r requirements-hivemind.txt -r requirements-ray.txt
 
 parity: install-dev  ## every strategy against one process, in float64, with seeded faults
 	$(PY) benchmarks/parity.py
@@ -94,6 +116,8 @@ bench: install-dev  ## measure this machine against peers and goals (about an ho
 	$(PY) benchmarks/statistics_cost.py
 	$(PY) benchmarks/estimates.py
 	$(PY) benchmarks/scaling.py
+	$(PY) benchmarks/fleet.py
+	$(PY) benchmarks/fleet_replay.py
 	$(PY) benchmarks/make_readme.py
 CIFAR ?=# make bench CIFAR=folder that holds cifar-10-batches-py
 MNIST ?=# make bench MNIST=folder in torchvision's layout
@@ -106,6 +130,15 @@ soak: install-dev  ## the campaign of faults, or PIECE=kills SEED=1 COUNT=60 MIN
 
 logbook: install  ## write the pages of the runs that logbook/ keeps, with what has become of them
 	$(PY) src/logbook.py build
+
+new:  ## make a project of your own: make new NAME=birds DIR=../birds
+	@python3 launch/project.py new "$(NAME)" "$(DIR)"
+
+upgrade:  ## in a project of your own: merge a newer release of the template, as TO=v1.1.0
+	@python3 launch/project.py upgrade "$(TO)" $(if $(FROM),--from "$(FROM)")
+
+release:  ## name what the changelog calls unreleased, commit and tag it: make release VERSION=1.0.0
+	@python3 launch/release.py "$(VERSION)"
 
 completion:  ## print the line that turns on tab completion in this shell
 	@echo 'alias train="$(PY) src/train.py"; eval "$$($(PY) src/train.py -sc install=bash)"'

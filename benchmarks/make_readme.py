@@ -64,18 +64,19 @@ again yet.
 """
 
 
-def main() -> None:
-    found = measured()
+def page(results: Path = RESULTS) -> str:
+    """Of the results in this folder."""
+    found = measured(results)
     unknown = found.keys() - {what for _, what, _ in LINES}
     assert not unknown, f"results without a line here: {unknown}"
     text = HEAD + "".join(line(*each, found.get(each[1])) for each in LINES)
-    (HERE / "README.md").write_text(text + "\n" + EARLIER_SAYS + details(found) + machines() + FOOT)
+    return text + "\n" + EARLIER_SAYS + details(found) + machines(results) + FOOT
 
 
-def measured() -> dict[str, dict[str, Any]]:
+def measured(results: Path) -> dict[str, dict[str, Any]]:
     """Goal by what it measures, each with the file's date, command and name."""
     found = {}
-    for path in sorted(RESULTS.glob("*.json")):
+    for path in sorted(results.glob("*.json")):
         content = json.loads(path.read_text())
         for goal in content.get("goals", []):
             written = {"command": content.get("command", f"python benchmarks/{path.stem}.py"), "file": path.name}
@@ -100,11 +101,11 @@ def details(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(said) + "\n\n" if said else ""
 
 
-def machines() -> str:
+def machines(results: Path) -> str:
     """Every machine that a result comes from, and which results."""
     names: dict[str, list[str]] = {}
     loads = []
-    for path in sorted(RESULTS.glob("*.json")):
+    for path in sorted(results.glob("*.json")):
         content = json.loads(path.read_text())
         machine = content.get("machine")
         if content.get("load_average"):
@@ -123,9 +124,10 @@ def machines() -> str:
 MEASURED = "../logbook/measurements"
 FOOT = f"""More: [parity.md]({MEASURED}/parity.md) (every strategy against one process),
 [memory_per_rank.md]({MEASURED}/memory_per_rank.md), [batch_search.md]({MEASURED}/batch_search.md),
-[faults.md](faults.md), [scaling.md](scaling.md) (a model of many nodes), and the other files in [results/](results).
+[faults.md](faults.md), [scaling.md](scaling.md) (a model of many nodes),
+[fleet.md](fleet.md) (spot machines, simulated), and the other files in [results/](results).
 """
 
 
 if __name__ == "__main__":
-    main()
+    (HERE / "README.md").write_text(page())

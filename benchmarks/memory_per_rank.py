@@ -110,7 +110,9 @@ def measure_row(trainer_name: str, world_size: int, cache_dir: str) -> dict[str,
     return {"trainer": trainer_name, "ranks": world_size, "largest_rank": largest, "every_rank": ranks}
 
 
-def table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
+def page(facts: dict[str, Any]) -> str:
+    """The table in markdown, of what results/memory_per_rank.json holds."""
+    rows = facts["rows"]
     lines = [
         "# Memory of one rank",
         "",
@@ -141,16 +143,17 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as cache_dir:
         rows = [measure_row(name, world_size, cache_dir) for name, world_size in ROWS]
     num_parameters = rows[0]["largest_rank"]["parameters"] // 4
-    facts = {
+    content = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": platform.machine(), "torch": torch.__version__,
         "num_parameters": num_parameters, "command": "python benchmarks/memory_per_rank.py",
+        "rows": rows,
     }  # fmt: skip
-    results, page = (options.out or HERE) / "results", (options.out or PAGES) / "memory_per_rank.md"
-    for folder in (results, page.parent):
+    results, file = (options.out or HERE) / "results", (options.out or PAGES) / "memory_per_rank.md"
+    for folder in (results, file.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    (results / "memory_per_rank.json").write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
-    page.write_text(table(rows, facts))
-    print(table(rows, facts))
+    (results / "memory_per_rank.json").write_text(json.dumps(content, indent=1) + "\n")
+    file.write_text(page(content))
+    print(page(content))
     return 0
 
 

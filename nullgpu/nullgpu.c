@@ -28,7 +28,7 @@
 #define MAX_DEVICES 16
 #define MAX_BLOCKS 65536
 #define CUDA_VERSION 13000
-enum { OK = 0, INVALID = 1, OOM = 2, NO_DEVICE = 100, BAD_DEVICE = 101, NOT_FOUND = 500, NOT_READY = 600, UNSUPPORTED = 801,
+enum { OK = 0, INVALID = 1, OOM = 2, NO_DEVICE = 100, BAD_DEVICE = 101, NOT_FOUND = 500, LOST = 719, NOT_READY = 600, UNSUPPORTED = 801,
        CAPTURE_UNSUPPORTED = 900 };
 
 typedef struct { unsigned x, y, z; } dim3;
@@ -156,7 +156,12 @@ static Pinned *pinned;
 static int pinned_count, pinned_room;
 static __thread int current_device, last_error;
 
-#define FAIL(e) return (last_error = (e))
+static int harmed(const char *fault, int which) {  // NULLGPU_LOST=1:FILE: device 1 is lost as soon as there is such a file
+    const char *text = getenv(fault);
+    return text && *text && atoi(text) == which && strchr(text, ':') && !access(strchr(text, ':') + 1, F_OK);
+}
+static int is_lost(void) { return visible_count > current_device && harmed("NULLGPU_LOST", visible[current_device]); }
+#define FAIL(e) return (last_error = is_lost() ? LOST : (e))
 
 static Arena *arena(int device) {  // under the lock
     Arena *a = &arenas[device];
@@ -340,7 +345,7 @@ API int cudaSetDevice(int d) {
     current_device = d;
     return OK;
 }
-API int cudaDeviceSynchronize(void) { COUNT(DEVICE_SYNCS, 1); return OK; }
+API int cudaDeviceSynchronize(void) { COUNT(DEVICE_SYNCS, 1); FAIL(OK); }
 API int cudaDeviceReset(void) { return OK; }
 API int cudaDriverGetVersion(int *v) { *v = CUDA_VERSION; return OK; }
 API int cudaRuntimeGetVersion(int *v) { *v = CUDA_VERSION; return OK; }
@@ -397,12 +402,12 @@ API int cudaGetLastError(void) { int e = last_error; last_error = OK; return e; 
 API int cudaPeekAtLastError(void) { return last_error; }
 API const char *cudaGetErrorName(int e) {
     switch (e) { case OK: return "cudaSuccess"; case INVALID: return "cudaErrorInvalidValue"; case OOM: return "cudaErrorMemoryAllocation";
-        case NO_DEVICE: return "cudaErrorNoDevice"; case BAD_DEVICE: return "cudaErrorInvalidDevice"; case NOT_READY: return "cudaErrorNotReady";
+        case NO_DEVICE: return "cudaErrorNoDevice"; case BAD_DEVICE: return "cudaErrorInvalidDevice"; case LOST: return "cudaErrorLaunchFailure"; case NOT_READY: return "cudaErrorNotReady";
         case UNSUPPORTED: return "cudaErrorNotSupported"; case CAPTURE_UNSUPPORTED: return "cudaErrorStreamCaptureUnsupported"; default: return "cudaErrorUnknown"; }
 }
 API const char *cudaGetErrorString(int e) {
     switch (e) { case OK: return "no error"; case INVALID: return "invalid argument"; case OOM: return "out of memory";
-        case NO_DEVICE: return "no CUDA-capable device is detected"; case BAD_DEVICE: return "invalid device ordinal"; case NOT_READY: return "device not ready";
+        case NO_DEVICE: return "no CUDA-capable device is detected"; case BAD_DEVICE: return "invalid device ordinal"; case LOST: return "unspecified launch failure"; case NOT_READY: return "device not ready";
         case UNSUPPORTED: return "operation not supported"; case CAPTURE_UNSUPPORTED: return "operation not permitted when stream is capturing"; default: return "unknown error"; }
 }
 
@@ -421,7 +426,7 @@ API int cudaStreamCreateWithFlags(void **out, unsigned flags) { return cudaStrea
 API int cudaStreamCreate(void **out) { return cudaStreamCreateWithPriority(out, 0, 0); }
 API int cudaStreamDestroy(void *s) { free(s); return OK; }
 API int cudaStreamQuery(void *s) { (void)s; return OK; }
-API int cudaStreamSynchronize(void *s) { if ((uintptr_t)s > 2 && ((Stream *)s)->capturing) FAIL(CAPTURE_UNSUPPORTED); COUNT(STREAM_SYNCS, 1); return OK; }
+API int cudaStreamSynchronize(void *s) { if ((uintptr_t)s > 2 && ((Stream *)s)->capturing) FAIL(CAPTURE_UNSUPPORTED); COUNT(STREAM_SYNCS, 1); FAIL(OK); }
 API int cudaStreamWaitEvent(void *s, void *e, unsigned f) { (void)s; (void)e; (void)f; return OK; }
 API int cudaStreamGetPriority(void *s, int *p) { *p = (uintptr_t)s > 2 ? ((Stream *)s)->priority : 0; return OK; }
 API int cudaStreamGetFlags(void *s, unsigned *f) { *f = (uintptr_t)s > 2 ? (unsigned)((Stream *)s)->flags : 0; return OK; }
@@ -453,8 +458,8 @@ API int cudaEventCreate(void **out) { return cudaEventCreateWithFlags(out, 0); }
 API int cudaEventDestroy(void *e) { free(e); return OK; }
 API int cudaEventRecord(void *e, void *s) { (void)s; ((Event *)e)->recorded = 1; ((Event *)e)->when = now(); return OK; }
 API int cudaEventRecordWithFlags(void *e, void *s, unsigned f) { (void)f; return cudaEventRecord(e, s); }
-API int cudaEventQuery(void *e) { (void)e; return OK; }
-API int cudaEventSynchronize(void *e) { (void)e; COUNT(EVENT_SYNCS, 1); return OK; }
+API int cudaEventQuery(void *e) { (void)e; FAIL(OK); }
+API int cudaEventSynchronize(void *e) { (void)e; COUNT(EVENT_SYNCS, 1); FAIL(OK); }
 API int cudaEventElapsedTime(float *ms, void *a, void *b) {
     if (!((Event *)a)->recorded || !((Event *)b)->recorded) FAIL(400);
     *ms = (float)(((Event *)b)->when - ((Event *)a)->when);
@@ -713,11 +718,13 @@ API int cudnnGetRNNTempSpaceSizes(void *h, void *d, int m, void *x, size_t *work
 
 #define NVML(name, ...) API int nvml##name(__VA_ARGS__)
 static int nvml_index(void *h) { return (int)(uintptr_t)h - 1; }
+#define NVML_LOST 15
+#define ANSWER(h) if (harmed("NULLGPU_LOST", nvml_index(h))) return NVML_LOST
 NVML(Init_v2, void) { return 0; }
 NVML(InitWithFlags, unsigned f) { (void)f; return 0; }
 NVML(Init, void) { return 0; }
 NVML(Shutdown, void) { return 0; }
-API const char *nvmlErrorString(int e) { return e ? "null GPU error" : "Success"; }
+API const char *nvmlErrorString(int e) { return e == NVML_LOST ? "GPU is lost" : e ? "null GPU error" : "Success"; }
 NVML(DeviceGetCount_v2, unsigned *n) { *n = (unsigned)physical_count(); return 0; }
 NVML(DeviceGetHandleByIndex_v2, unsigned i, void **h) { if ((int)i >= physical_count()) return 2; *h = (void *)(uintptr_t)(i + 1); return 0; }
 NVML(DeviceGetHandleByUUID, const char *text, void **h) {
@@ -735,6 +742,7 @@ NVML(DeviceGetName, void *h, char *out, unsigned n) { (void)h; snprintf(out, n, 
 NVML(DeviceGetUUID, void *h, char *out, unsigned n) { uuid_text(nvml_index(h), out, n); return 0; }
 NVML(DeviceGetSerial, void *h, char *out, unsigned n) { snprintf(out, n, "%d", nvml_index(h)); return 0; }
 NVML(DeviceGetMemoryInfo, void *h, uint64_t out[3]) {
+    ANSWER(h);
     uint64_t used = context_memory();
     for (int i = 0; i < visible_count; i++) if (visible[i] == nvml_index(h)) used += arenas[i].used;
     out[0] = total_memory(); out[2] = used; out[1] = out[0] - out[2];
@@ -742,16 +750,17 @@ NVML(DeviceGetMemoryInfo, void *h, uint64_t out[3]) {
 }
 NVML(DeviceGetMemoryInfo_v2, void *h, struct { unsigned version; uint64_t total, reserved, free, used; } *out) {
     uint64_t m[3];
+    ANSWER(h);
     nvmlDeviceGetMemoryInfo(h, m);
     out->total = m[0]; out->reserved = 0; out->free = m[1]; out->used = m[2];
     return 0;
 }
-NVML(DeviceGetUtilizationRates, void *h, unsigned out[2]) { (void)h; out[0] = atoi(setting("NULLGPU_UTILISATION", "0")); out[1] = 0; return 0; }
-NVML(DeviceGetPowerUsage, void *h, unsigned *mw) { (void)h; *mw = 250000; return 0; }
+NVML(DeviceGetUtilizationRates, void *h, unsigned out[2]) { ANSWER(h); out[0] = atoi(setting("NULLGPU_UTILISATION", "0")); out[1] = 0; return 0; }
+NVML(DeviceGetPowerUsage, void *h, unsigned *mw) { ANSWER(h); *mw = 250000; return 0; }
 NVML(DeviceGetEnforcedPowerLimit, void *h, unsigned *mw) { (void)h; *mw = 400000; return 0; }
 NVML(DeviceGetPowerManagementLimit, void *h, unsigned *mw) { (void)h; *mw = 400000; return 0; }
 NVML(DeviceGetTotalEnergyConsumption, void *h, unsigned long long *mj) { (void)h; *mj = (unsigned long long)(now() * 250); return 0; }
-NVML(DeviceGetTemperature, void *h, int sensor, unsigned *t) { (void)h; (void)sensor; *t = 55; return 0; }
+NVML(DeviceGetTemperature, void *h, int sensor, unsigned *t) { ANSWER(h); (void)sensor; *t = 55; return 0; }
 NVML(DeviceGetTemperatureV, void *h, struct { unsigned version; int sensor, t; } *out) { (void)h; out->t = 55; return 0; }
 NVML(DeviceGetClockInfo, void *h, int type, unsigned *mhz) { (void)h; *mhz = type == 2 ? 1593 : 1410; return 0; }
 NVML(DeviceGetMaxClockInfo, void *h, int type, unsigned *mhz) { return nvmlDeviceGetClockInfo(h, type, mhz); }
@@ -763,6 +772,12 @@ NVML(DeviceGetMaxMigDeviceCount, void *h, unsigned *n) { (void)h; *n = 0; return
 NVML(DeviceGetComputeRunningProcesses_v3, void *h, unsigned *n, void *out) { (void)h; (void)out; *n = 0; return 0; }
 NVML(DeviceGetComputeRunningProcesses, void *h, unsigned *n, void *out) { (void)h; (void)out; *n = 0; return 0; }
 NVML(DeviceGetGpuFabricInfoV, void *h, void *info) { (void)h; (void)info; return 3; }  // not supported: before Hopper
+NVML(DeviceGetTotalEccErrors, void *h, int type, int since, unsigned long long *n) {  // type 1: what ECC could not correct
+    ANSWER(h);
+    (void)since;
+    *n = type == 1 && harmed("NULLGPU_ECC", nvml_index(h));
+    return 0;
+}
 NVML(DeviceGetFanSpeed, void *h, unsigned *v) { (void)h; (void)v; return 3; }
 NVML(SystemGetDriverVersion, char *out, unsigned n) { snprintf(out, n, "580.00.00"); return 0; }
 NVML(SystemGetCudaDriverVersion_v2, int *v) { *v = CUDA_VERSION; return 0; }

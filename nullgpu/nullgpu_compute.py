@@ -256,14 +256,19 @@ def wide(op, x, *rest):
     return op(x.float(), *[r.float() if isinstance(r, torch.Tensor) else r for r in rest]).half()
 
 
+def in_full(x):
+    """cuDNN's BatchNorm computes half types in fp32, and float64 as it is."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def cudnn_batch_norm(x, weight, bias, mean, var, training, momentum, eps, **_):
-    out, m, v = A.native_batch_norm.default(x.float(), weight, bias, mean, var, training, momentum, eps)
+    out, m, v = A.native_batch_norm.default(in_full(x), weight, bias, mean, var, training, momentum, eps)
     return out.to(x.dtype), m, v, torch.empty(0, dtype=torch.uint8)
 
 
 def cudnn_batch_norm_backward(x, grad, weight, mean, var, saved_mean, saved_var, eps, reserve):
     dx, dw, db = A.native_batch_norm_backward.default(
-        grad.float(), x.float(), weight, mean, var, saved_mean, saved_var, True, eps, [True] * 3
+        in_full(grad), in_full(x), weight, mean, var, saved_mean, saved_var, True, eps, [True] * 3
     )
     return dx.to(x.dtype), dw, db
 

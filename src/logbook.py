@@ -5,7 +5,11 @@
     python src/logbook.py build [RUN_FOLDER | s3://bucket/prefix …]    write the pages; take in the runs named here
     python src/logbook.py compare RUN RUN … [--title "DDP beside FSDP"]
     python src/logbook.py publish RUN … --to s3://bucket/prefix | DIR
+    python src/logbook.py publish --to s3://bucket/prefix [--signed DAYS] | DIR    the whole logbook as one site
     python src/logbook.py query "status = 'finished' and val/acc > 0.9" [--sort NAME] [--json | --csv | --md]
+    python src/logbook.py tensorboard [RUN …]         the curves that git keeps, as files of TensorBoard
+    python src/logbook.py first_difference RUN RUN    the first step, image or parameter in which two runs differ
+    python src/logbook.py reproduce RUN [--yes]       the run again from its own commit, and both side by side
     python src/logbook.py note RUN "text" [--name NAME] [--tag TAG …]
     python src/logbook.py prune [RUN …] [--older-than DAYS] [--yes]    what old runs hold in logs/, and free it
 
@@ -23,10 +27,10 @@ import logging
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from lockstep.runs.errors import UserError
-from lockstep.runs.folder import RunFolder
+from lockstep.pages.choose import chosen_runs, one_folder, one_run, original_of
+from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
+from lockstep.runs.folder import RunFolder, new_run_id
 from lockstep.runs.output import say, set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.script import exit_code_of
@@ -93,21 +97,6 @@ def remove(options: argparse.Namespace) -> None:
     say(f"{options.logbook}: {', '.join(run_ids)} removed, {len(changed)} files changed")
 
 
-def one_folder(logs: Path, word: str) -> Path:
-    """
-    Raises:
-        UserError: no such run, or more than one.
-    """
-    from lockstep.pages.build import run_folders_under
-
-    if RunFolder(Path(word)).record.exists():
-        return Path(word).resolve()
-    folders = run_folders_under(logs)
-    exact = [folder for folder in folders if folder.name == word]
-    found = exact or [folder for folder in folders if word in folder.name]
-    return only_one(found, word, [folder.name for folder in folders], str(logs))
-
-
 def prune(options: argparse.Namespace) -> None:
     from lockstep.pages.build import known_runs, run_folders_under
     from lockstep.runs.prune import cache_of, holdings, listing
@@ -147,19 +136,11 @@ def is_readable(folder: Path) -> bool:
 
 def check(logbook: Path, folders: list[Path]) -> None:
     """UserError where a build would change a page; changes nothing itself."""
-    import shutil
+    from lockstep.pages.build import not_up_to_date
 
-    from lockstep.pages.build import build as build_pages
-
-    with tempfile.TemporaryDirectory() as scratch:
-        copy = Path(scratch) / "logbook"
-        shutil.copytree(logbook, copy)
-        changed = build_pages(copy, folders)
-        if changed:
-            names = ", ".join(str(path.relative_to(copy)) for path in changed[:5])
-            raise UserError(
-                f"{len(changed)} files of {logbook} are not up to date ({names}); make logbook writes them."
-            )
+    if changed := not_up_to_date(logbook, folders):
+        names = ", ".join(changed[:5])
+        raise UserError(f"{len(changed)} files of {logbook} are not up to date ({names}); make logbook writes them.")
     say(f"{logbook}: up to date")
 
 
@@ -176,60 +157,11 @@ def build_from_bucket(address: str, options: argparse.Namespace) -> list[Path]:
         return build_pages(options.logbook, found, shown_as=found)
 
 
-def chosen_runs(options: argparse.Namespace) -> list[Any]:
-    """The entries of the runs named on the command line, in that order; takes them in from logs/ where need be.
-
-    Raises:
-        UserError: no such run, or more than one.
-    """
-    from lockstep.pages.build import build as build_pages
-    from lockstep.pages.build import known_runs, run_folders_under
-    from lockstep.pages.page_set import load_entries
-    from lockstep.runs.record import read_json
-
-    known = known_runs(options.logbook)
-    given = [Path(word).resolve() for word in options.runs if RunFolder(Path(word)).record.exists()]
-    words = [Path(word).name if Path(word).resolve() in given else word for word in options.runs]
-    folders = {path.name: path for path in [*run_folders_under(options.logs), *given]}
-    asked = {name for name in folders for word in words if word in name}
-    newer = [
-        folders[name]
-        for name in sorted(asked)
-        if known.get(name, "") != str(read_json(folders[name] / "run.json").get("updated_at"))
-    ]
-    if newer:
-        build_pages(options.logbook, newer)
-    entries = load_entries(options.logbook)
-    return [one_run(entries, word) for word in words]
-
-
-def one_run(entries: list[Any], word: str) -> Any:
-    exact = [entry for entry in entries if word == entry.run_id]
-    named = [entry for entry in entries if word == entry.note.name]
-    partly = [entry for entry in entries if word in entry.run_id]
-    return only_one(exact or named or partly, word, [entry.run_id for entry in entries], "The logbook")
-
-
-def only_one(found: list[Any], word: str, run_ids: list[str], place: str) -> Any:
-    """
-    Args:
-        run_ids: of all runs, oldest first.
-    Raises:
-        UserError: `found` holds none, or more than one.
-    """
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise UserError(f"{word!r} means {len(found)} runs: give more of the run id.")
-    newest = ", ".join(run_ids[-3:]) or "there are none yet"
-    raise UserError(f"{place} has no run {word!r}; the newest are: {newest}.")
-
-
 def compare(options: argparse.Namespace) -> None:
     from lockstep.pages.build import write_some_pages
     from lockstep.pages.comparison_page import labels_for, save_comparison
 
-    entries = chosen_runs(options)
+    entries = chosen_runs(options.runs, options.logs, options.logbook)
     if len(entries) < 2:
         raise UserError("A comparison takes two runs or more: logbook.py compare RUN RUN.")
     title = options.title or " beside ".join(labels_for(entries))
@@ -242,7 +174,11 @@ def publish(options: argparse.Namespace) -> None:
     from lockstep.pages.build import write_some_pages
     from lockstep.pages.publish import publish_report
 
-    entries = chosen_runs(options)
+    if not options.runs:
+        return publish_site(options)
+    if options.signed is not None:
+        raise UserError("--signed is for the whole logbook: leave the runs out.")
+    entries = chosen_runs(options.runs, options.logs, options.logbook)
     report = publish_report(
         options.logbook, entries, options.to, title=options.title, endpoint_url=options.endpoint_url, base=options.base
     )
@@ -252,12 +188,23 @@ def publish(options: argparse.Namespace) -> None:
         say(report.address)
 
 
+def publish_site(options: argparse.Namespace) -> None:
+    from lockstep.pages.site import put_site, write_site
+
+    if not options.to.startswith("s3://"):
+        if options.signed is not None:
+            raise UserError("--signed is for a bucket: leave it out for a folder.")
+        return say(write_site(options.logbook, Path(options.to)))
+    places = put_site(options.logbook, options.to, options.endpoint_url, options.signed)
+    for name, address in places if options.signed is not None else places[:1]:
+        say(f"{name}  {address}" if options.signed is not None else address)
+
+
 def note(options: argparse.Namespace) -> None:
     from lockstep.pages.build import write_some_pages
     from lockstep.pages.notes import add_note, run_note_path
 
-    options.runs = [options.run]
-    entry = chosen_runs(options)[0]
+    entry = chosen_runs([options.run], options.logs, options.logbook)[0]
     if not (options.text or options.name is not None or options.tag is not None):
         raise UserError('Nothing to note: give a text, --name or --tag, as in logbook.py note RUN "text".')
     path = run_note_path(options.logbook, entry.run_id)
@@ -273,6 +220,51 @@ def query(options: argparse.Namespace) -> None:
     say(listing(found, options.form, options.sort))
 
 
+def tensorboard(options: argparse.Namespace) -> None:
+    from lockstep.pages.event_files import write_events
+    from lockstep.pages.page_set import load_entries
+
+    entries = load_entries(options.logbook)
+    chosen = [one_run(entries, word) for word in options.runs] or entries
+    into = options.into or options.logs / "tensorboard"
+    for entry in chosen:
+        write_events(entry.facts, into)
+    say(f"tensorboard --logdir {into}")
+
+
+def first_difference(options: argparse.Namespace) -> int:
+    """1 where there is one, as cmp does."""
+    from lockstep.pages.difference import parting
+
+    one, other = (RunFolder(one_folder(options.logs, word)) for word in (options.run, options.other))
+    found = parting(one, other)
+    say(f"{one.run_id} and {other.run_id}: {found}")
+    return EXIT_FAILED if found.where else EXIT_OK
+
+
+def reproduce(options: argparse.Namespace) -> int:
+    """0 where the repetition is the same run or within the spread of its seeds, 1 where not."""
+    from lockstep.pages import reproduce as again
+    from lockstep.pages.source import import_run, read_sources
+    from lockstep.pages.verdict import DIFFERENT, side_by_side, verdict
+
+    original = original_of(options.run, options.logs, options.logbook)
+    for line in again.said_before(original):
+        say(line)
+    again.check(original, REPOSITORY, yes=options.yes)
+    into = options.logs.resolve() / "reproduced" / new_run_id()
+    again.clone(original, REPOSITORY, into / "clone")
+    code, folder = again.run_again(original, into, REPOSITORY)
+    if code:
+        log.error(f"The repetition ended with exit code {code}; what it left is in {into}.")
+        return EXIT_FAILED
+    repeated = import_run(folder.path)
+    say(side_by_side([original.source, repeated], [original.run_id, "again"]))
+    found = verdict(original.source, repeated, (original.folder, folder), read_sources(options.logbook))
+    say(f"{found.word}: {found.why}")
+    return EXIT_FAILED if found.word == DIFFERENT else EXIT_OK
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="logbook.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -280,9 +272,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--logbook", type=Path, default=REPOSITORY / "logbook", help="where the pages are")
     top.add_argument("--logs", type=Path, default=REPOSITORY / "logs", help="where the run folders are")
     top.add_argument("--endpoint-url", help="of a store that speaks S3; none: Amazon's")
-    commands = top.add_subparsers(
-        required=True, metavar="keep | remove | build | compare | publish | query | note | prune"
-    )
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("keep", help="take runs into the logbook")
     command.add_argument("runs", nargs="+", metavar="RUN")
@@ -315,9 +305,12 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--title", help="of the page; its file is named after it")
     command.set_defaults(task=compare)
 
-    command = commands.add_parser("publish", help="write one HTML file with interactive curves, and link it")
-    command.add_argument("runs", nargs="+", metavar="RUN")
-    command.add_argument("--to", required=True, metavar="s3://bucket/prefix|DIR", help="where the file goes")
+    command = commands.add_parser("publish", help="write one HTML file with interactive curves, and link it; or a site")
+    command.add_argument("runs", nargs="*", metavar="RUN", help="none: the whole logbook as a static site")
+    command.add_argument("--to", required=True, metavar="s3://bucket/prefix|DIR", help="where it goes")
+    command.add_argument(
+        "--signed", type=float, metavar="DAYS", help="of a site in a private bucket: sign its links for up to 7 days"
+    )
     command.add_argument("--title", help="of the report; its file is named after it")
     command.add_argument(
         "--base", metavar="URL", help="web address under which that place is read, if not the store's own"
@@ -332,6 +325,23 @@ def parser() -> argparse.ArgumentParser:
     for form, words in (("json", "a list of records"), ("csv", "all columns"), ("md", "a table for a page")):
         forms.add_argument(f"--{form}", dest="form", action="store_const", const=form, help=words)
     command.set_defaults(task=query, form="text")
+
+    command = commands.add_parser("tensorboard", help="write the curves that the logbook keeps for TensorBoard")
+    command.add_argument("runs", nargs="*", metavar="RUN", help="of the logbook; default: all of them")
+    command.add_argument("--into", type=Path, metavar="DIR", help="default: logs/tensorboard")
+    command.set_defaults(task=tensorboard)
+
+    command = commands.add_parser(
+        "first_difference", help="the first step, image or parameter in which two runs differ"
+    )
+    command.add_argument("run", metavar="RUN", help="of logs/, with trainer.record_hashes=true: by every bit")
+    command.add_argument("other", metavar="RUN")
+    command.set_defaults(task=first_difference)
+
+    command = commands.add_parser("reproduce", help="train a run once more from its own commit, and compare both")
+    command.add_argument("run", metavar="RUN")
+    command.add_argument("--yes", action="store_true", help="also the code of a run that is not from here")
+    command.set_defaults(task=reproduce)
 
     command = commands.add_parser("note", help="add a person's words, a name or tags to a run")
     command.add_argument("run", metavar="RUN")

@@ -26,6 +26,15 @@ def console():
 
 
 @pytest.fixture(autouse=True)
+def environment_of_its_own():
+    """Lightning's `deterministic=true` sets a variable of cuBLAS, which would cost the runs of later tests memory."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def no_signal_of_another_test():
     signals.asked.clear()
 

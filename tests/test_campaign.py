@@ -11,6 +11,7 @@ import damage
 import fuzz
 import kills  # noqa: F401 its pieces
 import store_campaign  # noqa: F401
+import world_sizes
 from campaign import PIECES, task
 from kills import differences, each_image_once, history
 from signals import no_store
@@ -35,6 +36,16 @@ def test_four_kills_one_in_each_phase():
 def test_four_kills_with_sharded_checkpoints():
     [row] = do("kills-sharded", 4)
     assert row.wrong == [] and row.times == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "in_bucket"), [("allreduce", False), ("hsdp, shards from the bucket", True)])
+def test_three_changes_of_the_number_of_ranks(name, in_bucket):
+    if in_bucket and (reason := no_store()):
+        pytest.skip(reason)
+    with task("world-sizes", 5, 3) as given:
+        row = world_sizes.row_of(given, name, in_bucket)
+    assert row.wrong == [] and row.times == 3
 
 
 @pytest.mark.slow
@@ -68,6 +79,7 @@ def checkpoint(tmp_path_factory):
     return damage.real_checkpoint(tmp_path_factory.mktemp("run"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", damage.KINDS)
 def test_some_damaged_files_of_each_kind(name, checkpoint, tmp_path):
     seen = damage.damaged(name, checkpoint, 11, range(100), tmp_path)

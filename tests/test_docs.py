@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from lockstep.config.compose import compose, plain
 from lockstep.config.help import groups, help_text, keys
@@ -28,6 +29,22 @@ def test_the_schema_of_the_record_is_up_to_date():
     assert (REPOSITORY / "docs" / "run.schema.json").read_text() == text, "make docs"
 
 
+def test_every_config_is_as_its_schema_says_and_a_wrong_key_or_value_is_not():
+    made = runpy.run_path(str(REPOSITORY / "docs" / "make_config_schema.py"))["schemas"](CONFIGS)
+    folder = REPOSITORY / "docs" / "schemas"
+    assert {path.name: path.read_text() for path in folder.iterdir()} == made, "make docs"
+    mapped = json.loads((REPOSITORY / ".vscode" / "settings.json").read_text())["yaml.schemas"]
+    assert mapped == {f"./docs/schemas/{name}": f"configs/{name[:-5]}/*.yaml" for name in made}
+    for path in CONFIGS.glob("*/*.yaml"):
+        if f"{path.parent.name}.json" in made:
+            schema = json.loads(made[f"{path.parent.name}.json"])
+            assert list(faults(yaml.safe_load(path.read_text()) or {}, schema, {}, path.stem)) == []
+    optimizer = json.loads(made["optimizer.json"])
+    assert list(faults({"lr": "fast", "learning_rate": 1}, optimizer, {})) == [
+        "record.lr is 'fast', not ['number', 'null']", "record.learning_rate is not known",
+    ]  # fmt: skip
+
+
 TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
 
 
@@ -40,14 +57,18 @@ def faults(value, schema, definitions, place="record"):
         yield from min(each, key=len)
         return
     names = schema.get("type", [])
-    if not any(is_of_type(value, name) for name in ([names] if isinstance(names, str) else names)):
+    if "pattern" in schema and isinstance(value, str) and not re.search(schema["pattern"], value):
+        yield f"{place} is {value!r}, not as {schema['pattern']!r}"
+    if "type" in schema and not any(is_of_type(value, name) for name in ([names] if isinstance(names, str) else names)):
         yield f"{place} is {value!r}, not {names}"
     elif isinstance(value, dict):
         for key, item in value.items():
             inner = schema.get("properties", {}).get(key, schema.get("additionalProperties"))
-            yield from faults(item, inner, definitions, f"{place}.{key}") if inner else ()
+            if inner is False:
+                yield f"{place}.{key} is not known"
+            yield from faults(item, inner, definitions, f"{place}.{key}") if isinstance(inner, dict) and inner else ()
     elif isinstance(value, list):
-        for item in value:
+        for item in value if "items" in schema else ():
             yield from faults(item, schema["items"], definitions, f"{place}[]")
 
 
@@ -108,9 +129,13 @@ def shown_commands() -> list[str]:
         blocks.append("\n".join(line.split("   ")[0] for line in lines))
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     found = [line.split(" #")[0].strip() for line in lines]
-    for path in (REPOSITORY / "logbook" / "notes").rglob("*.md"):
+    for path in [REPOSITORY / "docs" / "recipes.md", *(REPOSITORY / "logbook" / "notes").rglob("*.md")]:
         found += re.findall(r"`([^`]+)`", path.read_text())
-    return sorted({line for line in found if re.search(r"(src/train\.py|train\.sbatch) ", line)})
+    return trainings(found)
+
+
+def trainings(lines) -> list[str]:
+    return sorted({line for line in lines if re.search(r"(src/train\.py|train\.sbatch) ", line)})
 
 
 def config_of(command: str):
@@ -120,7 +145,11 @@ def config_of(command: str):
     return plain(compose("train", [re.sub(r"<[^>]*>", "x", word) for word in overrides]))
 
 
-@pytest.mark.parametrize("command", shown_commands())
+COMING_FROM = trainings(re.findall(r"`([^`]+)`", (REPOSITORY / "docs" / "coming_from.md").read_text()))
+SLOW = [pytest.param(command, marks=pytest.mark.slow) for command in COMING_FROM]
+
+
+@pytest.mark.parametrize("command", [*shown_commands(), *SLOW])
 def test_every_command_that_is_shown_composes_and_says_what_its_launcher_needs(command):
     config = config_of(re.sub(r"<[^>]*>", "x", command))
     trainer = config["trainer"]

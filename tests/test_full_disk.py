@@ -15,7 +15,13 @@ SHARDED = ["trainer=fsdp_sim", "trainer.sharded_checkpoint=true"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("where", "trainer"), [("runs", ["trainer=cpu"]), ("checkpoints", [*DDP]), ("checkpoints", SHARDED)]
+    ("where", "trainer"),
+    [
+        ("runs", ["trainer=cpu"]),
+        ("checkpoints", [*DDP]),
+        ("checkpoints", SHARDED),
+        ("checkpoints", [*DDP, "callbacks.checkpoints.asynchronous=true"]),
+    ],
 )
 def test_a_disk_that_fills_up_in_training(tmp_path, where, trainer):
     logs = tmp_path / "logs"

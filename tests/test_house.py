@@ -154,6 +154,8 @@ PRIVATE = {
         "_signal_connector",
     },
     "lockstep/callbacks/weight_average.py": {"_average_model"},
+    "lockstep/callbacks/flight_recorder.py": {"_C", "_distributed_c10d", "_dump_nccl_trace"},
+    "lockstep/callbacks/whereabouts.py": {"_current_frames"},  # of Python
     "models/timm.py": {"_pos_embed"},
 }  # fmt: skip
 LIBRARIES = ("torch", "lightning", "hydra", "timm")

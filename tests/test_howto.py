@@ -46,6 +46,20 @@ def test_a_model_a_data_set_an_augmentation_a_loss_a_metric_a_callback_and_a_rec
     assert "train/weight_norm" in (folder / "metrics.csv").read_text().splitlines()[0]
 
 
+@pytest.mark.slow
+def test_the_notebook_runs_after_a_quickstart(copy):
+    words = ["src/train.py", "experiment=quickstart", "trainer.max_epochs=1", "run_id=quickstart", "logbook=keep"]
+    subprocess.run([sys.executable, *words], cwd=copy, check=True, capture_output=True, timeout=100)
+    cells = json.loads((REPOSITORY / "docs" / "notebook.ipynb").read_text())["cells"]
+    assert all(cell.get("outputs", []) == [] for cell in cells)
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    code += "\nprint(*map(tuple, (images.shape, labels.shape, logits.shape)), len(model.facts['class_names']))"
+    code += "\nprint(metrics.num_rows, metrics['step'].to_pylist(), query('1')[0]['run_id'])"
+    path = {"PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=copy, env=path, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "(64, 1, 8, 8) (64,) (64, 10) 10\n1 [20] quickstart\n", done.stdout + done.stderr
+
+
 def test_the_links_lead_somewhere():
     pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "benchmarks").glob("*.md")]
     assert len(pages) > 6

@@ -61,13 +61,11 @@ def index(tmp_path):
 def clone(tmp_path, sha256, with_uv):
     """What make install needs of the repository, with one requirement."""
     folder = tmp_path / "clone"
-    (folder / "launch").mkdir(parents=True)
+    shutil.copytree(REPOSITORY / "launch", folder / "launch")
     (folder / "src").mkdir()
     shutil.copy(REPOSITORY / "Makefile", folder)
-    for path in (REPOSITORY / "launch").glob("*"):
-        shutil.copy(path, folder / "launch")
     (folder / "requirements.txt").write_text(f"{NAME}==1.0 \\\n    --hash=sha256:{sha256}\n")
-    venv.create(folder / ".venv", with_pip=True, symlinks=True)
+    venv.create(folder / ".venv", with_pip=not with_uv, symlinks=True)
     if with_uv:
         (folder / ".venv/bin/uv").symlink_to(Path(sys.executable).with_name("uv"))
     return folder
@@ -108,3 +106,29 @@ def test_a_requirement_without_a_hash_is_refused(with_uv, index, tmp_path):
     (folder / "requirements.txt").write_text(f"{NAME}==1.0\n")
     refused = install(folder, index[0])
     assert refused.returncode != 0 and "hash" in refused.stderr.lower() and not installed(folder)
+
+
+CUDA = "torch==2.1.0", "torchvision==0.2.0", "triton==3.0", "nvidia-cublas==1.0", "cuda-bindings==1.0"
+KEPT = "torchmetrics==1.0", "nvidia-ml-py==13.0"
+
+
+def test_without_cuda_only_pytorch_has_no_hash_and_the_choice_stays(tmp_path):
+    """A uv in its place says what it was asked for."""
+    folder = clone(tmp_path, "0" * 64, with_uv=True)
+    (folder / ".venv/bin/uv").unlink()
+    line = f" \\\n    --hash=sha256:{'0' * 64}\n"
+    (folder / "requirements.txt").write_text(line.join([*CUDA, *KEPT, ""]))
+    (folder / ".venv/bin/uv").write_text('#!/bin/sh\necho "$*" >>asked\n')
+    (folder / ".venv/bin/uv").chmod(0o755)
+    make = partial(subprocess.run, cwd=folder, capture_output=True, text=True)
+    refused = make(["make", "install", "DEVICE=gpu"])
+    assert "error: DEVICE=gpu is not known" in refused.stderr and not (folder / ".venv/.installed").exists()
+    assert make(["make", "install", "DEVICE=cpu"]).returncode == 0
+    own, rest = (folder / "asked").read_text().splitlines()
+    assert own.endswith("--no-deps --torch-backend cpu torch==2.1.0 torchvision==0.2.0")
+    assert "--require-hashes" in rest and rest.endswith("-r .venv/cpu.txt")
+    assert (folder / ".venv/cpu.txt").read_text() == line.join([*KEPT, ""])
+    (folder / "requirements.txt").write_text(line.join(["torch==2.2.0", ""]))
+    os.utime(folder / "requirements.txt", (2e9, 2e9))
+    make(["make", "install"])
+    assert "--torch-backend cpu torch==2.2.0" in (folder / "asked").read_text()

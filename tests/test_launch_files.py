@@ -173,7 +173,7 @@ def test_the_kubernetes_job_has_the_form_of_batch_v1():
     )
     rules = spec["podFailurePolicy"]["rules"]
     assert [(rule["action"], rule.get("onExitCodes", {}).get("values")) for rule in rules] == [
-        ("FailJob", [2]), ("Ignore", [75]), ("Ignore", None),
+        ("FailJob", [2, 3]), ("Ignore", [75]), ("Ignore", None),
     ]  # fmt: skip
     [container] = pod["containers"]
     assert {rule["onExitCodes"]["containerName"] for rule in rules[:2]} == {container["name"]}

@@ -4,11 +4,16 @@ Each defect is a module of a user's own; the line that the rehearsal has to name
 """
 
 import functools
+import os
+import signal
 import subprocess
+import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 import rehearse
@@ -161,7 +166,7 @@ DEFECTS = {  # name: (words, the part of OWN, its code)
     "a callback that fails": (ONE, CALLBACK, "callback", "outputs['losses']  # HERE"),
     "a metric on the CPU": (ONE, METRIC, "metric", "logits + torch.ones(10)  # HERE"),
 }  # fmt: skip
-QUICK = ("a tensor made on the CPU in forward", "item in a step")
+QUICK = ("a tensor made on the CPU in forward",)
 
 
 def write_own(folder, part: str | None = None, code: str = "pass") -> str:
@@ -231,6 +236,13 @@ def test_what_an_experiment_keeps_is_not_kept_of_a_rehearsal(tmp_path):
     assert again.logbook is None and again.paths.logbook_dir == f"{tmp_path}/logbook"
 
 
+@pytest.mark.parametrize(("trainer", "devices"), [("gpu", 1), ("dp", 4), ("model_parallel", 4), ("ddp", 4)])
+def test_as_many_devices_as_the_trainer_takes_of_the_machine(trainer, devices):
+    words = ["experiment=quickstart", f"trainer={trainer}", "hardware=g5.12xlarge"]
+    cfg = compose("train", words)
+    assert rehearsal_of(read_only(plain(cfg)), chosen_options(cfg), words).devices == devices
+
+
 def test_the_script_says_what_it_refuses(tmp_path, capfd):
     refused = {
         "trainer=gpu": "A rehearsal needs a machine with GPUs: hardware= one of",
@@ -243,6 +255,29 @@ def test_the_script_says_what_it_refuses(tmp_path, capfd):
     for words, sentence in refused.items():
         assert rehearse.main(words.split()) == EXIT_USER_ERROR
         assert sentence in "".join(capfd.readouterr()), words
+
+
+@needs_null_gpus
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_all_its_processes(number, tmp_path):
+    command = [sys.executable, rehearse.__file__, "experiment=quickstart", *TWO]
+    script = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE)
+
+    def processes() -> list[psutil.Process]:
+        every = psutil.process_iter(["cmdline", "environ"])
+        return [p for p in every if str(tmp_path) in str(p.info) and p.pid != script.pid]
+
+    while len(processes()) < 3:  # the supervisor and its ranks
+        assert script.poll() is None
+        time.sleep(0.2)
+    script.send_signal(number)
+    said = script.communicate(timeout=20)[1].decode()
+    psutil.wait_procs(processes(), 5)
+    assert processes() == []
+    if number == signal.SIGTERM:
+        assert script.returncode == 128 + number and "stopped by SIGTERM" in said
+        assert list(tmp_path.glob("rehearsal-*")) == []
 
 
 def test_elsewhere_it_says_what_is_missing(monkeypatch):

@@ -203,7 +203,8 @@ BAD = {
     "trainer=cpu trainer.devices=2": "trainer=cpu is one process: trainer=ddp (on CPUs ddp_sim) has several",
     "trainer=gpu trainer.num_nodes=2": "trainer.num_nodes=2",
     "trainer=model_parallel trainer.devices=2": "give trainer.stage_devices",
-    "+trainer.val_check_interval=5": "validates at the end of epochs",
+    "trainer.val_check_interval=500": "from 1 to 20, which is an epoch",
+    "trainer.max_time=soon": "give days:hours:minutes:seconds",
     "trainer.log_every_n_steps=0": "from 1 on",
     "callbacks.checkpoints.mode=Max": "max or min",
     "trainer.precision=fp16": "take one of auto, 32-true",
@@ -341,6 +342,7 @@ def test_a_finished_run_and_another_config_are_not_overwritten(uninterrupted, tm
     assert uninterrupted.record["status"] == "finished"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["cpu", "ddp_sim"])
 def test_without_validation_the_last_checkpoint_is_the_best(tmp_path, trainer):
     words = [

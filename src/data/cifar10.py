@@ -4,7 +4,6 @@ import io
 import tarfile
 import zlib
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,12 +161,15 @@ def _from_tree(root: Path) -> ImageSet:
                 f"{', '.join(CLASS_NAMES)}: use data=image_folder for images of your own."
             )
         order = _canonical_order([file.stem for file in listing.files], listing.labels)
-        images = np.zeros((len(order), SIZE, SIZE, 3), np.uint8)
-        decode_all(
-            [listing.files[i] for i in order], partial(decode, framing=Framing(SIZE, SIZE, "squash")), out=images
-        )
-        parts.append((images, listing.labels[order]))
+        files = listing.files
+        parts.append((_decoded([files[i] for i in order]), listing.labels[order]))
     return _image_set(parts)
+
+
+def _decoded(files: list[Path]) -> np.ndarray:
+    images, framing = np.zeros((len(files), SIZE, SIZE, 3), np.uint8), Framing(SIZE, SIZE, "squash")
+    decode_all(len(files), lambda i: decode(files[i], framing), out=images)
+    return images
 
 
 def _canonical_order(names: list[str], labels: np.ndarray) -> list[int]:

@@ -8,22 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from data.image_folder import ImageFolderDataModule
-from lockstep.data.image_tree import Listing, natural_key
+from lockstep.data.image_list import SPLIT_OF, ImageList, sorted_out
+from lockstep.data.listed_datamodule import ListedDataModule
+from lockstep.data.places import Places, stats_of
+from lockstep.data.root import on_this_disk, what_reads
 from lockstep.runs.errors import UserError
-
-SPLITS = {"train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "test": 2}
 
 
 @dataclass(frozen=True)
 class Line:
     number: int  # in the file, from 1
-    path: Path
+    path: str  # relative to the folder of images, or absolute
     label: str
     split: int  # 0 train, 1 val, 2 test
 
 
-class CSVDataModule(ImageFolderDataModule):
+class CSVDataModule(ListedDataModule):
     """Trains on the lines whose split is train; without such a column test images are drawn, as of a folder of classes.
 
     Args:
@@ -32,7 +32,7 @@ class CSVDataModule(ImageFolderDataModule):
         path_column: names the column of the image files.
         label_column: of the classes' names.
         split_column: of train, val or test; a file may do without it.
-        options: as of data=image_folder.
+        options: as of ListedDataModule.
     """
 
     def __init__(
@@ -46,33 +46,34 @@ class CSVDataModule(ImageFolderDataModule):
         name: str = "csv",
         **options: Any,
     ) -> None:
-        if not root or Path(root).is_dir():
-            raise UserError(
-                "data=csv needs data.root=FILE.csv, with the columns path and label (data=image_folder takes a folder)."
-            )
-        self._table, self._columns = Path(root), (path_column, label_column, split_column)
-        super().__init__(root=Path(images or self._table.parent), name=name, **options)
+        if not root:
+            raise UserError("data=csv needs data.root=FILE.csv, with the columns path and label.")
+        self._table, self._columns = on_this_disk(root), (path_column, label_column, split_column)
+        if self._table.is_dir():
+            raise UserError(f"data.root={root} is a folder, and data=csv reads a file.{what_reads(self._table, 'csv')}")
+        super().__init__(root=on_this_disk(images or self._table.parent), name=name, **options)
 
-    def _list(self) -> tuple[Listing, tuple[int, int, int]]:
-        lines = sorted(self._lines(), key=lambda line: line.split)  # stable: in the order of the file
-        counts = np.bincount([line.split for line in lines], minlength=3)
-        if not counts[0]:
-            raise UserError(f"{self._table} lists no image to train on.")
-        names = sorted({line.label for line in lines if line.split == 0}, key=natural_key)
-        places = {name: place for place, name in enumerate(names)}
-        for line in lines:
-            if line.label not in places:
-                raise UserError(
-                    f"{self._table}, line {line.number}: the class {line.label} has no line to train on; "
-                    f"those that have: {', '.join(names[:20])}."
-                )
-        labels = np.array([places[line.label] for line in lines], np.int64)
-        listing = Listing(names, [line.path for line in lines], labels)
-        if counts[1:].any() and not counts[2]:
-            raise UserError(f"{self._table} has lines to validate on and none to test on: call a part of them test.")
-        if not counts[2]:
-            self._num_drawn(len(lines))
-        return listing, (int(counts[0]), int(counts[1]), int(counts[2]))
+    def listed_from(self) -> list[Any]:
+        return [str(self._table.absolute()), *self._columns]
+
+    def list_images(self) -> ImageList:
+        lines = list(self._lines())
+        names, labels, counts, order = sorted_out(
+            [line.label for line in lines],
+            np.array([line.split for line in lines], np.int64),
+            lambda i: f"{self._table}, line {lines[i].number}",
+            self._table,
+        )
+        lines = [lines[i] for i in order]
+        try:
+            stats = stats_of(self._root, [line.path for line in lines])
+        except OSError as error:
+            [line, *_] = [line for line in lines if str(self._root / line.path) == str(error.filename)]
+            raise UserError(
+                f"{self._table}, line {line.number}: there is no file {error.filename} ({error.strerror})."
+            ) from None
+        places = Places.of_files(self._root, [line.path for line in lines], stats)
+        return ImageList(names, labels, counts, places, [self._table])
 
     def _lines(self) -> Iterator[Line]:
         try:
@@ -86,7 +87,8 @@ class CSVDataModule(ImageFolderDataModule):
         except OSError as error:
             raise UserError(f"data.root={self._table} cannot be read ({error.strerror}).") from None
         except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(f"data.root={self._table} is no CSV file in UTF-8 ({error}).") from None
+            hint = what_reads(self._table, "csv")
+            raise UserError(f"data.root={self._table} is no CSV file in UTF-8 ({error}).{hint}") from None
 
     def _places(self, header: list[str]) -> tuple[int, int, int | None]:
         for option, column in zip(("path_column", "label_column"), self._columns, strict=False):
@@ -102,12 +104,10 @@ class CSVDataModule(ImageFolderDataModule):
         at = f"{self._table}, line {number}"
         if len(row) != width:
             raise UserError(f"{at}: {len(row)} values for {width} columns.")
-        path, label = self._root / row[places[0]], row[places[1]]
-        if not label or not row[places[0]]:
+        path, label = row[places[0]], row[places[1]]
+        if not label or not path:
             raise UserError(f"{at}: a path and a label are needed.")
-        if not path.is_file():
-            raise UserError(f"{at}: there is no file {path}.")
         said = row[places[2]].strip().lower() if places[2] is not None else "train"
-        if said not in SPLITS:
+        if said not in SPLIT_OF:
             raise UserError(f"{at}: {self._columns[2]} is {said or 'empty'}: it is one of train, val and test.")
-        return Line(number, path, label, SPLITS[said])
+        return Line(number, path, label, SPLIT_OF[said])

@@ -3,14 +3,36 @@
 python src/train.py loss=bce
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
 from torch.nn import functional as F
 
+from lockstep.runs.errors import UserError
 from lockstep.training.losses import WeightedLoss
 
 
 class BinaryCrossEntropy(WeightedLoss):
-    """The mean over the classes; a class's probability is the sigmoid of its logit."""
+    """The mean over the classes; a class's probability is the sigmoid of its logit.
+
+    Args:
+        target_threshold: in training, each class of a mixed image with a larger share than this counts whole; None: the
+            shares are the targets.
+    """
+
+    def __init__(
+        self, num_classes: int, class_counts: Sequence[int], target_threshold: float | None = None, **options: Any
+    ) -> None:
+        super().__init__(num_classes, class_counts, **options)
+        if target_threshold is not None and not 0 <= target_threshold < 1:
+            raise UserError(f"loss.target_threshold={target_threshold}: give a number from 0 to below 1, or null.")
+        self.target_threshold = target_threshold
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self.training and self.target_threshold is not None and targets.ndim == 2:
+            targets = (targets > self.target_threshold).to(targets.dtype)
+        return super().forward(logits, targets)
 
     def of_each(self, logits: Tensor, shares: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(logits, shares, reduction="none").mean(1)

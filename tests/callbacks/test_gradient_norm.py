@@ -81,6 +81,7 @@ def test_no_gradient_is_looked_at_between_log_points(monkeypatch):
     assert total_norm([torch.tensor([3.0]), torch.tensor([[4.0]])]).item() == 5
 
 
+@pytest.mark.slow
 def test_its_value_stands_in_the_row_of_its_step(tmp_path):
     done = run_door(
         "train", "experiment=quickstart", "callbacks=[default,gradient_norm]", "trainer.max_epochs=1", "run_id=r",

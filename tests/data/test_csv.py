@@ -101,7 +101,7 @@ BAD = {
     "pictures/red-0-0.png,red": "line 5: 2 values for 3 columns",
     "pictures/red-0-0.png,,train": "line 5: a path and a label are needed",
     "pictures/red-0-0.png,red,holdout": "line 5: split is holdout: it is one of train, val and test",
-    "pictures/red-0-0.png,mauve,test": "line 5: the class mauve has no line to train on; those that have: blue, green",
+    "pictures/red-0-0.png,mauve,test": "line 5: the class mauve has no image to train on; those that have: blue, green",
     '"pictures/red-0-0.png,red,train': "no CSV file in UTF-8",
 }
 
@@ -121,7 +121,7 @@ def test_a_bad_table_is_refused(tmp_path):
         module(table(tmp_path, splits=("train", "val")), tmp_path).prepare()
     with pytest.raises(UserError, match="cannot be read"):
         module(tmp_path / "nowhere.csv", tmp_path).prepare()
-    with pytest.raises(UserError, match="data=image_folder takes a folder"):
+    with pytest.raises(UserError, match="is a folder, and data=csv reads a file"):
         module(tmp_path, tmp_path)
 
 

@@ -49,6 +49,7 @@ class Tap:
         self.phase: str | None = None
         self.counts = dict.fromkeys(ALL_PHASES, 0)
         self.taken: collections.deque = collections.deque()
+        self.step: list[int] = []  # positions of the step that is under way
         Path(plan.folder).mkdir(parents=True, exist_ok=True)
 
     def write(self, name: str, line: Any) -> None:
@@ -116,16 +117,15 @@ def plant(plan: Plan) -> None:
 
     def begins(self: Any, trainer: Any, *_: Any) -> None:
         here = mine()
-        here.phase = None
+        here.phase, here.step = None, []
         here.write(f"begun-{plan.start}-rank{here.rank}.json", trainer.global_step)
 
     def steps(self: Any, trainer: Any, *_: Any) -> None:
         here = mine()
-        positions = here.taken.popleft()
+        here.step += here.taken.popleft()
         if not trainer.fit_loop.epoch_loop._should_accumulate():
-            here.write(
-                f"seen-{plan.start}-rank{here.rank}.jsonl", [trainer.current_epoch, trainer.global_step, positions]
-            )
+            line, here.step = [trainer.current_epoch, trainer.global_step, here.step], []
+            here.write(f"seen-{plan.start}-rank{here.rank}.jsonl", line)
 
     def ends(*_: Any) -> None:
         here = mine()

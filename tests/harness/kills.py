@@ -29,20 +29,24 @@ TINY = [f"trainer.max_epochs={EPOCHS}", "data.global_batch_size=128", "trainer.n
         "data.eval_batch_size=16", "~callbacks.hardware"]  # fmt: skip
 
 
-def seen_in(folder: Path) -> dict[int, dict[int, list]]:
+def seen_in(folder: Path, what: str = "seen") -> dict[int, dict[int, list]]:
     """{start: {rank: lines [epoch, step, positions]}}."""
     found: dict[int, dict[int, list]] = {}
-    for path in folder.glob("seen-*.jsonl"):
-        start, rank = path.stem.removeprefix("seen-").split("-rank")
+    for path in folder.glob(f"{what}-*.jsonl"):
+        start, rank = path.stem.removeprefix(f"{what}-").split("-rank")
         lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("]")]
         found.setdefault(int(start), {})[int(rank)] = lines
     return found
 
 
-def history(folder: Path) -> dict[tuple[int, int], list[list[int]]]:
-    """{(epoch, step): positions of every rank} of the starts that count: what comes after a resumed step is void."""
+def history(folder: Path, what: str = "seen") -> dict[tuple[int, int], list[list]]:
+    """{(epoch, step): positions of every rank} of the starts that count: what comes after a resumed step is void.
+
+    Args:
+        what: seen, or what else is written down by rank and step.
+    """
     kept: dict[tuple[int, int], dict[int, list[int]]] = {}
-    seen = seen_in(folder)
+    seen = seen_in(folder, what)
     begun = {int(p.name.split("-")[1]): int(p.read_text()) for p in folder.glob("begun-*-rank0.json")}
     for start in sorted(begun):
         kept = {key: ranks for key, ranks in kept.items() if key[1] <= begun[start]}

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lockstep.launch.plan import RunPlan
 
 AMPLE_GIB = 64.0
+ANSWER_S = 1800.0
 
 
 def planned(overrides: list[str], folder: Path, ranks: int | None = None) -> "RunPlan":
@@ -60,3 +61,66 @@ def peaks(plan: "RunPlan", folder: Path, world_size: int, batches: list[int]) ->
     return run_ranks(
         _peaks, world_size, plan, str(folder), batches, distributed=False, timeout_s=120 + 60 * len(batches)
     )
+
+
+def _allocator_peaks(cases: list[tuple["RunPlan", int]], folder: str, environment_of: dict[str, str]) -> list[Any]:
+    import os
+
+    os.environ.update(environment_of)
+    import torch
+
+    # Gradients have no values here, and a scaler that finds no numbers among them would leave its steps out
+    step = "_maybe_opt_step"
+    assert hasattr(torch.amp.GradScaler, step)
+    setattr(torch.amp.GradScaler, step, lambda scaler, optimizer, state, *args, **named: optimizer.step(*args, **named))
+    from lockstep.batch_size.probe import Prober
+    from lockstep.batch_size.sessions import SessionFiles
+    from lockstep.distributed.cluster import PLAN_FILE, Wanted, adopt, environment
+    from lockstep.distributed.launchers import describe
+
+    own = describe({**environment(), PLAN_FILE: "none"}, Wanted())
+    adopt(own, os.environ)
+    prober = Prober(replace(cases[0][0], cluster=own), SessionFiles(Path(folder)))
+    prober.prepare()
+    return [_allocator_peak(prober, replace(plan, cluster=own), batch) for plan, batch in cases]
+
+
+def _allocator_peak(prober: Any, plan: "RunPlan", batch: int) -> tuple[int, int] | str:
+    """Bytes, allocated and reserved, at the peak of two steps and a validation; or why this case is refused."""
+    import torch
+
+    from lockstep.runs.errors import UserError
+
+    prober.plan = plan
+    peak = Peak()
+    prober.meter.reset = peak.reset
+    try:
+        prober.train(batch)
+    except UserError as error:
+        return str(error)
+    peak.reset()
+    torch.cuda.empty_cache()
+    return peak.allocated, peak.reserved
+
+
+class Peak:
+    """The largest of what the allocator says before each reset."""
+
+    def __init__(self) -> None:
+        self.allocated = self.reserved = 0
+
+    def reset(self) -> None:
+        import torch
+
+        self.allocated = max(self.allocated, torch.cuda.max_memory_allocated())
+        self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
+        torch.cuda.reset_peak_memory_stats()
+
+
+def allocator_peaks(cases: list[tuple["RunPlan", int]], folder: Path, world_size: int) -> list[Any]:
+    """Of rank 0 on null GPUs, for each plan and batch: bytes allocated and reserved at the peak, or a refusal."""
+    import null_gpus
+
+    environment_of = null_gpus.settings(world_size, memory_gib=AMPLE_GIB, compute=False)
+    arguments = (run_ranks, _allocator_peaks, world_size, cases, str(folder), environment_of)
+    return null_gpus.server_call(ANSWER_S, *arguments, distributed=False)[0]

@@ -115,6 +115,11 @@ def ranks_on_null_gpus(function: Callable[..., Any], world_size: int, *arguments
     return _server().call(ranks.run_ranks, inner, world_size, *arguments, distributed=False)
 
 
+def server_call(timeout_s: float, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """A call in the server, which sees null GPUs, but has not asked for a device."""
+    return _server().call(function, *arguments, timeout_s=timeout_s, **named)
+
+
 def _with_environment(environment: dict[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
     os.environ.update(environment)
     return function(*arguments)
@@ -140,8 +145,9 @@ class Server:
         there.close()
 
     def call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        timeout_s = named.get("timeout_s", TIMEOUT_S)
         self.connection.send((function, arguments, named))
-        assert self.connection.poll(TIMEOUT_S), f"no answer within {TIMEOUT_S} s"
+        assert self.connection.poll(timeout_s), f"no answer within {timeout_s} s"
         succeeded, value = self.connection.recv()
         assert succeeded, value
         return value

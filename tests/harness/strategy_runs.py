@@ -201,9 +201,11 @@ def fit(
     test: bool = False,
     inspect: Any = None,
     own: dict[str, Any] | None = None,
+    recompute: bool = False,
     callbacks: Sequence[pl.Callback] = (),
 ) -> dict[str, Any]:
     """Train; returns this rank's losses, the whole weights (rank 0) and what `inspect(trainer)` says."""
+    from lockstep.strategies.recompute import recompute_activations
     from lockstep.strategies.sync_batchnorm import synchronise
 
     torch.manual_seed(3)
@@ -212,6 +214,8 @@ def fit(
         module.double()  # Lightning restores weights before it converts the module
     if sync_batchnorm:
         synchronise(module.net, device.type)
+    if recompute:
+        recompute_activations(module.net)
     module.overflow_at = overflow_at
     trainer = trainer_of(
         cluster, name, precision=precision, epochs=epochs, accumulate=accumulate, clip=clip, device=device,

@@ -43,6 +43,7 @@ def waits_of_gathering() -> list[int]:
     return [waits(lambda: full_state_dict(state, True)), waits(lambda: full_optimizer_state(steps, True))]
 
 
+@pytest.mark.slow
 def test_all_tensors_are_copied_with_one_wait(tmp_path):
     path = tmp_path / "x.ckpt"
     assert call_on_null_gpus(waits_of_writing, path) == 1
@@ -53,6 +54,7 @@ def test_all_tensors_are_copied_with_one_wait(tmp_path):
     assert found["tied"].untyped_storage().data_ptr() == found["w5"].untyped_storage().data_ptr()
 
 
+@pytest.mark.slow
 def test_shards_are_gathered_with_one_wait():
     assert call_on_null_gpus(waits_of_gathering) == [1, 1]
 

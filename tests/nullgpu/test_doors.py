@@ -11,6 +11,7 @@ from PIL import Image
 
 import export
 import predict
+from lockstep.runs.folder import RunFolder
 from null_gpus import TESTS, call_on_null_gpus, needs_null_gpus, nodes_on_null_gpus, null_gpus, run_on_null_gpus
 from null_runs import FLOAT32, SMALL, agree, losses
 from spot import Service
@@ -40,6 +41,14 @@ def test_two_nodes_of_two_find_the_losses_of_one_device(trainer, tmp_path):
     first, second = nodes_on_null_gpus(*words, logs=tmp_path)
     assert (first.code, second.code) == (0, 0), first.output + second.output
     assert first.record["world_size"] == 4 and agree(first.record["metrics"], one)
+    page = first.folder.page.read_text()
+    for node, done in enumerate((first, second)):  # each has a disk of its own
+        assert "gpu1/memory_gib" in first.folder.hardware_samples(node).read_text()
+        for moment in ("start", "end"):
+            assert "NVIDIA-SMI" in first.folder.nvidia_smi(node, moment).read_text()
+            assert f"nvidia-smi, node{node}-{moment}" in page
+        own = RunFolder(done.logs / "train/runs" / first.folder.run_id)
+        assert own.hardware_samples(node).read_text() == first.folder.hardware_samples(node).read_text()
 
 
 def test_a_compiled_net_trains(tmp_path):

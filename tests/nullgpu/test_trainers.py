@@ -14,9 +14,9 @@ TRAINERS = {
     "gpu": ("trainer=gpu", 1),
     "ddp": ("trainer=ddp", 2),
     "fsdp": ("trainer=fsdp", 2),
-    "model_parallel": ("trainer=model_parallel", 2),
 }
 VARIANTS = {
+    "model_parallel": ("trainer=model_parallel", 2),
     "allreduce": ("trainer=allreduce", 2),
     "dp": ("trainer=dp", 2),
     "one rank of ddp": ("trainer=ddp", 1),
@@ -31,6 +31,8 @@ VARIANTS = {
     "accumulated shards": ("trainer=fsdp trainer.accumulate_grad_batches=2", 2),
     "shards in CPU memory": ("trainer=fsdp trainer.cpu_offload=true", 2),
     "activations computed again": ("trainer=fsdp trainer.activation_checkpointing=true", 2),
+    "activations of copies computed again": ("trainer=dp trainer.activation_checkpointing=true", 2),
+    "activations of stages computed again": ("trainer=model_parallel trainer.activation_checkpointing=true", 2),
     "folders of shards": ("trainer=fsdp trainer.sharded_checkpoint=true", 2),
     "weights kept": ("trainer=fsdp trainer.reshard_after_forward=false", 2),
     "channels_last": ("trainer=ddp trainer.channels_last=true", 2),
@@ -62,9 +64,9 @@ def test_variants_have_the_same_losses(name, cpu, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ROUGH)
-@pytest.mark.parametrize("name", ["gpu", "ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["gpu", "ddp", "fsdp", "allreduce", "dp", "model_parallel"])
 def test_every_precision(name, precision, cpu, tmp_path):
-    words, devices = TRAINERS[name]
+    words, devices = {**TRAINERS, **VARIANTS}[name]
     assert agree(losses(f"{words} trainer.precision={precision}", devices, tmp_path), cpu, ROUGH[precision])
 
 

@@ -1,6 +1,6 @@
 """What DistributedDataParallel holds beside the weights, for steps on fake tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch import nn
 class Buckets(nn.Module):
     """Holds what DistributedDataParallel holds, whose C++ takes no fake tensors: all gradients as views of buckets.
 
-    The buckets live from the start. Before the second forward they are laid out anew in the order in which gradients
-    arrived, one after the other, each taking over its gradients from the old ones.
+    One bucket lives from the start. Before the second forward buckets of `bucket_cap_mb` are laid out in the order in
+    which gradients arrived, and take over the gradients from it.
     """
 
     def __init__(self, module: nn.Module, bucket_cap_mb: float = 25.0) -> None:
@@ -22,12 +22,12 @@ class Buckets(nn.Module):
         self.views: dict[nn.Parameter, torch.Tensor] = {}
         self.arrived: list[nn.Parameter] = []
         self.synchronises, self.laid_out_again = True, False
-        self._lay_out(trainable)
+        self._lay_out([trainable])
         for parameter in trainable:
             parameter.register_post_accumulate_grad_hook(self._into_bucket)
 
-    def _lay_out(self, order: list[nn.Parameter]) -> None:
-        for parameters in in_buckets(order, self.bucket_cap_mb):
+    def _lay_out(self, buckets: Iterable[list[nn.Parameter]]) -> None:
+        for parameters in buckets:
             bucket = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
             for parameter, flat in zip(parameters, bucket.split([p.numel() for p in parameters]), strict=True):
                 self.views[parameter] = flat.view(parameter.shape)
@@ -48,7 +48,7 @@ class Buckets(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.arrived and not self.laid_out_again and self.training:
-            self._lay_out(self.arrived)
+            self._lay_out(in_buckets(self.arrived, self.bucket_cap_mb))
             self.laid_out_again, self.arrived = True, []
         return self.module(*args, **kwargs)
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep.batch_size.ddp_buckets import Buckets
@@ -41,7 +42,7 @@ from lockstep.runs.batch import Batch
 from lockstep.runs.config import Config, read_only, writable
 from lockstep.runs.errors import EXIT_OK, UserError
 from lockstep.runs.folder import RunFolder
-from lockstep.training.build import build_module, synchronise_batch_norm
+from lockstep.training.build import build_module, prepare_net
 from lockstep.training.checks import DataFacts
 from lockstep.training.rank import prepare_process
 from lockstep.training.trainer import build_strategy, build_trainer
@@ -49,6 +50,7 @@ from lockstep.training.trainer import build_strategy, build_trainer
 log = logging.getLogger(__name__)
 
 RUNTIME_GIB = 0.6  # assumed for CUDA's context and NCCL, which lie beside the allocator's memory
+WORKSPACES_MIB = 64  # cuBLAS's, in torch's allocator: 32 MiB for the thread of forward, 32 for that of backward
 UNBOUND = 65536  # largest batch that is tried: the data are not looked at
 CLASSES = 10  # where the data do not say before they are read
 KNOWN = (
@@ -68,7 +70,7 @@ def estimate(cfg: Any) -> int:
     log.info("Estimating on tensors without contents: a line for each batch that is tried …")
     prepare_process(plan)
     facts, cluster = stated_facts(config), plan.cluster
-    if cluster.world_size > 1:
+    if plan.trainer["launch"] != "one_process":
         # DTensor's own shape propagation, done once, would be counted; BatchNorm refuses a single image
         peak_bytes(plan, facts, 2)
 
@@ -181,7 +183,7 @@ def peak_bytes(plan: RunPlan, facts: DataFacts, batch: int) -> dict[str, int]:
     small = replace(
         plan, config=read_only(config), accelerator="cpu", batch=Batch.of_device(batch, cluster.world_size, accumulate)
     )
-    with fake_process_group(cluster.world_size), torch.device("meta"):
+    with fake_process_group(plan), torch.device("meta"):
         module = build_module(config, facts)
         if precision in TRUE_DTYPES:
             module = module.to(TRUE_DTYPES[precision])
@@ -190,9 +192,9 @@ def peak_bytes(plan: RunPlan, facts: DataFacts, batch: int) -> dict[str, int]:
         # With scaled losses no kernel steps all parameters at once, and a GPU holds a term of every one of them.
         module.optimizer_factory = partial(factory, **{"foreach": True, **factory.keywords})  # type: ignore[assignment]
     mode, tracker = Shapes(allow_non_fake_inputs=True), TrackedBytes()
-    with fake_process_group(cluster.world_size), mode, tracker, tempfile.TemporaryDirectory() as folder:
+    with fake_process_group(plan), mode, tracker, tempfile.TemporaryDirectory() as folder:
         materialise(module)
-        synchronise_batch_norm(module, small)
+        prepare_net(module, small)
         phases = MemoryPhases(tracker)
         trainer = build_trainer(small, build_strategy(small), [phases], [], Path(folder))
         adapt(trainer.strategy)
@@ -200,7 +202,19 @@ def peak_bytes(plan: RunPlan, facts: DataFacts, batch: int) -> dict[str, int]:
         average = [torch.empty_like(p) for p in module.parameters()] if config["trainer"]["ema_decay"] else []
         trainer.fit(module, datamodule=FakeImages(shape, batch, eval_batch, 2 * accumulate, facts["num_classes"]))
         del average
-    return {phase: int(share) for phase, share in phases.shares.items()}
+    beside = WORKSPACES_MIB * 2**20 + largest_unit(module) if on_gpu else 0
+    return {phase: int(share) + beside for phase, share in phases.shares.items()}
+
+
+def largest_unit(module: nn.Module) -> int:
+    """Bytes of the most weights that FSDP gathers at once, in a stream of its own: no other one can take its memory."""
+    seen: set[nn.Parameter] = set()
+    largest = 0
+    for unit in reversed([each for each in module.modules() if isinstance(each, FSDPModule)]):  # inner ones first
+        own = set(unit.parameters()) - seen
+        seen |= own
+        largest = max(largest, sum(p.numel() * p.element_size() for p in own))
+    return largest
 
 
 def stay_in_place(module: Any) -> None:
@@ -250,15 +264,15 @@ def materialise(module: nn.Module) -> None:
 
 
 @contextmanager
-def fake_process_group(world_size: int) -> Iterator[None]:
-    """A process group of this size whose collectives do nothing; this process is rank 0."""
-    if world_size == 1:
+def fake_process_group(plan: RunPlan) -> Iterator[None]:
+    """A process group of the plan's size whose collectives do nothing; this process is rank 0."""
+    if plan.trainer["launch"] == "one_process":
         yield
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with mock.patch.object(FakeTensor, "data_ptr", lambda tensor: id(tensor)):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.cluster.world_size)
         try:
             yield
         finally:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lockstep.runs.config import Config
+from lockstep.runs.errors import UserError
 from lockstep.strategies.placement import parts_of_batch
 from lockstep.training.build import build_module
 from lockstep.training.checks import DataFacts
@@ -26,6 +27,8 @@ def least_batch(config: Config, facts: DataFacts, world_size: int) -> int:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             net = build_module(config, facts, trainable=False).net.train()
             refused = not _takes(net, 1, facts) and _takes(net, 2, facts)
+    except UserError:
+        raise
     except Exception as error:  # an initialisation that wants real numbers
         log.info(f"Whether the net trains at one image is not known ({type(error).__name__}: {error}).")
         return 1

@@ -39,7 +39,7 @@ from lockstep.runs.config import read_only, writable
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.runs.output import set_up
 from lockstep.strategies.placement import without_peers
-from lockstep.training.build import build_data, build_module, data_facts, synchronise_batch_norm
+from lockstep.training.build import build_data, build_module, data_facts, prepare_net
 from lockstep.training.checks import DataFacts
 from lockstep.training.rank import device_of, devices_of, prepare_process
 from lockstep.training.trainer import build_strategy, build_trainer
@@ -154,7 +154,7 @@ class Prober:
         meter = self.meter.fresh()
         with meter:
             module = build_module(plan.config, data_facts(data), has_checkpoint=bool(plan.checkpoint))
-            synchronise_batch_norm(module, plan)
+            prepare_net(module, plan)
             phases = MemoryPhases(meter)
             callbacks = [*_averaging(plan), phases]
             trainer = build_trainer(plan, build_strategy(plan), callbacks, [], self.files.folder)

@@ -245,7 +245,7 @@ def _nothing_fits(state: State, plan: RunPlan) -> str:
     images = "one image" if state["least"] == 1 else f"{state['least']} images, the fewest that the net takes,"
     return (
         f"Not even {images} for each device fits into {state['limit_gib']:.3g} GiB with "
-        f"model={config['model'].get('name')} and data.eval_batch_size={config['data'].get('eval_batch_size')}: "
+        f"model={plan.model_name} and data.eval_batch_size={config['data'].get('eval_batch_size')}: "
         "take a smaller model or eval batch, trainer=fsdp over more devices, or more memory."
     )
 

@@ -1,31 +1,35 @@
 """The best checkpoint and the last one, each complete and verified before the one before it goes."""
 
-import base64
-import random
+import logging
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lockstep.callbacks.checkpoint_io import Checkpoint
+from lockstep.callbacks.background_writes import BackgroundWrites
+from lockstep.callbacks.checkpoint_io import Checkpoint, Deferred
+from lockstep.callbacks.random_states import State, gather_random_states, set_random_state
 from lockstep.callbacks.resume_point import (
     EPOCH_END,
     TRAINING,
     VALIDATION,
+    ends_epoch,
     ends_step,
+    is_due,
     loop_state,
     resume_point,
     validates,
 )
-from lockstep.distributed.json_collectives import gather_json
 from lockstep.runs.config import Config
 from lockstep.runs.errors import Diverged, UserError
 from lockstep.runs.hooks import OnCheckpointComplete, OnShardsComplete
 from lockstep.storage.checkpoint_files import (
+    NAME,
     Sidecar,
     checkpoint_name,
     complete,
@@ -40,11 +44,12 @@ from lockstep.storage.checkpoint_files import (
     write_sidecar,
 )
 
-State = dict[str, Any]  # plain values by their names, as a checkpoint holds them
+log = logging.getLogger(__name__)
 
 
 class Checkpoints(Callback):
-    """Saves `last` after every n-th epoch and every few minutes, `best` when the monitored metric improves.
+    """Saves `last` after every n-th epoch and every few minutes, `best` when the monitored metric improves, also within
+    an epoch.
 
     A run without validation has nothing to choose by: each `last` of an epoch's end is its `best`.
 
@@ -53,6 +58,9 @@ class Checkpoints(Callback):
         monitor, mode: which metric chooses the best, and whether its largest (max) or smallest (min) value does.
         weights_only: leave the optimizer's state out of `best`: a third of AdamW's bytes stays. A run goes on from
             `last`, which is then saved with every best.
+        asynchronous: training stands still only until the checkpoint is copied into the host's memory; hashing, writing
+            and upload go on beside it. Costs a checkpoint's size in memory. The next checkpoint and the end of the
+            training wait for it; what goes wrong in it ends the training at its next step.
         contents: plain values that every checkpoint carries (composed config, class names, normalisation, …).
     """
 
@@ -64,6 +72,7 @@ class Checkpoints(Callback):
         every_n_epochs: int = 1,
         every_minutes: float | None = 10.0,
         weights_only: bool = False,
+        asynchronous: bool = False,
         contents: Config | None = None,
     ) -> None:
         if mode not in ("max", "min"):
@@ -75,10 +84,12 @@ class Checkpoints(Callback):
         self.folder, self.monitor, self.mode = Path(folder), monitor, mode
         self.every_n_epochs, self.every_minutes = every_n_epochs, every_minutes
         self.weights_only, self.contents = weights_only, contents or {}
+        self.asynchronous, self.writes = asynchronous, BackgroundWrites()
         self.kind = "last"  # of the checkpoint that is being written
         self.best_value: float | None = None
         self.best: State | None = None  # {file, value, epoch, step}
         self.saved_step = -1
+        self.validated_step = -1
         self.loaded: Checkpoint | None = None
         self.phase = TRAINING
         self.stalled_s = 0.0  # seconds that training stood still to write
@@ -135,11 +146,19 @@ class Checkpoints(Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.phase = VALIDATION
 
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        self.validated_step = trainer.global_step
+        if not ends_epoch(trainer) and self._keep_if_best(trainer) and self.weights_only:
+            self.save_last(trainer)
+
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self.writes.look()
         if trainer.global_step == trainer.max_steps:
             trainer.should_stop = True  # else Lightning would not validate what ends in mid-epoch
             return
-        if self.every_minutes is None or trainer.global_step == self.saved_step or self._is_last_batch(trainer):
+        if self.every_minutes is None or trainer.global_step == self.saved_step or ends_epoch(trainer):
             return
         if not ends_step(trainer):
             return
@@ -151,40 +170,75 @@ class Checkpoints(Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.phase = EPOCH_END
-        value = trainer.callback_metrics.get(self.monitor)
-        validated = validates(trainer)
-        validations = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
-        if validated and value is None and validations:
-            raise UserError(f"callbacks.checkpoints.monitor={self.monitor}: there are {', '.join(validations)}.")
         is_end = trainer.current_epoch + 1 == trainer.max_epochs or trainer.global_step == trainer.max_steps
-        due = is_end or (trainer.current_epoch + 1) % self.every_n_epochs == 0
-        if not trainer.enable_validation:
-            is_best, self.best_value = due or trainer.should_stop, None
-        else:
-            is_best = validated and value is not None and self._improves(float(value))
-            self.best_value = float(value) if is_best else self.best_value
-        if is_best:
-            self.best = {
-                "metric": self.monitor, "file": checkpoint_name("best", trainer.global_step), "value": self.best_value,
-                "epoch": trainer.current_epoch, "step": trainer.global_step,
-            }  # fmt: skip
-            self._save(trainer, "best")
-        if due or (is_best and (self.weights_only or not trainer.enable_validation)):
-            self.save_last(trainer, same_as_best=bool(is_best) and not self.weights_only)
+        due = is_end or trainer.should_stop or (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        is_best = validates(trainer) and self._keep_if_best(trainer)
+        if due and not trainer.enable_validation:
+            self._keep_best(trainer, None)
+        if due or (is_best and self.weights_only):
+            is_here = self.best is not None and self.best["step"] == trainer.global_step
+            self.save_last(trainer, same_as_best=is_here and not self.weights_only)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.finish_writing()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        try:
+            self.writes.wait()
+        except BaseException as error:  # the exception that ends the run is the one to tell of
+            log.info(f"The last checkpoint was not written ({type(error).__name__}: {error}).")
+
+    def finish_writing(self) -> None:
+        """Wait for what is being written. Raises what went wrong with it."""
+        started = time.monotonic()
+        self.writes.wait()
+        self.stalled_s += time.monotonic() - started
+
+    def _keep_if_best(self, trainer: pl.Trainer) -> bool:
+        """After a validation; whether it was the best so far.
+
+        Raises:
+            UserError: it has no such metric.
+        """
+        value = trainer.callback_metrics.get(self.monitor)
+        validations = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
+        if value is None and validations:
+            raise UserError(f"callbacks.checkpoints.monitor={self.monitor}: there are {', '.join(validations)}.")
+        if value is None or not self._improves(float(value)):
+            return False
+        self._keep_best(trainer, float(value))
+        return True
+
+    def _keep_best(self, trainer: pl.Trainer, value: float | None) -> None:
+        self.best_value = value
+        self.best = {
+            "metric": self.monitor, "file": checkpoint_name("best", trainer.global_step), "value": value,
+            "epoch": trainer.current_epoch, "step": trainer.global_step,
+        }  # fmt: skip
+        self._save(trainer, "best")
 
     def save_last(self, trainer: pl.Trainer, same_as_best: bool = False) -> None:
         """Every rank calls it at the same step. A last that equals the best is a second name for its bytes."""
-        if not same_as_best:
-            self._save(trainer, "last")
+        if same_as_best:
+            self._link_last(trainer)
         else:
-            best, name = self.folder / self.best["file"], self.folder / checkpoint_name("last", trainer.global_step)
-            if trainer.is_global_zero:
+            self._save(trainer, "last")
+        self.saved_step, self.saved_at = trainer.global_step, time.monotonic()
+
+    def _link_last(self, trainer: pl.Trainer) -> None:
+        best, name = self.folder / self.best["file"], self.folder / checkpoint_name("last", trainer.global_step)
+
+        def work() -> None:
+            if trainer.is_global_zero or (trainer.local_rank == 0 and has_only_own_shards(best)):
                 link(best, name)
+
+        def then() -> None:
+            if trainer.is_global_zero:
                 self._announce(trainer, name, "last")
             elif trainer.local_rank == 0 and has_only_own_shards(best):
-                link(best, name)
                 remove_own_shards(self.folder, "last", name)
-        self.saved_step, self.saved_at = trainer.global_step, time.monotonic()
+
+        self._do(trainer, work, then)
 
     # How
 
@@ -200,26 +254,47 @@ class Checkpoints(Callback):
 
     def _save(self, trainer: pl.Trainer, kind: str) -> None:
         started = time.monotonic()
+        self.writes.wait(but_of_step=trainer.global_step)
         refuse_non_finite(trainer)
         self._random_states, self.kind = gather_random_states(trainer), kind
         path = self.folder / checkpoint_name(kind, trainer.global_step)
         if trainer.is_global_zero or (trainer.local_rank == 0 and has_only_own_shards(path)):
             set_aside(path)  # of a run that stopped in this step's validation, and goes on
+        files = trainer.strategy.checkpoint_io
+        files.defers = self.asynchronous
         trainer.save_checkpoint(path)
-        if trainer.is_global_zero:
-            written = getattr(trainer.strategy.checkpoint_io, "written", {}).get(str(path)) or measure(path)
-            metric = {self.monitor: self.best_value} if kind == "best" and self.best_value is not None else {}
-            known = {**self._point(trainer), "world_size": trainer.world_size, "metric": metric}
-            left_out = self._leaves_out_optimizer(kind) or None
-            write_sidecar(path, Sidecar.of(written, step=trainer.global_step, weights_only=left_out, **known))
-        trainer.strategy.barrier("checkpoint is complete")
+        metric = {self.monitor: self.best_value} if kind == "best" and self.best_value is not None else {}
+        known = {**self._point(trainer), "step": trainer.global_step, "world_size": trainer.world_size}
+        known |= {"metric": metric, "weights_only": self._leaves_out_optimizer(kind) or None}
+        work = partial(self._complete, trainer, path, files.take_deferred(), known)
+        self._do(trainer, work, partial(self._completed, trainer, path, kind))
         self.stalled_s += time.monotonic() - started
+
+    def _do(self, trainer: pl.Trainer, work: Callable[[], None], then: Callable[[], None]) -> None:
+        if self.asynchronous:
+            self.writes.begin(trainer.global_step, work, then)
+        else:
+            work()
+            then()
+
+    def _complete(self, trainer: pl.Trainer, path: Path, deferred: Deferred | None, known: State) -> None:
+        """Write what was deferred, then the sidecar, which makes the checkpoint complete."""
+        measured = deferred.write() if deferred else trainer.strategy.checkpoint_io.written.get(str(path))
+        if trainer.is_global_zero:
+            write_sidecar(path, Sidecar.of(measured or measure(path), **known))
+        if not self.asynchronous:
+            trainer.strategy.barrier("checkpoint is complete")
+        elif deferred and deferred.group is not None:
+            torch.distributed.barrier(group=deferred.group)
+
+    def _completed(self, trainer: pl.Trainer, path: Path, kind: str) -> None:
         if trainer.is_global_zero:
             self._announce(trainer, path, kind)
         elif path.is_dir():
+            step = int(NAME.fullmatch(path.name)["step"])
             for callback in trainer.callbacks:
                 if isinstance(callback, OnShardsComplete):
-                    callback.on_shards_complete(path, kind, trainer.global_step)
+                    callback.on_shards_complete(path, kind, step)
             if trainer.local_rank == 0:
                 remove_own_shards(self.folder, kind, path)
 
@@ -237,19 +312,15 @@ class Checkpoints(Callback):
         per_epoch = int(trainer.num_training_batches) // trainer.accumulate_grad_batches
         done = trainer.fit_loop.epoch_loop.batch_progress.current.ready // trainer.accumulate_grad_batches
         phase = self.phase
-        is_last = trainer.global_step == trainer.max_steps
-        if done < per_epoch and not (phase == VALIDATION and is_last):  # max_steps: a longer run goes on from here
-            phase = TRAINING
+        if done < per_epoch:  # what max_steps or max_time ends there goes on from there, if it is made longer
+            phase = VALIDATION if is_due(trainer) and self.validated_step != trainer.global_step else TRAINING
         elif phase == TRAINING:
             phase = VALIDATION if validates(trainer) else EPOCH_END
         return resume_point(trainer.current_epoch, done, per_epoch, phase)
 
-    def _is_last_batch(self, trainer: pl.Trainer) -> bool:
-        return trainer.fit_loop.epoch_loop.batch_progress.current.ready >= trainer.num_training_batches
-
     def record_fields(self) -> dict[str, object]:
         """best_checkpoint of the run record: relative path, bytes, sha256, where it stands, what it reached."""
-        if self.best is None:
+        if self.best is None or self.writes.are_open:  # one that a crash may still take away is not named
             return {}
         path, value = self.folder / self.best["file"], self.best["value"]
         sidecar = next((sidecar for found, sidecar in complete(self.folder, "best") if found == path), None)
@@ -276,82 +347,3 @@ def refuse_non_finite(trainer: pl.Trainer) -> None:
         raise Diverged(
             f"weights became nan or inf by step {trainer.global_step}: nothing was saved; lower optimizer.lr"
         )
-
-
-def random_state() -> State:
-    """Every generator that this process draws from, as plain values and byte tensors."""
-    numpy_state = np.random.get_state()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": cuda_state(),
-        "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
-        "python": _as_lists(random.getstate()),
-    }
-
-
-def cuda_state() -> torch.Tensor | list[torch.Tensor] | None:
-    """Of this process's GPU; of all GPUs where it uses several (dp, model_parallel)."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return None
-    several = not torch.distributed.is_initialized() and torch.cuda.device_count() > 1
-    return torch.cuda.get_rng_state_all() if several else torch.cuda.get_rng_state()
-
-
-def set_random_state(state: State) -> None:
-    torch.set_rng_state(state["torch"].cpu())
-    if state["cuda"] is not None and torch.cuda.is_available():
-        states = state["cuda"] if isinstance(state["cuda"], list) else [state["cuda"]]
-        for device, own in zip(range(torch.cuda.device_count()), states, strict=False):  # there may be fewer here
-            torch.cuda.set_rng_state(own.cpu(), device if len(states) > 1 else "cuda")
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-
-
-def _as_lists(value: Any) -> Any:
-    return [_as_lists(item) for item in value] if isinstance(value, tuple) else value
-
-
-def gather_random_states(trainer: pl.Trainer) -> list[State]:
-    """One state per rank, in rank order, on every rank."""
-    if trainer.world_size == 1 or not torch.distributed.is_initialized():
-        return [random_state()]
-    return [state_from_json(state) for state in gather_json(state_to_json(random_state()))]
-
-
-def state_to_json(state: State) -> dict[str, Any]:
-    """A random state whose byte tensors are text."""
-    cuda = state["cuda"]
-    several = [_to_text(each) for each in cuda] if isinstance(cuda, list) else None
-    return {
-        **state, "torch": _to_text(state["torch"]),
-        "cuda": several if several is not None or cuda is None else _to_text(cuda),
-    }  # fmt: skip
-
-
-def state_from_json(state: dict[str, Any]) -> State:
-    """
-    Raises:
-        RuntimeError: it is no random state.
-    """
-    try:
-        cuda = state["cuda"]
-        name, keys, *rest = state["numpy"]
-        version, internal, gauss = state["python"]
-        return {
-            "torch": _from_text(state["torch"]),
-            "cuda": [_from_text(each) for each in cuda] if isinstance(cuda, list) else cuda and _from_text(cuda),
-            "numpy": [str(name), [int(key) for key in keys], int(rest[0]), int(rest[1]), float(rest[2])],
-            "python": [int(version), [int(part) for part in internal], None if gauss is None else float(gauss)],
-        }
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise RuntimeError(f"a rank sent no random state ({type(error).__name__}: {error})") from None
-
-
-def _to_text(state: torch.Tensor) -> str:
-    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
-
-
-def _from_text(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

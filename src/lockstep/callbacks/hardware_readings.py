@@ -105,8 +105,21 @@ class GpuReader:
             "temperature_c": lambda: float(nvml.nvmlDeviceGetTemperature(card, nvml.NVML_TEMPERATURE_GPU)),
             "sm_clock_mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM)),
             "memory_clock_mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_MEM)),
+            "ecc_errors": lambda: self._ecc_errors(gpu),
             "throttle": lambda: throttle_words(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(card)),
         }
+
+    def _ecc_errors(self, gpu: Gpu) -> float | None:
+        """Memory errors since the driver was loaded that ECC could not correct; None on cards without ECC."""
+        nvml = self.nvml
+        kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+        try:
+            count = nvml.nvmlDeviceGetTotalEccErrors(gpu.parent, kind, nvml.NVML_VOLATILE_ECC)
+        except nvml.NVMLError_NotSupported:
+            return None
+        if count:
+            self._once(f"gpu{gpu.index} has memory errors that ECC could not correct: have it reset or replaced")
+        return float(count)
 
     def _ask(self, gpu: Gpu, name: str, query: Callable[[], Any]) -> Any:
         if gpu.lost or name in gpu.unsupported:
@@ -120,7 +133,7 @@ class GpuReader:
         except self.nvml.NVMLError as error:
             if self._is_gone(error):
                 gpu.lost = True
-                self._once(f"gpu{gpu.index} no longer answers ({error}); its readings end here, training goes on")
+                self._once(f"gpu{gpu.index} no longer answers ({error}); its readings end here")
             else:
                 self._once(f"gpu{gpu.index}: {name} left out where NVML answers {error!r}")
         return None

@@ -1,6 +1,7 @@
 """Samples GPUs and CPUs of every node while the run trains: a CSV per node, percentiles in the record, TensorBoard.
 
-One thread in local rank 0 of each node; it never touches a CUDA context and never ends a run.
+One thread in local rank 0 of each node; it never touches a CUDA context and never ends a run. What the other nodes
+have goes to node 0 at each epoch's end and at a stop.
 """
 
 import csv
@@ -18,13 +19,16 @@ import torch
 
 from lockstep.callbacks import hardware_readings as machine_readings
 from lockstep.callbacks.hardware_readings import CpuReader, GpuReader, Reading
+from lockstep.callbacks.node_files import Receiver, Sender, set_earlier_aside, share_folder
 from lockstep.callbacks.percentiles import KeptSamples
-from lockstep.distributed.json_collectives import gather_json
+from lockstep.distributed.json_collectives import broadcast_json, gather_json
 from lockstep.runs.config import Config
 from lockstep.runs.csv_files import guarded
+from lockstep.runs.errors import Interrupted
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.hooks import ComputesOnSeveral
+from lockstep.runs.typed_json import WrongValue
 
 PEAK_GROWTH = 1.05  # nvidia-smi is asked again when memory has grown by this factor
 PEAK_INTERVAL_S = 10.0
@@ -51,7 +55,8 @@ class Sampler(threading.Thread):
 
     def run(self) -> None:
         began = time.perf_counter()
-        with open_csv(self.path) as file:
+        set_earlier_aside(self.path)
+        with self.path.open("w", newline="") as file:
             writer: csv.DictWriter | None = None
             while True:
                 started = time.perf_counter()
@@ -103,15 +108,6 @@ def pause_s(interval_s: float, age_s: float) -> float:
     return max(interval_s, age_s / DENSE_SAMPLES)
 
 
-def open_csv(path: Path) -> Any:
-    """A fresh file; an earlier one (of a resumed run) is kept beside it with a number."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        taken = sum(1 for _ in path.parent.glob(f"{path.stem}.*{path.suffix}"))
-        path.rename(path.with_name(f"{path.stem}.{taken}{path.suffix}"))
-    return path.open("w", newline="")
-
-
 def _cell(value: float | str | None) -> Any:
     return round(value, 4) if isinstance(value, float) else guarded(value)
 
@@ -152,16 +148,21 @@ class HardwareStats(pl.Callback):
         self.sampler: Sampler | None = None
         self.gpus: GpuReader | None = None
         self.other_nodes: dict[int, Config] = {}
+        self.sender: Sender | None = None
+        self.receivers: dict[int, Receiver] = {}  # on rank 0, by node
         self.node_rank = 0
         self.smi_peak_gib, self.smi_asked_at = 0.0, 0.0
         self.logged_at = 0.0
 
     def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.node_rank = trainer.node_rank
+        self.folder = RunFolder(Path(self.run_folder or trainer.default_root_dir))
         processes = self._rank_processes(trainer)
+        shares_folder = trainer.num_nodes == 1 or share_folder(self.folder.path, trainer.is_global_zero)
         if trainer.local_rank != 0:
             return
-        self.folder = RunFolder(Path(self.run_folder or trainer.default_root_dir))
+        if self.node_rank:
+            self.sender = Sender(self.folder, self.node_rank, shares_folder)
         psutil = self.psutil or importlib.import_module("psutil")
         used = gpus_in_use(trainer)
         nvml = self.nvml or (machine_readings.nvml_library() if used and torch.cuda.is_available() else None)
@@ -177,14 +178,15 @@ class HardwareStats(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module, outputs, batch, batch_idx: int) -> None:
         now = time.monotonic()
-        if self.sampler is None or not trainer.is_global_zero or now < self.logged_at + self.tensorboard_interval_s:
+        if self.sampler is None or now < self.logged_at + self.tensorboard_interval_s:
             return
         self.logged_at = now
         read = list(self.sampler.last.items())
-        scalars = {f"hardware/{name}": value for name, value in read if _is_scalar(value, name)}
-        for logger in trainer.loggers:
-            if logger.name == "tensorboard":  # the table of metrics has its own columns
-                logger.log_metrics(scalars, trainer.global_step)
+        scalars = {name: value for name, value in read if _is_scalar(value, name)}
+        if self.sender is not None:
+            self.sender.note(trainer.global_step, scalars)
+        else:
+            _to_tensorboard(trainer, "hardware", scalars, trainer.global_step)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._gather(trainer)
@@ -195,6 +197,11 @@ class HardwareStats(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
         self._stop()
+        if isinstance(exception, Interrupted) and exception.agreed and trainer.state.fn == "fit":
+            try:
+                self._gather(trainer)
+            except RuntimeError as error:  # a node is gone already
+                machine_readings.say(f"of other nodes the last is left out ({error})")
 
     def teardown(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
         self._stop()
@@ -247,10 +254,32 @@ class HardwareStats(pl.Callback):
         return {rank: pid for node, rank, pid in gather_json(mine) if node == self.node_rank}
 
     def _gather(self, trainer: pl.Trainer) -> None:
-        """Every node's figures on every rank; a collective, at epoch ends only."""
-        if trainer.num_nodes > 1:
-            nodes = gather_json(self._node() if self.sampler else None)
-            self.other_nodes = {node["node_rank"]: node for node in nodes if node}
+        """Every node's figures on every rank, and its files on node 0; collectives, at epoch ends and at a stop."""
+        if trainer.num_nodes == 1:
+            return
+        nodes = gather_json(self._node() if self.sampler else None)
+        self.other_nodes = {node["node_rank"]: node for node in nodes if node}
+        for rank, node in enumerate(nodes):
+            if node and rank:
+                sent = broadcast_json(self.sender.take() if self.sender else None, src=rank)
+                if trainer.is_global_zero:
+                    self._keep(trainer, node["node_rank"], sent)
+
+    def _keep(self, trainer: pl.Trainer, node_rank: Any, sent: Any) -> None:
+        try:
+            if node_rank not in range(1, trainer.num_nodes):
+                raise WrongValue("there is no such node")
+            receiver = self.receivers.setdefault(node_rank, Receiver(self.folder, node_rank))
+            for point in receiver.keep(sent):
+                _to_tensorboard(trainer, f"hardware-node{node_rank}", point.values, point.step)
+        except (WrongValue, OSError) as error:  # a reading is never worth a run
+            machine_readings.say(f"of node {str(node_rank)[:20]} something is left out ({error}); training goes on")
+
+
+def _to_tensorboard(trainer: pl.Trainer, place: str, scalars: dict[str, float], step: int) -> None:
+    for logger in trainer.loggers:
+        if logger.name == "tensorboard":  # the table of metrics has its own columns
+            logger.log_metrics({f"{place}/{name}": value for name, value in scalars.items()}, step)
 
 
 def _is_gpu_memory(name: str) -> bool:

@@ -21,6 +21,8 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
+from lockstep.callbacks import flight_recorder
+from lockstep.callbacks.beats import Beats, error_of
 from lockstep.callbacks.interruption import Interruption
 from lockstep.distributed.failures import RankError
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, Diverged, Interrupted, UserError
@@ -55,7 +57,7 @@ class Watch(Callback):
     ) -> None:
         self.folder, self.timeout_s = RunFolder(Path(run_folder)), timeout_s
         self.report, self.supervisor = report or self._write_error, supervisor
-        self.phase = "start"
+        self.phase, self.batches = "start", 0
         self.store: Any = None
         self.ended, self.leaving = threading.Event(), threading.Lock()
         self.stop_seen_s: float | None = None  # how long ago another rank was asked to stop
@@ -69,8 +71,8 @@ class Watch(Callback):
     def begin(self, store: Any, rank: int, world_size: int, interruption: Interruption | None) -> None:
         """Start the threads; `store` is a connection of its own."""
         self.store, self.rank, self.world_size, self.interruption = store, rank, world_size, interruption
-        self.heard: dict[int, tuple[str, float]] = {}
-        self._beat()
+        self.beats = Beats(store, rank, world_size)
+        self.beats.show(self.phase, self.batches)
         for name, work in (("watch", self._watch), ("watch-the-watch", self._guard)):
             threading.Thread(target=work, name=name, daemon=True).start()
 
@@ -98,7 +100,7 @@ class Watch(Callback):
                 raise RuntimeError("connection closed: another rank has failed")
             if self.rank == 0 and time.monotonic() > speak_at:
                 speak_at += SPEAK_INTERVAL_S
-                hosts = {beat[1] for rank, beat in self._beats().items() if not self.store.check([keys[rank]])}
+                hosts = {beat.host for rank, beat in self.beats.latest().items() if not self.store.check([keys[rank]])}
                 log.info(f"Waiting for the images and weights of {', '.join(sorted(hosts))} …")
             time.sleep(pause_s)
             pause_s = min(0.5, 1.3 * pause_s)
@@ -107,12 +109,12 @@ class Watch(Callback):
         lost_since = None
         while not self.ended.wait(BEAT_INTERVAL_S):
             try:
-                self._beat()
+                self.beats.show(self.phase, self.batches)
                 error = self._error()
                 if error is not None:
                     return self._leave(error)
                 if self.store.check(["beat/0"]):  # known before its host is gone
-                    self.rank_zero_host = json.loads(self.store.get("beat/0"))[1]
+                    self.rank_zero_host = self.beats.latest()[0].host
                 if self.store.check([STOP]):
                     self._stop()
                 if self.rank == 0:
@@ -143,29 +145,17 @@ class Watch(Callback):
             with contextlib.suppress(OSError):  # it is gone, or stopped and its line full
                 self.supervisor.send(self.phase.encode())
 
-    def _beat(self) -> None:
-        self.store.set(f"beat/{self.rank}", json.dumps([time.time(), socket.gethostname(), self.phase]))
-
-    def _beats(self) -> dict[int, list[Any]]:
-        """The latest heartbeat of each rank that has shown one."""
-        keys = [f"beat/{rank}" for rank in range(self.world_size)]
-        return {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys) if self.store.check([key])}
-
-    def _silent(self, beats: dict[int, list[Any]]) -> list[tuple[float, int]]:
-        """(seconds, rank) of each rank, by this host's clock: how long its heartbeat has not changed."""
-        now = time.monotonic()
-        for rank, (stamp, *_) in beats.items():
-            if rank not in self.heard or self.heard[rank][0] != stamp:
-                self.heard[rank] = (stamp, now)
-        return sorted(((now - at, rank) for rank, (_, at) in self.heard.items()), reverse=True)
-
     def _look_for_silence(self) -> None:
-        beats = self._beats()
-        seconds, rank = self._silent(beats)[0]
+        """Of a rank, or of all where one of them keeps the others waiting."""
+        beats = self.beats.latest()
+        seconds, rank = self.beats.silent(beats)[0]
         if seconds > self.timeout_s:
             message = f"not heard of for {seconds:.0f} s: stopped, or the network to its host cut"
-            self._publish({"rank": rank, "host": beats[rank][1], "phase": beats[rank][2], "message": message,
-                           "kind": "silence", "time": time.time()})  # fmt: skip
+            self._publish(error_of(rank, beats[rank], message, "silence"))
+        elif (waited_s := self.beats.unmoved_s(beats)) > self.timeout_s and (
+            to_blame := self.beats.holds_up(beats, waited_s)
+        ):
+            self._publish(to_blame)
 
     def _stop(self) -> None:
         if self.stop_seen_s is None:
@@ -200,6 +190,7 @@ class Watch(Callback):
         try:
             with self.folder.stack(self.rank).open("a") as file:
                 faulthandler.dump_traceback(file=file, all_threads=True)
+            flight_recorder.dump(self.folder, self.rank)
             self.report(None if self.stop_seen_s is not None else facts)
         finally:
             os._exit(EXIT_FAILED if self.stop_seen_s is None else EXIT_INTERRUPTED)
@@ -219,6 +210,8 @@ class Watch(Callback):
         self.stopping = self.stopping or isinstance(exception, Interrupted)
         if self.explained is None:
             self.explained = self._explain(exception)
+            if not isinstance(self.explained, Interrupted | UserError):
+                flight_recorder.dump(self.folder, self.rank)
             self.explained.__cause__ = None if self.explained is exception else exception
         return self.explained
 
@@ -237,7 +230,7 @@ class Watch(Callback):
                 exception.culprit = None
                 self.store.set(STOP, "1")
             else:
-                exception.culprit = self._publish((self._look_for_the_dead() if echo else None) or own)
+                exception.culprit = self._publish((self._to_blame(exception) if echo else None) or own)
             self._leave_together(exception)
         except (RuntimeError, dist.DistError, UserError) as error:
             log.info(f"rank {self.rank} cannot tell the others ({_first_line(error)}).")
@@ -246,18 +239,23 @@ class Watch(Callback):
     def _stopped_elsewhere(self) -> bool:
         return self.stop_seen_s is not None or bool(self.store.check([STOP]))
 
+    def _to_blame(self, exception: BaseException) -> RankError | None:
+        """For a broken collective: who has died, or after a timeout who lives and did not come."""
+        dead = self._look_for_the_dead()
+        timed_out = any(words in str(exception).lower() for words in ("timed out", "timeout"))
+        return dead or (self.beats.holds_up(self.beats.latest(), self.timeout_s, but=self.rank) if timed_out else None)
+
     def _look_for_the_dead(self) -> RankError | None:
         """A collective broke: whose heart has stopped, or who has said so already?"""
         deadline = time.monotonic() + SILENT_AFTER_S + 3 * BEAT_INTERVAL_S
         while time.monotonic() < deadline:
             if (error := self._error()) is not None:
                 return error
-            beats = self._beats()
-            for seconds, rank in self._silent(beats):
+            beats = self.beats.latest()
+            for seconds, rank in self.beats.silent(beats):
                 if rank != self.rank and seconds > SILENT_AFTER_S:
-                    host, phase = beats[rank][1:]
-                    return {"rank": rank, "host": host, "phase": phase, "time": time.time(), "kind": "lost",
-                            "message": f"died, was stopped or cut off without a word {seconds:.0f} s ago"}  # fmt: skip
+                    message = f"died, was stopped or cut off without a word {seconds:.0f} s ago"
+                    return error_of(rank, beats[rank], message, "lost")
             time.sleep(0.2)
         return None
 
@@ -285,16 +283,26 @@ class Watch(Callback):
 
     # Where the run is
 
+    def _moves(self, *_: Any) -> None:
+        self.batches += 1
+
+    on_train_batch_start = on_train_batch_end = _moves
+    on_validation_batch_start = on_validation_batch_end = on_test_batch_start = on_test_batch_end = _moves
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
+        self._tell_supervisor()  # at once: a death without a word is soon
+
     def on_train_start(self, *_: Any) -> None:
-        self.phase = "training"
+        self._enter("training")
 
     on_validation_end = on_train_start
 
     def on_validation_start(self, *_: Any) -> None:
-        self.phase = "validation"
+        self._enter("validation")
 
     def on_test_start(self, *_: Any) -> None:
-        self.phase = "test"
+        self._enter("test")
 
 
 def _is_of_the_network(exception: BaseException) -> bool:

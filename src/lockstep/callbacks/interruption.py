@@ -134,10 +134,12 @@ class Interruption(Callback):
     def _stop(self, trainer: pl.Trainer) -> None:
         training = trainer.state.fn == "fit" and not trainer.sanity_checking
         for callback in trainer.callbacks:
-            if training and isinstance(callback, Checkpoints) and callback.saved_step != trainer.global_step:
-                callback.save_last(trainer)
+            if training and isinstance(callback, Checkpoints):
+                if callback.saved_step != trainer.global_step:
+                    callback.save_last(trainer)
+                callback.finish_writing()  # exit code 75 promises it
         stop = Interrupted(self.reason or "another rank was asked to stop")
-        stop.agreed = True  # every rank raises it at this step
+        stop.agreed = True
         stop.elsewhere = not self._asked_here(trainer)
         raise stop
 

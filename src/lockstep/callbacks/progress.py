@@ -1,4 +1,4 @@
-"""A bar with epoch, images/s, loss and validation accuracy on a terminal; elsewhere a line for each epoch.
+"""A bar with epoch, images/s, loss and validation accuracy on a terminal; elsewhere a line for each validation.
 
 Epochs of a few seconds are summed up, and a long one has lines within it.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
+from lockstep.callbacks.resume_point import ends_epoch
 from lockstep.callbacks.training_log import TrainingLog
 
 log = logging.getLogger(__name__)
@@ -20,7 +21,8 @@ class Progress(Callback):
     """
     Args:
         interval_s: seconds between two lines within an epoch, where there is no terminal (a SLURM log).
-        short_epoch_s: an epoch that takes less has a line only if none was written for summed_up_s.
+        short_epoch_s: an epoch (or the part of it up to a validation) that takes less has a line only if none was
+            written for summed_up_s.
     """
 
     def __init__(self, interval_s: float = 30.0, short_epoch_s: float = 5.0, summed_up_s: float = 20.0) -> None:
@@ -65,14 +67,26 @@ class Progress(Callback):
             self.shown_at = now
             self.bar.update(self.task, completed=batch_idx + 1, words=self._words(self._latest(trainer)))
         elif not self.bar and trainer.is_global_zero and now - self.spoken_at > self.interval_s:
-            self._line(trainer, f"batch {batch_idx + 1}/{int(trainer.num_training_batches)}")
+            self._line(trainer, self._place(trainer))
+
+    @staticmethod
+    def _place(trainer: pl.Trainer) -> str:
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return f"batch {batches}/{int(trainer.num_training_batches)}"
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Within an epoch."""
+        in_fit = trainer.state.fn == "fit" and not trainer.sanity_checking
+        is_long = time.monotonic() - self.spoken_at > self.short_epoch_s
+        if in_fit and not self.bar and trainer.is_global_zero and not ends_epoch(trainer) and is_long:
+            self._line(trainer, f"{self._place(trainer)} · validated")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self.bar and trainer.is_global_zero:
-            now, last = time.monotonic(), trainer.current_epoch + 1 == trainer.max_epochs
+            now, last = time.monotonic(), trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs
             is_long = now - self.epoch_began_at > self.short_epoch_s
             if last or is_long or now - self.spoken_at > self.summed_up_s:
-                self._line(trainer, "done")
+                self._line(trainer, "done" if ends_epoch(trainer) else self._place(trainer))
 
     def _line(self, trainer: pl.Trainer, place: str) -> None:
         self.spoken_at = time.monotonic()

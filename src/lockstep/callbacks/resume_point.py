@@ -15,11 +15,22 @@ TRAINING, VALIDATION, EPOCH_END = "training", "validation", "epoch_end"
 def ends_step(trainer: pl.Trainer) -> bool:
     """Whether the batch that has just ended was the last micro-batch of an optimizer step."""
     batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    return batches % trainer.accumulate_grad_batches == 0 or batches >= trainer.num_training_batches
+    return batches % trainer.accumulate_grad_batches == 0 or ends_epoch(trainer)
+
+
+def ends_epoch(trainer: pl.Trainer) -> bool:
+    """Whether the batch that has just ended was the epoch's last."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready >= trainer.num_training_batches
+
+
+def is_due(trainer: pl.Trainer) -> bool:
+    """Whether a validation follows the batch that has just ended, as trainer.val_check_interval says."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return validates(trainer) and batches % trainer.val_check_batch == 0
 
 
 def validates(trainer: pl.Trainer) -> bool:
-    """Whether this epoch ends with a validation."""
+    """Whether this epoch is validated: at its end, and within it where trainer.val_check_interval says so."""
     every = trainer.check_val_every_n_epoch or 1
     return trainer.enable_validation and (trainer.current_epoch + 1) % every == 0
 
@@ -36,14 +47,15 @@ def resume_point(epoch: int, batches_done: int, batches_per_epoch: int, phase: s
 def loop_state(fit_loop: dict[str, Any], point: dict[str, Any], accumulate: int) -> dict[str, Any]:
     """Lightning's `loops.fit_loop` state that continues at `point` with `accumulate` micro-batches per step.
 
-    TRAINING goes on after the last batch; VALIDATION runs the whole validation of that epoch again; EPOCH_END
-    starts the next epoch.
+    TRAINING goes on after the last batch; VALIDATION runs the whole validation at that place again, within an epoch
+    or at its end; EPOCH_END starts the next epoch.
     """
     epoch, micro = point["epoch"], point["batches_done"] * accumulate
     if point["phase"] == EPOCH_END:
         epochs, batches, last = _counts(epoch + 1, epoch + 1), _counts(0, 0), False
     elif point["phase"] == VALIDATION:
-        epochs, batches, last = _counts(epoch + 1, epoch), _counts(micro, micro), True
+        last = point["batches_done"] >= point["batches_per_epoch"]
+        epochs, batches = _counts(epoch + 1, epoch), _counts(micro, micro)
     else:
         epochs, batches, last = _counts(epoch + 1, epoch), _counts(micro, micro, completed=micro - 1), False
     validation = {"ready": 1, "started": 1, "processed": 0, "completed": 0}

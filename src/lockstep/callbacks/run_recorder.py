@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
+from lockstep.callbacks.resume_point import ends_epoch
 from lockstep.runs.hooks import HasRecordFields
 from lockstep.runs.record import HEARTBEAT_INTERVAL_S, RunRecord, read_record, update_record
 from lockstep.storage.checkpoint_files import Sidecar
@@ -66,6 +67,10 @@ class RunRecorder(Callback):
         values.update(self.best_metrics)
         return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
 
+    def elapsed(self) -> float:
+        """Seconds of fit in all starts of this run; 0 on other ranks than 0."""
+        return 0.0 if self.fit_started_at is None else self._fit_seconds(self.fit_started_at)
+
     def _fit_seconds(self, started_at: float) -> float:
         return round(self.fit_before_s + time.monotonic() - started_at, 3)
 
@@ -102,10 +107,12 @@ class RunRecorder(Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit":
+            if not trainer.sanity_checking and not ends_epoch(trainer):
+                self.on_train_epoch_end(trainer, pl_module)
             self.write(trainer, phase="training")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """`<monitor>_best` is the best of what is monitored, and val/acc_best the accuracy of that epoch."""
+        """`<monitor>_best` is the best of what is monitored, and val/acc_best the accuracy of that validation."""
         value, best = trainer.callback_metrics.get(self.monitor), self.best_metrics.get(f"{self.monitor}_best")
         if value is not None and improves(self.mode, float(value), best):
             reached = {self.monitor: value, "val/acc": trainer.callback_metrics.get("val/acc")}

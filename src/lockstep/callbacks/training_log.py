@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lockstep.callbacks.metrics_csv import read_rows
-from lockstep.callbacks.resume_point import ends_step
+from lockstep.callbacks.resume_point import ends_epoch, ends_step
 from lockstep.runs.errors import Diverged
 
 
@@ -47,19 +47,18 @@ class TrainingLog(Callback):
         self.marked_at, self.marked_step = time.monotonic(), trainer.global_step
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        step, batches = trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        epoch_ends = batches >= trainer.num_training_batches
+        step, epoch_ends = trainer.global_step, ends_epoch(trainer)
         is_point = epoch_ends or (step % trainer.log_every_n_steps == 0 and ends_step(trainer))
         if step > self.marked_step and (is_point or self._ends_here(trainer)):
             self._log(trainer, pl_module, step, epoch_ends)
 
     @staticmethod
     def _ends_here(trainer: pl.Trainer) -> bool:
-        """In the middle of an epoch, at the same batch on every rank: a log point is a collective.
+        """In the middle of an epoch. All ranks stop at the same batch: a log point is a collective.
 
         A swarm (one rank) may be done between two steps of this peer, which has seen less than an epoch by then.
         """
-        return trainer.global_step == trainer.max_steps or (trainer.should_stop and trainer.world_size == 1)
+        return trainer.global_step == trainer.max_steps or trainer.should_stop
 
     def _log(self, trainer: pl.Trainer, module: Any, step: int, epoch_ends: bool) -> None:
         loss, accuracy = self._means(trainer, module, epoch_ends)
@@ -93,6 +92,8 @@ class TrainingLog(Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             self._write(trainer, self._evaluated(trainer, "val/"), trainer.global_step)
+            if not ends_epoch(trainer):
+                self.on_train_epoch_end(trainer, pl_module)
         self._mark(trainer)
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -100,6 +101,7 @@ class TrainingLog(Callback):
         self.tested = values
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Also after a validation within an epoch: a run that is killed later has its row."""
         for logger in trainer.loggers:
             getattr(logger, "end_row", logger.save)()
 

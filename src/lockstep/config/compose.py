@@ -1,5 +1,6 @@
 """The command line → one composed config. Imports Hydra only, so that --help and --cfg job answer at once."""
 
+import functools
 import math
 import re
 import sys
@@ -15,6 +16,7 @@ from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.script import exit_code_of
 
 CONFIGS = REPOSITORY / "configs"
+FITS = "fits"  # what an option takes beside another one: nobody chooses it
 
 
 def compose(config_name: str, overrides: list[str]) -> Any:
@@ -38,7 +40,7 @@ def compose(config_name: str, overrides: list[str]) -> Any:
         except faults as error:  # Hydra's own checks raise Python's errors too
             _explain(config_name, overrides, faults)
             raise UserError(_one_sentence(error, overrides)) from None
-        options = hydra_compose(config_name, _choices(cfg)) if overrides else cfg
+        options = _of_choices(config_name, tuple(_choices(cfg)), CONFIGS) if overrides else cfg
     refuse_undeclared(_unresolved(cfg), _unresolved(options), CONFIGS, overrides)
     check_types(cfg, options, overrides)
     return cfg
@@ -54,6 +56,9 @@ def _check_form(word: str) -> None:
         or (key in ("callbacks", "logger") and value == "[]")
     ):
         raise UserError(f"{word} adds nothing to those of every run: callbacks=none leaves them out.")
+    if word in ("~data", "~model", "~optimizer", "~scheduler"):
+        way = "scheduler=none leaves it out" if word == "~scheduler" else "nothing trains without"
+        raise UserError(f"{word}: {way}.")
     if "," not in value and (instead := missing_option(key, value, CONFIGS)) and re.fullmatch(r"[\w.-]+", value):
         raise UserError(instead)
 
@@ -87,9 +92,17 @@ def _explain(config_name: str, overrides: list[str], faults: Any) -> None:
 
 def _choices(cfg: Any) -> list[str]:
     """The words that choose the same options; an experiment and a debug option only give values."""
-    values = ("hydra", "experiment", "debug")
+    values = ("hydra", "experiment", "debug", FITS)
     chosen = cfg.hydra.runtime.choices.items()
     return [f"{key}={name}" for key, name in chosen if name and key.partition("/")[0] not in values]
+
+
+@functools.cache
+def _of_choices(config_name: str, choices: tuple[str, ...], configs: Path) -> Any:
+    """The options' own values, to compare with; the same for all jobs of a sweep."""
+    from hydra import compose as hydra_compose
+
+    return hydra_compose(config_name, list(choices))
 
 
 def _unresolved(cfg: Any) -> Config:
@@ -179,8 +192,8 @@ def _with_hydra(config_name: str, argv: list[str], task: Callable[[Any], int]) -
 
 
 HYDRAS = re.compile(
-    r"--?(h|help|hydra-help|version|cfg|c|resolve|package|p|run|r|multirun|m|shell-completion|sc|config-path|cp"
-    r"|config-name|cn|config-dir|cd|experimental-rerun|info|i)(=.*)?"
+    r"--?(h|help|hydra-help|version|cfg|c|resolve|package|p|run|r|multirun|m|shell-completion|sc|config-dir|cd"
+    r"|experimental-rerun|info|i)(=.*)?"
 )
 
 
@@ -260,4 +273,5 @@ def plain(cfg: Any) -> dict[str, Any]:
 
 def chosen_options(cfg: Any) -> Config:
     """The option of each config group."""
-    return {key: value for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")}
+    choices = cfg.hydra.runtime.choices.items()
+    return {key: value for key, value in choices if key.partition("/")[0] not in ("hydra", FITS)}

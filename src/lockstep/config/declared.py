@@ -19,12 +19,11 @@ OPEN = ("callbacks", "logger", "metrics")  # whose entries have names of the use
 FREE = ("hardware.peak_tflops",)  # whose keys are data
 TRAINER = "lightning.pytorch.Trainer"
 OURS = "the run makes it itself"
-VALIDATION = "a run validates at the end of epochs (trainer.check_val_every_n_epoch); limit_train_batches shortens them"
 REFUSED_TRAINER_KEYS = {
-    "val_check_interval": VALIDATION, "reload_dataloaders_every_n_epochs": OURS, "callbacks": "take callbacks=",
-    "logger": "take logger=", "plugins": OURS, "default_root_dir": "take paths.log_dir", "enable_checkpointing": OURS,
+    "reload_dataloaders_every_n_epochs": OURS, "callbacks": "take callbacks=", "logger": "take logger=",
+    "plugins": OURS, "default_root_dir": "take paths.log_dir", "enable_checkpointing": OURS,
     "enable_progress_bar": OURS, "enable_model_summary": OURS, "use_distributed_sampler": OURS,
-    "fast_dev_run": "take debug=fast_dev_run", "max_time": "take max_epochs or max_steps",
+    "fast_dev_run": "take debug=fast_dev_run",
 }  # fmt: skip
 
 # Words of other programs, by their last part, and what to write here.
@@ -202,6 +201,8 @@ def options_with(key: str, configs: Path) -> list[str]:
 
 def dashed(words: list[str], options: Config, configs: Path) -> str:
     """For `--epochs 5` or `--epochs=5`, which is how other programs are called."""
+    if words[0].partition("=")[0] in ("--config-name", "-cn", "--config-path", "-cp"):
+        return f"{words[0]}: a recipe is chosen as experiment=NAME; folders of more yamls are added by --config-dir."
     name, _, value = words[0].lstrip("-").replace("-", "_").partition("=")
     value = value or next((word for word in words[1:2] if "=" not in word and not word.startswith("-")), "")
     found = name if name in set(dotted(options)) else nearest(name, options, configs)

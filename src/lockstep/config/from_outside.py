@@ -35,11 +35,12 @@ NOT_TAKEN = {"trainer": ("hivemind",)}  # whom it talks to, the user says
 # A word without dot, slash and colon is no path, no address and no dotted name of a class.
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]{0,99}")
 DOTTED = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_+-]|\.(?!\.)){0,99}")
-PATTERN = re.compile(r"[A-Za-z0-9_*?\[\]!.-]{1,100}")  # of parameters' names
+PATTERN = re.compile(r"[A-Za-z0-9_*?\[\]!.-]{1,100}")  # of parameters' names, or of files' below data.root
 METRIC = re.compile(r"(?:train|val|test)/[a-z0-9_]{1,40}")
 WORDS_OF = {
     "model.name": DOTTED, "data.name": DOTTED, "experiment_name": DOTTED, "tags": DOTTED,
     "callbacks.checkpoints.monitor": METRIC, "model.freeze": PATTERN,
+    "data.train": PATTERN, "data.val": PATTERN, "data.test": PATTERN,
 }  # fmt: skip
 # Parameters that say where to read or write, what to fetch, whom to talk to, or what to call.
 PLACE = re.compile(

@@ -33,7 +33,7 @@ class Key:
 def groups(configs: Path) -> dict[str, list[Option]]:
     """Every group with its options, both in alphabetical order."""
     found: dict[str, list[Option]] = {}
-    for folder in sorted(path for path in configs.iterdir() if path.is_dir()):
+    for folder in sorted(path for path in configs.iterdir() if path.is_dir() and path.name != "fits"):
         found[folder.name] = [
             Option(folder.name, path.stem, _description(path), path) for path in sorted(folder.glob("*.yaml"))
         ]

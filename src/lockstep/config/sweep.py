@@ -22,11 +22,13 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 
+from lockstep.config.declared import key_of
 from lockstep.distributed.cluster import environment
 from lockstep.distributed.launchers import slurm_task
 from lockstep.runs.errors import EXIT_INTERRUPTED
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import read_record
+from lockstep.runs.repeats import REPEATED, spread
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,8 @@ def run_job(cfg: Any, program: str) -> float | None:
     value = _metric(RunFolder(sweep_dir / run_id), str(cfg.optimized_metric)) if code == 0 else math.nan
     codes = sweep_dir / CODES
     codes.mkdir(parents=True, exist_ok=True)
-    ended = {"code": code if code >= 0 else 128 - code, "overrides": overrides, "value": value}
+    tested = _metric(RunFolder(sweep_dir / run_id), "test/acc") if code == 0 else math.nan
+    ended = {"code": code if code >= 0 else 128 - code, "overrides": overrides, "value": value, "tested": tested}
     (codes / f"{number}-{task}").write_text(json.dumps(ended))
     return value
 
@@ -137,6 +140,7 @@ class Job:
     code: int
     overrides: tuple[str, ...]
     value: float
+    tested: float = math.nan  # test/acc
 
 
 def jobs_of(sweep_dir: Path) -> list[Job]:
@@ -144,7 +148,7 @@ def jobs_of(sweep_dir: Path) -> list[Job]:
     tasks: dict[int, list[Job]] = {}
     for path in sorted((sweep_dir / CODES).glob("*")):
         ended, number = json.loads(path.read_text()), int(path.name.partition("-")[0])
-        job = Job(number, ended["code"], tuple(ended["overrides"]), ended["value"])
+        job = Job(number, ended["code"], tuple(ended["overrides"]), ended["value"], ended["tested"])
         tasks.setdefault(number, []).append(job)
     return [max(ended, key=lambda job: job.code) for _, ended in sorted(tasks.items())]
 
@@ -165,6 +169,23 @@ def ranking(jobs: list[Job], name: str, metric: str, *, minimize: bool) -> list[
         lines += [line(job) for job in part[:SHOWN]]
         lines += [f"  … and {len(part) - SHOWN} more"] if len(part) > SHOWN else []
     return lines
+
+
+def means(jobs: list[Job], metric: str) -> list[str]:
+    """A line for jobs that differ in the fold or the seed alone: mean ± standard deviation; no line where none do."""
+    groups: dict[tuple[str, ...], list[Job]] = {}
+    for job in jobs:
+        own = tuple(word for word in job.overrides if key_of(word) not in REPEATED)
+        groups.setdefault(own, []).append(job)
+    common = set.intersection(*map(set, groups))
+    lines = []
+    for words, group in groups.items():
+        found = [(metric, *spread([job.value for job in group])), ("test/acc", *spread([job.tested for job in group]))]
+        shown = [f"{name} {mean:.6g} ± {deviation:.2g}" for name, mean, deviation in found if math.isfinite(mean)]
+        if shown:
+            parts = [*shown, f"{len(group)} jobs", " ".join(word for word in words if word not in common)]
+            lines.append("  " + " · ".join(filter(None, parts)))
+    return ["mean ± standard deviation over folds and seeds:", *lines] if lines else []
 
 
 def _minimizes(config: Any) -> bool:
@@ -188,4 +209,5 @@ class ExitCodes(Callback):
         ExitCodes.worst = max((job.code for job in jobs), default=0)
         if jobs:
             metric = str(config.optimized_metric)
-            log.info("\n" + "\n".join(ranking(jobs, sweep_dir.name, metric, minimize=_minimizes(config))))
+            lines = ranking(jobs, sweep_dir.name, metric, minimize=_minimizes(config))
+            log.info("\n" + "\n".join([*lines, *means(jobs, metric)]))

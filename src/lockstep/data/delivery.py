@@ -52,8 +52,8 @@ class Delivery:
     def whole(self, selections: Iterable[Selection]) -> Iterator[Loaded]:
         """For evaluation, and for an augmentation of whole batches."""
         if self.array is None:
-            square, size = self.framing.square, self.transforms.stored_size
-            yield from self._made("squares", selections, as_stored(self.open_source(), square, size))
+            make = as_stored(self.open_source(), self.framing, self.transforms.stored_size)
+            yield from self._made("squares", selections, make)
             return
         on_cpu = self.device.type == "cpu"  # where arrays stay arrays: see image_array.Places
         for selection in selections:

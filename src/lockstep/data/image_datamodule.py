@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.data.augmentation import Augmentation, CropFlip, Operation
 from lockstep.data.batch_transforms import BatchTransforms
-from lockstep.data.batches import SPLIT, EvalBatches, TrainBatches, random_stream
+from lockstep.data.batches import EvalBatches, TrainBatches
 from lockstep.data.delivery import Delivery, Loaded
 from lockstep.data.framing import Framing, resize_of
 from lockstep.data.image_array import ImageArray, Layout
@@ -26,6 +26,7 @@ from lockstep.data.image_source import InArray, Source
 from lockstep.data.mixing import check_pairs, mix
 from lockstep.data.node_cache import Content, cached
 from lockstep.data.settings import settle
+from lockstep.data.split import VAL_FRACTION, Split
 from lockstep.runs.batch import Batch
 from lockstep.runs.errors import UserError
 
@@ -55,6 +56,7 @@ class ImageDataModule(LightningDataModule):
         num_workers: processes per rank that make images ready one by one, at most one per core.
         val_fraction: part of the training set that becomes the validation set, drawn from the seed; 0: no validation.
         num_val: the same as a count; goes before val_fraction.
+        fold: in place of the two, the part of the training set that becomes the validation set, of `num_folds` parts.
         cache_dir: where the image arrays lie, one folder per source and size.
         device_cache_gib: on a GPU: the largest array that is kept on it.
         seed: of split, order and augmentation.
@@ -80,8 +82,10 @@ class ImageDataModule(LightningDataModule):
         flip: bool = False,
         mean: float | Sequence[float] | str | None = None,
         std: float | Sequence[float] | str | None = None,
-        val_fraction: float = 0.1,
+        val_fraction: float = VAL_FRACTION,
         num_val: int | None = None,
+        fold: int | None = None,
+        num_folds: int | None = None,
         cache_dir: str | Path = "data/cache",
         path: str = "auto",
         num_workers: int = 4,
@@ -95,7 +99,7 @@ class ImageDataModule(LightningDataModule):
             raise UserError(f"seed={seed} must not be negative.")
         self.name, self.image_size, self.seed = name, image_size, seed
         self.global_batch_size, self.eval_batch_size = global_batch_size, eval_batch_size
-        self.val_fraction, self.requested_num_val = val_fraction, num_val
+        self.split = Split(seed, val_fraction, num_val, fold, num_folds)
         self.cache_dir = Path(cache_dir)
         self.device_cache_gib = device_cache_gib
         if path not in PATHS:
@@ -166,17 +170,23 @@ class ImageDataModule(LightningDataModule):
         self._labels = np.load(self._cache / LABELS)
         self._read_facts(self._meta)
 
-    def _read_facts(self, meta: Content) -> None:
+    def _read_facts(self, meta: Content, fit: np.ndarray | None = None) -> None:
+        """
+        Args:
+            fit: (num_fit,) positions of the images to train and validate on; None: the first ones.
+        """
         self.class_names: list[str] = meta["class_names"]
         self.num_classes = len(self.class_names)
         self.data_hash: str = meta["data_hash"]
         self.skipped: list[str] = meta["skipped"]
         num_fit, num_val, num_test = meta["num_fit"], meta["num_val"], meta["num_test"]
+        fit = np.arange(num_fit) if fit is None else fit
         if num_val:
+            self.split.refuse_folds(self.name)
             own = num_fit + np.arange(num_val)
-            self._train_index, self._val_index = np.arange(num_fit), own[:0] if self._never_validates() else own
+            self._train_index, self._val_index = fit, own[:0] if self.split.never_validates else own
         else:
-            self._train_index, self._val_index = self._split(num_fit)
+            self._train_index, self._val_index = (fit[part] for part in self.split.of(self._labels[fit]))
         self._test_index = num_fit + num_val + np.arange(num_test)
         self.num_train, self.num_val, self.num_test = len(self._train_index), len(self._val_index), num_test
         self._check_batch_sizes()
@@ -199,23 +209,6 @@ class ImageDataModule(LightningDataModule):
     def class_counts(self) -> list[int]:
         """Training images of each class, before augmentation."""
         return np.bincount(self._labels[self._train_index], minlength=self.num_classes).tolist()
-
-    def _never_validates(self) -> bool:
-        stated = self.val_fraction if self.requested_num_val is None else self.requested_num_val
-        return stated == 0
-
-    def _split(self, num_fit: int) -> tuple[np.ndarray, np.ndarray]:
-        """Training and validation positions, ascending; the same on every rank."""
-        num_val = round(self.val_fraction * num_fit) if self.requested_num_val is None else self.requested_num_val
-        if not (0 if self._never_validates() else 1) <= num_val < num_fit:
-            key = "val_fraction" if self.requested_num_val is None else "num_val"
-            value = self.val_fraction if self.requested_num_val is None else self.requested_num_val
-            raise UserError(
-                f"data.{key}={value} leaves {num_fit - num_val} of {num_fit} images to train on and {num_val} to "
-                f"validate on: both need one at least; data.{key}=0 trains on all of them and validates nothing."
-            )
-        order = random_stream(self.seed, SPLIT).permutation(num_fit)
-        return np.sort(order[num_val:]), np.sort(order[:num_val])
 
     def _build(self, part: Path) -> Content:
         images = self.read(part)
@@ -262,9 +255,12 @@ class ImageDataModule(LightningDataModule):
             return self.requested_path, f"data.path={self.requested_path}"
         return "array", "they fit in memory"
 
+    def _layout(self) -> Layout:
+        return Layout(**self._meta["layout"])
+
     def _image_source(self) -> Source:
         """Where loader workers find images."""
-        return InArray(self._cache / IMAGES, Layout(**self._meta["layout"]))
+        return InArray(self._cache / IMAGES, self._layout())
 
     # place: which part of the world this rank is
 
@@ -286,7 +282,7 @@ class ImageDataModule(LightningDataModule):
         self.per_device_batch_size = Batch.cut(self.global_batch_size, world_size, accumulate_grad_batches).per_device
         self._placed = {"rank": rank, "world_size": world_size}
         self._accumulate, self._device = accumulate_grad_batches, torch.device(device)
-        layout = Layout(**self._meta["layout"])
+        layout = self._layout()
         self._batch_transforms = self._transforms(layout.size).to(self._device)
         array, resident = self._open_array(layout)
         self._delivery = Delivery(
@@ -310,7 +306,9 @@ class ImageDataModule(LightningDataModule):
         return (array.to(self._device) if resident else array), resident
 
     def setup(self, stage: str | None = None) -> None:
-        if not self._placed:
+        if not self._placed and self.trainer is None:  # in a notebook
+            self.place()
+        elif not self._placed:
             trainer = self.trainer
             self.place(
                 rank=trainer.global_rank,

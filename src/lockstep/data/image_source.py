@@ -1,32 +1,60 @@
 """Where loader workers find an image, in its file or in the node's array, and what they make of it."""
 
 import functools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from PIL import Image
 
 from lockstep.data.augmentation import Operation, own_stream
+from lockstep.data.framing import Framing
 from lockstep.data.image_array import Layout, own_pixels
-from lockstep.data.image_tree import MAX_PIXELS, open_image
+from lockstep.data.image_list import forget
+from lockstep.data.image_tree import CorruptImage, fitted, open_image
+from lockstep.data.places import Places
 from lockstep.data.streaming import MakeImage
 
-Source = Callable[[int], Image.Image]
-"""Position → the whole image, RGB or L."""
+
+class Source(Protocol):
+    def __call__(self, position: int) -> Image.Image:
+        """The whole image, RGB or L."""
+
+    def name(self, position: int) -> str:
+        """For errors."""
 
 
 @dataclass(frozen=True)
-class InFiles:
-    """Images that are decoded when they are asked for."""
+class InPlaces:
+    """Encoded images that are read and decoded when they are asked for.
 
-    files: Sequence[Path]
+    Args:
+        kept: where Places.save wrote.
+        folder: what their files are relative to.
+        listing: of the list that they come from, which is forgotten when it proves to be out of date.
+    """
+
+    kept: Path
+    folder: Path
+    listing: Path
     channels: int
-    max_pixels: int = MAX_PIXELS
+    max_pixels: int
 
     def __call__(self, position: int) -> Image.Image:
-        return open_image(self.files[position], self.channels, self.max_pixels)
+        places = _opened(self.kept, self.folder)
+        try:
+            data = places.open(position, self.max_pixels)
+        except CorruptImage:
+            forget(self.listing)
+            raise
+        return open_image(data, self.channels, self.max_pixels, name=places.name(position))
+
+    def name(self, position: int) -> str:
+        return _opened(self.kept, self.folder).name(position)
+
+
+_opened = functools.lru_cache(maxsize=4)(Places.kept)  # once per process
 
 
 @dataclass(frozen=True)
@@ -40,17 +68,17 @@ class InArray:
         pixels = own_pixels(np.memmap(self.path, np.uint8, "r"), self.layout)[position]
         return Image.fromarray(pixels.squeeze(2) if self.layout.channels == 1 else pixels)
 
+    def name(self, position: int) -> str:
+        return f"image {position} of {self.path}"
 
-def as_stored(source: Source, square: Callable[[Image.Image], Image.Image], size: int) -> MakeImage:
+
+def as_stored(source: Source, framing: Framing, size: int) -> MakeImage:
     """Images as an array would hold them: of this size already, or made square."""
-    return functools.partial(_stored, source, square, size)
+    return functools.partial(_stored, source, framing, size)
 
 
-def _stored(
-    source: Source, square: Callable[[Image.Image], Image.Image], size: int, position: int, _draw: int
-) -> np.ndarray:
-    image = source(position)
-    return _pixels(image if image.size == (size, size) else square(image))
+def _stored(source: Source, framing: Framing, size: int, position: int, _draw: int) -> np.ndarray:
+    return fitted(source(position), framing, size, lambda: source.name(position))
 
 
 def augmented(source: Source, pipeline: Operation) -> MakeImage:

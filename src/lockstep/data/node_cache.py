@@ -31,17 +31,20 @@ def node_lock(path: Path) -> Iterator[None]:
         yield
 
 
-def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
+def cached(
+    folder: Path, build: Callable[[Path], Content], is_current: Callable[[Content], bool] = lambda _: True
+) -> Content:
     """The meta data of a complete cache folder, which the first process on the node builds while others wait.
 
     Args:
         build: writes files into an empty folder and returns what meta.json shall hold.
+        is_current: whether what was built before still holds; else it is built anew.
     Raises:
         NoRoom: the disk is full, and nothing of it stays.
     """
     with node_lock(folder.with_name(f"{folder.name}.lock")):
         meta = read_meta(folder)
-        if meta is not None:
+        if meta is not None and is_current(meta):
             return meta
         shutil.rmtree(folder, ignore_errors=True)
         part = folder.with_name(f".{folder.name}.part")

@@ -39,7 +39,7 @@ def stream(
     """Each selection with its images, in the same order; workers make some batches ahead.
 
     Raises:
-        UserError: a file has changed since it was checked.
+        UserError: names an image that cannot be read or decoded.
     """
     waiting: deque[Selection] = deque()
 
@@ -63,7 +63,10 @@ def stream(
     try:
         for images in batches:
             if isinstance(images, CorruptImage):
-                raise UserError(f"{images}: it has changed since the images were checked; start again.")
+                raise UserError(
+                    f"{images}: mend it and start again, or start with data.skip_corrupt=true, which looks at all of "
+                    "them first and leaves such out."
+                )
             yield waiting.popleft(), images
     finally:
         del batches  # ends the workers now: an error's traceback would keep them, and the program's end wait for them

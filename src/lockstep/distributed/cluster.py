@@ -108,9 +108,15 @@ def forget_secrets() -> None:
         os.environ.pop(name, None)
 
 
-def adopt(cluster: Cluster, environ: dict[str, str] | None = None) -> None:
-    """Give this process the environment variables of its rank, as libraries beneath read them."""
+def adopt(cluster: Cluster, environ: dict[str, str] | None = None, unless_set: Mapping[str, str] | None = None) -> None:
+    """Give this process the environment variables of its rank, as libraries beneath read them.
+
+    Args:
+        unless_set: others, for what the user has not set.
+    """
     target = os.environ if environ is None else environ
+    for name, value in (unless_set or {}).items():
+        target.setdefault(name, value)
     for name, value in cluster.rank_environment(cluster.local_rank or 0, cluster.master_port or 0).items():
         target[name] = value
     target.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as nvidia-smi counts, and our readings do

@@ -46,6 +46,15 @@ def report_failure(failure: RankError | None, folder: RunFolder, cluster: Cluste
         log.error(sentence_of(failure))
 
 
+def recorded_collectives(folder: RunFolder) -> dict[str, str]:
+    """Variables that torch reads when the process group is made: NCCL's last collectives, kept for the run folder."""
+    return {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(folder.path / folder.nccl_trace(0).name.removesuffix("0")),
+    }
+
+
 def sentence_of(failure: RankError) -> str:
     """What goes to the screen: the message, with where it happened unless it says all there is to say."""
     if failure.get("kind") in ("UserError", "NoRoom"):

@@ -16,15 +16,16 @@ P = TypeVar("P", bound=Part)
 
 
 @overload
-def gather_json(value: Any) -> list[Any]: ...
+def gather_json(value: Any, *, group: Any = None) -> list[Any]: ...
 @overload
 def gather_json(value: Any, kind: type[P]) -> list[P]: ...
-def gather_json(value: Any, kind: Any = None) -> list[Any]:
+def gather_json(value: Any, kind: Any = None, *, group: Any = None) -> list[Any]:
     """Every rank's value, in rank order; only this one's where there is no process group.
 
     Args:
         value: what JSON has a form for; tuples come as lists.
         kind: what each must be, where its fields decide anything.
+        group: another than the default, of all ranks: for a thread beside the training.
     Raises:
         TypeError: JSON has no form for the value.
         RuntimeError: a rank sent something else, or too much.
@@ -33,12 +34,12 @@ def gather_json(value: Any, kind: Any = None) -> list[Any]:
     if not _has_others():
         return [_decoded(mine, 0, kind)]
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(mine)]))
+    dist.all_gather(sizes, torch.tensor([len(mine)]), group=group)
     lengths = [_checked_size(int(size), rank) for rank, size in enumerate(sizes)]
     everyone = [torch.empty(max(lengths), dtype=torch.uint8) for _ in lengths]
     own = torch.zeros(max(lengths), dtype=torch.uint8)
     own[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    dist.all_gather(everyone, own)
+    dist.all_gather(everyone, own, group=group)
     return [_decoded(data[:length].numpy().tobytes(), rank, kind)
             for rank, (data, length) in enumerate(zip(everyone, lengths, strict=True))]  # fmt: skip
 

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 SPEAK_INTERVAL_S = 5.0
 NONCE_BYTES = 32
+WATCH_FIRST_S = (
+    15.0  # where NCCL's timeout ends a rank, nobody is left to say who kept it waiting: our watch comes first
+)
 _kept: list[SealedStore] = []  # torch calls them, and keeps none alive
 
 
@@ -47,19 +50,28 @@ def join(cluster: Cluster, device: torch.device, timeout_s: float, secret: Secre
     # NCCL's own threads use the store at any time, also while Python ends, so they get one that is not written in it:
     # what a stranger changes there is found by the proof below.
     shared = store if device.type == "cpu" else store.store
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore(f"lockstep/{start}/group", shared),
-        rank=cluster.rank,
-        world_size=cluster.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
-    )
+    _make_group(dist.PrefixStore(f"lockstep/{start}/group", shared), cluster, device, timeout_s)
     if secret is not None:
         for each in (torch.device("cpu"), device)[: 1 if device.type == "cpu" else 2]:
             prove_ranks(secret, cluster, each)
         secret.discard_file()
     return start
+
+
+def be_alone(cluster: Cluster, device: torch.device, timeout_s: float) -> None:
+    """A process group of one, for a strategy of several ranks: torch's own would meet itself at an open port."""
+    _make_group(dist.HashStore(), cluster, device, timeout_s)
+
+
+def _make_group(store: dist.Store, cluster: Cluster, device: torch.device, timeout_s: float) -> None:
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=cluster.rank,
+        world_size=cluster.world_size,
+        timeout=timedelta(seconds=timeout_s + (WATCH_FIRST_S if device.type == "cuda" else 0.0)),
+        device_id=device if device.type == "cuda" else None,
+    )
 
 
 def prove_ranks(secret: Secret, cluster: Cluster, device: torch.device) -> None:

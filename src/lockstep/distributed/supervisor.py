@@ -45,10 +45,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def die_with_parent(parent: int) -> None:
-    """In a rank: get SIGKILL when the supervisor is gone, however it went (Linux; elsewhere a no-op)."""
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """In a rank: get this signal when the supervisor is gone, however it went (Linux; elsewhere a no-op)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
             os._exit(EXIT_FAILED)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.distributed.cluster import Cluster, adopt
-from lockstep.distributed.failures import RankError, record_end, report_failure
+from lockstep.distributed.failures import RankError, record_end, recorded_collectives, report_failure
 from lockstep.distributed.launchers import launcher_named
 from lockstep.launch.plan import RunPlan
 from lockstep.runs import signals
@@ -42,7 +42,7 @@ Work = Callable[[RunPlan], int]  # what a rank does; its exit code
 def in_this_process(plan: RunPlan, work: Work) -> int:
     """Call work and turn how it ends into an exit code, a record, and one error file a rank."""
     folder, cluster = plan.folder, plan.cluster
-    adopt(cluster)
+    adopt(cluster, unless_set=recorded_collectives(folder))
     _dump_stack_on_signal(folder, cluster)
     signals.at_the_end(lambda: _record_end_at_once(folder, cluster))
     try:
@@ -130,7 +130,8 @@ def _failed(folder: RunFolder, cluster: Cluster, error: Exception, code: int) ->
 def _dump_stack_on_signal(folder: RunFolder, cluster: Cluster) -> None:
     """SIGUSR2 from the supervisor: this rank's Python stacks go to the run folder."""
     if folder.path.is_dir():
-        folder.stack(cluster.rank).unlink(missing_ok=True)
+        for path in (folder.stack(cluster.rank), folder.nccl_trace(cluster.rank)):  # of an earlier start
+            path.unlink(missing_ok=True)
         file = folder.stack(cluster.rank).open("a")  # the watch may write there too
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
 

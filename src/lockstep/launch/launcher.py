@@ -4,6 +4,7 @@ Imports no torch: a supervisor, and every error that can be found before work st
 """
 
 import logging
+import math
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -38,18 +39,19 @@ from lockstep.launch.plan import (
     resolve_batch,
     resolve_cluster,
     scaled_learning_rates,
+    time_limit,
     write_plan,
 )
 from lockstep.launch.resume import config_before
 from lockstep.launch.start import begin, check_writable, find_weights, finished_already, hold_run_lock, run_folder
 from lockstep.launch.validation import check_validation
-from lockstep.runs.batch import Batch
+from lockstep.launch.without_gpu import refuse_days_on_cpu
 from lockstep.runs.config import Config, read_only
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, Interrupted, UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.full_disk import use_reserve
 from lockstep.runs.output import set_up
-from lockstep.runs.record import update_record
+from lockstep.runs.record import read_record, update_record
 from lockstep.runs.redact import refuse_secrets
 from lockstep.runs.signals import INTERRUPTED_AT_ONCE
 from lockstep.storage.outbox import Outbox
@@ -87,8 +89,10 @@ def _launch(config: Config, work: Work, kept: ExitStack, find_largest: FindLarge
     refuse_secrets(config)
     environ = environment()
     cluster, accelerator = resolve_cluster(config, config["choices"].get("trainer", "this trainer"), environ)
-    resolve_batch(config, cluster)
+    refuse_days_on_cpu(config, accelerator)
+    resolve_batch(config, cluster, limit=math.inf if _may_go_on(config, cluster) else None)
     check_validation(config)
+    time_limit(config)
     own_secret(cluster)  # from here on no child inherits it by accident
     _check_bucket(config)
     if config.get("logbook") not in (None, "keep"):
@@ -156,6 +160,7 @@ def make_plan(
         config: with `choices` and `overrides`.
     """
     own = {key: value for key, value in config.items() if key not in ("choices", "overrides")}
+    limit = _limit_before(config, cluster, folder)
     plan = RunPlan(
         config=read_only(own),
         choices=config["choices"],
@@ -163,23 +168,22 @@ def make_plan(
         cluster=cluster,
         accelerator=accelerator,
         folder=folder,
-        batch=resolve_batch(config, cluster),
+        batch=resolve_batch(config, cluster, limit),
         initial_weights=config.get("ckpt_path"),
     )
     if not any(folder.checkpoints.glob("*.json")):  # else the run goes on from its own
         plan = find_weights(plan)
     found = None
     if asks_for_largest(config):
-        plan, found = with_largest_batch(plan, environ, find_largest)
+        size, found = largest_batch(plan, environ, find_largest)
+        plan = replace(plan, batch=resolve_batch(config, cluster, limit, size))
     if config["task_name"] == "train":
         plan = replace(plan, learning_rates=scaled_learning_rates(config["optimizer"], plan.batch))
     return plan, found
 
 
-def with_largest_batch(
-    plan: RunPlan, environ: Mapping[str, str], find_largest: FindLargest | None
-) -> tuple[RunPlan, Any]:
-    """The plan with the largest batch that fits, and what a search has found; None where there was none.
+def largest_batch(plan: RunPlan, environ: Mapping[str, str], find_largest: FindLargest | None) -> tuple[int, Any]:
+    """The largest global batch that fits, and what a search has found; None where there was none.
 
     A run that goes on keeps the size that it was started with, which any one of its nodes may know.
     """
@@ -191,7 +195,19 @@ def with_largest_batch(
         largest = find_largest(plan, environ, known=size)
         size = largest.known or largest.global_batch_size
         found = None if largest.known else largest
-    return replace(plan, batch=Batch.cut(size, cluster.world_size, plan.batch.accumulate)), found
+    return size, found
+
+
+def _may_go_on(config: Config, cluster: Cluster) -> bool:
+    return bool(config.get("resume")) or launcher_named(cluster.launcher).restarts_ranks
+
+
+def _limit_before(config: Config, cluster: Cluster, folder: RunFolder) -> float | None:
+    """Images that a device of the run takes at a time; infinite where another node may know it, None of a new run."""
+    if folder.record.exists():
+        record = read_record(folder.record)
+        return record.per_device_batch_limit or record.per_device_batch_size
+    return math.inf if config.get("resume") and cluster.node_rank > 0 else None
 
 
 def _batch_before(folder: RunFolder) -> int | None:

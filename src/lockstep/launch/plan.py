@@ -14,8 +14,9 @@ import yaml
 from lockstep.distributed.cluster import Cluster, visible_gpus
 from lockstep.distributed.launchers import describe
 from lockstep.launch.validation import CHECKPOINTS, validates
-from lockstep.runs.batch import Batch
+from lockstep.runs.batch import Batch, states_accumulation
 from lockstep.runs.config import Config, read_only, writable
+from lockstep.runs.durations import in_words, seconds_of
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import RunFolder, read_config
@@ -99,16 +100,24 @@ def resolve_cluster(config: Config, trainer_name: str, environ: Mapping[str, str
     return cluster, accelerator
 
 
-def resolve_batch(config: Config, cluster: Cluster) -> Batch:
+def resolve_batch(config: Config, cluster: Cluster, limit: float | None = None, size: int | None = None) -> Batch:
     """For data.global_batch_size=max the smallest there is, until the largest is found.
 
+    Args:
+        config: with `overrides`.
+        limit: of a run that goes on, images that a device takes at a time: accumulation follows the number of ranks
+            where the command line does not state it.
+        size: the largest global batch, once it is found.
     Raises:
         UserError: it does not divide.
     """
     accumulate = config["trainer"]["accumulate_grad_batches"]
-    if asks_for_largest(config):
+    if size is None and asks_for_largest(config):
         return Batch.of_device(1, cluster.world_size, accumulate)
-    return Batch.cut(config["data"].get("global_batch_size"), cluster.world_size, accumulate)
+    size = size or config["data"].get("global_batch_size")
+    if limit is None or states_accumulation(config.get("overrides", ())):
+        return Batch.cut(size, cluster.world_size, accumulate)
+    return Batch.within(size, cluster.world_size, limit)
 
 
 def asks_for_largest(config: Config) -> bool:
@@ -168,8 +177,13 @@ def headline(plan: RunPlan) -> str:
     return (
         f"run {plan.folder.run_id} · {plan.model_name} · {plan.config['data']['name']} · "
         f"{plan.choices['trainer']} · global batch {batch.global_size} = {batch.per_device} × "
-        f"{plan.cluster.world_size} × {batch.accumulate}{chosen_how(plan.config)}"
+        f"{plan.cluster.world_size} × {batch.accumulate}{time_limit(plan.config)}{chosen_how(plan.config)}"
     )
+
+
+def time_limit(config: Config) -> str:
+    stated = config["trainer"].get("max_time") if config["task_name"] == "train" else None
+    return f" · at most {in_words(seconds_of(stated, 'trainer.max_time'))}" if stated else ""
 
 
 def joined_line(plan: RunPlan) -> str:

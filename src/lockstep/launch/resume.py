@@ -1,28 +1,34 @@
 """A run that goes on has the options that it was started with; what the command line says beside resume= wins."""
 
+import json
 import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.compose import CONFIGS, compose, plain
+from lockstep.config.compose import CONFIGS, FITS, chosen_options, compose, plain
 from lockstep.config.from_outside import EXACT, OF_A_RUN, Taken, words_from
 from lockstep.distributed.cluster import environment
 from lockstep.distributed.launchers import launcher_of
 from lockstep.launch.agree import named_run
+from lockstep.pages.source import flatten
+from lockstep.runs.batch import ACCUMULATION
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import locked_file
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, read_config
+from lockstep.runs.foreign_files import read_yaml
 from lockstep.runs.output import only_warnings
 from lockstep.runs.own_config import own_config
 
 log = logging.getLogger(__name__)
 
 # The run is found by these; where it was found, it goes on.
-NOT_KEPT = ("resume", "run_id", "sweep_dir", "paths.log_dir")
-FINDERS = (*NOT_KEPT, "paths", "s3")
+FINDERS_ALONE = ("resume", "run_id", "sweep_dir", "paths.log_dir")
+NOT_KEPT = (*FINDERS_ALONE, ACCUMULATION)  # which follows the number of ranks
+DEFAULTED = ("data", "augmentation", "model", "loss", "optimizer", "scheduler")
+FINDERS = (*FINDERS_ALONE, "paths", "s3")
 # A launcher that starts the ranks says how many there are, and another trainer may have other devices.
 HOW_MANY_RANKS = ("trainer.devices", "trainer.num_nodes")
 
@@ -66,14 +72,37 @@ def _stated(folder: RunFolder, logs: Path, words: list[str]) -> Taken:
     """
     path = folder.any_config()
     if path and (own := own_config(path, logs)):
-        typed = own.get("overrides") or ()
-        return Taken([word for word in typed if isinstance(word, str) and not _key(word).startswith("hydra")])
+        said = [word for word in own.get("overrides") or () if isinstance(word, str)]
+        typed = [word for word in said if not _key(word).startswith("hydra")]
+        return Taken([*_defaults_of_then(folder, own, typed), *typed])
     before = config_before(folder)
     if before is None:
         return Taken()
     named = {_key(word) for word in words}
     roots = tuple(root for root in OF_A_RUN if root not in EXACT or root not in named)
     return words_from(before, roots, f"The config of the run {folder.run_id}, which is not from here,")
+
+
+def _defaults_of_then(folder: RunFolder, own: Config, typed: list[str]) -> list[str]:
+    """Words for what the run had by default where a start of today has other defaults.
+
+    Args:
+        own: the run's config.
+        typed: what its user said.
+    """
+    then = read_config(folder.defaults).get("choices") if folder.defaults.exists() else None
+    if then == chosen_options(compose("train", [])):
+        return []
+    named = {_key(word) for word in typed}
+    today, choices = chosen_options(compose("train", typed)), own.get("choices") or {}
+    groups = [group for group in DEFAULTED if group not in named and choices.get(group) not in (None, today[group])]
+    words = [f"{group}={choices[group]}" for group in groups]
+    here = flatten(plain(compose("train", [*words, *typed])))
+    fitted = {key for path in (CONFIGS / FITS).rglob("*.yaml") for key in flatten(read_yaml(path))}
+    for key, value in flatten(own).items():
+        if key in fitted - named and key in here and value != here[key]:
+            words.append(f"{key}={json.dumps(value)}")
+    return words
 
 
 def kept_words(before: list[str], now: list[str]) -> list[str]:

@@ -18,6 +18,7 @@ from lockstep.launch.plan import ResumePoint, RunPlan, as_run
 from lockstep.launch.resume import config_before, runs_folder
 from lockstep.runs import provenance
 from lockstep.runs.config import Config
+from lockstep.runs.durations import seconds_of
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import lock, utc_now, write_atomically
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, new_run_id
@@ -107,12 +108,19 @@ def hold_run_lock(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
 
 
 def is_over(config: Config, folder: RunFolder, previous: RunRecord) -> bool:
-    """It has finished, and this start asks for no more epochs or steps."""
+    """It has finished, and this start asks for no more epochs, steps or time."""
+    if previous.ended_by == "max_time":
+        return previous.status == "finished" and not _has_time_left(config, previous)
     stored, steps = config_before(folder) or {}, config["trainer"]["max_steps"]
     by_steps = previous.steps == (stored.get("trainer") or {}).get("max_steps")
     longer = by_steps and (steps == -1 or steps > (previous.steps or 0))
     enough = not longer if by_steps else config["trainer"]["max_epochs"] <= (previous.epochs or 0)
     return previous.status == "finished" and enough
+
+
+def _has_time_left(config: Config, previous: RunRecord) -> bool:
+    stated = config["trainer"]["max_time"]
+    return not stated or seconds_of(stated, "trainer.max_time") > (previous.fit_seconds or 0.0)
 
 
 def finished_already(config: Config, environ: Mapping[str, str]) -> RunFolder | None:
@@ -223,9 +231,9 @@ def _check_resumable(plan: RunPlan, previous: RunRecord) -> None:
     folder, stored, config = plan.folder, config_before(plan.folder) or {}, as_run(plan)
     if is_over(config, folder, previous):
         by_steps = previous.steps == (stored.get("trainer") or {}).get("max_steps")
+        more = "time" if previous.ended_by == "max_time" else "steps" if by_steps else "epochs"
         raise UserError(
-            f"The run {folder.run_id} is finished ({previous.epochs} epochs): "
-            f"give more trainer.max_{'steps' if by_steps else 'epochs'} to go on."
+            f"The run {folder.run_id} is finished ({previous.epochs} epochs): give more trainer.max_{more} to go on."
         )
     longest = [(tree.get("trainer") or {}).get("max_epochs") for tree in (stored, config)]
     if longest[0] != longest[1] and "_target_" in (config.get("scheduler") or {}):
@@ -246,7 +254,7 @@ def _check_resumable(plan: RunPlan, previous: RunRecord) -> None:
 def _without_places(config: Config) -> Config:
     """Where the data lies and what a machine can hold of it may differ; what it is, data_hash tells."""
     of_machine = (
-        "root", "cache_dir", "download_dir", "eval_batch_size", "device_cache_gib", "num_workers", "path",
+        "root", "cache_dir", "download_dir", "eval_batch_size", "cache_gib", "device_cache_gib", "num_workers", "path",
         "memory_limit_gib", "max_pixels",
     )  # fmt: skip
     data = {key: value for key, value in (config.get("data") or {}).items() if key not in of_machine}
@@ -294,8 +302,10 @@ def first_record(plan: RunPlan) -> RunRecord:
         seed=config["seed"],
         global_batch_size=plan.batch.global_size,
         per_device_batch_size=plan.batch.per_device,
+        per_device_batch_limit=plan.batch.per_device,
         accumulate_grad_batches=plan.batch.accumulate,
         max_epochs=plan.trainer["max_epochs"],
+        max_time_s=seconds_of(stated, "trainer.max_time") if (stated := plan.trainer["max_time"]) else None,
         monitor=chooser.get("monitor", "val/acc"),
         monitor_mode=chooser.get("mode", "max"),
         epochs=0,

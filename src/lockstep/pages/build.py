@@ -5,6 +5,8 @@ A page depends on the sources and notes alone, so a rebuild without news changes
 
 import contextlib
 import os
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,6 +122,13 @@ def build(
         for folder in run_folders:
             import_folder(folder, logbook_dir, (shown_as or {}).get(folder))
         return write_pages(logbook_dir, None, now)
+
+
+def not_up_to_date(logbook_dir: Path, run_folders: Iterable[Path] = ()) -> list[str]:
+    """Files, as paths from the logbook, that `build` would change; changes nothing itself."""
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = Path(shutil.copytree(logbook_dir, Path(scratch, "logbook")))
+        return [str(path.relative_to(copy)) for path in build(copy, run_folders)]
 
 
 def write_some_pages(logbook_dir: Path, changed_runs: set[str]) -> list[Path]:

@@ -23,13 +23,19 @@ RUNS_PER_PAGE = 20
 
 
 def experiment_page(
-    title: str, entries: Sequence[Entry], before: dict[str, Entry], preface: str, older_pages: Sequence[str]
+    title: str,
+    entries: Sequence[Entry],
+    before: dict[str, Entry],
+    preface: str,
+    older_pages: Sequence[str],
+    repeats: str = "",
 ) -> str:
     """
     Args:
         entries: the runs that this page describes, newest first.
         before: the run before each run, by run id.
         preface: a person's own words.
+        repeats: means over folds and seeds.
     """
     older = ", ".join(f"[{page}]({page})" for page in older_pages)
     return blocks(
@@ -40,6 +46,7 @@ def experiment_page(
             quote(preface) if preface else "",
             runs_table(entries),
             f"Older runs of this experiment: {older}" if older else "",
+            repeats,
             *(run_section(entry, before.get(entry.run_id)) for entry in entries),
         ]
     )
@@ -116,11 +123,17 @@ def summary_rows(entry: Entry) -> list[list[str]]:
         "Best checkpoint": checkpoint_text(entry),
         "Started from the weights of": code(run.record.initial_weights),
         "Resumed from": code(run.record.resumed_from),
-        "TensorBoard": code(f"tensorboard --logdir {entry.folder}/tensorboard") if entry.has_tensorboard else "",
+        "TensorBoard": tensorboard_text(entry),
         "Report": report_text(entry),
         "Started on": hosts_text(entry),
     }
     return [[name, value] for name, value in rows.items() if value]
+
+
+def tensorboard_text(entry: Entry) -> str:
+    """Where the run was made, and where only the logbook is."""
+    here = code(f"tensorboard --logdir {entry.folder}/tensorboard") if entry.has_tensorboard else ""
+    return " · ".join(filter(None, [here, f"from git: {code(f'python src/logbook.py tensorboard {entry.run_id}')}"]))
 
 
 def test_text(entry: Entry) -> str:
@@ -147,6 +160,9 @@ def data_text(entry: Entry) -> str:
         "none to validate" if run.record.num_val == 0 else unit(run.record.num_val, " validation", f.whole),
         unit(run.record.num_test, " test images", f.whole),
         f"hash {code(run.record.data_hash[:12])}" if run.record.data_hash else "",
+        f"fold {fold} (counted from 0) of {run.config.get('data.num_folds')} validates"
+        if isinstance(fold := run.config.get("data.fold"), int)
+        else "",
     )
 
 
@@ -164,6 +180,7 @@ def training_text(entry: Entry) -> str:
         f.duration(run.seconds) if run.seconds is not None else "",
         unit(run.record.epochs, " epochs"),
         unit(run.record.steps, " steps", f.whole),
+        f"ended by trainer.max_time ({f.duration(run.record.max_time_s)})" if run.record.ended_by == "max_time" else "",
     )
 
 

@@ -12,6 +12,7 @@ from lockstep.pages.index_page import GENERATED, ROWS_PER_PAGE, index_page, olde
 from lockstep.pages.markdown import plain
 from lockstep.pages.notes import read_note, run_note_path
 from lockstep.pages.publish import HOW_TO_OPEN, is_shown_as_source, report_links, saved_reports
+from lockstep.pages.repeats import repeats_block
 from lockstep.pages.source import read_sources, write_if_changed
 
 GIT_ATTRIBUTES = """\
@@ -96,7 +97,7 @@ def experiment_pages(logbook: Path, name: str, members: Sequence[Entry]) -> Iter
     title = members[-1].facts.experiment
     older_names = [f"{name}-older-{number}.md" for number in range(len(older), 0, -1)]
     preface = read_note(logbook / "notes" / "experiments" / f"{name}.md").text
-    yield f"{name}.md", experiment_page(title, newest[::-1], before, preface, older_names)
+    yield f"{name}.md", experiment_page(title, newest[::-1], before, preface, older_names, repeats_block(members))
     for number, page in enumerate(older, 1):
         heading = f"{title}, older runs {number}"
         yield f"{name}-older-{number}.md", experiment_page(heading, page[::-1], before, "", [f"{name}.md"])

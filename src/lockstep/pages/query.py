@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sqlite3
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def find_runs(logbook: Path, where: str = "1", sort: str | None = None, *, ascen
     columns = columns_of(runs)
     order = f"{named(sort, columns)} IS NULL, {named(sort, columns)} {'ASC' if ascending else 'DESC'}" if sort else "1"
     sql = f"SELECT number FROM runs WHERE (\n{with_quotes(where, columns)}\n) ORDER BY {order}, number"
-    with in_memory(runs, columns) as table:
+    with closing(in_memory(runs, columns)) as table:
         try:
             numbers = [row[0] for row in table.execute(sql)]
         except (sqlite3.Error, sqlite3.Warning) as error:

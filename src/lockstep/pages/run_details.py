@@ -123,11 +123,25 @@ def node_row(node: Node) -> list[str]:
 
 def restarts_block(entry: Entry) -> str:
     shown = entry.facts.record.restarts[:MAX_ROWS]
-    head = ("at (UTC)", "went on at step", "steps lost", "down for", "by", "with other code")
-    width = 5 if any(restart.command for restart in shown) else 4
-    width = 6 if any(restart.code for restart in shown) else width
-    rows = table(head[:width], (restart_row(restart)[:width] for restart in shown), "lrrrll")
+    head = ["at (UTC)", "went on at step", "steps lost", "down for", "ranks", "by", "with other code"]
+    told = [
+        True, True, True, True, any(map(changed_size, shown)), any(restart.command for restart in shown),
+        any(restart.code for restart in shown),
+    ]  # fmt: skip
+    kept = [head, *map(restart_row, shown)]
+    head, *body = ([cell for cell, is_told in zip(row, told, strict=True) if is_told] for row in kept)
+    rows = table(head, body, "lrrrlll")
     return f"**Restarts**\n\n{rows}" if rows else ""
+
+
+def changed_size(restart: Restart) -> bool:
+    return restart.previous_world_size != restart.world_size
+
+
+def world_words(restart: Restart) -> str:
+    """`4 → 2`, with more than one node `2 → 4 on 2 nodes`."""
+    now = f.whole(restart.world_size) + (f" on {restart.num_nodes} nodes" if (restart.num_nodes or 1) > 1 else "")
+    return f"{f.whole(restart.previous_world_size)} → {now}" if changed_size(restart) else now
 
 
 def commit_words(state: CodeState) -> str:
@@ -144,6 +158,7 @@ def restart_row(restart: Restart) -> list[str]:
         f.whole(restart.resumed_step),
         f.whole(restart.lost_steps),
         f.duration(restart.downtime_s),
+        world_words(restart),
         code(restart.command, 1000),
         commit_words(restart.code),
     ]

@@ -29,6 +29,7 @@ SOURCE_VERSION = 1
 MAX_TEXT = 4_000
 MAX_DIFF = 60_000
 MAX_SMI = 8_000
+MAX_SMI_FILES = 24
 MAX_READ = 400_000
 MAX_ITEMS = 400
 # Different in every run by nature, or of no interest to a reader
@@ -93,7 +94,9 @@ def _node_files(folder: Path) -> dict[int, list[Path]]:
 
 
 def _smi_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("nvidia-smi-node*-*.txt"))[:12]
+    """Of many nodes the dumps at their fullest first."""
+    found = sorted(folder.glob("nvidia-smi-node*-*.txt"), key=lambda path: (not path.stem.endswith("-peak"), path))
+    return sorted(found[:MAX_SMI_FILES])
 
 
 def cleaned(text: str) -> str:

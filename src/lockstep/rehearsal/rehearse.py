@@ -1,6 +1,7 @@
 """The rehearsal itself: three starts of train.py on null GPUs, and what came of them. Imports no torch."""
 
 import logging
+import signal
 import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,14 +11,27 @@ from typing import Any
 from lockstep.config.compose import chosen_options, plain
 from lockstep.rehearsal import report
 from lockstep.rehearsal.report import Line
-from lockstep.rehearsal.starts import Run, Started, in_a_process, settings, start, variables_of_null_gpus
+from lockstep.rehearsal.starts import (
+    Run,
+    Started,
+    estimated_largest,
+    in_a_process,
+    settings,
+    start,
+    variables_of_null_gpus,
+)
 from lockstep.rehearsal.words import RUN_ID, STEPS, Rehearsal, rehearsal_of, without
 from lockstep.runs.config import read_only
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK
+from lockstep.runs.signals import raise_on_signal
 
 log = logging.getLogger(__name__)
 
 DIVERGED = "became nan"
+
+
+class Stopped(Exception):
+    """By a signal, which it names."""
 
 
 def rehearse(cfg: Any, mfu: float, gbit_s: float) -> int:
@@ -42,10 +56,17 @@ def rehearse(cfg: Any, mfu: float, gbit_s: float) -> int:
     for note in rehearsal.notes:
         log.info(f"        {note}")
     held = True
-    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-        for line in lines(rehearsal, variables, Path(folder), mfu, gbit_s):
-            log.info(str(line))
-            held = held and line.held is not False
+    try:
+        raise_on_signal(Stopped, signal.SIGINT, signal.SIGTERM)
+        with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+            for line in lines(rehearsal, variables, Path(folder), mfu, gbit_s):
+                log.info(str(line))
+                held = held and line.held is not False
+        if largest := estimated_largest(rehearsal.words) if held else None:
+            log.info(str(Line(None, largest)))
+    except Stopped as stopped:
+        log.error(f"stopped by {stopped}: the rehearsal's processes have ended, nothing of theirs is left.")
+        return 128 + signal.Signals[str(stopped)]
     log.info("All held." if held else "NOT all held.")
     return EXIT_OK if held else EXIT_FAILED
 

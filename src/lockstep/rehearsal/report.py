@@ -123,8 +123,8 @@ def _images(rehearsal: Rehearsal, record: Config) -> float | None:
     if rehearsal.num_images is None:
         return record.get("num_train")
     data = rehearsal.config["data"]
-    val = data["num_val"] if data.get("num_val") is not None else rehearsal.num_images * data["val_fraction"]
-    return rehearsal.num_images - val
+    share = 1 / folds if (folds := data.get("num_folds")) else data["val_fraction"]
+    return rehearsal.num_images - (rehearsal.num_images * share if data.get("num_val") is None else data["num_val"])
 
 
 def _hours(hours: float) -> str:

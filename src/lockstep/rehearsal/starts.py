@@ -1,14 +1,17 @@
 """Runs train.py on null GPUs in processes of its own and gathers what they leave. Imports no torch."""
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from lockstep.distributed.cluster import environment
+from lockstep.distributed.supervisor import die_with_parent
 from lockstep.rehearsal.faults import Fault, fault_in
 from lockstep.rehearsal.words import RUN_ID, Rehearsal
 from lockstep.runs.config import Config
@@ -18,7 +21,8 @@ from lockstep.runs.record import read_json
 
 DRIVER = REPOSITORY / "nullgpu"
 TRAIN = REPOSITORY / "src" / "train.py"
-LIMIT_S = 300.0  # of one start
+FIND_BATCH_SIZE = REPOSITORY / "src" / "find_batch_size.py"
+LIMIT_S = 900.0  # of one start; a laptop of two cores may carry four ranks
 TOO_LONG = -1
 Run = Callable[[list[str], dict[str, str], Path], int]  # words of train.py, variables, file for its output → exit code
 OF_OTHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "CUDA_VISIBLE_DEVICES")
@@ -89,15 +93,24 @@ def in_a_process(words: list[str], variables: dict[str, str], output: Path) -> i
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
         try:
             return process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             return TOO_LONG
         finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
+            process.kill()  # its ranks end with it
+            process.wait()
+
+
+def estimated_largest(words: list[str]) -> str | None:
+    """What `find_batch_size.py --estimate` says of these options; None where it does not know the trainer."""
+    command = [sys.executable, str(FIND_BATCH_SIZE), *words, "--estimate"]
+    own = partial(die_with_parent, os.getpid())
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, preexec_fn=own)
+    said = [line for line in done.stdout.splitlines() if line.startswith("estimated largest batch")]
+    return said[-1] if said else None
 
 
 def start(rehearsal: Rehearsal, words: list[str], folder: Path, variables: dict[str, str], run: Run) -> Started:

@@ -75,6 +75,8 @@ class Rehearsal:
             "trainer.limit_test_batches": 1,
             "trainer.num_sanity_val_steps": 0,
             "trainer.check_val_every_n_epoch": 1,
+            "trainer.val_check_interval": 1.0,
+            "trainer.max_time": "null",
             "trainer.log_every_n_steps": 1000,
             "trainer.compile": False,
             "trainer.timeout_s": 60,
@@ -121,11 +123,12 @@ def rehearsal_of(config: Config, choices: Mapping[str, Any], words: list[str]) -
     """
     trainer, hardware = config["trainer"], config["hardware"]
     _check(config, choices)
-    devices = hardware["gpus"] if trainer["devices"] == "auto" else trainer["devices"]
+    alone = trainer["launch"] == "one_process"
+    every = trainer["devices"] == "auto" or (alone and trainer["strategy"])  # DataParallel and stages: one process
+    devices = hardware["gpus"] if every else trainer["devices"]
     if devices > hardware["gpus"]:
         raise UserError(f"trainer.devices={devices}: a {hardware['name']} has {hardware['gpus']} GPUs.")
     num_nodes = 1 if trainer["num_nodes"] == "auto" else trainer["num_nodes"]
-    alone = trainer["launch"] == "one_process"
     world_size = 1 if alone else devices * num_nodes
     ranks = min(world_size, MOST_RANKS)
     size = config["data"].get("global_batch_size")
@@ -176,7 +179,7 @@ def _made_up(data: Config, channels: int) -> list[str]:
     options: Any = read_yaml(CONFIGS / "data" / "synthetic.yaml")
     shared = [key for key in options if key in data and key not in ("_target_", "cache_dir", "seed")]
     own = [f"data.{key}={_written(data[key])}" for key in shared]
-    return ["data=synthetic", f"data.channels={channels}", *own]
+    return ["data=synthetic", f"data.channels={channels}", "data.fold=null", "data.num_folds=null", *own]
 
 
 def _written(value: Any) -> str:

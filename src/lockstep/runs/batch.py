@@ -1,8 +1,16 @@
 """How a global batch is cut into what one rank computes at a time."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lockstep.runs.errors import UserError
+
+ACCUMULATION = "trainer.accumulate_grad_batches"
+
+
+def states_accumulation(words: Iterable[str]) -> bool:
+    """Whether a command line says how many micro-batches a step has: then nothing else decides it."""
+    return any(word.lstrip("+").startswith(f"{ACCUMULATION}=") for word in words)
 
 
 @dataclass(frozen=True)
@@ -25,8 +33,7 @@ class Batch:
         Raises:
             UserError: a size below 1, or one that does not divide; names the nearest ones that do.
         """
-        if not isinstance(global_size, int) or isinstance(global_size, bool) or global_size < 1:
-            raise UserError(f"data.global_batch_size={global_size!r}: give a whole number from 1 on.")
+        global_size = _checked(global_size)
         if accumulate < 1:
             raise UserError(f"trainer.accumulate_grad_batches={accumulate}: give a whole number from 1 on.")
         parts = world_size * accumulate
@@ -40,6 +47,32 @@ class Batch:
         return cls(global_size, global_size // parts, accumulate)
 
     @classmethod
+    def within(cls, global_size: int | str | None, world_size: int, limit: float) -> "Batch":
+        """The one with the fewest micro-batches of at most `limit` images.
+
+        Raises:
+            UserError: a size below 1, or one that does not divide over the ranks; names the nearest that it does.
+        """
+        size = _checked(global_size)
+        share, rest = divmod(size, world_size)
+        if rest or not share:
+            whole = [ranks for ranks in range(1, size + 1) if size % ranks == 0]
+            below, above = [r for r in whole if r < world_size], [r for r in whole if r > world_size]
+            near = below[-1:] + above[:1]
+            raise UserError(
+                f"data.global_batch_size={global_size} does not divide over {world_size} ranks: the nearest numbers of "
+                f"ranks over which it does are {' and '.join(map(str, near))}."
+            )
+        accumulate = next(k for k in range(1, share + 1) if share % k == 0 and share // k <= limit)
+        return cls(size, share // accumulate, accumulate)
+
+    @classmethod
     def of_device(cls, per_device: int, world_size: int, accumulate: int) -> "Batch":
         """The batch that has so many images for each device."""
         return cls.cut(per_device * world_size * accumulate, world_size, accumulate)
+
+
+def _checked(global_size: int | str | None) -> int:
+    if not isinstance(global_size, int) or isinstance(global_size, bool) or global_size < 1:
+        raise UserError(f"data.global_batch_size={global_size!r}: give a whole number from 1 on.")
+    return global_size

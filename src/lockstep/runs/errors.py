@@ -17,6 +17,7 @@ class UserError(Exception):
 class Interrupted(Exception):
     """Raised on every rank at the same step boundary once a stop was asked for and the checkpoint is complete."""
 
+    agreed = False  # every rank raises it at this step
     elsewhere = False  # only ranks of other nodes were asked
 
 

@@ -69,6 +69,11 @@ class RunFolder:
         return self.path / "metrics.csv"
 
     @property
+    def hashes(self) -> Path:
+        """Of each step's batch, loss, gradients and weights, where trainer.record_hashes asks for it."""
+        return self.path / "hashes.bin"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
@@ -121,6 +126,10 @@ class RunFolder:
     def stack(self, rank: int) -> Path:
         """The Python stack of a rank after a hang."""
         return self.path / f"stack-rank{rank}.txt"
+
+    def nccl_trace(self, rank: int) -> Path:
+        """NCCL's last collectives on this rank where a run on GPUs failed, for torchfrtrace."""
+        return self.path / f"nccl-trace-rank{rank}"
 
     def rank_error(self, rank: int) -> Path:
         """JSON {rank, host, phase, message, time}: what ended this rank."""

@@ -3,6 +3,7 @@
 None is a base class: whoever has the method has the hook. Imports no torch.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -116,7 +117,15 @@ class HasRecordFields(Protocol):
         """What this one adds to run.json, by field."""
 
 
-# --- strategies
+# --- strategies and what writes their checkpoints
+
+
+@runtime_checkable
+class DefersCheckpoints(Protocol):
+    defers: bool  # a checkpoint is copied now, and written later
+
+    def defer(self, checkpoint: Any, write: Callable[[Any], Any], group: Any = None) -> None:
+        """Keep a copy that `write` will be called with, in a thread; `group`: of all ranks that write parts of it."""
 
 
 @runtime_checkable

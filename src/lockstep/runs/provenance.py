@@ -141,4 +141,4 @@ def _git(repository: Path, *arguments: str, differs: int = 0) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode in (0, differs) else None
+    return done.stdout.strip("\n") if done.returncode in (0, differs) else None  # a diff may end in spaces

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs import foreign_files
+from lockstep.runs.batch import Batch, states_accumulation
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import seconds_between, utc_now, write_atomically
 from lockstep.runs.typed_json import Part, WrongValue, from_json, to_json
@@ -78,7 +79,10 @@ class Upload(Part):
 
 @dataclass(kw_only=True)
 class Restart(Part):
-    """A later start of the same run. downtime_s: it was not running but should have; idle_s: it had finished."""
+    """A later start of the same run. downtime_s: it was not running but should have; idle_s: it had finished.
+
+    previous_world_size: ranks of the start before; the others are of this one.
+    """
 
     at: str | None = None
     resumed_step: int | None = None
@@ -87,6 +91,10 @@ class Restart(Part):
     idle_s: float | None = None
     command: str | None = None
     previous_status: str | None = None
+    previous_world_size: int | None = None
+    world_size: int | None = None
+    num_nodes: int | None = None
+    per_device_batch_size: int | None = None
     code: CodeState = field(default_factory=CodeState)
 
 
@@ -221,6 +229,8 @@ class RunRecord(Part):
     """One run from its start to its end, across its restarts. Times are UTC, as 2026-11-21T10:30:12Z.
 
     monitor: the metric that chooses the best checkpoint, by its largest value (monitor_mode max) or smallest (min).
+    ended_by: max_time, where that ended the training before its epochs and steps did. per_device_batch_limit: images
+    that a device takes at a time at most: of the first start, or of the last that stated its accumulation.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -254,8 +264,11 @@ class RunRecord(Part):
     seed: int | None = None
     global_batch_size: int | None = None
     per_device_batch_size: int | None = None
+    per_device_batch_limit: int | None = None
     accumulate_grad_batches: int | None = None
     max_epochs: int | None = None
+    max_time_s: float | None = None
+    ended_by: str | None = None
     monitor: str = "val/acc"
     monitor_mode: str = "max"
     epochs: int | None = None
@@ -381,6 +394,8 @@ def continued(previous: RunRecord, record: RunRecord, *, step: int, checkpoint: 
     for name in KEPT:
         if value := getattr(previous, name):
             setattr(record, name, value)
+    if not states_accumulation(record.overrides):
+        record.per_device_batch_limit = previous.per_device_batch_limit or previous.per_device_batch_size
     # Of a checkpoint that may not stay the best: a test comes again.
     record.metrics = {name: value for name, value in previous.metrics.items() if not name.startswith("test/")}
     record.restarts = [*record.restarts, restart]
@@ -401,14 +416,23 @@ def restart_of(previous: RunRecord, record: RunRecord, step: int) -> Restart:
         idle_s=pause_s if was_over else None,  # it was done, and is made longer
         command=record.command,
         previous_status=previous.status,
+        previous_world_size=previous.world_size,
+        world_size=record.world_size,
+        num_nodes=record.num_nodes,
+        per_device_batch_size=record.per_device_batch_size,
         code=record.code if previous.code.tree_hash != record.code.tree_hash else CodeState(),
     )
 
 
-def take_over_record(path: Path, previous: RunRecord | None, *, step: int, checkpoint: str | None) -> None:
+def take_over_record(
+    path: Path, previous: RunRecord | None, batch: Batch, *, step: int, checkpoint: str | None
+) -> None:
     """On node 0, where the run's earlier record and newest checkpoint were found on another node."""
+    record = read_record(path)
+    record.per_device_batch_size, record.accumulate_grad_batches = batch.per_device, batch.accumulate
     if previous is not None:
-        write_record(path, continued(previous, read_record(path), step=step, checkpoint=checkpoint))
+        record = continued(previous, record, step=step, checkpoint=checkpoint)
+    write_record(path, record)
 
 
 def running_seconds(record: RunRecord) -> float:

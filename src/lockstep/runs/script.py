@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from lockstep.runs.full_disk import no_room
 
 log = logging.getLogger(__name__)
 
+INSTALLED = ("hydra", "omegaconf", "yaml", "torch", "lightning", "numpy", "PIL", "psutil")  # by make install
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 
 
@@ -24,6 +26,11 @@ def exit_code_of(task: Callable[[], int | None], *refusals: type[Exception]) -> 
         return task() or EXIT_OK
     except refused as error:
         log.error(f"{error}")
+        return EXIT_USER_ERROR
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] not in INSTALLED:
+            raise
+        log.error(f"{sys.executable} has no {error.name}: make install, then .venv/bin/python {sys.argv[0]} …")
         return EXIT_USER_ERROR
     except Exception as error:
         if full := no_room(error, Path.cwd()):

@@ -1,4 +1,4 @@
-"""What this project needs of a place for objects: seven methods, and one kind of error.
+"""What this project needs of a place for objects: eight methods, and one kind of error.
 
 s3.py has them for S3. Another store is one more file and a line in bucket.py; everything else knows this file alone.
 """
@@ -132,6 +132,10 @@ class ObjectStore(Protocol):
         Raises:
             StoreError: kind "conflict" where another writer was first.
         """
+        ...
+
+    def signed(self, key: str, seconds: float) -> str:
+        """A web address that reads the object without further rights, for so long."""
         ...
 
     def probe(self, prefix: str) -> bool:

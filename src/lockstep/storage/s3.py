@@ -120,10 +120,14 @@ class S3Store:
         return StoredObject(key, answer["ContentLength"], answer["Metadata"].get("sha256", ""), answer["ETag"])
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        yield from ((key, size) for key, size, _ in self.entries(prefix))
+
+    def entries(self, prefix: str) -> Iterator[tuple[str, int, str]]:
+        """`list` with each object's ETag."""
         token: dict[str, str] = {}
         while True:
             page = self.requests.call("list_objects_v2", Prefix=prefix, **token)
-            yield from ((entry["Key"], entry["Size"]) for entry in page.get("Contents", []))
+            yield from ((entry["Key"], entry["Size"], entry["ETag"]) for entry in page.get("Contents", []))
             if not page.get("IsTruncated"):
                 return
             token = {"ContinuationToken": page["NextContinuationToken"]}
@@ -133,6 +137,12 @@ class S3Store:
             self.parts.sweep(key)
         else:
             self.requests.call("delete_object", Key=key)
+
+    def signed(self, key: str, seconds: float) -> str:
+        where = {"Bucket": self.options.bucket, "Key": key}
+        with self.requests.translated():
+            address: str = self.requests.client.generate_presigned_url("get_object", where, ExpiresIn=int(seconds))
+        return address
 
     # swap and probe
 

@@ -48,6 +48,7 @@ def make_client(options: S3Options) -> Any:
         logger = logging.getLogger(name)
         logger.setLevel(max(logger.level, logging.WARNING))
     config = Config(
+        signature_version="s3v4",  # also of signed links: boto3 would sign them in a way that newer buckets refuse
         connect_timeout=options.connect_timeout_s,
         read_timeout=options.read_timeout_s,
         retries={"mode": "standard", "total_max_attempts": 3},

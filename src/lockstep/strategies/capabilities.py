@@ -11,13 +11,13 @@ class Capabilities:
     """A base beside Lightning's strategy class.
 
     Attributes:
-        supports_ema: trainer.ema_decay can average the weights.
+        no_ema: why trainer.ema_decay cannot average the weights; empty where it can.
         supports_compile: trainer.compile can compile the net.
         scales_losses: fp16 works, whose losses are scaled.
         micro_batches: parts in which it sends a batch through the net.
     """
 
-    supports_ema = True
+    no_ema = ""
     supports_compile = True
     scales_losses = True
     micro_batches = 1

@@ -46,6 +46,7 @@ class DDP(Capabilities, DDPStrategy):
             static_graph=static_graph,
         )
         self.bucket_cap_mb = bucket_cap_mb
+        self.sent_a_number = False
 
     @property
     def launcher(self) -> None:
@@ -58,6 +59,15 @@ class DDP(Capabilities, DDPStrategy):
     def determine_ddp_device_ids(self) -> None:
         """The batch is on this rank's device already. Where it gets a device, Lightning builds DDP in a stream of
         its own, and torch warns in every run that gradients come in another one."""
+
+    def optimizer_step(self, *args: Any, **named: Any) -> Any:
+        """NCCL's group holds what it sent last: after the first step all gradients at once, beside the buckets that
+        DDP then lays out anew. A number of its own lets go of them."""
+        result = super().optimizer_step(*args, **named)
+        if not self.sent_a_number and self.root_device.type == "cuda":
+            dist.all_reduce(torch.zeros((), device=self.root_device))
+        self.sent_a_number = True
+        return result
 
     def on_validation_start(self) -> None:
         broadcast_buffers(self.lightning_module, self.root_device)

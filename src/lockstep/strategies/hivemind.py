@@ -55,7 +55,7 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
         UserError: hivemind is not installed.
     """
 
-    supports_ema = False  # late peers would average other weights
+    no_ema = "peers that come late would average other weights"
     scales_losses = False  # peers cannot scale theirs together
 
     def __init__(

@@ -31,7 +31,7 @@ class ModelParallel(Capabilities, SingleDeviceStrategy):
         UserError: fewer than two devices, devices that are not here, a net with fewer stages than devices.
     """
 
-    supports_ema = False  # Lightning's averaged copy would sit on one device
+    no_ema = "the averaged copy would lie on one device, which the stages are there to avoid"
     supports_compile = False
 
     def __init__(

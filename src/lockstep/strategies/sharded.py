@@ -7,11 +7,13 @@ just before it computes, and freed after it. See https://pytorch.org/docs/stable
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import ClusterEnvironment, Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -19,10 +21,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint as recompute
 
 from lockstep.runs.errors import UserError
-from lockstep.runs.hooks import HasShardUnits
+from lockstep.runs.hooks import DefersCheckpoints, HasShardUnits
 from lockstep.strategies import sharded_checkpoint
 from lockstep.strategies.collectives import Ranks
 from lockstep.strategies.ddp import broadcast_buffers, broadcast_from_rank_zero, move_all_but_net
@@ -45,31 +46,31 @@ class Sharded(Ranks):
     Args:
         shard_within_node: shard over the ranks of a node and replicate over nodes (HSDP): the gathers stay inside a
             node, which pays off where the network between nodes is slow and the model fits one node.
-        activation_checkpointing: forget each unit's activations and compute them again in backward: less memory,
-            about a third more time.
         cpu_offload: keep shards and optimizer state in CPU memory, and step there: slow, for what fits no other way.
         sharded_checkpoint: write folders of shards instead of one file made on rank 0.
         reshard_after_forward: free a unit's weights between forward and backward; false trades memory for time.
+        timeout: of the ranks' meetings while shards are written beside the training.
     """
 
-    supports_ema = False  # averaged weights would have to be gathered for every evaluation
+    no_ema = "the average would be a second net in shards, which every validation and checkpoint would gather"
 
     def __init__(
         self,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         shard_within_node: bool = False,
-        activation_checkpointing: bool = False,
         cpu_offload: bool = False,
         sharded_checkpoint: bool = False,
         reshard_after_forward: bool = True,
+        timeout: timedelta = timedelta(seconds=300),
     ) -> None:
         super().__init__(parallel_devices, cluster_environment)
         self.shard_within_node = shard_within_node
-        self.activation_checkpointing = activation_checkpointing
         self.cpu_offload = cpu_offload
         self.sharded_checkpoint = sharded_checkpoint
         self.reshard_after_forward = reshard_after_forward
+        self.timeout = timeout
+        self.writers: dist.ProcessGroup | None = None  # for threads that write shards beside the training
 
     @staticmethod
     def precision_for(precision: str, device_type: str) -> Precision:
@@ -113,13 +114,10 @@ class Sharded(Ranks):
         units = net.shard_units() if isinstance(net, HasShardUnits) else []
         if not units and self.global_rank == 0:
             log.info("The model names no shard_units(): FSDP gathers it as a whole, which saves little memory.")
-        self._check(net, units)
+        self._check(net)
         broadcast_from_rank_zero([*net.parameters(), *net.buffers()], self.root_device)
         for parameter in net.parameters():
             parameter.data = parameter.data.contiguous()  # fully_shard refuses channels_last weights
-        if self.activation_checkpointing:
-            for unit in units:
-                unit.forward = partial(recompute, unit.forward, use_reentrant=False)
         block, root, norm = policies(self.precision_plugin)
         shard = partial(
             fully_shard,
@@ -137,16 +135,11 @@ class Sharded(Ranks):
     def _offload(self) -> OffloadPolicy:
         return CPUOffloadPolicy() if self.cpu_offload and self.root_device.type != "cpu" else OffloadPolicy()
 
-    def _check(self, net: nn.Module, units: list[nn.Module]) -> None:
+    def _check(self, net: nn.Module) -> None:
         """What fully_shard cannot do, before it begins."""
         scalars = [name for name, parameter in net.named_parameters() if parameter.dim() == 0]
         if scalars:
             raise UserError(f"The parameter {scalars[0]} is a scalar, which FSDP cannot shard: trainer=ddp works.")
-        if self.activation_checkpointing and any(isinstance(m, BATCH_NORMS) for unit in units for m in unit.modules()):
-            raise UserError(
-                "trainer.activation_checkpointing=true computes forward twice, which would count BatchNorm's "
-                "statistics twice: leave it off for this model."
-            )
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -181,8 +174,13 @@ class Sharded(Ranks):
         return state if self.sharded_checkpoint else full_optimizer_state(state, keep=self.is_global_zero)
 
     def save_checkpoint(self, checkpoint: State, filepath: str | Path, storage_options: Any = None) -> None:
-        if self.sharded_checkpoint:
-            sharded_checkpoint.write(checkpoint, Path(filepath), first_on_node=self.local_rank == 0)
+        files, first = self.checkpoint_io, self.local_rank == 0
+        if self.sharded_checkpoint and isinstance(files, DefersCheckpoints) and files.defers:
+            group = self.writers = self.writers or dist.new_group(backend="gloo", timeout=self.timeout)
+            files.defer(checkpoint, partial(sharded_checkpoint.write, folder=Path(filepath), first_on_node=first,
+                                            group=group), group)  # fmt: skip
+        elif self.sharded_checkpoint:
+            sharded_checkpoint.write(checkpoint, Path(filepath), first_on_node=first)
         else:
             ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 

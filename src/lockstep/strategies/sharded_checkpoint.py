@@ -77,30 +77,32 @@ def join(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> State:
     return checkpoint
 
 
-def write(checkpoint: Mapping[str, Any], folder: Path, first_on_node: bool) -> None:
+def write(checkpoint: Mapping[str, Any], folder: Path, first_on_node: bool, group: Any = None) -> None:
     """Write a checkpoint whose tensors are sharded over the ranks; every rank calls it, with its own shards.
 
     An interrupted write leaves a folder without a manifest, which no reader takes for a checkpoint.
 
     Args:
         first_on_node: this rank clears away what an earlier world, of more ranks perhaps, left under this name.
+        group: of all ranks; one of its own where a thread writes beside the training.
     """
     tensors, rest = split(checkpoint)
-    dist.barrier()  # whoever keeps a second name for what lies there has made it
+    dist.barrier(group)  # whoever keeps a second name for what lies there has made it
     if first_on_node and folder.exists():
         (folder / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)  # nodes that share the disk are at it together
-    dist.barrier()
+    dist.barrier(group)
     with full_disk_named(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        _write_files(tensors, rest, folder)
-    dist.barrier()
+        _write_files(tensors, rest, folder, group)
+    dist.barrier(group)
 
 
-def _write_files(tensors: dict[str, Tensor], rest: dict[str, Any], folder: Path) -> None:
+def _write_files(tensors: dict[str, Tensor], rest: State, folder: Path, group: Any) -> None:
     dcp.save(
         {name: value.detach() for name, value in tensors.items()},
         storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True),
+        process_group=group,
     )
     rank = dist.get_rank()
     if rank == 0:
@@ -109,7 +111,7 @@ def _write_files(tensors: dict[str, Tensor], rest: dict[str, Any], folder: Path)
             file.flush()
             os.fsync(file.fileno())
     own = [path for path in sorted(folder.glob(f"shard-{rank + 1:05d}-*"))] + [folder / REST] * (rank == 0)
-    gathered = gather_json({path.name: asdict(checksum_of(path)) for path in own})
+    gathered = gather_json({path.name: asdict(checksum_of(path)) for path in own}, group=group)
     if rank == 0:
         files = {name: entry for part in gathered for name, entry in part.items()}
         shapes = {name: list(value.shape) for name, value in tensors.items()}

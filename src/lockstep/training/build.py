@@ -11,19 +11,23 @@ import torch
 from torch import nn
 
 from lockstep.callbacks.checkpoints import Checkpoints
+from lockstep.callbacks.length import MaxTime, ValidationInterval
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.distributed.cluster import visible_devices
 from lockstep.launch.plan import RunPlan, as_run
 from lockstep.runs.config import Config
+from lockstep.runs.durations import seconds_of
 from lockstep.runs.errors import UserError
 from lockstep.runs.hooks import SaysWantedImages, StartsFromImages
 from lockstep.strategies.capabilities import capabilities
+from lockstep.strategies.recompute import recompute_activations
 from lockstep.strategies.sync_batchnorm import batch_norm_warnings, synchronise
 from lockstep.training import image_report
-from lockstep.training.checks import DataFacts, check_same_data, no_larger_than, whole_steps
+from lockstep.training.checks import DataFacts, check_same_data, no_larger_than, validation_interval, whole_steps
 from lockstep.training.freeze import freeze
+from lockstep.training.local_root import on_this_node, said_by_address
 from lockstep.training.parameter_groups import RULES, GroupRules
 from lockstep.training.rank import RankSession, device_of
 from lockstep.training.trainer import build_strategy, build_trainer
@@ -33,7 +37,13 @@ log = logging.getLogger(__name__)
 CLASSIFIER = "classifier.ImageClassifier"  # of checkpoints that do not name theirs
 TENSORBOARD = "lightning.pytorch.loggers.TensorBoardLogger"
 REFUSED_CALLBACKS = (pl.callbacks.ModelCheckpoint, pl.callbacks.ProgressBar)
-UNSET_OF_LOSS = {"label_smoothing": 0.0, "class_weights": None, "gamma": 2.0}  # of the losses of src/losses
+UNSET_OF_LOSS = {
+    "label_smoothing": 0.0,
+    "class_weights": None,
+    "gamma": 2.0,
+    "target_threshold": None,
+}  # of the losses of src/losses
+FOLDS = ("fold", "num_folds")  # said of all data: one of the user's own need not know them
 Known = dict[str, Any]  # what the run hands to constructors, by their parameter
 
 
@@ -51,9 +61,12 @@ class Run:
 
 def build_data(plan: RunPlan) -> Any:
     options = {**plan.config["data"], "global_batch_size": plan.batch.global_size}
-    data = build(options, {"seed": plan.config["seed"]})
-    data.use(build(plan.config["augmentation"]), wanted_images(plan.config["model"]))
-    data.prepare()
+    options = {key: value for key, value in options.items() if key not in FOLDS or value is not None}
+    here = on_this_node(options, plan.config["s3"])
+    with said_by_address(options, here):
+        data = build(here, {"seed": plan.config["seed"]})
+        data.use(build(plan.config["augmentation"]), wanted_images(plan.config["model"]))
+        data.prepare()
     data.place(
         rank=plan.cluster.rank,
         world_size=plan.cluster.world_size,
@@ -173,10 +186,12 @@ def build_metrics(config: Config, num_classes: int) -> dict[str, Any]:
     return built
 
 
-def synchronise_batch_norm(module: Any, plan: RunPlan) -> None:
-    """Where trainer.sync_batchnorm asks for it and there are several ranks."""
+def prepare_net(module: Any, plan: RunPlan) -> None:
+    """For training: BatchNorm over several ranks (trainer.sync_batchnorm), activations that are computed again."""
     if plan.trainer["sync_batchnorm"] and plan.cluster.world_size > 1:
         synchronise(module.net, "cuda" if plan.accelerator == "gpu" else "cpu")
+    if plan.trainer.get("activation_checkpointing"):
+        recompute_activations(module.net)
 
 
 def _own_arguments(optimizer: Config) -> Config:
@@ -238,12 +253,17 @@ def build_run(plan: RunPlan, session: RankSession, *, tested: Mapping[str, torch
     if session.watch is not None:
         session.watch.wait_for_all("prepared")
     check_same_data(facts, data, cluster)
-    limit, limits = None, {} if data.num_val else {"limit_val_batches": 0.0}
+    limit, interval, limits = None, 1.0, {} if data.num_val else {"limit_val_batches": 0.0}
     if trainable:
         batches = data.num_train // data.global_batch_size * plan.batch.accumulate
         limit = whole_steps(own["limit_train_batches"], batches, plan.batch.accumulate)
         limits["limit_train_batches"] = limit
-        synchronise_batch_norm(module, plan)
+        cut = own.get("overfit_batches") or limit
+        interval = validation_interval(
+            own["val_check_interval"], cut if isinstance(cut, int) else int(cut * batches), plan.batch.accumulate
+        )
+        limits["val_check_interval"] = interval
+        prepare_net(module, plan)
         if own["compile"]:
             module.net.compile()
         if isinstance(module.net, StartsFromImages):
@@ -261,6 +281,8 @@ def build_run(plan: RunPlan, session: RankSession, *, tested: Mapping[str, torch
     recorder = RunRecorder(plan.folder.record)
     chosen = _chosen_callbacks(plan, known, trainable=trainable)
     callbacks = _all_callbacks(plan, session, chosen, recorder)
+    if trainable:
+        callbacks[:0] = _of_length(plan, session, recorder, interval)
     loggers = _loggers(plan, known) if trainable else []
     trainer = build_trainer(plan, strategy, callbacks, loggers, plan.folder.path, limits)
     checkpoints = next((c for c in chosen if isinstance(c, Checkpoints)), None)
@@ -294,6 +316,7 @@ def _chosen_callbacks(plan: RunPlan, known: Known, *, trainable: bool) -> list[A
                 f"callbacks: {type(callback).__name__} cannot be added: checkpoints (callbacks.checkpoints.…) and the "
                 "progress line are here already."
             )
+    chosen.sort(key=lambda callback: isinstance(callback, Checkpoints))  # last: it saves the states of the others
     if trainable and (plan.config.get("s3") or {}).get("uri"):
         from lockstep.callbacks.s3_upload import S3Upload
 
@@ -304,10 +327,23 @@ def _chosen_callbacks(plan: RunPlan, known: Known, *, trainable: bool) -> list[A
 def _all_callbacks(plan: RunPlan, session: RankSession, chosen: list[Any], recorder: RunRecorder) -> list[Any]:
     """In the order in which they are called."""
     callbacks: list[Any] = [TrainingLog(plan.batch.global_size), *chosen, session.interruption, recorder]
+    if plan.trainer.get("record_hashes"):  # before the checkpoints, which hold what it has seen
+        from lockstep.callbacks.step_hashes import StepHashes
+
+        callbacks.insert(1, StepHashes(plan.folder.hashes, plan.batch.global_size, plan.resume_step))
     if session.watch is not None:
         callbacks.insert(0, session.watch)
     if decay := plan.trainer["ema_decay"]:
         from lockstep.callbacks.weight_average import WeightAverage
 
         callbacks.insert(0, WeightAverage(decay, device_of(plan)))
+    return callbacks
+
+
+def _of_length(plan: RunPlan, session: RankSession, recorder: RunRecorder, interval: float) -> list[Any]:
+    """First of all: others go by what these decide."""
+    callbacks: list[Any] = [ValidationInterval(interval)] if isinstance(interval, int) else []
+    if stated := plan.trainer["max_time"]:
+        seconds = seconds_of(stated, "trainer.max_time")
+        callbacks.append(MaxTime(seconds, recorder.elapsed, session.interruption))
     return callbacks

@@ -1,6 +1,7 @@
 """What must hold between data, model and checkpoint before a run trains; each error says what to change."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -118,3 +119,22 @@ def whole_steps(limit: float, batches: int, accumulate: int) -> float:
             f"give at least {accumulate}."
         )
     return wanted - wanted % accumulate
+
+
+def validation_interval(stated: float, batches: int, accumulate: int) -> float:
+    """trainer.val_check_interval as Lightning counts it: in micro-batches (int); 1.0 for an epoch's end only.
+
+    Args:
+        stated: a share of an epoch (float), or optimizer steps (int).
+        batches: micro-batches of an epoch, whole steps.
+    Raises:
+        UserError: neither, or more steps than an epoch has.
+    """
+    steps, is_share = batches // accumulate, isinstance(stated, float)
+    if isinstance(stated, bool) or not isinstance(stated, int | float) or not 0 < stated <= (1 if is_share else steps):
+        raise UserError(
+            f"trainer.val_check_interval={stated}: give a share of an epoch above 0 and up to 1.0, or a whole number "
+            f"of optimizer steps from 1 to {steps}, which is an epoch (trainer.check_val_every_n_epoch for more)."
+        )
+    every = math.ceil(stated * steps - 1e-9) if is_share else stated
+    return 1.0 if every >= steps else every * accumulate

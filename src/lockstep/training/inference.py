@@ -92,7 +92,7 @@ class FinishedModel:
         return measure(self.path).sha256
 
 
-def load_finished(address: str, logs: Path, s3: Config | None = None) -> FinishedModel:
+def load_finished(address: str, logs: Path = REPOSITORY / "logs", s3: Config | None = None) -> FinishedModel:
     """
     Args:
         address: a checkpoint file or folder of shards, a run id (its best), or s3://….

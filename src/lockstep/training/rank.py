@@ -19,7 +19,7 @@ from lockstep.callbacks.interruption import Interruption
 from lockstep.distributed.cluster import Cluster, environment, supervisor_line
 from lockstep.distributed.failures import RankError, report_failure
 from lockstep.distributed.launchers import launcher_named
-from lockstep.distributed.process_group import check_all_equal, join, own_connection
+from lockstep.distributed.process_group import be_alone, check_all_equal, join, own_connection
 from lockstep.distributed.secret import own_secret
 from lockstep.launch.plan import RunPlan, as_run
 from lockstep.runs import provenance
@@ -111,7 +111,11 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
     cluster, folder, timeout_s = plan.cluster, plan.folder, plan.trainer["timeout_s"]
     prepare_process(plan)
     if cluster.world_size == 1:
-        yield RankSession(plan, [provenance.host(cluster.node_rank)])
+        with contextlib.ExitStack() as alone:
+            if plan.trainer["strategy"] and plan.trainer["launch"] == "process_per_device":
+                be_alone(cluster, device_of(plan), timeout_s)
+                alone.callback(torch.distributed.destroy_process_group)
+            yield RankSession(plan, [provenance.host(cluster.node_rank)])
         return
     secret, report = own_secret(cluster), functools.partial(report_failure, folder=folder, cluster=cluster)
     with ended_after(MEETINGS * timeout_s + MEETING_GRACE_S, cluster, report):

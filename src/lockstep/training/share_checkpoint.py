@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lockstep.distributed.cluster import Cluster
 from lockstep.distributed.json_collectives import broadcast_json, gather_json
 from lockstep.launch.plan import ResumePoint, RunPlan
+from lockstep.runs.batch import Batch
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import Checksum, checksum_of
 from lockstep.runs.folder import RunFolder
@@ -37,7 +38,7 @@ def share_checkpoint(plan: RunPlan) -> RunPlan:
     Of a sharded one each node may hold its own ranks' shards only. One of which shards are nowhere is passed over.
 
     Returns:
-        The plan with the same step on every rank, and a path that exists on this node.
+        The plan with the same step and batch on every rank, and a path that exists on this node.
     """
     cluster, folder = plan.cluster, plan.folder
     mine: Offer = (plan.checkpoint, plan.resume_step)
@@ -46,7 +47,7 @@ def share_checkpoint(plan: RunPlan) -> RunPlan:
         source = newest_offer(offers)
         path, step = offers[source]
         if path is None:
-            return _starting_at(plan, None, step)
+            return _starting_at(_with_batch_of(plan, source), None, step)
         try:
             local = fetch_from_rank_zero(Path(path), cluster, folder, source)
             break
@@ -56,14 +57,23 @@ def share_checkpoint(plan: RunPlan) -> RunPlan:
             if cluster.is_rank_zero:
                 log.info(f"Passed over: {error}")
             mine = _before(folder, step) or (plan.initial_weights, None if plan.resume is None else 0)
-    plan = _starting_at(plan, str(local), step)
+    plan = _starting_at(_with_batch_of(plan, source), str(local), step)
     if source != 0:
         known = cluster.rank == source and folder.record.exists()
         record = broadcast_json(to_json(read_record(folder.record)) if known else None, source)
         if cluster.is_rank_zero:
             log.info(f"Going on from step {step}: node {source // cluster.devices} has the newest checkpoint.")
-            take_over_record(folder.record, record and from_json(RunRecord, record), step=step or 0, checkpoint=path)
+            before = record and from_json(RunRecord, record)
+            take_over_record(folder.record, before, plan.batch, step=step or 0, checkpoint=path)
     return plan
+
+
+def _with_batch_of(plan: RunPlan, source: int) -> RunPlan:
+    """Cut as on the rank whose checkpoint counts: the others may not know how many images a device of the run takes."""
+    accumulate, batch = broadcast_json(plan.batch.accumulate, source), plan.batch
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise RuntimeError(f"a rank accumulates {str(accumulate)[:100]!r} batches")
+    return replace(plan, batch=Batch.cut(batch.global_size, plan.cluster.world_size, accumulate))
 
 
 def _starting_at(plan: RunPlan, path: str | None, step: int | None) -> RunPlan:

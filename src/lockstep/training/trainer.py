@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lockstep.callbacks.checkpoint_io import CheckpointFiles
 from lockstep.callbacks.interruption import silence_lightning
@@ -21,7 +22,8 @@ from lockstep.training.rank import StartedRanks, device_of
 
 PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
-OWN_TRAINER_KEYS = ("accelerator", "devices", "num_nodes", "strategy", "precision", "sync_batchnorm", "deterministic")
+OWN_TRAINER_KEYS = ("accelerator", "devices", "num_nodes", "strategy", "precision", "sync_batchnorm", "deterministic",
+                    "max_time", "val_check_interval")  # fmt: skip
 
 
 def precision_of(plan: RunPlan, able: Capabilities) -> str:
@@ -54,7 +56,8 @@ def build_trainer(
     """
     Args:
         root: where a profiler's table goes.
-        limits: limit_train_batches and limit_val_batches in place of the config's, where they are given.
+        limits: limit_train_batches and limit_val_batches in place of the config's, where they are given, and
+            val_check_interval in micro-batches.
     """
     own, cluster = plan.trainer, plan.cluster
     if own["log_every_n_steps"] < 1:
@@ -64,7 +67,7 @@ def build_trainer(
     arguments = {key: value for key, value in own.items() if key in known}
     if name := own.get("profiler"):
         arguments["profiler"] = _profiler(name, root)
-    arguments.update(limits or {})
+    arguments.update(limits or {}, accumulate_grad_batches=plan.batch.accumulate)
     device_type = "cuda" if plan.accelerator == "gpu" else "cpu"
     plugins: list[Any] = [StartedRanks(cluster), CheckpointFiles(read_folder=read_shards)]
     able = capabilities(strategy)
@@ -72,23 +75,26 @@ def build_trainer(
     if plugin := able.precision_for(precision, device_type):
         plugins.append(plugin)
         precision = None
-    trainer = pl.Trainer(
-        accelerator=plan.accelerator,
-        devices=cluster.devices,
-        num_nodes=cluster.num_nodes,
-        strategy=strategy,
-        precision=precision,
-        plugins=plugins,
-        callbacks=callbacks,
-        logger=loggers,
-        deterministic=plan.accelerator == "cpu" if own["deterministic"] == "auto" else own["deterministic"],
-        default_root_dir=str(root),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        **arguments,
-    )
+    try:
+        trainer = pl.Trainer(
+            accelerator=plan.accelerator,
+            devices=cluster.devices,
+            num_nodes=cluster.num_nodes,
+            strategy=strategy,
+            precision=precision,
+            plugins=plugins,
+            callbacks=callbacks,
+            logger=loggers,
+            deterministic=plan.accelerator == "cpu" if own["deterministic"] == "auto" else own["deterministic"],
+            default_root_dir=str(root),
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            **arguments,
+        )
+    except MisconfigurationException as error:
+        raise UserError(f"trainer: {error}") from None
     silence_lightning(trainer)
     return trainer
 
@@ -113,9 +119,9 @@ def build_strategy(plan: RunPlan) -> Any:
     able = capabilities(strategy)
     if own["compile"] and not able.supports_compile:
         raise UserError("trainer.compile=true needs one device a process: leave it out, or choose ddp or fsdp.")
-    if own["ema_decay"] and not able.supports_ema:
+    if own["ema_decay"] and able.no_ema:
         raise UserError(
-            f"trainer.ema_decay={own['ema_decay']} cannot average weights under {type(strategy).__name__}: "
-            "leave it out, or choose trainer=ddp (on CPUs ddp_sim)."
+            f"trainer.ema_decay={own['ema_decay']} cannot average weights under {type(strategy).__name__}, where "
+            f"{able.no_ema}: leave it out, or choose trainer=ddp (on CPUs ddp_sim)."
         )
     return strategy

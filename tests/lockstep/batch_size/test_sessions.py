@@ -105,7 +105,7 @@ def test_a_process_that_the_kernel_kills_ran_out_of_memory(search):
 
 
 def test_nothing_fits(search):
-    with pytest.raises(UserError, match="Not even one image for each device fits into 2 GiB"):
+    with pytest.raises(UserError, match="Not even one image for each device fits into 2 GiB with model=vit_base"):
         search("\n    os._exit(77)\n", devices=1)
 
 

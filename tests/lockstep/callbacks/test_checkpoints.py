@@ -8,13 +8,8 @@ import pytest
 import torch
 
 from lockstep.callbacks.checkpoint_io import read_checkpoint
-from lockstep.callbacks.checkpoints import (
-    Checkpoints,
-    random_state,
-    set_random_state,
-    state_from_json,
-    state_to_json,
-)
+from lockstep.callbacks.checkpoints import Checkpoints
+from lockstep.callbacks.random_states import random_state, set_random_state, state_from_json, state_to_json
 from lockstep.runs.errors import UserError
 from lockstep.storage.checkpoint_files import complete, newest_whole
 from runs import run_door
@@ -91,6 +86,7 @@ def test_no_epochs_between_saves_are_refused(tmp_path):
         Checkpoints(tmp_path, every_n_epochs=0)
 
 
+@pytest.mark.slow
 def test_the_best_can_leave_the_optimizer_out_and_a_run_goes_on_from_its_last(tmp_path):
     words = ["experiment=quickstart", "run_id=r", "trainer.num_threads=1", "~callbacks.hardware", "seed=1"]
     small = ["callbacks.checkpoints.weights_only=true", "callbacks.checkpoints.every_n_epochs=5"]

@@ -35,6 +35,8 @@ class FakeNvml:
 
     NVMLError, NVMLError_NotSupported, NVMLError_NotFound = NVMLError, NotSupported, NotFound
     NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_CLOCK_MEM = 0, 1, 2
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
+    ecc_errors = 0
     NVML_ERROR_GPU_IS_LOST, NVML_ERROR_UNINITIALIZED = 15, 1
 
     def __init__(self, cards=2, mig=0):
@@ -113,6 +115,10 @@ class FakeNvml:
     def nvmlDeviceGetClockInfo(self, handle, kind):
         return {1: 1590, 2: 5000}[kind]
 
+    def nvmlDeviceGetTotalEccErrors(self, handle, kind, since):
+        assert (handle, kind, since) == ("card0", 1, 0) or self.cards > 1
+        return self.ecc_errors
+
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):
         return 0x24
 
@@ -128,8 +134,20 @@ def test_a_whole_card():
     assert gpus.read() == {
         "gpu0/utilisation_percent": 97.0, "gpu0/memory_gib": 3.0, "gpu0/power_w": 68.5, "gpu0/temperature_c": 71.0,
         "gpu0/sm_clock_mhz": 1590.0, "gpu0/memory_clock_mhz": 5000.0, "gpu0/throttle": "power-cap|sw-thermal",
+        "gpu0/ecc_errors": 0.0,
     }  # fmt: skip
     assert told == []
+
+
+def test_memory_errors_are_said_once_and_cards_without_ecc_say_nothing():
+    nvml = FakeNvml(cards=1)
+    nvml.ecc_errors = 2
+    gpus, told = reader(nvml)
+    assert [gpus.read()["gpu0/ecc_errors"] for _ in range(2)] == [2.0, 2.0]
+    assert told == ["gpu0 has memory errors that ECC could not correct: have it reset or replaced"]
+    nvml.refuse["nvmlDeviceGetTotalEccErrors"] = NotSupported(3, "Not Supported")
+    gpus, told = reader(nvml)
+    assert gpus.read()["gpu0/ecc_errors"] is None and told == []
 
 
 @pytest.mark.parametrize(
@@ -252,9 +270,9 @@ def test_a_driver_that_dies_mid_run_is_named_once_for_each_gpu():
         nvml.calls.clear()
         readings = gpus.read()
         assert readings["gpu0/memory_gib"] == 3.0
-        assert [value for name, value in readings.items() if name.startswith("gpu1/")] == [None] * 7
-    assert len(nvml.calls) == 7, "a lost GPU is not asked again: it can hang the driver"
-    assert told == ["gpu1 no longer answers (GPU is lost); its readings end here, training goes on"]
+        assert [value for name, value in readings.items() if name.startswith("gpu1/")] == [None] * 8
+    assert len(nvml.calls) == 8, "a lost GPU is not asked again: it can hang the driver"
+    assert told == ["gpu1 no longer answers (GPU is lost); its readings end here"]
     gpus.close()
 
 

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lockstep.callbacks.hardware_stats import HardwareStats, Sampler, gpus_in_use, pause_s
+from one_card import OneCard
 
 
 class Tiny(pl.LightningModule):
@@ -23,37 +24,6 @@ class Tiny(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-class OneCard:
-    """A psutil-free stand-in for GpuReader's library: one card whose memory grows."""
-
-    class NVMLError(Exception):
-        pass
-
-    NVMLError_NotSupported = type("NVMLError_NotSupported", (NVMLError,), {})
-    NVML_TEMPERATURE_GPU = NVML_CLOCK_SM = NVML_CLOCK_MEM = 0
-    used = 0
-
-    def nvmlInit(self): ...
-    def nvmlShutdown(self): ...
-
-    def __getattr__(self, name):
-        if not name.startswith("nvml"):
-            raise AttributeError(name)
-        if "Mig" in name:
-            return self._refuse
-        if name == "nvmlDeviceGetMemoryInfo":
-            OneCard.used += 2**30
-            return lambda handle: SimpleNamespace(used=OneCard.used, total=16 * 2**30)
-        if name == "nvmlDeviceGetUtilizationRates":
-            return lambda handle: SimpleNamespace(gpu=50)
-        if name == "nvmlDeviceGetName":
-            return lambda handle: "NVIDIA T4"
-        return lambda *arguments: 1
-
-    def _refuse(self, *arguments):
-        raise self.NVMLError_NotSupported("Not Supported")
 
 
 def fit(tmp_path, callback, steps=40, **trainer):

@@ -41,6 +41,15 @@ def test_ranks_wait_for_one_that_prepares_for_longer_than_the_timeout(tmp_path):
     assert done.code == 0 and done.record["steps"] == 2, done.output
 
 
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_its_own_code_is_named_and_not_the_one_that_waits(tmp_path):
+    harm = f"+callbacks.harm={{_target_: rank_faults.Harmed, how: hangs, flag: {tmp_path / 'flag'}}}"
+    done = run_door("train", "experiment=quickstart", "trainer=ddp_sim", "trainer.timeout_s=5", harm, logs=tmp_path)
+    error = done.record["error"]
+    assert done.code == 1 and (error["rank"], error["phase"]) == (1, "training"), done.output
+    assert "the others have waited for it for" in error["message"] and "in hangs" in error["message"]
+
+
 class Store(dict):
     def check(self, keys):
         return all(key in self for key in keys)

@@ -43,6 +43,13 @@ def test_validation_starts_again_from_its_first_batch():
     assert counts(found["epoch_loop.val_loop.batch_progress"]) == (1, 1, 0, 0)
 
 
+def test_a_validation_within_an_epoch_starts_again_and_the_epoch_goes_on():
+    found = state(VALIDATION, 8, accumulate=2)
+    assert counts(found["epoch_loop.batch_progress"]) == (16, 16, 16, 16)
+    assert not found["epoch_loop.batch_progress"]["is_last_batch"]
+    assert counts(found["epoch_loop.val_loop.batch_progress"]) == (1, 1, 0, 0)
+
+
 def test_an_ended_epoch_begins_the_next_one():
     found = state(EPOCH_END, 20)
     assert counts(found["epoch_progress"]) == (3, 3, 3, 3)

@@ -1,8 +1,9 @@
 """What is composed from a command line, and the sentence where that cannot be."""
 
 import pytest
+import yaml
 
-from lockstep.config.compose import compose, plain
+from lockstep.config.compose import CONFIGS, compose, plain
 from lockstep.launch.plan import chosen_how
 from lockstep.runs.errors import UserError
 
@@ -57,3 +58,48 @@ def test_hydra_leaves_logging_alone():
     """Its own "disabled" would take our handler away, and a sweep would say nothing."""
     hydra = compose("train", []).hydra
     assert hydra.job_logging.root is None and hydra.hydra_logging.root is None
+
+
+def test_without_a_word_it_is_the_assignments_recipe():
+    bare, recipe = compose("train", []), compose("train", ["experiment=vit_ddp"])
+    assert (bare.hydra.runtime.choices.model, bare.hydra.runtime.choices.data) == ("vit", "cifar10")
+    ours, theirs = plain(bare), plain(recipe)
+    ddp = plain(compose("train", ["trainer=ddp"]))["trainer"]
+    of_recipe = {"experiment_name": "vit_ddp", "logbook": "keep", "trainer": ddp}
+    assert (ours["data"].pop("mean"), theirs["data"].pop("mean")) == ("auto", 0.5), "as the weights say: 0.5"
+    assert (ours["data"].pop("std"), theirs["data"].pop("std")) == ("auto", 0.5)
+    assert {**ours, **of_recipe} == theirs
+    assert ours["data"]["image_size"] == 224 and ours["trainer"]["accelerator"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["data=digits", "model=small_cnn"], "data.image_size", 8),
+        (["data=digits", "model=small_cnn"], "trainer.max_epochs", 10),
+        (["data=cifar10", "model=airbench"], "data.image_size", 32),
+        (["data=cifar10", "model=airbench"], "optimizer.lr", 1e-3),
+        (["optimizer=sgd"], "optimizer.lr", 0.1),
+        (["optimizer=sgd"], "data.image_size", 224),
+        (["scheduler=none"], "scheduler", None),
+        (["scheduler=linear"], "scheduler.warmup_epochs", 0.0),
+        (["optimizer.lr=0.5", "trainer.max_epochs=2"], "optimizer.lr", 0.5),
+        (["scheduler.warmup_epochs=0.5", "data.mean=[0.1,0.2,0.3]"], "scheduler.warmup_epochs", 0.5),
+    ],
+)
+def test_what_fits_two_options_is_gone_with_either(words, key, value):
+    found = plain(compose("train", words))
+    for part in key.split("."):
+        found = found[part]
+    assert found == value
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_experiment_leaves_no_part_of_its_recipe_to_the_defaults(path):
+    stated = set()
+    while path:
+        listed = yaml.safe_load(path.read_text())["defaults"]
+        stated |= {key.removeprefix("override /") for entry in listed if isinstance(entry, dict) for key in entry}
+        parent = next((entry for entry in listed if isinstance(entry, str)), None)
+        path = parent and path.with_name(f"{parent}.yaml")
+    assert stated >= {"data", "model", "optimizer", "scheduler"}

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lockstep.config import sweep
-from lockstep.config.sweep import CODES, ExitCodes, Job, ranking, run_job
+from lockstep.config.sweep import CODES, ExitCodes, Job, means, ranking, run_job
 
 
 @pytest.fixture
@@ -96,6 +96,23 @@ def test_a_sweep_ends_with_its_ranking_failed_jobs_last():
     ]
     lowest = ranking(jobs, "night", "val/loss", minimize=True)
     assert lowest[0] == "3 jobs by val/loss, the lowest first:" and lowest[1].endswith("seed=1  night_0")
+
+
+def folds(rate, values, code=0):
+    words = ("experiment=kfold", f"optimizer.lr={rate}")
+    return [Job(n, code, (*words, f"data.fold={n}"), v, v - 0.25) for n, v in enumerate(values)]
+
+
+def test_folds_and_seeds_of_one_configuration_are_averaged():
+    jobs = [*folds(0.1, [0.5, 0.75, 1.0]), *folds(0.2, [0.5, 0.5])]
+    assert means(jobs, "val/acc") == [
+        "mean ± standard deviation over folds and seeds:",
+        "  val/acc 0.75 ± 0.25 · test/acc 0.5 ± 0.25 · 3 jobs · optimizer.lr=0.1",
+        "  val/acc 0.5 ± 0 · test/acc 0.25 ± 0 · 2 jobs · optimizer.lr=0.2",
+    ]
+    assert means([Job(0, 0, ("optimizer.lr=1",), 0.5), Job(1, 0, ("optimizer.lr=2",), 0.7)], "val/acc") == []
+    failed = [*folds(0.1, [0.5, float("nan")]), *folds(0.2, [0.5, 1.0])]
+    assert len(means(failed, "val/acc")) == 2, "of five folds four are no mean of five"
 
 
 def test_a_long_ranking_is_cut():

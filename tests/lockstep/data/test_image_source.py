@@ -9,7 +9,8 @@ from PIL import Image
 from augmentations.rand_augment import RandAugment
 from lockstep.data.framing import Framing
 from lockstep.data.image_array import Layout
-from lockstep.data.image_source import InArray, InFiles, as_stored, augmented
+from lockstep.data.image_source import InArray, InPlaces, as_stored, augmented
+from lockstep.data.places import Places, stats_of
 
 FRAMING = Framing(8, 8, fit="squash")
 
@@ -18,7 +19,9 @@ FRAMING = Framing(8, 8, fit="squash")
 def source(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (20, 12, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "x.png")
-    return InFiles([tmp_path / "x.png"], 3)
+    (tmp_path / "kept").mkdir()
+    Places.of_files(tmp_path, ["x.png"], stats_of(tmp_path, ["x.png"])).save(tmp_path / "kept")
+    return InPlaces(tmp_path / "kept", tmp_path, tmp_path / "list", 3, 1000)
 
 
 @pytest.mark.parametrize("grey", [False, True])
@@ -32,7 +35,7 @@ def test_an_image_of_the_array_is_what_was_stored(grey, tmp_path):
 
 def test_what_a_worker_gets_survives_being_sent_to_a_process_that_was_not_forked(source):
     """Python 3.14 forks no workers by itself; where CUDA runs, a fork server starts them."""
-    for make in (as_stored(source, FRAMING.square, 8), augmented(source, RandAugment().pipeline(FRAMING))):
+    for make in (as_stored(source, FRAMING, 8), augmented(source, RandAugment().pipeline(FRAMING))):
         again = pickle.loads(pickle.dumps(make))
         assert make(0, 7).shape == (8, 8, 3) and np.array_equal(again(0, 7), make(0, 7))
 

@@ -70,6 +70,7 @@ def meets(here, secret_of_last):
         return type(error).__name__, str(error)
 
 
+@pytest.mark.slow
 def test_gloo_meets_through_it_for_groups_of_groups_too():
     assert run_ranks(meets, 3, SECRET) == [6.0, 6.0, 3.0]
 

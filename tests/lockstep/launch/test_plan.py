@@ -27,6 +27,7 @@ from lockstep.runs.batch import Batch
 from lockstep.runs.config import read_only, writable
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
+from lockstep.runs.record import RunRecord, write_record
 
 WORDS = ["experiment=quickstart", "trainer=ddp_sim"]
 
@@ -158,3 +159,50 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path):
 def test_a_node_that_has_joined_says_where_the_output_is(tmp_path):
     plan = replace(plan_of(tmp_path / "r"), cluster=Cluster("none", 2, 1, 1, None, "10.0.0.1", 29500))
     assert joined_line(plan) == "node 1 of 2 (counted from 0) joined run r; output is on node 0"
+
+
+def leave_record(folder, **fields):
+    write_record(RunFolder(folder).record, RunRecord(**fields))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "words", "wanted"),
+    [
+        ({"per_device_batch_size": 32}, [], Batch(64, 32, 1)),
+        ({"per_device_batch_size": 32}, ["trainer.devices=1"], Batch(64, 32, 2)),
+        ({"per_device_batch_size": 16, "per_device_batch_limit": 32}, ["trainer.devices=1"], Batch(64, 32, 2)),
+        ({"per_device_batch_size": 16, "per_device_batch_limit": 16}, ["trainer.devices=8"], Batch(64, 8, 1)),
+        ({"per_device_batch_size": 16}, ["trainer.devices=1", "trainer.accumulate_grad_batches=1"], Batch(64, 64, 1)),
+        ({}, ["trainer.devices=1"], Batch(64, 64, 1)),  # of a record that says nothing
+    ],
+)
+def test_a_run_that_goes_on_keeps_what_its_devices_take_and_what_is_stated_now_holds(tmp_path, fields, words, wanted):
+    assert plan_of(leave_record(tmp_path, **fields), "resume=auto", "run_id=r", *words).batch == wanted
+
+
+def test_ranks_that_do_not_divide_the_batch_of_a_run_are_refused(tmp_path):
+    folder = leave_record(tmp_path, per_device_batch_size=32)
+    with pytest.raises(UserError, match="does not divide over 3 ranks: .* 2 and 4"):
+        plan_of(folder, "resume=auto", "run_id=r", "trainer.devices=3")
+    with pytest.raises(UserError, match="into 4 ranks × 3 accumulated"):
+        plan_of(folder, "resume=auto", "run_id=r", "trainer.devices=4", "trainer.accumulate_grad_batches=3")
+
+
+def test_another_node_that_does_not_know_the_run_waits_for_what_node_0_says(tmp_path):
+    words = [*WORDS, "resume=auto", "run_id=r"]
+    config = config_of(*words)
+    cluster = Cluster("nodes", 2, 2, 1, None, "127.0.0.1", 29500)
+    config = read_only({**writable(config), "trainer": {**writable(config)["trainer"], "accumulate_grad_batches": 3}})
+    assert make_plan(config, cluster, "cpu", RunFolder(tmp_path), {}, None)[0].batch == Batch(64, 16, 1)
+    with pytest.raises(UserError, match="does not divide"):
+        make_plan(config, replace(cluster, node_rank=0), "cpu", RunFolder(tmp_path), {}, None)
+
+
+def test_the_largest_batch_that_a_run_was_started_with_is_cut_for_the_ranks_of_now(tmp_path):
+    leave_record(tmp_path, per_device_batch_size=24)
+    (tmp_path / "config.yaml").write_text("data: {global_batch_size: 96}\nmodel: {}\ntrainer: {}\n")
+    plan = plan_of(
+        tmp_path, "data.global_batch_size=max", "trainer.devices=1", "resume=auto", "run_id=r", find_largest=print
+    )
+    assert plan.batch == Batch(96, 24, 4)

@@ -52,13 +52,13 @@ def test_resume_composes_from_the_runs_own_words(tmp_path, capsys):
         "The run's own options: experiment=quickstart trainer=fsdp_sim trainer.sharded_checkpoint=true\n"
     )
     assert resumed(tmp_path, "resume=auto", "run_id=r")["trainer"]["max_epochs"] == 7
-    assert resumed(tmp_path, "run_id=r")["trainer"]["max_epochs"] == 10
+    assert resumed(tmp_path, "run_id=r")["trainer"]["max_epochs"] == 26
 
 
 def test_a_node_without_the_record_goes_by_its_own_config_and_one_without_that_by_the_command_line(tmp_path):
     leave_run(tmp_path, "r", ["trainer.max_epochs=7"], record=False, name="config-node1.yaml")
     assert resumed(tmp_path, "resume=r")["trainer"]["max_epochs"] == 7
-    assert resumed(tmp_path, "resume=other")["trainer"]["max_epochs"] == 10
+    assert resumed(tmp_path, "resume=other")["trainer"]["max_epochs"] == 26
 
 
 def test_a_launcher_that_says_how_many_ranks_there_are_is_believed(tmp_path, monkeypatch):
@@ -68,6 +68,12 @@ def test_a_launcher_that_says_how_many_ranks_there_are_is_believed(tmp_path, mon
         monkeypatch.setenv(name, value)
     trainer = resumed(tmp_path, "resume=r")["trainer"]
     assert trainer["devices"] != 4 and trainer["num_nodes"] != 2
+
+
+def test_accumulation_is_not_kept_it_follows_the_ranks(tmp_path):
+    leave_run(tmp_path, "r", ["trainer=ddp_sim", "trainer.accumulate_grad_batches=4", "trainer.max_epochs=7"])
+    trainer = resumed(tmp_path, "resume=r")["trainer"]
+    assert (trainer["accumulate_grad_batches"], trainer["max_epochs"]) == (1, 7)
 
 
 def test_another_trainer_has_devices_of_its_own(tmp_path):
@@ -163,3 +169,45 @@ def test_nonsense_in_the_bucket_is_refused_in_a_sentence(nonsense, tmp_path):
     config.write_text(nonsense)
     with pytest.raises(UserError, match="from-bucket/config.yaml"):
         resumed(tmp_path, "resume=r")
+
+
+OF_DIGITS = {"data": "digits", "model": "small_cnn"}
+
+
+def leave_old_run(logs, run_id, typed, at_start=(), choices=OF_DIGITS):
+    """As a version left it whose defaults were digits and a small CNN."""
+    cfg = compose("train", [*(f"{group}={name}" for group, name in choices.items()), *typed, *at_start])
+    folder = logs / "train" / "runs" / run_id
+    folder.mkdir(parents=True)
+    own = {**plain(cfg), "choices": dict(chosen_options(cfg)), "overrides": typed}
+    (folder / "run.json").write_text("{}")
+    (folder / "config.yaml").write_text(signed(yaml.safe_dump(own), folder / "config.yaml", logs))
+    (folder / "defaults.yaml").write_text(yaml.safe_dump({"choices": OF_DIGITS}))
+    return own
+
+
+def test_a_run_of_other_defaults_goes_on_with_its_own(tmp_path):
+    old = leave_old_run(tmp_path, "r", ["trainer=ddp_sim", "optimizer.lr=0.5"])
+    now = resumed(tmp_path, "resume=r", "trainer.max_epochs=20")
+    assert now["trainer"].pop("max_epochs") == 20 and old["trainer"].pop("max_epochs") == 10
+    same = ("data", "model", "optimizer", "scheduler", "trainer", "classifier", "augmentation")
+    assert {key: now[key] for key in same} == {key: old[key] for key in same}
+    assert resumed(tmp_path, "resume=r", "data=synthetic")["data"]["name"] == "synthetic", "what is said now wins"
+
+
+def test_a_vit_of_before_keeps_its_image_size_epochs_and_rate(tmp_path):
+    before = ["data.image_size=32", "data.resize=null", "trainer.max_epochs=10", "optimizer.lr=0.001",
+              "scheduler.warmup_epochs=0.0"]  # fmt: skip
+    typed = ["model=vit", "data=cifar10", "trainer=ddp_sim"]
+    old = leave_old_run(tmp_path, "r", typed, before, {})
+    now = resumed(tmp_path, "resume=r")
+    for key in ("data", "model", "optimizer", "scheduler", "trainer", "classifier"):
+        assert now[key] == old[key], key
+
+
+def test_a_run_of_todays_defaults_is_told_nothing_more(tmp_path, capsys):
+    leave_old_run(tmp_path, "r", ["trainer=ddp_sim"], choices={})
+    defaults = dict(chosen_options(compose("train", [])))
+    (tmp_path / "train/runs/r/defaults.yaml").write_text(yaml.safe_dump({"choices": defaults}))
+    resumed(tmp_path, "resume=r")
+    assert capsys.readouterr().out == "The run's own options: trainer=ddp_sim\n"

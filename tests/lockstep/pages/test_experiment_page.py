@@ -59,6 +59,15 @@ def test_a_resumed_run_s_hardware_is_that_of_all_its_starts():
     assert "| 10 | – | – | `python src/train.py resume=run-1` |" in restarts_block(twice)
 
 
+def test_a_restart_on_other_ranks_says_on_how_many():
+    at = "2026-11-20T20:20:00Z"
+    same = {"at": at, "resumed_step": 10, "previous_world_size": 2, "world_size": 2, "num_nodes": 1}
+    other = {**same, "resumed_step": 20, "world_size": 4, "num_nodes": 2}
+    assert "ranks" not in restarts_block(entry_of(restarts=[same]))
+    shown = restarts_block(entry_of(restarts=[same, other]))
+    assert f"| {at} | 10 | – | – | 2 |" in shown and f"| {at} | 20 | – | – | 2 → 4 on 2 nodes |" in shown
+
+
 def test_nodes_of_one_host_are_counted():
     hosts = [{"node_rank": 0, "host": "vm"}, {"node_rank": 1, "host": "vm"}]
     assert summary(entry_of(hosts=hosts, launcher="none", versions={}))["Started on"] == "`vm (2 nodes)`"

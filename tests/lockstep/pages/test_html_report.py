@@ -174,6 +174,7 @@ def test_curves_are_drawn_zoomed_and_shown_whole_again(browser, report):
         opened.assert_quiet()
 
 
+@pytest.mark.slow
 def test_it_opens_from_s3(browser, logbook, monkeypatch):
     """As a page and not as a download, by a link that its owner has signed."""
     store = shared_store()

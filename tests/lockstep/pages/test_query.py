@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import sys
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -85,16 +86,16 @@ def test_what_is_no_condition_is_one_sentence(logbook, where, sort, said):
 
 
 def test_a_whole_number_too_large_for_sql_is_compared_as_a_float():
-    table = module.in_memory([{"n": 2**70}], ["n"])
-    assert table.execute("SELECT number FROM runs WHERE n > 1e21").fetchall() == [(0,)]
+    with closing(module.in_memory([{"n": 2**70}], ["n"])) as table:
+        assert table.execute("SELECT number FROM runs WHERE n > 1e21").fetchall() == [(0,)]
 
 
 def test_nothing_but_reading_is_allowed():
-    table = module.in_memory([{"run_id": "a"}], ["run_id"])
-    assert table.execute("SELECT run_id FROM runs").fetchall() == [("a",)]
-    for sql in ("ATTACH ':memory:' AS x", "PRAGMA user_version", "DELETE FROM runs", "CREATE TABLE x (y)"):
-        with pytest.raises(module.sqlite3.DatabaseError, match="not authorized"):
-            table.execute(sql)
+    with closing(module.in_memory([{"run_id": "a"}], ["run_id"])) as table:
+        assert table.execute("SELECT run_id FROM runs").fetchall() == [("a",)]
+        for sql in ("ATTACH ':memory:' AS x", "PRAGMA user_version", "DELETE FROM runs", "CREATE TABLE x (y)"):
+            with pytest.raises(module.sqlite3.DatabaseError, match="not authorized"):
+                table.execute(sql)
 
 
 def test_records_keep_their_types_and_columns_that_none_has_are_left_out(logbook):

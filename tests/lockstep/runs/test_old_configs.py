@@ -78,7 +78,8 @@ def test_images_of_old_runs_go_on_as_they_were_trained():
     old = {"model": OLD["small_cnn"], "data": data, "choices": {"data": "image_folder"},
            "overrides": ["data=image_folder", "data.std=[0.5]"]}  # fmt: skip
     found = today(old)
-    assert found["data"] == {**data, "fit": "squash", "crop_pct": 1.0, "interpolation": "bilinear"}
+    same = {"fit": "squash", "crop_pct": 1.0, "interpolation": "bilinear", "fold": None, "num_folds": None}
+    assert found["data"] == {**data, **same}
     assert found["augmentation"] == yaml.safe_load((CONFIGS / "augmentation" / "crop_flip.yaml").read_text())
     assert found["choices"] == {"data": "image_folder", "augmentation": "crop_flip", "model": None}
     assert found["overrides"] == [

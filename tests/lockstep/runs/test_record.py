@@ -179,3 +179,20 @@ def test_no_price_no_cost():
 def test_a_run_that_is_made_longer_was_not_down_in_between():
     made_longer = run(restarts=[Restart(lost_steps=0, idle_s=1800.0)])
     assert running_seconds(made_longer) == 5400 and goodput(made_longer) == Goodput(steps=1.0, wall=1.0)
+
+
+def test_a_restart_tells_the_ranks_of_then_and_now_and_the_limit_is_that_of_the_first_start_or_of_what_was_stated():
+    def of(ranks, per_device, *words):
+        return RunRecord(
+            world_size=ranks, num_nodes=1, per_device_batch_size=per_device, per_device_batch_limit=per_device,
+            overrides=list(words),
+        )  # fmt: skip
+
+    more = continued(of(2, 32), of(4, 16), step=3, checkpoint="a")
+    [entry] = more.restarts
+    assert (entry.previous_world_size, entry.world_size, entry.num_nodes, entry.per_device_batch_size) == (2, 4, 1, 16)
+    assert (more.world_size, more.per_device_batch_size, more.per_device_batch_limit) == (4, 16, 32)
+    again = continued(more, of(1, 8, "trainer.accumulate_grad_batches=8"), step=5, checkpoint="b")
+    assert [each.world_size for each in again.restarts] == [4, 1] and again.per_device_batch_limit == 8
+    older = RunRecord(per_device_batch_size=32)  # of a version that knew no limit
+    assert continued(older, of(4, 16), step=3, checkpoint="a").per_device_batch_limit == 32

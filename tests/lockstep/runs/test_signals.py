@@ -58,13 +58,13 @@ def test_in_an_import_it_is_raised_behind_the_import(tmp_path):
 signals.raise_on_signal(Stop, signal.SIGINT)
 try:
     import slow
-    time.sleep(10)
+    time.sleep(90)
 except Stop as stop:
     print("raised", stop)
 """
     began = time.monotonic()
     assert run(body, tmp_path).stdout == "imported\nraised SIGINT\nwent on\n"
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 60
 
 
 def test_who_takes_over_hears_of_it_and_nothing_is_raised_any_more(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.callbacks.checkpoint_io import read_checkpoint
-from lockstep.callbacks.checkpoints import random_state
+from lockstep.callbacks.random_states import random_state
 from lockstep.runs.errors import UserError
 from lockstep.storage.checkpoint_content import check_plain, checked_checkpoint, refused
 from lockstep.storage.torch_zip import NotSafe

@@ -273,6 +273,7 @@ def test_a_store_that_is_killed_in_the_middle_and_comes_back(tmp_path, monkeypat
         assert not list(setting.store.parts.unfinished("")), "no orphan part"
         assert any("next try in 0.3 s, at " in line for line in said.messages)
         assert all("store" in line for line in said.messages)
+        uploader.stop()  # or it tries this store again, line by line, as long as the tests run
 
 
 def test_delays_grow_and_start_again_after_a_success(setting, monkeypatch, said):

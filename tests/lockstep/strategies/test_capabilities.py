@@ -40,5 +40,5 @@ def test_strategies_of_several_devices_say_so():
 )
 def test_every_strategy_answers_for_itself(name, ema, compile, scales, bf16):
     able = capabilities(made(name if name.startswith("lightning") else f"lockstep.strategies.{name}"))
-    assert (able.supports_ema, able.supports_compile, able.scales_losses) == (ema, compile, scales)
+    assert (not able.no_ema, able.supports_compile, able.scales_losses) == (ema, compile, scales)
     assert type(able.precision_for("bf16-mixed", "cpu")).__name__ == bf16

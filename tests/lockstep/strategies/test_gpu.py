@@ -46,8 +46,7 @@ def test_offloaded_shards_stay_in_cpu_memory_and_clipping_reduces_there():
 
 
 def test_shards_and_checkpointed_activations_fit_together():
-    own = {"activation_checkpointing": True}
-    found = ranks("fsdp", 1, device=GPU, precision="bf16-mixed", own=own)
+    found = ranks("fsdp", 1, device=GPU, precision="bf16-mixed", recompute=True)
     np.testing.assert_allclose(mean_losses(found), one(precision="32-true")["losses"], rtol=2e-2)
 
 

@@ -14,27 +14,27 @@ from lockstep.strategies.precision import precision_for
 from lockstep.strategies.sharded import Sharded
 from strategy_runs import adamw, difference, fit, mean_losses, one, ranks, ranks_all, sgd, worst
 
-SETTINGS = {
-    (2, 1): [
-        {},
-        {"accumulate": 2},
-        {"clip": 0.5},
-        {"optimizer": adamw},
-        {"optimizer": partial(adamw, fused=True), "clip": 0.5},
-        {"optimizer": partial(adamw, foreach=True)},
-        {"optimizer": partial(sgd, foreach=True)},
-        {"batch_norm": True, "sync_batchnorm": True},
-        {"own": {"activation_checkpointing": True}},
-        {"own": {"reshard_after_forward": False}},
+WITHIN = {"own": {"shard_within_node": True}}
+BASIC = [{}, {"accumulate": 2}, {"clip": 0.5}, {"optimizer": adamw}, {"batch_norm": True, "sync_batchnorm": True}]
+FURTHER = [
+    {"optimizer": partial(adamw, fused=True), "clip": 0.5},
+    {"optimizer": partial(adamw, foreach=True)},
+    {"optimizer": partial(sgd, foreach=True)},
+    {"recompute": True},
+    {"own": {"reshard_after_forward": False}},
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "nodes", "every"),
+    [
+        (2, 1, BASIC),
+        pytest.param(2, 1, FURTHER, marks=pytest.mark.slow),
+        pytest.param(4, 1, [{}, {"accumulate": 2}], marks=pytest.mark.slow),
+        pytest.param(4, 2, [WITHIN, {**WITHIN, "accumulate": 2, "clip": 0.5}], marks=pytest.mark.slow),
     ],
-    (4, 1): [{}, {"accumulate": 2}],
-    (4, 2): [{"own": {"shard_within_node": True}}, {"own": {"shard_within_node": True}, "accumulate": 2, "clip": 0.5}],
-}
-
-
-@pytest.mark.parametrize(("world_size", "nodes"), [(2, 1), pytest.param(4, 1, marks=pytest.mark.slow), (4, 2)])
-def test_equals_one_process_in_float64(world_size, nodes):
-    every = SETTINGS[world_size, nodes]
+)
+def test_equals_one_process_in_float64(world_size, nodes, every):
     for settings, found in zip(every, ranks_all(world_size, [("fsdp", s) for s in every], nodes), strict=True):
         same = {key: settings[key] for key in ("clip", "optimizer", "batch_norm") if key in settings}
         assert difference(found, one(**same), settings.get("accumulate", 1)) < 1e-12, settings
@@ -128,17 +128,8 @@ class Scalar(nn.Module):
         self.temperature = nn.Parameter(torch.tensor(1.0))
 
 
-class Norms(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.BatchNorm1d(3)])
-
-
 def test_what_cannot_be_sharded_is_said_before_it_begins():
     with pytest.raises(UserError, match="temperature is a scalar.*trainer=ddp"):
-        Sharded()._check(Scalar(), [])
-    net = Norms()
-    with pytest.raises(UserError, match="activation_checkpointing"):
-        Sharded(activation_checkpointing=True)._check(net, list(net.blocks))
+        Sharded()._check(Scalar())
     with pytest.raises(UserError, match="precision=8-bit is unknown.*bf16-mixed"):
         precision_for("8-bit", "cpu")

@@ -45,6 +45,20 @@ def test_bce_is_the_mean_over_classes_and_its_probability_the_sigmoid():
     assert torch.equal(probabilities_of(nn.CrossEntropyLoss(), LOGITS), LOGITS.softmax(1))
 
 
+def test_bce_counts_the_classes_of_a_mixed_image_whole_from_a_share_on():
+    for threshold, share in ((0.0, 1.0), (0.2, 1.0), (0.5, 0.0)):
+        own = BinaryCrossEntropy(3, COUNTS, target_threshold=threshold)
+        timms = timm.loss.BinaryCrossEntropy(smoothing=0.0, target_threshold=threshold, reduction="none")
+        torch.testing.assert_close(own(LOGITS, MIXED), timms(LOGITS, MIXED).mean(1))
+        whole = F.one_hot(LABELS, 3).double() + share * F.one_hot(LABELS.flip(0), 3)
+        torch.testing.assert_close(own(LOGITS, MIXED), F.binary_cross_entropy_with_logits(
+            LOGITS, whole.clamp(max=1), reduction="none").mean(1))  # fmt: skip
+        assert torch.equal(own(LOGITS, LABELS), BinaryCrossEntropy(3, COUNTS)(LOGITS, LABELS))
+        assert torch.equal(own.eval()(LOGITS, MIXED), BinaryCrossEntropy(3, COUNTS)(LOGITS, MIXED))
+    with pytest.raises(UserError, match="loss.target_threshold=1.0"):
+        BinaryCrossEntropy(3, COUNTS, target_threshold=1.0)
+
+
 @pytest.mark.parametrize("cls", [CrossEntropy, BinaryCrossEntropy, Focal])
 def test_weights_of_classes_count_in_training_alone(cls):
     plain, auto = cls(3, COUNTS), cls(3, COUNTS, class_weights="auto")

@@ -92,7 +92,8 @@ def shared(here, top, owner, shards):
                                              restarts=[], command="then"))  # fmt: skip
         point = ResumePoint(50, str(path))
     join(here, CPU, 30.0, None)
-    plan = share_checkpoint(RunPlan({}, {}, (), here, "cpu", folder, Batch(2, 1, 1), resume=point))
+    batch = Batch(8, 1, 2) if here.node_rank == owner else Batch(8, 2, 1)  # it alone knows what its devices take
+    plan = share_checkpoint(RunPlan({}, {}, (), here, "cpu", folder, batch, resume=point))
     return plan, measure(Path(plan.checkpoint)).sha256
 
 
@@ -101,7 +102,7 @@ def shared(here, top, owner, shards):
 def test_nodes_without_the_newest_checkpoint_get_its_bytes(tmp_path, owner, shards):
     answers = run_ranks(shared, 4, str(tmp_path), owner, shards, num_nodes=2)
     assert len({sha256 for _, sha256 in answers}) == 1
-    assert [plan.resume_step for plan, _ in answers] == [50] * 4
+    assert [(plan.resume_step, plan.batch) for plan, _ in answers] == [(50, Batch(8, 1, 2))] * 4
     for rank, (plan, _) in enumerate(answers):
         node = rank // 2
         parent = "checkpoints" if node == owner else "from-rank-0"
@@ -111,6 +112,14 @@ def test_nodes_without_the_newest_checkpoint_get_its_bytes(tmp_path, owner, shar
     if owner == 1:
         assert record.started_at == "2026-11-20T10:00:00Z"
         assert record.restarts[0].resumed_step == 50 and record.restarts[0].lost_steps == 5
+        assert record.per_device_batch_size == record.restarts[0].per_device_batch_size == 1
+
+
+@pytest.mark.parametrize("said", [None, 0, "2"])
+def test_an_accumulation_of_another_form_is_refused(said, monkeypatch):
+    monkeypatch.setattr(module, "broadcast_json", lambda *_: said)
+    with pytest.raises(RuntimeError, match="a rank accumulates"):
+        module._with_batch_of(RunPlan({}, {}, (), None, "cpu", None, Batch(8, 2, 1)), 0)
 
 
 def torn(here, top, steps, lost):

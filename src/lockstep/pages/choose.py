@@ -1,0 +1,80 @@
+"""Which run is meant by a word of the command line: a run id, a part of one, a run folder, the name of a note."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.pages import reproduce
+from lockstep.pages.build import build, known_runs, run_folders_under
+from lockstep.pages.entry import Entry
+from lockstep.pages.page_set import load_entries
+from lockstep.runs.errors import UserError
+from lockstep.runs.folder import RunFolder
+from lockstep.runs.provenance import REPOSITORY
+from lockstep.runs.record import read_json
+
+
+def one_folder(logs: Path, word: str) -> Path:
+    """
+    Raises:
+        UserError: no such run, or more than one.
+    """
+    if RunFolder(Path(word)).record.exists():
+        return Path(word).resolve()
+    folders = run_folders_under(logs)
+    exact = [folder for folder in folders if folder.name == word]
+    found = exact or [folder for folder in folders if word in folder.name]
+    return only_one(found, word, [folder.name for folder in folders], str(logs))
+
+
+def chosen_runs(words: Sequence[str], logs: Path, logbook: Path) -> list[Entry]:
+    """The entries of the runs named on the command line, in that order; takes them in from logs/ where need be.
+
+    Raises:
+        UserError: no such run, or more than one.
+    """
+    known = known_runs(logbook)
+    given = [Path(word).resolve() for word in words if RunFolder(Path(word)).record.exists()]
+    names = [Path(word).name if Path(word).resolve() in given else word for word in words]
+    folders = {path.name: path for path in [*run_folders_under(logs), *given]}
+    asked = {name for name in folders for word in names if word in name}
+    newer = [
+        folders[name]
+        for name in sorted(asked)
+        if known.get(name, "") != str(read_json(folders[name] / "run.json").get("updated_at"))
+    ]
+    if newer:
+        build(logbook, newer)
+    entries = load_entries(logbook)
+    return [one_run(entries, name) for name in names]
+
+
+def one_run(entries: list[Any], word: str) -> Any:
+    exact = [entry for entry in entries if word == entry.run_id]
+    named = [entry for entry in entries if word == entry.note.name]
+    partly = [entry for entry in entries if word in entry.run_id]
+    return only_one(exact or named or partly, word, [entry.run_id for entry in entries], "The logbook")
+
+
+def only_one(found: list[Any], word: str, run_ids: list[str], place: str) -> Any:
+    """
+    Args:
+        run_ids: of all runs, oldest first.
+    Raises:
+        UserError: `found` holds none, or more than one.
+    """
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f"{word!r} means {len(found)} runs: give more of the run id.")
+    newest = ", ".join(run_ids[-3:]) or "there are none yet"
+    raise UserError(f"{place} has no run {word!r}; the newest are: {newest}.")
+
+
+def original_of(word: str, logs: Path, logbook: Path) -> reproduce.Original:
+    """The run of logs/, and where that has none of the name, of the logbook."""
+    try:
+        return reproduce.from_folder(RunFolder(one_folder(logs, word)), logs, REPOSITORY)
+    except UserError:
+        entry = one_run(load_entries(logbook), word)
+        return reproduce.from_logbook(logbook, entry.run_id, REPOSITORY)

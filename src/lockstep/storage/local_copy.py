@@ -1,0 +1,263 @@
+"""What a bucket holds below a prefix, as files on this node's disk: fetched once, whole, and shared by all its ranks.
+
+    root = local_copy("s3://bucket/photographs", {}, Path("data/cache"), {".jpg", ".png"})
+
+The manifest (names, sizes, ETags) is written before the files: a file that lies there is the object that it lists. A
+copy that was broken off goes on at the next start, within a file too.
+"""
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from lockstep.runs.errors import UserError
+from lockstep.runs.files import NO_LOCKS, locked_file, write_atomically
+from lockstep.runs.foreign_files import read_json
+from lockstep.runs.full_disk import full_disk_named
+from lockstep.storage.background import in_parallel
+from lockstep.storage.object_store import StoreError
+from lockstep.storage.s3 import S3Store
+from lockstep.storage.s3_options import options_from, parse_uri
+
+log = logging.getLogger(__name__)
+
+MANIFEST, FILES, PART = "manifest.json", "files", ".part"
+MAX_MANIFEST_BYTES = 2**30
+ALONE = (".tar", ".parquet")  # a root that ends so is this one object
+TABLE = ".csv"  # of such a root the whole folder: images lie beside the table
+THREADS = 8
+DELAYS_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0, 30.0, 30.0, 30.0)  # between tries that bring no new byte
+SPEAK_INTERVAL_S = 30.0
+SETTLED_S = 10.0  # after so long a file system's time tells changes apart
+GIB = 2**30
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An object: its name below the prefix, bytes, and ETag, which changes with the content."""
+
+    name: str
+    size: int
+    etag: str
+
+
+def local_copy(
+    uri: str, s3: Mapping[str, Any], cache: Path, endings: Collection[str], limit_gib: float | None = None
+) -> Path:
+    """The folder, or the file, on this disk that is as what `uri` names.
+
+    Args:
+        uri: s3://bucket/prefix, or one object that ends with .tar, .parquet or .csv.
+        s3: the config group (endpoint_url and so on); its uri is not used.
+        cache: where copies lie.
+        endings: of the objects that are wanted, in lower case; others are left where they are.
+        limit_gib: of the whole copy; None: what the disk has free.
+    Raises:
+        UserError: it cannot be read, holds nothing that is wanted, is too large, or changed meanwhile.
+    """
+    bucket, key = parse_uri(uri)
+    digest = hashlib.sha256(f"{s3.get('endpoint_url')} {uri}".encode()).hexdigest()
+    folder = cache / f"bucket-{digest[:16]}"
+    try:
+        store = S3Store(options_from(s3, f"s3://{bucket}"))
+        with locked_file(folder.with_name(f"{folder.name}.lock"), required=True):
+            return Copy(uri, store, key.rstrip("/"), folder).made(endings, limit_gib)
+    except StoreError as error:
+        raise UserError(f"{uri} cannot be read: {str(error).replace('s3.uri', 'data.root')}.") from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        raise UserError(f"{cache} cannot lock files: give data.cache_dir=FOLDER on a local disk that can.") from None
+
+
+class Copy:
+    """
+    Args:
+        key: the prefix without its last slash, or one object.
+        folder: holds the manifest and the files; whoever uses it has its lock.
+    """
+
+    def __init__(self, uri: str, store: S3Store, key: str, folder: Path) -> None:
+        self.uri, self.store, self.folder = uri, store, folder
+        parent, _, self.file = key.rpartition("/") if key.endswith((*ALONE, TABLE)) else (key, "", "")
+        self.prefix = f"{parent}/" if parent else ""
+
+    def made(self, endings: Collection[str], limit_gib: float | None) -> Path:
+        before = self._manifest()
+        entries = before if self._is_fresh() else self._listed(endings)
+        if entries != before:
+            self._write_manifest(entries, before)
+        wanted = [entry for entry in entries if _size(self._path(entry)) != entry.size]
+        self._check_room(entries, wanted, limit_gib)
+        if wanted:
+            self._fetch(wanted)
+        return self.folder / FILES / self.file
+
+    def _is_fresh(self) -> bool:
+        """Another rank of this node listed it after this one had begun."""
+        try:
+            return (self.folder / MANIFEST).stat().st_mtime > psutil.Process().create_time()
+        except OSError:
+            return False
+
+    def _manifest(self) -> list[Entry]:
+        try:
+            return [Entry(*entry) for entry in read_json(self.folder / MANIFEST, MAX_MANIFEST_BYTES)["entries"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            return []
+
+    def _listed(self, endings: Collection[str]) -> list[Entry]:
+        found = retried(lambda: list(self.store.entries(self.prefix)))
+        entries = [Entry(key.removeprefix(self.prefix), size, etag) for key, size, etag in found]
+        entries = [each for each in entries if os.path.splitext(each.name)[1].lower() in endings]
+        for each in entries:
+            self._check_name(each.name)
+        if self.file and not self.file.endswith(TABLE):
+            entries = [each for each in entries if each.name == self.file]
+        if not entries or (self.file and self.file not in {each.name for each in entries}):
+            raise UserError(
+                f"data.root={self.uri}: of {len(found)} objects there none is what can be read here: "
+                f"{', '.join(sorted(endings))}."
+            )
+        return entries
+
+    def _check_name(self, name: str) -> None:
+        """It becomes a path, which must stay below the folder."""
+        if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
+            raise UserError(f"{self.uri}: {name!r} cannot be a file here: no empty, '.' or '..' parts.")
+
+    def _write_manifest(self, entries: list[Entry], before: list[Entry]) -> None:
+        now = {entry.name: entry for entry in entries}
+        for old in before:
+            if now.get(old.name) != old:
+                self._path(old).unlink(missing_ok=True)
+                self._part(old).unlink(missing_ok=True)
+        if not before:  # nobody knows of what the files are
+            shutil.rmtree(self.folder / FILES, ignore_errors=True)
+        text = json.dumps({"uri": self.uri, "entries": [[each.name, each.size, each.etag] for each in entries]})
+        write_atomically(self.folder / MANIFEST, lambda file: file.write(text))
+
+    def _check_room(self, entries: list[Entry], wanted: list[Entry], limit_gib: float | None) -> None:
+        whole, left = (sum(each.size for each in some) / GIB for some in (entries, wanted))
+        free = shutil.disk_usage(self.folder).free / GIB
+        if limit_gib is not None and whole > limit_gib:
+            raise UserError(f"{self.uri} holds {whole:.3g} GiB, more than data.cache_gib={limit_gib:g}: give more.")
+        if left > free:
+            raise UserError(
+                f"{self.uri} holds {whole:.3g} GiB, of which {left:.3g} are not here yet, and {self.folder.parent} has "
+                f"{free:.3g} GiB free: give data.cache_dir=FOLDER on a larger disk."
+            )
+
+    # Fetching
+
+    def _fetch(self, wanted: list[Entry]) -> None:
+        log.info(f"Copying {len(wanted)} files, {sum(each.size for each in wanted) / GIB:.3g} GiB, of {self.uri} …")
+        said = _Said(len(wanted))
+        with full_disk_named(self.folder.parent, "give data.cache_dir=FOLDER on a larger disk"):
+            in_parallel(self._fetch_one, ((entry, said) for entry in wanted), THREADS)
+        for folder, _, _ in os.walk(self.folder / FILES):
+            settle(Path(folder))
+
+    def _fetch_one(self, entry: Entry, said: "_Said") -> None:
+        path, part = self._path(entry), self._part(entry)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            retried(lambda: self._append(entry, part), progress=lambda: _size(part))
+            settle(part)
+            part.replace(path)
+        except StoreError as error:
+            if error.kind not in ("conflict", "missing"):
+                raise
+            raise UserError(f"{self.uri}: {entry.name} changed after it was listed: start again.") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG):
+                raise
+            raise UserError(f"{self.uri}: {entry.name} cannot be a file here ({error.strerror}): rename it.") from None
+        said.one_more()
+
+    def _append(self, entry: Entry, part: Path) -> None:
+        """What is missing of the object behind what came before."""
+        with part.open("ab") as file:
+            if file.tell() > entry.size:
+                file.truncate(0)
+            if (start := file.tell()) < entry.size:
+                for block in self.store.get(self.prefix + entry.name, start, entry.etag).blocks:
+                    file.write(block)
+            found = file.tell()
+        if found < entry.size:
+            raise StoreError("unreachable", f"{entry.name} broke off at {found} of {entry.size} bytes")
+        if found > entry.size:
+            part.unlink()
+            raise StoreError("conflict", f"{entry.name} is longer than it was listed")
+
+    def _path(self, entry: Entry) -> Path:
+        return self.folder / FILES / entry.name
+
+    def _part(self, entry: Entry) -> Path:
+        path = self._path(entry)
+        return path.with_name(f".{path.name}{PART}")
+
+
+def settle(path: Path) -> None:
+    """As if it had been written a while ago: what changed just now would be listed again by each rank of the node."""
+    then = time.time() - SETTLED_S
+    os.utime(path, (then, then))
+
+
+def retried(call: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
+    """call(), again while the store is out of reach; `progress` is a number that grows as bytes come.
+
+    Raises:
+        StoreError: of the last try, where some minutes brought nothing.
+    """
+    delays, reached = _delays(), progress()
+    while True:
+        try:
+            return call()
+        except StoreError as error:
+            if error.kind not in ("unreachable", "busy"):
+                raise
+            if (now := progress()) > reached:
+                delays, reached = _delays(), now
+            if (delay := next(delays, None)) is None:
+                raise
+            if delay >= SPEAK_INTERVAL_S:
+                log.info(f"{error}; trying again …")
+            time.sleep(delay)
+
+
+def _delays() -> Iterator[float]:
+    return iter(DELAYS_S)
+
+
+class _Said:
+    """A line now and then."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.at, self.lock = total, 0, time.monotonic(), threading.Lock()
+
+    def one_more(self) -> None:
+        with self.lock:
+            self.done += 1
+            if time.monotonic() > self.at + SPEAK_INTERVAL_S:
+                self.at = time.monotonic()
+                log.info(f"{self.done} of {self.total} files are here …")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1

@@ -1,0 +1,170 @@
+"""A folder, a table, tar shards and parquet files of the same images give the same batches, errors and colours."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from augmentations.rand_augment import RandAugment
+from lockstep.data.image_datamodule import ImageDataModule
+from lockstep.runs.errors import UserError
+from sources import MODULES, Encoded, write
+
+RNG = np.random.default_rng(3)
+
+
+def encoded(image, kind="png", **options):
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def photographs(counts, sides=(14, 30)):
+    """Of odd sizes; counts: {split: images of each class}."""
+    for split, count in counts.items():
+        for label in ("cat", "dog", "owl"):
+            for i in range(count):
+                pixels = RNG.integers(0, 256, (*RNG.integers(*sides, 2), 3), dtype=np.uint8)
+                kind = "jpeg" if i % 2 else "png"
+                yield Encoded(split, label, f"{i}.{kind}", encoded(Image.fromarray(pixels), kind))
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory):
+    images = list(photographs({"train": 9, "val": 2, "test": 3}))
+    place = tmp_path_factory.mktemp("sources")
+    return {kind: write(kind, place / kind, images) for kind in MODULES}
+
+
+def module(kind, root, cache, **options):
+    options = {"image_size": 12, "global_batch_size": 9, "eval_batch_size": 5, "seed": 4, "flip": True, **options}
+    return MODULES[kind](root=root, cache_dir=cache, **options)
+
+
+def all_bytes(dm):
+    dm.place()
+    dm.train_dataloader().set_epoch(1)
+    loaders = (dm.train_dataloader(), dm.val_dataloader(), dm.test_dataloader())
+    batches = [dm.on_after_batch_transfer(batch, 0) for loader in loaders for batch in loader]
+    return [(images.numpy().tobytes(), labels.tolist()) for images, labels in batches]
+
+
+@pytest.mark.parametrize("kind", ["csv", "webdataset", "parquet"])
+@pytest.mark.parametrize("pipeline", [None, RandAugment()], ids=["whole batches", "single images"])
+def test_the_batches_are_those_of_the_folder(kind, pipeline, roots, tmp_path):
+    def seen(kind, path, workers):
+        dm = module(kind, roots[kind], tmp_path / kind, path=path, num_workers=workers)
+        dm.use(pipeline)
+        found = all_bytes(dm)
+        assert dm.path_taken()[0] == path and (dm.num_train, dm.num_val, dm.num_test) == (27, 6, 9)
+        return found
+
+    expected = seen("image_folder", "loader", 0)
+    assert len(expected) == 3 + 2 + 2
+    for path, workers in (("loader", 0), ("loader", 2), *([] if pipeline else [("array", 0)])):
+        assert seen(kind, path, workers) == expected, (path, workers)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_on_the_loaders_path_no_image_is_opened_before_it_is_needed(kind, tmp_path):
+    """Neither is one decoded: none of these is an image. In a tar they are looked at from outside."""
+    junk = [
+        Encoded(split, label, f"{i}.jpg", b"no image %d" % i)
+        for split in ("train", "test") for label in ("a", "b") for i in range(9)
+    ]  # fmt: skip
+    root = write(kind, tmp_path / "root", junk)
+    dm = module(kind, root, tmp_path / "cache", path="loader")
+    dm.prepare()
+    assert (dm.num_train, dm.num_test) == (16, 18) and dm.class_names == ["a", "b"] and dm.skipped == []
+    dm.place()
+    with pytest.raises(UserError, match="cannot be decoded .*data.skip_corrupt=true"):
+        next(iter(dm.train_dataloader()))
+    with pytest.raises(UserError, match="cannot be decoded .*data.skip_corrupt=true"):
+        module(kind, root, tmp_path / "cache", path="loader", verify=True).prepare()
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_what_cannot_be_decoded_is_left_out_and_named(kind, tmp_path):
+    images = list(photographs({"train": 4, "test": 1}))
+    images[1] = images[1]._replace(data=images[1].data[:40])
+    root = write(kind, tmp_path / "root", images)
+    seen = []
+    for path in ("array", "loader"):
+        dm = module(kind, root, tmp_path / "cache", path=path, skip_corrupt=True, num_workers=0)
+        dm.prepare()
+        seen.append(all_bytes(dm))
+        assert (dm.num_train, dm.num_val, dm.num_test) == (10, 1, 3)
+        [said] = dm.skipped
+        place = {"webdataset": "train-0000.tar: 000001.jpeg", "parquet": "train-00000-of-00001.parquet: row 1"}
+        assert f"{place.get(kind, 'train/cat/1.jpeg')} cannot be decoded" in said
+    assert seen[0] == seen[1], "images and labels stay together"
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_more_than_max_pixels_is_refused_by_name_before_it_is_decoded(kind, tmp_path):
+    images = list(photographs({"train": 3, "test": 1}, sides=(10, 11)))
+    images[2] = images[2]._replace(data=encoded(Image.new("RGB", (30, 20))))
+    root = write(kind, tmp_path / "root", images)
+    with pytest.raises(UserError, match="claims 30×20 pixels, more than data.max_pixels=599"):
+        module(kind, root, tmp_path / "cache", max_pixels=599, global_batch_size=3).prepare()
+    streamed = module(kind, root, tmp_path / "cache", max_pixels=599, path="loader", val_fraction=0, num_workers=0)
+    streamed.place()
+    with pytest.raises(UserError, match="claims 30×20 pixels, more than data.max_pixels=599"):
+        list(streamed.train_dataloader())
+
+
+def strange():
+    """Files that Pillow opens in other modes, with what a viewer shows: (name, bytes, (6, 9, 3) uint8)."""
+    grey = np.arange(54, dtype=np.uint8).reshape(6, 9) * 4
+    colour = np.stack([grey, grey[::-1], grey[:, ::-1]], 2)
+    palette = Image.fromarray(colour).quantize(16)
+    cmyk = Image.fromarray(colour).convert("CMYK")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise
+    turned = Image.fromarray(np.rot90(colour))
+    of_grey = np.repeat(grey[..., None], 3, 2)
+    yield "grey.png", encoded(Image.fromarray(grey)), of_grey
+    yield "sixteen.png", encoded(Image.fromarray(grey.astype(np.uint16) * 257)), of_grey
+    yield "palette.png", encoded(palette), np.asarray(palette.convert("RGB"))
+    yield "cmyk.tif", encoded(cmyk, "tiff"), np.asarray(cmyk.convert("RGB"))
+    yield "turned.png", encoded(turned, exif=exif), colour
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_every_kind_of_file_becomes_what_a_viewer_shows(kind, tmp_path):
+    shown = list(strange())
+    images = [Encoded(split, "a", name, data) for split in ("train", "test") for name, data, _ in shown]
+    root = write(kind, tmp_path / "root", images)
+    for path in ("array", "loader"):
+        dm = module(kind, root, tmp_path / "cache", path=path, mean=0, std=1, global_batch_size=1, num_workers=0,
+                    val_fraction=0, fit="squash", image_size=18, eval_batch_size=9)  # fmt: skip
+        dm.place()
+        [(found, _)] = [dm.on_after_batch_transfer(batch, 0) for batch in dm.test_dataloader()]
+        titles = sorted(name for name, _, _ in shown) if kind == "image_folder" else [name for name, _, _ in shown]
+        pixels = dict(zip(titles, (found * 255).round().byte().permute(0, 2, 3, 1).numpy(), strict=True))
+        for name, _, expected in shown:
+            expected = np.asarray(Image.fromarray(expected).resize((18, 18), Image.Resampling.BILINEAR))
+            assert np.array_equal(pixels[name], expected), (path, name)
+
+
+@pytest.mark.parametrize("given", MODULES)
+@pytest.mark.parametrize("kind", MODULES)
+def test_the_wrong_group_names_the_right_one(kind, given, roots, tmp_path):
+    if kind == given or (kind, given) == ("image_folder", "csv"):
+        return  # the table lies in a folder of classes
+    with pytest.raises(UserError, match=f"Did you mean data={given} data.root={roots[given]}"):
+        module(kind, roots[given], tmp_path / "cache").prepare()
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_an_address_is_not_taken_for_a_folder(kind, tmp_path):
+    with pytest.raises(UserError, match=r"is an address.*local_copy.*train.py does that by itself"):
+        module(kind, "s3://b/x", tmp_path)
+
+
+def test_the_hash_of_an_array_is_that_of_its_pixels_wherever_they_come_from(roots, tmp_path):
+    modules: list[ImageDataModule] = [module(kind, root, tmp_path / kind) for kind, root in roots.items()]
+    for dm in modules:
+        dm.prepare()
+    assert len({dm.data_hash for dm in modules}) == 1

@@ -1,0 +1,157 @@
+"""Tar shards: splits, labels of both kinds, samples that are not whole, shards that are cut off."""
+
+import io
+import json
+import tarfile
+
+import pytest
+from PIL import Image
+
+from data.webdataset import WebDatasetDataModule
+from lockstep.runs.errors import UserError
+from runs import run_door
+from sources import add
+
+COLOURS = {"blue": (0, 0, 200), "green": (0, 200, 0), "red": (200, 0, 0)}
+
+
+def png(label, i=0):
+    out = io.BytesIO()
+    Image.new("RGB", (12, 12), tuple(c + i for c in COLOURS[label])).save(out, "png")
+    return out.getvalue()
+
+
+def shard(path, count=8, label=lambda name: ("cls", name.encode()), members=None):
+    """`count` samples of each class in turn, or the members given."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = members or []
+    for i in range(0 if members else count):
+        for name in COLOURS:
+            ending, data = label(name)
+            found += [(f"{i}-{name}.png", png(name, i)), (f"{i}-{name}.{ending}", data)]
+    with tarfile.open(path, "w") as tar:
+        for name, data in found:
+            add(tar, name, data)
+    return path
+
+
+def module(root, tmp_path, **options):
+    options = {"image_size": 12, "global_batch_size": 6, "num_workers": 0, "test_fraction": 0.25, **options}
+    return WebDatasetDataModule(root=root, cache_dir=tmp_path / "cache", **options)
+
+
+def facts(dm):
+    dm.prepare()
+    return dm.num_train, dm.num_val, dm.num_test
+
+
+def test_splits_are_known_by_the_names_of_files_or_folders(tmp_path):
+    for name, count in {"train/0.tar": 8, "train/1.tar": 6, "valid/0.tar": 2, "test/0.tar": 1}.items():
+        shard(tmp_path / "a" / name, count)
+        shard(tmp_path / "b" / f"set-{name.replace('/', '-')}", count)
+    for name in "ab":
+        dm = module(tmp_path / name, tmp_path)
+        assert facts(dm) == (42, 6, 3) and dm.class_names == ["blue", "green", "red"]
+
+
+def test_shards_of_no_split_are_all_to_train_on(tmp_path):
+    shard(tmp_path / "a" / "0.tar")
+    assert facts(module(tmp_path / "a", tmp_path)) == (16, 2, 6)
+    assert facts(module(tmp_path / "a" / "0.tar", tmp_path)) == (16, 2, 6)
+
+
+def test_patterns_of_ones_own(tmp_path):
+    for name in ("train-0", "validation-0", "extra-0"):
+        shard(tmp_path / "a" / f"{name}.tar")
+    with pytest.raises(UserError, match=r"none to test on: data.test='\*val\*' data.val=null tests on them"):
+        module(tmp_path / "a", tmp_path).prepare()
+    assert facts(module(tmp_path / "a", tmp_path, test="*val*", val=None)) == (22, 2, 24)
+    assert facts(module(tmp_path / "a", tmp_path, train="[te]*", test="*val*", val=None)) == (43, 5, 24)
+    with pytest.raises(UserError, match=r"train-0.tar fits data.train=\*train\* and data.test=\*t\*"):
+        module(tmp_path / "a", tmp_path, test="*t*").prepare()
+
+
+def test_numbers_are_classes_in_their_order(tmp_path):
+    places = dict(zip(COLOURS, (10, 9, 2)))
+    root = shard(tmp_path / "0.tar", label=lambda name: ("cls", b"%d\n" % places[name]))
+    dm = module(root, tmp_path)
+    dm.prepare()
+    assert dm.class_names == ["2", "9", "10"]
+
+
+def test_labels_in_json(tmp_path):
+    root = shard(tmp_path / "0.tar", label=lambda name: ("json", json.dumps({"kind": name, "x": [1]}).encode()))
+    dm = module(root, tmp_path, label_field="kind")
+    dm.prepare()
+    assert dm.class_names == list(COLOURS)
+    with pytest.raises(UserError, match=r"0.tar: 0-blue.png has no .cls file beside it.*data.label_field=FIELD"):
+        module(root, tmp_path).prepare()
+    with pytest.raises(UserError, match=r"0.tar: 0-blue.json holds no label \(KeyError: 'none'\)"):
+        module(root, tmp_path, label_field="none").prepare()
+    with pytest.raises(UserError, match=r"holds no label: '\[1\]' is no text and no whole number"):
+        module(root, tmp_path, label_field="x").prepare()
+
+
+BAD = {
+    "has no .cls file beside it": [("a.png", png("red"))],
+    "a.jpg and a.png are of one sample": [("a.jpg", png("red")), ("a.png", png("red")), ("a.cls", b"1")],
+    "a.cls has 70000 bytes, too many for a label": [("a.png", png("red")), ("a.cls", b"x" * 70_000)],
+    "a label of more than 255 characters": [("a.png", png("red")), ("a.cls", b"1" * 5000)],
+    "a.cls holds no label": [("a.png", png("red")), ("a.cls", b"\xff")],
+    "lists no image to train on": [("a.txt", b"no image")],
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_a_sample_that_is_not_whole_is_named(words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        module(shard(tmp_path / "0.tar", members=BAD[words]), tmp_path).prepare()
+
+
+def test_names_are_data(tmp_path):
+    """Paths in an archive lead nowhere; what looks like one is the name of a sample."""
+    names = ["../../etc/passwd", "/etc/passwd", "a/./b", "\x1b[31m"]
+    samples = [(f"{name}{i}.{ending}", data) for name in names for i in range(3)
+               for ending, data in (("png", png("red", i)), ("cls", b"1"))]  # fmt: skip
+    dm = module(shard(tmp_path / "0.tar", members=samples), tmp_path, val_fraction=0)
+    assert facts(dm) == (9, 0, 3)
+
+
+@pytest.mark.parametrize("path", ["array", "loader"])
+def test_a_shard_that_is_cut_off_is_named_or_left_out_and_listed(path, tmp_path):
+    shard(tmp_path / "a" / "0.tar")
+    broken = shard(tmp_path / "a" / "1.tar")
+    broken.write_bytes(broken.read_bytes()[:3000])
+    with pytest.raises(UserError, match=f"{broken} is cut off.*fetch it again, or leave it out with data.skip_corrupt"):
+        module(tmp_path / "a", tmp_path, path=path).prepare()
+    dm = module(tmp_path / "a", tmp_path, path=path, skip_corrupt=True)
+    assert sum(facts(dm)) == 24 and dm.skipped[0].startswith(f"{broken} is cut off")
+    shard(broken)
+    assert sum(facts(module(tmp_path / "a", tmp_path, path=path, skip_corrupt=True))) == 48
+
+
+def test_a_shard_that_changes_while_it_is_read_is_named(tmp_path):
+    path = shard(tmp_path / "0.tar")
+    dm = module(path, tmp_path, path="loader")
+    dm.place()
+    path.write_bytes(path.read_bytes()[:3000])
+    with pytest.raises(UserError, match="0.tar has 3000 bytes, and had [0-9]+ when it was listed"):
+        next(iter(dm.train_dataloader()))
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_it_and_is_tested_again(tmp_path):
+    for name, count in {"train-0": 16, "test-0": 4}.items():
+        shard(tmp_path / "a" / f"{name}.tar", count)
+    broken = shard(tmp_path / "a" / "train-1.tar")
+    broken.write_bytes(broken.read_bytes()[:3000])
+    words = ["data=webdataset", f"data.root={tmp_path / 'a'}", "data.image_size=12", "data.global_batch_size=6",
+             "model=small_cnn", "trainer=cpu", "trainer.max_epochs=6", "data.flip=false", "run_id=r"]  # fmt: skip
+    refused = run_door("train", *words, logs=tmp_path / "logs")
+    assert refused.code == 2 and "train-1.tar is cut off" in refused.output
+    done = run_door("train", *words, "data.skip_corrupt=true", logs=tmp_path / "logs")
+    assert done.code == 0 and done.record["metrics"]["test/acc"] == 1.0, done.output
+    assert done.record["images"]["skipped"] == 1
+    assert "train-1.tar is cut off" in (done.folder.path / "skipped.txt").read_text()
+    again = run_door("eval", "ckpt_path=r", logs=tmp_path / "logs")
+    assert again.code == 0, again.output

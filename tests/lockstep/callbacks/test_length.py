@@ -1,0 +1,192 @@
+"""Validation within an epoch, and a training that its time ends; resumed runs equal uninterrupted ones."""
+
+import csv
+import signal
+from functools import partial
+
+import pytest
+import torch
+
+from faults import signal_at_step
+from lockstep.callbacks.checkpoint_io import read_checkpoint
+from lockstep.runs.errors import UserError
+from lockstep.storage.checkpoint_files import complete, read_sidecar
+from lockstep.training.checks import validation_interval
+from runs import run_door
+
+WORDS = ["experiment=quickstart", "trainer.max_epochs=2", "trainer.log_every_n_steps=4", "trainer.num_threads=1",
+         "~callbacks.hardware", "run_id=r"]  # fmt: skip
+WITHIN = ["trainer.val_check_interval=8", "trainer.accumulate_grad_batches=2"]  # of the 20 steps of an epoch
+AT = ["8", "16", "20", "28", "36", "40"]
+
+
+def weights(done, kind="last"):
+    path, _ = next(complete(done.folder.checkpoints, kind))
+    return read_checkpoint(path)["state_dict"]
+
+
+def assert_equal(a, b):
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def validated(done):
+    with done.folder.metrics.open(newline="") as file:
+        return [(row["step"], row["val/loss"], row["val/acc"]) for row in csv.DictReader(file) if row["val/acc"]]
+
+
+@pytest.mark.parametrize(
+    ("stated", "batches", "accumulate", "wanted"),
+    [
+        (1.0, 20, 1, 1.0), (0.25, 20, 1, 5), (0.25, 40, 2, 10), (0.3, 20, 1, 6), (0.25, 10, 1, 3), (0.1, 30, 1, 3),
+        (0.001, 20, 2, 2), (5, 20, 1, 5), (5, 20, 4, 20.0), (5, 24, 4, 20), (1, 20, 2, 2), (20, 20, 1, 1.0),
+        (1.0, 0, 1, 1.0),
+    ],
+)  # fmt: skip
+def test_an_interval_is_stated_in_steps_and_told_to_lightning_in_micro_batches(stated, batches, accumulate, wanted):
+    found = validation_interval(stated, batches, accumulate)
+    assert found == (1.0 if wanted == batches else wanted) and type(found) is type(1.0 if found == 1.0 else 1)
+
+
+@pytest.mark.parametrize("stated", [0, 0.0, 1.5, 11, -1, True, "often", "00:00:15:00"])
+def test_what_is_no_interval_is_refused(stated):
+    with pytest.raises(UserError, match="trainer.val_check_interval=.* from 1 to 10, which is an epoch"):
+        validation_interval(stated, 20, 2)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    done = run_door("train", *WORDS, *WITHIN, logs=tmp_path_factory.mktemp("whole"))
+    assert done.code == 0, done.output
+    return done
+
+
+def test_an_epoch_is_validated_every_so_many_optimizer_steps_and_at_its_end(whole):
+    found = validated(whole)
+    assert [step for step, *_ in found] == AT
+    best = max(found, key=lambda row: float(row[2]))
+    record = whole.record
+    assert record["best_checkpoint"]["step"] == int(best[0]) and record["metrics"]["val/acc_best"] == float(best[2])
+
+
+def test_validations_within_an_epoch_leave_the_training_as_it_is(whole, tmp_path):
+    plain = run_door("train", *WORDS, "trainer.accumulate_grad_batches=2", logs=tmp_path)
+    assert_equal(weights(plain), weights(whole))
+    assert validated(plain) == [row for row in validated(whole) if row[0] in ("20", "40")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stop", "hook", "phase"),
+    [
+        (11, "on_train_batch_end", "training"),  # after the validation at step 8
+        (8, "on_train_batch_end", "validation"),  # before it
+        (2, "on_validation_batch_end", "validation"),  # in the one at step 16
+    ],
+)
+def test_a_run_that_is_interrupted_within_an_epoch_goes_on_bit_for_bit(whole, tmp_path, stop, hook, phase):
+    small = "data.eval_batch_size=100"  # several batches in a validation
+    stopped = run_door("train", *WORDS, *WITHIN, small, logs=tmp_path, before=partial(signal_at_step, stop, hook=hook))
+    assert stopped.code == 75, stopped.output
+    [(path, _)] = complete(stopped.folder.checkpoints, "last")
+    assert read_checkpoint(path)["lockstep"]["point"]["phase"] == phase
+    done = run_door("train", "resume=r", logs=tmp_path)
+    assert done.code == 0, done.output
+    assert [step for step, *_ in validated(done)] == AT
+    assert [row[2] for row in validated(done)] == [row[2] for row in validated(whole)]
+    for kind in ("last", "best"):
+        assert_equal(weights(done, kind), weights(whole, kind))
+    assert done.record["metrics"]["test/correct"] == whole.record["metrics"]["test/correct"]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_interval_and_accumulation(whole, tmp_path):
+    fault = partial(signal_at_step, 8)
+    assert run_door("train", *WORDS, *WITHIN, logs=tmp_path, before=fault).code == 75
+    done = run_door(
+        "train", "resume=r", "trainer.val_check_interval=0.5", "trainer.accumulate_grad_batches=1", logs=tmp_path
+    )
+    assert done.code == 0 and [step for step, *_ in validated(done)] == ["10", "20", "30", "40"], done.output
+    assert done.record["steps"] == 40
+
+
+@pytest.mark.slow
+def test_two_ranks_validate_within_an_epoch_as_one_does(whole, tmp_path):
+    done = run_door("train", *WORDS, "trainer.val_check_interval=0.4", "trainer=ddp_sim", logs=tmp_path)
+    assert done.code == 0 and [step for step, *_ in validated(done)] == AT, done.output
+
+
+EARLY = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, patience: 2, min_delta: 9}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stop", [None, partial(signal_at_step, 9), partial(signal_at_step, 6, number=signal.SIGKILL)], ids=["no", "9", "6"]
+)
+def test_early_stopping_counts_the_validations_within_an_epoch_also_of_an_earlier_start(tmp_path, stop):
+    """The first loss improves, two do not: it ends after the third validation. The killed one goes on from its best."""
+    words = [*WORDS, "trainer.val_check_interval=4", f"+callbacks.early={EARLY}"]
+    if stop:
+        assert run_door("train", *words, logs=tmp_path, before=stop).code in (75, -signal.SIGKILL)
+        words = ["resume=r"]
+    done = run_door("train", *words, logs=tmp_path)
+    assert done.code == 0 and done.record["steps"] == 12, done.output
+    assert [step for step, *_ in validated(done)] == ["4", "8", "12"]
+    assert read_sidecar(next(complete(done.folder.checkpoints, "last"))[0]).step == 12
+
+
+def a_second_a_step(seconds: float = 1.0, stop_at: int | None = None):
+    """A clock of training that every optimizer step moves on by so much, over all starts."""
+    from lockstep.callbacks import interruption, run_recorder
+
+    if stop_at:
+        signal_at_step(stop_at)
+    interruption.VOTE_INTERVAL_S = 0.02
+    steps = [0]
+
+    def elapsed(self):
+        steps[0] += 1
+        return (self.fit_before_s or 0.0) + seconds * steps[0] if self.fit_started_at is not None else 0.0
+
+    run_recorder.RunRecorder.elapsed = elapsed
+    run_recorder.RunRecorder._fit_seconds = lambda self, started_at: (self.fit_before_s or 0.0) + seconds * steps[0]
+
+
+@pytest.mark.parametrize("trainer", ["cpu", pytest.param("ddp_sim", marks=pytest.mark.slow)])
+def test_time_ends_a_training_which_is_validated_tested_and_finished(tmp_path, trainer):
+    words = [*WORDS, f"trainer={trainer}", "trainer.check_val_every_n_epoch=5", "trainer.max_time=13s"]
+    done = run_door("train", *words, logs=tmp_path, before=a_second_a_step)
+    assert done.code == 0, done.output
+    record, steps = done.record, done.record["steps"]
+    assert steps == 13 or trainer == "ddp_sim" and 13 <= steps < 40  # ranks agree about once a second
+    assert record["status"] == "finished" and record["ended_by"] == "max_time" and record["max_time_s"] == 13
+    assert record["best_checkpoint"]["step"] == steps and record["metrics"]["test/images"] == 360
+    assert [step for step, *_ in validated(done)] == [str(steps)]
+    assert " · at most 13 s" in done.output.splitlines()[0]
+    assert (
+        f"trainer.max_time: 13 s of training are over at step {steps}, in epoch {1 + steps // 20} of 2" in done.output
+    )
+    assert "ended by trainer.max_time (13" in done.folder.page.read_text()
+
+
+@pytest.mark.slow
+def test_the_time_counts_over_restarts_and_more_of_it_goes_on_in_mid_epoch(whole, tmp_path):
+    words = [*WORDS, "trainer.accumulate_grad_batches=2", "trainer.max_time=13s"]
+
+    assert run_door("train", *words, logs=tmp_path, before=partial(a_second_a_step, stop_at=5)).code == 75
+    done = run_door("train", "resume=r", logs=tmp_path, before=a_second_a_step)
+    assert done.code == 0 and done.record["steps"] == 13 and len(done.record["restarts"]) == 1, done.output
+    over = run_door("train", "resume=r", logs=tmp_path)
+    assert over.code == 2 and "is finished" in over.output and "give more trainer.max_time" in over.output
+    again = run_door("train", "resume=auto", "run_id=r", logs=tmp_path)
+    assert again.code == 0 and "has finished" in again.output
+    longer = run_door("train", "resume=r", "trainer.max_time=null", logs=tmp_path)
+    assert longer.code == 0 and longer.record["steps"] == 40 and longer.record["ended_by"] is None, longer.output
+    assert_equal(weights(longer), weights(whole))
+
+
+def test_a_training_that_is_done_before_its_time_says_nothing_of_it(tmp_path):
+    done = run_door(
+        "train", *WORDS, "trainer.max_epochs=1", "trainer.max_time=20s", logs=tmp_path, before=a_second_a_step
+    )
+    assert done.code == 0 and done.record["steps"] == 20, done.output
+    assert done.record["ended_by"] is None and "are over" not in done.output

@@ -1,0 +1,89 @@
+"""Activations that are computed again leave losses and weights as they are, under every strategy."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from local_ranks import local_cluster
+from lockstep.config.compose import compose, plain
+from lockstep.runs.errors import UserError
+from lockstep.strategies.recompute import recompute_activations
+from strategy_runs import difference, fit, one, ranks_all, worst
+
+
+def test_one_process_has_the_same_losses_and_weights():
+    expected, found = one(), one(recompute=True)
+    assert found["losses"] == expected["losses"] and worst(found["weights"], expected["weights"]) == 0
+    assert found["val"] == expected["val"]
+
+
+@pytest.mark.slow
+def test_ranks_have_those_of_one_process_also_accumulated():
+    expected = one()
+    runs = [(name, {"recompute": True, "accumulate": k}) for name in ("ddp", "allreduce", "fsdp") for k in (1, 2)]
+    for (name, settings), found in zip(runs, ranks_all(2, runs), strict=True):
+        assert difference(found, expected, settings["accumulate"]) < 1e-12, (name, settings)
+
+
+def test_stages_have_those_of_one_process():
+    own = {"stage_devices": ["cpu", "cpu"], "micro_batches": 2}
+    found = fit(local_cluster(0, 1, 0), "model_parallel", own=own, recompute=True)
+    assert difference([found], one()) < 1e-12
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x).tanh()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(Counting(), Counting())
+
+    def forward(self, x):
+        return self.blocks(x)
+
+    def shard_units(self):
+        return list(self.blocks)
+
+
+def test_a_unit_computes_twice_in_training_once_in_evaluation_and_so_does_a_copy():
+    net = Net()
+    names = list(net.state_dict())
+    recompute_activations(net)
+    assert list(net.state_dict()) == names and all(isinstance(block, Counting) for block in net.blocks)
+    for each in (net, copy.deepcopy(net)):
+        each(torch.ones(2, 4)).sum().backward()
+        assert [block.calls for block in each.blocks] == [2, 2]
+        assert all(p.grad is not None for p in each.parameters())
+        with torch.no_grad():
+            each(torch.ones(2, 4))
+        assert [block.calls for block in each.blocks] == [3, 3]
+        each.blocks[0].calls = each.blocks[1].calls = 0
+
+
+class Norms(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks.append(nn.BatchNorm1d(4))
+
+
+def test_what_cannot_be_computed_again_is_refused():
+    with pytest.raises(UserError, match="count BatchNorm's statistics twice"):
+        recompute_activations(Norms())
+    with pytest.raises(UserError, match="Linear names no shard_units"):
+        recompute_activations(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("trainer", ["cpu", "ddp", "fsdp", "allreduce", "dp", "model_parallel", "hivemind"])
+def test_every_trainer_has_the_option(trainer):
+    config = plain(compose("train", [f"trainer={trainer}", "trainer.activation_checkpointing=true"]))
+    assert config["trainer"]["activation_checkpointing"] is True

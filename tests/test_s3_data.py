@@ -1,0 +1,98 @@
+"""data.root=s3://…: the weights of a run whose images lie in a bucket are those of one whose images lie here."""
+
+import io
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from object_store import shared_store
+from runs import run_door
+
+SMALL = (
+    "model=small_cnn", "data.image_size=16", "data.global_batch_size=8", "trainer.max_epochs=2", "scheduler=none",
+    "trainer.num_threads=1", "callbacks.hardware=null", "trainer.log_every_n_steps=100",
+)  # fmt: skip
+
+
+def png(number: int) -> bytes:
+    pixels = np.random.default_rng(number).integers(0, 256, (20, 18, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return file.getvalue()
+
+
+def weights(folder):
+    [path] = folder.checkpoints.glob("last-*.ckpt")
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """The same images as a folder, a table and tar shards, here and in a bucket."""
+    folder = tmp_path_factory.mktemp("images")
+    images = {f"photographs/{'cat' if n % 2 else 'dog'}/{n}.png": png(n) for n in range(40)}
+    lines = ["path,label", *(f"{name.removeprefix('photographs/')},{name.split('/')[1]}" for name in images)]
+    objects = {**images, "photographs/list.csv": "\n".join(lines).encode()}
+    for shard in range(2):
+        file = io.BytesIO()
+        with tarfile.open(fileobj=file, mode="w") as archive:
+            for name, data in [*images.items()][shard::2]:
+                stem = name.split("/")[2].removesuffix(".png")
+                for ending, content in (("png", data), ("cls", name.split("/")[1].encode())):
+                    member = tarfile.TarInfo(f"{stem}.{ending}")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+        objects[f"shards/train-{shard}.tar"] = file.getvalue()
+    server = shared_store()
+    bucket, client = server.new_bucket(), server.client()
+    for name, data in objects.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+        client.put_object(Bucket=bucket, Key=name, Body=data)
+    return server, f"s3://{bucket}", folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("group", "place", "trainer"),
+    [
+        ("image_folder", "photographs", "cpu"),
+        ("image_folder", "photographs", "ddp_sim data.path=loader"),
+        ("csv", "photographs/list.csv", "cpu data.path=loader data.num_workers=1"),
+        ("webdataset", "shards", "cpu"),
+    ],
+)
+def test_weights_are_those_of_the_local_folder(group, place, trainer, sources, monkeypatch, tmp_path):
+    server, uri, folder = sources
+    words = (f"data={group}", *SMALL, *f"trainer={trainer}".split())
+    local = run_door("train", *words, f"data.root={folder}/{place}", logs=tmp_path / "local")
+    assert local.code == 0, local.output
+    bucket = (*words, f"data.root={uri}/{place}", f"s3.endpoint_url={server.endpoint_url}", "run_id=r")
+    first = run_door(
+        "train", *bucket, "trainer.max_steps=5", logs=tmp_path / "bucket", environment=server.environment()
+    )
+    assert first.code == 0, first.output
+    again = ("resume=r", "trainer.max_steps=-1")
+    done = run_door("train", *bucket[:-1], *again, logs=tmp_path / "bucket", environment=server.environment())
+    assert done.code == 0, done.output
+    expected, found = weights(local.folder), weights(done.folder)
+    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+    assert done.record["metrics"]["test/correct"] == local.record["metrics"]["test/correct"]
+
+
+def test_a_bucket_that_cannot_be_read_ends_the_run_before_it_begins(sources, tmp_path):
+    server, uri, _ = sources
+    words = ("data=image_folder", *SMALL, "trainer=cpu", f"s3.endpoint_url={server.endpoint_url}")
+    done = run_door("train", *words, f"data.root={uri}/nothing", logs=tmp_path, environment=server.environment())
+    assert done.code == 2 and "of 0 objects there none is what can be read here" in done.output, done.output
+    assert not list(tmp_path.glob("train/runs/*"))
+
+
+def test_what_the_bucket_lacks_is_said_by_its_address(sources, tmp_path):
+    server, uri, _ = sources
+    words = ("data=image_folder", *SMALL, "trainer=cpu", f"s3.endpoint_url={server.endpoint_url}")
+    done = run_door("train", *words, f"data.root={uri}/shards", logs=tmp_path, environment=server.environment())
+    assert done.code == 2 and f"{uri}/shards has no class folders" in done.output, done.output
