@@ -51,6 +51,8 @@ def recorded_collectives(folder: RunFolder) -> dict[str, str]:
     return {
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        # A GPU that is lost is said by the step that meets it: NCCL's watchdog would abort the process before that
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
         "TORCH_FR_DUMP_TEMP_FILE": str(folder.path / folder.nccl_trace(0).name.removesuffix("0")),
     }
 
