@@ -242,14 +242,8 @@ def put(attack, trained, canary, logs):
     return path
 
 
-@pytest.mark.parametrize(
-    "attack",
-    [
-        raw_pickle,
-        *(pytest.param(attack, marks=pytest.mark.slow) for attack in (optimizer_state, lightning_instantiator)),
-    ],
-    ids=lambda a: a.__name__,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", [raw_pickle, optimizer_state, lightning_instantiator], ids=lambda a: a.__name__)
 def test_going_on_from_a_hostile_checkpoint_runs_nothing(attack, trained, canary, tmp_path):
     """As ckpt_path of a new run, and put over the last one of a run that is resumed, with the right hash beside it."""
     logs, wanted = tmp_path / "logs", CHECKPOINTS[attack]
@@ -283,6 +277,7 @@ def test_a_config_that_was_put_into_a_run_folder_names_no_code(trained, canary, 
     assert done.code == 2 and "config.yaml" in done.output and "Traceback" not in done.output, done.output
 
 
+@pytest.mark.slow
 def test_anothers_checkpoint_does_not_choose_where_anything_is_written_or_sent(trained, canary, tmp_path):
     content = good(trained)
     config = content["lockstep"]["config"]

@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import textwrap
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,7 @@ def foreign_names(tree: ast.AST, own: set[str]) -> set[str]:
     return {name for name in found if is_private(str(name))}
 
 
+@cache
 def names_of_class(cls: type) -> set[str]:
     try:
         return set(vars(cls)) | own_names(ast.parse(textwrap.dedent(inspect.getsource(cls))))

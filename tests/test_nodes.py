@@ -97,6 +97,7 @@ def test_a_secret_on_the_command_line_is_refused(place, capsys):
     assert "export LOCKSTEP_SECRET here" in said and "0123456789abcdef" not in said
 
 
+@pytest.mark.slow
 def test_when_one_fails_the_others_are_ended_and_its_error_stands_last(place):
     began = time.monotonic()
     code, output = end(start(place, "fail=1", grace=2.0))

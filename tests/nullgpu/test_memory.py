@@ -28,6 +28,7 @@ def segments_expand(*stated: tuple[str, str]) -> bool:
     return segment["is_expandable"]
 
 
+@pytest.mark.slow
 def test_segments_expand_unless_the_user_says_otherwise():
     assert call_on_null_gpus(segments_expand)
     assert not call_on_null_gpus(segments_expand, ("PYTORCH_ALLOC_CONF", "expandable_segments:False"))
@@ -39,6 +40,7 @@ def peak(utilisation: str) -> float | None:
     return undisturbed_flops(torch.device("cuda", 0), torch.float32)
 
 
+@pytest.mark.slow
 def test_no_peak_where_it_does_not_fit_or_others_compute():
     assert call_on_null_gpus(peak, "0") > 0
     assert call_on_null_gpus(peak, "80") is None

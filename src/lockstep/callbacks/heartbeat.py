@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 BEAT_INTERVAL_S = 1.0
 SILENT_AFTER_S = 5.0  # a rank whose heart has not beaten for so long when another fails is the one to blame
 GRACE_S = 6.0  # for this rank to end by itself after another has failed
+READ_WITHIN_S = 10.0  # rank 0, which holds the store, stays so long for the others to read its error
 SPEAK_INTERVAL_S = 15.0
 LEAVE_TOGETHER_S = 90.0  # an interrupted run's other ranks wait so long for rank 0, which may have to upload
 ERROR, STOP, LEFT = "error", "stop", "left"
@@ -268,7 +269,9 @@ class Watch(Callback):
             self._wait_for([LEFT], LEAVE_TOGETHER_S)
         self.store.set(f"seen/{self.rank}", "1")
         if self.rank == 0:
-            self._wait_for([f"seen/{rank}" for rank in range(self.world_size)], 3 * BEAT_INTERVAL_S)
+            culprit = getattr(exception, "culprit", None) or {"rank": 0}  # who perhaps never reads it
+            others = [rank for rank in range(self.world_size) if rank != culprit["rank"]]
+            self._wait_for([f"seen/{rank}" for rank in others], READ_WITHIN_S)
 
     def _wait_for(self, keys: list[str], seconds: float) -> None:
         deadline = time.monotonic() + seconds

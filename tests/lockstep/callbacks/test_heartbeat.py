@@ -128,6 +128,7 @@ def test_rank_zero_killed_takes_the_store_with_it_and_is_named(start):
         named(ranks, rank, 0, "its store is gone")
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_after_the_timeout(start):
     ranks = start(partial(gets_signal, who=2, number=signal.SIGSTOP), 3, timeout_s=3.0)
     assert 2 < ranks.wait([0, 1]) < 12

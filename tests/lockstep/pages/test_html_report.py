@@ -192,6 +192,7 @@ def test_it_opens_from_s3(browser, logbook, monkeypatch):
         opened.assert_quiet()
 
 
+@pytest.mark.slow
 def test_a_run_is_switched_off_and_on(browser, report):
     with Opened(browser, report) as opened:
         before = opened.colours("val/acc")

@@ -109,6 +109,7 @@ def test_a_folder_for_github_pages(whole, tmp_path):
         write_site(whole, tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_a_private_bucket_is_read_by_signed_links_from_page_to_page(whole, monkeypatch):
     import urllib.error
     import urllib.request

@@ -115,6 +115,7 @@ def test_best_goes_before_last_and_an_urgent_last_before_all(setting, monkeypatc
         assert list(dict.fromkeys(sent)) == order, "the files may go twice: once before the flush"
 
 
+@pytest.mark.slow
 def test_last_goes_at_its_interval_the_newest_of_them_and_at_the_end(setting):
     uploader = setting.uploader(last_interval_s=3.0)  # long enough for a machine that stands still for a second
     uploader.start()
