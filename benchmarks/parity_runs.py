@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from classifier import ImageClassifier
 from data.synthetic import SyntheticDataModule
 from local_ranks import local_cluster, meet
+from lockstep.data.augmentation import CropFlip
 from lockstep.distributed.cluster import Cluster
 from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.data_parallel import DataParallel
@@ -51,6 +52,7 @@ class Case:
     strategy: str  # bare, one_process, ddp, fsdp, allreduce, model_parallel, dp
     accumulate: int = 1
     fine_tuning: bool = False  # with FROZEN layers, layer decay, and weight decay on matrices alone
+    mixup: bool = False  # and cutmix, of half of the pairs
     fault: str = ""
     cache_dir: str = ""
     device_type: str = "cpu"
@@ -89,6 +91,8 @@ def build_data(case: Case, rank: int = 0, world_size: int = 1) -> SyntheticDataM
         num_test_images=8, global_batch_size=GLOBAL_BATCH, crop_padding=2, flip=True, seed=SEED,
         cache_dir=case.cache_dir,
     )  # fmt: skip
+    if case.mixup:
+        data.use(CropFlip(mixup_alpha=0.8, cutmix_alpha=1.0, mix_prob=0.5))
     data.prepare()
     if case.fault == "one rank's batch repeated":
         rank = 0

@@ -339,13 +339,18 @@ def channels(t, x):
     return t.view(1, -1, *[1] * (x.dim() - 2))
 
 
+def accurate(x):
+    """As the kernels accumulate: float64 stays, the rest is added up in float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def batch_norm_stats(x, eps):
-    var, mean = torch.var_mean(x.float(), others(x), correction=0)
+    var, mean = torch.var_mean(accurate(x), others(x), correction=0)
     return mean, (var + eps).rsqrt()
 
 
 def batch_norm_gather(x, mean, invstd, running_mean, running_var, momentum, eps, counts):
-    counts = counts.float().view(-1, 1)
+    counts = accurate(counts).view(-1, 1)
     total = counts.sum()
     m = (mean * counts).sum(0) / total
     var = ((invstd.pow(-2) - eps + (mean - m) ** 2) * counts).sum(0) / total
@@ -356,21 +361,21 @@ def batch_norm_gather(x, mean, invstd, running_mean, running_var, momentum, eps,
 
 
 def batch_norm_elemt(x, weight, bias, mean, invstd, eps):
-    y = (x.float() - channels(mean, x)) * channels(invstd, x)
+    y = (accurate(x) - channels(mean, x)) * channels(invstd, x)
     return (y * channels(weight, x) + channels(bias, x) if weight is not None else y).to(x.dtype)
 
 
 def batch_norm_backward_reduce(grad, x, mean, invstd, weight, input_g, weight_g, bias_g):
-    g = grad.float()
+    g = accurate(grad)
     dy = g.sum(others(x))
-    dyx = (g * (x.float() - channels(mean, x))).sum(others(x))
+    dyx = (g * (accurate(x) - channels(mean, x))).sum(others(x))
     return dy, dyx, dyx * invstd, dy
 
 
 def batch_norm_backward_elemt(grad, x, mean, invstd, weight, dy, dyx, count):
-    n = count.sum().float()
+    n = count.sum()
     y = (
-        grad.float() - channels(dy / n, x) - (x.float() - channels(mean, x)) * channels(invstd**2 * dyx / n, x)
+        accurate(grad) - channels(dy / n, x) - (accurate(x) - channels(mean, x)) * channels(invstd**2 * dyx / n, x)
     ) * channels(invstd, x)
     return (y * channels(weight, x) if weight is not None else y).to(x.dtype)
 
