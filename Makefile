@@ -5,8 +5,8 @@ PY := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train assignment test test-all test-nullgpu install install-dev check docs site lock audit parity \
-  bench soak logbook new upgrade release completion clean
+.PHONY: help train assignment test test-all test-beside test-alone test-nullgpu install install-dev check docs site lock \
+  audit parity bench soak logbook new upgrade release completion clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -23,8 +23,12 @@ test: install-dev  ## the tests of every room, in some minutes; needs no network
 	$(PY) -m pytest $(SIDE_BY_SIDE)
 SIDE_BY_SIDE := -n 3 --dist worksteal
 
-test-all: install-dev  ## the rest of the tests: more launchers, lost nodes, stores that die
+test-all: test-beside test-alone  ## the rest of the tests: more launchers, lost nodes, stores that die
+
+test-beside: install-dev
 	$(PY) -m pytest -m slow $(SIDE_BY_SIDE) $(UNTIMED)
+
+test-alone: install-dev
 	$(PY) -m pytest -m slow $(addprefix --ignore=,$(UNTIMED))
 # No test of these waits for something to happen within seconds
 UNTIMED := $(addprefix tests/,nullgpu test_rehearse.py test_docs.py test_attacks.py data models \

@@ -33,7 +33,8 @@ LEFT = (
     "launch/release.py",
 )  # fmt: skip
 LEFT_TARGETS = (
-    "new", "test-all", "test-nullgpu", "site", "$(VENV)/site/.installed", "audit", "parity", "bench", "soak", "release",
+    "new", "test-all", "test-beside", "test-alone", "test-nullgpu", "site", "$(VENV)/site/.installed", "audit",
+    "parity", "bench", "soak", "release",
 )  # fmt: skip
 MACHINERY = ("src/lockstep", "src/hydra_plugins", "launch", "nullgpu")
 TRAILER, SOURCE = "Lockstep-template", "Lockstep-from"
