@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.data.image_set import LABELS, fingerprint
 from lockstep.data.image_tree import natural_key
-from lockstep.data.node_cache import META, Content, cached, file_identity, read_meta
+from lockstep.data.node_cache import META, Content, cached_within_lock, file_identity, folder_lock
 from lockstep.data.places import Places
 from lockstep.runs.errors import UserError
 
@@ -107,13 +107,9 @@ def kept_list(folder: Path, make: Callable[[], ImageList], *, exact: bool) -> tu
             return False
         return not exact or Places.kept(folder, Path(meta["folder"])).as_listed()
 
-    meta = cached(folder, build, is_current)
-    try:
+    with folder_lock(folder):  # another rank may list anew what this one has not read yet
+        meta = cached_within_lock(folder, build, is_current)
         places, labels = Places.kept(folder, Path(meta["folder"])), np.load(folder / LABELS)
-    except OSError:
-        meta = {**meta, "identity": ""}  # gone meanwhile
-    if (read_meta(folder) or {}).get("identity") != meta["identity"]:
-        raise UserError(f"{meta['folder']} was listed anew by another run while this one read its list: start again.")
     return ImageList(meta["class_names"], labels, tuple(meta["counts"]), places, (), meta["skipped"]), meta
 
 

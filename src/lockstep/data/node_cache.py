@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,24 +42,36 @@ def cached(
     Raises:
         NoRoom: the disk is full, and nothing of it stays.
     """
-    with node_lock(folder.with_name(f"{folder.name}.lock")):
-        meta = read_meta(folder)
-        if meta is not None and is_current(meta):
-            return meta
-        shutil.rmtree(folder, ignore_errors=True)
-        part = folder.with_name(f".{folder.name}.part")
+    with folder_lock(folder):
+        return cached_within_lock(folder, build, is_current)
+
+
+def folder_lock(folder: Path) -> AbstractContextManager[None]:
+    """Of a cache folder: nobody else builds it meanwhile."""
+    return node_lock(folder.with_name(f"{folder.name}.lock"))
+
+
+def cached_within_lock(
+    folder: Path, build: Callable[[Path], Content], is_current: Callable[[Content], bool]
+) -> Content:
+    """`cached` for who holds its lock, and reads its files before another may find them out of date."""
+    meta = read_meta(folder)
+    if meta is not None and is_current(meta):
+        return meta
+    shutil.rmtree(folder, ignore_errors=True)
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    try:
+        with full_disk_named(folder.parent, LARGER_DISK):
+            meta = build(part)
+            _seal(part, meta)
+            os.replace(part, folder)
+    except BaseException:
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-        try:
-            with full_disk_named(folder.parent, LARGER_DISK):
-                meta = build(part)
-                _seal(part, meta)
-                os.replace(part, folder)
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
-        sync_folder(folder.parent)
-        return read_meta(folder) or {}
+        raise
+    sync_folder(folder.parent)
+    return read_meta(folder) or {}
 
 
 def read_meta(folder: Path) -> Content | None:

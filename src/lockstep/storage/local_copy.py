@@ -39,7 +39,6 @@ TABLE = ".csv"  # of such a root the whole folder: images lie beside the table
 THREADS = 8
 DELAYS_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0, 30.0, 30.0, 30.0)  # between tries that bring no new byte
 SPEAK_INTERVAL_S = 30.0
-SETTLED_S = 10.0  # after so long a file system's time tells changes apart
 GIB = 2**30
 T = TypeVar("T")
 
@@ -167,15 +166,12 @@ class Copy:
         said = _Said(len(wanted))
         with full_disk_named(self.folder.parent, "give data.cache_dir=FOLDER on a larger disk"):
             in_parallel(self._fetch_one, ((entry, said) for entry in wanted), THREADS)
-        for folder, _, _ in os.walk(self.folder / FILES):
-            settle(Path(folder))
 
     def _fetch_one(self, entry: Entry, said: "_Said") -> None:
         path, part = self._path(entry), self._part(entry)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             retried(lambda: self._append(entry, part), progress=lambda: _size(part))
-            settle(part)
             part.replace(path)
         except StoreError as error:
             if error.kind not in ("conflict", "missing"):
@@ -208,12 +204,6 @@ class Copy:
     def _part(self, entry: Entry) -> Path:
         path = self._path(entry)
         return path.with_name(f".{path.name}{PART}")
-
-
-def settle(path: Path) -> None:
-    """As if it had been written a while ago: what changed just now would be listed again by each rank of the node."""
-    then = time.time() - SETTLED_S
-    os.utime(path, (then, then))
 
 
 def retried(call: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from data.image_folder import ImageFolderDataModule
-from lockstep.data.image_list import sorted_out
+from lockstep.data.image_list import kept_list, sorted_out
 from lockstep.data.places import Names
 from lockstep.runs.errors import UserError
 from ranks import run_ranks
@@ -115,6 +115,22 @@ def test_the_ranks_of_a_node_share_one_list(tmp_path):
     root, cache = folder(tmp_path / "root"), tmp_path / "cache"
     results = run_ranks(list_in, 3, str(root), str(cache), distributed=False)
     assert results[0] == results[1] == results[2] and times_listed(cache) == 1
+
+
+def list_often(root: str, cache: str):
+    """As ranks do of files that were written just now: each finds the list of the others out of date."""
+    found = set()
+    for _ in range(40):
+        os.utime(Path(root) / "b")
+        images, facts = kept_list(Path(cache), module(Path(root), Path(root).parent).list_images, exact=True)
+        found.add((len(images.labels), int(images.places.size.sum()), facts["identity"]))
+    return found
+
+
+def test_ranks_that_list_at_the_same_moment_read_whole_lists(tmp_path):
+    root = folder(tmp_path / "root")
+    results = run_ranks(list_often, 2, str(root), str(tmp_path / "cache" / "list"), distributed=False)
+    assert results[0] == results[1] and len(results[0]) == 1
 
 
 def test_a_link_that_leads_nowhere_and_a_pipe_are_named(tmp_path):
