@@ -306,7 +306,7 @@ class ImageDataModule(LightningDataModule):
         return (array.to(self._device) if resident else array), resident
 
     def setup(self, stage: str | None = None) -> None:
-        if not self._placed and self.trainer is None:  # in a notebook
+        if not self._placed and self.trainer is None:  # in a notebook, where nobody has called it
             self.place()
         elif not self._placed:
             trainer = self.trainer
@@ -324,6 +324,7 @@ class ImageDataModule(LightningDataModule):
         Raises:
             UserError: images are to be mixed in pairs, and the batch of a device is not even.
         """
+        self.setup()
         if self.augmentation.mixing:
             check_pairs(self.per_device_batch_size, self.global_batch_size)
         return TrainBatches(
@@ -354,9 +355,11 @@ class ImageDataModule(LightningDataModule):
         return mixing.draw(generator, num_pairs, self.image_size)
 
     def val_dataloader(self) -> EvalBatches:
+        self.setup()
         return self._eval_batches(self._val_index)
 
     def test_dataloader(self) -> EvalBatches:
+        self.setup()
         return self._eval_batches(self._test_index)
 
     def _eval_batches(self, index: np.ndarray) -> EvalBatches:

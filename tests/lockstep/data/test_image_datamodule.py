@@ -329,3 +329,12 @@ def test_sample_images_are_the_first_training_images_without_augmentation(tmp_pa
         samples.append(module.sample_images(120))
     assert samples[0].shape == (120, 1, 8, 8) and torch.equal(samples[0], samples[1])
     assert abs(float(samples[0].mean())) < 0.1 and abs(float(samples[0].std()) - 1) < 0.1
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_a_loader_alone_without_a_trainer(make, split):
+    alone, placed = make(), make(placed={})
+    for module in (alone, placed):
+        module.loader = getattr(module, f"{split}_dataloader")()
+    first, expected = (next(iter(batches(module, module.loader))) for module in (alone, placed))
+    assert torch.equal(first[0], expected[0]) and torch.equal(first[1], expected[1])
