@@ -1,15 +1,21 @@
 """data.root=s3://…: the weights of a run whose images lie in a bucket are those of one whose images lie here."""
 
 import io
+import json
 import tarfile
+import time
+from functools import partial
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from object_store import shared_store
-from runs import run_door
+from expiring_keys import Keys
+from faulty_proxy import FaultyProxy
+from object_store import IDENTITIES, shared_store
+from runs import run_door, start_door
 
 SMALL = (
     "model=small_cnn", "data.image_size=16", "data.global_batch_size=8", "trainer.max_epochs=2", "scheduler=none",
@@ -81,6 +87,26 @@ def test_weights_are_those_of_the_local_folder(group, place, trainer, sources, m
     expected, found = weights(local.folder), weights(done.folder)
     assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
     assert done.record["metrics"]["test/correct"] == local.record["metrics"]["test/correct"]
+
+
+@pytest.mark.slow
+def test_credentials_are_renewed_while_a_run_reads_and_uploads(sources, tmp_path):
+    server, uri, _ = sources
+    keys, runs = Keys("file", tmp_path), server.new_bucket()
+    with FaultyProxy(urlsplit(server.endpoint_url).port) as proxy:
+        keys.are("ci")
+        words = ("data=image_folder", *SMALL, "trainer=ddp_sim", f"data.root={uri}/photographs", "run_id=r",
+                 "trainer.max_epochs=60", f"s3.uri=s3://{runs}", f"s3.endpoint_url={proxy.endpoint_url}")  # fmt: skip
+        started = start_door("train", *words, logs=tmp_path / "logs", environment=keys.environment)
+        listed = partial(server.client().list_objects_v2, Bucket=runs, Prefix="r/checkpoints")
+        started.wait_for(lambda: listed()["KeyCount"])
+        proxy.expire(IDENTITIES["ci"][0])
+        time.sleep(1)
+        keys.are("renewed")
+        done = started.done()
+    assert done.code == 0 and done.record["upload"]["error"] is None, done.output
+    sent = json.loads(server.client().get_object(Bucket=runs, Key="r/run.json")["Body"].read())
+    assert sent["status"] == done.record["status"] == "finished", "written after the first keys had expired"
 
 
 def test_a_bucket_that_cannot_be_read_ends_the_run_before_it_begins(sources, tmp_path):

@@ -1,4 +1,4 @@
-"""A TCP proxy in front of the S3 server that can be away, answer 503, or lose and delay.
+"""A TCP proxy in front of the S3 server that can be away, answer 503, lose and delay, or find keys expired.
 
 with FaultyProxy(port) as proxy: proxy.mode = "503"
 """
@@ -15,6 +15,7 @@ class FaultyProxy:
 
     def __init__(self, target_port: int, seed: int = 0) -> None:
         self.target_port, self.mode, self.chance = target_port, "pass", random.Random(seed)
+        self.expired: set[bytes] = set()
         self.living: set[socket.socket] = set()
 
     def __enter__(self) -> "FaultyProxy":
@@ -41,6 +42,11 @@ class FaultyProxy:
         self.mode = mode
         self.cut()
 
+    def expire(self, key_id: str) -> None:
+        """From now on, as a store does with temporary credentials that nobody renewed."""
+        self.expired.add(key_id.encode())
+        self.cut()
+
     def _accept(self) -> None:
         while True:
             try:
@@ -56,11 +62,15 @@ class FaultyProxy:
             if mode == "away":
                 return
             if mode == "503":
-                client.settimeout(2)
-                self._refuse(client)
+                self._refuse(client, self._head(client), "503 Slow Down", "SlowDown")
+                return
+            head = self._head(client) if self.expired else b""
+            if any(key_id in head for key_id in self.expired):
+                self._refuse(client, head, "400 Bad Request", "ExpiredToken")
                 return
             with socket.create_connection(("127.0.0.1", self.target_port)) as store:
                 self.living.add(store)
+                store.sendall(head)
                 doomed_after = (
                     self.chance.randrange(200_000) if mode == "lossy" and self.chance.random() < 0.3 else None
                 )
@@ -79,18 +89,22 @@ class FaultyProxy:
             self.living.discard(client)
             client.close()
 
-    def _refuse(self, client: socket.socket) -> None:
-        """Read one request as far as its head, and answer it."""
+    def _head(self, client: socket.socket) -> bytes:
+        """A request as far as its head is whole."""
         head = b""
+        client.settimeout(2)
         with contextlib.suppress(OSError):
-            while b"\r\n\r\n" not in head:
-                part = client.recv(65536)
-                if not part:
-                    return
+            while b"\r\n\r\n" not in head and (part := client.recv(65536)):
                 head += part
-            body = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>slow down</Message></Error>"
+        client.settimeout(None)
+        return head
+
+    def _refuse(self, client: socket.socket, head: bytes, status: str, code: str) -> None:
+        body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+        client.settimeout(2)
+        with contextlib.suppress(OSError):
             client.sendall(
-                b"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nConnection: close\r\n"
+                f"HTTP/1.1 {status}\r\nContent-Type: application/xml\r\nConnection: close\r\n".encode()
                 + f"Content-Length: {len(body)}\r\n\r\n".encode() + (b"" if head.startswith(b"HEAD") else body)
             )  # fmt: skip
             client.shutdown(socket.SHUT_WR)

@@ -32,6 +32,7 @@ READY_TIMEOUT_S = 30.0
 FOLDER_PREFIX = "object-store-"
 IDENTITIES = {
     "ci": ("CITESTKEY0000001", "ci-test-secret-9f27b1c4", ["Admin", "Read", "Write", "List", "Tagging"]),
+    "renewed": ("RENEWEDKEY000003", "renewed-secret-71c2e8d0", ["Admin", "Read", "Write", "List", "Tagging"]),
     "ro": ("ROTESTKEY0000002", "ro-test-secret-5d80aa17", ["Read", "List"]),
 }
 SECRETS = [secret for _, secret, _ in IDENTITIES.values()]

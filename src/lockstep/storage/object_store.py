@@ -17,8 +17,9 @@ KEY = re.compile(r"[^\x00-\x1f\x7f?#\\]*")
 class StoreError(Exception):
     """What went wrong with the store, in one sentence without secrets.
 
-    kind: unreachable | busy | full | refused | missing_bucket | missing | conflict | corrupt | aborted | local.
-    "unreachable" and "busy" pass by themselves; "refused" and "missing_bucket" need the user; "local" is this machine.
+    kind: unreachable | busy | full | refused | expired | missing_bucket | missing | conflict | corrupt | aborted |
+    local. "unreachable" and "busy" pass by themselves; "refused", "expired" (credentials) and "missing_bucket" need
+    the user; "local" is this machine.
     """
 
     def __init__(self, kind: str, sentence: str) -> None:

@@ -25,7 +25,16 @@ class S3Requests:
         self.client = client if client is not None else make_client(options)
 
     def call(self, method: str, **arguments: Any) -> Any:
-        """The answer of boto3's method, e.g. `put_object`."""
+        """The answer of boto3's method, e.g. `put_object`. A body must be bytes: it may be sent twice."""
+        try:
+            return self._called(method, arguments)
+        except StoreError as error:
+            if error.kind != "expired":
+                raise
+        self.client = make_client(self.options)  # boto3 reads keys from a file once: they may be new ones by now
+        return self._called(method, arguments)
+
+    def _called(self, method: str, arguments: dict[str, Any]) -> Any:
         with self.translated():
             return getattr(self.client, method)(Bucket=self.options.bucket, **arguments)
 
@@ -47,6 +56,7 @@ def make_client(options: S3Options) -> Any:
     for name in ("boto3", "botocore", "s3transfer", "urllib3"):
         logger = logging.getLogger(name)
         logger.setLevel(max(logger.level, logging.WARNING))
+    logging.getLogger("botocore.credentials").setLevel(logging.CRITICAL)  # tracebacks of what we say in a sentence
     config = Config(
         signature_version="s3v4",  # also of signed links: boto3 would sign them in a way that newer buckets refuse
         connect_timeout=options.connect_timeout_s,

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.storage.object_store import StoreError
 
-# kind: what the caller can do about it. "refused" and "missing_bucket" need the user; "busy" and "unreachable" pass.
+# kind: what the caller can do about it (object_store.py).
 SENTENCES: dict[str, tuple[str, str]] = {
     "NoSuchBucket": ("missing_bucket", "the bucket {bucket} does not exist{at}: create it, or correct s3.uri"),
     "InvalidBucketName": ("missing_bucket", "{bucket} cannot name a bucket: correct s3.uri"),
@@ -20,7 +20,7 @@ SENTENCES: dict[str, tuple[str, str]] = {
     "SignatureDoesNotMatch": ("refused", "the secret key does not fit the access key id{at}: correct the credentials"),
     "RequestTimeTooSkewed": ("refused", "this machine's clock differs too much from the store's{at}: set the clock"),
     "RequestExpired": ("refused", "this machine's clock differs too much from the store's{at}: set the clock"),
-    "ExpiredToken": ("refused", "the temporary credentials have expired: renew them"),
+    "ExpiredToken": ("expired", "the temporary credentials have expired: renew them"),
     "InvalidToken": ("refused", "the session token is not valid: renew the temporary credentials"),
     "AccessDenied": (
         "refused",
@@ -65,6 +65,10 @@ def translated(bucket: str, endpoint_url: str | None = None) -> Iterator[None]:
         raise _from_answer(error.response, bucket, at) from None
     except (BotoCoreError, HTTPClientError, Boto3Error) as error:
         raise _from_library(type(error).__name__, at) from None
+    except RuntimeError as error:
+        if "Credentials were refreshed" not in str(error):  # and are expired still: botocore has no class for it
+            raise
+        raise StoreError(*SENTENCES["ExpiredToken"]) from None
     except (ConnectionError, TimeoutError) as error:
         raise StoreError("unreachable", f"the connection to the store{at} broke ({type(error).__name__})") from None
     except OSError as error:

@@ -11,8 +11,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from disk_campaign import fill, no_mounts, small_disk
 from faulty_proxy import FaultyProxy
 from lockstep.runs.errors import UserError
+from lockstep.runs.full_disk import NoRoom
 from lockstep.storage import local_copy as module
 from lockstep.storage.local_copy import FILES, MANIFEST, local_copy
 from object_store import shared_store
@@ -144,6 +146,27 @@ def test_requests_broken_off_and_a_store_that_is_away(bucket):
         folder = bucket.copy(endpoint_url=proxy.endpoint_url)
         faults.join()
     assert files_in(folder) == WANTED | large
+
+
+@pytest.mark.skipif(no_mounts() is not None, reason=str(no_mounts()))
+def test_a_disk_that_fills_up_meanwhile_is_named_and_the_copy_goes_on_once_there_is_room(bucket):
+    large = {f"c/{n}.jpg": os.urandom(300_000) for n in range(6)}
+    bucket.put(large)
+    with small_disk(bucket.cache, 3) as disk:
+        check = module.Copy._check_room
+
+        def then_filled(self, *arguments):
+            check(self, *arguments)
+            fill(disk)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module.Copy, "_check_room", then_filled)
+            with pytest.raises(NoRoom, match=f"no room on {disk}.*: give data.cache_dir=FOLDER on a larger disk"):
+                bucket.copy()
+        with pytest.raises(UserError, match="which .* are not here yet, and .* GiB free: give data.cache_dir=FOLDER"):
+            bucket.copy()
+        (disk / "filler").unlink()
+        assert files_in(bucket.copy()) == WANTED | large
 
 
 CHILD = """

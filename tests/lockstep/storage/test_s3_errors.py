@@ -123,7 +123,7 @@ ANSWERS = [
     (507, "XMinioStorageFull", "full", "the store is full"),
     (507, "", "full", "the store is full"),
     (503, "SlowDown", "busy", "too busy"),
-    (400, "ExpiredToken", "refused", "renew"),
+    (400, "ExpiredToken", "expired", "renew"),
     (301, "PermanentRedirect", "refused", "another region"),
     (500, "Internal<Error>", "busy", "HTTP 500, no code"),
     (418, "Teapot", "refused", "HTTP 418, Teapot"),
