@@ -1,6 +1,6 @@
-"""Write docs/schemas/, a JSON schema for each group of configs/, for completion in an editor.    (make docs)
+"""Write docs/schemas/, JSON schemas for completion in an editor: of each group, and of what stands over them.    (make docs)
 
-Keys are those of the group's yaml files and the parameters of what their `_target_` names; comments describe them.
+train.json is for train.yaml, recipes and debugging runs, in which a group holds keys of any of its options. Keys are those of the group's yaml files and the parameters of what their `_target_` names; comments describe them.
 """
 
 import json
@@ -18,6 +18,7 @@ from lockstep.config.help import groups, keys  # noqa: E402
 from lockstep.config.signatures import signature_of  # noqa: E402
 
 WORD = {"type": "string", "pattern": r"^(auto|max|\$\{.*)$"}  # stands where a number or a truth value may
+DRAFT = "https://json-schema.org/draft-07/schema"
 SKIPPED = ("debug", "experiment", "hydra", "paths")
 
 
@@ -73,14 +74,25 @@ def group_schema(configs: Path, group: str) -> dict[str, Any]:
     if group == "trainer":
         names = signature_of(TRAINER).names
         properties = {name: {} for name in names if name not in REFUSED_TRAINER_KEYS} | properties
-    return {"$schema": "https://json-schema.org/draft-07/schema", "title": f"configs/{group}", "type": "object",
+    return {"$schema": DRAFT, "title": f"configs/{group}", "type": "object",
             "properties": properties, "additionalProperties": group in OPEN}  # fmt: skip
+
+
+def root_schema(configs: Path, of_groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Of train.yaml, with what it says of a group beside the group's own keys."""
+    stated = schema_of(configs / "train.yaml", "")["properties"]
+    stated |= {group: stated[group] | {"additionalProperties": False} for group in of_groups if group in stated}
+    within = {group: {**schema, "type": ["object", "null"]} for group, schema in of_groups.items()}
+    extra: dict[str, Any] = {"defaults": {"type": "array"}, "hydra": {"type": "object"}, "paths": {"type": "object"}}
+    return {"$schema": DRAFT, "title": "configs", "type": "object",
+            "properties": _merged(stated, within | extra), "additionalProperties": False}  # fmt: skip
 
 
 def schemas(configs: Path) -> dict[str, str]:
     """The text of each file of docs/schemas."""
-    named = [group for group in groups(configs) if group not in SKIPPED]
-    return {f"{group}.json": json.dumps(group_schema(configs, group), indent=1) + "\n" for group in named}
+    found = {group: group_schema(configs, group) for group in groups(configs) if group not in SKIPPED}
+    found["train"] = root_schema(configs, found)
+    return {f"{name}.json": json.dumps(schema, indent=1) + "\n" for name, schema in found.items()}
 
 
 if __name__ == "__main__":

@@ -34,11 +34,20 @@ def test_every_config_is_as_its_schema_says_and_a_wrong_key_or_value_is_not():
     folder = REPOSITORY / "docs" / "schemas"
     assert {path.name: path.read_text() for path in folder.iterdir()} == made, "make docs"
     mapped = json.loads((REPOSITORY / ".vscode" / "settings.json").read_text())["yaml.schemas"]
-    assert mapped == {f"./docs/schemas/{name}": f"configs/{name[:-5]}/*.yaml" for name in made}
+    of_all = mapped.pop("./docs/schemas/train.json")
+    assert mapped == {f"./docs/schemas/{name}": f"configs/{name[:-5]}/*.yaml" for name in made if name != "train.json"}
     for path in CONFIGS.glob("*/*.yaml"):
         if f"{path.parent.name}.json" in made:
             schema = json.loads(made[f"{path.parent.name}.json"])
             assert list(faults(yaml.safe_load(path.read_text()) or {}, schema, {}, path.stem)) == []
+    for path in (path for pattern in of_all for path in REPOSITORY.glob(pattern)):
+        found = faults(yaml.safe_load(path.read_text()) or {}, json.loads(made["train.json"]), {}, path.stem)
+        assert list(found) == []
+    recipe = {"trainr": {}, "data": {"flip": 3, "batch_size": 8}, "optimizer": {"lr": 0.1}}
+    assert list(faults(recipe, json.loads(made["train.json"]), {})) == [
+        "record.trainr is not known", "record.data.flip is 3, not ['boolean', 'null']",
+        "record.data.batch_size is not known",
+    ]  # fmt: skip
     optimizer = json.loads(made["optimizer.json"])
     assert list(faults({"lr": "fast", "learning_rate": 1}, optimizer, {})) == [
         "record.lr is 'fast', not ['number', 'null']", "record.learning_rate is not known",
