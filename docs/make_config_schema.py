@@ -1,6 +1,7 @@
-"""Write docs/schemas/, JSON schemas for completion in an editor: of each group, and of what stands over them.    (make docs)
+"""Write docs/schemas/, JSON schemas for completion in an editor.    (make docs)
 
-train.json is for train.yaml, recipes and debugging runs, in which a group holds keys of any of its options. Keys are those of the group's yaml files and the parameters of what their `_target_` names; comments describe them.
+A group's keys are those of its yaml files and the parameters of what their `_target_` names; comments describe them.
+train.json is for train.yaml, recipes and debugging runs, in which a group holds keys of any of its options.
 """
 
 import json

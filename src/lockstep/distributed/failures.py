@@ -14,6 +14,11 @@ from lockstep.runs.redact import redact_text
 
 log = logging.getLogger(__name__)
 
+NO_MEMORY = (
+    "A device takes half at a time with trainer.accumulate_grad_batches=2 (the same global batch), less with "
+    "trainer.precision=bf16-mixed; data.global_batch_size=max finds what fits. What else is on the GPU: nvidia-smi."
+)
+
 
 class RankError(TypedDict):
     """How a rank ended, as its error file holds it."""
@@ -61,7 +66,8 @@ def sentence_of(failure: RankError) -> str:
     """What goes to the screen: the message, with where it happened unless it says all there is to say."""
     if failure.get("kind") in ("UserError", "NoRoom"):
         return failure["message"]
-    return f"rank {failure['rank']} on {failure['host']}, in {failure['phase']}: {failure['message']}"
+    said = f"rank {failure['rank']} on {failure['host']}, in {failure['phase']}: {failure['message']}"
+    return f"{said.rstrip()}\n{NO_MEMORY}" if failure.get("kind") == "OutOfMemoryError" else said
 
 
 def record_end(folder: RunFolder, cluster: Cluster, status: str, code: int, error: RankError | None) -> None:
