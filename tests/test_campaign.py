@@ -33,6 +33,12 @@ def test_four_kills_one_in_each_phase():
 
 
 @pytest.mark.slow
+def test_four_kills_in_the_thread_that_writes_a_checkpoint():
+    [row] = do("kills-writing", 4)
+    assert row.wrong == [] and row.times == 4 and row.seen.startswith("4 in background write")
+
+
+@pytest.mark.slow
 def test_four_kills_with_sharded_checkpoints():
     [row] = do("kills-sharded", 4)
     assert row.wrong == [] and row.times == 4

@@ -18,6 +18,7 @@ from typing import Any
 SRC = str(Path(__file__).resolve().parents[2] / "src")
 PHASES = ("training", "validation", "checkpoint", "epoch end")
 ALL_PHASES = ("start", "sanity check", *PHASES, "test", "upload")
+WRITING = "background write"  # of an asynchronous checkpoint, in the thread that writes it
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Tap:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.rank = plan, int(os.environ.get("RANK", 0))
         self.phase: str | None = None
-        self.counts = dict.fromkeys(ALL_PHASES, 0)
+        self.counts = dict.fromkeys((*ALL_PHASES, WRITING), 0)
         self.taken: collections.deque = collections.deque()
         self.step: list[int] = []  # positions of the step that is under way
         Path(plan.folder).mkdir(parents=True, exist_ok=True)
@@ -59,12 +60,17 @@ class Tap:
         os.close(handle)
 
     def on_call(self, frame: Any, event: str, _argument: Any) -> None:
-        if self.phase is None or event not in ("call", "c_call"):
+        if self.phase is not None:
+            self.count(self.phase, frame, event)
+
+    def on_write(self, frame: Any, event: str, _argument: Any) -> None:
+        self.count(WRITING, frame, event)
+
+    def count(self, phase: str, frame: Any, event: str) -> None:
+        if event not in ("call", "c_call") or not frame.f_code.co_filename.startswith(self.plan.source):
             return
-        if not frame.f_code.co_filename.startswith(self.plan.source):
-            return
-        self.counts[self.phase] += 1
-        if (self.phase, self.counts[self.phase], self.rank) == (self.plan.phase, self.plan.event, self.plan.rank):
+        self.counts[phase] += 1
+        if (phase, self.counts[phase], self.rank) == (self.plan.phase, self.plan.event, self.plan.rank):
             self.kill(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
 
     def kill(self, where: str) -> None:
@@ -86,6 +92,7 @@ def plant(plan: Plan) -> None:
     """Before the ranks are started, in the process that they are forked from, or in each rank."""
     from classifier import ImageClassifier
     from lockstep.callbacks import heartbeat as watch
+    from lockstep.callbacks.background_writes import _Write
     from lockstep.callbacks.checkpoints import Checkpoints
     from lockstep.callbacks.run_recorder import RunRecorder
     from lockstep.callbacks.s3_upload import S3Upload
@@ -147,6 +154,7 @@ def plant(plan: Plan) -> None:
             here.counts["upload"] = 1
             threading.Timer(plan.event / 1000, here.kill, ["upload"]).start()
 
+    _before(_Write, "_run", lambda _: sys.setprofile(mine().on_write))  # of this thread alone
     _before(S3Upload, "on_checkpoint_complete", uploads)
     _before(TrainingLog, "on_train_start", begins)
     _before(TrainingLog, "on_train_batch_end", steps)

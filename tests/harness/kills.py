@@ -8,6 +8,7 @@ import json
 import signal
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 
 from campaign import Clock, Row, Task, piece, spread
-from kill_hooks import PHASES, Plan, plant
+from kill_hooks import PHASES, WRITING, Plan, plant
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import read_json
-from runs import run_door
+from lockstep.storage.checkpoint_files import complete, fault_of
+from runs import Done, run_door
 
 EPOCHS = 6
 KILLS_PER_RUN = 8
@@ -141,7 +143,7 @@ class Kills:
     def row(self, name: str, done: str, clock: Clock) -> Row:
         phases = Counter(kill["phase"] for kill in self.killed)
         targets = Counter(kill["target"] for kill in self.killed)
-        counted = ", ".join(f"{phases[phase]} in {phase}" for phase in PHASES)
+        counted = ", ".join(f"{number} in {phase}" for phase, number in phases.items())
         whom = ", ".join(f"{number} of {target}" for target, number in sorted(targets.items()))
         seen = (
             f"{counted}; {whom}; supervisor and ranks gone {spread(self.ended_s)} s after the kill; "
@@ -168,17 +170,17 @@ def planted(plan: Plan) -> Any:
     return functools.partial(plant, plan)
 
 
-def kill_and_resume(task: Task, words: list[str]) -> Kills:
+def kill_and_resume(task: Task, words: list[str], phases: Sequence[str] = PHASES) -> Kills:
     """Runs that are killed KILLS_PER_RUN times each, in every phase in turn, until task.count is reached."""
     kills = Kills(reference_of(words, task.folder))
     task.say(f"calls per epoch: {kills.reference.counts}")
     while len(kills.killed) < task.count and not task.over():
-        name, start, here = f"run{kills.runs}", 0, 0
+        name, start, here, kept = f"run{kills.runs}", 0, 0, 0
         marks, logs = task.folder / f"{name}-marks", task.folder / name
         while True:
             start += 1
             wanted = here < KILLS_PER_RUN and len(kills.killed) < task.count and not task.over()
-            plan = _draw(task, kills, marks, start) if wanted else Plan(str(marks), start)
+            plan = _draw(task, kills, marks, start, phases) if wanted else Plan(str(marks), start)
             done = run_door("train", *words, f"run_id={name}", "resume=auto", logs=logs, before=planted(plan))
             mark = marks / f"killed-{start}.json"
             if mark.exists():
@@ -187,6 +189,7 @@ def kill_and_resume(task: Task, words: list[str]) -> Kills:
                 if history(marks):  # else it was before the first step, where there is nothing to go on from
                     kills.killed.append({"phase": plan.phase, "target": plan.target, "where": killed["where"]})
                     kills.ended_s.append(round(time.time() - mark.stat().st_mtime, 1))
+                kept = check_kept(kills, f"{name}, start {start}", done, kept)
                 expected = -signal.SIGKILL if plan.target == "supervisor" else 1
                 if done.code != expected:
                     kills.wrong.append(f"{name}, start {start}: exit code {done.code}: {done.output[-300:]}")
@@ -204,14 +207,24 @@ def kill_and_resume(task: Task, words: list[str]) -> Kills:
     return kills
 
 
-def _draw(task: Task, kills: Kills, marks: Path, start: int) -> Plan:
+def check_kept(kills: Kills, where: str, done: Done, before: int) -> int:
+    """The newest step of the checkpoints that are said to be complete: all whole, and no older than before."""
+    found = dict(complete(done.folder.checkpoints)) if done.path else {}
+    kills.wrong += [f"{where}: {path.name}: {fault}" for path in found if (fault := fault_of(path))]
+    newest = max((sidecar.step for sidecar in found.values()), default=0)
+    if newest < before:
+        kills.wrong.append(f"{where}: the checkpoint of step {before} is gone, {newest} is the newest")
+    return newest
+
+
+def _draw(task: Task, kills: Kills, marks: Path, start: int, phases: Sequence[str]) -> Plan:
     """Where and whom to kill next: the phases and the targets in turn, the moment by chance."""
     number = len(kills.killed)
-    phase = PHASES[number % len(PHASES)]
+    phase = phases[number % len(phases)]
     targets = ["rank 0", "rank 1", "supervisor"]
-    target = targets[(number + number // len(PHASES)) % 3]
+    target = targets[(number + number // len(phases)) % 3]
     rank = {"rank 0": 0, "rank 1": 1}.get(target, task.chance.randrange(2))
-    if phase == "checkpoint" and rank == 1 and task.chance.random() < 0.5:
+    if phase == WRITING or (phase == "checkpoint" and rank == 1 and task.chance.random() < 0.5):
         rank = 0  # rank 0 kills the other while it writes
     return Plan(str(marks), start, phase, 1 + task.chance.randrange(kills.reference.counts[rank][phase]), rank, target)
 
@@ -221,6 +234,16 @@ def kills_ddp(task: Task) -> list[Row]:
     clock = Clock()
     kills = kill_and_resume(task, [*DDP, *TINY])
     return [kills.row("kills", "kill -9 of a rank or the supervisor of a `ddp_sim` run, then `resume=auto`", clock)]
+
+
+@piece("kills-writing", 50)
+def kills_writing(task: Task) -> list[Row]:
+    clock, words = Clock(), [*DDP, *TINY, "callbacks.checkpoints.asynchronous=true"]
+    kills = kill_and_resume(task, words, [WRITING])
+    done = "kill -9 in the thread that writes an asynchronous checkpoint beside the training, then `resume=auto`"
+    row = kills.row("kills-writing", done, clock)
+    row.seen += "" if row.wrong else "; after each kill every checkpoint that was said to be complete was whole"
+    return [row]
 
 
 @piece("kills-sharded", 20)

@@ -12,14 +12,24 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 PRELOAD = ["torch.utils.tensorboard", "lightning.pytorch", "torchvision", "timm", "hydra", "boto3",
            "lockstep.launch.launcher", "lockstep.training.build", "lockstep.data.image_datamodule",
            "lockstep.callbacks.throughput", "lockstep.pages.build", "omegaconf._impl"]  # fmt: skip
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
+SRC = Path(__file__).resolve().parents[2] / "src"
+
+
+def new_process(target: Callable, args: tuple) -> multiprocessing.Process:
+    """Forked from the server, which imports this tree's code and not that of the tree that is installed."""
+    with patch.dict(os.environ, PYTHONPATH=str(SRC)):
+        forkserver.ensure_running()
+    return _context.Process(target=target, args=args)
 
 
 def free_port() -> int:
@@ -30,6 +40,7 @@ def free_port() -> int:
 
 def _rank_main(queue, function, rank, world_size, port, distributed, paths, arguments) -> None:
     sys.path[:] = paths
+    os.environ.pop("PYTHONPATH", None)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
         GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
@@ -62,7 +73,7 @@ def run_ranks(
     port = free_port()
     queue = _context.Queue()
     processes = [
-        _context.Process(
+        new_process(
             target=_rank_main, args=(queue, function, rank, world_size, port, distributed, list(sys.path), arguments)
         )
         for rank in range(world_size)
@@ -82,6 +93,3 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
     return [results[rank] for rank in range(world_size)]
-
-
-SRC = Path(__file__).resolve().parents[2] / "src"

@@ -22,7 +22,7 @@ from typing import Any
 
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import read_json
-from ranks import SRC, _context
+from ranks import SRC, new_process
 
 TIMEOUT_S = 120.0  # of a whole run; a campaign on a busy machine sets it higher
 PATHS = [str(SRC), str(Path(__file__).parent)]
@@ -93,6 +93,7 @@ def _process(door: str, argv: list[str], environment: dict[str, str], output: st
     os.dup2(handle, 2)
     sys.stdout, sys.stderr = (io.TextIOWrapper(os.fdopen(os.dup(fd), "wb"), line_buffering=True) for fd in (1, 2))
     sys.path[:0] = PATHS
+    os.environ.pop("PYTHONPATH", None)  # the server's
     os.environ.update(environment)
     warnings.simplefilter("error")
     sys.argv = [str(SRC / f"{door}.py"), *argv]
@@ -137,7 +138,7 @@ class Started:
     def __init__(self, door: str, argv: list[str], logs: Path, environment: dict[str, str], before: Any) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self.logs, self.output = logs, logs / f"output-{door}-{time.monotonic_ns()}.txt"
-        self.process: multiprocessing.Process = _context.Process(
+        self.process: multiprocessing.Process = new_process(
             target=_process, args=(door, argv, environment, str(self.output), before)
         )
         self.process.start()

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ranks import _context, free_port
+from ranks import free_port, new_process
 
 
 def start(scenario: Callable[[int], Any], world_size: int, folder: Path, timeout_s: float = 60.0) -> "Ranks":
     """One process per rank that calls scenario(rank) under a Watch; scenarios are the functions below."""
     port = free_port()
     processes = [
-        _context.Process(target=_rank, args=(scenario, rank, world_size, port, str(folder), timeout_s, list(sys.path)))
+        new_process(target=_rank, args=(scenario, rank, world_size, port, str(folder), timeout_s, list(sys.path)))
         for rank in range(world_size)
     ]
     for process in processes:

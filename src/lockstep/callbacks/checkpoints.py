@@ -341,8 +341,8 @@ class Checkpoints(Callback):
 def refuse_non_finite(trainer: pl.Trainer) -> None:
     """One synchronisation per save. Raises Diverged on every rank if any weight on any rank is not finite."""
     local = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.lightning_module.parameters()]
-    largest = torch.nn.utils.get_total_norm([p.detach() for p in local if p.numel()], norm_type=float("inf"))
-    finite = bool(torch.isfinite(largest))
+    extremes = [end for p in local if p.numel() for end in torch.aminmax(p.detach())]  # nan where one is
+    finite = bool(torch.stack([end.isfinite().to(extremes[0].device) for end in extremes]).all())
     if not trainer.strategy.reduce_boolean_decision(finite, all=True):
         raise Diverged(
             f"weights became nan or inf by step {trainer.global_step}: nothing was saved; lower optimizer.lr"
