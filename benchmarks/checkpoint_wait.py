@@ -3,7 +3,7 @@
     python benchmarks/checkpoint_wait.py
 
 ViT-B/32: with plain SGD its checkpoint has 350 MB, with Adam 1 GB. After each step of one run both are done in turn,
-while nothing of the former checkpoint is being written any more. One thread, which other work on the machine hits alike.
+while nothing of the former checkpoint is being written any more. One thread.
 """
 
 import argparse
@@ -21,7 +21,8 @@ GOAL = 1.2
 ROUNDS = 10  # and one before them, which nobody counts
 WORDS = ["model=vit", "model.pretrained=false", "data=synthetic", "data.image_size=224", "data.num_images=40",
          "data.num_test_images=4", "data.num_val=4", "data.global_batch_size=2", "data.eval_batch_size=4",
-         "trainer=cpu", "trainer.num_threads=1", "trainer.max_epochs=1", "scheduler=none", "test=false", "callbacks.checkpoints.asynchronous=true"]  # fmt: skip
+         "trainer=cpu", "trainer.num_threads=1", "trainer.max_epochs=1", "scheduler=none", "test=false",
+         "callbacks.checkpoints.asynchronous=true"]  # fmt: skip
 
 
 def main() -> None:
