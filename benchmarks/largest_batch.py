@@ -2,8 +2,9 @@
 
     python benchmarks/largest_batch.py [--gib 2 4 8 16]
 
-For each net, trainer and size of device: the search's batch trains two steps and validates; 5 % more runs out of
-memory. Null GPUs (nullgpu/README.md) compute nothing here; torch's CUDA code and its allocator are those of a GPU.
+For each net, trainer and size of device: the search's batch trains two steps and validates; the batch that it would
+be more than 5 % below runs out of memory. Null GPUs (nullgpu/README.md) compute nothing here; torch's CUDA code and
+its allocator are those of a GPU.
 Writes benchmarks/results/largest_batch.json and logbook/measurements/largest_batch.md.
 """
 
@@ -21,21 +22,23 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests/harness"), str(ROOT / "nullgpu")]
 RESULTS, PAGE = ROOT / "benchmarks/results/largest_batch.json", ROOT / "logbook/measurements/largest_batch.md"
 
-DATA = ["data=synthetic", "data.num_images=20000", "data.num_val=64", "data.eval_batch_size=16", "test=false"]
+IMAGES = 2500  # for each GiB: more than fit
+DATA = ["data=synthetic", "data.num_val=64", "data.eval_batch_size=16", "test=false"]
 MODELS = {
     "vit_tiny_32": ["model=vit_tiny_32"],
     "resnet18": ["model=timm", "model.name=resnet18", "model.pretrained=false", "data.image_size=64"],
 }
 TRAINERS = {"gpu": 1, "ddp": 2, "fsdp": 2}
 SHORT = ["trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "callbacks=none"]
-MORE = 1.05
+MOST_BELOW = 0.95
 NO_VALUES = "import warnings; warnings.resetwarnings()"  # sums over ranks are nothing here, of which Lightning warns
 HEAD = """# The largest batch
 
 Written by `benchmarks/largest_batch.py`; do not edit. What `find_batch_size.py` found on **null GPUs, not GPUs** of
-each size, whether a run with that batch fits, and whether one with 5 % more runs out of memory, as it should.
+each size, whether a run with that batch fits, and whether one runs out of memory with the smallest batch of which it
+would be less than 95 %, as it should.
 
-| model | trainer | devices | GiB | largest batch per device | tries | of them out of memory | it runs | 5 % more |
+| model | trainer | devices | GiB | largest batch per device | tries | of them out of memory | it runs | that one |
 |---|---|---:|---:|---:|---:|---:|---|---|
 """
 
@@ -44,7 +47,7 @@ def measure(model: str, trainer: str, gib: float, folder: Path) -> dict[str, Any
     from null_gpus import run_on_null_gpus
 
     def run(door: str, *more: str) -> Any:
-        words = [*DATA, *MODELS[model], f"trainer={trainer}", *more]
+        words = [*DATA, f"data.num_images={int(IMAGES * gib)}", *MODELS[model], f"trainer={trainer}", *more]
         logs = folder / f"{model}-{trainer}-{gib}-{len(list(folder.iterdir()))}"
         before = partial(exec, NO_VALUES)
         return run_on_null_gpus(door, *words, logs=logs, before=before, devices=devices, memory_gib=gib, compute=False)
@@ -55,7 +58,7 @@ def measure(model: str, trainer: str, gib: float, folder: Path) -> dict[str, Any
     found = done.record["largest_batch"]
     batch = found["per_device"]
     after = run("train", *SHORT, f"data.global_batch_size={batch * devices}")
-    beyond = run("train", *SHORT, f"data.global_batch_size={math.ceil(MORE * batch) * devices}")
+    beyond = run("train", *SHORT, f"data.global_batch_size={(math.floor(batch / MOST_BELOW) + 1) * devices}")
     return {
         "model": model, "trainer": trainer, "devices": devices, "gib": gib, "batch": batch, "found": found,
         "runs": after.code == 0 or "became nan" in after.output,
@@ -87,7 +90,7 @@ def main() -> None:
     parser.add_argument("--gib", nargs="*", type=float, default=[2, 4, 8, 16])
     rows: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
-        for model, trainer, gib in itertools.product(MODELS, TRAINERS, parser.parse_args().gib):
+        for gib, model, trainer in itertools.product(parser.parse_args().gib, MODELS, TRAINERS):
             row = rows[f"{model}, {trainer}, {gib:g}"] = measure(model, trainer, gib, Path(folder))
             print(f"{model} {trainer} {gib:g} GiB: {row}", flush=True)
             RESULTS.write_text(json.dumps(rows, indent=1) + "\n")

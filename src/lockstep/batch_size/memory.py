@@ -13,9 +13,11 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lockstep.batch_size.search import HELD
+from lockstep.batch_size.search import HELD, RESERVED
 
 GIB = 2**30
+KEPT_FREE = 0.01  # of a GPU's memory, for gaps
+SEGMENT = 20 * 2**20  # and this at least: the allocator takes so much at a time
 OUT_OF_MEMORY_WORDS = (
     "out of memory", "can't allocate memory", "ALLOC_FAILED", "Failed to CUDA calloc", "unable to mmap",
 )  # fmt: skip
@@ -59,6 +61,9 @@ class TrackedBytes(MemTracker):
     def held(self) -> dict[str, int]:
         return {"": self.now()}
 
+    def reserved(self) -> dict[str, int]:
+        return {}
+
     def reset(self) -> None:
         self._peak_mem = {device: held["Total"] for device, held in self._curr_mem_snap.items()}
 
@@ -81,7 +86,8 @@ class TrackedBytes(MemTracker):
 class AllocatedBytes:
     """What the caching allocator of each GPU of this process has given out.
 
-    The limit binds what it has reserved, which is hardly more where its segments expand (distributed/cluster.py).
+    The limit binds what it has reserved, which is hardly more where its segments expand (distributed/cluster.py). It is
+    a little below the GPU's: the run that follows takes the same memory in another order, and leaves other gaps.
 
     Args:
         fraction: of each GPU's memory that this process may use.
@@ -92,9 +98,10 @@ class AllocatedBytes:
         self.devices, self.limits = devices, {}
         for device in devices:
             free, total = torch.cuda.mem_get_info(device)
-            allowed = int(fraction * min(limit or total, total))
+            allowed = min(int(fraction * min(limit or total, total)), free + torch.cuda.memory_reserved(device))
+            allowed -= max(int(KEPT_FREE * allowed), SEGMENT)
             torch.cuda.set_per_process_memory_fraction(allowed / total, device)
-            self.limits[str(device)] = min(allowed, free + torch.cuda.memory_reserved(device))
+            self.limits[str(device)] = allowed
 
     def fresh(self) -> "AllocatedBytes":
         torch.cuda.empty_cache()
@@ -109,6 +116,9 @@ class AllocatedBytes:
 
     def held(self) -> dict[str, int]:
         return {str(device): torch.cuda.memory_allocated(device) for device in self.devices}
+
+    def reserved(self) -> dict[str, int]:
+        return {str(device): torch.cuda.max_memory_reserved(device) for device in self.devices}
 
     def reset(self) -> None:
         for device in self.devices:
@@ -137,9 +147,10 @@ class MemoryPhases(pl.Callback):
         self.shares: dict[str, float] = {}
 
     def _close(self, phase: str) -> None:
-        for name, share in self.meter.shares(self.meter.peaks()).items():
-            key = f"{phase} {name}".strip()
-            self.shares[key] = max(self.shares.get(key, 0.0), share)
+        for kind, peaks in ((phase, self.meter.peaks()), (RESERVED, self.meter.reserved())):
+            for name, share in self.meter.shares(peaks).items():
+                key = f"{kind} {name}".strip()
+                self.shares[key] = max(self.shares.get(key, 0.0), share)
         self.meter.reset()
 
     def on_train_batch_start(self, *_: Any) -> None:

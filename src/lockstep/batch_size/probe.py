@@ -38,6 +38,7 @@ from lockstep.runs.batch import Batch
 from lockstep.runs.config import read_only, writable
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.runs.output import set_up
+from lockstep.strategies.collectives import let_go_of_what_was_sent
 from lockstep.strategies.placement import without_peers
 from lockstep.training.build import build_data, build_module, data_facts, prepare_net
 from lockstep.training.checks import DataFacts
@@ -151,6 +152,8 @@ class Prober:
         if plan.config["test"]:
             evaluate_largest(data)
         gc.collect()
+        if self.cluster.world_size > 1 and device_of(plan).type == "cuda":
+            let_go_of_what_was_sent(device_of(plan))
         meter = self.meter.fresh()
         with meter:
             module = build_module(plan.config, data_facts(data), has_checkpoint=bool(plan.checkpoint))

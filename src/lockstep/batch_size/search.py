@@ -2,10 +2,13 @@
 
 A probe says, for every rank and phase of a step, which share of that rank's limit was used; or that a rank ran out.
 Two small probes give one line per rank and phase; the smallest batch at which a line reaches its limit is verified.
+
+A GPU's allocator also says what it reserved for what it gave out. Where the lines reach the limit with as much beside
+them, a batch fits, and so does the run that follows; the largest batch may be somewhat larger, which one try shows.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 MAX_PROBES = 6
@@ -16,9 +19,12 @@ STEP_BACK = 0.88  # of a batch that ran out although the model said that it fits
 MARGIN = 0.01  # left below a predicted maximum, so that noise does not cost an out-of-memory
 LEVER = 0.25  # of the memory that the first probe left free is what the second one may take
 HELD = "held"  # the phase that stands for what is held between steps, whatever the batch
-FIXED = (HELD, "validation")  # phases that do not grow with the batch
+RESERVED = "reserved"  # the phase that stands for what the allocator took from the device, where it says that
+FIXED = (HELD, "validation", RESERVED)  # phases that do not grow with the batch as tensors do
+NEAR = 0.965  # with as much as this of the batch whose tensors alone would fill the memory, the search ends
 FAR = 4  # predictions of more than this many times the largest batch that was run are approached in steps,
 NEARER = (0.5, 0.6)  # to this share of what two and three points predict: a gathered layer's peak hides what grows
+LAST_FROM = 0.85
 LAST_STEP_FROM = 0.7  # the last probe steps back by 5 % only, where what is found already is this share of it
 
 Shares = Sequence[Mapping[str, float]]  # per rank: phase → share of the limit
@@ -37,7 +43,21 @@ class Probe:
 
     @property
     def largest_share(self) -> float:
-        return max((share for rank in self.shares or () for share in rank.values()), default=0.0)
+        """Of what tensors took."""
+        return max((share for phase, share in self._shares() if not is_reserved(phase)), default=0.0)
+
+    @property
+    def room_for_tensors(self) -> float:
+        """The share of the limit that they may take where the allocator reserves as much beside them as here."""
+        reserved = max((share for phase, share in self._shares() if is_reserved(phase)), default=0.0)
+        return min(self.largest_share / reserved, 1.0) if reserved else 1.0
+
+    def _shares(self) -> Iterator[tuple[str, float]]:
+        return (item for rank in self.shares or () for item in rank.items())
+
+
+def is_reserved(phase: str) -> bool:
+    return phase.startswith(RESERVED)
 
 
 @dataclass(frozen=True)
@@ -116,13 +136,18 @@ def _second_point(points: list[Probe], good: int, bad: int, least: int) -> int:
 
 def _aim(points: list[Probe], good: int, bad: int, bound: int, done: int) -> int | None:
     """A batch between the largest that fits and the smallest that does not; None where the model expects no more."""
-    predicted = _predicted(points)
+    room = points[-1].room_for_tensors
+    predicted = _predicted(points, room)
     if predicted < bad:
-        if good >= CLOSE_ENOUGH * predicted:
+        most = min(_predicted(points), bad - 1)
+        if good >= CLOSE_ENOUGH * predicted and good >= min(NEAR * most, MOST_BELOW * (bad - 1)):
             return None
         if done == len(points) <= MAX_PROBES // 2 and predicted > FAR * points[-1].batch:
             return int(NEARER[len(points) - 2] * predicted)  # too far to trust small points
-        return max(good + 1, predicted - int(MARGIN * predicted))
+        one_more = int(good / MOST_BELOW) if bad > bound else (good + bad) // 2
+        aim = max(good + 1, predicted - int(MARGIN * predicted), min(one_more, most - int(MARGIN * most)))
+        last = done == MAX_PROBES - 1 and room < 1.0 and good >= LAST_FROM * aim
+        return min(aim, max(good + 1, int(good / MOST_BELOW))) if last else aim  # where this runs out, `good` is near
     if bad > bound:
         return bound
     if good >= MOST_BELOW * (bad - 1):
@@ -134,28 +159,29 @@ def _aim(points: list[Probe], good: int, bad: int, bound: int, done: int) -> int
     return min(max(good + 1, math.ceil(back * (bad - 1))), bad - 1)
 
 
-def _predicted(points: list[Probe]) -> int:
-    """The largest batch at which no rank and no phase is over its limit, from the last two or three points."""
+def _predicted(points: list[Probe], room: float = 1.0) -> int:
+    """The largest batch at which no rank and no phase is over `room`, from the last two or three points."""
     points = points[-3:]
     limit = 2 * points[-1].batch
-    while limit < 2**40 and _share_at(points, limit) <= 1.0:
+    while limit < 2**40 and _share_at(points, limit) <= room:
         limit *= 2
     low, high = 0, limit
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if _share_at(points, middle) <= 1.0 else (low, middle)
+        low, high = (middle, high) if _share_at(points, middle) <= room else (low, middle)
     last = points[-1]
     proportional = int(last.batch / max(last.largest_share, 1e-9))
     return min(low, max(proportional, last.batch) * 16)
 
 
 def _share_at(points: Sequence[Probe], batch: float) -> float:
-    """The largest predicted share over ranks and phases."""
+    """The largest predicted share over ranks and phases, of tensors."""
     last = points[-1].shares or ()
     return max(
         _curve([(probe.batch, probe.shares[rank].get(phase, 0.0)) for probe in points if probe.shares], batch)
         for rank, phases in enumerate(last)
         for phase in phases
+        if not is_reserved(phase)
     )
 
 

@@ -1,5 +1,6 @@
 """What strategies of one process per device share: their device, and collectives over ranks that have met."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lockstep.distributed.json_collectives import broadcast_json
 from lockstep.strategies.capabilities import Capabilities
 
 PATH = "path of a broadcast"
+SEEN_S = 0.3  # NCCL's watchdog looks every 0.1 s
 
 
 def broadcast(obj: Any, src: int = 0) -> Any:
@@ -30,6 +32,16 @@ def broadcast(obj: Any, src: int = 0) -> Any:
             f"{type(obj).__name__} cannot be broadcast: plain values, paths and lists of them can"
         ) from error
     return Path(value[PATH]) if isinstance(value, dict) and value.keys() == {PATH} else value
+
+
+def let_go_of_what_was_sent(device: torch.device) -> None:
+    """NCCL's group holds the tensors that it sent until the next collective after its watchdog saw that they arrived.
+
+    All ranks call it; it sends a number of its own.
+    """
+    torch.cuda.synchronize(device)
+    time.sleep(SEEN_S)
+    dist.all_reduce(torch.zeros((), device=device))
 
 
 class Ranks(Capabilities, ParallelStrategy):

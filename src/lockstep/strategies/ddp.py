@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lockstep.strategies.capabilities import Capabilities
-from lockstep.strategies.collectives import broadcast
+from lockstep.strategies.collectives import broadcast, let_go_of_what_was_sent
 
 
 class DDP(Capabilities, DDPStrategy):
@@ -46,7 +46,7 @@ class DDP(Capabilities, DDPStrategy):
             static_graph=static_graph,
         )
         self.bucket_cap_mb = bucket_cap_mb
-        self.sent_a_number = False
+        self.let_go = False
 
     @property
     def launcher(self) -> None:
@@ -61,12 +61,11 @@ class DDP(Capabilities, DDPStrategy):
         its own, and torch warns in every run that gradients come in another one."""
 
     def optimizer_step(self, *args: Any, **named: Any) -> Any:
-        """NCCL's group holds what it sent last: after the first step all gradients at once, beside the buckets that
-        DDP then lays out anew. A number of its own lets go of them."""
+        """After the first step NCCL's group holds all gradients at once, beside the buckets that DDP then lays out."""
         result = super().optimizer_step(*args, **named)
-        if not self.sent_a_number and self.root_device.type == "cuda":
-            dist.all_reduce(torch.zeros((), device=self.root_device))
-        self.sent_a_number = True
+        if not self.let_go and self.root_device.type == "cuda":
+            let_go_of_what_was_sent(self.root_device)
+        self.let_go = True
         return result
 
     def on_validation_start(self) -> None:

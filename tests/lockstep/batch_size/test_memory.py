@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.batch_size.memory import GIB, AllocatedBytes
+from lockstep.batch_size.memory import GIB, KEPT_FREE, AllocatedBytes
 
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 
@@ -33,6 +33,6 @@ def test_fraction_and_size_of_the_device_multiply_and_the_tightest_gpu_counts(
     fraction, limit_gib, limits_gib, fractions
 ):
     meter = AllocatedBytes([FIRST, SECOND], fraction, limit_gib and limit_gib * GIB)
-    assert list(meter.limits.values()) == [limit * GIB for limit in limits_gib] and meter.limit == limits_gib[1] * GIB
-    assert fractions == {device: min(limits_gib[0], 16) / 16 for device in (FIRST, SECOND)}
+    assert list(meter.limits.values()) == [limit * GIB - int(KEPT_FREE * limit * GIB) for limit in limits_gib]
+    assert fractions == {FIRST: meter.limits["cuda:0"] / (16 * GIB), SECOND: meter.limit / (16 * GIB)}
     assert meter.shares({"cuda:1": meter.limit}) == {"cuda:1": 1.0}
