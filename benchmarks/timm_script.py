@@ -36,12 +36,13 @@ class Work:
 
     def ours(self, seed: int) -> float:
         options = self.options
-        augmentation = "rand_augment" if self.rand_augment else "resized_crop"
+        pictures = ["rand_augment", "augmentation.magnitude=27"] if self.rand_augment else ["resized_crop"]  # of 30
         record = run_record(self.scratch / f"ours-{time.time_ns()}", [
             "data=image_folder", f"data.root={options.images}", f"data.image_size={options.size}",
             "data.val_fraction=0", f"data.global_batch_size={options.batch}",
             "model=timm", f"model.name={MODEL}.in1k", "model.pretrained=false", f"model.weights={options.weights}",
-            f"augmentation={augmentation}", f"augmentation.mixup_alpha={MIXUP}", f"augmentation.erasing_prob={ERASING}",
+            f"augmentation={pictures[0]}", *pictures[1:],
+            f"augmentation.mixup_alpha={MIXUP}", f"augmentation.erasing_prob={ERASING}",
             "optimizer=adamw", f"optimizer.lr={RATE}", f"optimizer.weight_decay={DECAY}", "optimizer.decay_norms=false",
             "scheduler=cosine", "scheduler.warmup_epochs=0", f"classifier.label_smoothing={SMOOTHING}",
             "trainer=cpu", f"trainer.max_epochs={options.epochs}", f"seed={seed}", *options.overrides,
