@@ -2,11 +2,13 @@
 
     root = local_copy("s3://bucket/photographs", {}, Path("data/cache"), {".jpg", ".png"})
 
-The manifest (names, sizes, ETags) is written before the files: a file that lies there is the object that it lists. A
-copy that was broken off goes on at the next start, within a file too.
+The folder of files is named by its manifest (names, sizes, ETags): a file that lies there is the object that it lists.
+A copy that was broken off goes on at the next start, within a file too. Where the bucket has changed, the next start
+makes a new folder, which shares what stayed the same; the old one goes once no process reads it.
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -15,6 +17,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -96,13 +99,17 @@ class Copy:
     def made(self, endings: Collection[str], limit_gib: float | None) -> Path:
         before = self._manifest()
         entries = before if self._is_fresh() else self._listed(endings)
+        self.files = self._files_of(entries)
+        hold(self.files)
         if entries != before:
-            self._write_manifest(entries, before)
+            self._take_over(entries, before)
+            write_atomically(self.folder / MANIFEST, lambda file: file.write(self._text(entries)))
+        remove_unread(self.folder)
         wanted = [entry for entry in entries if _size(self._path(entry)) != entry.size]
         self._check_room(entries, wanted, limit_gib)
         if wanted:
             self._fetch(wanted)
-        return self.folder / FILES / self.file
+        return self.files / self.file
 
     def _is_fresh(self) -> bool:
         """Another rank of this node listed it after this one had begun."""
@@ -137,16 +144,20 @@ class Copy:
         if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
             raise UserError(f"{self.uri}: {name!r} cannot be a file here: no empty, '.' or '..' parts.")
 
-    def _write_manifest(self, entries: list[Entry], before: list[Entry]) -> None:
-        now = {entry.name: entry for entry in entries}
-        for old in before:
-            if now.get(old.name) != old:
-                self._path(old).unlink(missing_ok=True)
-                self._part(old).unlink(missing_ok=True)
-        if not before:  # nobody knows of what the files are
-            shutil.rmtree(self.folder / FILES, ignore_errors=True)
-        text = json.dumps({"uri": self.uri, "entries": [[each.name, each.size, each.etag] for each in entries]})
-        write_atomically(self.folder / MANIFEST, lambda file: file.write(text))
+    def _text(self, entries: list[Entry]) -> str:
+        return json.dumps({"uri": self.uri, "entries": [[each.name, each.size, each.etag] for each in entries]})
+
+    def _files_of(self, entries: list[Entry]) -> Path:
+        return self.folder / f"{FILES}-{hashlib.sha256(self._text(entries).encode()).hexdigest()[:16]}"
+
+    def _take_over(self, entries: list[Entry], before: list[Entry]) -> None:
+        """What did not change, under a second name."""
+        old = self._files_of(before)
+        for entry in {*entries} & {*before}:
+            for path in (self._path(entry), self._part(entry)):
+                with suppress(OSError):  # it is not here, or both are
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    os.link(old / path.relative_to(self.files), path)
 
     def _check_room(self, entries: list[Entry], wanted: list[Entry], limit_gib: float | None) -> None:
         whole, left = (sum(each.size for each in some) / GIB for some in (entries, wanted))
@@ -199,11 +210,31 @@ class Copy:
             raise StoreError("conflict", f"{entry.name} is longer than it was listed")
 
     def _path(self, entry: Entry) -> Path:
-        return self.folder / FILES / entry.name
+        return self.files / entry.name
 
     def _part(self, entry: Entry) -> Path:
         path = self._path(entry)
         return path.with_name(f".{path.name}{PART}")
+
+
+_held: dict[Path, int] = {}  # file descriptors
+
+
+def hold(files: Path) -> None:
+    """Until this process ends nobody removes this folder of a copy."""
+    if files not in _held:
+        files.mkdir(parents=True, exist_ok=True)
+        _held[files] = os.open(files.with_name(f"{files.name}.read"), os.O_RDWR | os.O_CREAT, 0o644)
+        fcntl.flock(_held[files], fcntl.LOCK_SH)
+
+
+def remove_unread(folder: Path) -> None:
+    """Former copies that no process holds; the caller has the folder's lock."""
+    for path in folder.glob(f"{FILES}-*.read"):
+        with path.open("a") as file, suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.with_suffix(""), ignore_errors=True)
+            path.unlink(missing_ok=True)
 
 
 def retried(call: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:

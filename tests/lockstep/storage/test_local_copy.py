@@ -16,7 +16,7 @@ from faulty_proxy import FaultyProxy
 from lockstep.runs.errors import UserError
 from lockstep.runs.full_disk import NoRoom
 from lockstep.storage import local_copy as module
-from lockstep.storage.local_copy import FILES, MANIFEST, local_copy
+from lockstep.storage.local_copy import MANIFEST, local_copy
 from object_store import shared_store
 from ranks import SRC
 
@@ -62,16 +62,25 @@ WANTED = {name: data for name, data in OBJECTS.items() if name.endswith(".jpg")}
 def test_it_is_what_the_bucket_holds_and_follows_it(bucket):
     folder = bucket.copy()
     assert files_in(folder) == WANTED
-    times = {path: path.stat().st_mtime_ns for path in folder.rglob("*.jpg")}
     bucket.put({"a/1.jpg": b"eno", "c/9.jpg": b"nine"})
     bucket.client.delete_object(Bucket=bucket.name, Key="photographs/b/1.jpg")
     (folder / "a/2.jpg").write_bytes(b"damaged")
-    assert bucket.copy() == folder
+    changed = bucket.copy()
     now = {name: data for name, data in WANTED.items() if name != "b/1.jpg"} | {"a/1.jpg": b"eno", "c/9.jpg": b"nine"}
-    assert files_in(folder) == now
-    again = {path: path.stat().st_mtime_ns for path in folder.rglob("*.jpg")}
-    assert bucket.copy() == folder and again == {path: path.stat().st_mtime_ns for path in folder.rglob("*.jpg")}
-    assert all(again[path] != times.get(path) for path in (folder / "a/1.jpg", folder / "a/2.jpg"))
+    assert files_in(changed) == now and changed != folder
+    again = {path: path.stat().st_mtime_ns for path in changed.rglob("*.jpg")}
+    assert bucket.copy() == changed and again == {path: path.stat().st_mtime_ns for path in changed.rglob("*.jpg")}
+
+
+def test_who_reads_the_former_copy_keeps_it(bucket):
+    folder = bucket.copy()
+    bucket.put({"a/1.jpg": b"eno"})
+    bucket.client.delete_object(Bucket=bucket.name, Key="photographs/b/1.jpg")
+    changed = bucket.copy()
+    assert files_in(folder) == WANTED and files_in(changed) == {"a/1.jpg": b"eno", "a/2.jpg": WANTED["a/2.jpg"]}
+    assert (folder / "a/2.jpg").samefile(changed / "a/2.jpg"), "what did not change takes no room twice"
+    os.close(module._held.pop(folder))  # as its process ends
+    assert bucket.copy() == changed and not folder.exists() and len(list(changed.parent.iterdir())) == 3
 
 
 def test_one_shard_is_copied_alone_and_a_table_with_what_lies_beside_it(bucket):
@@ -197,7 +206,7 @@ def test_a_killed_copy_goes_on_and_nothing_of_it_is_left(bucket):
         child.wait()
         child.stdout.close()
     [manifest] = bucket.cache.glob(f"*/{MANIFEST}")
-    here = list((manifest.parent / FILES).rglob("*.jpg"))
+    here = list(manifest.parent.rglob("*.jpg"))
     assert here, "what came before is kept"
     times = {path: path.stat().st_mtime_ns for path in here if not path.name.startswith(".")}
     folder = bucket.copy()
