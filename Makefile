@@ -117,6 +117,8 @@ bench: install-dev  ## measure this machine against peers and goals (about an ho
 	$(PY) benchmarks/growth.py
 	$(PY) benchmarks/s3.py
 	$(PY) benchmarks/s3_steps.py
+	$(PY) benchmarks/checkpoint_wait.py
+	$(PY) benchmarks/bucket_data.py
 	$(PY) benchmarks/statistics_cost.py
 	$(PY) benchmarks/estimates.py
 	$(PY) benchmarks/scaling.py

@@ -40,7 +40,6 @@ def free_port() -> int:
 
 def _rank_main(queue, function, rank, world_size, port, distributed, paths, arguments) -> None:
     sys.path[:] = paths
-    os.environ.pop("PYTHONPATH", None)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
         GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",

@@ -93,7 +93,6 @@ def _process(door: str, argv: list[str], environment: dict[str, str], output: st
     os.dup2(handle, 2)
     sys.stdout, sys.stderr = (io.TextIOWrapper(os.fdopen(os.dup(fd), "wb"), line_buffering=True) for fd in (1, 2))
     sys.path[:0] = PATHS
-    os.environ.pop("PYTHONPATH", None)  # the server's
     os.environ.update(environment)
     warnings.simplefilter("error")
     sys.argv = [str(SRC / f"{door}.py"), *argv]

@@ -1,6 +1,9 @@
 """Images that DataLoader workers make ready one by one, as they are needed: read, decoded, augmented."""
 
+import multiprocessing
+import os
 import signal
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data.batches import Selection
 from lockstep.data.image_tree import CorruptImage
-from lockstep.runs.errors import UserError
+from lockstep.runs.errors import EXIT_FAILED, UserError
 
 Wanted = tuple[int, int]
 MakeImage = Callable[[int, int], np.ndarray]
@@ -54,7 +57,7 @@ def stream(
         collate_fn=_as_it_is,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        worker_init_fn=_outlive_signals,
+        worker_init_fn=_live_as_the_rank,
         generator=torch.Generator(),  # the loader draws a seed: not from the global stream, which a resume restores
     )
     with warnings.catch_warnings():  # forking beside idle threads is what every DataLoader does; Python 3.12 warns
@@ -72,9 +75,19 @@ def stream(
         del batches  # ends the workers now: an error's traceback would keep them, and the program's end wait for them
 
 
-def _outlive_signals(_worker: int) -> None:
-    """A signal to the whole process group is for the run, which saves; torch ends its workers by itself."""
+def _live_as_the_rank(_worker: int) -> None:
+    """A signal to the whole process group is for the run, which saves; torch ends its workers by itself.
+
+    But where a fork server has started them, torch looks for the server when it wants to know whether the rank lives.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_rank, daemon=True).start()
+
+
+def _end_with_the_rank() -> None:
+    if (rank := multiprocessing.parent_process()) is not None:
+        rank.join()
+        os._exit(EXIT_FAILED)
 
 
 def _as_it_is(batch: Any) -> Any:
