@@ -1,6 +1,6 @@
 """Is the largest batch that a search finds the largest, and does the run that follows it fit? On null GPUs.
 
-    python benchmarks/largest_batch.py [--gib 2 4 8 16]
+    python benchmarks/largest_batch.py [--gib 2 4 8 16] [--models …] [--trainers …]
 
 For each net, trainer and size of device: the search's batch trains two steps and validates; the batch that it would
 be more than 5 % below runs out of memory. Null GPUs (nullgpu/README.md) compute nothing here; torch's CUDA code and
@@ -32,6 +32,7 @@ TRAINERS = {"gpu": 1, "ddp": 2, "fsdp": 2}
 SHORT = ["trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "callbacks=none"]
 MOST_BELOW = 0.95
 NO_VALUES = "import warnings; warnings.resetwarnings()"  # sums over ranks are nothing here, of which Lightning warns
+NOTHING_COMPUTED = ("became nan", "not a number or text")  # what ends a run whose steps and validation fitted
 HEAD = """# The largest batch
 
 Written by `benchmarks/largest_batch.py`; do not edit. What `find_batch_size.py` found on **null GPUs, not GPUs** of
@@ -61,7 +62,7 @@ def measure(model: str, trainer: str, gib: float, folder: Path) -> dict[str, Any
     beyond = run("train", *SHORT, f"data.global_batch_size={(math.floor(batch / MOST_BELOW) + 1) * devices}")
     return {
         "model": model, "trainer": trainer, "devices": devices, "gib": gib, "batch": batch, "found": found,
-        "runs": after.code == 0 or "became nan" in after.output,
+        "runs": after.code == 0 or any(words in after.output for words in NOTHING_COMPUTED),
         "more_runs_out": beyond.code != 0 and "out of memory" in beyond.output,
     }  # fmt: skip
 
@@ -88,9 +89,12 @@ def verdict(held: bool) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gib", nargs="*", type=float, default=[2, 4, 8, 16])
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--trainers", nargs="*", default=list(TRAINERS), choices=list(TRAINERS))
+    given = parser.parse_args()
     rows: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
-        for gib, model, trainer in itertools.product(parser.parse_args().gib, MODELS, TRAINERS):
+        for gib, model, trainer in itertools.product(given.gib, given.models, given.trainers):
             row = rows[f"{model}, {trainer}, {gib:g}"] = measure(model, trainer, gib, Path(folder))
             print(f"{model} {trainer} {gib:g} GiB: {row}", flush=True)
             RESULTS.write_text(json.dumps(rows, indent=1) + "\n")

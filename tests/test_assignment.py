@@ -233,7 +233,7 @@ def test_in_small_on_two_nodes_of_null_gpus_each_with_its_own_disk(tmp_path):
         own = tmp_path / f"node{number}"
         own.mkdir()
         words = [*place, "--node", str(number), "--master", "127.0.0.1", "--port", port, "--logs", str(own / "logs"),
-                 "--logbook", str(own / "logbook"), "--", *TINY, "trainer.memory_limit_gib=0.2",
+                 "--logbook", str(own / "logbook"), "--", *TINY, "trainer.memory_limit_gib=0.22",
                  "trainer.max_epochs=1"]  # fmt: skip
         variables = null_gpus(devices=2) | server.environment()
         variables |= {"CUDA_VISIBLE_DEVICES": str(number), "LOCKSTEP_SECRET": "of these two nodes"}

@@ -25,11 +25,11 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep.batch_size.ddp_buckets import Buckets
 from lockstep.batch_size.fake_images import FakeImages
+from lockstep.batch_size.fsdp_streams import InStreams, OutsideStreams
 from lockstep.batch_size.least_batch import least_batch
 from lockstep.batch_size.memory import GIB, MemoryPhases, TrackedBytes
 from lockstep.batch_size.search import Probe, Shares, largest_batch
@@ -191,30 +191,21 @@ def peak_bytes(plan: RunPlan, facts: DataFacts, batch: int) -> dict[str, int]:
     if scales and "foreach" in inspect.signature(factory.func).parameters:
         # With scaled losses no kernel steps all parameters at once, and a GPU holds a term of every one of them.
         module.optimizer_factory = partial(factory, **{"foreach": True, **factory.keywords})  # type: ignore[assignment]
-    mode, tracker = Shapes(allow_non_fake_inputs=True), TrackedBytes()
+    tracker = OutsideStreams() if on_gpu else TrackedBytes()
+    own = [InStreams(tracker)] if isinstance(tracker, OutsideStreams) else []
+    mode = Shapes(allow_non_fake_inputs=True)
     with fake_process_group(plan), mode, tracker, tempfile.TemporaryDirectory() as folder:
         materialise(module)
         prepare_net(module, small)
         phases = MemoryPhases(tracker)
-        trainer = build_trainer(small, build_strategy(small), [phases], [], Path(folder))
+        trainer = build_trainer(small, build_strategy(small), [*own, phases], [], Path(folder))
         adapt(trainer.strategy)
         stay_in_place(module)
         average = [torch.empty_like(p) for p in module.parameters()] if config["trainer"]["ema_decay"] else []
         trainer.fit(module, datamodule=FakeImages(shape, batch, eval_batch, 2 * accumulate, facts["num_classes"]))
         del average
-    beside = WORKSPACES_MIB * 2**20 + largest_unit(module) if on_gpu else 0
+    beside = WORKSPACES_MIB * 2**20 + tracker.beside if isinstance(tracker, OutsideStreams) else 0
     return {phase: int(share) + beside for phase, share in phases.shares.items()}
-
-
-def largest_unit(module: nn.Module) -> int:
-    """Bytes of the most weights that FSDP gathers at once, in a stream of its own: no other one can take its memory."""
-    seen: set[nn.Parameter] = set()
-    largest = 0
-    for unit in reversed([each for each in module.modules() if isinstance(each, FSDPModule)]):  # inner ones first
-        own = set(unit.parameters()) - seen
-        seen |= own
-        largest = max(largest, sum(p.numel() * p.element_size() for p in own))
-    return largest
 
 
 def stay_in_place(module: Any) -> None:

@@ -156,7 +156,8 @@ def _aim(points: list[Probe], good: int, bad: int, bound: int, done: int) -> int
         return max(good + 1, int(0.6 * bad))  # a second out-of-memory here would end the search far below
     last = done == MAX_PROBES - 1 and good >= LAST_STEP_FROM * bad  # only this keeps the promise
     back = STEP_BACK if good < STEP_BACK * (bad - 1) and not last else MOST_BELOW
-    return min(max(good + 1, math.ceil(back * (bad - 1))), bad - 1)
+    between = (good + bad) // 2 if last and room < 1.0 else 0  # the run that follows often fits a little more
+    return min(max(good + 1, math.ceil(back * (bad - 1)), between), bad - 1)
 
 
 def _predicted(points: list[Probe], room: float = 1.0) -> int:
