@@ -5,11 +5,12 @@ earlier one), and resume=auto goes on with other ranks. The nodes share a disk, 
 each start and only its bucket knows it.
 """
 
+import ctypes
 import functools
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 from campaign import Clock, Row, Task, piece
 from faults import signal_at_step
+from hosts import INTERFACE, Host, missing, two_hosts
 from kill_hooks import Plan, _before, plant
 from kills import final_state, history
 from lockstep.runs.record import read_json
@@ -50,6 +52,7 @@ class Changes:
 
     Args:
         words: of its strategy; with the bucket's where only that keeps the run.
+        hosts: in whose networks two nodes run; none: on the loopback.
         sizes: of every start so far.
     """
 
@@ -57,6 +60,7 @@ class Changes:
     words: list[str]
     environment: dict[str, str] = field(default_factory=dict)
     sizes: list[tuple[int, int]] = field(default_factory=list)
+    hosts: Sequence[Host] = ()
     wrong: list[str] = field(default_factory=list)
 
     @property
@@ -86,12 +90,24 @@ class Changes:
         doors = []
         for node in range(nodes):
             own = {**meeting, "NODE_RANK": str(node)} if nodes > 1 else {}
-            options = {"environment": {**self.environment, **own}, "before": before}
+            begin = before
+            if nodes > 1 and self.hosts:
+                own |= {"MASTER_ADDR": self.hosts[0].address, "GLOO_SOCKET_IFNAME": INTERFACE}
+                begin = functools.partial(_on_host, self.hosts[node].holder.pid, before)
+            options = {"environment": {**self.environment, **own}, "before": begin}
             doors.append(start_door("train", *words, logs=self.folder / "logs", **options))
         done = [door.done() for door in doors]
         if (done[0].code == 0) != (stop is None):
             self.wrong.append(f"start {len(self.sizes)} on {size}: exit code {done[0].code}: {done[0].output[-500:]}")
         return done[0]
+
+
+def _on_host(pid: int, then: Callable[[], None]) -> None:
+    """In the network of this process; its disk is that of the other host."""
+    with open(f"/proc/{pid}/ns/net") as network:
+        if ctypes.CDLL(None, use_errno=True).setns(network.fileno(), 0):
+            raise OSError(ctypes.get_errno(), "setns")
+    then()
 
 
 def _plant(plan: Plan, stop: tuple[int, int] | None) -> None:
@@ -113,9 +129,11 @@ def _plant(plan: Plan, stop: tuple[int, int] | None) -> None:
         signal_at_step(*stop)
 
 
-def change(task: Task, words: list[str], folder: Path, environment: dict[str, str]) -> tuple[Changes, int]:
+def change(
+    task: Task, words: list[str], folder: Path, environment: dict[str, str], hosts: Sequence[Host] = ()
+) -> tuple[Changes, int]:
     """task.count changes of size in one run, as far as the time allows; (the run, how many there were)."""
-    run = Changes(folder, words, environment)
+    run = Changes(folder, words, environment, hosts=hosts)
     size, done, step = task.chance.choice(SIZES), 0, 0
     total = -(-3 * (task.count + 2) // STEPS_PER_EPOCH) * STEPS_PER_EPOCH
     run.words = [*words, f"trainer.max_epochs={total // STEPS_PER_EPOCH}"]
@@ -179,17 +197,19 @@ def kept_in(folder: Path, in_bucket: bool) -> Iterator[tuple[list[str], dict[str
         )
 
 
-def row_of(task: Task, name: str, in_bucket: bool = False) -> Row:
+def row_of(task: Task, name: str, in_bucket: bool = False, hosts: Sequence[Host] = ()) -> Row:
     clock, folder = Clock(), task.folder / name.replace(", ", "-").replace(" ", "-")
     folder.mkdir(parents=True)
     words = (FROM_BUCKET if in_bucket else STRATEGIES)[name]
     with kept_in(folder, in_bucket) as (place, environment):
-        run, times = change(task, [*words, *place], folder, environment)
+        run, times = change(task, [*words, *place], folder, environment, hosts)
     counted = ", ".join(f"{run.sizes.count(size)} on {size[0]} × {size[1]}" for size in SIZES)
     same = "every step's images, its loss and the final weights (within 1e-9 in float64) as in a run that never changed"
     seen = f"starts by nodes × ranks: {counted}; " + (same if not run.wrong else "see wrong")
     task.say(f"{name}: {times} changes, {len(run.wrong)} wrong")
-    return Row("world-sizes", f"`{name}`: the number of ranks and nodes changed", times, seen, clock.seconds, run.wrong)
+    where = ", two nodes on two hosts in network namespaces" if hosts else ""
+    done = f"`{name}`: the number of ranks and nodes changed{where}"
+    return Row("world-sizes-hosts" if hosts else "world-sizes", done, times, seen, clock.seconds, run.wrong)
 
 
 @piece("world-sizes", 60)
@@ -197,3 +217,9 @@ def world_sizes(task: Task) -> list[Row]:
     """So many changes for each strategy."""
     rows = [row_of(task, name) for name in STRATEGIES]
     return rows if no_store() else [*rows, *(row_of(task, name, in_bucket=True) for name in FROM_BUCKET)]
+
+
+@piece("world-sizes-hosts", 60, missing)
+def world_sizes_on_hosts(task: Task) -> list[Row]:
+    with two_hosts(task.folder / "hosts") as hosts:
+        return [row_of(task, "ddp", hosts=hosts)]
