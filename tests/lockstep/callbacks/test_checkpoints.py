@@ -2,15 +2,16 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from lockstep.callbacks.checkpoint_io import read_checkpoint
-from lockstep.callbacks.checkpoints import Checkpoints
+from lockstep.callbacks.checkpoints import Checkpoints, refuse_non_finite
 from lockstep.callbacks.random_states import random_state, set_random_state, state_from_json, state_to_json
-from lockstep.runs.errors import UserError
+from lockstep.runs.errors import Diverged, UserError
 from lockstep.storage.checkpoint_files import complete, newest_whole
 from runs import run_door
 
@@ -106,3 +107,19 @@ def test_a_trial_of_two_batches_leaves_no_checkpoint(tmp_path):
     done = run_door("train", "experiment=quickstart", "debug=fast_dev_run", "run_id=r", logs=tmp_path)
     assert done.code == 0 and done.record["metrics"]["test/images"] > 0, done.output
     assert not list(done.folder.path.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [0.0, -60000.0, float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_not_saved(dtype, value):
+    module = torch.nn.Module()
+    module.weights = torch.nn.ParameterList(
+        [torch.full((3,), 60000.0), torch.zeros(0), torch.tensor([1.0, value, 2.0])]
+    )
+    strategy = SimpleNamespace(reduce_boolean_decision=lambda finite, all: finite)
+    trainer = SimpleNamespace(lightning_module=module.to(dtype), strategy=strategy, global_step=7)
+    if value in (0.0, -60000.0):
+        refuse_non_finite(trainer)
+        return
+    with pytest.raises(Diverged, match="nan or inf by step 7: nothing was saved"):
+        refuse_non_finite(trainer)
