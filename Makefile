@@ -5,8 +5,7 @@ PY := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train assignment test test-all test-beside test-alone test-nullgpu install install-dev check docs site lock \
-  audit parity bench soak logbook new upgrade release completion clean
+.PHONY: $(shell grep -oE '^[a-z-]+:' Makefile | tr -d :)
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'

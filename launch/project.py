@@ -93,10 +93,7 @@ def _rewrite(path: Path, change: Callable[[str], str]) -> None:
 def _without_targets(makefile: str) -> str:
     """Paragraphs of what a project has no tests or benchmarks for are left out, and those folders with them."""
     kept = [part for part in makefile.split("\n\n") if not part.startswith(tuple(f"{name}:" for name in LEFT_TARGETS))]
-    text = "\n\n".join(kept).replace(" src tests benchmarks nullgpu launch", " src tests")
-    phony = re.search(r"^\.PHONY:(?:.*\\\n)*.*$", text, re.MULTILINE)[0]
-    left = [word for word in phony.replace("\\\n", " ").split() if word not in LEFT_TARGETS]
-    return text.replace(phony, " ".join(left))
+    return "\n\n".join(kept).replace(" src tests benchmarks nullgpu launch", " src tests")
 
 
 def _renamed(pyproject: str, name: str) -> str:
