@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lockstep.config.compose import CONFIGS, chosen_options, compose, plain, run_script
 from lockstep.config.declared import key_of
 from lockstep.config.from_outside import config_of_checkpoint
@@ -140,6 +138,8 @@ def config_of(cfg: Any, checkpoint: Checkpoint, words: list[str]) -> dict[str, A
 
 def callbacks_of(checkpoint: Checkpoint, composed: Config) -> Config:
     """Those asked for here and those the run had, beside every run's, which are for training."""
+    import yaml
+
     every_run = yaml.safe_load((CONFIGS / "callbacks" / "default.yaml").read_text())
     asked = {**(checkpoint.config.get("callbacks") or {}), **(composed["callbacks"] or {})}
     return {name: node for name, node in asked.items() if name not in every_run}

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.config.declared import OPEN, dashed, dotted, key_of, missing_option, refuse_undeclared, sentence
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
-from lockstep.runs.output import set_up
+from lockstep.runs.output import say, set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.script import exit_code_of
 
@@ -179,7 +179,7 @@ def run_script(
     if "--help" in argv or "-h" in argv:
         from lockstep.config.help import help_text
 
-        print(help_text(CONFIGS, config_name, description))
+        say(help_text(CONFIGS, config_name, description))
         return 0
     if not [word for word in argv if word.startswith("-")]:
         return exit_code_of(lambda: task(compose(config_name, completed(argv))))

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lockstep.distributed.cluster import Cluster, visible_gpus
 from lockstep.distributed.launchers import describe
 from lockstep.launch.validation import CHECKPOINTS, validates
@@ -152,6 +150,8 @@ def as_run(plan: RunPlan) -> dict[str, Any]:
 
 def write_plan(plan: RunPlan, path: Path) -> None:
     """For this node's ranks."""
+    import yaml
+
     tree = {**asdict(plan), "config": plan.config, "folder": str(plan.folder.path)}
     write_atomically(path, lambda file: yaml.safe_dump(writable(tree), file, sort_keys=False))
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
-
 from lockstep.config.compose import chosen_options, compose, plain
 from lockstep.distributed.cluster import Cluster, environment
 from lockstep.distributed.launchers import agent_id, launcher_named
@@ -202,12 +200,16 @@ def _at_newest_checkpoint(plan: RunPlan, *, is_told: bool) -> RunPlan:
 
 
 def _write_config(plan: RunPlan, path: Path) -> None:
+    import yaml
+
     text = yaml.safe_dump(as_run(plan), sort_keys=False)
     own = signed(text, path, Path(plan.config["paths"]["log_dir"]))
     write_atomically(path, lambda file: file.write(own))
 
 
 def _write_yaml(tree: Config, path: Path) -> None:
+    import yaml
+
     write_atomically(path, lambda file: yaml.safe_dump(tree, file, sort_keys=False))
 
 

@@ -4,8 +4,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from lockstep.pages.markdown import blocks, code, code_block, plain, table
 from lockstep.runs.config import Config
 from lockstep.runs.old_configs import model_name
@@ -19,6 +17,8 @@ def card_text(model: Any, timm_config: Config, compared: dict[str, float]) -> st
         model: finished_model.FinishedModel.
         compared: format → largest difference of its logits.
     """
+    import yaml
+
     head = yaml.safe_dump(metadata(model), sort_keys=False, allow_unicode=True)
     return f"---\n{head}---\n\n{body(model, timm_config, compared)}"
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lockstep.pages.json_values import as_text, items
 from lockstep.runs.files import write_atomically
 from lockstep.runs.foreign_files import parse_yaml
@@ -59,6 +57,8 @@ def split_head(text: str) -> tuple[dict[str, Any], str]:
 
 def add_note(path: Path, text: str = "", name: str | None = None, tags: list[str] | None = None) -> None:
     """Append a paragraph; a name or tags replace those that stand there."""
+    import yaml
+
     old = path.read_text(encoding="utf-8") if path.exists() else ""
     head, body = split_head(old)
     if name is not None:
