@@ -27,7 +27,7 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 
 def new_process(target: Callable, args: tuple) -> multiprocessing.Process:
     """Forked from the server, which imports this tree's code and not that of the tree that is installed."""
-    with patch.dict(os.environ, PYTHONPATH=str(SRC)):
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, [str(SRC), os.environ.get("PYTHONPATH")]))):
         forkserver.ensure_running()
     return _context.Process(target=target, args=args)
 
