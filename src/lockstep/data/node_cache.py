@@ -31,19 +31,16 @@ def node_lock(path: Path) -> Iterator[None]:
         yield
 
 
-def cached(
-    folder: Path, build: Callable[[Path], Content], is_current: Callable[[Content], bool] = lambda _: True
-) -> Content:
+def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
     """The meta data of a complete cache folder, which the first process on the node builds while others wait.
 
     Args:
         build: writes files into an empty folder and returns what meta.json shall hold.
-        is_current: whether what was built before still holds; else it is built anew.
     Raises:
         NoRoom: the disk is full, and nothing of it stays.
     """
     with folder_lock(folder):
-        return cached_within_lock(folder, build, is_current)
+        return cached_within_lock(folder, build, lambda _: True)
 
 
 def folder_lock(folder: Path) -> AbstractContextManager[None]:
@@ -54,7 +51,11 @@ def folder_lock(folder: Path) -> AbstractContextManager[None]:
 def cached_within_lock(
     folder: Path, build: Callable[[Path], Content], is_current: Callable[[Content], bool]
 ) -> Content:
-    """`cached` for who holds its lock, and reads its files before another may find them out of date."""
+    """`cached` for who holds its lock, and reads its files before another may find them out of date.
+
+    Args:
+        is_current: whether what was built before still holds; else it is built anew.
+    """
     meta = read_meta(folder)
     if meta is not None and is_current(meta):
         return meta
