@@ -10,9 +10,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 
+NO_GOAL = "none"
 WITHDRAWN = "withdrawn"  # met only by code that nothing but a CPU benchmark gained from, which is gone
 # Results from before that code went; a file that is measured again leaves this list.
-EARLIER = ("alexnet", "growth", "input_path", "mnist", "ranks", "speedrun")
+EARLIER = ("input_path",)
 
 # row, what is measured as the results name it, goal. A line without a result says so.
 LINES = (
@@ -60,6 +61,10 @@ LINES = (
     (15, "fine-tuning, test accuracy apart from timm's script, medians of the seeds", "within its spread"),
     (16, "ViT-B/32 at 224 px from JPEG files: a step's wait for images", "≤ 2 %"),
     (16, "EfficientNet-Lite0 at 224 px from JPEG files: a step's wait for images", "≤ 2 %"),
+    (17, "first commands: GB that make install fetches", NO_GOAL),
+    (17, "first commands: GB that its .venv takes", NO_GOAL),
+    (17, "first commands: make install, nothing cached", NO_GOAL),
+    (17, "first commands: make train in an installed clone", NO_GOAL),
 )
 
 HEAD = """# Benchmarks
@@ -105,7 +110,7 @@ def line(row: int, what: str, goal: str, found: dict[str, Any] | None) -> str:
     if found is None:
         return f"| {row} | {what} | {goal} | not measured | | | |\n"
     value = f"{found['measured']:g} {found['unit']}".strip()
-    said = "" if goal == WITHDRAWN else "yes" if found["met"] else "**no**"
+    said = "" if goal in (WITHDRAWN, NO_GOAL) else "yes" if found["met"] else "**no**"
     date = found["date"] + (" †" if Path(found["file"]).stem in EARLIER else "")
     link, command = f"[{value}](results/{found['file']})", f"`{found['command']}`"
     return f"| {row} | {what} | {goal} | {link} | {said} | {command} | {date} |\n"
