@@ -1,6 +1,7 @@
-"""Draw README's two pictures from a real run.    python docs/make_pictures.py   (Debian's chromium for the page)
+"""Draw README's pictures from real runs.    python docs/make_pictures.py   (Debian's chromium for page and report)
 
-docs/pictures/terminal.svg: what `make train` prints. docs/pictures/page.png: the page that the run left.
+docs/pictures/terminal.svg: what `make train` prints. page.png: the page that the run left. report.png: the report of
+that run and of one with another learning rate.
 """
 
 import os
@@ -54,23 +55,39 @@ def draw_page(page: Path) -> None:
     """The upper part of the page, as a git host shows markdown."""
     html = MarkdownIt("commonmark", {"html": True}).enable("table").render(page.read_text())
     html = html.replace("✅", "<span style='color: #1a7f37'>✔</span>")  # which every font has
+    copy = page.parent / ".picture.html"
+    copy.write_text(f"<meta charset='utf-8'><style>{STYLE}</style>{html}")
+    photograph(copy, "page.png")
+    copy.unlink()
+
+
+def draw_report(runs: list[str]) -> None:
+    """The upper part of the HTML report that compares these runs."""
     with tempfile.TemporaryDirectory() as folder:
-        copy = page.parent / ".picture.html"
-        copy.write_text(f"<meta charset='utf-8'><style>{STYLE}</style>{html}")
+        subprocess.run([sys.executable, "src/logbook.py", "publish", *runs, "--to", folder], check=True)
+        [report] = Path(folder).rglob("*.html")
+        photograph(report, "report.png")
+
+
+def photograph(html: Path, picture: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"]
-        own = [f"--user-data-dir={folder}", f"--screenshot={PICTURES / 'page.png'}", "--window-size=940,1500"]
-        subprocess.run(["chromium", *options, *own, copy.as_uri()], check=True, capture_output=True)
-        copy.unlink()
+        own = [f"--user-data-dir={folder}", f"--screenshot={PICTURES / picture}", "--window-size=940,1500"]
+        subprocess.run(["chromium", *options, *own, html.as_uri()], check=True, capture_output=True)
 
 
 def main() -> None:
     PICTURES.mkdir(exist_ok=True)
-    folder = REPOSITORY / "logs" / "train" / "runs" / "quickstart"
-    shutil.rmtree(folder, ignore_errors=True)
+    runs = [REPOSITORY / "logs" / "train" / "runs" / name for name in ("quickstart", "smaller_steps")]
+    for folder in runs:
+        shutil.rmtree(folder, ignore_errors=True)
     draw_terminal(output_on_a_terminal([sys.executable, *COMMAND, "run_id=quickstart"]))
     if shutil.which("chromium"):
-        draw_page(folder / "page.md")
-    shutil.rmtree(folder)
+        subprocess.run([sys.executable, *COMMAND, "run_id=smaller_steps", "optimizer.lr=1e-4"], check=True)
+        draw_page(runs[0] / "page.md")
+        draw_report([folder.name for folder in runs])
+    for folder in runs:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
