@@ -43,9 +43,9 @@ install-dev: $(VENV)/.installed-dev  ## the same with what tests and checks need
 DEVICE ?= $(shell cat $(VENV)/.device 2>/dev/null)# what the first install was told
 
 $(VENV)/bin/python:
-	@python=$$(for p in python3.12 python3.11 python3.13 python3; do \
-	  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { command -v $$p; break; }; done); \
-	[ -n "$$python" ] || { echo "Lockstep needs Python 3.11 to 3.13, and there is none on the PATH."; exit 1; }; \
+	@python=$$(for p in python3.12 python3.11 python3.13 python3.14 python3; do \
+	  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && { command -v $$p; break; }; done); \
+	[ -n "$$python" ] || { echo "Lockstep needs Python 3.11 to 3.14, and there is none on the PATH."; exit 1; }; \
 	"$$python" -c 'import venv, ensurepip' 2>/dev/null || \
 	  { echo "$$python has no venv: install it first, e.g. apt-get install python3-venv"; exit 1; }; \
 	"$$python" -m venv $(VENV)

@@ -341,9 +341,14 @@ class Checkpoints(Callback):
 def refuse_non_finite(trainer: pl.Trainer) -> None:
     """One synchronisation per save. Raises Diverged on every rank if any weight on any rank is not finite."""
     local = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.lightning_module.parameters()]
-    extremes = [end for p in local if p.numel() for end in torch.aminmax(p.detach())]  # nan where one is
-    finite = bool(torch.stack([end.isfinite().to(extremes[0].device) for end in extremes]).all())
-    if not trainer.strategy.reduce_boolean_decision(finite, all=True):
+    if not trainer.strategy.reduce_boolean_decision(_all_finite(local), all=True):
         raise Diverged(
             f"weights became nan or inf by step {trainer.global_step}: nothing was saved; lower optimizer.lr"
         )
+
+
+def _all_finite(tensors: list[torch.Tensor]) -> bool:
+    """Their norm reads each once; it can overflow where they do not, and only then each is looked at."""
+    if torch.nn.utils.get_total_norm(tensors).isfinite():
+        return True
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
