@@ -20,9 +20,9 @@ def test_a_reader_that_has_enough_sees_no_traceback():
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["train", "eval", "find_batch_size"])
-def test_without_the_environment_the_line_that_works_is_said(name):
+@pytest.mark.parametrize("script", [["src/train.py"], ["src/eval.py"], ["src/find_batch_size.py"], ["-m", "src.train"]])
+def test_without_the_environment_the_line_that_works_is_said(script):
     # -S: no site-packages, so neither Hydra nor yaml
-    command = [sys.executable, "-S", f"src/{name}.py", "experiment=quickstart"]
+    command = [sys.executable, "-S", *script, "experiment=quickstart"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "make install, then .venv/bin/python" in done.stderr, done.stderr
