@@ -12,8 +12,6 @@ RESULTS = HERE / "results"
 
 NO_GOAL = "none"
 WITHDRAWN = "withdrawn"  # met only by code that nothing but a CPU benchmark gained from, which is gone
-# Results from before that code went; a file that is measured again leaves this list.
-EARLIER = ("input_path",)
 
 # row, what is measured as the results name it, goal. A line without a result says so.
 LINES = (
@@ -79,20 +77,13 @@ written as their own documentation shows them: fp32.
 """
 
 
-EARLIER_SAYS = """† Measured before code that only these figures gained from was let go (kept heap, compiled
-enlarging, empty hooks left out, dropout by bytes, gloo by messages, an exit without taking torch apart): not measured
-again yet.
-
-"""
-
-
 def page(results: Path = RESULTS) -> str:
     """Of the results in this folder."""
     found = measured(results)
     unknown = found.keys() - {what for _, what, _ in LINES}
     assert not unknown, f"results without a line here: {unknown}"
     text = HEAD + "".join(line(*each, found.get(each[1])) for each in LINES)
-    return text + "\n" + EARLIER_SAYS + details(found) + machines(results) + FOOT
+    return text + "\n" + details(found) + machines(results) + FOOT
 
 
 def measured(results: Path) -> dict[str, dict[str, Any]]:
@@ -111,9 +102,8 @@ def line(row: int, what: str, goal: str, found: dict[str, Any] | None) -> str:
         return f"| {row} | {what} | {goal} | not measured | | | |\n"
     value = f"{found['measured']:g} {found['unit']}".strip()
     said = "" if goal in (WITHDRAWN, NO_GOAL) else "yes" if found["met"] else "**no**"
-    date = found["date"] + (" †" if Path(found["file"]).stem in EARLIER else "")
     link, command = f"[{value}](results/{found['file']})", f"`{found['command']}`"
-    return f"| {row} | {what} | {goal} | {link} | {said} | {command} | {date} |\n"
+    return f"| {row} | {what} | {goal} | {link} | {said} | {command} | {found['date']} |\n"
 
 
 def details(found: dict[str, dict[str, Any]]) -> str:

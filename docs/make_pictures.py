@@ -78,14 +78,15 @@ def photograph(html: Path, picture: str) -> None:
 
 def main() -> None:
     PICTURES.mkdir(exist_ok=True)
-    runs = [REPOSITORY / "logs" / "train" / "runs" / name for name in ("quickstart", "smaller_steps")]
+    runs = [REPOSITORY / "logs" / "train" / "runs" / name for name in ("first_run", "smaller_steps")]
     for folder in runs:
         shutil.rmtree(folder, ignore_errors=True)
-    draw_terminal(output_on_a_terminal([sys.executable, *COMMAND, "run_id=quickstart"]))
+    draw_terminal(output_on_a_terminal([sys.executable, *COMMAND, "run_id=first_run"]))
     if shutil.which("chromium"):
         subprocess.run([sys.executable, *COMMAND, "run_id=smaller_steps", "optimizer.lr=1e-4"], check=True)
         draw_page(runs[0] / "page.md")
         draw_report([folder.name for folder in runs])
+        subprocess.run([sys.executable, "src/logbook.py", "remove", *(folder.name for folder in runs)], check=True)
     for folder in runs:
         shutil.rmtree(folder, ignore_errors=True)
 
