@@ -126,6 +126,7 @@ bench: install-dev  ## measure this machine against peers and goals (about an ho
 	$(PY) benchmarks/scaling.py
 	$(PY) benchmarks/fleet.py
 	$(PY) benchmarks/fleet_replay.py
+	$(PY) benchmarks/install.py
 	$(PY) benchmarks/make_readme.py
 CIFAR ?=# make bench CIFAR=folder that holds cifar-10-batches-py
 MNIST ?=# make bench MNIST=folder in torchvision's layout
