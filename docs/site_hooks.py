@@ -50,4 +50,4 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             target = f"{config.extra['repository']}/blob/main/{path}"
         return f"[{words}]({target}{anchor and '#' + anchor})"
 
-    return LINK.sub(led, markdown)
+    return LINK.sub(led, markdown).replace('src="docs/', 'src="')  # README's pictures have a width: HTML
