@@ -339,7 +339,11 @@ class Checkpoints(Callback):
 
 
 def refuse_non_finite(trainer: pl.Trainer) -> None:
-    """One synchronisation per save. Raises Diverged on every rank if any weight on any rank is not finite."""
+    """One synchronisation per save while all is well.
+
+    Raises:
+        Diverged: on every rank, if any weight on any rank is not finite.
+    """
     local = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.lightning_module.parameters()]
     if not trainer.strategy.reduce_boolean_decision(_all_finite(local), all=True):
         raise Diverged(

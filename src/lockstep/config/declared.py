@@ -203,6 +203,8 @@ def dashed(words: list[str], options: Config, configs: Path) -> str:
     """For `--epochs 5` or `--epochs=5`, which is how other programs are called."""
     if words[0].partition("=")[0] in ("--config-name", "-cn", "--config-path", "-cp"):
         return f"{words[0]}: a recipe is chosen as experiment=NAME; folders of more yamls are added by --config-dir."
+    if words[0] == "--estimate":
+        return "--estimate belongs to another script: python src/find_batch_size.py --estimate, with the same options."
     name, _, value = words[0].lstrip("-").replace("-", "_").partition("=")
     value = value or next((word for word in words[1:2] if "=" not in word and not word.startswith("-")), "")
     found = name if name in set(dotted(options)) else nearest(name, options, configs)

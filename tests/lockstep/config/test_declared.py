@@ -109,6 +109,7 @@ def test_a_key_in_an_experiment_is_refused_too(tmp_path, monkeypatch):
         (["--lr=0.1"], "written without dashes: optimizer.lr=0.1."),
         (["--config-name", "mine"], "a recipe is chosen as experiment=NAME"),
         (["--seed", "3"], "written without dashes: seed=3."),
+        (["--estimate", "seed=3"], "python src/find_batch_size.py --estimate, with the same options."),
         (["-m", "batch_size=16,32"], "take data.global_batch_size."),
         (["-m", "model=small_cnn,airbench", "seed=1,2", "model.widths=[1]"], "model=airbench has it."),
         (["-m", "model=glob(alex*)", "model.dropuot=0.1"], "take model.dropout."),
