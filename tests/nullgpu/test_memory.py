@@ -1,11 +1,13 @@
 """Memory on null GPUs: segments that grow, the largest batch, and a peak that is not measured at any price."""
 
 import os
+import random
 
 import pytest
 import torch
 
 from lockstep.batch_size import estimate
+from lockstep.batch_size.allocator import Stream
 from lockstep.callbacks.throughput import undisturbed_flops
 from lockstep.config.compose import chosen_options, compose, plain
 from lockstep.distributed.cluster import Cluster, adopt
@@ -49,6 +51,40 @@ def test_no_peak_where_it_does_not_fit_or_others_compute():
 
 ALEXNET = ("data=synthetic", "data.num_images=2100", "data.image_size=64", "data.device_cache_gib=0", "test=false",
            "data.eval_batch_size=16", "model=alexnet", "trainer.precision=32-true")  # fmt: skip
+
+
+def reserved_in_turn(events: list[tuple[int, int]]) -> list[int]:
+    """What the allocator has reserved after each event: bytes that a number takes, 0 where it lets go of them."""
+    adopt(ALONE, os.environ)
+    held, reserved = {}, []
+    for number, size in events:
+        held[number] = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
+        reserved.append(torch.cuda.memory_reserved())
+    return reserved
+
+
+def test_the_played_allocator_is_torchs():
+    """Blocks of 1 byte to 64 MiB come and go at random."""
+    draw = random.Random(7)
+    living, events = [], []
+    for number in range(3000):
+        if living and draw.random() < 0.5:
+            events.append((living.pop(draw.randrange(len(living))), 0))
+        living.append(number)
+        events.append((number, int(2 ** draw.uniform(0, 26))))
+        if draw.random() < 0.4:
+            events.append((living.pop(draw.randrange(len(living))), 0))
+    played, places, expected = Stream(), {}, []
+    for number, size in events:
+        if size:
+            places[number] = played.take(size)
+        else:
+            there, start = places.pop(number)
+            there.free(start)
+        expected.append(played.reserved)
+    seen = call_on_null_gpus(reserved_in_turn, events, memory_gib=64, compute=False)
+    assert expected[-1] > 2**30 and len(set(expected)) > 30
+    assert seen == expected
 
 
 @pytest.mark.slow

@@ -27,9 +27,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lockstep.batch_size.allocator import PlayedAllocator
 from lockstep.batch_size.ddp_buckets import Buckets
 from lockstep.batch_size.fake_images import FakeImages
-from lockstep.batch_size.fsdp_streams import InStreams, OutsideStreams
 from lockstep.batch_size.least_batch import least_batch
 from lockstep.batch_size.memory import GIB, MemoryPhases, TrackedBytes
 from lockstep.batch_size.search import Probe, Shares, largest_batch
@@ -50,7 +50,6 @@ from lockstep.training.trainer import build_strategy, build_trainer
 log = logging.getLogger(__name__)
 
 RUNTIME_GIB = 0.6  # assumed for CUDA's context and NCCL, which lie beside the allocator's memory
-WORKSPACES_MIB = 64  # cuBLAS's, in torch's allocator: 32 MiB for the thread of forward, 32 for that of backward
 UNBOUND = 65536  # largest batch that is tried: the data are not looked at
 CLASSES = 10  # where the data do not say before they are read
 KNOWN = (
@@ -191,21 +190,19 @@ def peak_bytes(plan: RunPlan, facts: DataFacts, batch: int) -> dict[str, int]:
     if scales and "foreach" in inspect.signature(factory.func).parameters:
         # With scaled losses no kernel steps all parameters at once, and a GPU holds a term of every one of them.
         module.optimizer_factory = partial(factory, **{"foreach": True, **factory.keywords})  # type: ignore[assignment]
-    tracker = OutsideStreams() if on_gpu else TrackedBytes()
-    own = [InStreams(tracker)] if isinstance(tracker, OutsideStreams) else []
+    tracker = PlayedAllocator() if on_gpu else TrackedBytes()
     mode = Shapes(allow_non_fake_inputs=True)
     with fake_process_group(plan), mode, tracker, tempfile.TemporaryDirectory() as folder:
         materialise(module)
         prepare_net(module, small)
         phases = MemoryPhases(tracker)
-        trainer = build_trainer(small, build_strategy(small), [*own, phases], [], Path(folder))
+        trainer = build_trainer(small, build_strategy(small), [phases], [], Path(folder))
         adapt(trainer.strategy)
         stay_in_place(module)
         average = [torch.empty_like(p) for p in module.parameters()] if config["trainer"]["ema_decay"] else []
         trainer.fit(module, datamodule=FakeImages(shape, batch, eval_batch, 2 * accumulate, facts["num_classes"]))
         del average
-    beside = WORKSPACES_MIB * 2**20 + tracker.beside if isinstance(tracker, OutsideStreams) else 0
-    return {phase: int(share) + beside for phase, share in phases.shares.items()}
+    return {phase: int(share) for phase, share in phases.shares.items()}
 
 
 def stay_in_place(module: Any) -> None:

@@ -1,0 +1,107 @@
+"""What torch's caching allocator would reserve on a GPU for the tensors of steps on fake ones.
+
+It plays the allocator with expandable segments (c10/cuda/CUDACachingAllocator.cpp): a stream has a range of addresses
+for small blocks and one for large, which grow at their ends by whole pages and never shrink; a block goes into the
+smallest gap that takes it.
+"""
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from lockstep.batch_size.memory import SEGMENT, TrackedBytes
+
+BLOCK = 512  # bytes; sizes are whole multiples of it
+SMALL, SMALL_PAGE = 2**20, 2 * 2**20  # the largest small block; what the range of small ones grows by
+WORKSPACE = 32 * 2**20  # cuBLAS's, one for the thread of forward and one for that of backward
+
+
+class Range:
+    """Addresses from 0 to `end`, in blocks that are taken and gaps.
+
+    Args:
+        page: bytes that it grows by.
+    """
+
+    def __init__(self, page: int) -> None:
+        self.page, self.end = page, 0
+        self.gaps: dict[int, int] = {}  # start → size
+        self.taken: dict[int, int] = {}
+
+    def take(self, size: int) -> int:
+        """The start of a block of this size: in the smallest gap, at the end where none has room."""
+        fitting = [(gap, start) for start, gap in self.gaps.items() if gap >= size and start + gap != self.end]
+        start = min(fitting)[1] if fitting else self._at_end(size)
+        gap = self.gaps.pop(start)
+        if gap > size:
+            self.gaps[start + size] = gap - size
+        self.taken[start] = size
+        return start
+
+    def _at_end(self, size: int) -> int:
+        """The start of the last gap, which has room now."""
+        start = next((start for start, gap in self.gaps.items() if start + gap == self.end), self.end)
+        self.end = max(self.end, math.ceil((start + size) / self.page) * self.page)
+        self.gaps[start] = self.end - start
+        return start
+
+    def free(self, start: int) -> None:
+        """The block there becomes a gap, one with the gaps beside it."""
+        end = start + self.taken.pop(start)
+        end += self.gaps.pop(end, 0)
+        before = next((first for first, gap in self.gaps.items() if first + gap == start), None)
+        if before is not None:
+            del self.gaps[before]
+            start = before
+        self.gaps[start] = end - start
+
+
+class Stream:
+    """The two ranges of a CUDA stream."""
+
+    def __init__(self) -> None:
+        self.small, self.large = Range(SMALL_PAGE), Range(SEGMENT)
+
+    def take(self, size: int) -> tuple[Range, int]:
+        whole = math.ceil(size / BLOCK) * BLOCK
+        there = self.small if whole <= SMALL else self.large
+        return there, there.take(whole)
+
+    @property
+    def reserved(self) -> int:
+        return self.small.end + self.large.end
+
+
+class PlayedAllocator(TrackedBytes):
+    """Tracks the bytes of all tensors, and plays where a GPU's allocator would put them.
+
+    Memory of one stream is given to no other: FSDP, which gathers and reduces in streams of its own, uses torch.cpu's
+    for tensors on the CPU, which do nothing but say which of them it is in.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: defaultdict[torch.cpu.Stream, Stream] = defaultdict(Stream)
+        self.places: dict[Any, tuple[Range, int]] = {}  # of each storage that the tracker knows
+        for _ in range(2):
+            self.streams[torch.cpu.current_stream()].take(WORKSPACE)
+
+    def now(self) -> int:
+        return super().now() + 2 * WORKSPACE
+
+    def peaks(self) -> dict[str, int]:
+        return {name: peak + 2 * WORKSPACE for name, peak in super().peaks().items()}
+
+    def reserved(self) -> dict[str, int]:
+        return {"": sum(stream.reserved for stream in self.streams.values())}
+
+    def _update_snap(self, u_type: Any, winfo: Any, *args: Any, **kwargs: Any) -> None:
+        """MemTracker says here which storage came, went, or has another size now."""
+        super()._update_snap(u_type, winfo, *args, **kwargs)
+        if u_type.name in ("DEL", "SIZE") and winfo in self.places:
+            there, start = self.places.pop(winfo)
+            there.free(start)
+        if u_type.name in ("ADD", "SIZE") and winfo.mem_consumed:
+            self.places[winfo] = self.streams[torch.cpu.current_stream()].take(winfo.mem_consumed)

@@ -1,0 +1,62 @@
+"""Where torch's caching allocator would place blocks; beside the allocator itself in tests/nullgpu/test_memory.py."""
+
+import torch
+
+from lockstep.batch_size.allocator import WORKSPACE, PlayedAllocator, Range, Stream
+
+MIB = 2**20
+
+
+def test_a_block_goes_into_the_smallest_gap_and_to_the_end_last():
+    addresses = Range(page=100)
+    starts = [addresses.take(size) for size in (30, 10, 20, 10, 20)]
+    assert starts == [0, 30, 40, 60, 70] and addresses.end == 100
+    addresses.free(0)
+    addresses.free(40)
+    assert addresses.take(15) == 40  # of 20, where 30 are free too
+    assert addresses.take(6) == 0 and addresses.take(5) == 55  # 30 and 5 are free: the smaller one
+    assert addresses.take(25) == 90 and addresses.end == 200  # 24 and the last 10, which grow
+
+
+def test_gaps_beside_each_other_become_one():
+    addresses = Range(page=10)
+    for start in [addresses.take(10) for _ in range(4)]:
+        addresses.free(start)
+    assert addresses.gaps == {0: 40} and addresses.take(40) == 0 and addresses.end == 40
+    addresses.free(0)
+    [first, second, third] = [addresses.take(10) for _ in range(3)]
+    addresses.free(first)
+    addresses.free(third)
+    addresses.free(second)
+    assert addresses.gaps == {0: 40} and addresses.taken == {}
+
+
+def test_small_blocks_lie_apart_in_pages_of_their_own():
+    stream = Stream()
+    stream.take(1)
+    assert (stream.small.end, stream.large.end) == (2 * MIB, 0)
+    assert list(stream.small.taken.values()) == [512]
+    stream.take(MIB)
+    stream.take(MIB + 1)
+    assert (stream.small.end, stream.large.end, stream.reserved) == (2 * MIB, 20 * MIB, 22 * MIB)
+    assert list(stream.large.taken.values()) == [MIB + 512]
+
+
+def test_what_is_freed_in_a_stream_is_not_given_to_another():
+    allocator, other = PlayedAllocator(), torch.cpu.Stream()
+
+    def reserved() -> tuple[int, int]:
+        return allocator.reserved()[""] // MIB, allocator.streams[other].reserved // MIB
+
+    assert reserved() == (80, 0) and allocator.now() == 2 * WORKSPACE
+    with allocator:
+        with torch.cpu.stream(other):
+            own = torch.empty(30 * MIB, dtype=torch.uint8)
+        assert reserved() == (120, 40) and allocator.now() == 2 * WORKSPACE + 30 * MIB
+        del own
+        kept = torch.empty(30 * MIB, dtype=torch.uint8)
+        assert reserved() == (140, 40)
+        kept.untyped_storage().resize_(0)
+        again = torch.empty(30 * MIB, dtype=torch.uint8)
+        assert reserved() == (140, 40) and again.nbytes == 30 * MIB
+    assert allocator.peaks() == {"": 2 * WORKSPACE + 30 * MIB}
