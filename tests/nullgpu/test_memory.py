@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.batch_size import estimate
-from lockstep.batch_size.allocator import Stream
+from lockstep.batch_size.allocator import Stream, column_sum_bytes, workspace_bytes
 from lockstep.callbacks.throughput import undisturbed_flops
 from lockstep.config.compose import chosen_options, compose, plain
 from lockstep.distributed.cluster import Cluster, adopt
@@ -51,6 +51,42 @@ def test_no_peak_where_it_does_not_fit_or_others_compute():
 
 ALEXNET = ("data=synthetic", "data.num_images=2100", "data.image_size=64", "data.device_cache_gib=0", "test=false",
            "data.eval_batch_size=16", "model=alexnet", "trainer.precision=32-true")  # fmt: skip
+
+
+def bytes_of_a_product() -> int:
+    """What the first matrix product leaves in the allocator beside its result."""
+    one = torch.ones(64, 64, device="cuda")
+    before = torch.cuda.memory_allocated()
+    product = one @ one
+    return torch.cuda.memory_allocated() - before - product.nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["7.5", "8.0", "9.0", "10.0", "12.0"])
+def test_what_cublas_has_of_the_allocator(capability):
+    assert call_on_null_gpus(bytes_of_a_product, capability=capability) == workspace_bytes(float(capability))
+
+
+def bytes_beside_sums(shapes: list[tuple[int, int]]) -> list[int]:
+    """What the allocator gives out at most while columns are summed, beside matrix and sums."""
+    found = []
+    for shape in shapes:
+        matrix = torch.empty(shape, device="cuda")
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        sums = matrix.sum(0)
+        found.append(torch.cuda.max_memory_allocated() - before - sums.nbytes)
+    return found
+
+
+@pytest.mark.slow
+def test_what_a_sum_of_columns_takes():
+    shapes = [(33280, 768), (512, 4096), (3200, 3072), (33280, 192), (33280, 10), (1024, 1000), (1020, 1000)]
+    seen = call_on_null_gpus(bytes_beside_sums, shapes, compute=False)
+    expected = [column_sum_bytes(*shape) for shape in shapes]
+    assert expected[0] == 108 * 2**20 and expected[-1] == 0
+    for own, other in zip(seen, expected, strict=True):
+        assert abs(own - other) <= 8192, (seen, expected)  # semaphores, and whole blocks of 512 bytes
 
 
 def reserved_in_turn(events: list[tuple[int, int]]) -> list[int]:

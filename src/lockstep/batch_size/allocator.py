@@ -15,7 +15,10 @@ from lockstep.batch_size.memory import SEGMENT, TrackedBytes
 
 BLOCK = 512  # bytes; sizes are whole multiples of it
 SMALL, SMALL_PAGE = 2**20, 2 * 2**20  # the largest small block; what the range of small ones grows by
-WORKSPACE = 32 * 2**20  # cuBLAS's, one for the thread of forward and one for that of backward
+HOPPER = 9.0  # CUDA compute capability
+THREADS = 108 * 2048  # that an A100 runs at once
+MOST_THREADS, WARP = 512, 32  # of a block
+FEW_ROWS, MANY_ROWS = 16, 256  # of a thread: rows are spread over blocks from many on, down to few
 
 
 class Range:
@@ -74,28 +77,63 @@ class Stream:
         return self.small.end + self.large.end
 
 
+def workspace_bytes(capability: float) -> int:
+    """What torch lets cuBLAS have in each thread that multiplies (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+    return 32 * 2**20 if capability >= HOPPER else 8 * 2**20 + 128 * 2**10
+
+
+def column_sum_bytes(rows: int, columns: int) -> int:
+    """What the kernel that sums float32 or shorter columns takes while it runs, as for the gradient of a bias.
+
+    Blocks of 32 × 4 threads sum parts of the rows, and their sums lie in memory (aten/src/ATen/native/cuda/Reduce.cuh).
+    """
+    vector = 4 if columns % 4 == 0 else 1
+    threads = MOST_THREADS // vector
+    width = min(2 ** int(math.log2(max(columns // vector, 1))), WARP)
+    height = min(2 ** int(math.log2(max(rows, 1))), threads // width)
+    rows_of_thread = math.ceil(rows / height)
+    blocks = math.ceil(columns / vector / width)
+    if rows_of_thread < MANY_ROWS or blocks > THREADS // (width * height):
+        return 0  # each block sums whole columns
+    parts = min(math.ceil(THREADS // (width * height) / blocks), math.ceil(rows_of_thread / FEW_ROWS))
+    return 4 * columns * max(parts, math.ceil(rows_of_thread / MANY_ROWS)) * width * vector
+
+
 class PlayedAllocator(TrackedBytes):
     """Tracks the bytes of all tensors, and plays where a GPU's allocator would put them.
 
     Memory of one stream is given to no other: FSDP, which gathers and reduces in streams of its own, uses torch.cpu's
     for tensors on the CPU, which do nothing but say which of them it is in.
+
+    Args:
+        workspace: bytes that cuBLAS holds for the thread of forward, and as many for that of backward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, workspace: int) -> None:
         super().__init__()
+        self.workspaces = 2 * workspace
         self.streams: defaultdict[torch.cpu.Stream, Stream] = defaultdict(Stream)
         self.places: dict[Any, tuple[Range, int]] = {}  # of each storage that the tracker knows
         for _ in range(2):
-            self.streams[torch.cpu.current_stream()].take(WORKSPACE)
+            self.streams[torch.cpu.current_stream()].take(workspace)
 
     def now(self) -> int:
-        return super().now() + 2 * WORKSPACE
+        return super().now() + self.workspaces
 
     def peaks(self) -> dict[str, int]:
-        return {name: peak + 2 * WORKSPACE for name, peak in super().peaks().items()}
+        return {name: peak + self.workspaces for name, peak in super().peaks().items()}
 
     def reserved(self) -> dict[str, int]:
         return {"": sum(stream.reserved for stream in self.streams.values())}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten.sum.dim_IntList and result is not NotImplemented and list(args[1]) == [0]:
+            rows, columns = args[0].shape[0], math.prod(args[0].shape[1:])
+            if beside := column_sum_bytes(rows, columns):
+                there, start = self.streams[torch.cpu.current_stream()].take(beside)
+                there.free(start)
+        return result
 
     def _update_snap(self, u_type: Any, winfo: Any, *args: Any, **kwargs: Any) -> None:
         """MemTracker says here which storage came, went, or has another size now."""

@@ -27,12 +27,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lockstep.batch_size.allocator import PlayedAllocator
+from lockstep.batch_size.allocator import PlayedAllocator, workspace_bytes
 from lockstep.batch_size.ddp_buckets import Buckets
 from lockstep.batch_size.fake_images import FakeImages
 from lockstep.batch_size.least_batch import least_batch
 from lockstep.batch_size.memory import GIB, MemoryPhases, TrackedBytes
-from lockstep.batch_size.search import Probe, Shares, largest_batch
+from lockstep.batch_size.search import Probe, Shares, is_reserved, largest_batch
 from lockstep.batch_size.sessions import line_of
 from lockstep.config.compose import chosen_options, plain
 from lockstep.config.instantiate import resolve_target
@@ -50,6 +50,7 @@ from lockstep.training.trainer import build_strategy, build_trainer
 log = logging.getLogger(__name__)
 
 RUNTIME_GIB = 0.6  # assumed for CUDA's context and NCCL, which lie beside the allocator's memory
+ALLOCATOR = "allocator"  # the phase that stands for what a GPU's allocator would have reserved in all
 UNBOUND = 65536  # largest batch that is tried: the data are not looked at
 CLASSES = 10  # where the data do not say before they are read
 KNOWN = (
@@ -190,7 +191,8 @@ def peak_bytes(plan: RunPlan, facts: DataFacts, batch: int) -> dict[str, int]:
     if scales and "foreach" in inspect.signature(factory.func).parameters:
         # With scaled losses no kernel steps all parameters at once, and a GPU holds a term of every one of them.
         module.optimizer_factory = partial(factory, **{"foreach": True, **factory.keywords})  # type: ignore[assignment]
-    tracker = PlayedAllocator() if on_gpu else TrackedBytes()
+    capability = float((config.get("hardware") or {}).get("gpu_capability") or 0)
+    tracker = PlayedAllocator(workspace_bytes(capability)) if on_gpu else TrackedBytes()
     mode = Shapes(allow_non_fake_inputs=True)
     with fake_process_group(plan), mode, tracker, tempfile.TemporaryDirectory() as folder:
         materialise(module)
@@ -202,7 +204,8 @@ def peak_bytes(plan: RunPlan, facts: DataFacts, batch: int) -> dict[str, int]:
         average = [torch.empty_like(p) for p in module.parameters()] if config["trainer"]["ema_decay"] else []
         trainer.fit(module, datamodule=FakeImages(shape, batch, eval_batch, 2 * accumulate, facts["num_classes"]))
         del average
-    return {phase: int(share) for phase, share in phases.shares.items()}
+    # Nothing runs out of memory here: what the allocator reserves is what has to fit.
+    return {ALLOCATOR if is_reserved(phase) else phase: int(share) for phase, share in phases.shares.items()}
 
 
 def stay_in_place(module: Any) -> None:
