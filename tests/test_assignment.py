@@ -1,10 +1,12 @@
 """The assignment in one command: its steps in order, each once, from where it stopped; rehearsed whole in small."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +32,7 @@ def node(tmp_path):
     """A function that does the assignment with fake scripts: `codes` are the exit codes of steps by their names."""
     began = []
 
-    def go(*words, codes=None, number=0, correct=50.0):
+    def go(*words, codes=None, number=0, correct=50.0, precision="32-true"):
         def run(step):
             began.append(step)
             if step.name == "train ddp":
@@ -43,7 +45,8 @@ def node(tmp_path):
 
         def leave(task, run_id, right, word):
             record = RunRecord(run_id=run_id, overrides=[word], started_at=f"2026-11-20T00:00:{len(began):02d}Z")
-            record.metrics = {"test/correct": right, "test/images": 60.0}
+            record.metrics = {"test/correct": right, "test/images": 6000.0}
+            record.precision = precision
             write_record(RunFolder(tmp_path / task / "runs" / run_id).record, record)
 
         began.clear()
@@ -59,7 +62,7 @@ def test_node_zero_does_every_step_in_order_and_none_twice(node, capsys):
     names = ["train ddp", "train fsdp", "test ddp", "note", "test fsdp", "note", "compare", "publish"]
     assert code == 0 and [step.name for step in began] == names
     assert began[0].variables == {"MASTER_ADDR": "host", "MASTER_PORT": "29500", "NODE_RANK": "0"}
-    assert "50 of 60 right" in began[3].command[-1] and began[3].command[-2] == "a-ddp"
+    assert "50 of 6,000 right" in began[3].command[-1] and began[3].command[-2] == "a-ddp"
     assert began[2].command[1] == "ckpt_path=s3://bucket/prefix/a-ddp" and began[2].variables == {}
     assert began[6].command[-4:-2] == ["a-ddp", "a-fsdp"]
     said = capsys.readouterr().out
@@ -85,7 +88,16 @@ def test_what_failed_is_where_the_same_command_goes_on(name, node, capsys):
 def test_a_checkpoint_that_counts_otherwise_is_no_hand_in(node, capsys):
     code, began = node(correct=49.0)
     assert code == 1 and [step.name for step in began] == ["train ddp", "train fsdp", "test ddp"]
-    assert "a-ddp counted [50.0, 60.0]" in capsys.readouterr().err
+    assert "a-ddp counted [50.0, 6000.0]" in capsys.readouterr().err
+
+
+def test_in_sixteen_bits_a_few_images_may_be_counted_otherwise(node, capsys):
+    code, began = node(correct=49.0, precision="bf16-mixed")
+    assert code == 0 and "49 of 6,000 right, the run itself counted 50: each strategy rounds bf16-mixed" in str(began)
+    (folder,) = {step.command[2] for step in began if step.name == "note"}
+    shutil.rmtree(Path(folder).parent / "assignment")
+    code, _ = node(correct=37.0, precision="bf16-mixed")
+    assert code == 1 and "a-ddp counted [50.0, 6000.0]" in capsys.readouterr().err
 
 
 def test_a_training_composes_and_what_was_typed_wins(node):
