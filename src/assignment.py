@@ -163,7 +163,9 @@ class Assignment:
         address = f"ckpt_path={self.options.s3}/{self.run_id(strategy)}"
         records = map(read_record, (self.options.logs / "eval" / "runs").glob("*/run.json"))
         tested = max((one for one in records if address in one.overrides), key=lambda one: str(one.started_at))
-        counts = [[one.metrics.get(f"test/{name}") or 0 for name in ("correct", "images")] for one in (own, tested)]
+        counts = [
+            [float(one.metrics.get(f"test/{name}") or 0) for name in ("correct", "images")] for one in (own, tested)
+        ]
         (own_correct, own_images), (correct, images) = counts
         allowed = 0 if str(own.precision)[:2] in ("32", "64") else ROUNDED * own_images
         if images != own_images or abs(correct - own_correct) > allowed:

@@ -126,7 +126,6 @@ def test_the_played_allocator_is_torchs():
 @pytest.mark.slow
 @pytest.mark.parametrize(("trainer", "devices"), [("ddp", 1), ("fsdp", 1), ("fsdp", 2)])
 def test_the_estimate_is_what_the_allocator_reserves(trainer, devices, tmp_path):
-    """FSDP's own streams reserve what they gather and reduce apart."""
     words = [*ALEXNET, f"trainer={trainer}", f"trainer.devices={devices}", f"paths.log_dir={tmp_path}"]
     cfg = compose("train", words)
     plan = estimate.stated_plan(read_only(plain(cfg)), chosen_options(cfg))
@@ -135,7 +134,7 @@ def test_the_estimate_is_what_the_allocator_reserves(trainer, devices, tmp_path)
     facts = estimate.stated_facts(plan.config)
     estimate.peak_bytes(plan, facts, 2)
     estimated = max(estimate.peak_bytes(plan, facts, 512).values())
-    assert 0.93 < estimated / reserved < 1.07, (estimated, reserved)
+    assert 0.95 < estimated / reserved < 1.05, (estimated, reserved)
 
 
 @pytest.mark.slow
