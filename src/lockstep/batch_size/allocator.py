@@ -1,8 +1,8 @@
-"""What torch's caching allocator would reserve on a GPU for the tensors of steps on fake ones.
+"""Uses MemTracker's `_update_snap`: nothing public says when storages come and go.
 
-It plays the allocator with expandable segments (c10/cuda/CUDACachingAllocator.cpp): a stream has a range of addresses
-for small blocks and one for large, which grow at their ends by whole pages and never shrink; a block goes into the
-smallest gap that takes it.
+What torch's caching allocator would reserve on a GPU for the tensors of steps on fake ones. This plays the allocator
+with expandable segments (c10/cuda/CUDACachingAllocator.cpp): a stream has a range of addresses for small blocks and one
+for large, which grow at their ends by whole pages and never shrink; a block goes into the smallest gap that takes it.
 """
 
 import math
