@@ -18,11 +18,11 @@ GENERATED = (
     "<!-- Written by `make logbook` from runs/*.json: edits here are lost. Your own words go into notes/ "
     '(`python src/logbook.py note RUN "text"`). -->'
 )
-WORDS = """*Strategy*: where it ends in `_sim`, ranks are processes on the CPU cores of one machine; what hardware a run had,
-GPUs or none, stands on its page. *World*: ranks that train together. *Time*: of training, without the start and the test. On a run's page,
-*goodput* is the share of its steps that no restart undid, and of its time that it spent in them; *MFU* the arithmetic
-of the model as a share of the device's peak (on a CPU the peak that it reached when the run began); *own work* of a
-rank its waiting for data and its forward pass, before ranks wait for one another."""
+WORDS = """*Strategy*: where it ends in `_sim`, ranks are processes on the CPU cores of one machine; what hardware a run
+had, GPUs or none, stands on its page. *World*: ranks that train together. *Time*: of training, without the start and
+the test. On a run's page, *goodput* is the share of its steps that no restart undid, and of its time that it spent in
+them; *MFU* the arithmetic of the model as a share of the device's peak (on a CPU the peak that it reached when the run
+began); *own work* of a rank its waiting for data and its forward pass, before ranks wait for one another."""
 CHOSEN = "Chosen by the validation accuracy of their best checkpoint. How they were started:"
 MARKS = {"finished": "✅ finished", "failed": "❌ failed", "interrupted": "⏸ interrupted", "running": "▶ running"}
 
