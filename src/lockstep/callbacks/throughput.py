@@ -8,6 +8,7 @@ import importlib
 import logging
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -146,7 +147,10 @@ def flops_per_image(net: nn.Module, shape: tuple[int, int, int]) -> float | None
     Runs the net on the meta device; its weights, buffers and the random state stay as they are. None where the net
     cannot run there.
     """
-    counter = importlib.import_module("torch.utils.flop_counter").FlopCounterMode(display=False)
+    counting = {torch.ops.aten.convolution_backward: convolution_backward_flops}
+    counter = importlib.import_module("torch.utils.flop_counter").FlopCounterMode(
+        display=False, custom_mapping=counting
+    )
     held = {name: _meta(value, True) for name, value in net.named_parameters()}
     held |= {name: _meta(value, False) for name, value in net.named_buffers()}
     batch = 2  # BatchNorm wants more than one
@@ -158,6 +162,20 @@ def flops_per_image(net: nn.Module, shape: tuple[int, int, int]) -> float | None
         say(f"no MFU: the net's operations cannot be counted ({type(error).__name__}: {error})")
         return None
     return counter.get_total_flops() / batch
+
+
+def convolution_backward_flops(
+    gradient: torch.Size, images: torch.Size, weight: torch.Size, bias: Any, stride: Any, padding: Any, dilation: Any,
+    transposed: bool, output_padding: Any, groups: int, wanted: Sequence[bool], **_: Any,
+) -> int:  # fmt: skip
+    """As many for each gradient as forward has; torch's own count takes every group's channels for all of them.
+
+    Args:
+        gradient, images, weight: shapes.
+        wanted: whether the gradients of images, weight and bias are asked for.
+    """
+    forward = importlib.import_module("torch.utils.flop_counter").conv_flop_count
+    return forward(images, weight, gradient, transposed) * sum(wanted[:2])
 
 
 def undisturbed_flops(device: torch.device, dtype: torch.dtype) -> float | None:

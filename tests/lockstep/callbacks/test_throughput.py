@@ -205,3 +205,11 @@ def test_its_hooks_cost_less_than_one_percent_of_a_four_millisecond_step():
         callback.on_train_batch_end(trainer, None, None, None, index)
         best = min(best, time.perf_counter() - started)
     assert best < 0.01 * 0.004
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_a_backward_through_groups_counts_as_the_forward(groups):
+    layer = nn.Conv2d(8, 8, 3, padding=1, bias=False, groups=groups)
+    both = nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), layer)
+    pointwise, grouped = 2 * 8 * 8 * 25, 2 * 8 * (8 // groups) * 9 * 25  # of 5 × 5 pixels
+    assert flops_per_image(both, (8, 5, 5)) == 2 * pointwise + 3 * grouped  # images need no gradient
