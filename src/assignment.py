@@ -168,7 +168,7 @@ class Assignment:
         ]
         (own_correct, own_images), (correct, images) = counts
         allowed = 0 if str(own.precision)[:2] in ("32", "64") else ROUNDED * own_images
-        if images != own_images or abs(correct - own_correct) > allowed:
+        if not images or images != own_images or abs(correct - own_correct) > allowed:
             log.error(f"{own.run_id} counted {counts[0]} (correct, images), its checkpoint in the bucket {counts[1]}.")
             return EXIT_FAILED
         also = "as the run itself counted"

@@ -32,7 +32,7 @@ def node(tmp_path):
     """A function that does the assignment with fake scripts: `codes` are the exit codes of steps by their names."""
     began = []
 
-    def go(*words, codes=None, number=0, correct=50.0, precision="32-true"):
+    def go(*words, codes=None, number=0, correct=50.0, images=6000.0, precision="32-true"):
         def run(step):
             began.append(step)
             if step.name == "train ddp":
@@ -45,7 +45,7 @@ def node(tmp_path):
 
         def leave(task, run_id, right, word):
             record = RunRecord(run_id=run_id, overrides=[word], started_at=f"2026-11-20T00:00:{len(began):02d}Z")
-            record.metrics = {"test/correct": right, "test/images": 6000.0}
+            record.metrics = {"test/correct": right, "test/images": images}
             record.precision = precision
             write_record(RunFolder(tmp_path / task / "runs" / run_id).record, record)
 
@@ -89,6 +89,10 @@ def test_a_checkpoint_that_counts_otherwise_is_no_hand_in(node, capsys):
     code, began = node(correct=49.0)
     assert code == 1 and [step.name for step in began] == ["train ddp", "train fsdp", "test ddp"]
     assert "a-ddp counted [50.0, 6000.0]" in capsys.readouterr().err
+
+
+def test_a_test_of_no_images_is_no_hand_in(node):
+    assert node(correct=50.0, images=0.0)[0] == 1
 
 
 def test_in_sixteen_bits_a_few_images_may_be_counted_otherwise(node, capsys):
