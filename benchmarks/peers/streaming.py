@@ -40,7 +40,9 @@ def of_webdataset(given: dict) -> Iterator[torch.Tensor]:
 
 def of_litdata(given: dict) -> Iterator[torch.Tensor]:
     import litdata
+    from litdata.streaming import downloader
 
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = "true"  # of a store without TLS; there is no public option
     data = litdata.StreamingDataset(
         given["uri"],
         cache_dir=given["cache"],
