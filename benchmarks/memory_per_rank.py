@@ -29,6 +29,7 @@ from data.synthetic import SyntheticDataModule
 from local_ranks import local_cluster, run_ranks
 from lockstep.batch_size.memory import TrackedBytes
 from lockstep.distributed.cluster import Cluster
+from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.sharded import Sharded
 from lockstep.training.rank import StartedRanks
@@ -36,7 +37,9 @@ from models.timm import TimmModel
 
 HERE = Path(__file__).resolve().parent
 PAGES = HERE.parent / "logbook" / "measurements"
-ROWS = (("one process", 1), ("ddp_sim", 2), ("ddp_sim", 4), ("fsdp_sim", 2), ("fsdp_sim", 4))
+ONE, ACCUMULATED = "one process", "one process, 4 × 4 images accumulated"
+ROWS = ((ONE, 1), (ACCUMULATED, 1), ("ddp_sim", 2), ("ddp_sim", 4), ("allreduce_sim", 2), ("fsdp_sim", 2),
+        ("fsdp_sim", 4))  # fmt: skip
 VIT = {"name": "vit_tiny_patch16_224", "pretrained": False, "patch_size": 4, "embed_dim": 192, "depth": 12}
 IMAGE_SIZE, PER_RANK_BATCH, STEPS = 32, 16, 3
 MIB = 2**20
@@ -73,20 +76,22 @@ def in_rank(cluster: Cluster, trainer_name: str, cache_dir: str) -> dict[str, in
         global_batch_size=PER_RANK_BATCH * cluster.world_size, cache_dir=cache_dir,
     )  # fmt: skip
     data.prepare()
-    data.place(rank=cluster.rank, world_size=cluster.world_size)
+    accumulate = 4 if trainer_name == ACCUMULATED else 1
+    data.place(rank=cluster.rank, world_size=cluster.world_size, accumulate_grad_batches=accumulate)
     net = TimmModel(num_classes=10, image_size=IMAGE_SIZE, channels=3, **VIT)
     module = ImageClassifier(net, partial(torch.optim.AdamW, lr=1e-3), num_classes=10)
-    strategies = {"one process": lambda: "auto", "ddp_sim": DDP, "fsdp_sim": Sharded}
-    strategy = strategies[trainer_name]()
-    if trainer_name != "one process":
+    strategies = {"ddp_sim": DDP, "allreduce_sim": AllReduce, "fsdp_sim": Sharded}
+    strategy = strategies.get(trainer_name, lambda: "auto")()
+    if trainer_name in strategies:
         strategy._timeout = timedelta(seconds=60)
     tracked = TrackedBytes()
     tracked.track_external(net)
     measure = Measure(tracked)
     trainer = pl.Trainer(
         accelerator="cpu", devices=cluster.devices, strategy=strategy, plugins=[StartedRanks(cluster)],
-        callbacks=[measure], max_steps=STEPS, limit_val_batches=0, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        callbacks=[measure], accumulate_grad_batches=accumulate, max_steps=STEPS, limit_val_batches=0, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
     )  # fmt: skip
     with tracked:
         trainer.fit(module, datamodule=data)
@@ -136,7 +141,7 @@ def page(facts: dict[str, Any]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description="Bytes that each rank holds under ddp_sim and fsdp_sim.")
+    parser = argparse.ArgumentParser(description="Bytes that each rank holds, by strategy.")
     parser.add_argument("--out", type=Path, help="folder for page and results, instead of the repository's own")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -1,9 +1,10 @@
-"""Two ranks on two cores: ddp_sim against one process with two threads, and fsdp_sim's step against ddp_sim's.
+"""Every strategy on two cores beside one process with two threads: seconds of a step of the same global batch.
 
     python benchmarks/ranks.py            # also one rank per core on larger machines: --ranks N
 
-Three runs of `python src/train.py` on made-up images, up at once, that take turns of a few steps (step_turns.py), since
-a machine that others share changes its speed from one minute to the next. A ratio is the median over the rounds.
+Runs of `python src/train.py` on made-up images, up at once, that take turns of a few steps (step_turns.py), since a
+machine that others share changes its speed from one minute to the next. A ratio is the median over the rounds.
+Writes results/ranks.json and logbook/measurements/ranks.md.
 """
 
 import argparse
@@ -14,13 +15,26 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from measuring import HERE, REPOSITORY, goal_row, median, paired_ratio, places, save
 from step_turns import Pipe, Turn
 
 WORDS = ["model=vit_tiny_32", "data=synthetic", "data.global_batch_size=64", "data.num_val=640", "test=false",
          "trainer.limit_val_batches=0"]  # fmt: skip
-SIDES = ["one_process", "ddp_sim", "fsdp_sim"]
+PAGE = REPOSITORY / "logbook" / "measurements" / "ranks.md"
+OPTIONS = {
+    "one_process": ["trainer=cpu"],
+    "accumulation": ["trainer=cpu", "trainer.accumulate_grad_batches=4"],
+    "ddp_sim": ["trainer=ddp_sim"],
+    "allreduce_sim": ["trainer=allreduce_sim"],
+    "fsdp_sim": ["trainer=fsdp_sim"],
+    "model_parallel": ["trainer=model_parallel", "trainer.stage_devices=[cpu,cpu]"],
+    "model_parallel_4": ["trainer=model_parallel", "trainer.stage_devices=[cpu,cpu]", "trainer.micro_batches=4"],
+}
+WORDS_OF = {"accumulation": "one process, 4 × 16 images accumulated", "model_parallel": "model parallel, two stages",
+            "model_parallel_4": "the same, 4 micro-batches", "one_process": "one process, two threads"}  # fmt: skip
+SIDES = list(OPTIONS)
 LONGEST_S = 300  # without a word from any of them
 
 
@@ -45,11 +59,32 @@ def main() -> None:
         step_seconds={side: median(values) for side, values in steps.items()},
         all_step_seconds=steps,
     )  # fmt: skip
+    PAGE.write_text(page(json.loads((HERE / "results" / "ranks.json").read_text())))
+
+
+def page(content: dict[str, Any]) -> str:
+    """The table in markdown, of what results/ranks.json holds."""
+    steps, machine = content["all_step_seconds"], content["machine"]
+    lines = [
+        "# Time of a step by strategy",
+        "",
+        f"Written by `{content['command']}` on {content['date']}; do not edit. {content['model']}, the same global "
+        f"batch of {content['global_batch']} made-up images, {machine['cpu']}, {machine['cores']} cores: ranks are "
+        "processes with a core each. Real runs that take turns; a ratio is the median over the rounds.",
+        "",
+        "| strategy | processes | step, ms | ÷ one process's |",
+        "|---|---|---|---|",
+    ]
+    for side, seconds in steps.items():
+        ratio = paired_ratio(seconds, steps["one_process"])
+        name, ranks = WORDS_OF.get(side, f"`{side}`"), content["ranks"] if side.endswith("_sim") else 1
+        lines.append(f"| {name} | {ranks} | {1000 * content['step_seconds'][side]:.0f} | {ratio:.2f} |")
+    return "\n".join(lines) + "\n"
 
 
 def measure(folder: Path, rounds: int, steps: int, ranks: int) -> dict[str, list[list[float]]]:
     """Seconds of each counted step, by run and turn."""
-    number = {side: 1 if side == "one_process" else ranks for side in SIDES}
+    number = {side: ranks if side.endswith("_sim") else 1 for side in SIDES}
     everyone = sum(number.values())
     for name in ["ready", "end", *[f"{side}.{rank}" for side in SIDES for rank in range(number[side])]]:
         os.mkfifo(folder / name)
@@ -76,7 +111,7 @@ def measure(folder: Path, rounds: int, steps: int, ranks: int) -> dict[str, list
 def start(turn: Turn, side: str) -> subprocess.Popen[bytes]:
     words = [*WORDS, *places(f"{turn.folder}/{side}"), f"trainer.max_steps={turn.total_steps}"]
     words += [f"data.num_images={64 * turn.total_steps + 640}"]
-    words += ["trainer=cpu"] if side == "one_process" else [f"trainer={side}", f"trainer.devices={turn.ranks}"]
+    words += OPTIONS[side] + ([f"trainer.devices={turn.ranks}"] if side.endswith("_sim") else [])
     return subprocess.Popen(
         [sys.executable, str(HERE / "step_turns.py"), *words],
         cwd=REPOSITORY, env={**os.environ, **turn.environment()}, stdout=subprocess.DEVNULL,

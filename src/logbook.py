@@ -3,7 +3,7 @@
     python src/logbook.py keep RUN …      take runs of logs/ into the logbook; train.py logbook=keep does it itself
     python src/logbook.py remove RUN …    take them out again, files and all
     python src/logbook.py build [RUN_FOLDER | s3://bucket/prefix …]    write the pages; take in the runs named here
-    python src/logbook.py compare RUN RUN … [--title "DDP beside FSDP"]
+    python src/logbook.py compare RUN RUN … [--title "DDP beside FSDP"] [--print]
     python src/logbook.py publish RUN … --to s3://bucket/prefix | DIR
     python src/logbook.py publish --to s3://bucket/prefix [--signed DAYS] | DIR    the whole logbook as one site
     python src/logbook.py query "status = 'finished' and val/acc > 0.9" [--sort NAME] [--json | --csv | --md]
@@ -159,12 +159,15 @@ def build_from_bucket(address: str, options: argparse.Namespace) -> list[Path]:
 
 def compare(options: argparse.Namespace) -> None:
     from lockstep.pages.build import write_some_pages
-    from lockstep.pages.comparison_page import labels_for, save_comparison
+    from lockstep.pages.comparison_page import comparison_page, labels_for, save_comparison
 
     entries = chosen_runs(options.runs, options.logs, options.logbook)
     if len(entries) < 2:
         raise UserError("A comparison takes two runs or more: logbook.py compare RUN RUN.")
-    title = options.title or " beside ".join(labels_for(entries))
+    labels = labels_for(entries)
+    title = options.title or " beside ".join(labels)
+    if options.print:
+        return say(comparison_page(title, entries, labels, ""))
     name = save_comparison(options.logbook, title, [entry.run_id for entry in entries])
     write_some_pages(options.logbook, {entry.run_id for entry in entries})
     say(options.logbook / f"compare-{name}.md")
@@ -303,6 +306,7 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("compare", help="write a page of runs side by side")
     command.add_argument("runs", nargs="+", metavar="RUN", help="the first is what the others are measured against")
     command.add_argument("--title", help="of the page; its file is named after it")
+    command.add_argument("--print", action="store_true", help="print the page; the logbook stays as it is")
     command.set_defaults(task=compare)
 
     command = commands.add_parser("publish", help="write one HTML file with interactive curves, and link it; or a site")

@@ -118,6 +118,13 @@ def test_build_check_changes_nothing_and_says_what_is_old(door, tmp_path, capsys
     assert (tmp_path / "logbook" / "README.md").read_text() == "edited"
 
 
+def test_compare_prints_a_page_and_leaves_the_logbook_as_it_is(door, tmp_path, capsys):
+    before = {path: path.read_bytes() for path in (tmp_path / "logbook").rglob("*") if path.is_file()}
+    assert door("compare", "run-ddp", "run-fsdp", "--print") == 0
+    assert "|  | ddp | fsdp |" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in (tmp_path / "logbook").rglob("*") if path.is_file()} == before
+
+
 def test_compare_writes_a_page_that_later_builds_keep(door, tmp_path, capsys):
     assert door("compare", "run-ddp", "fsdp", "--title", "DDP beside FSDP") == 0
     page = tmp_path / "logbook" / "compare-ddp-beside-fsdp.md"

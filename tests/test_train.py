@@ -265,12 +265,15 @@ def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_i
     assert again.code == 0, again.output
     assert_equal(weights(again.folder), weights(whole.folder))
     assert again.record["initial_weights"] == whole.record["initial_weights"] and again.record["resumed_from"] is None
+    best_sha256 = uninterrupted.record["best_checkpoint"]["sha256"]
+    assert [run.record["initial_weights_sha256"] for run in (whole, again)] == [best_sha256] * 2
 
     own.unlink()  # a run that has checkpoints of its own asks no more for what it started from
     longer = run_door("train", "resume=whole", "trainer.max_epochs=2", logs=there)
     assert longer.code == 0 and longer.record["steps"] == 40, longer.output
     assert "trainer.max_epochs was 1, now 2: the learning rate's schedule is stretched" in longer.output
     assert longer.record["initial_weights"] == str(own) and "/last-step" in longer.record["resumed_from"]
+    assert longer.record["initial_weights_sha256"] == best_sha256
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from lockstep.runs import provenance
 from lockstep.runs.config import Config
 from lockstep.runs.durations import seconds_of
 from lockstep.runs.errors import UserError
-from lockstep.runs.files import lock, utc_now, write_atomically
+from lockstep.runs.files import lock, sha256_of, utc_now, write_atomically
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, new_run_id
 from lockstep.runs.full_disk import is_full, reserve_room
 from lockstep.runs.own_config import signed
@@ -314,8 +314,16 @@ def first_record(plan: RunPlan) -> RunRecord:
         steps=0,
         cost=Cost(price_per_hour=hardware.get("price_per_hour_usd"), instance=hardware.get("name")),
         initial_weights=None if plan.resume_step else plan.initial_weights,
+        initial_weights_sha256=_weights_sha256(plan),
         resumed_from=plan.checkpoint if plan.resume_step else None,
     )
+
+
+def _weights_sha256(plan: RunPlan) -> str | None:
+    """Of the file that a new run starts from."""
+    named = plan.initial_weights or plan.config["model"].get("weights")
+    is_file = not plan.resume_step and isinstance(named, str) and Path(named).is_file()
+    return sha256_of(Path(named)) if is_file else None
 
 
 def _as_typed(program: str) -> str:

@@ -14,7 +14,7 @@ from lockstep.pages.markdown import blocks, code, code_block, plain, quote, tabl
 from lockstep.pages.measured import measured_values
 from lockstep.pages.names import free_name
 from lockstep.pages.run_details import value_text
-from lockstep.pages.source import NOT_COMPARED, write_if_changed
+from lockstep.pages.source import NOT_COMPARED, is_same_setting, write_if_changed
 from lockstep.runs.foreign_files import read_json
 
 MAX_KEYS = 80
@@ -101,8 +101,12 @@ def differing_settings(entries: Sequence[Entry]) -> list[tuple[str, list[str]]]:
     """(key, one value a run): only the keys that are not equal in all runs."""
     configs = [entry.facts.config for entry in entries]
     keys = sorted({key for config in configs for key in config if key.split(".")[0] not in NOT_COMPARED})
-    rows = [(key, [value_text(config.get(key)) for config in configs]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    rows = [(key, [config.get(key) for config in configs]) for key in keys]
+    return [
+        (key, [value_text(value) for value in values])
+        for key, values in rows
+        if not all(is_same_setting(key, values[0], value) for value in values[1:])
+    ]
 
 
 def settings_table(entries: Sequence[Entry], labels: Sequence[str]) -> str:

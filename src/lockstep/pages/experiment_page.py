@@ -8,6 +8,7 @@ from lockstep.pages.entry import Entry
 from lockstep.pages.index_page import GENERATED, runs_table, status_cell
 from lockstep.pages.markdown import blocks, code, code_block, details, plain, quote, table
 from lockstep.pages.publish import HOW_TO_OPEN, is_shown_as_source
+from lockstep.pages.reproduce import is_repeatable
 from lockstep.pages.run_details import (
     changes_block,
     checkpoint_text,
@@ -61,6 +62,7 @@ def run_section(entry: Entry, before: Entry | None) -> str:
             quote(entry.note.text) if entry.note.text else "",
             error_block(entry),
             code_block(run.record.command or "# the command is not in the record", "sh", 3000),
+            repeat_text(entry),
             table(("", ""), summary_rows(entry)),
             f"![Curves of {run.run_id}]({entry.curves_file})" if entry.has_curves else "",
             f"![Confusion matrix of {run.run_id}]({entry.confusion_file})" if entry.has_confusion else "",
@@ -73,6 +75,13 @@ def run_section(entry: Entry, before: Entry | None) -> str:
             diff_block(entry),
         ]
     )
+
+
+def repeat_text(entry: Entry) -> str:
+    """The command alone takes today's defaults, which may be others."""
+    if not is_repeatable(entry.facts.record):
+        return ""
+    return f"With the code and the defaults of then: {code(f'python src/logbook.py reproduce {entry.run_id}')}"
 
 
 def headline(entry: Entry) -> str:
@@ -121,7 +130,7 @@ def summary_rows(entry: Entry) -> list[list[str]]:
         "Peak memory": f.gib(run.peak_memory_gib) if run.peak_memory_gib is not None else "",
         "Cost": cost_text(entry),
         "Best checkpoint": checkpoint_text(entry),
-        "Started from the weights of": code(run.record.initial_weights),
+        "Started from the weights of": weights_text(entry),
         "Resumed from": code(run.record.resumed_from),
         "TensorBoard": tensorboard_text(entry),
         "Report": report_text(entry),
@@ -164,6 +173,12 @@ def data_text(entry: Entry) -> str:
         if isinstance(fold := run.config.get("data.fold"), int)
         else "",
     )
+
+
+def weights_text(entry: Entry) -> str:
+    record = entry.facts.record
+    path, sha256 = record.initial_weights or entry.facts.config.get("model.weights"), record.initial_weights_sha256
+    return joined(code(path) if path else "", f"sha256 {code(sha256, 80)}" if sha256 else "")
 
 
 def joined(*parts: str) -> str:
@@ -235,7 +250,7 @@ def throughput_text(entry: Entry) -> str:
     p50, p95 = measured.step_seconds.p50, measured.step_seconds.p95
     wait, mfu = measured.data_wait_share, run.mfu
     return joined(
-        unit(run.images_per_s, " images/s"),
+        unit(run.images_per_s, " images/s (mean)"),
         unit(measured.images_per_s_per_device, " per device"),
         f"step {f.milliseconds(p50)} (p50)" if p50 is not None else "",
         f"{f.milliseconds(p95)} (p95)" if p95 is not None else "",

@@ -5,9 +5,12 @@ from functools import cached_property
 from typing import Any
 
 from lockstep.pages.json_values import as_text, finite, first, is_pair, items, mapping, numbers, numeric_pair
+from lockstep.pages.source import is_same_setting
 from lockstep.runs.files import seconds_between
 from lockstep.runs.record import Node, RunRecord, status_of
 from lockstep.runs.typed_json import from_json
+
+BUSY_LOAD = 1.25  # per core: above it other work had a part of the machine
 
 
 def rising(seconds: list[float]) -> list[float]:
@@ -92,7 +95,8 @@ class RunFacts:
         if not isinstance(self.source.get("changed"), dict):
             return None
         pairs = mapping(self.source["changed"]).items()
-        return {key: (pair[0], pair[1]) if is_pair(pair) else (None, pair) for key, pair in pairs}
+        pairs = {key: (pair[0], pair[1]) if is_pair(pair) else (None, pair) for key, pair in pairs}
+        return {key: pair for key, pair in pairs.items() if not is_same_setting(key, *pair)}
 
     # --- what came of it ---
     @cached_property
@@ -155,10 +159,27 @@ class RunFacts:
         return first(self.record.throughput.images_per_s, self.record.images_per_s)
 
     @cached_property
+    def load_per_core(self) -> float | None:
+        """Of the busiest node, the median of the run's samples; None where no record holds it."""
+        stats = {rank: stats.get("p50") for rank, name, stats in self.device_stats if name == "machine/load_1min"}
+        found: list[float] = []
+        for place, node in enumerate(self.nodes):
+            load = stats.get(str(place if node.node_rank is None else node.node_rank))
+            if load is not None and node.cores:
+                found.append(load / node.cores)
+        return max(found, default=None)
+
+    @property
+    def had_other_work(self) -> bool:
+        """Whether other work on its machine slowed the run."""
+        return (self.load_per_core or 0) > BUSY_LOAD
+
+    @cached_property
     def mfu(self) -> float | None:
-        """None where it is above 1: the device's peak was measured while others used it."""
+        """None where the device's peak was measured while others used it: above 1, or beside other work on CPUs."""
         mfu = self.record.throughput.mfu
-        return mfu if mfu is not None and mfu <= 1 else None
+        is_known = mfu is not None and mfu <= 1 and (self.record.accelerator == "gpu" or not self.had_other_work)
+        return mfu if is_known else None
 
     @cached_property
     def peak_memory_gib(self) -> float | None:

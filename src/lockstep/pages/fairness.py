@@ -32,29 +32,21 @@ def caution(entries: Sequence[Entry]) -> str:
 
 def load_caution(entries: Sequence[Entry], labels: Sequence[str]) -> str:
     """Says where other work slowed a run, or some runs more than others."""
-    loads = [(label, found) for label, entry in zip(labels, entries, strict=True) if (found := loads_of(entry.facts))]
-    per_core = [max(load / cores for load, cores in found) for _, found in loads]
-    if len(entries) < 2 or not loads:
+    if len(entries) < 2 or all(same_load(entry.facts, entries[0].facts) for entry in entries):
         return ""
-    is_busy = any(load > cores + 1 for _, found in loads for load, cores in found)
-    if not is_busy and max(per_core) - min(per_core) <= LOAD_DIFFERENCE:
-        return ""
-    each = ", ".join(f"{plain(label)} {load:.1f}" for (label, _), load in zip(loads, per_core, strict=True))
+    loads = [(label, entry.facts.load_per_core) for label, entry in zip(labels, entries, strict=True)]
+    each = ", ".join(f"{plain(label)} {load:.1f}" for label, load in loads if load is not None)
     return (
         f"**The machine had more to do than these runs, or more in one than in another:** load per core {each}. "
-        "Ratios of times and speeds are not of these runs alone."
+        "Where it had, times and speeds stand without a ratio."
     )
 
 
-def loads_of(run: RunFacts) -> list[tuple[float, float]]:
-    """(load, cores) of each node whose record holds both; the load is the median of the run's samples."""
-    stats = {rank: stats.get("p50") for rank, name, stats in run.device_stats if name == "machine/load_1min"}
-    found: list[tuple[float, float]] = []
-    for place, node in enumerate(run.nodes):
-        load = stats.get(str(place if node.node_rank is None else node.node_rank))
-        if load is not None and node.cores:
-            found.append((load, node.cores))
-    return found
+def same_load(run: RunFacts, base: RunFacts) -> bool:
+    """False where times and speeds of the two are not of them alone."""
+    loads = [side.load_per_core for side in (run, base) if side.load_per_core is not None]
+    alike = not loads or max(loads) - min(loads) <= LOAD_DIFFERENCE
+    return alike and not (run.had_other_work or base.had_other_work)
 
 
 def same_peak(run: RunFacts, base: RunFacts) -> bool:

@@ -1,9 +1,11 @@
 """`logbook/README.md`: one row a run, newest first, and above it what a reviewer asks for first."""
 
+import math
 from collections.abc import Sequence
 
 from lockstep.pages import formats as f
 from lockstep.pages.entry import Entry
+from lockstep.pages.facts import RunFacts
 from lockstep.pages.markdown import blocks, code, code_block, plain, quote, table
 from lockstep.pages.measured import of_tested
 
@@ -23,7 +25,10 @@ had, GPUs or none, stands on its page. *World*: ranks that train together. *Time
 the test. On a run's page, *goodput* is the share of its steps that no restart undid, and of its time that it spent in
 them; *MFU* the arithmetic of the model as a share of the device's peak (on a CPU the peak that it reached when the run
 began); *own work* of a rank its waiting for data and its forward pass, before ranks wait for one another."""
-CHOSEN = "Chosen by the validation accuracy of their best checkpoint. How they were started:"
+CHOSEN = (
+    "Chosen by the validation accuracy of their best checkpoint; ±: the standard error of a share of so many images, "
+    "within which runs are as good as one another. How they were started:"
+)
 MARKS = {"finished": "✅ finished", "failed": "❌ failed", "interrupted": "⏸ interrupted", "running": "▶ running"}
 
 
@@ -128,11 +133,20 @@ def best_row(data: str, entry: Entry) -> list[str]:
         plain(run.record.model, 40),
         plain(run.strategy, 30),
         f"**{f.percent(run.test_acc)}**",
-        f.percent(run.best_val_acc),
+        validation_text(run),
         f.duration(run.seconds),
         f.dollars(run.record.cost.usd),
         code(checkpoint_place(entry)) or f.NONE,
     ]
+
+
+def validation_text(run: RunFacts) -> str:
+    """`85.80 % ± 0.78 of 2,000`."""
+    images = run.metrics.get("val/images") or run.record.num_val
+    if run.best_val_acc is None or not images:
+        return f.percent(run.best_val_acc)
+    error = math.sqrt(max(run.best_val_acc * (1 - run.best_val_acc), 0.0) / images)
+    return f"{f.percent(run.best_val_acc)} ± {100 * error:.2f} of {f.whole(images)}"
 
 
 def checkpoint_place(entry: Entry) -> str:

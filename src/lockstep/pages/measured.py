@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from lockstep.pages import formats as f
 from lockstep.pages.entry import Entry
 from lockstep.pages.facts import RunFacts
-from lockstep.pages.fairness import same_peak
+from lockstep.pages.fairness import same_load, same_peak
 
 Reader = Callable[[RunFacts], float | None]
 
@@ -42,13 +42,15 @@ def measured_rows() -> list[Row]:
         return f.percent(value, 1)
 
     return [
-        Row("Training time", lambda run: run.seconds, f.duration, f.ratio),
+        Row("Training time", lambda run: run.seconds, f.duration, f.ratio, same_load),
         Row("Epochs", lambda run: run.record.epochs, f.rate),
         Row("Steps", lambda run: run.record.steps, f.whole),
-        Row("Images/s", lambda run: run.images_per_s, f.rate, f.ratio),
-        Row("Images/s per device", lambda run: run.record.throughput.images_per_s_per_device, f.rate, f.ratio),
-        Row("Step, p50", lambda run: run.record.throughput.step_seconds.p50, f.milliseconds, f.ratio),
-        Row("Step, p95", lambda run: run.record.throughput.step_seconds.p95, f.milliseconds, f.ratio),
+        Row("Images/s", lambda run: run.images_per_s, f.rate, f.ratio, same_load),
+        Row(
+            "Images/s per device", lambda run: run.record.throughput.images_per_s_per_device, f.rate, f.ratio, same_load
+        ),
+        Row("Step, p50", lambda run: run.record.throughput.step_seconds.p50, f.milliseconds, f.ratio, same_load),
+        Row("Step, p95", lambda run: run.record.throughput.step_seconds.p95, f.milliseconds, f.ratio, same_load),
         Row("Waiting for data", lambda run: run.record.throughput.data_wait_share, one_digit),
         Row("MFU", lambda run: run.mfu, one_digit, f.ratio, same_peak),
         Row("Peak memory", lambda run: run.peak_memory_gib, f.gib, f.ratio),

@@ -71,7 +71,7 @@ def as_row(facts: RunFacts) -> Run:
     """Fields of the record first, so that they count where an option has the same name."""
     record = mapping(facts.source.get("record"))
     fields = flatten({key: value for key, value in record.items() if key not in WHOLE})
-    own = {"run_id": facts.run_id, "status": facts.status}
+    own = {"run_id": facts.run_id, "status": facts.status, "peak_memory_gib": facts.peak_memory_gib}
     metrics = {name: None if value in ("nan", "inf", "-inf") else value for name, value in _metrics(record).items()}
     row = {**mapping(facts.source.get("config")), **fields, **metrics, **own}
     first = [*own, *fields, *metrics]
@@ -186,7 +186,10 @@ def listing(runs: list[Run], form: str, sort: str | None = None) -> str:
         ]
         for line in lines
     ]
-    return "\n".join([*("  ".join(line).rstrip() for line in aligned), f"{len(runs)} run{'s' * (len(runs) != 1)}"])
+    without = sum(run.get(sort) is None for run in runs) if sort else 0
+    last = f", {without} of them without {sort}: last" if without else ""
+    words = f"{len(runs)} run{'s' * (len(runs) != 1)}{last}"
+    return "\n".join([*("  ".join(line).rstrip() for line in aligned), words])
 
 
 def _cell(value: object) -> str:

@@ -91,6 +91,13 @@ def _is_as_committed(path: Path, repository: Path) -> bool:
     )
 
 
+def is_repeatable(record: RunRecord) -> bool:
+    """Whether one machine and one state of the code, that git has, made the run."""
+    is_of_one = (record.num_nodes or 1) == 1 and record.trainer != "hivemind"
+    is_of_one = is_of_one and not any(restart.code.tree_hash for restart in record.restarts)
+    return record.task_name == "train" and is_of_one and bool(COMMIT.fullmatch(record.code.commit or ""))
+
+
 def check(original: Original, repository: Path, *, yes: bool) -> None:
     """
     Raises:

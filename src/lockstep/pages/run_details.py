@@ -16,7 +16,7 @@ from lockstep.runs.scores import class_scores
 MAX_ROWS = 60
 FOLDED_FROM = 10
 MAX_DEVICE_ROWS = 96
-SHOWN_DIFF = 16_000
+SHOWN_DIFF = 4_000
 
 
 def value_text(value: Any) -> str:
@@ -168,4 +168,6 @@ def diff_block(entry: Entry) -> str:
     text = entry.facts.source.get("code_diff")
     if not isinstance(text, str) or not text.strip():
         return ""
-    return details("Uncommitted changes of src and configs", code_block(text, "diff", SHOWN_DIFF))
+    whole = f"The whole of it is in runs/{entry.run_id}.json." if len(text) > SHOWN_DIFF else ""
+    shown = blocks([code_block(text, "diff", SHOWN_DIFF), whole])
+    return details("Uncommitted changes of src and configs", shown)

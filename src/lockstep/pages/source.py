@@ -137,7 +137,15 @@ def flatten(tree: Any, prefix: str = "") -> Source:
 def differences(before: Source, after: Source) -> dict[str, list]:
     """{key: [value before, value after]} for what was changed; None where a side has no such key."""
     keys = [key for key in {**before, **after} if key.split(".")[0] not in NOT_COMPARED]
-    return {key: [before.get(key), after.get(key)] for key in sorted(keys) if before.get(key) != after.get(key)}
+    pairs = {key: [before.get(key), after.get(key)] for key in sorted(keys)}
+    return {key: pair for key, pair in pairs.items() if not is_same_setting(key, *pair)}
+
+
+def is_same_setting(key: str, before: Any, after: Any) -> bool:
+    """Whether two values of an option are one; of a class that moved to another module, its name counts."""
+    if key.endswith("_target_") and isinstance(before, str) and isinstance(after, str):
+        before, after = before.rpartition(".")[2], after.rpartition(".")[2]
+    return bool(before == after)
 
 
 def limited(value: Any, depth: int = 0) -> Any:

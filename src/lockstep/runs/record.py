@@ -231,6 +231,7 @@ class RunRecord(Part):
     monitor: the metric that chooses the best checkpoint, by its largest value (monitor_mode max) or smallest (min).
     ended_by: max_time, where that ended the training before its epochs and steps did. per_device_batch_limit: images
     that a device takes at a time at most: of the first start, or of the last that stated its accumulation.
+    initial_weights_sha256: of the file that ckpt_path or model.weights names.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -297,6 +298,7 @@ class RunRecord(Part):
     upload: Upload = field(default_factory=Upload)
     upload_stall_s: float | None = None
     initial_weights: str | None = None
+    initial_weights_sha256: str | None = None
     resumed_from: str | None = None
     spot_notice_at: float | None = None
     restarts: list[Restart] = field(default_factory=list)
@@ -379,7 +381,7 @@ def status_of(record: RunRecord, now: str | None = None) -> str:
 
 KEPT = (
     "started_at", "fit_seconds", "best_checkpoint", "restarts", "command", "code", "epochs", "largest_batch",
-    "initial_weights",
+    "initial_weights", "initial_weights_sha256",
 )  # fmt: skip
 
 

@@ -79,7 +79,8 @@ def raise_on_signal(error: type[Exception], *numbers: int) -> None:
             if len(asked) > 1:
                 return  # it has been raised, or waits
         if _importing(frame):
-            signal.setitimer(signal.ITIMER_REAL, RETRY_S)
+            # Again and again: one that comes just before a wait begins is not heard until the wait ends.
+            signal.setitimer(signal.ITIMER_REAL, RETRY_S, RETRY_S)
             return
         raise error(take_over())
 

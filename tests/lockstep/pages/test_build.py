@@ -75,7 +75,7 @@ def test_the_best_run_is_chosen_by_validation(tmp_path):
     ]
     build(tmp_path / "logbook", folders, NOW)
     best = (tmp_path / "logbook" / "README.md").read_text().split("## All runs")[0].replace("\N{NO-BREAK SPACE}", " ")
-    assert "[sound]" in best and "[lucky]" not in best and "| **80.00 %** | 70.00 % |" in best
+    assert "[sound]" in best and "[lucky]" not in best and "| **80.00 %** | 70.00 % ± 0.65 of 5,000 |" in best
 
 
 def test_a_run_that_is_removed_leaves_nothing(tmp_path):

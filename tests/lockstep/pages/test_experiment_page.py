@@ -4,7 +4,7 @@ import pytest
 
 from example_runs import example_record
 from lockstep.pages.entry import Entry
-from lockstep.pages.experiment_page import summary_rows
+from lockstep.pages.experiment_page import run_section, summary_rows
 from lockstep.pages.facts import RunFacts
 from lockstep.pages.run_details import hardware_block, restarts_block
 
@@ -66,6 +66,29 @@ def test_a_restart_on_other_ranks_says_on_how_many():
     assert "ranks" not in restarts_block(entry_of(restarts=[same]))
     shown = restarts_block(entry_of(restarts=[same, other]))
     assert f"| {at} | 10 | – | – | 2 |" in shown and f"| {at} | 20 | – | – | 2 → 4 on 2 nodes |" in shown
+
+
+@pytest.mark.parametrize(
+    "changes, is_said",
+    [
+        ({}, True),
+        ({"task_name": "eval"}, False),
+        ({"num_nodes": 2}, False),
+        ({"trainer": "hivemind"}, False),
+        ({"code": {"commit": None}}, False),
+        ({"restarts": [{"at": "2026-11-20T20:20:00Z", "code": {"tree_hash": "other"}}]}, False),
+    ],
+)
+def test_what_repeats_a_run_is_said_where_one_machine_can(changes, is_said):
+    assert ("`python src/logbook.py reproduce run-1`" in run_section(entry_of(**changes), None)) == is_said
+
+
+@pytest.mark.parametrize("start", [{"initial_weights": "/w.pt"}, {}])
+def test_the_weights_that_a_run_began_with_have_their_hash(start):
+    entry = entry_of(initial_weights_sha256="ab12", **start)
+    entry.facts.source["config"] = {"model.weights": "/w.pt"}
+    assert summary(entry)["Started from the weights of"] == "`/w.pt`, sha256 `ab12`"
+    assert "Started from the weights of" not in summary(entry_of())
 
 
 def test_nodes_of_one_host_are_counted():

@@ -64,6 +64,21 @@ def test_runs_are_sorted_and_those_without_a_value_come_last(logbook):
     assert "".join(ids(logbook, "1", "val/acc", ascending=True)) == "abcd"
 
 
+def test_a_sorted_list_says_how_many_had_no_value(logbook):
+    assert listing(find_runs(logbook, "1", "test/acc"), "text", "test/acc").endswith(
+        "4 runs, 3 of them without test/acc: last"
+    )
+    assert listing(find_runs(logbook, "1", "run_id"), "text", "run_id").endswith("\n4 runs")
+
+
+def test_memory_is_what_the_pages_show_of_a_run(tmp_path):
+    """A run on CPUs has its peak in the statistics of its ranks, and none in the record."""
+    nodes = {"nodes": [{"node_rank": 0, "stats": {"rank0/memory_gib": {"max": 1.5}, "rank1/memory_gib": {"max": 2.5}}}]}
+    run = write_run(tmp_path / "logs", "r", hardware=nodes, peak_memory_gib=None, accelerator="cpu")
+    build(tmp_path / "logbook", [run])
+    assert find_runs(tmp_path / "logbook", "peak_memory_gib > 2")[0]["peak_memory_gib"] == 2.5
+
+
 @pytest.mark.parametrize(
     ("where", "sort", "said"),
     [

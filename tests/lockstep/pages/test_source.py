@@ -28,6 +28,12 @@ def test_paths_and_names_are_not_compared():
     assert differences(before, after) == {"seed": [1, 2]}
 
 
+def test_a_class_that_moved_to_another_module_is_no_difference():
+    before = {"data._target_": "src.cifar10.CIFAR10", "model._target_": "models.vit.ViT", "model.name": "a.vit"}
+    after = {"data._target_": "data.cifar10.CIFAR10", "model._target_": "models.vit.CNN", "model.name": "b.vit"}
+    assert [*differences(before, after)] == ["model._target_", "model.name"]
+
+
 def test_flatten_keeps_lists_and_empty_groups():
     assert flatten({"a": {"b": [1, {"c": 2}], "d": {}}, "e": None}) == {"a.b": [1, {"c": 2}], "a.d": {}, "e": None}
 
