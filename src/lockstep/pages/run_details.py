@@ -168,6 +168,4 @@ def diff_block(entry: Entry) -> str:
     text = entry.facts.source.get("code_diff")
     if not isinstance(text, str) or not text.strip():
         return ""
-    whole = f"The whole of it is in runs/{entry.run_id}.json." if len(text) > SHOWN_DIFF else ""
-    shown = blocks([code_block(text, "diff", SHOWN_DIFF), whole])
-    return details("Uncommitted changes of src and configs", shown)
+    return details("Uncommitted changes of src and configs", code_block(text, "diff", SHOWN_DIFF))
