@@ -161,7 +161,7 @@ def compare(options: argparse.Namespace) -> None:
     from lockstep.pages.build import write_some_pages
     from lockstep.pages.comparison_page import comparison_page, labels_for, save_comparison
 
-    entries = chosen_runs(options.runs, options.logs, options.logbook)
+    entries = chosen_runs(options.runs, options.logs, options.logbook, takes_in=not options.print)
     if len(entries) < 2:
         raise UserError("A comparison takes two runs or more: logbook.py compare RUN RUN.")
     labels = labels_for(entries)

@@ -7,7 +7,9 @@ from typing import Any
 from lockstep.pages import reproduce
 from lockstep.pages.build import build, known_runs, run_folders_under
 from lockstep.pages.entry import Entry
+from lockstep.pages.facts import RunFacts
 from lockstep.pages.page_set import load_entries
+from lockstep.pages.source import import_run
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.provenance import REPOSITORY
@@ -27,9 +29,11 @@ def one_folder(logs: Path, word: str) -> Path:
     return only_one(found, word, [folder.name for folder in folders], str(logs))
 
 
-def chosen_runs(words: Sequence[str], logs: Path, logbook: Path) -> list[Entry]:
-    """The entries of the runs named on the command line, in that order; takes them in from logs/ where need be.
+def chosen_runs(words: Sequence[str], logs: Path, logbook: Path, *, takes_in: bool = True) -> list[Entry]:
+    """The entries of the runs named on the command line, in that order.
 
+    Args:
+        takes_in: runs of logs/ that the logbook lacks, or has as they were before, go into it.
     Raises:
         UserError: no such run, or more than one.
     """
@@ -43,9 +47,12 @@ def chosen_runs(words: Sequence[str], logs: Path, logbook: Path) -> list[Entry]:
         for name in sorted(asked)
         if known.get(name, "") != str(read_json(folders[name] / "run.json").get("updated_at"))
     ]
-    if newer:
+    if newer and takes_in:
         build(logbook, newer)
     entries = load_entries(logbook)
+    if not takes_in:
+        fresh = {folder.name: Entry(RunFacts(import_run(folder))) for folder in newer}
+        entries = [*(entry for entry in entries if entry.run_id not in fresh), *fresh.values()]
     return [one_run(entries, name) for name in names]
 
 
