@@ -13,7 +13,7 @@ import platform
 import sys
 import tempfile
 import warnings
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "harness"
 
 from classifier import ImageClassifier
 from data.synthetic import SyntheticDataModule
-from local_ranks import local_cluster, run_ranks
+from local_ranks import local_cluster, meet, run_ranks
 from lockstep.batch_size.memory import TrackedBytes
 from lockstep.distributed.cluster import Cluster
 from lockstep.strategies.allreduce import AllReduce
@@ -71,6 +71,7 @@ def in_rank(cluster: Cluster, trainer_name: str, cache_dir: str) -> dict[str, in
     logging.getLogger("lightning").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     torch.manual_seed(0)
+    meet(cluster)
     data = SyntheticDataModule(
         image_size=IMAGE_SIZE, num_images=4 * STEPS * PER_RANK_BATCH + 8, num_val=8, num_test_images=8,
         global_batch_size=PER_RANK_BATCH * cluster.world_size, cache_dir=cache_dir,
@@ -82,8 +83,6 @@ def in_rank(cluster: Cluster, trainer_name: str, cache_dir: str) -> dict[str, in
     module = ImageClassifier(net, partial(torch.optim.AdamW, lr=1e-3), num_classes=10)
     strategies = {"ddp_sim": DDP, "allreduce_sim": AllReduce, "fsdp_sim": Sharded}
     strategy = strategies.get(trainer_name, lambda: "auto")()
-    if trainer_name in strategies:
-        strategy._timeout = timedelta(seconds=60)
     tracked = TrackedBytes()
     tracked.track_external(net)
     measure = Measure(tracked)
