@@ -94,8 +94,8 @@ class RunFacts:
         """Config keys that differ from the defaults; None where the run folder did not hold the defaults."""
         if not isinstance(self.source.get("changed"), dict):
             return None
-        pairs = mapping(self.source["changed"]).items()
-        pairs = {key: (pair[0], pair[1]) if is_pair(pair) else (None, pair) for key, pair in pairs}
+        held = mapping(self.source["changed"]).items()
+        pairs = {key: (pair[0], pair[1]) if is_pair(pair) else (None, pair) for key, pair in held}
         return {key: pair for key, pair in pairs.items() if not is_same_setting(key, *pair)}
 
     # --- what came of it ---
