@@ -145,7 +145,7 @@ def _search(
         state = read_state(files)
         if all(code == EXIT_OK for code in codes):
             return state
-        _check(codes, state, files, cluster)
+        _check(codes, state, files, plan)
         state["probes"].append({"batch": state["attempt"], "shares": None})
         if cluster.is_rank_zero:
             log.info(line_of(from_json(state["probes"][-1]), state["limit_gib"]))
@@ -222,8 +222,14 @@ def tells_most(code: int) -> int:
     return {EXIT_PEER_FAILED: 2, EXIT_PEER_ENDED: 3, EXIT_OK: 4}.get(code, 1)
 
 
-def _check(codes: list[int], state: State, files: SessionFiles, cluster: Cluster) -> None:
+def _check(codes: list[int], state: State, files: SessionFiles, plan: RunPlan) -> None:
     """Return where the session ended by a rank that ran out of memory; raise what ended it otherwise."""
+    cluster = plan.cluster
+    if codes[0] == -signal.SIGKILL and plan.accelerator == "gpu":  # its batch lies in the GPU's memory, not in this
+        raise UserError(
+            "A probe of the batch search was killed (SIGKILL), as a system does whose own memory, not that of its "
+            "GPUs, has run out: end other work on this machine, or take fewer devices."
+        )
     sees_all_ranks = cluster.num_nodes == 1 and cluster.is_supervisor
     ran_out = [EXIT_OUT_OF_MEMORY, -signal.SIGKILL, *([] if sees_all_ranks else [EXIT_PEER_ENDED])]
     if state["attempt"] is not None and codes[0] in ran_out:

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -52,14 +54,27 @@ RANK_ONE_RUNS_OUT = """
 
 @pytest.fixture
 def search(tmp_path):
-    def start(body, devices=2, before=""):
+    def start(body, devices=2, before="", accelerator="cpu"):
         script = tmp_path / "child.py"
         script.write_text(CHILD.replace("    BODY\n", body).replace("BEFORE\n", before + "\n"))
         plan = planned(["trainer=cpu", "trainer.accumulate_grad_batches=3"], tmp_path, devices)
+        plan = replace(plan, accelerator=accelerator)
         command = [sys.executable, str(script), str(SRC), str(tmp_path)]
         return find_largest(plan, dict(os.environ), command)
 
     return start
+
+
+KILLED = """
+    if batch > 85: os.kill(os.getpid(), 9)
+    shares = [{"held": 0.1, "step": 0.1 + batch / 100}] * 2
+"""
+
+
+def test_a_killed_rank_is_out_of_memory_on_a_cpu_and_of_another_memory_on_a_gpu(search):
+    assert search(KILLED, devices=1).per_device <= 85
+    with pytest.raises(UserError, match="killed .SIGKILL., as a system does whose own memory, not that of its GPUs"):
+        search(KILLED, devices=1, accelerator="gpu")
 
 
 def pids(folder):
@@ -160,10 +175,11 @@ def test_what_counts_as_out_of_memory(codes, cluster, attempt, memory, tmp_path)
     files = sessions.SessionFiles(tmp_path)
     files.log.write_text("the log")
     codes = sorted(codes, key=sessions.tells_most)
+    plan = SimpleNamespace(cluster=cluster, accelerator="cpu")
     if memory:
-        return sessions._check(codes, {"attempt": attempt}, files, cluster)
+        return sessions._check(codes, {"attempt": attempt}, files, plan)
     with pytest.raises(RuntimeError, match="the log"):
-        sessions._check(codes, {"attempt": attempt}, files, cluster)
+        sessions._check(codes, {"attempt": attempt}, files, plan)
 
 
 def test_sigterm_in_the_middle_leaves_no_process_and_no_file(tmp_path):
