@@ -106,7 +106,8 @@ def largest(strategy: str, devices: int, folder: Path) -> dict[str, Any]:
         "trainer.timeout_s=900", "test=false", f"paths.log_dir={folder}/{strategy}-{devices}",
     ]  # fmt: skip
     command = [sys.executable, str(ROOT / "src/find_batch_size.py"), *words]
-    environment = null_gpus(devices=devices, memory_gib=GIB, compute=False) | {"NULLGPU_NCCL_TIMEOUT_S": "900"}
+    environment = null_gpus(devices=devices, memory_gib=GIB, compute=False, forgets=True)
+    environment |= {"NULLGPU_NCCL_TIMEOUT_S": "900"}
     subprocess.run(command, env=environment, check=True, timeout=LIMIT_S)
     [run] = (folder / f"{strategy}-{devices}").glob("find_batch_size/runs/*")
     found = read_record(RunFolder(run).record).largest_batch

@@ -18,7 +18,6 @@ from measuring import REPOSITORY, run_record, save
 PAGE = REPOSITORY / "logbook" / "measurements" / "augmentation_pays.md"
 SIDES = {
     "none": ["augmentation=none"],
-    "flip": ["augmentation=crop_flip", "augmentation.random_crop=false"],
     "crop and flip": ["augmentation=crop_flip"],
     "crop, flip and cutmix": ["augmentation=crop_flip", "augmentation.cutmix_alpha=1.0", "augmentation.mix_prob=0.5"],
 }

@@ -265,6 +265,12 @@ static int displace(void *p, int counts) {
 }
 static int release(void *p) { return displace(p, 1); }
 
+static int forgets(size_t size) {  // NULLGPU_FORGETS: large contents are not kept; who asks for memory alone needs none
+    static int asked = -1;
+    if (asked < 0) asked = atoi(setting("NULLGPU_FORGETS", "0")) != 0;
+    return asked && size > MIB;
+}
+
 static int copy(void *to, const void *from, size_t size, int kind) {  // kind: 0 h2h, 1 h2d, 2 d2h, 3 d2d, 4 by the addresses
     int target = device_of(to), source = device_of(from);
     if (kind == 1 && (target < 0 || source >= 0)) return INVALID;
@@ -273,7 +279,7 @@ static int copy(void *to, const void *from, size_t size, int kind) {  // kind: 0
     if (target >= 0 && source < 0) { COUNT(H2D, 1); COUNT(BYTES_H2D, size); if (!is_pinned(from)) COUNT(PAGEABLE_H2D, 1); }
     if (target < 0 && source >= 0) { COUNT(D2H, 1); COUNT(BYTES_D2H, size); if (!is_pinned(to)) COUNT(PAGEABLE_D2H, 1); }
     if (target >= 0 && source >= 0) COUNT(D2D, 1);
-    memmove(nullgpu_host(to), nullgpu_host(from), size);
+    if (!forgets(size)) memmove(nullgpu_host(to), nullgpu_host(from), size);
     return OK;
 }
 
@@ -286,7 +292,7 @@ static int fill(void *p, int value, size_t size) {
         memset(a->alias + offset, 0, first - offset);
         fallocate(a->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)first, (off_t)(last - first));
         memset(a->alias + last, 0, offset + size - last);
-    } else memset(nullgpu_host(p), value, size);
+    } else if (!forgets(size)) memset(nullgpu_host(p), value, size);
     return OK;
 }
 

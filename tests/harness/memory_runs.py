@@ -121,6 +121,6 @@ def allocator_peaks(cases: list[tuple["RunPlan", int]], folder: Path, world_size
     """Of rank 0 on null GPUs, for each plan and batch: bytes allocated and reserved at the peak, or a refusal."""
     import null_gpus
 
-    environment_of = null_gpus.settings(world_size, memory_gib=AMPLE_GIB, compute=False)
+    environment_of = null_gpus.settings(world_size, memory_gib=AMPLE_GIB, compute=False, forgets=True)
     arguments = (run_ranks, _allocator_peaks, world_size, cases, str(folder), environment_of)
     return null_gpus.server_call(ANSWER_S, *arguments, distributed=False)[0]

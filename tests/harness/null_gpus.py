@@ -48,6 +48,7 @@ def settings(
     compute: bool = True,
     capability: str = "8.0",
     syncs: Path | None = None,
+    forgets: bool = False,
 ) -> dict[str, str]:
     """What the driver reads when a process first asks for a device.
 
@@ -57,6 +58,7 @@ def settings(
         compute: results are right; without, kernels do nothing and run in no time.
         capability: of the GPU that they stand for: 8.0 has bf16, 7.5 has not.
         syncs: a folder for rank<RANK>.json, the synchronisations by line.
+        forgets: large contents are not kept: many devices need little memory of this machine.
     """
     return {
         "NULLGPU_DEVICES": str(devices),
@@ -64,6 +66,7 @@ def settings(
         "NULLGPU_COMPUTE": str(int(compute)),
         "NULLGPU_CAPABILITY": capability,
         "NULLGPU_SYNCS": str(syncs or ""),
+        "NULLGPU_FORGETS": str(int(forgets)),
         "NULLGPU_NCCL_TIMEOUT_S": "60",
     }
 

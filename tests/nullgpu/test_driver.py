@@ -95,6 +95,23 @@ def test_collectives_of_four_ranks():
     assert ranks_on_null_gpus(sums_of_ranks, 4) == [[10.0, 20.0, 0.0, 1.0, 2.0, 3.0]] * 4
 
 
+def large_and_small() -> tuple[float, float, int, int]:
+    """The sums over two ranks of ones: of 8 MiB and of a few; host memory behind the device, and the device's, in MiB."""
+    large, small = torch.ones(2**21).cuda(), torch.ones(3).cuda()
+    for x in (large, small):
+        torch.distributed.all_reduce(x)
+    behind = sum(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssShmem"))
+    return large[:1].item(), small[0].item(), behind // 1024, torch.cuda.memory_allocated() // 2**20
+
+
+def test_large_contents_are_forgotten_where_that_is_asked_for():
+    kept, forgotten = (
+        ranks_on_null_gpus(large_and_small, 2, compute=False, forgets=forgets)[0] for forgets in (False, True)
+    )
+    assert kept[:2] == (2.0, 2.0) and forgotten[:2] == (0.0, 2.0)
+    assert forgotten[3] == kept[3] >= 8 and kept[2] - forgotten[2] >= 8
+
+
 def different_collectives() -> str:
     x = torch.ones(3, device="cuda")
     try:
