@@ -23,8 +23,8 @@ import make_readme  # noqa: E402
 from lockstep.pages.build import not_up_to_date  # noqa: E402
 
 MEASURED = [*(f"logbook/measurements/{name}.md" for name in (
-    "assignment_rehearsal", "batch_search", "estimates", "estimates_gpu", "largest_batch", "memory_per_rank", "parity",
-    "ranks", "rehearsals", "s3", "s3_steps", "statistics_cost",
+    "assignment_rehearsal", "augmentation_pays", "batch_search", "estimates", "estimates_gpu", "largest_batch",
+    "memory_per_rank", "parity", "ranks", "rehearsals", "s3", "s3_steps", "statistics_cost",
 )), "benchmarks/faults.md", "benchmarks/fleet.md", "benchmarks/scaling.md"]  # fmt: skip
 UNIT = r"(?: min \d+ s| ?%| ×(?! \d)| images/s| (?:ms|s|min|h|points|[KMG]i?B)\b)"
 FIGURE = re.compile(rf"(?<![\w.,])\d[\d,]*(?:\.\d+)?{UNIT}")
