@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,11 +97,12 @@ def test_collectives_of_four_ranks():
 
 
 def large_and_small() -> tuple[float, float, int, int]:
-    """The sums over two ranks of ones: of 8 MiB and of a few; host memory behind the device, and the device's, in MiB."""
+    """Sums over two ranks of ones: of 8 MiB and of a few; MiB of host memory behind the device, and of the device's."""
     large, small = torch.ones(2**21).cuda(), torch.ones(3).cuda()
     for x in (large, small):
         torch.distributed.all_reduce(x)
-    behind = sum(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssShmem"))
+    status = Path("/proc/self/status").read_text().splitlines()
+    behind = sum(int(line.split()[1]) for line in status if line.startswith("RssShmem"))
     return large[:1].item(), small[0].item(), behind // 1024, torch.cuda.memory_allocated() // 2**20
 
 
