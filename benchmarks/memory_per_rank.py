@@ -135,7 +135,7 @@ def page(facts: dict[str, Any]) -> str:
         largest = row["largest_rank"]
         held = [largest[name] for name in ("parameters", "gradients", "optimizer_state")]
         numbers = [f"{value / MIB:.1f}" for value in [*held, sum(held), largest["peak"]]]
-        lines.append(f"| {row['trainer']} | {row['ranks']} | {' | '.join(numbers)} | {largest['peak'] / whole:.2f} |")
+        lines.append(f"| {row['trainer']} | {row['ranks']} | {' | '.join(numbers)} | {largest['peak'] / whole:.2f} × |")
     return "\n".join(lines) + "\n"
 
 

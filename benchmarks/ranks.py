@@ -48,7 +48,7 @@ def main() -> None:
         rounds = measure(Path(scratch), arguments.rounds, arguments.steps, arguments.ranks)
     steps = {side: [median(turn) for turn in turns] for side, turns in rounds.items()}
     ddp, fsdp = paired_ratio(steps["one_process"], steps["ddp_sim"]), paired_ratio(steps["fsdp_sim"], steps["ddp_sim"])
-    save(
+    path = save(
         "ranks",
         [
             goal_row(9, "ddp_sim images/s ÷ one process with two threads", "≥ 0.95", ddp, ddp >= 0.95),
@@ -59,7 +59,7 @@ def main() -> None:
         step_seconds={side: median(values) for side, values in steps.items()},
         all_step_seconds=steps,
     )  # fmt: skip
-    PAGE.write_text(page(json.loads((HERE / "results" / "ranks.json").read_text())))
+    PAGE.write_text(page(json.loads(path.read_text())))
 
 
 def page(content: dict[str, Any]) -> str:
@@ -78,7 +78,7 @@ def page(content: dict[str, Any]) -> str:
     for side, seconds in steps.items():
         ratio = paired_ratio(seconds, steps["one_process"])
         name, ranks = WORDS_OF.get(side, f"`{side}`"), content["ranks"] if side.endswith("_sim") else 1
-        lines.append(f"| {name} | {ranks} | {1000 * content['step_seconds'][side]:.0f} | {ratio:.2f} |")
+        lines.append(f"| {name} | {ranks} | {1000 * content['step_seconds'][side]:.0f} | {ratio:.2f} × |")
     return "\n".join(lines) + "\n"
 
 

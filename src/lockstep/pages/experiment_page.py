@@ -8,7 +8,7 @@ from lockstep.pages.entry import Entry
 from lockstep.pages.index_page import GENERATED, runs_table, status_cell
 from lockstep.pages.markdown import blocks, code, code_block, details, plain, quote, table
 from lockstep.pages.publish import HOW_TO_OPEN, is_shown_as_source
-from lockstep.pages.reproduce import is_repeatable
+from lockstep.pages.reproduce import obstacle
 from lockstep.pages.run_details import (
     changes_block,
     checkpoint_text,
@@ -79,7 +79,7 @@ def run_section(entry: Entry, before: Entry | None) -> str:
 
 def repeat_text(entry: Entry) -> str:
     """The command alone takes today's defaults, which may be others."""
-    if not is_repeatable(entry.facts.record):
+    if obstacle(entry.facts.record):
         return ""
     return f"With the code and the defaults of then: {code(f'python src/logbook.py reproduce {entry.run_id}')}"
 

@@ -91,11 +91,15 @@ def _is_as_committed(path: Path, repository: Path) -> bool:
     )
 
 
-def is_repeatable(record: RunRecord) -> bool:
-    """Whether one machine and one state of the code, that git has, made the run."""
-    is_of_one = (record.num_nodes or 1) == 1 and record.trainer != "hivemind"
-    is_of_one = is_of_one and not any(restart.code.tree_hash for restart in record.restarts)
-    return record.task_name == "train" and is_of_one and bool(COMMIT.fullmatch(record.code.commit or ""))
+def obstacle(record: RunRecord) -> str:
+    """Why no single machine with one state of the code can repeat the run; empty where one can."""
+    if record.task_name != "train":
+        return "is no training run: reproduce repeats what train.py did."
+    if (record.num_nodes or 1) > 1 or record.trainer == "hivemind":
+        return "needs other machines: start its command on each of them."
+    if any(restart.code.tree_hash for restart in record.restarts):
+        return "went on with other code than it began with: there is no one state to repeat."
+    return "" if COMMIT.fullmatch(record.code.commit or "") else "has no commit in its record."
 
 
 def check(original: Original, repository: Path, *, yes: bool) -> None:
@@ -104,15 +108,11 @@ def check(original: Original, repository: Path, *, yes: bool) -> None:
         UserError: it cannot be repeated here, or nobody here vouches for it.
     """
     record, run_id = original.record, original.run_id
-    if record.task_name != "train":
-        raise UserError(f"{run_id} is no training run: reproduce repeats what train.py did.")
-    if (record.num_nodes or 1) > 1 or record.trainer == "hivemind":
-        raise UserError(f"{run_id} needs other machines: start its command on each of them.")
-    if any(restart.code.tree_hash for restart in record.restarts):
-        raise UserError(f"{run_id} went on with other code than it began with: there is no one state to repeat.")
-    commit = record.code.commit or ""
-    if not COMMIT.fullmatch(commit) or _git(repository, "cat-file", "-e", f"{commit}^{{commit}}") is None:
-        raise UserError(f"The commit {commit[:40] or '(none)'} of {run_id} is not in this clone: git fetch it first.")
+    if found := obstacle(record):
+        raise UserError(f"{run_id} {found}")
+    commit = record.code.commit
+    if _git(repository, "cat-file", "-e", f"{commit}^{{commit}}") is None:
+        raise UserError(f"The commit {commit} of {run_id} is not in this clone: git fetch it first.")
     if not (original.is_vouched or yes):
         raise UserError(
             f"{run_id} is not from here (its folder lacks your signature, its record is not as in git), and names "
