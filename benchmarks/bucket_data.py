@@ -1,4 +1,5 @@
-"""Data in a bucket: the copy against plain downloads, its epochs against a local folder's, streaming libraries beside.
+"""Data in a bucket: the copy against plain downloads, its epochs against a local folder's, streaming libraries beside,
+the seconds to the first batch by the size of the data.
 
     python benchmarks/bucket_data.py [--peers-python PATH] [--images 3000] [--many 100000] [--rounds 3]
 
@@ -96,15 +97,19 @@ def write_images(folder: Path, count: int, side: int, ending: str) -> Path:
 
 
 def module_of(given: dict[str, Any]) -> Any:
-    from data.webdataset import WebDatasetDataModule
+    from lockstep.config.instantiate import build
     from lockstep.training.local_root import on_this_node
 
-    asked = {"root": given["root"], "cache_dir": given["cache_dir"]}
-    here = on_this_node(asked, {"endpoint_url": given["endpoint_url"]})  # type: ignore[arg-type]
-    made = WebDatasetDataModule(
-        **here, path="loader", num_workers=given.get("workers", WORKERS), image_size=given["side"],
-        global_batch_size=BATCH, val_fraction=0.0,
-    )  # fmt: skip
+    options = {
+        "_target_": "data.webdataset.WebDatasetDataModule", "root": given["root"], "cache_dir": given["cache_dir"],
+        "path": "loader", "num_workers": given.get("workers", WORKERS), "image_size": given["side"],
+        "global_batch_size": BATCH, "val_fraction": 0.0, "cache_gib": given.get("cache_gib"),
+    }  # fmt: skip
+    here, in_bucket = on_this_node(options, {"endpoint_url": given["endpoint_url"]})  # type: ignore[arg-type]
+    made = build(here)
+    made.in_bucket = in_bucket
+    if given.get("whole") and in_bucket is not None:
+        in_bucket.complete()
     made.place(rank=given.get("rank", 0), world_size=given.get("ranks", 1))
     return made
 

@@ -4,6 +4,7 @@
     python src/shards.py photographs s3://bucket/shards [--endpoint-url=…] [--shard-mib=256]
 
 index.json there names each shard with its bytes and sha256; started again, it leaves alone what is there and whole.
+NAME.tar.index says where the images of a shard are: a run can begin before the shard has come.
 """
 
 if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
@@ -12,6 +13,7 @@ if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts 
     end_on_signal()
 
 import argparse
+import hashlib
 import json
 import logging
 import sys
@@ -20,7 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.data.progress import progress
-from lockstep.data.tar_shards import planned_shards, write_shard
+from lockstep.data.tar_shards import INDEX as OF_A_SHARD
+from lockstep.data.tar_shards import index_of, planned_shards, write_shard
 from lockstep.runs.errors import EXIT_OK, UserError
 from lockstep.runs.files import sha256_of, write_atomically
 from lockstep.runs.foreign_files import NotReadable, parse_json
@@ -53,15 +56,15 @@ class Folder:
     def index(self) -> bytes | None:
         return (self.path / INDEX).read_bytes() if (self.path / INDEX).exists() else None
 
-    def holds(self, name: str, shard: Packed) -> bool:
+    def holds(self, name: str, size: int, sha256: str) -> bool:
         path = self.path / name
-        return path.exists() and path.stat().st_size == shard.bytes and sha256_of(path) == shard.sha256
+        return path.exists() and path.stat().st_size == size and sha256_of(path) == sha256
 
     def put(self, name: str, file: Path) -> None:
         write_atomically(self.path / name, lambda out: out.write(file.read_bytes()), binary=True)
 
-    def put_index(self, data: bytes) -> None:
-        write_atomically(self.path / INDEX, lambda out: out.write(data), binary=True)
+    def put_small(self, name: str, data: bytes) -> None:
+        write_atomically(self.path / name, lambda out: out.write(data), binary=True)
 
 
 class Bucket:
@@ -73,20 +76,20 @@ class Bucket:
     def index(self) -> bytes | None:
         return read_small(self.store, self.store.prefix + INDEX)[0]
 
-    def holds(self, name: str, shard: Packed) -> bool:
+    def holds(self, name: str, size: int, sha256: str) -> bool:
         try:
             found = self.store.head(self.store.prefix + name)
         except StoreError as error:
             if error.kind != "missing":
                 raise
             return False
-        return (found.bytes, found.sha256) == (shard.bytes, shard.sha256)
+        return (found.bytes, found.sha256) == (size, sha256)
 
     def put(self, name: str, file: Path) -> None:
         self.store.put(self.store.prefix + name, file, sha256=sha256_of(file))
 
-    def put_index(self, data: bytes) -> None:
-        self.store.put(self.store.prefix + INDEX, data)
+    def put_small(self, name: str, data: bytes) -> None:
+        self.store.put(self.store.prefix + name, data)
 
 
 def pack(source: Path, target: Folder | Bucket, shard_bytes: int) -> int:
@@ -103,10 +106,14 @@ def pack(source: Path, target: Folder | Bucket, shard_bytes: int) -> int:
             with path.open("wb") as file:
                 write_shard(shard, file)
             said = Packed(path.stat().st_size, sha256_of(path), len(shard.files))
-            if index.get(shard.name) != said or not target.holds(shard.name, said):
+            if index.get(shard.name) != said or not target.holds(shard.name, said.bytes, said.sha256):
                 target.put(shard.name, path)
                 index[shard.name] = said
-                target.put_index(json.dumps({name: asdict(each) for name, each in index.items()}, indent=1).encode())
+                text = json.dumps({name: asdict(each) for name, each in index.items()}, indent=1)
+                target.put_small(INDEX, text.encode())
+            where = index_of(path, shard.classes)
+            if not target.holds(shard.name + OF_A_SHARD, len(where), hashlib.sha256(where).hexdigest()):
+                target.put_small(shard.name + OF_A_SHARD, where)
             path.unlink()
             advance(1)
     images, size = sum(each.images for each in index.values()), sum(each.bytes for each in index.values())

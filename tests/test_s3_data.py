@@ -14,6 +14,8 @@ from PIL import Image
 
 from expiring_keys import Keys
 from faulty_proxy import FaultyProxy
+from lockstep.data.tar_shards import index_of
+from lockstep.storage.local_copy import is_here
 from object_store import IDENTITIES, shared_store
 from runs import run_door, start_door
 
@@ -52,6 +54,9 @@ def sources(tmp_path_factory):
                     member.size = len(content)
                     archive.addfile(member, io.BytesIO(content))
         objects[f"shards/train-{shard}.tar"] = file.getvalue()
+        (folder / "shard.tar").write_bytes(file.getvalue())
+        words = [name.split("/")[1] for name in [*images][shard::2]]
+        objects[f"shards/train-{shard}.tar.index"] = index_of(folder / "shard.tar", words)
     server = shared_store()
     bucket, client = server.new_bucket(), server.client()
     for name, data in objects.items():
@@ -67,8 +72,11 @@ def sources(tmp_path_factory):
     [
         ("image_folder", "photographs", "cpu"),
         ("image_folder", "photographs", "ddp_sim data.path=loader"),
+        ("image_folder", "photographs", "ddp_sim data.path=loader data.cache_gib=0"),
         ("csv", "photographs/list.csv", "cpu data.path=loader data.num_workers=1"),
+        ("csv", "photographs/list.csv", "cpu data.path=loader data.num_workers=1 data.cache_gib=0"),
         ("webdataset", "shards", "cpu"),
+        ("webdataset", "shards", "cpu data.path=loader data.cache_gib=0"),
     ],
 )
 def test_weights_are_those_of_the_local_folder(group, place, trainer, sources, monkeypatch, tmp_path):
@@ -76,7 +84,8 @@ def test_weights_are_those_of_the_local_folder(group, place, trainer, sources, m
     words = (f"data={group}", *SMALL, *f"trainer={trainer}".split())
     local = run_door("train", *words, f"data.root={folder}/{place}", logs=tmp_path / "local")
     assert local.code == 0, local.output
-    bucket = (*words, f"data.root={uri}/{place}", f"s3.endpoint_url={server.endpoint_url}", "run_id=r")
+    cache = f"data.cache_dir={tmp_path}/cache"
+    bucket = (*words, f"data.root={uri}/{place}", f"s3.endpoint_url={server.endpoint_url}", cache, "run_id=r")
     first = run_door(
         "train", *bucket, "trainer.max_steps=5", logs=tmp_path / "bucket", environment=server.environment()
     )
@@ -87,6 +96,8 @@ def test_weights_are_those_of_the_local_folder(group, place, trainer, sources, m
     expected, found = weights(local.folder), weights(done.folder)
     assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
     assert done.record["metrics"]["test/correct"] == local.record["metrics"]["test/correct"]
+    come = [path for path in tmp_path.glob("cache/bucket-*/files-*/**/*") if path.suffix in (".png", ".tar")]
+    assert come and all(is_here(path) != ("cache_gib=0" in trainer) for path in come), "copied, or never"
 
 
 @pytest.mark.slow

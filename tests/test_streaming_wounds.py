@@ -1,4 +1,4 @@
-"""What hurts in streaming libraries, on the way of data.root=s3://…: a copy of the shards, listed as a whole.
+"""What hurts in streaming libraries, on the way of data.root=s3://…: copied first, or read while nothing is copied.
 
 Shared chunks that are deleted under a reader: tests/lockstep/storage/test_local_copy.py.
 """
@@ -15,6 +15,8 @@ import pytest
 from PIL import Image
 
 from data.webdataset import WebDatasetDataModule
+from lockstep.config.instantiate import build
+from lockstep.data.tar_shards import index_of
 from lockstep.training.local_root import on_this_node
 from object_store import shared_store
 from runs import start_door
@@ -24,33 +26,41 @@ SHARDS = (1, 90, 9)  # images in each
 
 
 @pytest.fixture(scope="module")
-def bucket():
+def bucket(tmp_path_factory):
     """(address, s3 options) of shards of very unequal size; no two images have the same colour."""
     server = shared_store()
     name, client, first = server.new_bucket(), server.client(), 0
     for shard, count in enumerate(SHARDS):
-        file = io.BytesIO()
-        with tarfile.open(fileobj=file, mode="w") as tar:
+        path, words = tmp_path_factory.mktemp("shards") / f"train-{shard}.tar", []
+        with tarfile.open(path, "w") as tar:
             for image in range(first, first + count):
                 png = io.BytesIO()
                 Image.new("RGB", (8, 8), (image, 0, 0)).save(png, "png")
+                words.append("a" if image % 2 else "b")
                 add(tar, f"{image}.png", png.getvalue())
-                add(tar, f"{image}.cls", b"a" if image % 2 else b"b")
+                add(tar, f"{image}.cls", words[-1].encode())
             first += count
-        client.put_object(Bucket=name, Key=f"shards/train-{shard}.tar", Body=file.getvalue())
+        for key, data in ((path.name, path.read_bytes()), (f"{path.name}.index", index_of(path, words))):
+            client.put_object(Bucket=name, Key=f"shards/{key}", Body=data)
     return f"s3://{name}/shards", {"endpoint_url": server.endpoint_url}
 
 
-@pytest.fixture
-def module(bucket, tmp_path, monkeypatch):
+@pytest.fixture(params=["copied", "read from the bucket"])
+def module(request, bucket, tmp_path, monkeypatch):
     """module(rank, ranks, num_workers) of a data module on the loader's path, placed."""
     for name, value in shared_store().environment().items():
         monkeypatch.setenv(name, value)
 
     def made(rank: int = 0, ranks: int = 1, num_workers: int = 0) -> WebDatasetDataModule:
-        here = on_this_node({"root": bucket[0], "cache_dir": str(tmp_path)}, bucket[1])
-        dm = WebDatasetDataModule(**here, path="loader", num_workers=num_workers, image_size=8, global_batch_size=6,
-                                  val_fraction=0.0, mean=0.0, std=1.0)  # fmt: skip
+        copied = request.param == "copied"
+        options = {"root": bucket[0], "cache_dir": str(tmp_path), "_target_": "data.webdataset.WebDatasetDataModule",
+                   "path": "loader", "num_workers": num_workers, "image_size": 8, "global_batch_size": 6,
+                   "val_fraction": 0.0, "mean": 0.0, "std": 1.0, "cache_gib": None if copied else 0}  # fmt: skip
+        here, in_bucket = on_this_node(options, bucket[1])
+        dm = build(here)
+        dm.in_bucket = in_bucket
+        if copied:
+            in_bucket.complete()
         dm.place(rank=rank, world_size=ranks)
         return dm
 

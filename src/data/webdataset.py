@@ -9,14 +9,16 @@ import numpy as np
 from lockstep.data.image_tree import SUFFIXES
 from lockstep.data.sharded_datamodule import BadShard, Shard, ShardedDataModule
 from lockstep.data.tar_index import BadArchive, Member, members
+from lockstep.data.tar_shards import read_index
 from lockstep.runs.errors import UserError
 from lockstep.runs.foreign_files import NotReadable, parse_json
 
 MAX_LABEL_BYTES = 2**16  # of a .cls or .json file
+PARTS = ("start", "size")
 
 
 class WebDatasetDataModule(ShardedDataModule):
-    """Shards are listed by their headers and read in place, never unpacked.
+    """Shards are listed by their index (src/shards.py writes one) or their headers, and read in place, never unpacked.
 
     Args:
         label_field: of key.json; None: key.cls holds the label.
@@ -33,6 +35,9 @@ class WebDatasetDataModule(ShardedDataModule):
         return [self._label_field, *super().listed_from()]
 
     def read_shard(self, path: Path) -> Shard:
+        if self._label_field is None and (indexed := read_index(path)) is not None:
+            start, size = (np.array([getattr(image, part) for image in indexed], np.int64) for part in PARTS)
+            return Shard(path, [image.word for image in indexed], [image.name for image in indexed], start, size)
         images: dict[str, Member] = {}
         labels: dict[str, Member] = {}
         wanted = "cls" if self._label_field is None else "json"
@@ -54,7 +59,7 @@ class WebDatasetDataModule(ShardedDataModule):
         except OSError as error:
             raise BadShard(f"cannot be read ({error.strerror})") from None
         found = list(images.values())
-        start, size = (np.array([getattr(image, part) for image in found], np.int64) for part in ("start", "size"))
+        start, size = (np.array([getattr(image, part) for image in found], np.int64) for part in PARTS)
         return Shard(path, words, [image.name for image in found], start, size)
 
     def _word(self, path: Path, descriptor: int, image: Member, label: Member | None) -> str:

@@ -45,11 +45,12 @@ class MemoryStore:
             self.objects[key] = data, stored
             return stored
 
-    def get(self, key: str, start: int = 0, etag: str | None = None) -> Content:
+    def get(self, key: str, start: int = 0, etag: str | None = None, size: int | None = None) -> Content:
         data, stored = self._object(key)
         if etag not in (None, stored.etag):
             raise StoreError("conflict", "another process wrote the object in the meantime")
-        return Content(stored.etag, len(data) - start, iter([data[start:]]))
+        found = data[start:] if size is None else data[start : start + size]
+        return Content(stored.etag, len(found), iter([found]))
 
     def head(self, key: str) -> StoredObject:
         return self._object(key)[1]

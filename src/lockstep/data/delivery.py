@@ -14,7 +14,7 @@ from lockstep.data.batches import Selection
 from lockstep.data.framing import Framing
 from lockstep.data.image_array import ImageArray
 from lockstep.data.image_source import Source, as_stored, augmented
-from lockstep.data.streaming import MakeImage, stream
+from lockstep.data.streaming import Ahead, MakeImage, stream
 
 # labels, draws, mixing, and one of: index (into the array on the device), windows (cut from it), squares (as an array
 # would hold them), crops (finished)
@@ -52,8 +52,9 @@ class Delivery:
     def whole(self, selections: Iterable[Selection]) -> Iterator[Loaded]:
         """For evaluation, and for an augmentation of whole batches."""
         if self.array is None:
-            make = as_stored(self.open_source(), self.framing, self.transforms.stored_size)
-            yield from self._made("squares", selections, make)
+            source = self.open_source()
+            make = as_stored(source, self.framing, self.transforms.stored_size)
+            yield from self._made("squares", selections, make, source.ahead)
             return
         on_cpu = self.device.type == "cpu"  # where arrays stay arrays: see image_array.Places
         for selection in selections:
@@ -68,11 +69,12 @@ class Delivery:
     def one_by_one(self, selections: Iterable[Selection]) -> Iterator[Loaded]:
         """For an augmentation of single images."""
         assert self.pipeline is not None
-        yield from self._made("crops", selections, augmented(self.open_source(), self.pipeline))
+        source = self.open_source()
+        yield from self._made("crops", selections, augmented(source, self.pipeline), source.ahead)
 
-    def _made(self, name: str, selections: Iterable[Selection], make: MakeImage) -> Iterator[Loaded]:
-        pin_memory = self.device.type == "cuda"
-        for selection, images in stream(selections, make, num_workers=self.num_workers, pin_memory=pin_memory):
+    def _made(self, name: str, selections: Iterable[Selection], make: MakeImage, ahead: Ahead) -> Iterator[Loaded]:
+        pin_memory, workers = self.device.type == "cuda", self.num_workers
+        for selection, images in stream(selections, make, ahead, num_workers=workers, pin_memory=pin_memory):
             yield {name: images, **self._common(selection)}
 
     def _common(self, selection: Selection) -> Loaded:

@@ -1,6 +1,7 @@
 """Where loader workers find an image, in its file or in the node's array, and what they make of it."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +14,7 @@ from lockstep.data.framing import Framing
 from lockstep.data.image_array import Layout, own_pixels
 from lockstep.data.image_list import forget
 from lockstep.data.image_tree import CorruptImage, fitted, open_image
-from lockstep.data.places import Places
+from lockstep.data.places import Places, Remote
 from lockstep.data.streaming import MakeImage
 
 
@@ -24,6 +25,9 @@ class Source(Protocol):
     def name(self, position: int) -> str:
         """For errors."""
 
+    def ahead(self, positions: Sequence[int]) -> None:
+        """These will be asked for next."""
+
 
 @dataclass(frozen=True)
 class InPlaces:
@@ -33,6 +37,7 @@ class InPlaces:
         kept: where Places.save wrote.
         folder: what their files are relative to.
         listing: of the list that they come from, which is forgotten when it proves to be out of date.
+        remote: for files that are a copy of a bucket.
     """
 
     kept: Path
@@ -40,11 +45,12 @@ class InPlaces:
     listing: Path
     channels: int
     max_pixels: int
+    remote: Remote | None = None
 
     def __call__(self, position: int) -> Image.Image:
         places = _opened(self.kept, self.folder)
         try:
-            data = places.open(position, self.max_pixels)
+            data = places.open(position, self.max_pixels, self.remote)
         except CorruptImage:
             forget(self.listing)
             raise
@@ -52,6 +58,10 @@ class InPlaces:
 
     def name(self, position: int) -> str:
         return _opened(self.kept, self.folder).name(position)
+
+    def ahead(self, positions: Sequence[int]) -> None:
+        if self.remote is not None:
+            self.remote.ahead(map(_opened(self.kept, self.folder).part, positions))
 
 
 _opened = functools.lru_cache(maxsize=4)(Places.kept)  # once per process
@@ -70,6 +80,9 @@ class InArray:
 
     def name(self, position: int) -> str:
         return f"image {position} of {self.path}"
+
+    def ahead(self, positions: Sequence[int]) -> None:
+        """They are here."""
 
 
 def as_stored(source: Source, framing: Framing, size: int) -> MakeImage:

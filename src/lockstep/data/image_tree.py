@@ -158,6 +158,8 @@ def common_size(openers: Iterable[Callable[[], BinaryIO]]) -> int | None:
         try:
             with opened() as file, Image.open(file, formats=FORMATS) as image:
                 sizes.add(image.size)
+        except (UserError, ConnectionError):  # of a bucket: another rank may read it
+            raise
         except Exception:  # a damaged file makes Pillow raise nearly anything; `decode` names it
             continue
         if len(sizes) > 1:

@@ -1,7 +1,8 @@
 """The base of data modules whose encoded images lie on a disk, listed with labels and splits.
 
 On `array`'s path all are decoded once per node. On `loader`'s path the list alone is made: no image is opened before it
-is needed, unless `verify` or `skip_corrupt` asks for a look at all of them first.
+is needed, unless `verify` or `skip_corrupt` asks for a look at all of them first. Images that lie in a bucket are then
+read from there until their copy is on this disk.
 """
 
 import dataclasses
@@ -22,12 +23,13 @@ from lockstep.data.image_set import DECODED, LABELS, ImageSet, fingerprint
 from lockstep.data.image_source import InPlaces, Source
 from lockstep.data.image_tree import MAX_PIXELS, common_size, decode_all, fitted, open_image
 from lockstep.data.node_cache import Content, require_space
+from lockstep.data.places import InBucket, Remote
 from lockstep.runs.errors import UserError
 
 log = logging.getLogger(__name__)
 
 TEST_SEED = 42  # of the test images that are drawn: every seed trains on others than these
-LIST_VERSION = 1
+LIST_VERSION = 2
 SAMPLE = 64  # images that tell, where the first batch is made, whether all are small squares of one size
 UNKNOWN = 0  # the size at which images would be stored, before anyone has opened them
 WHOLE_PICTURES = "the augmentation works on whole pictures, not on squares of "
@@ -48,9 +50,12 @@ class ListedDataModule(ImageDataModule):
         fit: crop keeps an image's proportions and cuts its long side off, squash distorts it to a square.
         memory_limit_gib: beyond this array size images stay in their files.
         max_pixels: what has more is refused before it is decoded.
-        cache_gib: of a root in a bucket, for whoever copies it before this is made (training/local_root.py).
+        cache_gib: of a root in a bucket, for whoever copies it (training/local_root.py).
+    Attributes:
+        in_bucket: of a root in a bucket; set before `prepare`.
     """
 
+    in_bucket: InBucket | None = None
     own_mean: Sequence[float] = (0.485, 0.456, 0.406)  # of ImageNet
     own_std: Sequence[float] = (0.229, 0.224, 0.225)
 
@@ -99,10 +104,12 @@ class ListedDataModule(ImageDataModule):
     def identity(self) -> Any:
         key = fingerprint([LIST_VERSION, type(self).__name__, str(self._root), *self.listed_from()])
         self._list_folder = self.cache_dir / f"{self.name}-list-{key[:16]}"
-        self._images, self._list_facts = kept_list(self._list_folder, self.list_images, exact=False)
+        self._images, self._list_facts = kept_list(self._list_folder, self._listed, exact=False)
         self._taken = self._choose_path()
+        if self.in_bucket is not None:
+            self.in_bucket.complete() if self._opens_all else self.in_bucket.complete_beside()
         if self._opens_all:
-            self._images, self._list_facts = kept_list(self._list_folder, self.list_images, exact=True)
+            self._images, self._list_facts = kept_list(self._list_folder, self._listed, exact=True)
         if not self._images.counts[2]:
             self._num_drawn(self._images.counts[0])
         return [
@@ -117,6 +124,17 @@ class ListedDataModule(ImageDataModule):
             self.framing.interpolation,
             self._pipeline is None,
         ]
+
+    def _listed(self) -> ImageList:
+        images = self.list_images()
+        if self.in_bucket is None:
+            return images
+        places = images.places.of_objects(self.in_bucket.etags(), self.in_bucket.folder)
+        return dataclasses.replace(images, places=places, watched=())  # another bucket's content is another folder
+
+    @property
+    def _reads(self) -> Remote | None:
+        return None if self.in_bucket is None or self._opens_all else self.in_bucket.reads
 
     @property
     def _opens_all(self) -> bool:
@@ -192,8 +210,13 @@ class ListedDataModule(ImageDataModule):
 
     def _common_side(self, positions: Iterable[int]) -> int | None:
         """Of these images, where all are squares of one size up to `resize`: an array holds them as they are."""
-        places = self._images.places
-        found = common_size(partial(places.open, i, self._max_pixels) for i in positions)
+        places, reads = self._images.places, self._reads
+        if reads is not None:
+            positions = list(positions)
+            reads.ahead(map(places.part, positions))
+        found = common_size(partial(places.open, i, self._max_pixels, reads) for i in positions)
+        if reads is not None:
+            reads.rest()
         return found if found and found <= self.resize else None
 
     def _check_array(self, *, whole: bool) -> None:
@@ -260,4 +283,4 @@ class ListedDataModule(ImageDataModule):
         if self._meta["path"] == "array":
             return super()._image_source()
         folder = self._images.places.folder
-        return InPlaces(self._cache, folder, self._list_folder, self.channels, self._max_pixels)
+        return InPlaces(self._cache, folder, self._list_folder, self.channels, self._max_pixels, self._reads)

@@ -3,17 +3,17 @@
 import errno
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from stat import S_ISREG
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import numpy as np
 
 from lockstep.data.image_tree import CorruptImage
 
-NAMES = ("files", "titles", "members")
+NAMES = ("files", "titles", "etags", "members")
 MARGIN_BYTES = 2**20  # of an encoded image, beside its pixels
 
 
@@ -46,12 +46,46 @@ class Names:
         return [os.fsdecode(text[first:end]) for first, end in zip([0, *ends], ends)]
 
 
+Part = tuple[str, int, int, str]
+"""Path, first byte, bytes, and the ETag of the object that the file is a copy of."""
+
+
+class Remote(Protocol):
+    """Reads from a bucket what of its copy is not on this disk (storage/remote_reads.py)."""
+
+    def ahead(self, parts: Iterable[Part]) -> None:
+        """Ask for them, some at a time, before they are read."""
+
+    def read(self, part: Part) -> bytes | None:
+        """None: its file is on this disk."""
+
+    def rest(self) -> None:
+        """End the threads of this process."""
+
+
+class InBucket(Protocol):
+    """What a data module is told of a root in a bucket; the root itself is the copy on this disk."""
+
+    folder: Path
+    reads: Remote
+
+    def etags(self) -> Mapping[str, str]:
+        """Of each object, by its name below `folder`."""
+
+    def complete(self) -> None:
+        """Return once the copy is whole."""
+
+    def complete_beside(self) -> None:
+        """Make it whole in a process of its own, as far as there is room."""
+
+
 @dataclass(frozen=True)
 class Places:
     """n encoded images.
 
     folder: what `files` are relative to, where they are not absolute.
     titles: what each file is called, relative to the folder; empty where that is what `files` says.
+    etags: of the object that each file is a copy of; empty where they are files of this disk's own.
     stats: (files, 2) int64, bytes and mtime (ns) of each file when it was listed.
     file: (n,) int64, which of `files`; start: (n,) int64, the first byte in it; size: (n,) int64, bytes.
     members: names within the file; empty where the file is the image.
@@ -60,6 +94,7 @@ class Places:
     folder: Path
     files: Names
     titles: Names
+    etags: Names
     stats: np.ndarray
     file: np.ndarray
     start: np.ndarray
@@ -71,7 +106,16 @@ class Places:
         """Each image a file of its own."""
         n = len(names)
         files, none, members = Names.of(names), Names.of([]), Names.of([""] * n)
-        return cls(folder, files, none, stats, np.arange(n), np.zeros(n, np.int64), stats[:, 0], members)
+        return cls(folder, files, none, none, stats, np.arange(n), np.zeros(n, np.int64), stats[:, 0], members)
+
+    def of_objects(self, etags: Mapping[str, str], copy: Path) -> "Places":
+        """The same as copies of objects.
+
+        Args:
+            etags: by names below the folder `copy`.
+        """
+        names = (os.path.relpath(self.folder / name, copy) for name in self.files.all())
+        return replace(self, etags=Names.of([etags.get(name, "") for name in names]))
 
     @classmethod
     def kept(cls, kept: Path, folder: Path) -> "Places":
@@ -80,8 +124,8 @@ class Places:
         def array(name: str) -> np.ndarray:
             return np.asarray(np.load(kept / f"{name}.npy", mmap_mode="r"))
 
-        files, titles, members = (Names(array(f"{name}_text"), array(f"{name}_ends")) for name in NAMES)
-        return cls(folder, files, titles, array("stats"), array("file"), array("start"), array("size"), members)
+        files, titles, etags, members = (Names(array(f"{name}_text"), array(f"{name}_ends")) for name in NAMES)
+        return cls(folder, files, titles, etags, array("stats"), array("file"), array("start"), array("size"), members)
 
     def __len__(self) -> int:
         return len(self.file)
@@ -107,16 +151,25 @@ class Places:
         files, members = self._titles.all(), self.members.all()
         return [f"{files[f]}: {member}" if member else files[f] for f, member in zip(self.file.tolist(), members)]
 
-    def open(self, i: int, max_pixels: int) -> BinaryIO:
+    def part(self, i: int) -> Part:
+        """Of the bucket, where one image is."""
+        return str(self._path(i)), int(self.start[i]), int(self.size[i]), self.etags[int(self.file[i])]
+
+    def open(self, i: int, max_pixels: int, remote: Remote | None = None) -> BinaryIO:
         """The bytes of one image.
 
+        Args:
+            remote: for a copy of a bucket that may not be whole.
         Raises:
             CorruptImage: they cannot be read, are more than an image of max_pixels can have, or its file is not as
                 long as when it was listed.
+            UserError, ConnectionError: as Remote.read.
         """
         size, listed = int(self.size[i]), int(self.stats[self.file[i], 0])
         if size > 8 * max_pixels + MARGIN_BYTES:  # of four channels with 16 bits
             raise CorruptImage(f"{self.name(i)} has {size} bytes, more than data.max_pixels={max_pixels} can need")
+        if remote is not None and (data := remote.read(self.part(i))) is not None:
+            return io.BytesIO(data)
         try:
             with open(self._path(i), "rb") as file:
                 found = os.fstat(file.fileno()).st_size

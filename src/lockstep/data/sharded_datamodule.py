@@ -105,6 +105,7 @@ class ShardedDataModule(ListedDataModule):
             folder,
             Names.of(files),
             Names.of([str(path.relative_to(folder)) for path, _, _ in read]),
+            Names.of([]),
             stats_of(folder, files),
             file,
             np.concatenate([shard.start for shard in shards]),

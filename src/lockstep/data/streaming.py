@@ -6,7 +6,7 @@ import signal
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,28 +21,32 @@ from lockstep.runs.errors import EXIT_FAILED, UserError
 Wanted = tuple[int, int]
 MakeImage = Callable[[int, int], np.ndarray]
 """(position, draw) → (side, side, channels) uint8; the draw is the first of the image's own."""
+Ahead = Callable[[Sequence[int]], None]
+"""Is told the positions of a batch before its images are made."""
 
 
 class _Images(Dataset):
-    """A whole batch at a time: (n, side, side, channels) uint8, or what is wrong with one of the files."""
+    """A whole batch at a time: (n, side, side, channels) uint8, or what is wrong with one of the images."""
 
-    def __init__(self, make: MakeImage) -> None:
-        self._make = make
+    def __init__(self, make: MakeImage, ahead: Ahead) -> None:
+        self._make, self._ahead = make, ahead
 
-    def __getitems__(self, wanted: list[Wanted]) -> Tensor | CorruptImage:
+    def __getitems__(self, wanted: list[Wanted]) -> Tensor | Exception:
         try:
+            self._ahead([position for position, _ in wanted])
             return torch.from_numpy(np.stack([self._make(*each) for each in wanted]))
-        except CorruptImage as error:  # raised in the worker it would carry the worker's traceback
+        except (CorruptImage, UserError, ConnectionError) as error:  # raised here it would carry the worker's traceback
             return error
 
 
 def stream(
-    selections: Iterable[Selection], make: MakeImage, *, num_workers: int, pin_memory: bool = False
+    selections: Iterable[Selection], make: MakeImage, ahead: Ahead, *, num_workers: int, pin_memory: bool = False
 ) -> Iterator[tuple[Selection, Tensor]]:
     """Each selection with its images, in the same order; workers make some batches ahead.
 
     Raises:
         UserError: names an image that cannot be read or decoded.
+        ConnectionError: of the bucket that they lie in.
     """
     waiting: deque[Selection] = deque()
 
@@ -52,7 +56,7 @@ def stream(
             yield list(zip(selection.positions.tolist(), selection.draws[0].tolist(), strict=True))
 
     loader = DataLoader(
-        _Images(make),
+        _Images(make, ahead),
         batch_sampler=wanted(),
         collate_fn=_as_it_is,
         num_workers=num_workers,
@@ -70,6 +74,8 @@ def stream(
                     f"{images}: mend it and start again, or start with data.skip_corrupt=true, which looks at all of "
                     "them first and leaves such out."
                 )
+            if isinstance(images, Exception):
+                raise images
             yield waiting.popleft(), images
     finally:
         del batches  # ends the workers now: an error's traceback would keep them, and the program's end wait for them

@@ -1,9 +1,11 @@
 """A folder of images, one folder per class, packed into tar shards as WebDataset has them: key.jpg beside key.cls.
 
-The same folder gives the same shards, byte for byte, on every machine.
+The same folder gives the same shards, byte for byte, on every machine. Beside NAME.tar lies NAME.tar.index, which says
+where its images are: who has it need not read the shard to list them.
 """
 
 import io
+import json
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +15,12 @@ from typing import BinaryIO
 from lockstep.data.image_list import SPLITS
 from lockstep.data.image_tree import list_split
 from lockstep.data.places import stats_of
+from lockstep.data.tar_index import members
 from lockstep.runs.errors import UserError
+from lockstep.runs.foreign_files import NotReadable, read_json
+
+INDEX = ".index"
+MAX_INDEX_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -65,3 +72,36 @@ def write_shard(shard: Planned, file: BinaryIO) -> None:
                 header = tarfile.TarInfo(member)
                 header.size = len(content)
                 archive.addfile(header, io.BytesIO(content))
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """An image of a shard: its name in it, its class, first byte and bytes."""
+
+    name: str
+    word: str
+    start: int
+    size: int
+
+
+def index_of(path: Path, words: list[str]) -> bytes:
+    """The index of a shard that write_shard wrote.
+
+    Args:
+        words: the class of each image.
+    """
+    images = [member for member in members(path) if not member.name.endswith(".cls")]
+    rows = [[each.name, word, each.start, each.size] for each, word in zip(images, words, strict=True)]
+    return json.dumps({"bytes": path.stat().st_size, "images": rows}).encode()
+
+
+def read_index(shard: Path) -> list[Indexed] | None:
+    """The images of a shard by the index beside it; None where there is none, or it is of other bytes."""
+    try:
+        found = read_json(shard.with_name(shard.name + INDEX), MAX_INDEX_BYTES)
+        images = [Indexed(str(name), str(word), int(start), int(size)) for name, word, start, size in found["images"]]
+        total = shard.stat().st_size
+        fits = found["bytes"] == total and all(0 <= i.start <= i.start + i.size <= total for i in images)
+    except (OSError, NotReadable, ValueError, KeyError, TypeError):
+        return None
+    return images if fits else None

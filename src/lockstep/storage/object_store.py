@@ -99,8 +99,8 @@ class ObjectStore(Protocol):
         """
         ...
 
-    def get(self, key: str, start: int = 0, etag: str | None = None) -> Content:
-        """An object's bytes from `start` on.
+    def get(self, key: str, start: int = 0, etag: str | None = None, size: int | None = None) -> Content:
+        """An object's bytes from `start` on, at most `size` of them.
 
         Args:
             etag: fail with kind "conflict" where the object is another one by now.

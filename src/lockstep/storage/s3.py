@@ -103,10 +103,10 @@ class S3Store:
 
     # get, head, list, delete
 
-    def get(self, key: str, start: int = 0, etag: str | None = None) -> Content:
+    def get(self, key: str, start: int = 0, etag: str | None = None, size: int | None = None) -> Content:
         arguments = {"IfMatch": etag} if etag else {}
-        if start:
-            arguments["Range"] = f"bytes={start}-"
+        if start or size is not None:
+            arguments["Range"] = f"bytes={start}-{'' if size is None else start + size - 1}"
         answer = self.requests.call("get_object", Key=key, **arguments)
 
         def blocks() -> Iterator[bytes]:

@@ -62,9 +62,11 @@ class Run:
 def build_data(plan: RunPlan) -> Any:
     options = {**plan.config["data"], "global_batch_size": plan.batch.global_size}
     options = {key: value for key, value in options.items() if key not in FOLDS or value is not None}
-    here = on_this_node(options, plan.config["s3"])
+    here, in_bucket = on_this_node(options, plan.config["s3"])
     with said_by_address(options, here):
         data = build(here, {"seed": plan.config["seed"]})
+        if in_bucket is not None:
+            data.in_bucket = in_bucket
         data.use(build(plan.config["augmentation"]), wanted_images(plan.config["model"]))
         data.prepare()
     data.place(

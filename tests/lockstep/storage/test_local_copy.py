@@ -16,7 +16,7 @@ from faulty_proxy import FaultyProxy
 from lockstep.runs.errors import UserError
 from lockstep.runs.full_disk import NoRoom
 from lockstep.storage import local_copy as module
-from lockstep.storage.local_copy import MANIFEST, local_copy
+from lockstep.storage.local_copy import MANIFEST, Copy, is_here, listed_copy, local_copy
 from object_store import shared_store
 from ranks import SRC
 
@@ -35,6 +35,9 @@ class Bucket:
     def put(self, objects: dict[str, bytes]) -> None:
         for name, data in objects.items():
             self.client.put_object(Bucket=self.name, Key=f"photographs/{name}", Body=data)
+
+    def listed(self) -> Copy:
+        return listed_copy(self.uri, {"endpoint_url": self.server.endpoint_url}, self.cache, ENDINGS)
 
     def copy(self, uri: str | None = None, endpoint_url: str | None = None, **options) -> Path:
         s3 = {"endpoint_url": endpoint_url or self.server.endpoint_url}
@@ -80,7 +83,7 @@ def test_who_reads_the_former_copy_keeps_it(bucket):
     assert files_in(folder) == WANTED and files_in(changed) == {"a/1.jpg": b"eno", "a/2.jpg": WANTED["a/2.jpg"]}
     assert (folder / "a/2.jpg").samefile(changed / "a/2.jpg"), "what did not change takes no room twice"
     os.close(module._held.pop(folder))  # as its process ends
-    assert bucket.copy() == changed and not folder.exists() and len(list(changed.parent.iterdir())) == 3
+    assert bucket.copy() == changed and not folder.exists() and len(list(changed.parent.iterdir())) == 4
 
 
 def test_one_shard_is_copied_alone_and_a_table_with_what_lies_beside_it(bucket):
@@ -125,6 +128,42 @@ def test_a_budget_holds_for_a_copy_that_is_there_too(bucket):
     with pytest.raises(UserError, match=r"more than data.cache_gib=1e-07: give more"):
         bucket.copy(limit_gib=1e-7)
     assert files_in(folder) == WANTED, "the other run's files stay"
+
+
+def test_listed_it_has_every_name_and_size_and_the_content_of_what_lists_images(bucket):
+    listing = {"t.csv": b"path,label\n", "x.tar": b"shard", "y.tar": b"another", "y.tar.index": b"{}"}
+    bucket.put(listing)
+    copy = bucket.listed()
+    sizes = {name: path.stat().st_size for name in files_in(copy.files) if (path := copy.files / name)}
+    assert sizes == {name: len(data) for name, data in (WANTED | listing).items()}
+    here = {name for name in sizes if is_here(copy.files / name)}
+    assert here == {"t.csv", "x.tar", "y.tar.index"}, "y.tar need not be read: its index is there"
+    assert all((copy.files / name).read_bytes() == listing[name] for name in here) and not copy.is_complete()
+    blocks = sum((copy.files / name).stat().st_blocks for name in sizes.keys() - here)
+    assert blocks == 0, "what has not come takes no room"
+    before = {name: (copy.files / name).stat().st_mtime_ns for name in sizes}
+    copy.complete()
+    assert files_in(copy.files) == WANTED | listing and copy.is_complete()
+    assert before == {name: (copy.files / name).stat().st_mtime_ns for name in sizes}, "a list of images stays current"
+
+
+def test_another_manifest_takes_over_what_has_come_and_what_has_not(bucket):
+    first = bucket.listed()
+    bucket.put({"a/1.jpg": b"eno"})
+    second = bucket.listed()
+    assert second.files != first.files and not any(is_here(second.files / name) for name in WANTED)
+    second.complete()
+    assert files_in(second.files) == WANTED | {"a/1.jpg": b"eno"}
+
+
+@pytest.mark.parametrize(
+    ("limit_gib", "come"), [(3 / 2**30, {"a/1.jpg", "b/1.jpg"}), (0, {"b/1.jpg"}), (None, {*WANTED})]
+)
+def test_as_much_comes_as_there_is_room_for(limit_gib, come, bucket):
+    copy = bucket.listed()
+    copy.take_what_fits(limit_gib)
+    copy.take_what_fits(limit_gib)
+    assert {name for name in WANTED if is_here(copy.files / name)} == come
 
 
 def test_a_name_never_leads_out_of_the_folder(bucket, monkeypatch):
