@@ -34,6 +34,7 @@ IDENTITIES = {
     "ci": ("CITESTKEY0000001", "ci-test-secret-9f27b1c4", ["Admin", "Read", "Write", "List", "Tagging"]),
     "renewed": ("RENEWEDKEY000003", "renewed-secret-71c2e8d0", ["Admin", "Read", "Write", "List", "Tagging"]),
     "ro": ("ROTESTKEY0000002", "ro-test-secret-5d80aa17", ["Read", "List"]),
+    "blind": ("BLINDTESTKEY0004", "blind-test-secret-38e0b5c9", ["Read", "Write"]),
 }
 SECRETS = [secret for _, secret, _ in IDENTITIES.values()]
 KEY_IDS = [key for key, _, _ in IDENTITIES.values()]

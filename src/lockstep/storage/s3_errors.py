@@ -24,8 +24,8 @@ SENTENCES: dict[str, tuple[str, str]] = {
     "InvalidToken": ("refused", "the session token is not valid: renew the temporary credentials"),
     "AccessDenied": (
         "refused",
-        "access denied to bucket {bucket}{at}: they need put, get, list, delete, "
-        "and with a KMS key kms:GenerateDataKey and kms:Decrypt",
+        "access denied to bucket {bucket}{at}: to read data takes get and list, to keep checkpoints put and delete "
+        "too, and with a KMS key kms:GenerateDataKey and kms:Decrypt",
     ),
     "AllAccessDisabled": ("refused", "all access to bucket {bucket} is switched off{at}"),
     "AuthorizationHeaderMalformed": ("refused", "bucket {bucket} lies in another region: set AWS_DEFAULT_REGION to it"),

@@ -119,6 +119,9 @@ def test_what_cannot_be_copied_is_one_sentence(bucket, monkeypatch):
     assert "more than data.cache_gib=1e-07: give more" in refused(limit_gib=1e-7)
     bucket.put({"a": b"", "a.jpg/inner.jpg": b"x", "a.jpg": b"y"})
     assert "cannot be a file here" in refused()
+    for name, value in bucket.server.environment("blind").items():
+        monkeypatch.setenv(name, value)
+    assert "access denied to bucket" in refused() and "to read data takes get and list" in refused()
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     assert "does not fit the access key id" in refused()
 
