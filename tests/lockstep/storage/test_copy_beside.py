@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
 
+from faulty_proxy import FaultyProxy
 from lockstep.storage import copy_beside as module
 from lockstep.storage.copy_beside import copy_beside
 from lockstep.storage.local_copy import is_here, listed_copy
@@ -71,17 +73,17 @@ def test_one_process_of_the_node_fetches(copy):
 
 
 def test_it_ends_with_who_started_it_however_that_ends(copy):
-    """And what came stays."""
-    command = [sys.executable, "-c", PARENT, copy.uri, copy.options.endpoint_url, str(copy.folder.parent)]
-    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(SRC)})
-    child = psutil.Process(int(parent.stdout.readline()))
-    child.suspend()  # it cannot have ended by itself
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    child.resume()
-    psutil.wait_procs([child], 30)
-    assert not child.is_running()
+    with FaultyProxy(urlsplit(copy.options.endpoint_url).port) as proxy:
+        command = [sys.executable, "-c", PARENT, copy.uri, proxy.endpoint_url, str(copy.folder.parent)]
+        environment = {**os.environ, "PYTHONPATH": str(SRC)}
+        parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        child = psutil.Process(int(parent.stdout.readline()))
+        proxy.be("away")  # by itself it would go on trying for minutes
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+        psutil.wait_procs([child], 30)
+        assert not child.is_running()
 
 
 def test_a_copy_that_cannot_go_on_is_a_warning(copy, monkeypatch, capfd):
