@@ -131,6 +131,17 @@ def epochs(given: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
+def first(given: dict[str, Any]) -> dict[str, Any]:
+    """Seconds to the first batch from nothing but imports."""
+    for name in ("boto3", "data.webdataset", "lockstep.training.local_root"):
+        importlib.import_module(name)
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    made = module_of(given)
+    made.on_after_batch_transfer(next(iter(made.train_dataloader())), 0)
+    return {"first_batch_s": time.perf_counter() - started}
+
+
 def memory(given: dict[str, Any]) -> dict[str, Any]:
     """MiB of a rank's own in the midst of an epoch."""
     import psutil
@@ -185,19 +196,45 @@ def cold(place: Place, rounds: int) -> tuple[list[dict[str, Any]], dict[str, Any
 
 
 def warm(place: Place, here: Path, rounds: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The second epoch from a copy and from a local folder."""
+    """The second epoch from a whole copy and from a local folder."""
     sides: dict[str, dict[str, Any]] = {"bucket": {}, "folder": {}}
 
     def rate(given: str) -> float:
         return inside("epochs", given)["images_per_s"][1]
 
     caches = place.folder(), place.folder()
-    from_bucket = place.given("shards", caches[0], side=SIDE)
+    from_bucket = place.given("shards", caches[0], side=SIDE, whole=True)
     from_folder = json.dumps({**json.loads(from_bucket), "root": str(here), "cache_dir": str(caches[1])})
     rates = in_turns(rounds, lambda: rate(from_bucket), lambda: rate(from_folder))
     ratio = paired_ratio(*rates)
     what = "data in a bucket: an epoch from the copy, images/s ÷ from a local folder"
     return [goal_row(14, what, "≥ 0.98", ratio, ratio >= 0.98)], dict(zip(sides, rates, strict=True))
+
+
+def start(place: Place, counts: list[int], rounds: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Seconds to the first batch on a fresh machine, of little and of much data, copied beside or before it."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for count in counts:
+        prefix, images = f"start-{count}", write_images(place.folder(), count, SIDE, "jpeg")
+        shutil.rmtree(place.pack(images, prefix))
+        shutil.rmtree(images)
+
+        def first_batch(whole: bool, prefix: str = prefix) -> float:
+            cache = place.folder()
+            seconds = inside("first", place.given(prefix, cache, side=SIDE, whole=whole))["first_batch_s"]
+            shutil.rmtree(cache)
+            return seconds
+
+        beside_it, before_it = in_turns(rounds, lambda: first_batch(False), lambda: first_batch(True))
+        found[str(count)] = {"copied beside": beside_it, "copied first": before_it}
+    much, little = found[str(counts[1])], found[str(counts[0])]
+    ratio = paired_ratio(much["copied beside"], much["copied first"])
+    what = "data in a bucket: seconds to the first batch, copied beside the training ÷ copied first"
+    detail = "; ".join(
+        f"{count} images: {median(sides['copied beside'], 2)} s beside, {median(sides['copied first'], 2)} s first"
+        for count, sides in ((counts[0], little), (counts[1], much))
+    )
+    return [goal_row(14, what, "≤ 0.5", ratio, ratio <= 0.5, detail=detail)], found
 
 
 def beside(place: Place, here: Path, python: str, rounds: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -284,6 +321,7 @@ def main() -> None:
             parts = {"cold": lambda: cold(place, 2 * given.rounds), "warm": lambda: warm(place, here, given.rounds)}
             if given.peers_python:
                 parts["beside"] = lambda: beside(place, here, given.peers_python, given.rounds)
+            parts["start"] = lambda: start(place, [given.images // 4, 5 * given.images], given.rounds)
             parts["many"] = lambda: many(place, [given.many // 10, given.many])
             for name, part in parts.items():
                 rows, figures[name] = part()
@@ -297,7 +335,9 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--inside"]:
         print(
-            "told", json.dumps({"epochs": epochs, "memory": memory}[sys.argv[2]](json.loads(sys.argv[3]))), flush=True
+            "told",
+            json.dumps({"epochs": epochs, "first": first, "memory": memory}[sys.argv[2]](json.loads(sys.argv[3]))),
+            flush=True,
         )
         sys.exit(0)
     main()
