@@ -256,10 +256,10 @@ class Copy:
                 chosen.append(entry)
                 room -= entry.size
         if len(chosen) < len(missing):
+            left = self._bytes(missing) - self._bytes(chosen)
             log.info(
-                f"{self.uri}: {self._bytes(self.entries) / GIB:.3g} GiB, of which "
-                f"{self._bytes(missing) / GIB - self._bytes(chosen) / GIB:.3g} have no room here (data.cache_gib, "
-                "data.cache_dir): they are read from the bucket in each epoch."
+                f"{self.uri}: {_amount(left)} of {_amount(self._bytes(self.entries))} have no room here "
+                "(data.cache_gib, data.cache_dir): they are read from the bucket in each epoch."
             )
         self._fetch(chosen)
 
@@ -304,7 +304,7 @@ class Copy:
     def _fetch(self, wanted: list[Entry]) -> None:
         if not wanted:
             return
-        log.info(f"Copying {len(wanted)} files, {self._bytes(wanted) / GIB:.3g} GiB, of {self.uri} …")
+        log.info(f"Copying {len(wanted)} files, {_amount(self._bytes(wanted))}, of {self.uri} …")
         said = _Said(len(wanted))
         with full_disk_named(self.folder.parent, "give data.cache_dir=FOLDER on a larger disk"):
             in_parallel(self._fetch_one, ((entry, said) for entry in wanted), THREADS)
@@ -415,6 +415,10 @@ class _Said:
             if time.monotonic() > self.at + SPEAK_INTERVAL_S:
                 self.at = time.monotonic()
                 log.info(f"{self.done} of {self.total} files are here …")
+
+
+def _amount(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.3g} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.3g} MiB"
 
 
 def _size(path: Path) -> int:
