@@ -52,10 +52,11 @@ class ListedDataModule(ImageDataModule):
         max_pixels: what has more is refused before it is decoded.
         cache_gib: of a root in a bucket, for whoever copies it (training/local_root.py).
     Attributes:
-        in_bucket: of a root in a bucket; set before `prepare`.
+        in_bucket: of a root in a bucket; set before `prepare`, which lets go of it.
     """
 
     in_bucket: InBucket | None = None
+    _reads: Remote | None = None  # of a bucket, whose copy may be a part
     own_mean: Sequence[float] = (0.485, 0.456, 0.406)  # of ImageNet
     own_std: Sequence[float] = (0.229, 0.224, 0.225)
 
@@ -106,10 +107,14 @@ class ListedDataModule(ImageDataModule):
         self._list_folder = self.cache_dir / f"{self.name}-list-{key[:16]}"
         self._images, self._list_facts = kept_list(self._list_folder, self._listed, exact=False)
         self._taken = self._choose_path()
-        if self.in_bucket is not None:
-            self.in_bucket.complete() if self._opens_all else self.in_bucket.complete_beside()
+        if self.in_bucket is not None and self._opens_all:
+            self.in_bucket.complete()
+        elif self.in_bucket is not None:
+            self._reads = self.in_bucket.reads
+            self.in_bucket.complete_beside()
         if self._opens_all:
             self._images, self._list_facts = kept_list(self._list_folder, self._listed, exact=True)
+        self.in_bucket = None  # it may list a million objects
         if not self._images.counts[2]:
             self._num_drawn(self._images.counts[0])
         return [
@@ -131,10 +136,6 @@ class ListedDataModule(ImageDataModule):
             return images
         places = images.places.of_objects(self.in_bucket.etags(), self.in_bucket.folder)
         return dataclasses.replace(images, places=places, watched=())  # another bucket's content is another folder
-
-    @property
-    def _reads(self) -> Remote | None:
-        return None if self.in_bucket is None or self._opens_all else self.in_bucket.reads
 
     @property
     def _opens_all(self) -> bool:

@@ -144,6 +144,7 @@ class Copy:
                     self._stand_in(entry)
             if self.entries != before:
                 write_atomically(self.folder / MANIFEST, lambda file: file.write(self._text(self.entries)))
+            os.utime(self.folder / MANIFEST)
         remove_unread(self.folder)
 
     def reopen(self) -> Path:

@@ -4,6 +4,7 @@ import functools
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from lockstep.storage.object_store import StoreError
 from lockstep.storage.s3 import S3Store
 from lockstep.storage.s3_options import S3Options
 
+AHEAD = 4 * THREADS  # parts that a process holds in its memory
 Part = tuple[str, int, int, str]
 """Path in the copy, first byte, bytes, and ETag."""
 
@@ -33,12 +35,8 @@ class RemoteReads:
         return cls(copy.uri, copy.options, copy.prefix, copy.files.absolute())
 
     def ahead(self, parts: Iterable[Part]) -> None:
-        """Ask for what is not here, some at a time, before `read` does; what was asked for and not read is dropped."""
-        reader = _reader(self, os.getpid())
-        reader.coming.clear()
-        for part in parts:
-            if not is_here(part[0]):
-                reader.ask(part)
+        """Ask for what is not here before `read` does, some at a time; what was asked for and not read is dropped."""
+        _reader(self, os.getpid()).ask(part for part in parts if not is_here(part[0]))
 
     def rest(self) -> None:
         """End this process's threads, which must not be there when it forks; they come back when they are needed."""
@@ -53,7 +51,7 @@ class RemoteReads:
             ConnectionError: the bucket cannot be read.
         """
         reader = _reader(self, os.getpid())
-        coming = reader.coming.pop(part, None)
+        coming = reader.asked_for(part)
         if coming is None and is_here(part[0]):
             return None
         try:
@@ -69,7 +67,8 @@ class _Reader:
 
     def __init__(self, reads: RemoteReads) -> None:
         self.reads, self.store = reads, S3Store(reads.options)
-        self.coming: dict[Part, Future[bytes]] = {}
+        self._next: deque[Part] = deque()
+        self._coming: dict[Part, Future[bytes]] = {}
         self._asked: queue.SimpleQueue[tuple[Part, Future[bytes]] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(THREADS)]
         for thread in self._threads:
@@ -84,9 +83,20 @@ class _Reader:
     def name(self, part: Part) -> str:
         return os.path.relpath(part[0], self.reads.files)
 
-    def ask(self, part: Part) -> None:
-        self.coming[part] = Future()
-        self._asked.put((part, self.coming[part]))
+    def ask(self, parts: Iterable[Part]) -> None:
+        self._next, self._coming = deque(parts), {}
+        for _ in range(AHEAD):
+            self._ask_next()
+
+    def asked_for(self, part: Part) -> Future[bytes] | None:
+        self._ask_next()
+        return self._coming.pop(part, None)
+
+    def _ask_next(self) -> None:
+        if self._next:
+            part = self._next.popleft()
+            self._coming[part] = future = Future[bytes]()
+            self._asked.put((part, future))
 
     def bytes_of(self, part: Part) -> bytes:
         _, start, size, etag = part

@@ -14,7 +14,7 @@ from faulty_proxy import FaultyProxy
 from lockstep.runs.errors import UserError
 from lockstep.storage import local_copy as module
 from lockstep.storage.local_copy import listed_copy
-from lockstep.storage.remote_reads import RemoteReads
+from lockstep.storage.remote_reads import AHEAD, RemoteReads, _Reader
 from object_store import shared_store
 
 OBJECTS = {f"{n}.jpg": os.urandom(size) for n, size in enumerate((0, 1, 1000, 300_000))}
@@ -71,6 +71,20 @@ def test_what_was_asked_for_and_not_read_is_dropped(bucket):
     assert (
         bucket.reads.read(bucket.part("3.jpg")) is None and bucket.reads.read(bucket.part("2.jpg")) == OBJECTS["2.jpg"]
     )
+
+
+def test_a_large_batch_does_not_lie_in_memory_as_a_whole(bucket, monkeypatch):
+    parts, got = [bucket.part("3.jpg", start, 1000) for start in range(200)], []
+    once = _Reader._once
+    monkeypatch.setattr(_Reader, "_once", lambda *arguments: (got.append(1), once(*arguments))[1])
+    bucket.reads.ahead(parts)
+    until = time.monotonic() + 10
+    while len(got) < AHEAD and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert len(got) == AHEAD
+    assert [bucket.reads.read(part) for part in parts] == [OBJECTS["3.jpg"][n : n + 1000] for n in range(200)]
+    assert len(got) == 200, "each once"
 
 
 @pytest.mark.parametrize("ahead", [False, True])
