@@ -6,17 +6,15 @@
 
 What came from the template is a commit of its own in the project's history, with the line `Lockstep-template: <commit>`
 in its message. An upgrade puts the new release on top of the newest such commit and merges that, so git knows which
-lines you changed, which the template changed, and which both did. Needs git and Python only, nothing installed.
+lines you changed, which the template changed, and which both did. Needs git, tar and Python only, nothing installed.
 """
 
 import argparse
-import io
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -66,8 +64,7 @@ def render(template: Path, name: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         whole = Path(scratch)
         archive = subprocess.run(["git", "archive", "HEAD"], cwd=template, capture_output=True, check=True).stdout
-        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-            files.extractall(whole, filter="data")
+        subprocess.run(["tar", "-x", "-C", scratch], input=archive, check=True)  # tarfile has no filter in 3.11.2
         for path in TAKEN:
             target = folder / path
             target.parent.mkdir(parents=True, exist_ok=True)

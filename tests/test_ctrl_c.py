@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import psutil
 import pytest
 
 from faults import signal_at_step
@@ -66,6 +67,28 @@ def test_ctrl_c_to_a_supervisor_at_any_moment(after_s, words, tmp_path):
 def test_sigterm_before_the_run_begins(tmp_path):
     code, errors, folder = interrupt(0.25, tmp_path, number=signal.SIGTERM)
     assert (code, errors, folder.path.exists()) == (143, "", False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_in_validation_waits_for_no_loader_worker(number, tmp_path):
+    """The training's loader is still open then, and nobody closes it."""
+    words = ["data.path=loader", "data.num_workers=1", "data.eval_batch_size=1", "run_id=r"]
+    paths = [f"paths.log_dir={tmp_path}", f"paths.data_dir={tmp_path}/data", f"paths.logbook_dir={tmp_path}/logbook"]
+    command = [sys.executable, str(SRC / "train.py"), *WORDS, *words, *paths]
+    process = psutil.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=default_signals)
+    until = time.monotonic() + 100
+    while len(process.children()) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    process.send_signal(number)
+    workers = process.children()
+    assert process.wait(30) == 75
+    _, alive = psutil.wait_procs(workers, 10)
+    assert not alive
+
+
+def default_signals():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & makes it ignored
 
 
 def twice(step):

@@ -82,18 +82,30 @@ def stream(
 
 
 def _live_as_the_rank(_worker: int) -> None:
-    """A signal to the whole process group is for the run, which saves; torch ends its workers by itself.
+    """A signal to the whole process group is for the run, which saves; the rank alone ends its workers.
 
-    But where a fork server has started them, torch looks for the server when it wants to know whether the rank lives.
+    It does so by its end: where a fork server has started them, torch would look for the server. And by SIGTERM: an
+    interrupted run still has loaders that nobody closed, and Python's exit waits for their workers.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_end_with_the_rank, daemon=True).start()
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    for wait in (_for_the_end_of, _for_a_signal_of):
+        threading.Thread(target=_end_after, args=(wait, rank), daemon=True).start()
 
 
-def _end_with_the_rank() -> None:
-    if (rank := multiprocessing.parent_process()) is not None:
-        rank.join()
-        os._exit(EXIT_FAILED)
+def _end_after(wait: Callable[[Any], None], rank: Any) -> None:
+    wait(rank)
+    os._exit(EXIT_FAILED)
+
+
+def _for_the_end_of(rank: Any) -> None:
+    rank.join()
+
+
+def _for_a_signal_of(rank: Any) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid:
+        pass
 
 
 def _as_it_is(batch: Any) -> Any:
