@@ -334,3 +334,13 @@ def test_a_train_folder_without_a_test_folder_is_said(tmp_path):
 
 def test_names_sort_as_people_count():
     assert sorted(["img10", "img9", "a", "00002"], key=natural_key) == ["00002", "a", "img9", "img10"]
+
+
+def test_a_folder_too_high_is_suspected(tmp_path, caplog):
+    write(tmp_path / "home/photos", {"bird": 3, "frog": 3})
+    write(tmp_path / "home/deep", {"only": 3})
+    module(tmp_path, tmp_path / "home", test_fraction=0.3, global_batch_size=2).prepare()
+    [warning] = {record.message for record in caplog.records if record.levelname == "WARNING"}
+    assert warning == (
+        f"{tmp_path}/home/photos counts as one class, and holds folders alone: bird, frog. Is data.root right?"
+    )

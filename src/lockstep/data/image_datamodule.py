@@ -5,7 +5,9 @@ when it is needed. Evaluation, and an augmentation of whole batches, then work o
 images works in the workers, which read from the files or from the array. The path never changes a pixel.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from lockstep.data.settings import settle
 from lockstep.data.split import VAL_FRACTION, Split
 from lockstep.runs.batch import Batch
 from lockstep.runs.errors import UserError
+from lockstep.runs.files import sha256_of
 
 CACHE_VERSION = 3
 PATHS = ("auto", "array", "loader")
@@ -67,6 +70,9 @@ class ImageDataModule(LightningDataModule):
     fit = "crop"  # of images that are no squares: framing.py
     own_mean: Sequence[float] = (0.5,)
     own_std: Sequence[float] = (0.5,)
+    own_options: Mapping[
+        str, Any
+    ] = {}  # of the config, those that this class does not know: what `read` gives may change
 
     def __init__(
         self,
@@ -165,7 +171,8 @@ class ImageDataModule(LightningDataModule):
         if self._meta:
             return
         options = [CACHE_VERSION, type(self).__name__, self.resize, self.image_size, *self._cut_from_array()]
-        self._cache = self.cache_dir / f"{self.name}-{fingerprint([*options, self.identity()])[:16]}"
+        own = [code_of(type(self)), self.own_options]
+        self._cache = self.cache_dir / f"{self.name}-{fingerprint([*options, *own, self.identity()])[:16]}"
         self._meta = cached(self._cache, self._build)
         self._labels = np.load(self._cache / LABELS)
         self._read_facts(self._meta)
@@ -391,3 +398,13 @@ class ImageDataModule(LightningDataModule):
         if self.trainer is not None:  # float64 and half of "true" precisions; whole numbers stay
             images, labels = self.trainer.precision_plugin.convert_input((images, labels))
         return images, labels
+
+
+def code_of(module: type) -> list[str]:
+    """Hashes of the files in which a data module of one's own is written: other code may read other images."""
+    files = {}
+    for owner in module.__mro__:
+        if owner.__module__.partition(".")[0] not in ("lockstep", "lightning", "torch", "builtins"):
+            with suppress(OSError, TypeError):  # typed in a notebook
+                files[owner] = sha256_of(Path(inspect.getfile(owner)))
+    return [*files.values()]

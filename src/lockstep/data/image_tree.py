@@ -1,5 +1,6 @@
 """Folders of images, one folder per class: list them, and decode them in parallel into one uint8 array."""
 
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -14,6 +15,8 @@ from PIL import Image, ImageOps
 from lockstep.data.framing import Framing
 from lockstep.data.progress import progress
 from lockstep.runs.errors import UserError
+
+log = logging.getLogger(__name__)
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # not EPS, for which Pillow starts Ghostscript
@@ -70,6 +73,11 @@ def list_split(folder: Path, key: str = "data.root") -> Listing:
         found, below = _images_below(path)
         if not found:
             raise UserError(f"{path} holds no images ({', '.join(sorted(SUFFIXES))}): add some or remove the folder.")
+        inner = {name.partition("/")[0] for name in found if "/" in name}
+        if len(inner) > 1 and all("/" in name for name in found):
+            log.warning(
+                f"{path} counts as one class, and holds folders alone: {', '.join(sorted(inner)[:5])}. Is {key} right?"
+            )
         names += [f"{path.name}/{name}" for name in sorted(found, key=natural_key)]
         labels += [label] * len(found)
         folders += below

@@ -14,7 +14,8 @@ from lockstep.runs.output import set_up
 from lockstep.storage.local_copy import Copy, hold, log
 from lockstep.storage.s3_options import S3Options
 
-CALL = "from lockstep.storage.copy_beside import main; main()"
+CALL = "import sys; sys.path.insert(0, sys.argv[1]); from lockstep.storage.copy_beside import main; main()"
+SRC = str(Path(__file__).resolve().parents[2])
 _started: list[subprocess.Popen] = []
 
 
@@ -39,11 +40,10 @@ def _start(copy: Copy, limit_gib: float | None, lock: int) -> None:
         lock: held by the process for as long as it lives.
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", CALL],
+        [sys.executable, "-c", CALL, SRC],
         stdin=subprocess.PIPE,
         pass_fds=[lock],
         start_new_session=True,  # Ctrl-C is for the run, with which this process ends
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
     )
     assert process.stdin is not None
     asked = [copy.uri, asdict(copy.options), copy.key, str(copy.folder), copy.files.name, limit_gib]

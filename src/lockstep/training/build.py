@@ -15,6 +15,7 @@ from lockstep.callbacks.length import MaxTime, ValidationInterval
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.config.instantiate import build, options_of, resolve_target
+from lockstep.data.image_datamodule import ImageDataModule
 from lockstep.distributed.cluster import visible_devices
 from lockstep.launch.plan import RunPlan, as_run
 from lockstep.runs.config import Config
@@ -67,6 +68,8 @@ def build_data(plan: RunPlan) -> Any:
         data = build(here, {"seed": plan.config["seed"]})
         if in_bucket is not None:
             data.in_bucket = in_bucket
+        if "identity" in vars(type(data)):  # else its base knows what its images depend on
+            data.own_options = {key: value for key, value in here.items() if key not in options_of(ImageDataModule)[0]}
         data.use(build(plan.config["augmentation"]), wanted_images(plan.config["model"]))
         data.prepare()
     data.place(

@@ -9,6 +9,7 @@ from lockstep.runs.folder import RunFolder
 log = logging.getLogger(__name__)
 
 SKIPPED = "skipped.txt"
+SHOWN_CLASSES = 10
 
 
 def record_fields(data: Any, augmentation: str | None) -> dict[str, Any]:
@@ -34,7 +35,12 @@ def record_fields(data: Any, augmentation: str | None) -> dict[str, Any]:
 
 
 def say(data: Any, augmentation: str | None) -> None:
-    """Which path images take, why, and how they are normalised; a warning of values that the weights do not want."""
+    """Classes and splits, which path images take, how they are normalised; a warning of what weights do not want."""
+    names = ", ".join(data.class_names[:SHOWN_CLASSES]) + (", …" if len(data.class_names) > SHOWN_CLASSES else "")
+    log.info(
+        f"data: {len(data.class_names)} classes: {names} · {data.num_train} images to train, {data.num_val} to "
+        f"validate, {data.num_test} to test"
+    )
     path, why = data.path_taken()
     mean, std = (", ".join(f"{value:.3g}" for value in values) for values in (data.mean, data.std))
     weights = f" · the weights say {', '.join(data.settings.from_weights)}" if data.settings.from_weights else ""

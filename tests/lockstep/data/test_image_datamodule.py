@@ -1,5 +1,6 @@
 """The data module as Lightning drives it: facts, shares of ranks, resume in mid-epoch, short runs."""
 
+import importlib
 import warnings
 
 import numpy as np
@@ -338,3 +339,36 @@ def test_a_loader_alone_without_a_trainer(make, split):
         module.loader = getattr(module, f"{split}_dataloader")()
     first, expected = (next(iter(batches(module, module.loader))) for module in (alone, placed))
     assert torch.equal(first[0], expected[0]) and torch.equal(first[1], expected[1])
+
+
+OWN = """
+import numpy as np
+from lockstep.data.image_datamodule import ImageDataModule
+from lockstep.data.image_set import ImageSet
+
+class Own(ImageDataModule):
+    channels = 1
+    def __init__(self, num_test=4, **options):
+        super().__init__(name="own", image_size=4, global_batch_size=4, **options)
+        self.num_test = num_test
+    def identity(self):
+        return None
+    def read(self, scratch):
+        images = np.full((40, 4, 4, 1), SHADE, np.uint8)
+        return ImageSet(images, np.arange(40) % 2, ["a", "b"], num_fit=40 - self.num_test, num_test=self.num_test)
+"""
+
+
+def test_images_of_other_code_or_other_options_are_made_anew(tmp_path, monkeypatch):
+    """Also where `identity` says nothing of them."""
+    monkeypatch.syspath_prepend(tmp_path)
+    hashes, tests = [], []
+    for name, shade, num_test in (("one", 1, 4), ("two", 2, 4), ("two", 2, 8), ("one", 1, 4)):
+        (tmp_path / f"own_{name}.py").write_text(OWN.replace("SHADE", str(shade)))
+        dm = importlib.import_module(f"own_{name}").Own(num_test, cache_dir=tmp_path)
+        dm.own_options = {"num_test": num_test}
+        dm.prepare()
+        hashes.append(dm.data_hash)
+        tests.append(dm.num_test)
+    assert tests == [4, 4, 8, 4] and len({*hashes[:3]}) == 3 and hashes[3] == hashes[0]
+    assert len([*tmp_path.glob("own-*/meta.json")]) == 3

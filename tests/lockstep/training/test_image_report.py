@@ -22,7 +22,9 @@ def test_what_the_weights_say_is_said_and_recorded(tmp_path, caplog):
     dm = module(tmp_path, mean="auto", std=0.18, path="loader")
     with caplog.at_level(logging.INFO):
         say(dm, "none")
-    line, warning = (record.message for record in caplog.records)
+    what, line, warning = (record.message for record in caplog.records)
+    names = ", ".join(f"pattern {number}" for number in range(10))
+    assert what == f"data: 10 classes: {names} · 58 images to train, 6 to validate, 9 to test"
     assert line == (
         "images: loader, as data.path=loader · augmentation=none · mean 0.5, 0.5, 0.5 · std 0.18, 0.18, 0.18 · "
         "the weights say mean, crop_pct, interpolation"
