@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from example_runs import write_run
+from lockstep.launch.finish import chosen_metrics
+from lockstep.runs.folder import RunFolder
 from runs import run_door
 
 SRC = Path(__file__).resolve().parents[1] / "src"
@@ -20,11 +22,15 @@ def rows(logbook: Path) -> list[str]:
 
 
 def test_a_real_run_writes_its_page_into_its_folder_and_nothing_else(tmp_path):
-    done = run_door("train", *SMALL, "trainer.limit_test_batches=1", "test=true", logs=tmp_path)
+    words = ("trainer.limit_test_batches=1", "test=true", "metrics=[f1,kappa]")
+    done = run_door("train", *SMALL, *words, logs=tmp_path)
     assert done.code == 0, done.output
+    own = [f"test/{name} {done.record['metrics'][f'test/{name}']:.4g}" for name in ("f1", "kappa")]
+    assert " · ".join(own) in done.output.splitlines()[-1]
     assert done.output.strip().endswith("train/runs/r/page.md") and done.output.count("\n") <= 5
     text = done.folder.page.read_text()
     assert "## r\n" in text and "trainer.max_steps=2" in text and "](curves.svg)" in text
+    assert f"| Metrics of the config | {', '.join(own)} |" in text
     assert done.folder.curves_image.exists() and done.folder.confusion_image.exists()
     assert not (tmp_path / "logbook").exists()
 
@@ -76,6 +82,16 @@ def test_a_failing_page_is_said_and_changes_no_exit_code(tmp_path):
     done = run_door("train", *SMALL, logs=tmp_path, before=no_page)
     assert done.code == 0, done.output
     assert "The run's page was not written (MemoryError: no page today); make logbook tries again." in done.output
+
+
+def test_more_metrics_than_the_last_line_holds_are_left_to_the_page(tmp_path):
+    folder = RunFolder(tmp_path)
+    for names in ("abc", "abcd"):
+        folder.config.write_text(f"metrics: {{{', '.join(f'{name}: {{}}' for name in names)}}}\n")
+        assert chosen_metrics(folder) == ["test/a", "test/b", "test/c"] * (names == "abc")
+    for text in ("- a\n", "metrics: null\n", "model: {}\n"):
+        folder.config.write_text(text)
+        assert chosen_metrics(folder) == []
 
 
 CONCLUDE = """

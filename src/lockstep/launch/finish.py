@@ -28,6 +28,7 @@ from lockstep.runs.errors import (
     UserError,
 )
 from lockstep.runs.folder import RunFolder
+from lockstep.runs.foreign_files import read_yaml
 from lockstep.runs.full_disk import NoRoom, no_room
 from lockstep.runs.record import RunRecord, read_record
 from lockstep.runs.redact import redact_text
@@ -35,6 +36,7 @@ from lockstep.runs.redact import redact_text
 log = logging.getLogger(__name__)
 
 AFTERMATH_S = 60.0
+MAX_METRICS = 3  # of the user's own in the last line
 
 Work = Callable[[RunPlan], int]  # what a rank does; its exit code
 
@@ -161,7 +163,7 @@ def _conclude(folder: RunFolder, keep_in: Path | None, code: int) -> None:
     pages: list[Path] = []
     _harmlessly(_write_pages, folder, keep_in, pages)
     if code == EXIT_OK and record.status == "finished":
-        log.info(_result(record, pages or [folder.path]))
+        log.info(_result(record, chosen_metrics(folder), pages or [folder.path]))
     if record.upload.error:
         words = f"The best checkpoint is NOT in the bucket: {record.upload.error}"
         log.info(f"{words}; python src/upload.py {folder.run_id} sends it.")
@@ -192,8 +194,17 @@ def _write_pages(folder: RunFolder, keep_in: Path | None, pages: list[Path]) -> 
         pages.append(keep_run(folder.path, keep_in))
 
 
-def _result(record: RunRecord, pages: list[Path]) -> str:
-    shown = {name: record.metrics.get(name) for name in (f"{record.monitor}_best", "test/acc")}
+def chosen_metrics(folder: RunFolder) -> list[str]:
+    """What the config's own metrics are called in a test; none where they would fill the line."""
+    try:
+        names = list(read_yaml(folder.config).get("metrics") or {})
+    except (OSError, ValueError, AttributeError):  # gone, or no mapping
+        return []
+    return [f"test/{name}" for name in names] if len(names) <= MAX_METRICS else []
+
+
+def _result(record: RunRecord, chosen: list[str], pages: list[Path]) -> str:
+    shown = {name: record.metrics.get(name) for name in (f"{record.monitor}_best", "test/acc", *chosen)}
     words = [f"{name} {_as_read(name, value)}" for name, value in shown.items() if isinstance(value, float)]
     images, there = record.metrics.get("test/images"), record.num_test
     if isinstance(images, float) and there is not None and images < there:

@@ -92,7 +92,7 @@ def numbers_table(entries: Sequence[Entry], labels: Sequence[str]) -> str:
         ["Data", *(plain(entry.facts.record.data, 60) for entry in entries)],
         ["World", *(plain(entry.facts.world, 40) for entry in entries)],
     ]
-    rows.extend([name, *cells] for name, cells in measured_values(entries))
+    rows.extend([plain(name), *cells] for name, cells in measured_values(entries))
     head = ("", *(plain(label, 60) for label in labels))
     return table(head, rows, "l" + "r" * len(entries))
 

@@ -115,6 +115,7 @@ def summary_rows(entry: Entry) -> list[list[str]]:
     run = entry.facts
     rows = {
         "Test accuracy": test_text(entry),
+        "Metrics of the config": chosen_text(entry),
         "Test scores": scores_text(entry),
         "Best validation accuracy": f.percent(run.best_val_acc) if run.best_val_acc is not None else "",
         "Training": training_text(entry),
@@ -159,6 +160,10 @@ def scores_text(entry: Entry) -> str:
              "test/ece": "calibration error {}"}  # fmt: skip
     known = entry.facts.metrics
     return joined(*(form.format(f.percent(known[name])) for name, form in shown.items() if name in known))
+
+
+def chosen_text(entry: Entry) -> str:
+    return joined(*(f"{plain(name, 60)} {f.figure(value)}" for name, value in entry.facts.chosen_metrics.items()))
 
 
 def data_text(entry: Entry) -> str:

@@ -144,6 +144,13 @@ class RunFacts:
         return {name: value for name, value in sorted(self.record.metrics.items()) if not isinstance(value, str)}
 
     @cached_property
+    def chosen_metrics(self) -> dict[str, float]:
+        """What the config's own metrics came to: `test/mcc`; untested, `val/mcc` of the last validation."""
+        names = dict.fromkeys(key.split(".")[1] for key in self.config if key.startswith("metrics."))
+        stage = "val" if self.test_acc is None else "test"
+        return {key: self.metrics[key] for name in names if (key := f"{stage}/{name}") in self.metrics}
+
+    @cached_property
     def seconds(self) -> float | None:
         """Training time; where the record has none, from the first start to the last sign of life."""
         run = self.record

@@ -13,6 +13,11 @@ def decimal(value: float | None, digits: int = 4) -> str:
     return NONE if value is None else f"{value:.{digits}f}"
 
 
+def figure(value: float | None) -> str:
+    """Of a scale that nobody here knows: four digits."""
+    return NONE if value is None else f"{value:.4g}"
+
+
 def whole(value: float | None) -> str:
     return NONE if value is None else f"{round(value):,}"
 

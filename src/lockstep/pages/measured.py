@@ -7,6 +7,7 @@ from lockstep.pages import formats as f
 from lockstep.pages.entry import Entry
 from lockstep.pages.facts import RunFacts
 from lockstep.pages.fairness import same_load, same_peak
+from lockstep.pages.markdown import one_line
 
 Reader = Callable[[RunFacts], float | None]
 
@@ -75,6 +76,11 @@ def measured_rows() -> list[Row]:
     ]
 
 
+def chosen_row(name: str) -> Row:
+    """A metric of the config, on a scale of its own: no ratio."""
+    return Row(one_line(name, 60), lambda run: run.metrics.get(name), f.figure)
+
+
 def same_bound(run: RunFacts, base: RunFacts) -> bool:
     return run.record.largest_batch.bounded_by == base.record.largest_batch.bounded_by
 
@@ -96,8 +102,10 @@ def measured_values(entries: Sequence[Entry]) -> list[tuple[str, list[str]]]:
     """(what, one cell a run) for what at least one run has measured."""
     runs = [entry.facts for entry in entries]
     bases: list[RunFacts | None] = [None, *runs[:1] * (len(runs) - 1)]
+    chosen = dict.fromkeys(name for run in runs for name in run.chosen_metrics)
+    rows = [*measured_rows(), *map(chosen_row, chosen)]
     return [
         (row.name, [row.cell(run, base) for run, base in zip(runs, bases, strict=True)])
-        for row in measured_rows()
+        for row in rows
         if any(row.read(run) is not None for run in runs)
     ]

@@ -3,9 +3,11 @@
 import pytest
 
 from example_runs import example_record
+from lockstep.pages.comparison_page import numbers_table
 from lockstep.pages.entry import Entry
 from lockstep.pages.experiment_page import run_section, summary_rows
 from lockstep.pages.facts import RunFacts
+from lockstep.pages.measured import measured_values
 from lockstep.pages.run_details import hardware_block, restarts_block
 
 
@@ -96,6 +98,22 @@ def test_nodes_of_one_host_are_counted():
     assert summary(entry_of(hosts=hosts, launcher="none", versions={}))["Started on"] == "`vm (2 nodes)`"
     rows = summary(entry_of(hosts=[*hosts, {"host": "b"}], launcher="slurm", versions={}))
     assert rows["Started on"] == "`vm (2 nodes), b`, launched by slurm"
+
+
+def test_the_config_s_own_metrics_stand_among_the_results_and_in_a_comparison():
+    tested = {"test/acc": 0.7, "test/mcc": 0.70374, "test/a|b": 12345.6, "val/mcc": 0.6, "val/acc": 0.7}
+    entries = [entry_of(metrics=metrics) for metrics in (tested, {"val/mcc": -0.25}, {"val/kappa": 0.5})]
+    for entry in entries[:2]:
+        entry.facts.source["config"] = {
+            "metrics.mcc._target_": "x.Mcc",
+            "metrics.a|b._target_": "y.B",
+            "metrics.off": None,
+        }
+    rows = [summary(entry).get("Metrics of the config") for entry in entries]
+    assert rows == ["test/mcc 0.7037, test/a\\|b 1.235e+04", "val/mcc -0.25", None]
+    cells = dict(measured_values(entries))
+    assert cells["test/mcc"] == ["0.7037", "–", "–"] and cells["val/mcc"] == ["0.6", "-0.25", "–"]
+    assert "val/kappa" not in cells and "| test/a\\|b | 1.235e+04 |" in numbers_table(entries, ["a", "b", "c"])
 
 
 def test_a_report_that_github_shows_as_source_says_how_to_open_it():
