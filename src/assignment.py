@@ -116,7 +116,7 @@ class Assignment:
             runs = [self.run_id(strategy) for strategy in options.strategies]
             title = ["--title", f"{options.name}: {' beside '.join(options.strategies)}"]
             if len(runs) > 1:
-                steps.append(self.logbook("compare", "writes the comparison page", *runs, *title))
+                steps.append(self.logbook("compare", "writes the comparison page", *runs, "--keep", *title))
             to = str(options.logbook / "reports")
             steps.append(self.logbook("publish", "writes the report with all curves", *runs, "--to", to, *title))
         return steps

@@ -3,7 +3,7 @@
     python src/logbook.py keep RUN …      take runs of logs/ into the logbook; train.py logbook=keep does it itself
     python src/logbook.py remove RUN …    take them out again, files and all
     python src/logbook.py build [RUN_FOLDER | s3://bucket/prefix …]    write the pages; take in the runs named here
-    python src/logbook.py compare RUN RUN … [--title "DDP beside FSDP"] [--print]
+    python src/logbook.py compare RUN RUN … [--keep] [--title "DDP beside FSDP"]    side by side; --keep: as a page
     python src/logbook.py publish RUN … --to s3://bucket/prefix | DIR
     python src/logbook.py publish --to s3://bucket/prefix [--signed DAYS] | DIR    the whole logbook as one site
     python src/logbook.py query "status = 'finished' and val/acc > 0.9" [--sort NAME] [--json | --csv | --md]
@@ -13,8 +13,9 @@
     python src/logbook.py note RUN "text" [--name NAME] [--tag TAG …]
     python src/logbook.py prune [RUN …] [--older-than DAYS] [--yes]    what old runs hold in logs/, and free it
 
-RUN is a run id, a part of one that only one run has, a run folder, or the name that a note gave it. compare, publish
-and note keep the runs that they name. Every run has a page of its own in its folder: logs/train/runs/<run_id>/page.md.
+RUN is a run id, a part of one that only one run has, a run folder, or the name that a note gave it. note, publish
+and compare --keep take the runs that they name into the logbook. Every run has a page of its own in its folder:
+logs/train/runs/<run_id>/page.md.
 """
 
 if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
@@ -159,18 +160,22 @@ def build_from_bucket(address: str, options: argparse.Namespace) -> list[Path]:
 
 def compare(options: argparse.Namespace) -> None:
     from lockstep.pages.build import write_some_pages
-    from lockstep.pages.comparison_page import comparison_page, labels_for, save_comparison
+    from lockstep.pages.comparison_page import labels_for, save_comparison
+    from lockstep.pages.terminal import comparison_text
 
-    entries = chosen_runs(options.runs, options.logs, options.logbook, takes_in=not options.print)
-    if len(entries) < 2:
+    if len(options.runs) < 2:
         raise UserError("A comparison takes two runs or more: logbook.py compare RUN RUN.")
+    if options.title and not options.keep:
+        raise UserError("--title is of the page that --keep writes: give --keep too.")
+    entries = chosen_runs(options.runs, options.logs, options.logbook, takes_in=options.keep)
     labels = labels_for(entries)
+    say(comparison_text(entries, labels))
+    if not options.keep:
+        return
     title = options.title or " beside ".join(labels)
-    if options.print:
-        return say(comparison_page(title, entries, labels, ""))
     name = save_comparison(options.logbook, title, [entry.run_id for entry in entries])
     write_some_pages(options.logbook, {entry.run_id for entry in entries})
-    say(options.logbook / f"compare-{name}.md")
+    say(f"\n{options.logbook / f'compare-{name}.md'}")
 
 
 def publish(options: argparse.Namespace) -> None:
@@ -303,10 +308,10 @@ def parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(task=build)
 
-    command = commands.add_parser("compare", help="write a page of runs side by side")
+    command = commands.add_parser("compare", help="print runs side by side")
     command.add_argument("runs", nargs="+", metavar="RUN", help="the first is what the others are measured against")
-    command.add_argument("--title", help="of the page; its file is named after it")
-    command.add_argument("--print", action="store_true", help="print the page; the logbook stays as it is")
+    command.add_argument("--keep", action="store_true", help="as a page of the logbook, which takes the runs in, too")
+    command.add_argument("--title", help="of that page; its file is named after it")
     command.set_defaults(task=compare)
 
     command = commands.add_parser("publish", help="write one HTML file with interactive curves, and link it; or a site")

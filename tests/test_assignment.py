@@ -64,7 +64,7 @@ def test_node_zero_does_every_step_in_order_and_none_twice(node, capsys):
     assert began[0].variables == {"MASTER_ADDR": "host", "MASTER_PORT": "29500", "NODE_RANK": "0"}
     assert "50 of 6,000 right" in began[3].command[-1] and began[3].command[-2] == "a-ddp"
     assert began[2].command[1] == "ckpt_path=s3://bucket/prefix/a-ddp" and began[2].variables == {}
-    assert began[6].command[-4:-2] == ["a-ddp", "a-fsdp"]
+    assert began[6].command[-5:-2] == ["a-ddp", "a-fsdp", "--keep"]
     said = capsys.readouterr().out
     assert all(f"assignment {number}/6: " in said for number in range(1, 7))
     assert node() == (0, []) and "done at" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """The logbook's door: build, compare, publish, note; from folders and from a real S3 server."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -104,7 +105,7 @@ def test_a_comparison_shows_what_running_runs_have_become(door, tmp_path):
     door("keep", "run-ddp", "run-fsdp")
     shutil.rmtree(runs / "run-ddp")
     write_run(runs, "run-ddp", epochs=77, updated_at="2099-01-01T00:00:00Z")
-    assert door("compare", "run-ddp", "run-fsdp") == 0
+    assert door("compare", "run-ddp", "run-fsdp", "--keep") == 0
     [page] = (tmp_path / "logbook").glob("compare-*.md")
     assert "77" in page.read_text()
 
@@ -118,17 +119,27 @@ def test_build_check_changes_nothing_and_says_what_is_old(door, tmp_path, capsys
     assert (tmp_path / "logbook" / "README.md").read_text() == "edited"
 
 
-def test_compare_prints_a_page_and_leaves_the_logbook_as_it_is(door, tmp_path, capsys):
+def test_compare_prints_both_runs_and_leaves_the_logbook_as_it_is(door, tmp_path, capsys):
+    door("note", "run-ddp", "--name", "the good one")
+    write_run(tmp_path / "logs/train/runs", "run-late", epochs=24, config=example_config(seed=7), fit_seconds=862.4)
     before = {path: path.read_bytes() for path in (tmp_path / "logbook").rglob("*") if path.is_file()}
-    assert door("compare", "run-ddp", "run-fsdp", "--print") == 0
-    assert "|  | ddp | fsdp |" in capsys.readouterr().out
+    capsys.readouterr()
+    assert door("compare", "run-ddp", "run-late") == 0
+    lines = capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ").splitlines()
+    assert re.split("  +", lines[0]) == ["", "the good one", "run-late"], "also of a note"
+    cells = {name: rest for name, *rest in (re.split("  +", line) for line in lines)}
+    assert cells["Status"] == ["✅ finished", "✅ finished"] and cells["Epochs"] == ["12", "24"]
+    assert cells["Training time"] == ["7 min 11 s", "14 min 22 s (×2.00)"] and cells["seed"] == ["42", "7"]
+    assert lines[1].index("run-late") == lines[0].index("run-late")
+    assert lines[3].rindex("✅") == lines[0].index("run-late") - 1, "the ✅ before it takes two columns"
+    assert "Not held fixed between these runs: the number of epochs." in lines
     assert {path: path.read_bytes() for path in (tmp_path / "logbook").rglob("*") if path.is_file()} == before
 
 
 def test_compare_writes_a_page_that_later_builds_keep(door, tmp_path, capsys):
-    assert door("compare", "run-ddp", "fsdp", "--title", "DDP beside FSDP") == 0
+    assert door("compare", "run-ddp", "fsdp", "--keep", "--title", "DDP beside FSDP") == 0
     page = tmp_path / "logbook" / "compare-ddp-beside-fsdp.md"
-    assert capsys.readouterr().out.strip() == str(page)
+    assert capsys.readouterr().out.endswith(f"\n\n{page}\n")
     text = page.read_text()
     assert "|  | ddp | fsdp |" in text and "(×1.00)" in text and "figures/compare-ddp-beside-fsdp.svg" in text
     page.unlink()
@@ -155,6 +166,7 @@ def test_a_note_keeps_no_secret(door, tmp_path):
     [
         (["compare", "run-ddp"], "takes two runs or more"),
         (["compare", "run", "run-ddp"], "'run' means 2 runs"),
+        (["compare", "run-ddp", "run-fsdp", "--title", "x"], "give --keep too"),
         (["note", "run-dpd", "x"], "has no run 'run-dpd'; the newest are: run-ddp, run-fsdp."),
         (["note", "run-ddp"], "Nothing to note"),
         (["keep", "run"], "'run' means 2 runs"),
@@ -253,8 +265,8 @@ def test_help_names_every_command(capsys):
 
 
 def test_two_comparisons_of_the_same_runs_have_two_pages(door, tmp_path):
-    door("compare", "run-ddp", "run-fsdp", "--title", "one")
-    door("compare", "run-fsdp", "run-ddp", "--title", "two")
+    door("compare", "run-ddp", "run-fsdp", "--keep", "--title", "one")
+    door("compare", "run-fsdp", "run-ddp", "--keep", "--title", "two")
     held = {path.stem: json.loads(path.read_text())["runs"] for path in (tmp_path / "logbook/comparisons").iterdir()}
     assert held == {"one": ["run-ddp", "run-fsdp"], "two": ["run-fsdp", "run-ddp"]}
 
@@ -262,7 +274,7 @@ def test_two_comparisons_of_the_same_runs_have_two_pages(door, tmp_path):
 def test_a_comparison_of_other_runs_leaves_the_earlier_one_with_the_same_title(door, tmp_path):
     write_run(tmp_path / "logs" / "train" / "runs", "run-late", trainer="fsdp", started_at="2026-11-20T23:00:00Z")
     for second in ("run-fsdp", "run-late", "run-fsdp"):
-        assert door("compare", "run-ddp", second) == 0
+        assert door("compare", "run-ddp", second, "--keep") == 0
     held = {path.stem: json.loads(path.read_text())["runs"] for path in (tmp_path / "logbook/comparisons").iterdir()}
     assert held == {"ddp-beside-fsdp": ["run-ddp", "run-fsdp"], "ddp-beside-fsdp-2": ["run-ddp", "run-late"]}
     assert "[run-late]" in (tmp_path / "logbook" / "compare-ddp-beside-fsdp-2.md").read_text()

@@ -8,6 +8,7 @@ from lockstep.pages import reproduce
 from lockstep.pages.build import build, known_runs, run_folders_under
 from lockstep.pages.entry import Entry
 from lockstep.pages.facts import RunFacts
+from lockstep.pages.notes import read_note, run_note_path
 from lockstep.pages.page_set import load_entries
 from lockstep.pages.source import import_run
 from lockstep.runs.errors import UserError
@@ -51,9 +52,14 @@ def chosen_runs(words: Sequence[str], logs: Path, logbook: Path, *, takes_in: bo
         build(logbook, newer)
     entries = load_entries(logbook)
     if not takes_in:
-        fresh = {folder.name: Entry(RunFacts(import_run(folder))) for folder in newer}
+        fresh = {folder.name: fresh_entry(folder, logbook) for folder in newer}
         entries = [*(entry for entry in entries if entry.run_id not in fresh), *fresh.values()]
     return [one_run(entries, name) for name in names]
+
+
+def fresh_entry(folder: Path, logbook: Path) -> Entry:
+    facts = RunFacts(import_run(folder))
+    return Entry(facts, read_note(run_note_path(logbook, facts.run_id)))
 
 
 def one_run(entries: list[Any], word: str) -> Any:

@@ -18,6 +18,7 @@ from lockstep.pages.source import NOT_COMPARED, is_same_setting, write_if_change
 from lockstep.runs.foreign_files import read_json
 
 MAX_KEYS = 80
+RATIOS = "×: times {}; for accuracies the difference in percentage points."
 
 
 def comparison_page(
@@ -38,7 +39,7 @@ def comparison_page(
             caution(entries),
             load_caution(entries, labels),
             numbers_table(entries, labels),
-            f"×: times {plain(labels[0])}; for accuracies the difference in percentage points." if entries[1:] else "",
+            RATIOS.format(plain(labels[0])) if entries[1:] else "",
             memory_words(entries),
             *(
                 f"{plain(label)}:\n\n{quote(e.note.text)}"

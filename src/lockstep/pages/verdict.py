@@ -11,13 +11,13 @@ from lockstep.pages.facts import RunFacts
 from lockstep.pages.html_report import number_rows
 from lockstep.pages.json_values import items, mapping
 from lockstep.pages.source import Source, differences
+from lockstep.pages.terminal import OF_A_FILE, aligned
 from lockstep.runs.folder import RunFolder
 
 BIT_EQUAL, EQUAL, WITHIN, DIFFERENT = "bit-equal", "equal", "within the seeds' spread", "different"
 SEEDS_NEEDED = 3  # runs of one config for a spread
 # What does not change a training
 UNHEARD = ("seed", "data.seed", "logbook", "verbose", "quiet", "test", "trainer.record_hashes")
-OF_A_FILE = ("Run", "Best checkpoint", "sha256")  # a checkpoint holds its run's places too
 PLACES = ("paths", "s3", "logger", "callbacks")
 
 
@@ -119,8 +119,6 @@ def unlike_options(one: Source, other: Source) -> list[str]:
 
 
 def side_by_side(sources: Sequence[Source], labels: Sequence[str]) -> str:
-    """A table for the terminal."""
-    rows = [row for row in number_rows([Entry(RunFacts(source)) for source in sources]) if row[0] not in OF_A_FILE]
-    rows.insert(0, ["", *labels])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+    """A table for the terminal; a checkpoint holds its run's places too."""
+    rows = number_rows([Entry(RunFacts(source)) for source in sources])
+    return aligned([["", *labels], *(row for row in rows if row[0] not in ("Run", *OF_A_FILE))])
