@@ -4,7 +4,7 @@
     python src/logbook.py remove RUN …    take them out again, files and all
     python src/logbook.py build [RUN_FOLDER | s3://bucket/prefix …]    write the pages; take in the runs named here
     python src/logbook.py compare RUN RUN … [--keep] [--title "DDP beside FSDP"]    side by side; --keep: as a page
-    python src/logbook.py publish RUN … --to s3://bucket/prefix | DIR
+    python src/logbook.py publish RUN … --to s3://bucket/prefix | DIR | FILE.html
     python src/logbook.py publish --to s3://bucket/prefix [--signed DAYS] | DIR    the whole logbook as one site
     python src/logbook.py query "status = 'finished' and val/acc > 0.9" [--sort NAME] [--json | --csv | --md]
     python src/logbook.py tensorboard [RUN …]         the curves that git keeps, as files of TensorBoard
@@ -13,9 +13,9 @@
     python src/logbook.py note RUN "text" [--name NAME] [--tag TAG …]
     python src/logbook.py prune [RUN …] [--older-than DAYS] [--yes]    what old runs hold in logs/, and free it
 
-RUN is a run id, a part of one that only one run has, a run folder, or the name that a note gave it. note, publish
-and compare --keep take the runs that they name into the logbook. Every run has a page of its own in its folder:
-logs/train/runs/<run_id>/page.md.
+RUN is a run id, a part of one that only one run has, a run folder, or the name that a note gave it. note,
+compare --keep and publish take the runs that they name into the logbook; publish does where others can open its report:
+in a bucket, in this repository, under --base. Every run has a page of its own: logs/train/runs/<run_id>/page.md.
 """
 
 if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
@@ -180,17 +180,19 @@ def compare(options: argparse.Namespace) -> None:
 
 def publish(options: argparse.Namespace) -> None:
     from lockstep.pages.build import write_some_pages
-    from lockstep.pages.publish import publish_report
+    from lockstep.pages.publish import is_for_others, publish_report
 
     if not options.runs:
         return publish_site(options)
     if options.signed is not None:
         raise UserError("--signed is for the whole logbook: leave the runs out.")
-    entries = chosen_runs(options.runs, options.logs, options.logbook)
+    is_linked = is_for_others(options.to, options.base, options.logbook)
+    entries = chosen_runs(options.runs, options.logs, options.logbook, takes_in=is_linked)
     report = publish_report(
         options.logbook, entries, options.to, title=options.title, endpoint_url=options.endpoint_url, base=options.base
     )
-    write_some_pages(options.logbook, set(report.runs))
+    if is_linked:
+        write_some_pages(options.logbook, set(report.runs))
     say(report.uri if report.uri.startswith("s3://") else (options.logbook / report.uri).resolve())
     if report.address.startswith("http"):
         say(report.address)
@@ -199,6 +201,8 @@ def publish(options: argparse.Namespace) -> None:
 def publish_site(options: argparse.Namespace) -> None:
     from lockstep.pages.site import put_site, write_site
 
+    if options.to.endswith(".html"):
+        raise UserError("The whole logbook is many pages: give a folder or s3://…, or name the runs of one report.")
     if not options.to.startswith("s3://"):
         if options.signed is not None:
             raise UserError("--signed is for a bucket: leave it out for a folder.")
@@ -316,7 +320,7 @@ def parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("publish", help="write one HTML file with interactive curves, and link it; or a site")
     command.add_argument("runs", nargs="*", metavar="RUN", help="none: the whole logbook as a static site")
-    command.add_argument("--to", required=True, metavar="s3://bucket/prefix|DIR", help="where it goes")
+    command.add_argument("--to", required=True, metavar="s3://bucket/prefix|DIR|FILE.html", help="where it goes")
     command.add_argument(
         "--signed", type=float, metavar="DAYS", help="of a site in a private bucket: sign its links for up to 7 days"
     )

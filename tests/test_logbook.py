@@ -177,6 +177,7 @@ def test_a_note_keeps_no_secret(door, tmp_path):
         (["build", "--check", "s3://bucket/runs"], "leave s3://… out"),
         (["publish", "run-ddp", "--to", "s3:///x"], "cannot name a bucket"),
         (["publish", "run-ddp", "--to", "/dev/null/x"], "cannot be written"),
+        (["publish", "--to", "/dev/null/x.html"], "give a folder or s3://…, or name the runs"),
     ],
 )
 def test_bad_input_is_one_sentence(door, capsys, arguments, said):
@@ -195,6 +196,29 @@ def test_publish_into_a_folder_links_the_report(door, tmp_path):
     assert "[Two ways](../reports/two-ways.html), 2 runs" in index
     assert "GitHub shows an HTML file as its source: download it" in index
     assert (logbook / "vit_ddp.md").read_text().count("[Two ways](../reports/two-ways.html)") == 2
+
+
+def test_a_report_outside_of_the_repository_is_one_file_that_no_page_names(door, tmp_path, tmp_path_factory, capsys):
+    file = tmp_path_factory.mktemp("elsewhere") / "report.html"
+    assert door("build") == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "logbook").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert door("publish", "run-ddp", "run-fsdp", "--to", file, "--title", "Two ways") == 0
+    assert capsys.readouterr().out == f"{file}\n" and "<title>Two ways</title>" in file.read_text()
+    assert {path: path.read_bytes() for path in (tmp_path / "logbook").rglob("*") if path.is_file()} == before
+    kept = tmp_path / "logbook" / "reports" / "old.json"
+    kept.parent.mkdir()
+    kept.write_text(json.dumps({"title": "Old", "runs": ["run-ddp"], "address": str(file), "uri": str(file)}))
+    door("keep", "run-ddp")
+    assert not any(str(file.parent) in page.read_text() for page in (tmp_path / "logbook").glob("*.md"))
+
+
+def test_a_file_s_name_is_the_report_s_also_under_a_base_address(door, tmp_path):
+    words = ("--to", tmp_path / "x" / "mine.html", "--title", "One")
+    assert door("publish", "run-ddp", *words) == 0 and (tmp_path / "x" / "mine.html").is_file()
+    assert "[One](../x/mine.html)" in (tmp_path / "logbook" / "vit_ddp.md").read_text()
+    assert door("publish", "run-ddp", *words, "--base", "https://pages.example/r") == 0
+    assert "[One](https://pages.example/r/mine.html)" in (tmp_path / "logbook" / "vit_ddp.md").read_text()
 
 
 def test_publish_to_s3_can_be_read_back_and_is_linked_without_a_signature(door, tmp_path, monkeypatch, capsys):

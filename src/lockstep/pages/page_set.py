@@ -11,7 +11,7 @@ from lockstep.pages.facts import RunFacts
 from lockstep.pages.index_page import GENERATED, ROWS_PER_PAGE, index_page, older_page
 from lockstep.pages.markdown import plain
 from lockstep.pages.notes import read_note, run_note_path
-from lockstep.pages.publish import HOW_TO_OPEN, is_shown_as_source, report_links, saved_reports
+from lockstep.pages.publish import HOW_TO_OPEN, is_shown_as_source, listed_reports, report_links
 from lockstep.pages.repeats import repeats_block
 from lockstep.pages.source import read_sources, write_if_changed
 
@@ -25,7 +25,7 @@ GIT_ATTRIBUTES = """\
 
 def load_entries(logbook: Path, now: str | None = None) -> list[Entry]:
     """Every run of the logbook, oldest first."""
-    links = report_links(saved_reports(logbook))
+    links = report_links(listed_reports(logbook))
     entries = []
     for source in read_sources(logbook):
         facts = RunFacts(source, now)
@@ -158,7 +158,7 @@ def links_block(logbook: Path, entries: Sequence[Entry]) -> str:
 
 
 def report_lines(logbook: Path) -> list[tuple[str, int]]:
-    return [(report.link, len(report.runs)) for report in saved_reports(logbook)]
+    return [(report.link, len(report.runs)) for report in listed_reports(logbook)]
 
 
 def remove_stale(logbook: Path, current: set[str]) -> list[Path]:

@@ -12,7 +12,7 @@ from lockstep.pages.comparison_page import labels_for
 from lockstep.pages.entry import Entry
 from lockstep.pages.html_report import report_html
 from lockstep.pages.json_values import as_text, items, mapping
-from lockstep.pages.markdown import code, plain
+from lockstep.pages.markdown import plain
 from lockstep.pages.names import free_name
 from lockstep.pages.source import write_if_changed
 from lockstep.runs.errors import UserError
@@ -34,7 +34,7 @@ class Report:
 
     Args:
         name: of its file.
-        address: where a browser finds it: https://…, or a path from the logbook.
+        address: where a browser finds it: https://…, a path from the logbook, or one of this machine.
         uri: where it was written: s3://…, or the same path.
     """
 
@@ -46,9 +46,7 @@ class Report:
 
     @property
     def link(self) -> str:
-        """Markdown; an address that no page can link to stands there as text."""
-        if self.address.startswith("/"):
-            return f"{plain(self.title)}: {code(self.address)}"
+        """Markdown."""
         return f"[{plain(self.title)}]({quote(redact_text(self.address), safe=':/%@?=&+,;~-._')})"
 
 
@@ -60,10 +58,10 @@ def publish_report(
     endpoint_url: str | None = None,
     base: str | None = None,
 ) -> Report:
-    """Write the report of these runs to a bucket or a folder and remember its link.
+    """Write the report of these runs to a bucket or a folder, and remember its link where others can follow it.
 
     Args:
-        to: s3://bucket/prefix, or a folder.
+        to: s3://bucket/prefix, or a folder; of a name that ends with .html that one file.
         base: the web address under which readers see that place.
     Raises:
         UserError, StoreError: the place cannot be written.
@@ -72,15 +70,23 @@ def publish_report(
     title = title or (" beside ".join(labels) if len(labels) <= 4 else f"{labels[0]} and {len(labels) - 1} more")
     name, title = free_name(logbook / "reports", title, [entry.run_id for entry in entries])
     page = report_html(title, entries, labels).encode()
+    place, file_name = os.path.split(to) if to.endswith(".html") else (to, f"{name}.html")
     if to.startswith("s3://"):
-        uri, address = put_report(page, f"{name}.html", to, endpoint_url)
+        uri, address = put_report(page, file_name, place, endpoint_url)
     else:
-        uri, address = write_report(page, f"{name}.html", Path(to), logbook)
+        uri, address = write_report(page, file_name, Path(place), logbook)
     if base:
-        address = f"{base.rstrip('/')}/{name}.html"
+        address = f"{base.rstrip('/')}/{file_name}"
     report = Report(name, title, tuple(entry.run_id for entry in entries), redact_text(address), uri)
-    save_report(logbook, report)
+    if is_for_others(to, base, logbook):
+        save_report(logbook, report)
     return report
+
+
+def is_for_others(to: str, base: str | None, logbook: Path) -> bool:
+    """Whether the report goes where others find it: of a path of this machine git shall keep nothing."""
+    inside = Path(to).resolve().is_relative_to(logbook.resolve().parent)
+    return bool(base) or to.startswith("s3://") or inside
 
 
 def put_report(page: bytes, file_name: str, to: str, endpoint_url: str | None) -> tuple[str, str]:
@@ -118,6 +124,11 @@ def saved_reports(logbook: Path) -> list[Report]:
             title = as_text(held.get("title")) or path.stem
             found.append(Report(path.stem, title, runs, address, as_text(held.get("uri"))))
     return found
+
+
+def listed_reports(logbook: Path) -> list[Report]:
+    """Without those of older versions that lie somewhere on the machine that wrote them."""
+    return [report for report in saved_reports(logbook) if not report.address.startswith("/")]
 
 
 def save_report(logbook: Path, report: Report) -> None:
