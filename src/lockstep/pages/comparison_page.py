@@ -69,7 +69,7 @@ def memory_words(entries: Sequence[Entry]) -> str:
 
 
 def started_with(entry: Entry, label: str) -> str:
-    command = code_block(entry.facts.record.command or "# the command is not in the record", "sh", 3000)
+    command = code_block(entry.facts.commands or "# the command is not in the record", "sh", 3000)
     return f"{plain(label)}, {entry.link}:\n\n{command}"
 
 

@@ -61,7 +61,7 @@ def run_section(entry: Entry, before: Entry | None) -> str:
             headline(entry),
             quote(entry.note.text) if entry.note.text else "",
             error_block(entry),
-            code_block(run.record.command or "# the command is not in the record", "sh", 3000),
+            code_block(run.commands or "# the command is not in the record", "sh", 3000),
             repeat_text(entry),
             table(("", ""), summary_rows(entry)),
             f"![Curves of {run.run_id}]({entry.curves_file})" if entry.has_curves else "",

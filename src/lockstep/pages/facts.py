@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from lockstep.pages.json_values import as_text, finite, first, is_pair, items, mapping, numbers, numeric_pair
@@ -24,6 +25,12 @@ def rising(seconds: list[float]) -> list[float]:
     return kept
 
 
+def commands_of(record: RunRecord) -> list[str]:
+    """What it was started with, and what it went on with where that is another command."""
+    given = [record.command, *(restart.command for restart in record.restarts)]
+    return [command for command, _ in groupby(filter(None, given))]
+
+
 class RunFacts:
     """One run of the logbook.
 
@@ -43,6 +50,11 @@ class RunFacts:
     @cached_property
     def date(self) -> str:
         return (self.record.started_at or "")[:16].replace("T", " ")
+
+    @cached_property
+    def commands(self) -> str:
+        """As a block of a shell."""
+        return "\n# then:\n".join(commands_of(self.record))
 
     @cached_property
     def experiment(self) -> str:

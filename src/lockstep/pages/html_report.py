@@ -83,7 +83,7 @@ def run_data(entry: Entry, label: str) -> Data:
         "run_id": run.run_id,
         "label": label,
         "headline": f.percent(accuracy) + part if accuracy is not None else run.status,
-        "command": clean(run.record.command),
+        "command": clean(run.commands),
         "curves": {name: pair for name in names if (pair := run.curve(name))[0]},
         "hardware": hardware_means(run),
         "confusion": {"names": run.confusion[0], "counts": run.confusion[1]} if run.confusion else None,

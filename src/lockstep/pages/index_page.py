@@ -111,9 +111,9 @@ def best_runs(entries: Sequence[Entry]) -> str:
     rows = [best_row(data, entry) for data, entry in sorted(best.items())]
     head = ("Data", "Run", "Model", "Strategy", "Test acc", "Val acc", "Time", "Cost", "Best checkpoint")
     commands = [
-        f"{plain(data)}, {entry.link}:\n\n{code_block(entry.facts.record.command, 'sh', 2000)}"
+        f"{plain(data)}, {entry.link}:\n\n{code_block(entry.facts.commands, 'sh', 2000)}"
         for data, entry in sorted(best.items())
-        if entry.facts.record.command
+        if entry.facts.commands
     ]
     return blocks(
         [

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.pages.facts import commands_of
 from lockstep.pages.markdown import blocks, code, code_block, plain, table
 from lockstep.runs.config import Config
 from lockstep.runs.old_configs import model_name
@@ -85,7 +86,7 @@ def record_rows(record: RunRecord) -> dict[str, str]:
     ]
     return {
         "Run": code(record.run_id),
-        "Command": code(redact_text(record.command or "")),
+        "Command": code(redact_text(", then ".join(commands_of(record))), 1000),
         "Commit": code(record.code.commit) + (" with uncommitted changes" if record.code.dirty else ""),
         "Trained on": plain(redact_text("; ".join(nodes))),
     }

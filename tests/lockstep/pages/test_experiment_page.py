@@ -3,10 +3,11 @@
 import pytest
 
 from example_runs import example_record
-from lockstep.pages.comparison_page import numbers_table
+from lockstep.pages.comparison_page import numbers_table, started_with
 from lockstep.pages.entry import Entry
 from lockstep.pages.experiment_page import run_section, summary_rows
 from lockstep.pages.facts import RunFacts
+from lockstep.pages.index_page import best_runs
 from lockstep.pages.measured import measured_values
 from lockstep.pages.run_details import hardware_block, restarts_block
 
@@ -59,6 +60,16 @@ def test_a_resumed_run_s_hardware_is_that_of_all_its_starts():
     assert [s["max"] for _, _, s in twice.facts.device_stats] == [20, 2.5] and twice.facts.peak_memory_gib == 2.5
     assert "| `rank0/memory_gib` | – | 2 | – | 2.5 |" in hardware_block(twice)
     assert "| 10 | – | – | `python src/train.py resume=run-1` |" in restarts_block(twice)
+
+
+def test_a_run_that_went_on_with_another_command_says_both():
+    first, later = "python src/train.py trainer.max_epochs=60", "python src/train.py resume=run-1 trainer.max_epochs=10"
+    restarts = [{"at": "2026-11-20T20:20:00Z", "command": command} for command in (first, None, later, later)]
+    entry = entry_of(command=first, restarts=restarts)
+    block = f"```sh\n{first}\n# then:\n{later}\n```\n"
+    assert block in run_section(entry, None)
+    assert block in best_runs([entry]) and block in started_with(entry, "a")
+    assert entry_of(command=first).facts.commands == first
 
 
 def test_a_restart_on_other_ranks_says_on_how_many():
