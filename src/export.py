@@ -15,6 +15,7 @@ if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts 
 
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,10 +52,10 @@ def chosen_formats(text: str) -> list[str]:
         raise UserError(f"formats={text}: there is no {unknown[0]}, but {', '.join(FORMATS)}.")
     for name in formats or FORMATS:
         if missing := missing_packages(name):
-            needs = f"formats={name} needs {', '.join(missing)}: .venv/bin/pip install {' '.join(missing)}"
+            needs = f"needs {', '.join(missing)}: .venv/bin/pip install {' '.join(missing)}"
             if formats:
-                raise UserError(f"{needs}.")
-            log.info(f"{needs}")
+                raise UserError(f"formats={name} {needs}.")
+            log.info(f"{name} left out, it {needs}")
     return formats or [name for name in FORMATS if not missing_packages(name)]
 
 
@@ -106,13 +107,14 @@ def export_safetensors(model: Any, out: Path) -> Any:
     state = {name: value.detach().clone().contiguous() for name, value in net.state_dict().items()}
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(timm_config(model), indent=2) + "\n")
+    shutil.copymode(out / "config.json", out / "model.safetensors")  # safetensors writes for its owner alone
     again = copy.deepcopy(net)
     again.load_state_dict(load_file(out / "model.safetensors"))
     return again
 
 
 def timm_config(model: Any) -> dict[str, Any]:
-    """config.json as timm writes it for the hub."""
+    """config.json as timm writes it for the hub; of a net of our own the model's arguments in place of timm's."""
     facts, framing = model.facts, model.framing
     backbone = timm_backbone(model)
     size = [facts["channels"], facts["image_size"], facts["image_size"]]
@@ -134,7 +136,19 @@ def timm_config(model: Any) -> dict[str, Any]:
         for key in ("first_conv", "classifier"):
             config["pretrained_cfg"][key] = backbone.pretrained_cfg.get(key)
         config["model_args"] = {"img_size": facts["image_size"], "in_chans": facts["channels"], **arguments}
+    else:
+        config["model"] = model_arguments(model)
     return config
+
+
+def model_arguments(model: Any) -> dict[str, Any]:
+    """Class and arguments that the net was built with. For a reader: nothing here builds what a file names."""
+    from lockstep.config.instantiate import options_of, resolve_target
+
+    own = {key: value for key, value in model.config["model"].items() if key not in ("freeze", "weights", "pretrained")}
+    taken, _ = options_of(resolve_target(own["_target_"], "model._target_"))
+    said = {key: model.facts[key] for key in ("num_classes", "image_size", "channels") if key in taken}
+    return {**said, **own}
 
 
 def export_pt2(model: Any, out: Path) -> Any:

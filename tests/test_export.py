@@ -1,6 +1,7 @@
 """export.py: what is given away says what the net says, and others' tools take it."""
 
 import json
+import re
 from importlib.util import find_spec
 
 import pytest
@@ -82,6 +83,32 @@ def test_onnx_takes_any_batch(exported, answers):
     torch.testing.assert_close(torch.from_numpy(logits), wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_a_net_of_our_own_is_built_again_as_the_card_says(tmp_path, monkeypatch):
+    words = ["model=small_cnn", "model.dropout=0.125", "data=synthetic", "data.num_images=300",
+             "data.num_test_images=100", "data.image_size=12", "data.global_batch_size=50", "trainer=cpu",
+             "trainer.max_epochs=1"]  # fmt: skip
+    done = run_door("train", *words, logs=tmp_path / "logs")
+    assert done.code == 0, done.output
+    out = tmp_path / "out"
+    run_id = done.record["run_id"]
+    assert main([f"ckpt_path={run_id}", f"log_dir={done.logs}", f"out={out}", "formats=safetensors,pt2"]) == 0
+    assert json.loads((out / "config.json").read_text())["model"] == {
+        "_target_": "models.small_cnn.SmallCNN", "num_classes": 10, "image_size": 12, "channels": 3, "dropout": 0.125,
+        "head_dropout": 0.5,
+    }  # fmt: skip
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1
+    model = load_finished(run_id, done.logs)
+    images = example_images(model.facts, 5)
+    examples = re.findall("```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)
+    assert len(examples) == 2
+    monkeypatch.chdir(out)
+    for example in examples:
+        found = {}
+        exec(example, found)
+        with torch.inference_mode():
+            torch.testing.assert_close(found["net"](images), model.net(images), rtol=1e-4, atol=1e-5)
+
+
 def test_the_hub_s_tools_read_the_card(exported, vit):
     from huggingface_hub import ModelCard
 
@@ -93,7 +120,8 @@ def test_the_hub_s_tools_read_the_card(exported, vit):
     text = card.text
     for fact in (vit.record["run_id"], vit.record["data_hash"][:16], vit.record["best_checkpoint"]["sha256"], "Commit"):
         assert fact in text
-    assert "timm.create_model(" in text
+    assert "timm.create_model(" in text and 'torch.export.load("model.pt2")' in text
+    assert ('InferenceSession("model.onnx")' in text) == HAS_ONNX
 
 
 def test_an_export_that_differs_is_not_good(vit, tmp_path, monkeypatch, capsys):
@@ -110,7 +138,7 @@ def test_missing_packages_are_named_with_what_works_here(monkeypatch, caplog):
         chosen_formats("safetensors,onnx,pt2")
     caplog.set_level("INFO")
     assert chosen_formats("") == ["safetensors", "pt2"], "without a word: what can be made here"
-    assert caplog.messages == ["formats=onnx needs no_such_package: .venv/bin/pip install no_such_package"]
+    assert caplog.messages == ["onnx left out, it needs no_such_package: .venv/bin/pip install no_such_package"]
     with pytest.raises(UserError, match="there is no tflite, but safetensors, onnx, pt2"):
         chosen_formats("tflite")
 

@@ -1,7 +1,7 @@
 """The README.md of an exported model: metadata that the hub's tools read, and what a reader must know."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from lockstep.pages.facts import commands_of
@@ -66,7 +66,7 @@ def body(model: Any, timm_config: Config, compared: dict[str, float]) -> str:
         rows["Test"] = "the run's test took the mean over an image and its mirror image; the exported net does not"
     title = f"# {plain(model_name(config))} on {plain(config['data']['name'])}"
     shown = [(name, value) for name, value in rows.items() if value]
-    return blocks([title, table(("", ""), shown), timm_example(timm_config)])
+    return blocks([title, table(("", ""), shown), *loading(timm_config, compared)])
 
 
 def tested(model: Any) -> dict[str, float]:
@@ -96,11 +96,36 @@ def one_machine(node: Node) -> str:
     return ", ".join(gpu.name or "GPU" for gpu in node.gpus) or f"{node.cpu or 'CPU'}, {node.cores} cores"
 
 
-def timm_example(timm_config: Config) -> str:
-    """How to load the weights; empty for a net that timm does not know."""
-    if "model_args" not in timm_config:
-        return ""
-    arguments = {"num_classes": timm_config["num_classes"], **timm_config["model_args"]}
-    given = ", ".join(f"{key}={json.dumps(v) if isinstance(v, str) else repr(v)}" for key, v in arguments.items())
-    call = f'timm.create_model("{timm_config["architecture"]}", checkpoint_path="model.safetensors", {given})'
-    return code_block(f"import timm\n\nnet = {call}.eval()", "python")
+def loading(config: Config, formats: Iterable[str]) -> Iterator[str]:
+    """How each file becomes a net again."""
+    ways = {
+        "safetensors": timm_example(config) if "model_args" in config else own_example(config),
+        "pt2": 'import torch\n\nnet = torch.export.load("model.pt2").module()',
+        "onnx": 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("model.onnx")\n'
+        'logits = session.run(["logits"], {"images": images})[0]',
+    }
+    yield "`images`, float32 (batch, channels, height, width) prepared as *Input* says, give `logits` (batch, classes)."
+    for name in formats:
+        yield code_block(ways[name], "python")
+
+
+def timm_example(config: Config) -> str:
+    given = arguments({"num_classes": config["num_classes"], **config["model_args"]})
+    call = f'timm.create_model("{config["architecture"]}", checkpoint_path="model.safetensors", {given})'
+    return f"import timm\n\nnet = {call}.eval()"
+
+
+def own_example(config: Config) -> str:
+    module, _, name = config["model"]["_target_"].rpartition(".")
+    given = arguments({key: value for key, value in config["model"].items() if key != "_target_"})
+    origin = f"from {module} import {name}  # in src/ of that commit"
+    return (
+        f"from safetensors.torch import load_file\n\n{origin}\n\n"
+        f'net = {name}({given})\nnet.load_state_dict(load_file("model.safetensors"))\nnet.eval()'
+    )
+
+
+def arguments(given: Config) -> str:
+    return ", ".join(
+        f"{key}={json.dumps(value) if isinstance(value, str) else repr(value)}" for key, value in given.items()
+    )
