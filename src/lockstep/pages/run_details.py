@@ -65,7 +65,7 @@ def checkpoint_text(entry: Entry) -> str:
     parts = [
         code(place),
         f.megabytes(best.bytes) if best.bytes is not None else "",
-        f"epoch {best.epoch}" if best.epoch is not None else "",
+        f"epoch {best.epoch + 1}" if best.epoch is not None else "",
         f"step {best.step}" if best.step is not None else "",
         f"sha256 {code(best.sha256, 80)}" if best.sha256 else "",
         f"**not uploaded**: {plain(error, 200)}" if error else "",

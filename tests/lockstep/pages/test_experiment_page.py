@@ -72,6 +72,13 @@ def test_a_run_that_went_on_with_another_command_says_both():
     assert entry_of(command=first).facts.commands == first
 
 
+def test_the_best_checkpoint_s_epoch_counts_from_one_as_on_the_terminal():
+    best = {"path": "checkpoints/best.ckpt", "epoch": 0, "step": 175, "s3_uri": "s3://b/best.ckpt"}
+    assert (
+        summary(entry_of(best_checkpoint=best, upload={}))["Best checkpoint"] == "`s3://b/best.ckpt`, epoch 1, step 175"
+    )
+
+
 def test_a_restart_on_other_ranks_says_on_how_many():
     at = "2026-11-20T20:20:00Z"
     same = {"at": at, "resumed_step": 10, "previous_world_size": 2, "world_size": 2, "num_nodes": 1}

@@ -49,7 +49,8 @@ function onAxis(run, steps) {
   if (state.axis === "step") return steps;
   const column = own(run.curves, state.axis === "time" ? "time_s" : "epoch");
   if (!column) return null;
-  return steps.map(step => interpolate(step, column[0], column[1]));
+  const first = state.axis === "epoch" ? 1 : 0; // the column counts from 0
+  return steps.map(step => interpolate(step, column[0], column[1]) + first);
 }
 function rising(x, y) { // a join needs unique, rising places
   const keep = x.map((value, i) => i === x.length - 1 || x[i + 1] > value);
