@@ -2,7 +2,8 @@
 
     python src/predict.py ckpt_path=<run_id | FILE | s3://…> images=DIR [out=predictions.csv] [top=1] [batch=64]
 
-The contact sheet, the first images with what they were taken for, lies beside the CSV as a PNG.
+The contact sheet, the first images with what they were taken for, lies beside the CSV as a PNG; there what is below
+50 % is red.
 """
 
 if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
@@ -29,6 +30,7 @@ OPTIONS: dict[str, str | None] = {
 }  # fmt: skip
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
 SHEET_COLUMNS, SHEET_IMAGES, TILE = 6, 48, 128
+UNSURE = 0.5  # below it a caption is red
 
 
 def image_files(folder: Path) -> list[Path]:
@@ -110,7 +112,7 @@ def write_contact_sheet(path: Path, files: list[Path], found: list[list[tuple[st
         picture = picture.resize((TILE, TILE), Image.Resampling.NEAREST if small else Image.Resampling.BILINEAR)
         sheet.paste(picture, (x, y))
         label, share = printable(classes[0][0][:16]), classes[0][1]
-        draw.text((x, y + TILE + 2), f"{label} {share:.0%}", fill="black" if share >= 0.5 else "#c22745")
+        draw.text((x, y + TILE + 2), f"{label} {share:.0%}", fill="black" if share >= UNSURE else "#c22745")
         draw.text((x, y + TILE + 16), printable(file.name[:20]), fill="#777777")
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path)
@@ -129,7 +131,9 @@ def predict(argv: list[str]) -> None:
     found = classify(model, files, top, batch)
     write_csv(out, folder, files, found)
     write_contact_sheet(out.with_suffix(".png"), files, found)
-    log.info(f"{len(files)} images · {out} · {out.with_suffix('.png')}")
+    red = sum(classes[0][1] < UNSURE for classes in found[:SHEET_IMAGES])
+    words = [f"{red} captions in red: below {UNSURE:.0%}"] if red else []
+    log.info(" · ".join([f"{len(files)} images", str(out), str(out.with_suffix(".png")), *words]))
 
 
 def main(argv: list[str]) -> int:

@@ -37,6 +37,8 @@ def test_as_many_test_images_are_right_as_in_the_run(trained, tmp_path, capsys):
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
     right = sum(row["file"].removesuffix(".png").split("_")[-1] == row["class"] for row in rows)
+    unsure = sum(float(row["probability"]) < 0.5 for row in rows[:48])
+    assert unsure and said.endswith(f"p.png · {unsure} captions in red: below 50%\n")
     assert len(rows) == 360 and right == done.record["metrics"]["test/correct"]
     assert list(rows[0]) == ["file", "class", "probability", "class_2", "probability_2", "class_3", "probability_3"]
     first, second = float(rows[0]["probability"]), float(rows[0]["probability_2"])
