@@ -66,7 +66,7 @@ def test_the_folds_of_a_sweep_are_averaged_at_its_end_and_on_its_page(tmp_path):
     assert [record["num_val"] for record in records] == [479] * 3 and {r["num_train"] for r in records} == {958}
     values = [record["metrics"]["test/acc"] for record in records]
     said = next(line for line in done.output.splitlines() if "test/acc" in line and "±" in line)
-    assert f"test/acc {sum(values) / 3:.6g} ± " in said and "3 jobs" in said
+    assert f"test/acc {sum(values) / 3:.2%} ± " in said and "3 jobs" in said
     page = (tmp_path / "logbook" / "kfold.md").read_text().replace("\N{NO-BREAK SPACE}", " ")
     best = sum(record["metrics"]["val/acc_best"] for record in records) / 3
     assert f"| kfold | 3 | 0, 1, 2 of 3 | 42 | {100 * best:.2f} ±" in page

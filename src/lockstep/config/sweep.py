@@ -29,6 +29,7 @@ from lockstep.runs.errors import EXIT_INTERRUPTED
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import read_record
 from lockstep.runs.repeats import REPEATED, spread
+from lockstep.runs.scores import as_read
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ def ranking(jobs: list[Job], name: str, metric: str, *, minimize: bool) -> list[
     others = [job for job in jobs if not math.isfinite(job.value)]
 
     def line(job: Job) -> str:
-        result = f"{job.value:<12.6g}" if math.isfinite(job.value) else f"exit code {job.code:<2}"
+        result = f"{as_read(metric, job.value):<12}" if math.isfinite(job.value) else f"exit code {job.code:<2}"
         words = " ".join(word for word in job.overrides if word not in common)
         return f"  {result}  {words}  {name}_{job.number}"
 
@@ -181,7 +182,11 @@ def means(jobs: list[Job], metric: str) -> list[str]:
     lines = []
     for words, group in groups.items():
         found = [(metric, *spread([job.value for job in group])), ("test/acc", *spread([job.tested for job in group]))]
-        shown = [f"{name} {mean:.6g} ± {deviation:.2g}" for name, mean, deviation in found if math.isfinite(mean)]
+        shown = [
+            f"{name} {as_read(name, mean)} ± {as_read(name, deviation)}"
+            for name, mean, deviation in found
+            if math.isfinite(mean)
+        ]
         if shown:
             parts = [*shown, f"{len(group)} jobs", " ".join(word for word in words if word not in common)]
             lines.append("  " + " · ".join(filter(None, parts)))

@@ -32,6 +32,7 @@ from lockstep.runs.foreign_files import read_yaml
 from lockstep.runs.full_disk import NoRoom, no_room
 from lockstep.runs.record import RunRecord, read_record
 from lockstep.runs.redact import redact_text
+from lockstep.runs.scores import as_read
 
 log = logging.getLogger(__name__)
 
@@ -205,12 +206,8 @@ def chosen_metrics(folder: RunFolder) -> list[str]:
 
 def _result(record: RunRecord, chosen: list[str], pages: list[Path]) -> str:
     shown = {name: record.metrics.get(name) for name in (f"{record.monitor}_best", "test/acc", *chosen)}
-    words = [f"{name} {_as_read(name, value)}" for name, value in shown.items() if isinstance(value, float)]
+    words = [f"{name} {as_read(name, value)}" for name, value in shown.items() if isinstance(value, float)]
     images, there = record.metrics.get("test/images"), record.num_test
     if isinstance(images, float) and there is not None and images < there:
         words.append(f"on {images:.0f} of {there} test images")
     return " · ".join(["finished", *words, *map(os.path.relpath, pages)])
-
-
-def _as_read(name: str, value: float) -> str:
-    return f"{value:.2%}" if name.startswith(("val/acc", "test/acc")) else f"{value:.4g}"

@@ -29,6 +29,11 @@ class ClassScores:
     f1: float | None
 
 
+def as_read(name: str, value: float) -> str:
+    """A metric as the terminal shows it: accuracies in percent."""
+    return f"{value:.2%}" if name.startswith(("val/acc", "test/acc")) else f"{value:.4g}"
+
+
 def class_scores(confusion: Sequence[Sequence[int]]) -> list[ClassScores]:
     """
     Args:
