@@ -6,6 +6,7 @@ from typing import Any
 
 from lockstep.pages import formats as f
 from lockstep.pages.entry import Entry
+from lockstep.pages.facts import RunFacts
 from lockstep.pages.index_page import checkpoint_place
 from lockstep.pages.json_values import mapping
 from lockstep.pages.markdown import blocks, code, code_block, details, plain, table
@@ -41,12 +42,32 @@ def folded_if_long(title: str, head: tuple[str, ...], rows: list[list[str]], non
     return details(f"{title}: {len(rows)} keys", body) if len(rows) > FOLDED_FROM else f"**{title}**\n\n{body}"
 
 
+def typed_keys(run: RunFacts) -> list[str]:
+    """Of what differs from the defaults, what was typed, in that order: the keys, and the options of groups."""
+    found: dict[str, None] = {}
+    for word in run.record.overrides:
+        key = word.partition("=")[0].lstrip("+~").partition("@")[0]
+        if f"choices.{key}" in run.config:
+            found[f"choices.{key}"] = None
+        else:
+            found.update(dict.fromkeys(name for name in run.config if f"{name}.".startswith(f"{key}.")))
+    return [key for key in found if key in (run.changed or {})]
+
+
+def defaults_block(changed: Mapping[str, Sequence[Any]], typed: Sequence[str]) -> str:
+    head = ("key", "default", "here")
+    rest = change_rows({key: pair for key, pair in changed.items() if key not in typed})
+    if not typed:
+        return folded_if_long("Differs from the defaults", head, rest, "All settings: defaults.")
+    shown = table(head, change_rows({key: changed[key] for key in typed}))
+    folded = details(f"Came along with these: {len(rest)} key{'s' * (len(rest) != 1)}", table(head, rest))
+    return blocks([f"**Differs from the defaults, as typed**\n\n{shown}", folded])
+
+
 def changes_block(entry: Entry, before: Entry | None) -> str:
     run = entry.facts
     if run.changed is not None:
-        defaults = folded_if_long(
-            "Differs from the defaults", ("key", "default", "here"), change_rows(run.changed), "All settings: defaults."
-        )
+        defaults = defaults_block(run.changed, typed_keys(run))
     else:
         typed = [[code(text, 160)] for text in run.record.overrides[:MAX_ROWS]]
         defaults = folded_if_long("Overrides", ("given on the command line",), typed, "")

@@ -1,5 +1,7 @@
 """What a run's section says of each kind of run."""
 
+import re
+
 import pytest
 
 from example_runs import example_record
@@ -9,7 +11,7 @@ from lockstep.pages.experiment_page import run_section, summary_rows
 from lockstep.pages.facts import RunFacts
 from lockstep.pages.index_page import best_runs
 from lockstep.pages.measured import measured_values
-from lockstep.pages.run_details import hardware_block, restarts_block
+from lockstep.pages.run_details import changes_block, hardware_block, restarts_block
 
 
 def entry_of(samples=None, reports=(), **changes) -> Entry:
@@ -77,6 +79,22 @@ def test_the_best_checkpoint_s_epoch_counts_from_one_as_on_the_terminal():
     assert (
         summary(entry_of(best_checkpoint=best, upload={}))["Best checkpoint"] == "`s3://b/best.ckpt`, epoch 1, step 175"
     )
+
+
+def test_what_was_typed_stands_before_what_came_along_with_it():
+    entry = entry_of(
+        overrides=["trainer=ddp", "+optimizer.betas=[0.8,0.9]", "experiment=vit", "run_id=x", "seed=42", "model.head=3"]
+    )
+    changed = {"choices.experiment": [None, "vit"], "choices.trainer": ["cpu", "ddp"], "model.head.width": [1, 3],
+               "model.headless": [False, True], "optimizer.betas": [None, [0.8, 0.9]], "trainer.num": [1, 2]}  # fmt: skip
+    entry.facts.source["changed"] = changed
+    entry.facts.source["config"] = {key: pair[1] for key, pair in changed.items()} | {"seed": 42}
+    typed, came = changes_block(entry, None).split("<details><summary>")
+    assert re.findall(r"^\| `([\w.]+)`", typed, re.MULTILINE) == [
+        "choices.trainer", "optimizer.betas", "choices.experiment", "model.head.width"
+    ]  # fmt: skip
+    assert came.startswith("Came along with these: 2 keys</summary>")
+    assert re.findall(r"^\| `([\w.]+)`", came, re.MULTILINE) == ["model.headless", "trainer.num"]
 
 
 def test_a_restart_on_other_ranks_says_on_how_many():
