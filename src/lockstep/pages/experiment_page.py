@@ -122,7 +122,7 @@ def summary_rows(entry: Entry) -> list[list[str]]:
         "Model": model_text(entry),
         "Data": data_text(entry),
         "Strategy": strategy_text(entry),
-        "Global batch": plain(run.batch_formula),
+        "Global batch": batch_text(entry),
         "Swarm": swarm_text(entry),
         "Largest batch": largest_batch_text(entry),
         "Throughput": throughput_text(entry),
@@ -222,6 +222,14 @@ def strategy_text(entry: Entry) -> str:
         f"precision {plain(run.record.precision)}" if run.record.precision else "",
         f"seed {run.record.seed}" if run.record.seed is not None else "",
     )
+
+
+def batch_text(entry: Entry) -> str:
+    """With what no whole batch holds, where epochs are whole."""
+    run, left_out = entry.facts, entry.facts.record.left_out_per_epoch
+    is_whole = run.config.get("trainer.limit_train_batches", 1.0) in (1.0, None) and not run.is_peer
+    said = f"; each epoch leaves out {unit(left_out, ' images', f.whole)} that fill no batch, others each time"
+    return plain(run.batch_formula) + (said if left_out and is_whole else "")
 
 
 def swarm_text(entry: Entry) -> str:

@@ -81,12 +81,27 @@ def test_the_best_checkpoint_s_epoch_counts_from_one_as_on_the_terminal():
     )
 
 
+def test_images_that_fill_no_batch_are_said_to_be_left_out():
+    said = "; each epoch leaves out 25 images that fill no batch, others each time"
+    entry = entry_of(left_out_per_epoch=25)
+    assert summary(entry)["Global batch"] == f"256 = 64 per device × 2 devices × 2 accumulated{said}"
+    short = entry_of(left_out_per_epoch=25)
+    short.facts.source["config"] = {"trainer.limit_train_batches": 0.2}
+    for other in (
+        entry_of(left_out_per_epoch=0),
+        entry_of(),
+        entry_of(left_out_per_epoch=25, trainer="hivemind"),
+        short,
+    ):
+        assert "leaves out" not in summary(other)["Global batch"]
+
+
 def test_what_was_typed_stands_before_what_came_along_with_it():
     entry = entry_of(
         overrides=["trainer=ddp", "+optimizer.betas=[0.8,0.9]", "experiment=vit", "run_id=x", "seed=42", "model.head=3"]
     )
     changed = {"choices.experiment": [None, "vit"], "choices.trainer": ["cpu", "ddp"], "model.head.width": [1, 3],
-               "model.headless": [False, True], "optimizer.betas": [None, [0.8, 0.9]], "trainer.num": [1, 2]}  # fmt: skip
+               "model.headless": [False, True], "optimizer.betas": [None, [0.8, 0.9]], "trainer.n": [1, 2]}  # fmt: skip
     entry.facts.source["changed"] = changed
     entry.facts.source["config"] = {key: pair[1] for key, pair in changed.items()} | {"seed": 42}
     typed, came = changes_block(entry, None).split("<details><summary>")
@@ -94,7 +109,7 @@ def test_what_was_typed_stands_before_what_came_along_with_it():
         "choices.trainer", "optimizer.betas", "choices.experiment", "model.head.width"
     ]  # fmt: skip
     assert came.startswith("Came along with these: 2 keys</summary>")
-    assert re.findall(r"^\| `([\w.]+)`", came, re.MULTILINE) == ["model.headless", "trainer.num"]
+    assert re.findall(r"^\| `([\w.]+)`", came, re.MULTILINE) == ["model.headless", "trainer.n"]
 
 
 def test_a_restart_on_other_ranks_says_on_how_many():
