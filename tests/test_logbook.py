@@ -121,6 +121,8 @@ def test_build_check_changes_nothing_and_says_what_is_old(door, tmp_path, capsys
 
 def test_compare_prints_both_runs_and_leaves_the_logbook_as_it_is(door, tmp_path, capsys):
     door("note", "run-ddp", "--name", "the good one")
+    shutil.rmtree(tmp_path / "logs/train/runs/run-ddp")
+    write_run(tmp_path / "logs/train/runs", "run-ddp", updated_at="2099-01-01T00:00:00Z")  # newer than the logbook's
     write_run(tmp_path / "logs/train/runs", "run-late", epochs=24, config=example_config(seed=7), fit_seconds=862.4)
     before = {path: path.read_bytes() for path in (tmp_path / "logbook").rglob("*") if path.is_file()}
     capsys.readouterr()
@@ -213,11 +215,12 @@ def test_a_report_outside_of_the_repository_is_one_file_that_no_page_names(door,
     assert not any(str(file.parent) in page.read_text() for page in (tmp_path / "logbook").glob("*.md"))
 
 
-def test_a_file_s_name_is_the_report_s_also_under_a_base_address(door, tmp_path):
+def test_a_file_s_name_is_the_report_s_also_under_a_base_address(door, tmp_path, tmp_path_factory):
     words = ("--to", tmp_path / "x" / "mine.html", "--title", "One")
     assert door("publish", "run-ddp", *words) == 0 and (tmp_path / "x" / "mine.html").is_file()
     assert "[One](../x/mine.html)" in (tmp_path / "logbook" / "vit_ddp.md").read_text()
-    assert door("publish", "run-ddp", *words, "--base", "https://pages.example/r") == 0
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "mine.html"
+    assert door("publish", "run-ddp", "--to", elsewhere, *words[2:], "--base", "https://pages.example/r") == 0
     assert "[One](https://pages.example/r/mine.html)" in (tmp_path / "logbook" / "vit_ddp.md").read_text()
 
 
