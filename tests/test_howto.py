@@ -47,7 +47,7 @@ def test_a_model_a_data_set_an_augmentation_a_loss_a_metric_a_callback_and_a_rec
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_after_a_quickstart(copy):
+def test_the_notebook_runs_after_a_quickstart_and_leaves_nothing_where_it_is(copy, tmp_path):
     words = ["src/train.py", "experiment=quickstart", "trainer.max_epochs=1", "run_id=quickstart", "logbook=keep"]
     subprocess.run([sys.executable, *words], cwd=copy, check=True, capture_output=True, timeout=100)
     cells = json.loads((REPOSITORY / "docs" / "notebook.ipynb").read_text())["cells"]
@@ -56,7 +56,10 @@ def test_the_notebook_runs_after_a_quickstart(copy):
     code += "\nprint(*map(tuple, (images.shape, labels.shape, logits.shape)), len(model.facts['class_names']))"
     code += "\nprint(metrics.num_rows, metrics['step'].to_pylist(), query('1')[0]['run_id'])"
     path = {"PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=copy, env=path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=path, capture_output=True, text=True, timeout=100
+    )
+    assert not any(tmp_path.iterdir())
     assert done.stdout == "(64, 1, 8, 8) (64,) (64, 10) 10\n1 [20] quickstart\n", done.stdout + done.stderr
 
 

@@ -26,7 +26,9 @@ def check_root(config: Config) -> None:
     data = config["data"]
     root, reader = str(data.get("root") or ""), str(data.get("_target_")).rpartition(".")[0]
     if root and "://" not in root and reader in READERS and not Path(root).exists():
-        raise UserError(f"data.root={root} does not exist: give a folder or file of this machine, or s3://bucket/prefix.")
+        raise UserError(
+            f"data.root={root} does not exist: give a folder or file of this machine, or s3://bucket/prefix."
+        )
 
 
 def check_validation(config: Config) -> None:
