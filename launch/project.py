@@ -31,8 +31,8 @@ LEFT = (
     "docs/assignment.md", "launch/release.py", "src/assignment.py",
 )  # fmt: skip
 LEFT_TARGETS = (
-    "assignment", "new", "test-all", "test-beside", "test-alone", "test-nullgpu", "site", "$(VENV)/site/.installed", "audit",
-    "parity", "bench", "soak", "release",
+    "assignment", "new", "test-all", "test-beside", "test-alone", "test-nullgpu", "site", "$(VENV)/site/.installed",
+    "audit", "parity", "bench", "soak", "release",
 )  # fmt: skip
 MACHINERY = ("src/lockstep", "src/hydra_plugins", "launch", "nullgpu")
 TRAILER, SOURCE = "Lockstep-template", "Lockstep-from"
