@@ -18,7 +18,7 @@ assignment: install  ## ViT on CIFAR-10 by DDP and FSDP, on GPUs, handed in: S3=
 	  $(if $(MASTER),--master $(MASTER)) $(if $(PORT),--port $(PORT)) $(if $(ENDPOINT),--endpoint-url $(ENDPOINT)) \
 	  $(if $(STRATEGIES),--strategies $(STRATEGIES)) $(if $(NAME),--name $(NAME)) -- $(ARGS)
 
-test: install-dev  ## the tests of every room, in some minutes; needs no network, no GPU
+test: install-dev  ## the tests of every folder, in some minutes; needs no network, no GPU
 	$(PY) -m pytest $(SIDE_BY_SIDE)
 SIDE_BY_SIDE := -n 3 --dist worksteal
 
@@ -63,10 +63,15 @@ $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 	@touch $@
 
 check: install-dev  ## format, lint, types, the source of every figure: what CI runs beside the tests
-	$(VENV)/bin/ruff format --check src tests benchmarks nullgpu launch
-	$(VENV)/bin/ruff check src tests benchmarks nullgpu launch
+	@{ $(VENV)/bin/ruff format --check src tests benchmarks nullgpu launch && \
+	  $(VENV)/bin/ruff check src tests benchmarks nullgpu launch; } || \
+	  { echo "make format mends the format, and of lint what ruff can."; exit 1; }
 	$(VENV)/bin/mypy
 	$(if $(wildcard docs/check_figures.py),$(PY) docs/check_figures.py)
+
+format: install-dev  ## mend the format, and of lint what ruff can
+	$(VENV)/bin/ruff check --fix-only src tests benchmarks nullgpu launch
+	$(VENV)/bin/ruff format src tests benchmarks nullgpu launch
 
 docs: install  ## write docs/options.md from the comments in configs/, docs/run.schema.json from the record
 	$(PY) docs/make_options.py

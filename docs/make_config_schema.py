@@ -19,6 +19,7 @@ from lockstep.config.help import groups, keys  # noqa: E402
 from lockstep.config.signatures import signature_of  # noqa: E402
 
 WORD = {"type": "string", "pattern": r"^(auto|max|\$\{.*)$"}  # stands where a number or a truth value may
+SILENT: dict[str, Any] = {}  # of a parameter that a yaml leaves to its class: told by identity, as a list's is {} too
 DRAFT = "https://json-schema.org/draft-07/schema"
 SKIPPED = ("debug", "experiment", "hydra", "paths")
 
@@ -38,7 +39,7 @@ def _of_value(value: Any, place: str, comments: dict[str, str], is_open: bool) -
     if not isinstance(value, dict):
         return schema
     found = signature_of(str(value["_target_"])) if "_target_" in value else None
-    properties: dict[str, Any] = {name: {} for name in (found.names if found else ())}
+    properties: dict[str, Any] = {name: SILENT for name in (found.names if found else ())}
     for name, inner in value.items():
         properties[name] = _of_value(inner, f"{place}.{name}".lstrip("."), comments, False)
     closed = "_target_" in value and found is not None and not found.any_name
@@ -55,6 +56,8 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def _either(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    if one is SILENT or other is SILENT:
+        return other if one is SILENT else one
     described = {key: schema["description"] for schema in (other, one) for key in schema if key == "description"}
     rest, others = ({key: value for key, value in schema.items() if key != "description"} for schema in (one, other))
     if rest == others:

@@ -28,11 +28,11 @@ TAKEN = (
 )  # fmt: skip
 LEFT = (
     OWN_FILES, "docs/assets", "docs/pictures", "docs/make_pictures.py", "docs/check_figures.py", "docs/site_hooks.py",
-    "launch/release.py",
+    "docs/assignment.md", "launch/release.py", "src/assignment.py",
 )  # fmt: skip
 LEFT_TARGETS = (
-    "new", "test-all", "test-beside", "test-alone", "test-nullgpu", "site", "$(VENV)/site/.installed", "audit",
-    "parity", "bench", "soak", "release",
+    "assignment", "new", "test-all", "test-beside", "test-alone", "test-nullgpu", "site", "$(VENV)/site/.installed",
+    "audit", "parity", "bench", "soak", "release",
 )  # fmt: skip
 MACHINERY = ("src/lockstep", "src/hydra_plugins", "launch", "nullgpu")
 TRAILER, SOURCE = "Lockstep-template", "Lockstep-from"

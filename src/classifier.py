@@ -14,6 +14,7 @@ from torchmetrics import Metric
 
 from lockstep.runs.hooks import TakesNamedParameters
 from lockstep.runs.scores import BINS, ExactCounts, summary
+from lockstep.training.checks import check_logits
 from lockstep.training.losses import losses_of_images, probabilities_of
 from lockstep.training.parameter_groups import GroupRules, parameter_groups
 
@@ -100,6 +101,7 @@ class ImageClassifier(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, targets = batch
         logits = self.net(images)
+        check_logits(logits, self.num_classes)
         loss = self.loss(logits, targets).mean()
         own = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))  # 16 bits would lose what is added
         self.loss_sum = own if self.loss_sum is None else self.loss_sum + own

@@ -98,13 +98,13 @@ def find_checkpoint(words: list[str]) -> Checkpoint:
     Raises:
         UserError: none is named, it cannot be found or read, or it carries no config.
     """
-    from lockstep.training.weights import read_checkpoint
-
     composed = plain(compose("train", [word for word in words if key_of(word).split(".")[0] in FINDERS]))
     if not composed["ckpt_path"]:
         raise UserError("eval needs to know which checkpoint: ckpt_path=FILE, ckpt_path=<run_id> or ckpt_path=s3://….")
     logs = Path(composed["paths"]["log_dir"])
     path = locate_checkpoint(str(composed["ckpt_path"]), logs, composed.get("s3"), logs / "cache")
+    from lockstep.training.weights import read_checkpoint  # brings torch, which no refusal above waits for
+
     own = read_checkpoint(path).get("lockstep")
     return Checkpoint(path, config_of_checkpoint(path, own.get("config") if isinstance(own, dict) else None, logs))
 

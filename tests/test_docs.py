@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,18 @@ def test_every_config_is_as_its_schema_says_and_a_wrong_key_or_value_is_not():
     assert list(faults({"lr": "fast", "learning_rate": 1}, optimizer, {})) == [
         "record.lr is 'fast', not ['number', 'null']", "record.learning_rate is not known",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["a_first", "z_last"])
+def test_a_yaml_of_few_keys_weakens_no_schema(name, tmp_path):
+    """What it leaves to its class, others say."""
+    shutil.copytree(CONFIGS, tmp_path / "configs")
+    mine = "# Mine\n_target_: lockstep.data.augmentation.CropFlip\nmixup_alpha: 0.0\nstrength: 3  # of mine\n"
+    (tmp_path / "configs/augmentation" / f"{name}.yaml").write_text(mine)
+    schemas = runpy.run_path(str(REPOSITORY / "docs" / "make_config_schema.py"))["schemas"]
+    before, after = (json.loads(schemas(configs)["augmentation.json"]) for configs in (CONFIGS, tmp_path / "configs"))
+    assert after["properties"].pop("strength")["description"] == "of mine"
+    assert after == before and "anyOf" in before["properties"]["erasing_prob"]
 
 
 TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}

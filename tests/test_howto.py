@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TEXT = (REPOSITORY / "docs" / "howto.md").read_text()
@@ -28,7 +29,7 @@ def copy(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_model_a_data_set_an_augmentation_a_loss_a_metric_a_callback_and_a_recipe_of_ones_own(copy):
-    assert len(FILES) == 13
+    assert len(FILES) == 14
     (early,) = re.findall(r"`(\+callbacks\.early=\{.*?\})`", TEXT)
     command = re.search(r"`python (src/train.py experiment=squares)`", TEXT)[1].split()
     more = ["trainer=fsdp_sim", early, "run_id=r", "trainer.log_every_n_steps=3"]
@@ -47,7 +48,32 @@ def test_a_model_a_data_set_an_augmentation_a_loss_a_metric_a_callback_and_a_rec
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_after_a_quickstart(copy):
+def test_photographs_that_a_yaml_names_and_a_recipe_of_two_metrics(copy):
+    (metrics,) = re.findall(r"`(- override /metrics: \[.*?\])`", TEXT)
+    recipe = f"# @package _global_\n# Mine\ndefaults:\n  - override /data: photos\n  {metrics}\n"
+    (copy / "configs/experiment/two.yaml").write_text(recipe)
+    for name, level in (("dark", 40), ("light", 200)):
+        (copy / "data/photos" / name).mkdir(parents=True)
+        for number in range(12):
+            Image.new("RGB", (20, 16), (level + number,) * 3).save(copy / "data/photos" / name / f"{number}.png")
+    words = ["experiment=two", "data.image_size=16", "data.global_batch_size=4", "model=small_cnn", "trainer=cpu",
+             "trainer.max_epochs=1", "run_id=two"]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "src/train.py", *words], cwd=copy, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((copy / "logs/train/runs/two/run.json").read_text())
+    assert (record["data"], record["num_train"] + record["num_val"] + record["num_test"]) == ("photos", 24)
+    assert {"val/f1", "val/kappa", "test/f1", "test/kappa"} <= record["metrics"].keys()
+    assert any(path.name.startswith("photos-") for path in (copy / "data/cache").iterdir())
+    evaluated = subprocess.run(
+        [sys.executable, "src/eval.py", "ckpt_path=two"], cwd=copy, capture_output=True, text=True, timeout=100
+    )
+    assert evaluated.returncode == 0 and "test/kappa" in evaluated.stdout, evaluated.stdout + evaluated.stderr
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_after_a_quickstart_and_leaves_nothing_where_it_is(copy, tmp_path):
     words = ["src/train.py", "experiment=quickstart", "trainer.max_epochs=1", "run_id=quickstart", "logbook=keep"]
     subprocess.run([sys.executable, *words], cwd=copy, check=True, capture_output=True, timeout=100)
     cells = json.loads((REPOSITORY / "docs" / "notebook.ipynb").read_text())["cells"]
@@ -56,7 +82,10 @@ def test_the_notebook_runs_after_a_quickstart(copy):
     code += "\nprint(*map(tuple, (images.shape, labels.shape, logits.shape)), len(model.facts['class_names']))"
     code += "\nprint(metrics.num_rows, metrics['step'].to_pylist(), query('1')[0]['run_id'])"
     path = {"PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=copy, env=path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=path, capture_output=True, text=True, timeout=100
+    )
+    assert not any(tmp_path.iterdir())
     assert done.stdout == "(64, 1, 8, 8) (64,) (64, 10) 10\n1 [20] quickstart\n", done.stdout + done.stderr
 
 

@@ -111,13 +111,23 @@ def test_every_link_of_a_new_project_leads_somewhere(made):
 
 
 def test_its_makefile_runs_its_own_tests_alone(made):
-    code, said = run("make", "-n", "test", "check", cwd=made)
+    code, said = run("make", "-n", "test", "check", "format", "docs", "lock", cwd=made)
     assert code == 0 and "-m pytest -n 3" in said and "benchmarks" not in said
+    assert "ruff check --fix-only src tests\n" in said
     code, said = run("make", "help", cwd=made)
     assert "make upgrade" in said and "make soak" not in said and "make new" not in said
-    for target in ("new", "test-all", "site", "release", "soak"):
+    for target in ("new", "test-all", "site", "release", "soak", "assignment"):
         code, said = run("make", "-n", target, cwd=made)
         assert code == 2 and "No rule to make target" in said, said
+
+
+def test_a_fault_of_format_is_answered_with_what_mends_it(made):
+    make = ["make", f"VENV={sys.prefix}", "-o", "install-dev"]  # nothing is installed
+    (made / "src/models/mine.py").write_text("import os\nx  =  1\n")
+    code, said = run(*make, "check", cwd=made)
+    assert code == 2 and "make format mends the format, and of lint what ruff can.\n" in said, said
+    assert run(*make, "format", cwd=made)[0] == 0
+    assert (made / "src/models/mine.py").read_text() == "x = 1\n"
 
 
 @pytest.mark.slow

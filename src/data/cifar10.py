@@ -17,6 +17,7 @@ from lockstep.data.image_set import ImageSet
 from lockstep.data.image_tree import decode, decode_all, list_split, natural_key
 from lockstep.data.node_cache import file_identity
 from lockstep.runs.errors import UserError
+from lockstep.runs.provenance import REPOSITORY
 
 ARCHIVE, FOLDER = "cifar-10-python.tar.gz", "cifar-10-batches-py"
 MD5 = "c58f30108f718f92721af3b95e74349a"  # of the archive, as torchvision has it
@@ -48,7 +49,7 @@ class CIFAR10DataModule(ImageDataModule):
         name: str = "cifar10",
         image_size: int = SIZE,
         root: str | Path | None = None,
-        download_dir: str | Path = "data/cifar10",
+        download_dir: str | Path = REPOSITORY / "data" / "cifar10",
         urls: Sequence[str] = URLS,
         **options: Any,
     ) -> None:

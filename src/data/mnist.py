@@ -14,6 +14,7 @@ from lockstep.data.image_datamodule import ImageDataModule
 from lockstep.data.image_set import ImageSet
 from lockstep.data.node_cache import file_identity
 from lockstep.runs.errors import UserError
+from lockstep.runs.provenance import REPOSITORY
 
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 SIZE = 28
@@ -48,7 +49,7 @@ class MNISTDataModule(ImageDataModule):
         name: str = "mnist",
         image_size: int = SIZE,
         root: str | Path | None = None,
-        download_dir: str | Path = "data/mnist",
+        download_dir: str | Path = REPOSITORY / "data" / "mnist",
         urls: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
@@ -105,7 +106,13 @@ class FashionMNISTDataModule(MNISTDataModule):
     )
     known_places = ("/usr/share/datasets/fashion-mnist",)  # Debian's package dataset-fashion-mnist
 
-    def __init__(self, *, name: str = "fashion_mnist", download_dir: str | Path = "data/fashion_mnist", **options: Any):
+    def __init__(
+        self,
+        *,
+        name: str = "fashion_mnist",
+        download_dir: str | Path = REPOSITORY / "data" / "fashion_mnist",
+        **options: Any,
+    ) -> None:
         super().__init__(name=name, download_dir=download_dir, **options)
 
 

@@ -146,8 +146,9 @@ def test_whole_pictures_stay_in_their_files_where_single_images_are_augmented(tm
     dm = module(tmp_path, root)
     dm.use(CropFlip(erasing_prob=0.1))
     dm.prepare()
-    assert dm.path_taken() == ("loader", "the augmentation works on whole pictures, not on squares of 24 px")
-    with pytest.raises(UserError, match="data.path=array cannot be: the augmentation works on whole pictures"):
+    why = "the augmentation needs whole images, and in an array they would be resized to 24 px already"
+    assert dm.path_taken() == ("loader", why)
+    with pytest.raises(UserError, match=f"data.path=array cannot be: {why}. Take data.path=auto"):
         dm = module(tmp_path, root, path="array")
         dm.use(CropFlip(erasing_prob=0.1))
         dm.prepare()

@@ -59,8 +59,9 @@ def _check_form(word: str) -> None:
     if word in ("~data", "~model", "~optimizer", "~scheduler"):
         way = "scheduler=none leaves it out" if word == "~scheduler" else "nothing trains without"
         raise UserError(f"{word}: {way}.")
-    if "," not in value and (instead := missing_option(key, value, CONFIGS)) and re.fullmatch(r"[\w.-]+", value):
-        raise UserError(instead)
+    for name in value[1:-1].split(",") if re.fullmatch(r"\[[\w.,-]+\]", value) else [value]:
+        if re.fullmatch(r"[\w.-]+", name) and (instead := missing_option(key, name, CONFIGS)):
+            raise UserError(instead)
 
 
 def _explain(config_name: str, overrides: list[str], faults: Any) -> None:

@@ -65,6 +65,11 @@ HABITS = {
 }
 HABIT = {word: key for key, words in HABITS.items() for word in words.split()}
 
+ANY_OTHER = {
+    "model": "any model of timm is model=timm model.name={name}; ",
+    "metrics": "any class of torchmetrics is '+metrics.auroc={{_target_: torchmetrics.AUROC, task: multiclass}}'; ",
+}
+
 
 def refuse_undeclared(config: Config, options: Config, configs: Path, words: Iterable[str] = ()) -> None:
     """
@@ -143,6 +148,8 @@ def sentence(key: str, options: Config, configs: Path) -> str:
     """That nothing reads `key`, and what to write in its place."""
     if key.startswith("trainer.strategy."):
         return f"There is no {key} here: choose a trainer whose strategy has it, as trainer=ddp."
+    if key in set(dotted(options)):
+        return f"{key} is a parameter that the yaml does not list: write +{key}=VALUE."
     if others := options_with(key, configs):
         return f"There is no {key} here: {' or '.join(others[:4])} has it."
     found, place = nearest(key, options, configs), key.rpartition(".")[0]
@@ -218,6 +225,15 @@ def missing_option(group: str, name: str, configs: Path) -> str | None:
     if not there or name in there:
         return None
     close = difflib.get_close_matches(name, there, 1)
-    timm = f"any model of timm is model=timm model.name={name}; " if group == "model" else ""
     did = f"did you mean {group}={close[0]}? " if close else ""
-    return f"There is no {group}={name}: {did}{timm}{group}= takes {', '.join(there)}."
+    listed = [key for path in sorted((configs / group).glob("*.yaml")) for key in keys(path, group)]
+    if not close and group not in OPEN and (key := next((key for key in listed if name in _words(key.name)), None)):
+        did = f"take {key.name}=… ({key.comment}); "
+    any_other = ANY_OTHER.get(group, "").format(name=name)
+    return f"There is no {group}={name}: {did}{any_other}{group}= takes {', '.join(there)}."
+
+
+def _words(key: str) -> list[str]:
+    """`cutmix_alpha`, `cutmix` and `alpha` of augmentation.cutmix_alpha."""
+    last = key.rpartition(".")[2]
+    return [last, *last.split("_")]

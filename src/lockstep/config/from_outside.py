@@ -21,6 +21,7 @@ from lockstep.runs.folder import RunFolder
 from lockstep.runs.own_config import own_config
 
 OF_A_CHECKPOINT = ("data", "model", "loss", "metrics", "classifier", "trainer.precision", "trainer.channels_last")
+OF_ITS_DATA = (*OF_A_CHECKPOINT, "augmentation", "seed")
 OF_A_RUN = (
     "data", "augmentation", "model", "loss", "metrics", "optimizer", "scheduler", "trainer", "classifier",
     "callbacks.checkpoints", "seed", "tags", "experiment_name", "test",
@@ -187,7 +188,7 @@ def _shown(value: object) -> str:
     return repr(value)[:60]
 
 
-def config_of_checkpoint(path: Path, stored: object, logs: Path) -> Config:
+def config_of_checkpoint(path: Path, stored: object, logs: Path, roots: tuple[str, ...] = OF_A_CHECKPOINT) -> Config:
     """The config to build a checkpoint's net with.
 
     Of a run that this machine trained it is the one that lies in its folder, and says all that its user said. Of any
@@ -196,12 +197,13 @@ def config_of_checkpoint(path: Path, stored: object, logs: Path) -> Config:
     Args:
         path: the checkpoint, whose own config is `stored`.
         logs: under which this machine's runs lie.
+        roots: the parts of another's that are looked at.
     Raises:
         UserError: it names what this clone does not have.
     """
     if own := config_of_own_run(path, logs):
         return own
-    taken = words_from(stored, OF_A_CHECKPOINT, f"The checkpoint {path}")
+    taken = words_from(stored, roots, f"The checkpoint {path}")
     return config_of_words(taken.words)
 
 

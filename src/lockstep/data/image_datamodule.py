@@ -32,6 +32,7 @@ from lockstep.data.split import VAL_FRACTION, Split
 from lockstep.runs.batch import Batch
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import sha256_of
+from lockstep.runs.provenance import REPOSITORY
 
 CACHE_VERSION = 3
 PATHS = ("auto", "array", "loader")
@@ -92,7 +93,7 @@ class ImageDataModule(LightningDataModule):
         num_val: int | None = None,
         fold: int | None = None,
         num_folds: int | None = None,
-        cache_dir: str | Path = "data/cache",
+        cache_dir: str | Path = REPOSITORY / "data" / "cache",
         path: str = "auto",
         num_workers: int = 4,
         device_cache_gib: float = 4.0,

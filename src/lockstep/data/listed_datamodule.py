@@ -32,7 +32,7 @@ TEST_SEED = 42  # of the test images that are drawn: every seed trains on others
 LIST_VERSION = 2
 SAMPLE = 64  # images that tell, where the first batch is made, whether all are small squares of one size
 UNKNOWN = 0  # the size at which images would be stored, before anyone has opened them
-WHOLE_PICTURES = "the augmentation works on whole pictures, not on squares of "
+WHOLE_IMAGES = "the augmentation needs whole images, and in an array they would be resized to {} px already"
 HINT = ", or skip such files with data.skip_corrupt=true"
 
 
@@ -144,7 +144,7 @@ class ListedDataModule(ImageDataModule):
     def _choose_path(self) -> tuple[str, str]:
         """array or loader, and why; opens no image."""
         if self.requested_path == "auto" and self._pipeline is not None:
-            return "loader", f"{WHOLE_PICTURES}{self.resize} px"
+            return "loader", WHOLE_IMAGES.format(self.resize)
         if self.requested_path == "auto" and (gib := self._gib(self.resize)) > self._memory_limit_gib:
             return "loader", self._too_much(gib)
         return super().path_taken()
@@ -231,7 +231,7 @@ class ListedDataModule(ImageDataModule):
         if (gib := self._gib(self._stored_size)) > self._memory_limit_gib:
             against = self._too_much(gib)
         elif self._pipeline is not None and not whole:
-            against = f"{WHOLE_PICTURES}{self.resize} px"
+            against = WHOLE_IMAGES.format(self.resize)
         if against:
             raise UserError(f"data.path=array cannot be: {against}. Take data.path=auto.")
 

@@ -44,7 +44,7 @@ from lockstep.launch.plan import (
 )
 from lockstep.launch.resume import config_before
 from lockstep.launch.start import begin, check_writable, find_weights, finished_already, hold_run_lock, run_folder
-from lockstep.launch.validation import check_validation
+from lockstep.launch.validation import check_root, check_validation
 from lockstep.launch.without_gpu import refuse_days_on_cpu
 from lockstep.runs.config import Config, read_only
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, Interrupted, UserError
@@ -101,6 +101,8 @@ def _launch(config: Config, work: Work, kept: ExitStack, find_largest: FindLarge
         if _is_first(cluster):
             kept.enter_context(hold_run_lock(done))
         return send_what_is_left(config, done, cluster)
+    if cluster.num_nodes == 1:  # else the others would wait: all ranks end together where one finds no images
+        check_root(config)
     if cluster.local_rank in (0, None):
         check_writable(Path(config["paths"]["log_dir"]))
     try:

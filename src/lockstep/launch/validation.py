@@ -1,10 +1,14 @@
-"""Whether a run validates, and what cannot do without. Imports no torch."""
+"""What is refused before torch is imported: images that are not there, what waits for a validation that never comes."""
+
+from pathlib import Path
 
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 
 CHECKPOINTS = "lockstep.callbacks.checkpoints.Checkpoints"
 DEFAULT_MONITOR = "val/acc"  # of the checkpoints, which do without it where nothing validates
+# Modules of src/data whose root is there or is an address; a class of the user's own may make its root
+READERS = ("data.cifar10", "data.csv", "data.image_folder", "data.mnist", "data.parquet", "data.webdataset")
 
 
 def validates(config: Config) -> bool:
@@ -12,6 +16,19 @@ def validates(config: Config) -> bool:
     data = config["data"]
     stated = data.get("val_fraction", 0.1) if data.get("num_val") is None else data["num_val"]
     return stated != 0 and config["trainer"].get("limit_val_batches", 1.0) != 0
+
+
+def check_root(config: Config) -> None:
+    """
+    Raises:
+        UserError: data.root is no place of this machine.
+    """
+    data = config["data"]
+    root, reader = str(data.get("root") or ""), str(data.get("_target_")).rpartition(".")[0]
+    if root and "://" not in root and reader in READERS and not Path(root).exists():
+        raise UserError(
+            f"data.root={root} does not exist: give a folder or file of this machine, or s3://bucket/prefix."
+        )
 
 
 def check_validation(config: Config) -> None:

@@ -3,6 +3,7 @@
 A run folder is `logs/train/runs/<run_id>/` (a sweep's: `logs/train/multiruns/<sweep_id>/<job>/`).
 """
 
+import difflib
 import re
 import secrets
 from dataclasses import dataclass
@@ -172,7 +173,7 @@ def find_run(logs: Path, run_id: str) -> RunFolder:
     """The folder of a run under `logs` (runs and sweeps).
 
     Raises:
-        UserError: no such run; names the newest ones there are.
+        UserError: no such run; names the one of nearly that name, and the newest ones.
     """
     checked_run_id(run_id)
     direct = logs / "train" / "runs" / run_id
@@ -180,6 +181,7 @@ def find_run(logs: Path, run_id: str) -> RunFolder:
         return RunFolder(direct)
     for found in (logs / "train" / "multiruns").glob(f"*/{run_id}/run.json"):
         return RunFolder(found.parent)
-    known = sorted(p.parent.name for p in (logs / "train" / "runs").glob("*/run.json"))[-3:]
-    hint = f"the newest are {', '.join(known)}" if known else "there are none yet"
+    known = sorted(p.parent.name for p in (logs / "train" / "runs").glob("*/run.json"))
+    near = "".join(f"did you mean {name}? " for name in difflib.get_close_matches(run_id, known, 1, cutoff=0.8))
+    hint = f"{near}the newest are {', '.join(known[-3:])}" if known else "there are none yet"
     raise UserError(f"No run {run_id!r} under {logs}; {hint}.")

@@ -61,23 +61,32 @@ class Run:
 
 
 def build_data(plan: RunPlan) -> Any:
-    options = {**plan.config["data"], "global_batch_size": plan.batch.global_size}
-    options = {key: value for key, value in options.items() if key not in FOLDS or value is not None}
-    here, in_bucket = on_this_node(options, plan.config["s3"])
-    with said_by_address(options, here):
-        data = build(here, {"seed": plan.config["seed"]})
-        if in_bucket is not None:
-            data.in_bucket = in_bucket
-        if "identity" in vars(type(data)):  # else its base knows what its images depend on
-            data.own_options = {key: value for key, value in here.items() if key not in options_of(ImageDataModule)[0]}
-        data.use(build(plan.config["augmentation"]), wanted_images(plan.config["model"]))
-        data.prepare()
+    data = prepared_data(plan.config, {**plan.config["data"], "global_batch_size": plan.batch.global_size})
     data.place(
         rank=plan.cluster.rank,
         world_size=plan.cluster.world_size,
         accumulate_grad_batches=plan.batch.accumulate,
         device=device_of(plan),
     )
+    return data
+
+
+def prepared_data(config: Config, stated: Config) -> Any:
+    """The data module of a config, before anyone has said which rank it is of.
+
+    Args:
+        stated: its options.
+    """
+    options = {key: value for key, value in stated.items() if key not in FOLDS or value is not None}
+    here, in_bucket = on_this_node(options, config["s3"])
+    with said_by_address(options, here):
+        data = build(here, {"seed": config["seed"]})
+        if in_bucket is not None:
+            data.in_bucket = in_bucket
+        if "identity" in vars(type(data)):  # else its base knows what its images depend on
+            data.own_options = {key: value for key, value in here.items() if key not in options_of(ImageDataModule)[0]}
+        data.use(build(config["augmentation"]), wanted_images(config["model"]))
+        data.prepare()
     return data
 
 

@@ -69,6 +69,19 @@ def no_larger_than(found: Mapping[str, torch.Tensor], path: str) -> Iterator[Non
             hook.remove()
 
 
+def check_logits(logits: torch.Tensor, num_classes: int) -> None:
+    """
+    Raises:
+        UserError: they are not one number for each class and image.
+    """
+    if logits.ndim != 2 or logits.shape[1] != num_classes:
+        found = f"{logits.shape[1]} logits" if logits.ndim == 2 else f"outputs of the shape {tuple(logits.shape[1:])}"
+        raise UserError(
+            f"The model gives {found} for an image and the data have {num_classes} classes: "
+            "let its last layer have num_classes outputs, a number that its constructor is told."
+        )
+
+
 def check_same_data(facts: DataFacts, data: Any, cluster: Cluster) -> None:
     """All ranks draw positions of one list of images.
 

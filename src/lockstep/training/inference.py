@@ -1,12 +1,13 @@
-"""A trained net out of its checkpoint alone, for predict.py and export.py."""
+"""A trained net out of its checkpoint alone, for predict.py and export.py; in a notebook also the data of its run."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.from_outside import config_of_checkpoint
+from lockstep.config.from_outside import OF_ITS_DATA, config_of_checkpoint
 from lockstep.data.batch_transforms import BatchTransforms
 from lockstep.data.framing import Framing
 from lockstep.runs.config import Config
@@ -17,10 +18,10 @@ from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import RunRecord, read_record
 from lockstep.storage.checkpoint_files import measure
 from lockstep.storage.fetch import locate_checkpoint
-from lockstep.training.build import build_module
+from lockstep.training.build import build_module, prepared_data
 from lockstep.training.checks import DataFacts, check_fits, no_larger_than
 from lockstep.training.losses import probabilities_of
-from lockstep.training.weights import read_checkpoint
+from lockstep.training.weights import Checkpoint, read_checkpoint
 
 
 @dataclass
@@ -99,11 +100,8 @@ def load_finished(address: str, logs: Path = REPOSITORY / "logs", s3: Config | N
     Raises:
         UserError: there is none, or it was not written by this project.
     """
-    path = locate_checkpoint(address, logs, s3, REPOSITORY / "data" / "checkpoints")
-    checkpoint = read_checkpoint(path)
-    own = checkpoint.get("lockstep")
-    if not isinstance(own, dict) or not {"config", "data"} <= own.keys():
-        raise UserError(f"{path} carries no config: it was not written by this project.")
+    path, checkpoint = _found(address, logs, s3)
+    own = checkpoint["lockstep"]
     config, facts = config_of_checkpoint(path, own["config"], logs), own["data"]
     with no_larger_than(checkpoint["state_dict"], str(path)):
         module = build_module(config, facts, trainable=False)
@@ -112,6 +110,31 @@ def load_finished(address: str, logs: Path = REPOSITORY / "logs", s3: Config | N
     run_file = path.parent.parent / "run.json"
     record = read_record(run_file) if run_file.exists() else RunRecord()
     return FinishedModel(module.net.eval().float(), module.loss.eval(), config, facts, path, record)
+
+
+def load_data(address: str, logs: Path = REPOSITORY / "logs", s3: Config | None = None, **options: Any) -> Any:
+    """The data module of a run, with its options, seed and augmentation, for one process and without a Trainer.
+
+    Args:
+        address, logs, s3: as of `load_finished`.
+        options: of the data, in place of the run's; of a checkpoint from elsewhere, which names no place, the root.
+    Raises:
+        UserError: there is none, it was not written by this project, or its images are not here.
+    """
+    path, checkpoint = _found(address, logs, s3)
+    config = config_of_checkpoint(path, checkpoint["lockstep"]["config"], logs, OF_ITS_DATA)
+    data = prepared_data(config, {**config["data"], **options})
+    data.place()
+    return data
+
+
+def _found(address: str, logs: Path, s3: Config | None) -> tuple[Path, Checkpoint]:
+    path = locate_checkpoint(address, logs, s3, REPOSITORY / "data" / "checkpoints")
+    checkpoint = read_checkpoint(path)
+    own = checkpoint.get("lockstep")
+    if not isinstance(own, dict) or not {"config", "data"} <= own.keys():
+        raise UserError(f"{path} carries no config: it was not written by this project.")
+    return path, checkpoint
 
 
 def read_words(argv: list[str], known: dict[str, str | None], usage: str) -> dict[str, str]:

@@ -33,11 +33,11 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.25)
 
 
-def fit(folder, module, *, resume_step=None, batches=40, log=None, **options):
+def fit(folder, module, *, resume_step=None, batches=40, log=None, more=(), **options):
     logger = MetricsCsv(folder / "metrics.csv", resume_step)
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=1, logger=logger, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[log or TrainingLog(8)], log_every_n_steps=50, **options,
+        enable_model_summary=False, callbacks=[log or TrainingLog(8), *more], log_every_n_steps=50, **options,
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8 * batches, 2), batch_size=8))
     with logger.path.open(newline="") as file:
@@ -47,6 +47,22 @@ def fit(folder, module, *, resume_step=None, batches=40, log=None, **options):
 def test_an_epoch_shorter_than_the_interval_has_the_row_of_its_last_step(tmp_path):
     (row,) = fit(tmp_path, Net(), batches=3)
     assert (row["step"], row["train/loss"], row["lr"]) == ("3", "1.0", "0.25")
+
+
+def test_a_callback_has_the_loss_from_the_batchs_outputs(tmp_path):
+    """As docs/howto.md says: divided by the accumulation steps, and not among the trainer's metrics."""
+    seen = []
+
+    class Reads(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            seen.append((float(outputs["loss"]), "train/loss" in trainer.callback_metrics))
+
+    class Twelve(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * 0 + 12.0
+
+    fit(tmp_path, Twelve(), batches=8, more=[Reads()], accumulate_grad_batches=4)
+    assert seen == [(3.0, False)] * 8
 
 
 @pytest.mark.parametrize("stop_at, step", [(15, "4"), (17, "4")])

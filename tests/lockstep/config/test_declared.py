@@ -1,5 +1,7 @@
 """A key that nothing reads is refused with the nearest that something does, however it is written."""
 
+import shutil
+
 import pytest
 
 from lockstep.config import compose as module
@@ -34,6 +36,14 @@ WRONG = {
 ALSO_WRONG = {
     "trainer.strategy=ddp": "strategies are chosen as trainer=ddp",
     "model=resnet50": "any model of timm is model=timm model.name=resnet50",
+    "augmentation=cutmix": "take augmentation.cutmix_alpha=… (put a rectangle",
+    "augmentation=mixup": "take augmentation.mixup_alpha=… (",
+    "augmentation=erasing": "take augmentation.erasing_prob=… (",
+    "augmentation=jitter": "take augmentation.color_jitter=… (",
+    "trainer=gpus": "did you mean trainer=gpu?",
+    "metrics=auroc": "'+metrics.auroc={_target_: torchmetrics.AUROC, task: multiclass}'",
+    "metrics=[f1,kapa]": "There is no metrics=kapa: did you mean metrics=kappa?",
+    "optimizer.amsgrad=true": "write +optimizer.amsgrad=VALUE.",
     "model=alexnett": "did you mean model=alexnet?",
     "experiment=quickstat": "did you mean experiment=quickstart?",
     "callbacks=[]": "callbacks=none leaves them out",
@@ -91,8 +101,6 @@ def test_every_option_that_came_along_passes(word):
 
 
 def test_a_key_in_an_experiment_is_refused_too(tmp_path, monkeypatch):
-    import shutil
-
     shutil.copytree(CONFIGS, tmp_path / "configs")
     (tmp_path / "configs/experiment/mine.yaml").write_text(
         "# @package _global_\ndefaults:\n  - override /model: alexnet\nmodel: {dropuot: 0.1}\n"
@@ -100,6 +108,16 @@ def test_a_key_in_an_experiment_is_refused_too(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CONFIGS", tmp_path / "configs")
     with pytest.raises(UserError, match=r"take model.dropout. It stands in the experiment's yaml."):
         compose("train", ["experiment=mine", "seed=1"])
+
+
+def test_a_key_that_ones_own_yaml_does_not_list_is_given_with_a_plus(tmp_path, monkeypatch):
+    """Others list it; the class of this one has it too."""
+    shutil.copytree(CONFIGS, tmp_path / "configs")
+    (tmp_path / "configs/augmentation/mine.yaml").write_text("_target_: lockstep.data.augmentation.CropFlip\n")
+    monkeypatch.setattr(module, "CONFIGS", tmp_path / "configs")
+    with pytest.raises(UserError, match=r"yaml does not list: write \+augmentation.cutmix_alpha=VALUE.$"):
+        compose("train", ["augmentation=mine", "augmentation.cutmix_alpha=1"])
+    assert compose("train", ["augmentation=mine", "+augmentation.cutmix_alpha=1"]).augmentation.cutmix_alpha == 1
 
 
 @pytest.mark.parametrize(

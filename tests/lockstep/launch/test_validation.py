@@ -1,11 +1,15 @@
-"""Whether a run validates, and what is refused where it does not."""
+"""What is refused before torch is imported."""
+
+import subprocess
+import sys
 
 import pytest
 
 from lockstep.config.compose import compose, plain
 from lockstep.launch.plan import chosen_how
-from lockstep.launch.validation import check_validation, validates
+from lockstep.launch.validation import check_root, check_validation, validates
 from lockstep.runs.errors import UserError
+from lockstep.runs.provenance import REPOSITORY
 
 EARLY = ["+callbacks.early._target_=lightning.pytorch.callbacks.EarlyStopping", "+callbacks.early.monitor=val/loss"]
 NONE = "data.val_fraction=0"
@@ -58,3 +62,38 @@ def test_a_schedule_that_waits_for_a_plateau_is_refused_without_one():
     config["scheduler"] = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau", "monitor": "val/loss"}
     with pytest.raises(UserError, match="scheduler.monitor=val/loss waits for a validation"):
         check_validation(config)
+
+
+@pytest.mark.parametrize("data", ["cifar10", "csv", "fashion_mnist", "image_folder", "mnist", "parquet", "webdataset"])
+def test_a_root_that_is_not_there_is_refused(data, tmp_path):
+    with pytest.raises(UserError, match=r"data.root=\S+nowhere does not exist: give a folder or file"):
+        check_root(config_of(f"data={data}", f"data.root={tmp_path / 'nowhere'}"))
+    check_root(config_of(f"data={data}", f"data.root={tmp_path}"))
+    check_root(config_of(f"data={data}"))
+    check_root(config_of(f"data={data}", "data.root=s3://bucket/nowhere"))
+
+
+def test_a_class_of_ones_own_may_make_its_root():
+    config = config_of("data=digits")
+    check_root({**config, "data": {**config["data"], "root": "nowhere"}})
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "said"),
+    [
+        ("train", ["data=image_folder", "data.root=nowhere", "trainer=cpu"], "data.root=nowhere does not exist"),
+        ("eval", [], "eval needs to know which checkpoint"),
+        ("eval", ["ckpt_path=c11"], "No run 'c11'"),
+    ],
+)
+def test_these_are_refused_without_torch(script, words, said, tmp_path):
+    code = f"""
+import sys
+sys.modules["torch"] = None  # an import of it fails
+sys.argv = ["src/{script}.py"]
+import {script}
+sys.exit({script}.main({[*words, f"paths.log_dir={tmp_path}"]}))
+"""
+    path = {"PYTHONPATH": str(REPOSITORY / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=path, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and said in done.stderr, done.stderr

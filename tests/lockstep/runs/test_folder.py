@@ -52,6 +52,16 @@ def test_an_unknown_run_names_the_newest(tmp_path):
         find_run(tmp_path, "2026-b")
 
 
+def test_an_unknown_run_is_answered_with_the_one_of_nearly_that_name(tmp_path):
+    for name in ("c1", "t1", "t2", "t3"):
+        (tmp_path / "train/runs" / name).mkdir(parents=True)
+        (tmp_path / "train/runs" / name / "run.json").write_text("{}")
+    with pytest.raises(UserError, match=r"did you mean c1\? the newest are t1, t2, t3\.$"):
+        find_run(tmp_path, "c11")
+    with pytest.raises(UserError, match=r"; the newest are t1, t2, t3\.$"):
+        find_run(tmp_path, "other")
+
+
 def test_what_is_unlocked_is_free_though_a_child_has_the_handle_too(tmp_path):
     with (tmp_path / "a").open("w") as first, (tmp_path / "a").open("w") as second:
         with locked(first):

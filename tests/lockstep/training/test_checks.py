@@ -10,7 +10,7 @@ from local_ranks import run_ranks
 from lockstep.distributed.process_group import join
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
-from lockstep.training.checks import check_data_of_run, check_same_data, no_larger_than, whole_steps
+from lockstep.training.checks import check_data_of_run, check_logits, check_same_data, no_larger_than, whole_steps
 from runs import run_door
 
 SMALL = ["experiment=quickstart", "trainer=cpu", "trainer.max_epochs=2", "trainer.num_threads=1", "run_id=r",
@@ -49,6 +49,30 @@ def test_a_net_that_outgrows_its_checkpoint_takes_no_memory():
     finally:
         torch.use_deterministic_algorithms(False)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ((4, 10), "gives 10 logits for an image and the data have 3 classes"),
+        ((4, 1), "gives 1 logits"),
+        ((4, 3, 1, 1), r"gives outputs of the shape \(3, 1, 1\)"),
+        ((4,), r"gives outputs of the shape \(\)"),
+    ],
+)
+def test_a_net_with_another_number_of_outputs_is_refused(shape, said):
+    with pytest.raises(UserError, match=said):
+        check_logits(torch.zeros(shape), 3)
+    check_logits(torch.zeros(4, 3), 3)
+
+
+@pytest.mark.parametrize("trainer", ["cpu", pytest.param("fsdp_sim", marks=pytest.mark.slow)])
+def test_a_run_of_such_a_net_ends_before_its_first_step_with_a_sentence(tmp_path, trainer):
+    words = [word for word in SMALL if word != "trainer=cpu"]
+    done = run_door("train", *words, f"trainer={trainer}", "+model.num_classes=7", logs=tmp_path)
+    assert done.code == 2 and "Traceback" not in done.output, done.output
+    assert "error: The model gives 7 logits for an image and the data have 10 classes" in done.output
+    assert not (tmp_path / "train/runs/r").exists()  # no step was made
 
 
 def with_data(here, images, num_val):

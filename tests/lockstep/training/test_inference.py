@@ -1,0 +1,75 @@
+"""A run's data in a notebook: the images that the run saw; of a checkpoint from elsewhere words and numbers."""
+
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from augmentations.rand_augment import RandAugment
+from lockstep.callbacks.checkpoint_io import read_checkpoint, write_checkpoint
+from lockstep.callbacks.step_hashes import LABELS
+from lockstep.callbacks.tensor_hashes import hash_of_each
+from lockstep.runs.errors import UserError
+from lockstep.runs.step_hashes import read_hashes
+from lockstep.training.inference import load_data
+from runs import run_door
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    place = tmp_path_factory.mktemp("run")
+    for name, level in (("dark", 40), ("light", 200)):
+        (place / "images" / name).mkdir(parents=True)
+        for number in range(20):
+            pixels = np.random.default_rng([level, number]).integers(0, level, (12, 12, 3), np.uint8)
+            Image.fromarray(pixels).save(place / "images" / name / f"{number}.png")
+    words = [f"data.root={place / 'images'}", "data.image_size=8", "data.global_batch_size=8", "data.num_workers=1",
+             "augmentation=rand_augment", "augmentation.num_ops=1", "augmentation.mixup_alpha=0.5", "seed=3",
+             "model=small_cnn", "trainer=cpu", "trainer.max_steps=2", "trainer.record_hashes=true",
+             "run_id=r"]  # fmt: skip
+    done = run_door("train", "data=image_folder", *words, logs=place)
+    assert done.code == 0, done.output
+    return done
+
+
+def first_batch(data):
+    return data.on_after_batch_transfer(next(iter(data.train_dataloader())), 0)
+
+
+def hashes_of(images, labels):
+    return (hash_of_each(images) + LABELS * hash_of_each(labels)).tolist()
+
+
+def test_the_first_batch_is_the_runs_own_bit_for_bit(run):
+    batch = first_batch(load_data("r", run.logs))
+    assert hashes_of(*batch) == read_hashes(run.folder.hashes).part("images")[1].tolist()
+    assert batch[0].shape == (8, 3, 8, 8) and batch[1].shape == (8, 2)
+
+
+def test_an_option_of_the_data_may_be_another(run):
+    data = load_data("r", run.logs, global_batch_size=6, seed=4)
+    assert first_batch(data)[0].shape == (6, 3, 8, 8) and (data.seed, data.augmentation.mixing.mixup_alpha) == (4, 0.5)
+
+
+def test_of_a_checkpoint_from_elsewhere_the_root_is_said_here(run, tmp_path):
+    """Its augmentation and seed are names and numbers, which count."""
+    best = run.folder.path / run.record["best_checkpoint"]["path"]
+    path = str(shutil.copy(best, tmp_path / "theirs.ckpt"))
+    with pytest.raises(UserError, match="needs data.root=FOLDER"):
+        load_data(path, tmp_path / "logs")
+    data = load_data(path, tmp_path / "logs", root=run.logs / "images", cache_dir=tmp_path / "cache")
+    assert isinstance(data.augmentation, RandAugment) and data.augmentation.num_ops == 1
+    assert hashes_of(*first_batch(data)) == read_hashes(run.folder.hashes).part("images")[1].tolist()
+
+
+def test_it_chooses_no_code_and_no_place(run, tmp_path):
+    canary, theirs = tmp_path / "canary", tmp_path / "theirs.ckpt"
+    checkpoint = read_checkpoint(run.folder.path / run.record["best_checkpoint"]["path"])
+    config = checkpoint["lockstep"]["config"]
+    config["data"].update(_target_="os.mkdir", path=str(canary), cache_dir=str(canary))
+    config["augmentation"] = {"_target_": "os.mkdir", "path": str(canary)}
+    write_checkpoint(checkpoint, theirs)
+    data = load_data(str(theirs), tmp_path / "logs", root=run.logs / "images", cache_dir=tmp_path / "cache")
+    assert isinstance(data.augmentation, RandAugment)  # as the config's choices name it
+    assert not canary.exists() and data.num_train == 32
