@@ -123,9 +123,7 @@ def load_data(address: str, logs: Path = REPOSITORY / "logs", s3: Config | None 
     """
     path, checkpoint = _found(address, logs, s3)
     config = config_of_checkpoint(path, checkpoint["lockstep"]["config"], logs, OF_ITS_DATA)
-    data = prepared_data(config, {**config["data"], **options})
-    data.place()
-    return data
+    return prepared_data(config, {**config["data"], **options})
 
 
 def _found(address: str, logs: Path, s3: Config | None) -> tuple[Path, Checkpoint]:
