@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,8 @@ def _smi_files(folder: Path) -> list[Path]:
 
 def cleaned(text: str) -> str:
     """Without secrets and without where this clone lies; before any cut, as half a key is no longer recognised."""
-    return redact_text(text[:MAX_READ]).replace(f"{REPOSITORY}/", "").replace(str(REPOSITORY), ".")
+    told = redact_text(text[:MAX_READ]).replace(f"{REPOSITORY}/", "")
+    return re.sub(rf"{re.escape(str(REPOSITORY))}(?![\w-])", ".", told)
 
 
 def read_text(path: Path, limit: int) -> str:

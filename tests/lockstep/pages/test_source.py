@@ -5,7 +5,7 @@ import json
 import pytest
 
 from example_runs import example_config, write_run
-from lockstep.pages.source import REPOSITORY, differences, flatten, import_run, read_source, write_if_changed
+from lockstep.pages.source import REPOSITORY, cleaned, differences, flatten, import_run, read_source, write_if_changed
 
 
 def test_changed_keys_are_those_that_differ_from_the_defaults(tmp_path):
@@ -83,3 +83,8 @@ def test_an_equal_file_is_left_alone(tmp_path):
     assert write_if_changed(tmp_path / "a" / "f", "x") and not write_if_changed(tmp_path / "a" / "f", "x")
     assert write_if_changed(tmp_path / "a" / "f", "y", kept=False) and (tmp_path / "a" / "f").read_text() == "y"
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["f"]
+
+
+def test_where_this_clone_lies_is_cut_and_a_folder_whose_name_only_begins_so_is_not():
+    here = str(REPOSITORY)
+    assert cleaned(f"{here}/src/a.py in {here}, {here}_data/b, {here}-2.") == f"src/a.py in ., {here}_data/b, {here}-2."
