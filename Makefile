@@ -126,6 +126,7 @@ bench: install-dev  ## measure this machine against peers and goals (about an ho
 	$(PY) benchmarks/s3_steps.py
 	$(PY) benchmarks/checkpoint_wait.py
 	$(PY) benchmarks/bucket_data.py
+	$(PY) benchmarks/bucket_data.py --many 100000
 	$(PY) benchmarks/statistics_cost.py
 	$(PY) benchmarks/estimates.py
 	$(PY) benchmarks/scaling.py

@@ -1,7 +1,8 @@
 """Data in a bucket: the copy against plain downloads, its epochs against a local folder's, streaming libraries beside,
 the seconds to the first batch by the size of the data.
 
-    python benchmarks/bucket_data.py [--peers-python PATH] [--images 3000] [--many 100000] [--rounds 3]
+    python benchmarks/bucket_data.py [--peers-python PATH] [--images 3000] [--rounds 3]
+    python benchmarks/bucket_data.py --many 1000000     memory of a rank alone, at so many objects and a tenth of them
 
 The store is SeaweedFS on loopback (tests/harness/object_store.py): client and server share the cores. litdata and
 webdataset run in an environment of their own (benchmarks/peers/streaming.py), from the same images and in turn with us.
@@ -310,26 +311,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers-python", help="of an environment that has litdata and webdataset")
     parser.add_argument("--images", type=int, default=3000)
-    parser.add_argument("--many", type=int, default=100_000)
+    parser.add_argument("--many", type=int)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     goals, figures = [], {}
     with tempfile.TemporaryDirectory(prefix="bucket-data-") as scratch:
         place = Place(Path(scratch))
         try:
-            here = place.pack(write_images(place.folder(), given.images, SIDE, "jpeg"), "shards")
-            parts = {"cold": lambda: cold(place, 2 * given.rounds), "warm": lambda: warm(place, here, given.rounds)}
-            if given.peers_python:
-                parts["beside"] = lambda: beside(place, here, given.peers_python, given.rounds)
-            parts["start"] = lambda: start(place, [given.images // 4, 5 * given.images], given.rounds)
-            parts["many"] = lambda: many(place, [given.many // 10, given.many])
+            if given.many:
+                parts = {"many": lambda: many(place, [given.many // 10, given.many])}
+            else:
+                here = place.pack(write_images(place.folder(), given.images, SIDE, "jpeg"), "shards")
+                parts = {"cold": lambda: cold(place, 2 * given.rounds), "warm": lambda: warm(place, here, given.rounds)}
+                parts["start"] = lambda: start(place, [given.images // 4, 5 * given.images], given.rounds)
+                if given.peers_python:
+                    parts["beside"] = lambda: beside(place, here, given.peers_python, given.rounds)
             for name, part in parts.items():
                 rows, figures[name] = part()
                 goals += rows
                 print(name, json.dumps(rows), flush=True)
         finally:
             place.server.stop()
-    save("bucket_data", goals, images=given.images, side=SIDE, **figures)
+    save("bucket_memory" if given.many else "bucket_data", goals, images=given.images, side=SIDE, **figures)
 
 
 if __name__ == "__main__":
