@@ -137,10 +137,11 @@ def _second_point(points: list[Probe], good: int, bad: int, least: int) -> int:
 def _aim(points: list[Probe], good: int, bad: int, bound: int, done: int) -> int | None:
     """A batch between the largest that fits and the smallest that does not; None where the model expects no more."""
     room = points[-1].room_for_tensors
+    enough = MOST_BELOW + MARGIN if room < 1.0 else MOST_BELOW  # what is kept free here is there for the run
     predicted = _predicted(points, room)
     if predicted < bad:
         most = min(_predicted(points), bad - 1)
-        if good >= CLOSE_ENOUGH * predicted and good >= min(NEAR * most, MOST_BELOW * (bad - 1)):
+        if good >= CLOSE_ENOUGH * predicted and good >= min(NEAR * most, enough * (bad - 1)):
             return None
         if done == len(points) <= MAX_PROBES // 2 and predicted > FAR * points[-1].batch:
             return int(NEARER[len(points) - 2] * predicted)  # too far to trust small points
@@ -150,7 +151,7 @@ def _aim(points: list[Probe], good: int, bad: int, bound: int, done: int) -> int
         return min(aim, max(good + 1, int(good / MOST_BELOW))) if last else aim  # where this runs out, `good` is near
     if bad > bound:
         return bound
-    if good >= MOST_BELOW * (bad - 1):
+    if good >= enough * (bad - 1):
         return None
     if good < 0.45 * bad:
         return max(good + 1, int(0.6 * bad))  # a second out-of-memory here would end the search far below

@@ -186,26 +186,31 @@ def test_two_out_of_memories_end_the_search():
 
 
 def allocator(seed):
-    """(fits, the largest batch) of a GPU whose allocator reserves up to `gap` beside the tensors, and frees half.
+    """(fits, the largest batch, that of a run) of a GPU whose allocator reserves up to `gap` beside the tensors, and
+    frees half; a run has the 1 % that a search keeps free.
 
     Tensors alone would fill it at 1000 images; other gaps come with each batch.
     """
     rng = random.Random(seed)
     held, gap = rng.uniform(0.05, 0.5), rng.uniform(1.0, 1.12)
 
-    def fits(batch):
+    def fits(batch, room=1.0):
         tensors = held + (1 - held) * batch / 1000
-        if tensors * (1 + gap) / 2 > 1:
+        if tensors * (1 + gap) / 2 > room:
             return None
         reserved = min(tensors * (gap + random.Random(batch).uniform(-0.01, 0.01)), 1.0)
         return [{HELD: held, "backward cuda:0": tensors, "reserved cuda:0": max(reserved, tensors)}]
 
-    return fits, max(batch for batch in range(1, 1001) if fits(batch))
+    best = [max(batch for batch in range(1, 1051) if fits(batch, room)) for room in (1.0, 1.01)]
+    return fits, *best
 
 
 def test_what_the_allocator_reserves_beside_tensors_costs_no_more_than_five_percent():
+    near = []
     for seed in range(150):
-        fits, best = allocator(seed)
+        fits, best, of_run = allocator(seed)
         found = largest_batch(fits, bound=100_000)
         assert 0.95 * best <= found.batch <= best, (seed, best, found)
         assert len(found.probes) <= 6 and found.out_of_memory <= 1
+        near.append(found.batch >= 0.95 * of_run)
+    assert sum(near) / len(near) > 0.9
