@@ -145,10 +145,11 @@ def _aim(points: list[Probe], good: int, bad: int, bound: int, done: int) -> int
             return None
         if done == len(points) <= MAX_PROBES // 2 and predicted > FAR * points[-1].batch:
             return int(NEARER[len(points) - 2] * predicted)  # too far to trust small points
-        one_more = int(good / MOST_BELOW) if bad > bound else (good + bad) // 2
-        aim = max(good + 1, predicted - int(MARGIN * predicted), min(one_more, most - int(MARGIN * most)))
-        last = done == MAX_PROBES - 1 and room < 1.0 and good >= LAST_FROM * aim
-        return min(aim, max(good + 1, int(good / MOST_BELOW))) if last else aim  # where this runs out, `good` is near
+        half = (good + most) // 2  # where the memory is nearly full, the allocator reserves less beside tensors
+        aim = max(good + 1, predicted - int(MARGIN * predicted), min(half, most - int(MARGIN * most)))
+        if done == MAX_PROBES - 1 and room < 1.0 and good >= LAST_FROM * aim:  # where this runs out, `good` is near
+            return min(aim, max(good + 1, int(good / MOST_BELOW) if bad > bound else half))
+        return aim
     if bad > bound:
         return bound
     if good >= enough * (bad - 1):
