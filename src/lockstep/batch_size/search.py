@@ -4,7 +4,8 @@ A probe says, for every rank and phase of a step, which share of that rank's lim
 Two small probes give one line per rank and phase; the smallest batch at which a line reaches its limit is verified.
 
 A GPU's allocator also says what it reserved for what it gave out. Where the lines reach the limit with as much beside
-them, a batch fits, and so does the run that follows; the largest batch may be somewhat larger, which one try shows.
+them, a batch fits, and so does the run that follows. A full memory leaves less beside them, so the tries that are left
+go at least half-way on to what tensors alone would fill.
 """
 
 import math
