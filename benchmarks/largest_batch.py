@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests/harness"), str(ROOT / "nullgpu")]
 RESULTS, PAGE = ROOT / "benchmarks/results/largest_batch.json", ROOT / "logbook/measurements/largest_batch.md"
 
-IMAGES = 2500  # for each GiB: more than fit
+IMAGES = 2500  # for each GiB of each device: two steps of more than fit
 DATA = ["data=synthetic", "data.num_val=64", "data.eval_batch_size=16", "test=false"]
 MODELS = {
     "vit_tiny_32": ["model=vit_tiny_32"],
@@ -48,7 +48,7 @@ def measure(model: str, trainer: str, gib: float, folder: Path) -> dict[str, Any
     from null_gpus import run_on_null_gpus
 
     def run(door: str, *more: str) -> Any:
-        words = [*DATA, f"data.num_images={int(IMAGES * gib)}", *MODELS[model], f"trainer={trainer}", *more]
+        words = [*DATA, f"data.num_images={int(IMAGES * gib * devices)}", *MODELS[model], f"trainer={trainer}", *more]
         logs = folder / f"{model}-{trainer}-{gib}-{len(list(folder.iterdir()))}"
         before = partial(exec, NO_VALUES)
         return run_on_null_gpus(door, *words, logs=logs, before=before, devices=devices, memory_gib=gib, compute=False)

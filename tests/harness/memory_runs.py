@@ -92,7 +92,7 @@ def _allocator_peak(prober: Any, plan: "RunPlan", batch: int) -> tuple[int, int]
     from lockstep.runs.errors import UserError
 
     prober.plan = plan
-    peak = Peak()
+    peak = Peak(prober.meter)
     prober.meter.reset = peak.reset
     try:
         prober.train(batch)
@@ -106,14 +106,14 @@ def _allocator_peak(prober: Any, plan: "RunPlan", batch: int) -> tuple[int, int]
 class Peak:
     """The largest of what the allocator says before each reset."""
 
-    def __init__(self) -> None:
-        self.allocated = self.reserved = 0
+    def __init__(self, meter: Any) -> None:
+        self.meter, self.allocated, self.reserved = meter, 0, 0
 
     def reset(self) -> None:
         import torch
 
-        self.allocated = max(self.allocated, torch.cuda.max_memory_allocated())
-        self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
+        self.allocated = max(self.allocated, *self.meter.peaks().values())
+        self.reserved = max(self.reserved, *self.meter.reserved().values())
         torch.cuda.reset_peak_memory_stats()
 
 

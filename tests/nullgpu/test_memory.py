@@ -49,7 +49,7 @@ def test_no_peak_where_it_does_not_fit_or_others_compute():
     assert call_on_null_gpus(peak, "0", memory_gib=0.7) is None
 
 
-ALEXNET = ("data=synthetic", "data.num_images=2100", "data.image_size=64", "data.device_cache_gib=0", "test=false",
+ALEXNET = ("data=synthetic", "data.num_images=4500", "data.image_size=64", "data.device_cache_gib=0", "test=false",
            "data.eval_batch_size=16", "model=alexnet", "trainer.precision=32-true")  # fmt: skip
 
 
@@ -89,18 +89,27 @@ def test_what_a_sum_of_columns_takes():
         assert abs(own - other) <= 8192, (seen, expected)  # semaphores, and whole blocks of 512 bytes
 
 
+EMPTIES = -1
+
+
 def reserved_in_turn(events: list[tuple[int, int]]) -> list[int]:
-    """What the allocator has reserved after each event: bytes that a number takes, 0 where it lets go of them."""
+    """What the allocator has reserved after each event.
+
+    Args:
+        events: bytes that a number takes, 0 where it lets go of them; EMPTIES gives all back that can be.
+    """
     adopt(ALONE, os.environ)
     held, reserved = {}, []
     for number, size in events:
+        if number == EMPTIES:
+            torch.cuda.empty_cache()
         held[number] = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
         reserved.append(torch.cuda.memory_reserved())
     return reserved
 
 
 def test_the_played_allocator_is_torchs():
-    """Blocks of 1 byte to 64 MiB come and go at random."""
+    """Blocks of 1 byte to 64 MiB come and go at random; now and then what is free is given back."""
     draw = random.Random(7)
     living, events = [], []
     for number in range(3000):
@@ -110,23 +119,31 @@ def test_the_played_allocator_is_torchs():
         events.append((number, int(2 ** draw.uniform(0, 26))))
         if draw.random() < 0.4:
             events.append((living.pop(draw.randrange(len(living))), 0))
+        if draw.random() < 0.02:
+            events.append((EMPTIES, 0))
     played, places, expected = Stream(), {}, []
     for number, size in events:
-        if size:
+        if number == EMPTIES:
+            played.give_back()
+        elif size:
             places[number] = played.take(size)
         else:
             there, start = places.pop(number)
             there.free(start)
         expected.append(played.reserved)
     seen = call_on_null_gpus(reserved_in_turn, events, memory_gib=64, compute=False)
-    assert expected[-1] > 2**30 and len(set(expected)) > 30
+    assert expected[-1] > 2**30 and len(set(expected)) > 30 and sorted(expected) != expected
     assert seen == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("trainer", "devices"), [("ddp", 1), ("fsdp", 1), ("fsdp", 2)])
-def test_the_estimate_is_what_the_allocator_reserves(trainer, devices, tmp_path):
+@pytest.mark.parametrize(
+    ("trainer", "devices", "precision"),
+    [("ddp", 1, "32-true"), ("fsdp", 1, "32-true"), ("fsdp", 2, "bf16-mixed"), ("fsdp", 4, "32-true")],
+)
+def test_the_estimate_is_what_the_allocator_reserves(trainer, devices, precision, tmp_path):
     words = [*ALEXNET, f"trainer={trainer}", f"trainer.devices={devices}", f"paths.log_dir={tmp_path}"]
+    words.append(f"trainer.precision={precision}")
     cfg = compose("train", words)
     plan = estimate.stated_plan(read_only(plain(cfg)), chosen_options(cfg))
     [(_, reserved)] = allocator_peaks([(plan, 512)], tmp_path, devices)
@@ -134,7 +151,7 @@ def test_the_estimate_is_what_the_allocator_reserves(trainer, devices, tmp_path)
     facts = estimate.stated_facts(plan.config)
     estimate.peak_bytes(plan, facts, 2)
     estimated = max(estimate.peak_bytes(plan, facts, 512).values())
-    assert 0.95 < estimated / reserved < 1.05, (estimated, reserved)
+    assert 0.99 < estimated / reserved < 1.01, (estimated, reserved)
 
 
 @pytest.mark.slow

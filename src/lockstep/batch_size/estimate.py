@@ -13,7 +13,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep.batch_size.allocator import PlayedAllocator, workspace_bytes
@@ -42,6 +43,8 @@ from lockstep.runs.batch import Batch
 from lockstep.runs.config import Config, read_only, writable
 from lockstep.runs.errors import EXIT_OK, UserError
 from lockstep.runs.folder import RunFolder
+from lockstep.strategies import sharded
+from lockstep.strategies.sharded import Sharded
 from lockstep.training.build import build_module, prepare_net
 from lockstep.training.checks import DataFacts
 from lockstep.training.rank import prepare_process
@@ -194,11 +197,14 @@ def peak_bytes(plan: RunPlan, facts: DataFacts, batch: int) -> dict[str, int]:
     capability = float((config.get("hardware") or {}).get("gpu_capability") or 0)
     tracker = PlayedAllocator(workspace_bytes(capability)) if on_gpu else TrackedBytes()
     mode = Shapes(allow_non_fake_inputs=True)
-    with fake_process_group(plan), mode, tracker, tempfile.TemporaryDirectory() as folder:
-        materialise(module)
+    as_there = as_on_gpus(tracker) if isinstance(tracker, PlayedAllocator) else nullcontext()
+    with fake_process_group(plan), mode, tracker, as_there, tempfile.TemporaryDirectory() as folder:
+        strategy = build_strategy(small)
+        comes_later: Any = module.net if on_gpu and isinstance(strategy, Sharded) else None
+        materialise(module, but=comes_later)
         prepare_net(module, small)
         phases = MemoryPhases(tracker)
-        trainer = build_trainer(small, build_strategy(small), [phases], [], Path(folder))
+        trainer = build_trainer(small, strategy, [phases], [], Path(folder))
         adapt(trainer.strategy)
         stay_in_place(module)
         average = [torch.empty_like(p) for p in module.parameters()] if config["trainer"]["ema_decay"] else []
@@ -206,6 +212,33 @@ def peak_bytes(plan: RunPlan, facts: DataFacts, batch: int) -> dict[str, int]:
         del average
     # Nothing runs out of memory here: what the allocator reserves is what has to fit.
     return {ALLOCATOR if is_reserved(phase) else phase: int(share) for phase, share in phases.shares.items()}
+
+
+@contextmanager
+def as_on_gpus(played: PlayedAllocator) -> Iterator[None]:
+    """What happens on GPUs only: FSDP brings weights there from the host unit by unit, dropout's mask is of bytes."""
+
+    def one_by_one(weights: list[torch.Tensor], device: torch.device) -> None:
+        for weight in weights if dist.get_world_size() > 1 else ():
+            torch.empty_like(weight, device=device)
+
+    def unit_by_unit(unit: nn.Module, **options: Any) -> Any:
+        materialise(unit)
+        return fully_shard(unit, **options)
+
+    def with_mask(values: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        if inplace or not training or not 0 < p < 1:
+            return dropout(values, p, training, inplace)
+        return values * torch.empty_like(values, dtype=torch.bool)
+
+    dropout = nn.functional.dropout
+    with (
+        mock.patch.object(torch.cuda, "empty_cache", played.give_back),  # Lightning calls it before the first step
+        mock.patch.object(sharded, "broadcast_from_rank_zero", one_by_one),
+        mock.patch.object(sharded, "fully_shard", unit_by_unit),
+        mock.patch.object(nn.functional, "dropout", with_mask),
+    ):
+        yield
 
 
 def stay_in_place(module: Any) -> None:
@@ -245,13 +278,17 @@ def _scales_losses(config: Config, on_gpu: bool) -> bool:
     return stated in ("16", "16-mixed") or (stated == "auto" and on_gpu and lacks_it)
 
 
-def materialise(module: nn.Module) -> None:
-    """Replace parameters and buffers on the meta device by fake ones on the CPU."""
+def materialise(module: nn.Module, but: nn.Module | None = None) -> None:
+    """Replace parameters and buffers on the meta device by fakes on the CPU; those of `but` stay there, as fakes."""
+    left = set(but.modules() if but else ())
     for owner in module.modules():
+        device = "meta" if owner in left else "cpu"
         for name, weight in list(owner.named_parameters(recurse=False)):
-            setattr(owner, name, nn.Parameter(torch.empty_like(weight, device="cpu"), weight.requires_grad))
+            if weight.device.type == "meta":
+                setattr(owner, name, nn.Parameter(torch.empty_like(weight, device=device), weight.requires_grad))
         for name, value in list(owner.named_buffers(recurse=False)):
-            setattr(owner, name, torch.empty_like(value, device="cpu"))
+            if value.device.type == "meta":
+                setattr(owner, name, torch.empty_like(value, device=device))
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Batches of images that have a shape and no contents, for steps on fake tensors."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -17,6 +18,11 @@ class FakeImages(pl.LightningDataModule):
     def train_dataloader(self) -> "Repeated":
         return Repeated(self.shape, self.batch, self.steps)
 
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """As our data sets deliver them: bytes, channels innermost, become float32."""
+        images, labels = batch
+        return images.float().permute(0, 3, 1, 2), labels
+
     def val_dataloader(self) -> "Repeated":
         return Repeated(self.shape, self.eval_batch, 1)
 
@@ -29,5 +35,9 @@ class Repeated:
         return self.times
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for _ in range(self.times):
-            yield torch.zeros(self.batch, *self.shape), torch.zeros(self.batch, dtype=torch.int64)
+        channels, height, width = self.shape
+        for _ in range(self.times):  # the consumer alone holds what is yielded
+            yield (
+                torch.zeros(self.batch, height, width, channels, dtype=torch.uint8),
+                torch.zeros(self.batch, dtype=torch.int64),
+            )

@@ -4,7 +4,8 @@ The peak of memory in each phase of a step, of the GPU's allocator or of tracked
 """
 
 import gc
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +18,7 @@ from lockstep.batch_size.search import HELD, RESERVED
 
 GIB = 2**30
 KEPT_FREE = 0.01  # of a GPU's memory, for gaps
-SEGMENT = 20 * 2**20  # and this at least: the allocator takes so much at a time
+SEGMENT = 20 * 2**20  # in whole ones: the allocator takes so much at a time
 OUT_OF_MEMORY_WORDS = (
     "out of memory", "can't allocate memory", "ALLOC_FAILED", "Failed to CUDA calloc", "unable to mmap",
 )  # fmt: skip
@@ -83,11 +84,19 @@ class TrackedBytes(MemTracker):
     def _post_bw_hook(self, module: Any, args: Any) -> None: ...
 
 
+def block_apart(size: int, device: torch.device) -> torch.Tensor:
+    """In a stream of its own, so that whole segments hold it and nothing else."""
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+
 class AllocatedBytes:
     """What the caching allocator of each GPU of this process has given out.
 
     The limit binds what it has reserved, which is hardly more where its segments expand (distributed/cluster.py). It is
-    a little below the GPU's: the run that follows takes the same memory in another order, and leaves other gaps.
+    a little below the GPU's: the run that follows takes the same memory in another order, and leaves other gaps. A
+    block holds that little, and the GPU says when it is full: a limit that the allocator is told counts a block as a
+    whole where part of it has memory already, and is told only for less than the GPU's.
 
     Args:
         fraction: of each GPU's memory that this process may use.
@@ -96,12 +105,17 @@ class AllocatedBytes:
 
     def __init__(self, devices: list[torch.device], fraction: float = 1.0, limit: int | None = None) -> None:
         self.devices, self.limits = devices, {}
+        self.kept_free: dict[torch.device, torch.Tensor] = {}
         for device in devices:
             free, total = torch.cuda.mem_get_info(device)
-            allowed = min(int(fraction * min(limit or total, total)), free + torch.cuda.memory_reserved(device))
-            allowed -= max(int(KEPT_FREE * allowed), SEGMENT)
-            torch.cuda.set_per_process_memory_fraction(allowed / total, device)
-            self.limits[str(device)] = allowed
+            there = free + torch.cuda.memory_reserved(device)
+            allowed = min(int(fraction * min(limit or total, total)), there)
+            kept = math.ceil(max(KEPT_FREE * allowed, 1) / SEGMENT) * SEGMENT
+            if allowed < there:
+                torch.cuda.set_per_process_memory_fraction((allowed - kept) / total, device)
+            else:
+                self.kept_free[device] = block_apart(kept, device)
+            self.limits[str(device)] = allowed - kept
 
     def fresh(self) -> "AllocatedBytes":
         torch.cuda.empty_cache()
@@ -112,13 +126,17 @@ class AllocatedBytes:
         return min(self.limits.values())
 
     def peaks(self) -> dict[str, int]:
-        return {str(device): torch.cuda.max_memory_allocated(device) for device in self.devices}
+        return self._without_kept(torch.cuda.max_memory_allocated)
 
     def held(self) -> dict[str, int]:
-        return {str(device): torch.cuda.memory_allocated(device) for device in self.devices}
+        return self._without_kept(torch.cuda.memory_allocated)
 
     def reserved(self) -> dict[str, int]:
-        return {str(device): torch.cuda.max_memory_reserved(device) for device in self.devices}
+        return self._without_kept(torch.cuda.max_memory_reserved)
+
+    def _without_kept(self, measure: Callable[[torch.device], int]) -> dict[str, int]:
+        kept = {device: block.nbytes for device, block in self.kept_free.items()}
+        return {str(device): measure(device) - kept.get(device, 0) for device in self.devices}
 
     def reset(self) -> None:
         for device in self.devices:

@@ -4,7 +4,8 @@ A probe says, for every rank and phase of a step, which share of that rank's lim
 Two small probes give one line per rank and phase; the smallest batch at which a line reaches its limit is verified.
 
 A GPU's allocator also says what it reserved for what it gave out. Where the lines reach the limit with as much beside
-them, a batch fits, and so does the run that follows; the largest batch may be somewhat larger, which one try shows.
+them, a batch fits, and so does the run that follows. A full memory leaves less beside them, so the tries that are left
+go at least half-way on to what tensors alone would fill.
 """
 
 import math
@@ -137,20 +138,22 @@ def _second_point(points: list[Probe], good: int, bad: int, least: int) -> int:
 def _aim(points: list[Probe], good: int, bad: int, bound: int, done: int) -> int | None:
     """A batch between the largest that fits and the smallest that does not; None where the model expects no more."""
     room = points[-1].room_for_tensors
+    enough = MOST_BELOW + MARGIN if room < 1.0 else MOST_BELOW  # what is kept free here is there for the run
     predicted = _predicted(points, room)
     if predicted < bad:
         most = min(_predicted(points), bad - 1)
-        if good >= CLOSE_ENOUGH * predicted and good >= min(NEAR * most, MOST_BELOW * (bad - 1)):
+        if good >= CLOSE_ENOUGH * predicted and good >= min(NEAR * most, enough * (bad - 1)):
             return None
         if done == len(points) <= MAX_PROBES // 2 and predicted > FAR * points[-1].batch:
             return int(NEARER[len(points) - 2] * predicted)  # too far to trust small points
-        one_more = int(good / MOST_BELOW) if bad > bound else (good + bad) // 2
-        aim = max(good + 1, predicted - int(MARGIN * predicted), min(one_more, most - int(MARGIN * most)))
-        last = done == MAX_PROBES - 1 and room < 1.0 and good >= LAST_FROM * aim
-        return min(aim, max(good + 1, int(good / MOST_BELOW))) if last else aim  # where this runs out, `good` is near
+        half = (good + most) // 2  # where the memory is nearly full, the allocator reserves less beside tensors
+        aim = max(good + 1, predicted - int(MARGIN * predicted), min(half, most - int(MARGIN * most)))
+        if done == MAX_PROBES - 1 and room < 1.0 and good >= LAST_FROM * aim:  # where this runs out, `good` is near
+            return min(aim, max(good + 1, int(good / MOST_BELOW) if bad > bound else half))
+        return aim
     if bad > bound:
         return bound
-    if good >= MOST_BELOW * (bad - 1):
+    if good >= enough * (bad - 1):
         return None
     if good < 0.45 * bad:
         return max(good + 1, int(0.6 * bad))  # a second out-of-memory here would end the search far below

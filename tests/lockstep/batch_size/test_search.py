@@ -185,27 +185,40 @@ def test_two_out_of_memories_end_the_search():
     assert search.found(history, 1000).batch == 8
 
 
-def allocator(seed):
-    """(fits, the largest batch) of a GPU whose allocator reserves up to `gap` beside the tensors, and frees half.
+def allocator(seed, gaps=(1.0, 1.12), needed=0.5, noise=0.01):
+    """(fits, the largest batch, that of a run) of a GPU whose allocator reserves up to `gap` beside the tensors, and
+    frees what is not `needed` of that; a run has the 1 % that a search keeps free.
 
     Tensors alone would fill it at 1000 images; other gaps come with each batch.
     """
     rng = random.Random(seed)
-    held, gap = rng.uniform(0.05, 0.5), rng.uniform(1.0, 1.12)
+    held, gap = rng.uniform(0.05, 0.5), rng.uniform(*gaps)
 
-    def fits(batch):
+    def fits(batch, room=1.0):
         tensors = held + (1 - held) * batch / 1000
-        if tensors * (1 + gap) / 2 > 1:
+        if tensors * (1 + needed * (gap - 1)) > room:
             return None
-        reserved = min(tensors * (gap + random.Random(batch).uniform(-0.01, 0.01)), 1.0)
+        reserved = min(tensors * (gap + random.Random(batch).uniform(-noise, noise)), 1.0)
         return [{HELD: held, "backward cuda:0": tensors, "reserved cuda:0": max(reserved, tensors)}]
 
-    return fits, max(batch for batch in range(1, 1001) if fits(batch))
+    best = [max(batch for batch in range(1, 1051) if fits(batch, room)) for room in (1.0, 1.01)]
+    return fits, *best
 
 
 def test_what_the_allocator_reserves_beside_tensors_costs_no_more_than_five_percent():
+    near = []
     for seed in range(150):
-        fits, best = allocator(seed)
+        fits, best, of_run = allocator(seed)
         found = largest_batch(fits, bound=100_000)
         assert 0.95 * best <= found.batch <= best, (seed, best, found)
         assert len(found.probes) <= 6 and found.out_of_memory <= 1
+        near.append(found.batch >= 0.95 * of_run)
+    assert sum(near) / len(near) > 0.9
+
+
+def test_what_the_allocator_gives_back_where_the_memory_is_full_stops_no_search():
+    """Small batches with much beside their tensors, by chance more or less: as seen of small_cnn under DDP in 2 GiB."""
+    for seed in range(150):
+        fits, best, _ = allocator(seed, gaps=(1.05, 1.2), needed=0.25, noise=0.05)
+        found = largest_batch(fits, bound=100_000)
+        assert 0.95 * best <= found.batch <= best, (seed, best, found)
