@@ -1,5 +1,6 @@
 """make release in a clone: what it refuses, and what it leaves."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+VERSION = re.compile(r'(?<=^version = ")[\d.]+|(?<=^version: )[\d.]+', re.MULTILINE)
 FILES = ("launch/release.py", "launch/project.py", "pyproject.toml", "CITATION.cff")
 CHANGELOG = "# Changelog\n\n## Unreleased: the house\n\n- New.\n- More.\n\n## 0.1.0 (2026-01-01)\n\n- Old.\n"
 
@@ -16,7 +18,8 @@ CHANGELOG = "# Changelog\n\n## Unreleased: the house\n\n- New.\n- More.\n\n## 0.
 def clone(tmp_path):
     for name in FILES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+        text = VERSION.sub("0.1.0", (ROOT / name).read_text())  # whatever has been released by now
+        (tmp_path / name).write_text(text)
     (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
     (tmp_path / ".gitignore").write_text("__pycache__\n")
     git(tmp_path, "init", "-q")
