@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import psutil
 
 from lockstep.runs.errors import UserError
-from lockstep.runs.files import NO_LOCKS, locked_file, write_atomically
+from lockstep.runs.files import NO_LOCKS, lock, locked, locked_file, write_atomically
 from lockstep.runs.foreign_files import read_json
 from lockstep.runs.full_disk import full_disk_named
 from lockstep.storage.background import in_parallel
@@ -227,7 +227,7 @@ class Copy:
         indexed = {entry.name.removesuffix(INDEX) for entry in self.entries if entry.name.endswith(INDEX)}
         telling = [e for e in self.entries if e.name.endswith((*ALONE, TABLE, INDEX)) and e.name not in indexed]
         if any(self._is_missing(entry) for entry in telling):
-            with locked_file(self.lock, required=True):
+            with self._alone():
                 self._fetch_all(telling, None)
 
     def complete(self, limit_gib: float | None = None) -> None:
@@ -238,7 +238,7 @@ class Copy:
         Raises:
             UserError: it is too large, cannot be read, or changed meanwhile.
         """
-        with self.explained(), locked_file(self.lock, required=True):
+        with self.explained(), self._alone():
             self._fetch_all(self.entries, limit_gib)
 
     def take_what_fits(self, limit_gib: float | None) -> None:
@@ -275,6 +275,14 @@ class Copy:
     def lock(self) -> Path:
         """Of whoever fetches."""
         return self.files.with_name(f"{self.files.name}.fetch")
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with self.lock.open("a") as handle:
+            if not lock(handle, 0.0, required=True):
+                log.info(f"Another process copies {self.uri}: waiting for it …")
+            with locked(handle, required=True):
+                yield
 
     def _is_missing(self, entry: Entry) -> bool:
         return not is_here(self._path(entry))

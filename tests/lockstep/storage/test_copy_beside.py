@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import psutil
@@ -70,6 +72,19 @@ def test_one_process_of_the_node_fetches(copy):
         module.fcntl.flock(lock, module.fcntl.LOCK_EX)
         copy_beside(copy, None)
     assert not module._started
+
+
+def test_who_needs_all_of_it_waits_for_who_fetches(copy, caplog):
+    with copy.lock.open("a") as lock, ThreadPoolExecutor(1) as pool, caplog.at_level("INFO"):
+        module.fcntl.flock(lock, module.fcntl.LOCK_EX)
+        whole = pool.submit(copy.complete)
+        until = time.monotonic() + 10
+        while "Another process copies" not in caplog.text and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not whole.done() and not come(copy)
+        module.fcntl.flock(lock, module.fcntl.LOCK_UN)
+        whole.result(60)
+    assert come(copy) == {*OBJECTS} and f"Another process copies {copy.uri}: waiting for it" in caplog.text
 
 
 def test_it_ends_with_who_started_it_however_that_ends(copy):
