@@ -9,7 +9,7 @@ from PIL import Image
 import shards
 from data.image_folder import ImageFolderDataModule
 from data.webdataset import WebDatasetDataModule
-from lockstep.runs.errors import EXIT_OK, EXIT_USER_ERROR
+from lockstep.runs.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.runs.files import sha256_of
 from object_store import shared_store
 
@@ -44,6 +44,38 @@ def test_the_shards_hold_the_pixels_of_the_folder(photographs, tmp_path):
     packed = WebDatasetDataModule(root=tmp_path / "shards", cache_dir=tmp_path / "b", **OPTIONS)
     (expected, *facts), (found, *others) = pixels(folder), pixels(packed)
     assert np.array_equal(expected, found) and facts == others
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["", "[]", '{"bytes": 7, "images": []}', '{"bytes": BYTES, "images": [["a.png", "cat", -1, 5]]}',
+     '{"bytes": BYTES, "images": [["a.png", "cat", 0, BYTES1]]}', '{"bytes": BYTES, "images": [["a.png", "cat"]]}'],
+)  # fmt: skip
+def test_an_index_that_does_not_fit_is_named(index, photographs, tmp_path):
+    """The shard itself may still lie in a bucket: its headers cannot take the index's place."""
+    assert shards.main([str(photographs), str(tmp_path / "shards")]) == EXIT_OK
+    shard = tmp_path / "shards/train-00000.tar"
+    size = shard.stat().st_size
+    (tmp_path / "shards/train-00000.tar.index").write_text(
+        index.replace("BYTES1", str(size + 1)).replace("BYTES", str(size))
+    )
+    with pytest.raises(UserError, match=f"{shard} does not fit its index train-00000.tar.index: pack it again with"):
+        WebDatasetDataModule(root=tmp_path / "shards", cache_dir=tmp_path / "b", **OPTIONS).prepare()
+
+
+def test_with_an_index_no_header_is_read_and_its_labels_are_the_shards(photographs, tmp_path, monkeypatch):
+    assert shards.main([str(photographs), str(tmp_path / "shards")]) == EXIT_OK
+    by_index = WebDatasetDataModule(root=tmp_path / "shards", cache_dir=tmp_path / "a", **OPTIONS)
+    with monkeypatch.context() as patch:
+        patch.setattr("data.webdataset.members", None)
+        expected = pixels(by_index)
+    with pytest.raises(UserError, match="has an index, with labels of its own: leave data.label_field out"):
+        WebDatasetDataModule(root=tmp_path / "shards", cache_dir=tmp_path / "c", label_field="x", **OPTIONS).prepare()
+    for path in (tmp_path / "shards").glob("*.index"):
+        path.unlink()
+    by_headers = WebDatasetDataModule(root=tmp_path / "shards", cache_dir=tmp_path / "b", **OPTIONS)
+    found = pixels(by_headers)
+    assert np.array_equal(expected[0], found[0]) and expected[1:] == found[1:]
 
 
 def written(folder):

@@ -35,9 +35,18 @@ class WebDatasetDataModule(ShardedDataModule):
         return [self._label_field, *super().listed_from()]
 
     def read_shard(self, path: Path) -> Shard:
-        if self._label_field is None and (indexed := read_index(path)) is not None:
-            start, size = (np.array([getattr(image, part) for image in indexed], np.int64) for part in PARTS)
-            return Shard(path, [image.word for image in indexed], [image.name for image in indexed], start, size)
+        try:
+            indexed = read_index(path)
+        except BadArchive as error:
+            raise BadShard(str(error)) from None
+        if indexed is None:
+            return self._read_headers(path)
+        if self._label_field:
+            raise UserError(f"{path} has an index, with labels of its own: leave data.label_field out.")
+        start, size = (np.array([getattr(image, part) for image in indexed], np.int64) for part in PARTS)
+        return Shard(path, [image.word for image in indexed], [image.name for image in indexed], start, size)
+
+    def _read_headers(self, path: Path) -> Shard:
         images: dict[str, Member] = {}
         labels: dict[str, Member] = {}
         wanted = "cls" if self._label_field is None else "json"

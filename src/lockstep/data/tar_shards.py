@@ -15,7 +15,7 @@ from typing import BinaryIO
 from lockstep.data.image_list import SPLITS
 from lockstep.data.image_tree import list_split
 from lockstep.data.places import stats_of
-from lockstep.data.tar_index import members
+from lockstep.data.tar_index import BadArchive, members
 from lockstep.runs.errors import UserError
 from lockstep.runs.foreign_files import NotReadable, read_json
 
@@ -96,12 +96,20 @@ def index_of(path: Path, words: list[str]) -> bytes:
 
 
 def read_index(shard: Path) -> list[Indexed] | None:
-    """The images of a shard by the index beside it; None where there is none, or it is of other bytes."""
+    """The images of a shard by the index beside it; None where there is none.
+
+    Raises:
+        BadArchive: the index is damaged, or of other bytes.
+    """
+    path = shard.with_name(shard.name + INDEX)
     try:
-        found = read_json(shard.with_name(shard.name + INDEX), MAX_INDEX_BYTES)
+        found = read_json(path, MAX_INDEX_BYTES)
         images = [Indexed(str(name), str(word), int(start), int(size)) for name, word, start, size in found["images"]]
         total = shard.stat().st_size
-        fits = found["bytes"] == total and all(0 <= i.start <= i.start + i.size <= total for i in images)
-    except (OSError, NotReadable, ValueError, KeyError, TypeError):
+        if found["bytes"] == total and all(0 <= i.start <= i.start + i.size <= total for i in images):
+            return images
+    except FileNotFoundError:
         return None
-    return images if fits else None
+    except (OSError, NotReadable, ValueError, KeyError, TypeError):
+        pass
+    raise BadArchive(f"does not fit its index {path.name}: pack it again with src/shards.py, or remove the index")
