@@ -105,16 +105,21 @@ def test_hits_of_training_are_counted_without_looking_at_them_and_taken_once():
     assert classifier.take_train_counts().tolist() == [0, 0]
 
 
-def test_hits_before_a_checkpoint_in_mid_epoch_count_after_it():
+def test_hits_and_losses_before_a_checkpoint_in_mid_epoch_count_after_it():
     strategy = SimpleNamespace(reduce=lambda counts, reduce_op: 2 * counts, root_device="cpu")
     classifier = ImageClassifier(nn.Flatten(), num_classes=3)
     classifier._trainer = SimpleNamespace(strategy=strategy, is_global_zero=True)
     classifier.training_step((torch.eye(3).view(3, 1, 1, 3), torch.tensor([0, 1, 1])), 0)
     checkpoint = {}
     classifier.on_save_checkpoint(checkpoint)
-    assert checkpoint == {"train_counts": [4, 6]}
+    total, number = classifier.take_loss_sum()
+    assert checkpoint == {"train_counts": [4, 6], "train_losses": [2 * float(total), 2]} and number == 1
     for is_zero, expected in ((True, [4, 6]), (False, [0, 0])):
         other = ImageClassifier(nn.Flatten(), num_classes=3)
         other._trainer = SimpleNamespace(strategy=strategy, is_global_zero=is_zero)
         other.on_load_checkpoint(checkpoint)
         assert other.take_train_counts().tolist() == expected
+        other.training_step((torch.eye(3).view(3, 1, 1, 3), torch.tensor([0, 1, 1])), 1)
+        summed, number = other.take_loss_sum()
+        assert (summed.dtype, number) == (torch.float32, 3 if is_zero else 1)
+        torch.testing.assert_close(summed, total * number)

@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from lockstep.callbacks.resume_point import ends_epoch
 from lockstep.runs.hooks import HasRecordFields
 from lockstep.runs.record import HEARTBEAT_INTERVAL_S, RunRecord, read_record, update_record
 from lockstep.storage.checkpoint_files import Sidecar
@@ -107,11 +106,14 @@ class RunRecorder(Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit":
-            if not trainer.sanity_checking and not ends_epoch(trainer):
-                self.on_train_epoch_end(trainer, pl_module)
+            if not trainer.sanity_checking:  # now: a stop in the next epoch writes no metrics
+                self._take_best(trainer)
             self.write(trainer, phase="training")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._take_best(trainer)  # of what training logs
+
+    def _take_best(self, trainer: pl.Trainer) -> None:
         """`<monitor>_best` is the best of what is monitored, and val/acc_best the accuracy of that validation."""
         value, best = trainer.callback_metrics.get(self.monitor), self.best_metrics.get(f"{self.monitor}_best")
         if value is not None and improves(self.mode, float(value), best):
