@@ -96,3 +96,13 @@ def test_the_links_lead_somewhere():
         for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.slow
+def test_they_pass_the_checks_of_a_project(copy):
+    """`make check` of whoever copies them."""
+    shutil.copy(REPOSITORY / "pyproject.toml", copy)
+    written = [name for name in FILES if name.endswith(".py")]
+    for tool in (["mypy"], ["ruff", "check"], ["ruff", "format", "--check"]):
+        done = subprocess.run([sys.executable, "-m", *tool, *written], cwd=copy, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
