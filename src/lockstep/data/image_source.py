@@ -61,7 +61,7 @@ class InPlaces:
 
     def ahead(self, positions: Sequence[int]) -> None:
         if self.remote is not None:
-            self.remote.ahead(map(_opened(self.kept, self.folder).part, positions))
+            _opened(self.kept, self.folder).ahead(positions, self.remote)
 
 
 _opened = functools.lru_cache(maxsize=4)(Places.kept)  # once per process

@@ -109,7 +109,7 @@ class ListedDataModule(ImageDataModule):
         self._taken = self._choose_path()
         if self.in_bucket is not None and self._opens_all:
             self.in_bucket.complete()
-        elif self.in_bucket is not None:
+        elif self.in_bucket is not None and not self.in_bucket.is_complete():
             self._reads = self.in_bucket.reads
             self.in_bucket.complete_beside()
         if self._opens_all:
@@ -214,7 +214,7 @@ class ListedDataModule(ImageDataModule):
         places, reads = self._images.places, self._reads
         if reads is not None:
             positions = list(positions)
-            reads.ahead(map(places.part, positions))
+            places.ahead(positions, reads)
         found = common_size(partial(places.open, i, self._max_pixels, reads) for i in positions)
         if reads is not None:
             reads.rest()

@@ -53,11 +53,13 @@ Part = tuple[str, int, int, str]
 class Remote(Protocol):
     """Reads from a bucket what of its copy is not on this disk (storage/remote_reads.py)."""
 
+    def lacks(self, path: str) -> bool:
+        """Whether the file is not on this disk yet."""
+
     def ahead(self, parts: Iterable[Part]) -> None:
         """Ask for them, some at a time, before they are read."""
 
-    def read(self, part: Part) -> bytes | None:
-        """None: its file is on this disk."""
+    def read(self, part: Part) -> bytes: ...
 
     def rest(self) -> None:
         """End the threads of this process."""
@@ -74,6 +76,8 @@ class InBucket(Protocol):
 
     def complete(self) -> None:
         """Return once the copy is whole."""
+
+    def is_complete(self) -> bool: ...
 
     def complete_beside(self) -> None:
         """Make it whole in a process of its own, as far as there is room."""
@@ -151,8 +155,11 @@ class Places:
         files, members = self._titles.all(), self.members.all()
         return [f"{files[f]}: {member}" if member else files[f] for f, member in zip(self.file.tolist(), members)]
 
-    def part(self, i: int) -> Part:
-        """Of the bucket, where one image is."""
+    def ahead(self, positions: Iterable[int], remote: Remote) -> None:
+        """Ask the bucket for those of these images that are not on this disk."""
+        remote.ahead(self._part(i) for i in positions if remote.lacks(str(self._path(i))))
+
+    def _part(self, i: int) -> Part:
         return str(self._path(i)), int(self.start[i]), int(self.size[i]), self.etags[int(self.file[i])]
 
     def open(self, i: int, max_pixels: int, remote: Remote | None = None) -> BinaryIO:
@@ -168,8 +175,8 @@ class Places:
         size, listed = int(self.size[i]), int(self.stats[self.file[i], 0])
         if size > 8 * max_pixels + MARGIN_BYTES:  # of four channels with 16 bits
             raise CorruptImage(f"{self.name(i)} has {size} bytes, more than data.max_pixels={max_pixels} can need")
-        if remote is not None and (data := remote.read(self.part(i))) is not None:
-            return io.BytesIO(data)
+        if remote is not None and remote.lacks(str(self._path(i))):
+            return io.BytesIO(remote.read(self._part(i)))
         try:
             with open(self._path(i), "rb") as file:
                 found = os.fstat(file.fileno()).st_size

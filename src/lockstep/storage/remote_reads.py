@@ -17,6 +17,7 @@ from lockstep.storage.s3 import S3Store
 from lockstep.storage.s3_options import S3Options
 
 AHEAD = 4 * THREADS  # parts that a process holds in its memory
+REMEMBERED = 10_000  # files that have come: of shards all
 Part = tuple[str, int, int, str]
 """Path in the copy, first byte, bytes, and ETag."""
 
@@ -35,25 +36,26 @@ class RemoteReads:
         return cls(copy.uri, copy.options, copy.prefix, copy.files.absolute())
 
     def ahead(self, parts: Iterable[Part]) -> None:
-        """Ask for what is not here before `read` does, some at a time; what was asked for and not read is dropped."""
-        _reader(self, os.getpid()).ask(part for part in parts if not is_here(part[0]))
+        """Ask for these before `read` does, some at a time; what was asked for and not read is dropped."""
+        _reader(self, os.getpid()).ask(parts)
+
+    def lacks(self, path: str) -> bool:
+        """Whether a file has not come to this disk yet."""
+        return _reader(self, os.getpid()).lacks(path)
 
     def rest(self) -> None:
         """End this process's threads, which must not be there when it forks; they come back when they are needed."""
         _reader(self, os.getpid()).end()
         _reader.cache_clear()
 
-    def read(self, part: Part) -> bytes | None:
-        """The bytes of a part, or None where its file has come to this disk.
-
+    def read(self, part: Part) -> bytes:
+        """
         Raises:
             UserError: the object has changed.
             ConnectionError: the bucket cannot be read.
         """
         reader = _reader(self, os.getpid())
         coming = reader.asked_for(part)
-        if coming is None and is_here(part[0]):
-            return None
         try:
             return reader.bytes_of(part) if coming is None else coming.result()
         except StoreError as error:
@@ -67,6 +69,7 @@ class _Reader:
 
     def __init__(self, reads: RemoteReads) -> None:
         self.reads, self.store = reads, S3Store(reads.options)
+        self._here: set[str] = set()
         self._next: deque[Part] = deque()
         self._coming: dict[Part, Future[bytes]] = {}
         self._asked: queue.SimpleQueue[tuple[Part, Future[bytes]] | None] = queue.SimpleQueue()
@@ -82,6 +85,15 @@ class _Reader:
 
     def name(self, part: Part) -> str:
         return os.path.relpath(part[0], self.reads.files)
+
+    def lacks(self, path: str) -> bool:
+        if path in self._here:
+            return False
+        if is_here(path):
+            if len(self._here) < REMEMBERED:
+                self._here.add(path)
+            return False
+        return True
 
     def ask(self, parts: Iterable[Part]) -> None:
         self._next, self._coming = deque(parts), {}

@@ -28,7 +28,8 @@ class CopiedBucket:
 
     def __init__(self, copy: Copy, limit_gib: float | None) -> None:
         self.copy, self.limit_gib = copy, limit_gib
-        self.folder, self.reads, self.etags = copy.files.absolute(), RemoteReads.of(copy), copy.etags
+        self.folder, self.reads = copy.files.absolute(), RemoteReads.of(copy)
+        self.etags, self.is_complete = copy.etags, copy.is_complete
 
     def complete(self) -> None:
         self.copy.complete(self.limit_gib)
