@@ -152,6 +152,8 @@ def with_quotes(where: str, columns: list[str]) -> str:
 def _sentence(error: str, columns: list[str]) -> str:
     if not error.startswith("no such column: "):
         return f"The condition is no SQL that reads runs ({error}): as \"status = 'finished' and val/acc > 0.9\"."
+    if columns == columns_of([]):
+        return "The logbook keeps no run yet: python src/logbook.py keep RUN takes one in."
     name = error.removeprefix("no such column: ")
     lower = {column.lower(): column for column in reversed(columns)}
     near = [lower[word] for word in difflib.get_close_matches(name.lower(), lower, 3, cutoff=0.5)]

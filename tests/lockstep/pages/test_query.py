@@ -100,6 +100,17 @@ def test_what_is_no_condition_is_one_sentence(logbook, where, sort, said):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("where", "sort"), [("data = 'garden'", "val/acc_best"), ("1", "val/acc"), ("model = 'x'", None)]
+)
+def test_of_an_empty_logbook_no_name_is_offered(tmp_path, where, sort):
+    with pytest.raises(
+        UserError, match=r"^The logbook keeps no run yet: python src/logbook\.py keep RUN takes one in\.$"
+    ):
+        find_runs(tmp_path, where, sort)
+    assert find_runs(tmp_path, "status = 'finished'") == []
+
+
 def test_a_whole_number_too_large_for_sql_is_compared_as_a_float():
     with closing(module.in_memory([{"n": 2**70}], ["n"])) as table:
         assert table.execute("SELECT number FROM runs WHERE n > 1e21").fetchall() == [(0,)]
