@@ -5,13 +5,21 @@ from typing import Any
 
 from lockstep.pages.entry import Entry
 from lockstep.pages.facts import RunFacts
-from lockstep.pages.markdown import plain
+from lockstep.pages.markdown import one_line, plain
 
 LOAD_DIFFERENCE = 0.5  # of a core, between two runs
 PEAK_DIFFERENCE = 0.1  # between the peaks that two runs measured of a device
 
+Shown = Callable[[object], str]  # text from outside, as the place that shows it wants it
 
-def caution(entries: Sequence[Entry]) -> str:
+
+def cautions(entries: Sequence[Entry], labels: Sequence[str]) -> list[str]:
+    """Both, without markup: for a terminal, and for HTML that is escaped where it is shown."""
+    said = (caution(entries, one_line), load_caution(entries, labels, one_line))
+    return [text.replace("**", "", 2) for text in said if text]
+
+
+def caution(entries: Sequence[Entry], shown: Shown = plain) -> str:
     """Says in what the runs are not alike."""
     held: list[tuple[str, Callable[[RunFacts], Any]]] = [
         ("the data", lambda run: run.record.data_hash or run.record.data),
@@ -26,16 +34,16 @@ def caution(entries: Sequence[Entry]) -> str:
     unlike = [name for name, read in held if len({read(entry.facts) for entry in entries}) > 1]
     commits = dict.fromkeys((entry.facts.record.code.commit or "unknown")[:7] for entry in entries)
     if "the code" in unlike and len(commits) > 1:
-        unlike[-1] += f" (commits {', '.join(map(plain, commits))})"
+        unlike[-1] += f" (commits {', '.join(map(shown, commits))})"
     return f"**Not held fixed between these runs:** {', '.join(unlike)}." if unlike else ""
 
 
-def load_caution(entries: Sequence[Entry], labels: Sequence[str]) -> str:
+def load_caution(entries: Sequence[Entry], labels: Sequence[str], shown: Shown = plain) -> str:
     """Says where other work slowed a run, or some runs more than others."""
     if len(entries) < 2 or all(same_load(entry.facts, entries[0].facts) for entry in entries):
         return ""
     loads = [(label, entry.facts.load_per_core) for label, entry in zip(labels, entries, strict=True)]
-    each = ", ".join(f"{plain(label)} {load:.1f}" for label, load in loads if load is not None)
+    each = ", ".join(f"{shown(label)} {load:.1f}" for label, load in loads if load is not None)
     return (
         f"**The machine had more to do than these runs, or more in one than in another:** load per core {each}. "
         "Where it had, times and speeds stand without a ratio."

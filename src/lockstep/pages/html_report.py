@@ -14,6 +14,7 @@ from lockstep.pages.comparison_page import differing_settings
 from lockstep.pages.curves import mean_over_time
 from lockstep.pages.entry import Entry
 from lockstep.pages.facts import RunFacts
+from lockstep.pages.fairness import cautions
 from lockstep.pages.index_page import checkpoint_place, status_cell
 from lockstep.pages.markdown import clean, one_line
 from lockstep.pages.measured import measured_values, of_tested
@@ -63,6 +64,7 @@ def report_data(entries: Sequence[Entry], labels: Sequence[str]) -> Data:
     labels = [one_line(label, 80) for label in labels]
     return {
         "subtitle": f"{len(entries)} run{'s' if len(entries) != 1 else ''}",
+        "cautions": cautions(entries, labels),
         "runs": [run_data(entry, label) for entry, label in zip(entries, labels, strict=True)],
         "panels": panels([entry.facts for entry in entries]),
         "numbers": {"head": ["", *labels], "rows": number_rows(entries)},
@@ -84,6 +86,7 @@ def run_data(entry: Entry, label: str) -> Data:
         "label": label,
         "headline": f.percent(accuracy) + part if accuracy is not None else run.status,
         "command": clean(run.commands),
+        "note": clean(entry.note.text),
         "curves": {name: pair for name in names if (pair := run.curve(name))[0]},
         "hardware": hardware_means(run),
         "confusion": {"names": run.confusion[0], "counts": run.confusion[1]} if run.confusion else None,

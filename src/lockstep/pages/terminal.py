@@ -5,7 +5,7 @@ from unicodedata import east_asian_width
 
 from lockstep.pages.comparison_page import MAX_KEYS, RATIOS, memory_words
 from lockstep.pages.entry import Entry
-from lockstep.pages.fairness import caution, load_caution
+from lockstep.pages.fairness import cautions
 from lockstep.pages.html_report import number_rows, setting_rows
 
 OF_A_FILE = ("Best checkpoint", "sha256")  # long, and other in every run
@@ -19,8 +19,7 @@ def comparison_text(entries: Sequence[Entry], labels: Sequence[str]) -> str:
         aligned([head, *(row for row in number_rows(entries) if row[0] not in OF_A_FILE)]),
         RATIOS.format(labels[0]),
         memory_words(entries),
-        caution(entries).replace("**", ""),
-        load_caution(entries, labels).replace("**", ""),
+        *cautions(entries, labels),
         aligned([["Settings that differ", *labels], *settings[:MAX_KEYS]]) if settings else "The same settings.",
         f"… and {len(settings) - MAX_KEYS} more" if len(settings) > MAX_KEYS else "",
     ]

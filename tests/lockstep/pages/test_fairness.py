@@ -6,7 +6,7 @@ from example_runs import example_record
 from lockstep.pages.comparison_page import comparison_page
 from lockstep.pages.entry import Entry
 from lockstep.pages.facts import RunFacts
-from lockstep.pages.fairness import caution, load_caution
+from lockstep.pages.fairness import caution, cautions, load_caution
 from lockstep.pages.measured import measured_values
 
 
@@ -35,6 +35,7 @@ def test_an_unequal_or_heavy_load_is_said(one, other, said):
     text = load_caution([entry_of(*one), entry_of(*other)], ["a", "b"])
     assert said in text and bool(text) == bool(said)
     assert caution([entry_of(*one), entry_of(*other)]) == ""
+    assert cautions([entry_of(*one), entry_of(*other)], ["a", "b"]) == ([text.replace("**", "")] if said else [])
     assert said in comparison_page("t", [entry_of(*one), entry_of(*other)], ["a", "b"], "")
 
 

@@ -8,10 +8,13 @@ import pytest
 
 from example_runs import write_run
 from lockstep.pages.build import import_folder
+from lockstep.pages.facts import RunFacts
 from lockstep.pages.html_report import PARTS, report_data, report_html
 from lockstep.pages.json_values import mapping
+from lockstep.pages.notes import Note, add_note, read_note, run_note_path
 from lockstep.pages.page_set import load_entries
 from lockstep.pages.publish import publish_report
+from lockstep.pages.terminal import comparison_text
 from object_store import shared_store
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -55,6 +58,23 @@ def test_data_of_three_runs(logbook):
     ]
     memory = data["runs"][0]["hardware"]["memory"]
     assert memory[1][0] == 0 and memory[1][-1] == pytest.approx(4.5)
+
+
+def test_the_cautions_of_compare_and_the_notes_are_in_it(logbook):
+    entries = load_entries(logbook)
+    source = entries[0].facts.source
+    source["record"]["code"]["commit"] = "<b>_a@STYLE@"
+    entries[0].facts = RunFacts(source)
+    add_note(run_note_path(logbook, entries[1].run_id), "</script><b>Two</b> *runs*.")
+    entries[1].note = read_note(run_note_path(logbook, entries[1].run_id))
+    page = report_html("", entries, ["a", "b", "c"])
+    held = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    assert held["cautions"] == [
+        "Not held fixed between these runs: the number of epochs, the code (commits <b>_a@S, 3b18e51)."
+    ]
+    assert held["cautions"][0] in comparison_text(entries, ["a", "b", "c"])
+    assert [run["note"] for run in held["runs"]] == ["Baseline of the *report*.", "</script><b>Two</b> *runs*.", ""]
+    assert "<b>" not in page
 
 
 def test_what_is_one_number_all_along_has_no_panel(logbook):
@@ -135,6 +155,22 @@ class Opened:
     def assert_quiet(self) -> None:
         assert self.errors == []
         assert self.requests == [self.address]
+
+
+def test_cautions_and_notes_are_shown_as_text(browser, logbook, tmp_path):
+    entries, path = load_entries(logbook), tmp_path / "report.html"
+    entries[1].note = Note(text="<b>Two</b> *runs*.")
+    path.write_text(report_html("", entries, ["a", "b", "c"]))
+    with Opened(browser, path) as opened:
+        assert opened.page.locator("#cautions p").all_inner_texts() == report_data(entries, ["a", "b", "c"])["cautions"]
+        assert opened.page.locator("#notes pre").all_inner_texts() == [
+            "Baseline of the *report*.",
+            "<b>Two</b> *runs*.",
+        ]
+        opened.assert_quiet()
+    path.write_text(report_html("", entries[2:], ["c"]))
+    with Opened(browser, path) as opened:
+        assert opened.page.locator("#notes, #cautions p").count() == 0
 
 
 def test_a_metric_with_the_name_of_what_every_object_has(browser, tmp_path):

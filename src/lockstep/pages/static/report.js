@@ -256,6 +256,12 @@ function fillConfusion({names, counts}) {
     row.appendChild(make("td", total ? `${(line[i] / total * 100).toFixed(1)} %` : "–"));
   });
 }
+function drawNotes() {
+  for (const text of data.cautions) by("cautions").appendChild(make("p", text));
+  const noted = data.runs.filter(run => run.note);
+  if (!noted.length) { by("notes-section").remove(); return; }
+  for (const run of noted) by("notes").append(make("div", `${run.label} (${run.run_id})`), make("pre", run.note));
+}
 function drawCommands() {
   for (const run of data.runs) by("commands").append(make("div", `${run.label} (${run.run_id})`), make("pre", run.command || "not in the record"));
 }
@@ -268,6 +274,7 @@ fill("numbers", data.numbers);
 fill("settings", data.settings);
 fill("hardware", data.hardware);
 drawConfusion();
+drawNotes();
 drawCommands();
 let drawnAt = innerWidth;
 addEventListener("resize", () => { if (innerWidth !== drawnAt) { drawnAt = innerWidth; draw(); } });
