@@ -167,11 +167,11 @@ def test_a_note_keeps_no_secret(door, tmp_path):
     "arguments, said",
     [
         (["compare", "run-ddp"], "takes two runs or more"),
-        (["compare", "run", "run-ddp"], "'run' means 2 runs"),
+        (["compare", "run", "run-ddp"], "'run' means 2 runs (run-ddp, run-fsdp): give more of the run id."),
         (["compare", "run-ddp", "run-fsdp", "--title", "x"], "give --keep too"),
         (["note", "run-dpd", "x"], "has no run 'run-dpd'; the newest are: run-ddp, run-fsdp."),
         (["note", "run-ddp"], "Nothing to note"),
-        (["keep", "run"], "'run' means 2 runs"),
+        (["keep", "run"], "'run' means 2 runs (run-ddp, run-fsdp): give more of the run id."),
         (["keep", "run-dpd"], "has no run 'run-dpd'; the newest are: run-ddp, run-fsdp."),
         (["remove", "run-dpd"], "The logbook has no run 'run-dpd'; the newest are: run-ddp, run-fsdp."),
         (["prune", "run-dpd"], "has no run 'run-dpd'"),
@@ -187,6 +187,13 @@ def test_bad_input_is_one_sentence(door, capsys, arguments, said):
     assert door(*arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error and error.count("\n") == 1
+
+
+def test_of_many_runs_that_a_word_means_the_last_five_are_named(door, tmp_path, capsys):
+    for number in range(6):
+        write_run(tmp_path / "logs/train/multiruns/stop", f"stop_{number}")
+    assert door("keep", "stop") == 2
+    assert "'stop' means 6 runs (…, stop_1, stop_2, stop_3, stop_4, stop_5): give" in capsys.readouterr().err
 
 
 def test_publish_into_a_folder_links_the_report(door, tmp_path):

@@ -16,6 +16,8 @@ from lockstep.runs.folder import RunFolder
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import read_json
 
+NAMED = 5  # of the runs that a word means
+
 
 def one_folder(logs: Path, word: str) -> Path:
     """
@@ -27,7 +29,7 @@ def one_folder(logs: Path, word: str) -> Path:
     folders = run_folders_under(logs)
     exact = [folder for folder in folders if folder.name == word]
     found = exact or [folder for folder in folders if word in folder.name]
-    return only_one(found, word, [folder.name for folder in folders], str(logs))
+    return only_one([(folder.name, folder) for folder in found], word, [folder.name for folder in folders], str(logs))
 
 
 def chosen_runs(words: Sequence[str], logs: Path, logbook: Path, *, takes_in: bool = True) -> list[Entry]:
@@ -66,20 +68,22 @@ def one_run(entries: list[Any], word: str) -> Any:
     exact = [entry for entry in entries if word == entry.run_id]
     named = [entry for entry in entries if word == entry.note.name]
     partly = [entry for entry in entries if word in entry.run_id]
-    return only_one(exact or named or partly, word, [entry.run_id for entry in entries], "The logbook")
+    found = [(entry.run_id, entry) for entry in exact or named or partly]
+    return only_one(found, word, [entry.run_id for entry in entries], "The logbook")
 
 
-def only_one(found: list[Any], word: str, run_ids: list[str], place: str) -> Any:
+def only_one(found: list[tuple[str, Any]], word: str, run_ids: list[str], place: str) -> Any:
     """
     Args:
-        run_ids: of all runs, oldest first.
+        found: run ids with what is returned of one, oldest first, as `run_ids` of all runs.
     Raises:
         UserError: `found` holds none, or more than one.
     """
     if len(found) == 1:
-        return found[0]
+        return found[0][1]
     if found:
-        raise UserError(f"{word!r} means {len(found)} runs: give more of the run id.")
+        names = ["…"] * (len(found) > NAMED) + [name for name, _ in found[-NAMED:]]
+        raise UserError(f"{word!r} means {len(found)} runs ({', '.join(names)}): give more of the run id.")
     newest = ", ".join(run_ids[-3:]) or "there are none yet"
     raise UserError(f"{place} has no run {word!r}; the newest are: {newest}.")
 
