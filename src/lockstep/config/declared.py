@@ -224,7 +224,8 @@ def missing_option(group: str, name: str, configs: Path) -> str | None:
     there = sorted(path.stem for path in (configs / group).glob("*.yaml"))
     if not there or name in there:
         return None
-    close = difflib.get_close_matches(name, there, 1)
+    by_lower = {option.lower(): option for option in there}
+    close = [by_lower[word] for word in difflib.get_close_matches(name.lower(), by_lower, 1)]
     did = f"did you mean {group}={close[0]}? " if close else ""
     listed = [key for path in sorted((configs / group).glob("*.yaml")) for key in keys(path, group)]
     if not close and group not in OPEN and (key := next((key for key in listed if name in _words(key.name)), None)):

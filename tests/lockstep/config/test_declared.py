@@ -44,6 +44,8 @@ ALSO_WRONG = {
     "metrics=auroc": "'+metrics.auroc={_target_: torchmetrics.AUROC, task: multiclass}'",
     "metrics=[f1,kapa]": "There is no metrics=kapa: did you mean metrics=kappa?",
     "optimizer.amsgrad=true": "write +optimizer.amsgrad=VALUE.",
+    "optimizer=adamW": "did you mean optimizer=adamw?",
+    "optimizer=SGD": "did you mean optimizer=sgd?",
     "model=alexnett": "did you mean model=alexnet?",
     "experiment=quickstat": "did you mean experiment=quickstart?",
     "callbacks=[]": "callbacks=none leaves them out",
