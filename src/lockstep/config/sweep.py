@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
@@ -27,6 +27,7 @@ from lockstep.distributed.cluster import environment
 from lockstep.distributed.launchers import slurm_task
 from lockstep.runs.errors import EXIT_INTERRUPTED
 from lockstep.runs.folder import RunFolder
+from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import read_record
 from lockstep.runs.repeats import REPEATED, spread
 from lockstep.runs.scores import as_read
@@ -52,7 +53,12 @@ def run_job(cfg: Any, program: str) -> float | None:
     if restarts:
         overrides.append("resume=auto")
     log.info(f"\njob {number}: {' '.join(overrides)}")
-    code = run_child([sys.executable, program, *overrides, f"run_id={run_id}", f"sweep_dir={sweep_dir}"])
+    try:
+        code = run_child([sys.executable, program, *overrides, f"run_id={run_id}", f"sweep_dir={sweep_dir}"])
+    except SystemExit:
+        if line := not_started(ExitCodes.jobs, number, overrides):
+            log.info(line)
+        raise
     value = _metric(RunFolder(sweep_dir / run_id), str(cfg.optimized_metric)) if code == 0 else math.nan
     codes = sweep_dir / CODES
     codes.mkdir(parents=True, exist_ok=True)
@@ -60,6 +66,24 @@ def run_job(cfg: Any, program: str) -> float | None:
     ended = {"code": code if code >= 0 else 128 - code, "overrides": overrides, "value": value, "tested": tested}
     (codes / f"{number}-{task}").write_text(json.dumps(ended))
     return value
+
+
+def not_started(jobs: list[list[str]], number: int, overrides: list[str]) -> str:
+    """Says which jobs come after this one, each by what tells it from the others; empty where none does.
+
+    Args:
+        jobs: the overrides of all, as they were foreseen.
+        overrides: this one's; where others were foreseen, as of a shuffle, nothing is said.
+    """
+    if not (left := jobs[number + 1 :]):
+        return ""
+    common = set.intersection(*map(set, jobs))
+    if not set(jobs[number]) - common <= set(overrides):
+        return ""
+    words = [" ".join(word for word in job if word not in common) for job in left[:SHOWN]]
+    more = [f"… and {len(left) - SHOWN} more"] if len(left) > SHOWN else []
+    were = "was" if len(left) == 1 else "were"
+    return f"{len(left)} of {len(jobs)} jobs {were} not started: {'; '.join([*words, *more])}"
 
 
 def _metric(folder: RunFolder, name: str) -> float:
@@ -75,6 +99,15 @@ def first_jobs(words: list[str], configs: Path) -> Iterator[list[str]]:
     Args:
         configs: the folder of all options.
     """
+    yield from jobs_of_words(words, configs, values=1)
+
+
+def jobs_of_words(words: list[str], configs: Path, values: int | None = None) -> Iterator[list[str]]:
+    """The overrides of each job, in the order of Hydra's own sweeper.
+
+    Args:
+        values: how many of each key that is no group; None: all.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     choices = []
@@ -83,7 +116,7 @@ def first_jobs(words: list[str], configs: Path) -> Iterator[list[str]]:
         if override.is_sweep_override() and not key.startswith("hydra"):
             options = sorted(path.stem for path in (configs / key.lstrip("+~")).glob("*.yaml"))
             found = _swept(override, options)
-            choices.append([f"{key}={value}" for value in (found if options else found[:1])])
+            choices.append([f"{key}={value}" for value in (found if options else found[:values])])
         else:
             choices.append([word])
     yield from (list(job) for job in itertools.product(*choices))
@@ -203,9 +236,14 @@ class ExitCodes(Callback):
     """Hydra's callback that ends a sweep with its ranking and remembers the worst exit code, wherever jobs ran."""
 
     worst = 0
+    jobs: ClassVar[list[list[str]]] = []  # of the sweep; none where a search finds them one by one
 
     def on_multirun_start(self, config: Any, **_: Any) -> None:
         """What an earlier sweep in the same folder left says nothing about this one."""
+        if str(OmegaConf.select(config, "hydra.sweeper._target_")).endswith(".BasicSweeper"):
+            params = OmegaConf.select(config, "hydra.sweeper.params") or {}
+            words = [*(f"{key}={value}" for key, value in params.items()), *config.hydra.overrides.task]
+            ExitCodes.jobs = list(jobs_of_words(words, REPOSITORY / "configs"))
         shutil.rmtree(Path(str(config.hydra.sweep.dir)) / CODES, ignore_errors=True)
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:

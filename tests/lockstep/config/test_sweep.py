@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lockstep.config import sweep
-from lockstep.config.sweep import CODES, ExitCodes, Job, means, ranking, run_job
+from lockstep.config.sweep import CODES, ExitCodes, Job, means, not_started, ranking, run_job
 
 
 @pytest.fixture
@@ -80,6 +80,52 @@ def test_a_sweep_that_is_asked_to_stop_lets_its_job_save(tmp_path, monkeypatch, 
         sweep.run_child([sys.executable, "-c", job])
     assert end.value.code == 75 and saved.exists()
     assert signal.getsignal(signal.SIGINT) == before
+
+
+def stop_now(_):
+    raise SystemExit(75)
+
+
+@pytest.mark.parametrize(
+    ("number", "own", "said"),
+    [
+        (
+            0,
+            ["optimizer.lr=0.1", "loss=bce"],
+            "3 of 4 jobs were not started: optimizer.lr=0.1 loss=focal; optim",
+        ),
+        (2, ["optimizer.lr=0.2", "loss=bce"], "1 of 4 jobs was not started: optimizer.lr=0.2 loss=focal\n"),
+        (3, ["optimizer.lr=0.2", "loss=focal"], ""),
+        (0, ["optimizer.lr=0.2", "loss=bce"], ""),  # shuffled: not the job that was foreseen
+    ],
+)
+def test_a_stopped_sweep_says_which_jobs_it_did_not_start(config, monkeypatch, capsys, number, own, said):
+    """As configs that Hydra hands to its callbacks and to a job."""
+    monkeypatch.setattr(ExitCodes, "jobs", [])
+    monkeypatch.setattr(sweep, "run_child", stop_now)
+    config.hydra.sweeper = {"_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper", "params": None}
+    config.hydra.overrides.task = ["seed=1", "optimizer.lr=0.1,0.2", "loss=glob([b*,f*])"]
+    ExitCodes().on_multirun_start(config)
+    config.hydra.job.num, config.hydra.overrides.task = number, ["seed=1", *own]
+    with pytest.raises(SystemExit) as end:
+        run_job(config, "src/train.py")
+    lines = capsys.readouterr().out.partition(own[-1] + "\n")[2]
+    assert end.value.code == 75 and lines.startswith(said) and bool(lines) == bool(said)
+
+
+def test_jobs_that_a_sweeper_of_another_kind_will_find_are_not_foreseen(config, monkeypatch, capsys):
+    monkeypatch.setattr(ExitCodes, "jobs", [])
+    monkeypatch.setattr(sweep, "run_child", stop_now)
+    config.hydra.sweeper = {"_target_": "hydra_plugins.optuna_search.OptunaSearch"}
+    ExitCodes().on_multirun_start(config)
+    with pytest.raises(SystemExit):
+        run_job(config, "src/train.py")
+    assert capsys.readouterr().out == "\njob 3: seed=1\n"
+
+
+def test_of_many_jobs_that_were_not_started_ten_are_named():
+    said = not_started([[f"seed={number}"] for number in range(14)], 1, ["seed=1"])
+    assert said.startswith("12 of 14 jobs were not started: seed=2; ") and said.endswith("; seed=11; … and 2 more")
 
 
 def test_a_sweep_ends_with_its_ranking_failed_jobs_last():
