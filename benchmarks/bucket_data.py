@@ -323,7 +323,7 @@ def main() -> None:
             else:
                 here = place.pack(write_images(place.folder(), given.images, SIDE, "jpeg"), "shards")
                 parts = {"cold": lambda: cold(place, 2 * given.rounds), "warm": lambda: warm(place, here, given.rounds)}
-                parts["start"] = lambda: start(place, [given.images // 4, 5 * given.images], given.rounds)
+                parts["start"] = lambda: start(place, [given.images // 4, 3 * given.images], given.rounds)
                 if given.peers_python:
                     parts["beside"] = lambda: beside(place, here, given.peers_python, given.rounds)
             for name, part in parts.items():

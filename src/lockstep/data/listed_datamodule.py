@@ -109,9 +109,8 @@ class ListedDataModule(ImageDataModule):
         self._taken = self._choose_path()
         if self.in_bucket is not None and self._opens_all:
             self.in_bucket.complete()
-        elif self.in_bucket is not None and not self.in_bucket.is_complete():
+        elif self.in_bucket is not None and not self.in_bucket.complete_beside():
             self._reads = self.in_bucket.reads
-            self.in_bucket.complete_beside()
         if self._opens_all:
             self._images, self._list_facts = kept_list(self._list_folder, self._listed, exact=True)
         self.in_bucket = None  # it may list a million objects

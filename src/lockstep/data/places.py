@@ -77,10 +77,8 @@ class InBucket(Protocol):
     def complete(self) -> None:
         """Return once the copy is whole."""
 
-    def is_complete(self) -> bool: ...
-
-    def complete_beside(self) -> None:
-        """Make it whole in a process of its own, as far as there is room."""
+    def complete_beside(self) -> bool:
+        """Make it whole in a process of its own, as far as there is room; True where it is whole already."""
 
 
 @dataclass(frozen=True)

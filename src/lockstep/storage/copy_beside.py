@@ -11,27 +11,34 @@ from pathlib import Path
 
 from lockstep.runs.errors import UserError
 from lockstep.runs.output import set_up
-from lockstep.storage.local_copy import Copy, hold, log
+from lockstep.storage.local_copy import GIB, Copy, hold, log
 from lockstep.storage.s3_options import S3Options
 
 CALL = "import sys; sys.path.insert(0, sys.argv[1]); from lockstep.storage.copy_beside import main; main()"
 SRC = str(Path(__file__).resolve().parents[2])
+SMALL = 2**28  # bytes, which are here sooner than a process and the clients of loader workers have started
 _started: list[subprocess.Popen] = []
 
 
-def copy_beside(copy: Copy, limit_gib: float | None) -> None:
+def copy_beside(copy: Copy, limit_gib: float | None) -> bool:
     """Start it where something is missing and no other process of this node fetches; it ends with this one.
 
     Args:
         limit_gib: of the copy; None: most of what the disk has free. What has no room stays in the bucket.
+    Returns:
+        Whether everything is here already; what is small is waited for.
     """
-    if not copy.is_complete():
-        with copy.lock.open("a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # another process fetches
-                return
-            _start(copy, limit_gib, lock.fileno())
+    missing, whole = copy.missing_bytes(), copy.whole_bytes()
+    if missing <= SMALL and (limit_gib is None or whole <= limit_gib * GIB):
+        copy.complete(limit_gib)
+        return True
+    with copy.lock.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # another process fetches
+            return False
+        _start(copy, limit_gib, lock.fileno())
+    return False
 
 
 def _start(copy: Copy, limit_gib: float | None, lock: int) -> None:

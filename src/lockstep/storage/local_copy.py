@@ -264,8 +264,11 @@ class Copy:
             )
         self._fetch(chosen)
 
-    def is_complete(self) -> bool:
-        return not any(self._is_missing(entry) for entry in self.entries)
+    def missing_bytes(self) -> int:
+        return self._bytes([entry for entry in self.entries if self._is_missing(entry)])
+
+    def whole_bytes(self) -> int:
+        return self._bytes(self.entries)
 
     def etags(self) -> dict[str, str]:
         """Of each file, by its name below the folder of files."""

@@ -29,13 +29,13 @@ class CopiedBucket:
     def __init__(self, copy: Copy, limit_gib: float | None) -> None:
         self.copy, self.limit_gib = copy, limit_gib
         self.folder, self.reads = copy.files.absolute(), RemoteReads.of(copy)
-        self.etags, self.is_complete = copy.etags, copy.is_complete
+        self.etags = copy.etags
 
     def complete(self) -> None:
         self.copy.complete(self.limit_gib)
 
-    def complete_beside(self) -> None:
-        copy_beside(self.copy, self.limit_gib)
+    def complete_beside(self) -> bool:
+        return copy_beside(self.copy, self.limit_gib)
 
 
 def on_this_node(options: Mapping[str, Any], s3: Config) -> tuple[Config, CopiedBucket | None]:

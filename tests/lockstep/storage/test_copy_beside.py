@@ -22,10 +22,11 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from lockstep.storage.local_copy import listed_copy
-from lockstep.storage.copy_beside import _started, copy_beside
+from lockstep.storage import copy_beside as module
+module.SMALL = -1
 copy = listed_copy(sys.argv[1], {"endpoint_url": sys.argv[2]}, Path(sys.argv[3]), {".jpg"})
-copy_beside(copy, None)
-print(*(process.pid for process in _started), flush=True)
+module.copy_beside(copy, None)
+print(*(process.pid for process in module._started), flush=True)
 time.sleep(600)
 """
 
@@ -39,6 +40,7 @@ def copy(tmp_path, monkeypatch):
     for name, data in OBJECTS.items():
         client.put_object(Bucket=bucket, Key=f"p/{name}", Body=data)
     monkeypatch.setattr(module, "_started", [])
+    monkeypatch.setattr(module, "SMALL", -1)
     return listed_copy(f"s3://{bucket}/p", {"endpoint_url": server.endpoint_url}, tmp_path, {".jpg"})
 
 
@@ -52,12 +54,15 @@ def come(copy):
     return {name for name in OBJECTS if is_here(copy.files / name)}
 
 
-def test_it_brings_everything_and_nothing_is_started_where_nothing_is_missing(copy):
-    copy_beside(copy, None)
+def test_it_brings_everything_and_what_is_small_is_brought_at_once(copy, monkeypatch):
+    assert not copy_beside(copy, None)
     ended()
     assert {name: (copy.files / name).read_bytes() for name in OBJECTS} == OBJECTS
-    copy_beside(copy, None)
-    assert len(module._started) == 1
+    (copy.files / "3.jpg").unlink()
+    monkeypatch.setattr(module, "SMALL", 100_000)
+    assert not copy_beside(copy, 1_000_000 / 2**30) and come(copy) == OBJECTS.keys() - {"3.jpg"}, "no room for all"
+    module._started.pop().communicate()
+    assert copy_beside(copy, None) and come(copy) == OBJECTS.keys() and len(module._started) == 1
 
 
 def test_a_part_where_there_is_room_for_a_part(copy, capfd):

@@ -141,12 +141,12 @@ def test_listed_it_has_every_name_and_size_and_the_content_of_what_lists_images(
     assert sizes == {name: len(data) for name, data in (WANTED | listing).items()}
     here = {name for name in sizes if is_here(copy.files / name)}
     assert here == {"t.csv", "x.tar", "y.tar.index"}, "y.tar need not be read: its index is there"
-    assert all((copy.files / name).read_bytes() == listing[name] for name in here) and not copy.is_complete()
+    assert all((copy.files / name).read_bytes() == listing[name] for name in here) and copy.missing_bytes()
     blocks = sum((copy.files / name).stat().st_blocks for name in sizes.keys() - here)
     assert blocks == 0, "what has not come takes no room"
     before = {name: (copy.files / name).stat().st_mtime_ns for name in sizes}
     copy.complete()
-    assert files_in(copy.files) == WANTED | listing and copy.is_complete()
+    assert files_in(copy.files) == WANTED | listing and not copy.missing_bytes()
     assert before == {name: (copy.files / name).stat().st_mtime_ns for name in sizes}, "a list of images stays current"
 
 
