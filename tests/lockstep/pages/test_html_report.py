@@ -267,7 +267,7 @@ def test_smoothing_and_axes(browser, report):
         opened.page.get_by_role("button", name="time", exact=True).click()
         assert opened.chart("train/loss", RANGE) == pytest.approx([25 * 0.205, 2100 * 0.205], abs=0.02)
         opened.page.get_by_role("button", name="epoch", exact=True).click()
-        assert opened.chart("val/acc", RANGE) == [0, 11]
+        assert opened.chart("val/acc", RANGE) == [1, 12], "epochs count from 1 where a person reads"
         opened.page.locator("#log").check()
         assert opened.chart("train/loss", "c.plot.scales.y.distr") == 3
         assert opened.chart("val/acc", "c.plot.scales.y.distr") == 1
