@@ -29,6 +29,8 @@ def copy_beside(copy: Copy, limit_gib: float | None) -> bool:
         Whether everything is here already; what is small is waited for.
     """
     missing, whole = copy.missing_bytes(), copy.whole_bytes()
+    if not missing:
+        return True
     if missing <= SMALL and (limit_gib is None or whole <= limit_gib * GIB):
         copy.complete(limit_gib)
         return True

@@ -58,6 +58,7 @@ def test_it_brings_everything_and_what_is_small_is_brought_at_once(copy, monkeyp
     assert not copy_beside(copy, None)
     ended()
     assert {name: (copy.files / name).read_bytes() for name in OBJECTS} == OBJECTS
+    assert copy_beside(copy, 0) and len(module._started) == 1, "a budget is for what is not here"
     (copy.files / "3.jpg").unlink()
     monkeypatch.setattr(module, "SMALL", 100_000)
     assert not copy_beside(copy, 1_000_000 / 2**30) and come(copy) == OBJECTS.keys() - {"3.jpg"}, "no room for all"
