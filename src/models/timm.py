@@ -5,9 +5,12 @@ python src/train.py model=timm model.name=vit_small_patch16_224 model.pretrained
 
 import difflib
 import logging
+import socket
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from torch import Tensor, nn
@@ -201,6 +204,7 @@ def _create(name: str, image_size: int, settings: dict[str, Any]) -> nn.Module:
     import timm
 
     logging.getLogger("huggingface_hub").handlers.clear()  # what it says is shown by ours, once
+    nowhere = _unknown_hub() if settings["pretrained"] else None
     try:
         try:
             return timm.create_model(name, img_size=image_size, **settings)
@@ -213,11 +217,30 @@ def _create(name: str, image_size: int, settings: dict[str, Any]) -> nn.Module:
         if isinstance(error, TypeError):
             raise UserError(f"{name} does not take one of the model's arguments ({said}).") from error
         if settings["pretrained"]:
+            said = f"no network: {nowhere} is not found from here, and they are not in its cache" if nowhere else said
             raise UserError(
                 f"the pretrained weights of {name} cannot be had ({said}): give a local file with "
                 "model.weights=FILE, or train from scratch with model.pretrained=false."
             ) from error
         raise UserError(f"{name} cannot be built for data.image_size={image_size} ({said}).") from error
+
+
+def _unknown_hub() -> str | None:
+    """The hub's host where its name is not found: its client then uses its cache alone, instead of a minute's retries.
+
+    None where it is found, or a proxy looks for it.
+    """
+    from huggingface_hub import constants
+
+    host = urlsplit(constants.ENDPOINT).hostname or ""
+    if getproxies():
+        return None
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+        return host
+    return None
 
 
 @torch.no_grad()

@@ -23,8 +23,12 @@ def tiny(num_classes=10, image_size=16, channels=3, **more):
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
-    """Whatever reaches for the network fails at once; the hub's own client is told nothing."""
+    """Whatever reaches for the network fails at once, names among it."""
     import socket
+
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # and what it becomes in a test is taken back
 
     def refuse(*args, **kwargs):
         raise OSError("network is unreachable")
@@ -80,11 +84,37 @@ def test_unknown_argument():
 
 
 def test_hub_unreachable_names_both_ways_out(monkeypatch, capfd):
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: [])  # its name is found, as behind a firewall
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # the hub's client waits longer after each attempt
     with pytest.raises(UserError, match="model.weights=FILE.*model.pretrained=false"):
         TimmModel(num_classes=10, image_size=224, channels=3, name="vit_tiny_patch16_224")
     said = capfd.readouterr().err.splitlines()  # each line once, as ours
     assert said and all(line.startswith("warning: ") for line in said)
+
+
+def test_without_a_network_nothing_is_tried_again(monkeypatch, tmp_path, capfd):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waited"))
+    with pytest.raises(UserError, match=r"\(no network: huggingface.co is not found .*model.weights=FILE"):
+        TimmModel(num_classes=10, image_size=224, channels=3, name="vit_tiny_patch16_224")
+    assert capfd.readouterr().err == ""
+
+
+def test_without_a_network_the_hubs_cache_is_used(monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    there = tmp_path / "models--timm--vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    (there / "refs").mkdir(parents=True)
+    (there / "refs" / "main").write_text("a" * 40)
+    (there / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    trained = tiny(num_classes=1000)
+    save_file(trained.backbone.state_dict(), there / "snapshots" / ("a" * 40) / "model.safetensors")
+    net = tiny(num_classes=10, pretrained=True)
+    assert torch.equal(net.backbone.blocks[0].mlp.fc1.weight, trained.backbone.blocks[0].mlp.fc1.weight)
+    assert net.backbone.head.weight.shape == (10, 48) and not net.backbone.head.weight.any()
 
 
 def test_a_convolutional_model_without_stages():
