@@ -55,12 +55,12 @@ def code(text: object, limit: int = 300) -> str:
     return f"{fence}{pad}{line}{pad}{fence}"
 
 
-def code_block(text: object, language: str = "", limit: int = 20_000) -> str:
-    """A fenced block; longer text is cut in the middle of nothing: at a line, and says so."""
+def code_block(text: object, language: str = "", limit: int = 20_000, whole: str = "") -> str:
+    """A fenced block; longer text is cut at a line, and says so, and which file is `whole`."""
     body = clean(text).strip("\n")
     if len(body) > limit:
         kept = body[:limit].rsplit("\n", 1)[0]
-        body = f"{kept}\n… {len(body) - len(kept):,} more characters left out here"
+        body = f"{kept}\n… {len(body) - len(kept):,} more characters {f'in {whole}' if whole else 'left out here'}"
     fence = "`" * max(3, _longest_ticks(body) + 1)
     return f"{fence}{language}\n{body}\n{fence}\n"
 

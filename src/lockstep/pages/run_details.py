@@ -17,7 +17,6 @@ from lockstep.runs.scores import class_scores
 MAX_ROWS = 60
 FOLDED_FROM = 10
 MAX_DEVICE_ROWS = 96
-SHOWN_DIFF = 4_000
 
 
 def value_text(value: Any) -> str:
@@ -189,4 +188,4 @@ def diff_block(entry: Entry) -> str:
     text = entry.facts.source.get("code_diff")
     if not isinstance(text, str) or not text.strip():
         return ""
-    return details("Uncommitted changes of src and configs", code_block(text, "diff", SHOWN_DIFF))
+    return details("Uncommitted changes of src and configs", code_block(text, "diff", whole="code.diff in the run's folder"))

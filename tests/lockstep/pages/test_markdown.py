@@ -59,8 +59,10 @@ def test_controls_and_bidirectional_overrides_are_replaced():
 
 
 def test_long_block_is_cut_at_a_line_and_says_so():
-    block = code_block("\n".join(["x" * 99] * 50), limit=1000)
+    text = "\n".join(["x" * 99] * 50)
+    block = code_block(text, limit=1000)
     assert "… 4,000 more characters left out here" in block and len(block) < 1200
+    assert "… 4,000 more characters in code.diff\n" in code_block(text, limit=1000, whole="code.diff")
 
 
 def test_a_person_s_markdown_stays_inside_its_quote():
