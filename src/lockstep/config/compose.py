@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.declared import OPEN, dashed, dotted, key_of, missing_option, refuse_undeclared, sentence
+from lockstep.config.hydra_errors import one_sentence, without_value
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 from lockstep.runs.output import say, set_up
@@ -16,6 +17,7 @@ from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.script import exit_code_of
 
 CONFIGS = REPOSITORY / "configs"
+MAY_LACK = ("augmentation", "callbacks", "hydra", "logger", "loss", "metrics", "model", "optimizer", "scheduler")
 FITS = "fits"  # what an option takes beside another one: nobody chooses it
 
 
@@ -29,19 +31,23 @@ def compose(config_name: str, overrides: list[str]) -> Any:
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     register_resolvers()
     for word in overrides:
         _check_form(word)
-    faults = (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError, KeyError)
+    faults = (HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, AttributeError, KeyError)
     with initialize_config_dir(str(CONFIGS), job_name=config_name, version_base="1.3"):
         try:
             cfg = hydra_compose(config_name, overrides, return_hydra_config=True)
         except faults as error:  # Hydra's own checks raise Python's errors too
             _explain(config_name, overrides, faults)
-            raise UserError(_one_sentence(error, overrides)) from None
+            raise UserError(one_sentence(error, overrides, CONFIGS)) from None
         options = _of_choices(config_name, tuple(_choices(cfg)), CONFIGS) if overrides else cfg
     refuse_undeclared(_unresolved(cfg), _unresolved(options), CONFIGS, overrides)
+    for word in overrides:
+        if word.startswith("~") and (key := key_of(word)).partition(".")[0] not in MAY_LACK:
+            raise UserError(f"{word}: a run needs {key}: give it another value, {key}=VALUE.")
     check_types(cfg, options, overrides)
     return cfg
 
@@ -49,6 +55,8 @@ def compose(config_name: str, overrides: list[str]) -> Any:
 def _check_form(word: str) -> None:
     if re.match(r"\s*[+~]*\s*(=|$)", word):
         raise UserError(f"{word!r} names no key: write key=value; python src/train.py --help lists what there is.")
+    if re.fullmatch(r"\w+", word) and (groups := [path.parent.name for path in CONFIGS.glob(f"*/{word}.yaml")]):
+        raise UserError(f"{word} says not of what: write {' or '.join(f'{group}={word}' for group in sorted(groups))}.")
     key, _, value = word.lstrip("+").partition("=")
     if (
         word.startswith("~")
@@ -79,7 +87,7 @@ def _explain(config_name: str, overrides: list[str], faults: Any) -> None:
     except faults:
         return
     known = _unresolved(options)
-    for word in overrides:
+    for place, word in enumerate(overrides):
         key = key_of(word)
         if _is_choice(word) or key.startswith("hydra") or "@" in key:
             continue
@@ -89,6 +97,8 @@ def _explain(config_name: str, overrides: list[str], faults: Any) -> None:
         is_node = key.partition(".")[0] not in OPEN or "{" in word
         OmegaConf.update(named, key, None if is_node else True, force_add=True)
         refuse_undeclared(_unresolved(named), known, CONFIGS)
+        if not re.search("[=~]", word):
+            raise UserError(without_value(overrides, place))
 
 
 def _choices(cfg: Any) -> list[str]:
@@ -243,19 +253,6 @@ def _through_hydra(config_name: str, task: Callable[[Any], int]) -> int:
     return max([*codes, ExitCodes.worst])
 
 
-def _one_sentence(error: Exception, overrides: list[str]) -> str:
-    """Hydra's message without its line breaks, ANSI colours and advice about tracebacks."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type=")))
-    cause = error.__cause__
-    if cause is not None and str(cause) and str(cause).splitlines()[0] not in text:
-        text += f" ({str(cause).splitlines()[0]})"
-    from lockstep.runs.redact import redact_text
-
-    said = f" (from the overrides: {' '.join(overrides)})" if overrides else ""
-    return redact_text(f"{text}{said}; python src/train.py --help lists what there is.")
-
-
 def plain(cfg: Any) -> dict[str, Any]:
     """The config without Hydra's node, every interpolation resolved, as plain dicts and lists.
 
@@ -269,7 +266,7 @@ def plain(cfg: Any) -> dict[str, Any]:
         found: Any = OmegaConf.to_container(_without_hydra(cfg), resolve=True)
         return found
     except OmegaConfBaseException as error:
-        raise UserError(_one_sentence(error, [])) from None
+        raise UserError(one_sentence(error, [], CONFIGS)) from None
 
 
 def chosen_options(cfg: Any) -> Config:

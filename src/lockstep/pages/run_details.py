@@ -188,4 +188,6 @@ def diff_block(entry: Entry) -> str:
     text = entry.facts.source.get("code_diff")
     if not isinstance(text, str) or not text.strip():
         return ""
-    return details("Uncommitted changes of src and configs", code_block(text, "diff", whole="code.diff in the run's folder"))
+    return details(
+        "Uncommitted changes of src and configs", code_block(text, "diff", whole="code.diff in the run's folder")
+    )

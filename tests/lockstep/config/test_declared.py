@@ -53,6 +53,11 @@ ALSO_WRONG = {
     "~callbacks.checkpoint": "take callbacks.checkpoints.",
     "~scheduler": "scheduler=none leaves it out",
     "~model": "nothing trains without",
+    "~seed": "give it another value, seed=VALUE",
+    "~trainer.max_epochs": "trainer.max_epochs=VALUE",
+    "fsdp": "write trainer=fsdp.",
+    "trainer.max_epochs": "write trainer.max_epochs=VALUE.",
+    "recipe=quickstart": "take experiment=.",
     "classifier=3": "classifier has keys of its own, as classifier._target_",
 }
 RIGHT = [
