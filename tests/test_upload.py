@@ -46,10 +46,10 @@ from lockstep.storage.uploader import Uploader
 
 uri, endpoint_url, path, first = sys.argv[1:]
 folder = RunFolder(Path(path))
-call = S3Requests.call
+call, offered = S3Requests.call, []
 def slow(self, method, **arguments):
     answer = call(self, method, **arguments)
-    if method == "upload_part":
+    if method == "upload_part" and offered:
         os.write(2, b"part\\n")
         time.sleep(0.03)
     return answer
@@ -65,6 +65,7 @@ for step in range(int(first), int(first) + 3):
     sidecar = Sidecar.of(measure(best), step=step, metric={"val/acc": step / 100})
     write_sidecar(best, sidecar)
     uploader.offer("best", best, sidecar)
+    offered.append(best)
     uploader.flush(60)
 """
 
