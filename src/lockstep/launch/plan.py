@@ -173,11 +173,14 @@ def read_plan(path: Path) -> RunPlan:
 
 
 def headline(plan: RunPlan) -> str:
-    batch = plan.batch
+    batch, data, trainer = plan.batch, plan.config["data"], plan.choices["trainer"]
+    where = f"{trainer} ({plan.accelerator})" if trainer == "default" else trainer
+    images = f"global batch {batch.global_size} = {batch.per_device} × {plan.cluster.world_size} × {batch.accumulate}"
+    if plan.config["task_name"] != "train":
+        images = f"batches of {data['eval_batch_size']}"
     return (
-        f"run {plan.folder.run_id} · {plan.model_name} · {plan.config['data']['name']} · "
-        f"{plan.choices['trainer']} · global batch {batch.global_size} = {batch.per_device} × "
-        f"{plan.cluster.world_size} × {batch.accumulate}{time_limit(plan.config)}{chosen_how(plan.config)}"
+        f"run {plan.folder.run_id} · {plan.model_name} · {data['name']} · {where} · {images}"
+        f"{time_limit(plan.config)}{chosen_how(plan.config)}"
     )
 
 

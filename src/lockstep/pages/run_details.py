@@ -24,8 +24,9 @@ def value_text(value: Any) -> str:
 
 
 def change_rows(changes: Mapping[str, Sequence[Any]]) -> list[list[str]]:
+    """`choices.model`, as the config has a group's option, is `model`, as it is typed."""
     rows = [
-        [code(key, 100), code(value_text(pair[0]), 80), code(value_text(pair[1]), 80)]
+        [code(key.removeprefix("choices."), 100), code(value_text(pair[0]), 80), code(value_text(pair[1]), 80)]
         for key, pair in list(changes.items())[:MAX_ROWS]
     ]
     if len(changes) > MAX_ROWS:

@@ -35,7 +35,11 @@ def record_fields(data: Any, augmentation: str | None) -> dict[str, Any]:
 
 
 def say(data: Any, augmentation: str | None) -> None:
-    """Classes and splits, which path images take, how they are normalised; a warning of what weights do not want."""
+    """Classes and splits, which path images take, how they are normalised; a warning of what weights do not want.
+
+    Args:
+        augmentation: the option of a training; None where nothing is trained.
+    """
     names = ", ".join(data.class_names[:SHOWN_CLASSES]) + (", …" if len(data.class_names) > SHOWN_CLASSES else "")
     log.info(
         f"data: {len(data.class_names)} classes: {names} · {data.num_train} images to train, {data.num_val} to "
@@ -44,7 +48,8 @@ def say(data: Any, augmentation: str | None) -> None:
     path, why = data.path_taken()
     mean, std = (", ".join(f"{value:.3g}" for value in values) for values in (data.mean, data.std))
     weights = f" · the weights say {', '.join(data.settings.from_weights)}" if data.settings.from_weights else ""
-    log.info(f"images: {path}, as {why} · augmentation={augmentation} · mean {mean} · std {std}{weights}")
+    changed = f" · augmentation={augmentation}" if augmentation else ""
+    log.info(f"images: {path}, as {why}{changed} · mean {mean} · std {std}{weights}")
     for key in data.settings.against_weights:
         log.warning(
             f"data.{key}={getattr(data.settings, key)} is not what the pretrained weights were trained with: "

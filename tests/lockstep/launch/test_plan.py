@@ -1,7 +1,6 @@
 """The plan: what is decided from the config, frozen, and the same again from its file."""
 
-import dataclasses
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
@@ -55,9 +54,9 @@ def test_a_plan_holds_what_was_decided_and_the_config_as_it_was(tmp_path):
 
 def test_nothing_in_a_plan_can_be_changed(tmp_path):
     plan = plan_of(tmp_path)
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(FrozenInstanceError):
         plan.accelerator = "gpu"
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(FrozenInstanceError):
         plan.batch.per_device = 1
     with pytest.raises(TypeError, match="read-only"):
         plan.config["trainer"]["devices"] = 3
@@ -110,6 +109,11 @@ def test_the_lines_that_a_run_says_of_its_plan(tmp_path):
         tmp_path / "r", "optimizer.lr=0.1", "optimizer.scale_lr_with_batch=true", "optimizer.base_batch_size=16"
     )
     assert headline(plan) == "run r · small_cnn · digits · ddp_sim · global batch 64 = 32 × 2 × 1"
+    default = replace(plan, choices={**plan.choices, "trainer": "default"})
+    assert headline(default) == "run r · small_cnn · digits · default (cpu) · global batch 64 = 32 × 2 × 1"
+    evaluation = replace(plan, config={**plan.config, "task_name": "eval"})
+    batch = plan.config["data"]["eval_batch_size"]
+    assert headline(evaluation) == f"run r · small_cnn · digits · ddp_sim · batches of {batch}"
     assert learning_rate_line(plan) == "optimizer: lr 0.1 → 0.4 (global batch 64 / base_batch_size 16)"
 
 

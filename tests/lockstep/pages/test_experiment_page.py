@@ -106,7 +106,7 @@ def test_what_was_typed_stands_before_what_came_along_with_it():
     entry.facts.source["config"] = {key: pair[1] for key, pair in changed.items()} | {"seed": 42}
     typed, came = changes_block(entry, None).split("<details><summary>")
     assert re.findall(r"^\| `([\w.]+)`", typed, re.MULTILINE) == [
-        "choices.trainer", "optimizer.betas", "choices.experiment", "model.head.width"
+        "trainer", "optimizer.betas", "experiment", "model.head.width"
     ]  # fmt: skip
     assert came.startswith("Came along with these: 2 keys</summary>")
     assert re.findall(r"^\| `([\w.]+)`", came, re.MULTILINE) == ["model.headless", "trainer.n"]

@@ -29,6 +29,10 @@ def test_what_the_weights_say_is_said_and_recorded(tmp_path, caplog):
         "images: loader, as data.path=loader · augmentation=none · mean 0.5, 0.5, 0.5 · std 0.18, 0.18, 0.18 · "
         "the weights say mean, crop_pct, interpolation"
     )
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        say(dm, None)
+    assert "augmentation" not in caplog.text
     assert warning.startswith("data.std=[0.18, 0.18, 0.18] is not what the pretrained weights were trained with")
     assert record_fields(dm, "none") == {
         "path": "loader", "why": "data.path=loader", "augmentation": "none", "mean": [0.5] * 3, "std": [0.18] * 3,
