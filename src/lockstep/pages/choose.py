@@ -1,5 +1,6 @@
 """Which run is meant by a word of the command line: a run id, a part of one, a run folder, the name of a note."""
 
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def chosen_runs(words: Sequence[str], logs: Path, logbook: Path, *, takes_in: bo
     if not takes_in:
         fresh = {folder.name: fresh_entry(folder, logbook) for folder in newer}
         entries = [*(entry for entry in entries if entry.run_id not in fresh), *fresh.values()]
-    return [one_run(entries, name) for name in names]
+    return [one_run(entries, name, others=sorted(folders.keys() - known.keys())) for name in names]
 
 
 def fresh_entry(folder: Path, logbook: Path) -> Entry:
@@ -64,12 +65,18 @@ def fresh_entry(folder: Path, logbook: Path) -> Entry:
     return Entry(facts, read_note(run_note_path(logbook, facts.run_id)))
 
 
-def one_run(entries: list[Any], word: str) -> Any:
+def one_run(entries: list[Any], word: str, others: Sequence[str] = ()) -> Any:
+    """
+    Args:
+        others: runs that are no entries, which may be meant.
+    Raises:
+        UserError: no such run, or more than one.
+    """
     exact = [entry for entry in entries if word == entry.run_id]
     named = [entry for entry in entries if word == entry.note.name]
     partly = [entry for entry in entries if word in entry.run_id]
     found = [(entry.run_id, entry) for entry in exact or named or partly]
-    return only_one(found, word, [entry.run_id for entry in entries], "The logbook")
+    return only_one(found, word, [*(entry.run_id for entry in entries), *others], "The logbook")
 
 
 def only_one(found: list[tuple[str, Any]], word: str, run_ids: list[str], place: str) -> Any:
@@ -85,7 +92,8 @@ def only_one(found: list[tuple[str, Any]], word: str, run_ids: list[str], place:
         names = ["…"] * (len(found) > NAMED) + [name for name, _ in found[-NAMED:]]
         raise UserError(f"{word!r} means {len(found)} runs ({', '.join(names)}): give more of the run id.")
     newest = ", ".join(run_ids[-3:]) or "there are none yet"
-    raise UserError(f"{place} has no run {word!r}; the newest are: {newest}.")
+    near = "".join(f" did you mean {name}?" for name in difflib.get_close_matches(word, run_ids, 1, cutoff=0.7))
+    raise UserError(f"{place} has no run {word!r};{near} the newest are: {newest}.")
 
 
 def original_of(word: str, logs: Path, logbook: Path) -> reproduce.Original:
