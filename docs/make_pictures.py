@@ -86,7 +86,6 @@ def main() -> None:
         subprocess.run([sys.executable, *COMMAND, "run_id=smaller_steps", "optimizer.lr=1e-4"], check=True)
         draw_page(runs[0] / "page.md")
         draw_report([folder.name for folder in runs])
-        subprocess.run([sys.executable, "src/logbook.py", "remove", *(folder.name for folder in runs)], check=True)
     for folder in runs:
         shutil.rmtree(folder, ignore_errors=True)
 
