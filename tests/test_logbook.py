@@ -173,7 +173,10 @@ def test_a_note_keeps_no_secret(door, tmp_path):
         (["note", "run-ddp"], "Nothing to note"),
         (["keep", "run"], "'run' means 2 runs (run-ddp, run-fsdp): give more of the run id."),
         (["keep", "run-dpd"], "has no run 'run-dpd'; did you mean run-ddp? the newest are: run-ddp, run-fsdp."),
-        (["remove", "run-dpd"], "The logbook has no run 'run-dpd'; did you mean run-ddp? the newest are: run-ddp, run-fsdp."),
+        (
+            ["remove", "run-dpd"],
+            "The logbook has no run 'run-dpd'; did you mean run-ddp? the newest are: run-ddp, run-fsdp.",
+        ),
         (["prune", "run-dpd"], "has no run 'run-dpd'"),
         (["build", "/no/such/folder"], "holds no run"),
         (["build", "--check", "s3://bucket/runs"], "leave s3://… out"),
