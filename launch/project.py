@@ -145,11 +145,16 @@ def version_of(template: Path) -> str:
 # The two commands
 
 
-def new(name: str, folder: Path) -> None:
+def new(name: str, where: str) -> None:
     """
+    Args:
+        where: the folder of the project.
     Raises:
         Refused: the name or the folder cannot be taken.
     """
+    if not where:
+        raise Refused(f"DIR= is missing: make new NAME={name or 'birds'} DIR=../{name or 'birds'}")
+    folder = Path(where)
     if not NAME.fullmatch(name):
         raise Refused(f"NAME={name}: take lower-case letters, digits, - and _, beginning with a letter.")
     here = folder.resolve() == TEMPLATE
@@ -216,7 +221,7 @@ def main(argv: list[str]) -> int:
     for command in ("new", "render"):
         one = commands.add_parser(command)
         one.add_argument("name")
-        one.add_argument("folder", type=Path)
+        one.add_argument("folder")
     one = commands.add_parser("upgrade")
     one.add_argument("to")
     one.add_argument("--from", dest="source")
@@ -225,7 +230,7 @@ def main(argv: list[str]) -> int:
         if given.command == "new":
             new(given.name, given.folder)
         elif given.command == "render":
-            render(TEMPLATE, given.name, given.folder)
+            render(TEMPLATE, given.name, Path(given.folder))
         else:
             upgrade(TEMPLATE, given.to, given.source)
     except Refused as refused:

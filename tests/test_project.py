@@ -185,6 +185,7 @@ def test_what_cannot_be_is_said_in_a_sentence(template, made, tmp_path):
     assert project("new", "My Birds", str(tmp_path / "x"), at=template) == (
         2, "error: NAME=My Birds: take lower-case letters, digits, - and _, beginning with a letter.\n",
     )  # fmt: skip
+    assert project("new", "birds", "", at=template) == (2, "error: DIR= is missing: make new NAME=birds DIR=../birds\n")
     code, said = project("new", "birds", str(made), at=template)
     assert code == 2 and "is not empty" in said
     code, said = project("upgrade", "v9", at=made)

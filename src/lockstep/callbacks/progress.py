@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class Progress(Callback):
     """
     Args:
-        interval_s: seconds between two lines within an epoch, where there is no terminal (a SLURM log).
+        interval_s: seconds between two lines within an epoch or an evaluation, where there is no terminal.
         short_epoch_s: an epoch (or the part of it up to a validation) that takes less has a line only if none was
             written for summed_up_s.
     """
@@ -31,6 +31,7 @@ class Progress(Callback):
         self.bar: Any = None
         self.spoken_at = time.monotonic()
         self.shown_at = 0.0
+        self.waited_since = time.monotonic()  # in an evaluation
 
     def _latest(self, trainer: pl.Trainer) -> dict[str, float]:
         latest = next((c.latest for c in trainer.callbacks if isinstance(c, TrainingLog)), {})
@@ -68,6 +69,30 @@ class Progress(Callback):
             self.bar.update(self.task, completed=batch_idx + 1, words=self._words(self._latest(trainer)))
         elif not self.bar and trainer.is_global_zero and now - self.spoken_at > self.interval_s:
             self._line(trainer, self._place(trainer))
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.waited_since = time.monotonic()
+
+    on_test_start = on_validation_start
+
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        self._evaluated(trainer, f"validating {batch_idx + 1}/{sum(trainer.num_val_batches):g}")
+
+    def on_test_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        self._evaluated(trainer, f"testing {batch_idx + 1}/{sum(trainer.num_test_batches):g}")
+
+    def _evaluated(self, trainer: pl.Trainer, place: str) -> None:
+        now = time.monotonic()
+        if self.bar and now - self.shown_at > 0.2:
+            self.shown_at = now
+            self.bar.update(self.task, words=place)
+        elif not self.bar and trainer.is_global_zero and now - self.waited_since > self.interval_s:
+            self.waited_since = now
+            log.info(place)
 
     @staticmethod
     def _place(trainer: pl.Trainer) -> str:

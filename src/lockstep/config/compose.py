@@ -8,7 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.declared import OPEN, dashed, dotted, key_of, missing_option, refuse_undeclared, sentence
+from lockstep.config.declared import (
+    OPEN,
+    dashed,
+    dotted,
+    key_of,
+    missing_option,
+    refuse_undeclared,
+    refuse_without_class,
+    sentence,
+)
 from lockstep.config.hydra_errors import one_sentence, without_value
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
@@ -45,6 +54,7 @@ def compose(config_name: str, overrides: list[str]) -> Any:
             raise UserError(one_sentence(error, overrides, CONFIGS)) from None
         options = _of_choices(config_name, tuple(_choices(cfg)), CONFIGS) if overrides else cfg
     refuse_undeclared(_unresolved(cfg), _unresolved(options), CONFIGS, overrides)
+    refuse_without_class(_unresolved(cfg))
     for word in overrides:
         if word.startswith("~") and (key := key_of(word)).partition(".")[0] not in MAY_LACK:
             raise UserError(f"{word}: a run needs {key}: give it another value, {key}=VALUE.")
@@ -142,16 +152,16 @@ WORDS = {
 
 
 def check_types(cfg: Any, defaults: Any, overrides: list[str]) -> None:
-    """An overridden number stays a number, a switch a switch.
+    """A number that an override or an experiment gives anew stays a number, a switch a switch.
 
     Raises:
         UserError: names the key, its default and what was given.
     """
     from omegaconf import OmegaConf
 
-    for word in overrides:
-        key = key_of(word)
-        if "=" not in word or word.startswith("~") or _is_choice(word) or key.startswith("hydra"):
+    typed = [key_of(word) for word in overrides if "=" in word and not word.startswith("~") and not _is_choice(word)]
+    for key in dict.fromkeys([*typed, *dotted(_unresolved(cfg))]) if overrides else ():
+        if key.startswith("hydra"):
             continue
         before, now = OmegaConf.select(defaults, key), OmegaConf.select(cfg, key)
         if now is None or now == before or now in WORDS.get(key, ()):

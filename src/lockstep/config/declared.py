@@ -87,6 +87,28 @@ def refuse_undeclared(config: Config, options: Config, configs: Path, words: Ite
         raise UserError(sentence(key, options, configs) + ("" if typed else " It stands in the experiment's yaml."))
 
 
+YOURS = {
+    "model": "models", "data": "data", "augmentation": "augmentations", "loss": "losses", "optimizer": "optimizers",
+    "scheduler": "schedulers", "metrics": "metrics", "callbacks": "callbacks", "logger": "callbacks",
+}  # where the classes of a group's options stand  # fmt: skip
+
+
+def refuse_without_class(config: Config) -> None:
+    """
+    Raises:
+        UserError: a component that names no class.
+    """
+    for group, package in YOURS.items():
+        node = config.get(group) or {}
+        for name, part in node.items() if group in OPEN else [("", node)] * bool(node):
+            if part is not None and not (isinstance(part, Mapping) and "_target_" in part):
+                target = f"_target_: {package}.FILE.CLASS"
+                below = "NAME" if name in MARKS else name
+                written = f"{below}: {{{target}}}" if name else target
+                key = group if below != name else f"{group}.{name}".rstrip(".")
+                raise UserError(f"{key} has no _target_ where it stands: configs/{group}/…yaml says `{written}`.")
+
+
 def key_of(word: str) -> str:
     """`trainer.devices` of +trainer.devices=2."""
     return word.split("=")[0].lstrip("+~")
@@ -125,7 +147,8 @@ def _refuse_word_for_a_part(key: str, value: Any, declared: Any) -> None:
     if key == "trainer.strategy" and not interpolated:
         raise UserError(f"trainer.strategy={value}: strategies are chosen as trainer=ddp, trainer=fsdp and the like.")
     if isinstance(declared, Mapping) and declared and not interpolated:
-        raise UserError(f"{key}={value}: {key} has keys of its own, as {key}.{next(iter(declared))}.")
+        chosen = f"; a yaml's defaults choose one by `- override /{key}: {value}`" if "." not in key else ""
+        raise UserError(f"{key}={value}: {key} has keys of its own, as {key}.{next(iter(declared))}{chosen}.")
 
 
 def _is_known(place: str, name: str, value: Any, is_target: bool, signature: Any) -> bool:

@@ -9,7 +9,7 @@ from lockstep.runs.redact import redact_text
 
 MISPLACED = re.compile(r"In '(?P<yaml>[^']+)': Could not override '(?P<group>[\w/]+)@")
 NO_GROUP = re.compile(r"In '(?P<yaml>[^']+)': Could not override '(?P<group>[\w/]+)'. No match")
-TWICE = re.compile(r"^(?P<group>[\w/]+) appears more than once")
+TWICE = re.compile(r"^(?P<group>[\w/]+) appears more than once|^Multiple values for (?P<other>[\w/]+)\.")
 NOISE = ("full_key:", "object_type=", "reference_type=")
 
 
@@ -39,9 +39,14 @@ def _of_defaults(text: str, missing: str | None, overrides: list[str], configs: 
     """What is wrong in a yaml's defaults list; None where it is something else."""
     if missing:
         group, _, name = missing.partition("/")
+        if (configs / (inner := name.partition("/")[0])).is_dir():
+            return _with_slash(f"{group}/….yaml", inner)
         if instead := missing_option(group, name.removesuffix(".yaml"), configs):
             return instead if f"{group}={name}" in overrides else f"{instead} It stands in the defaults of a yaml."
     if found := MISPLACED.search(text):
+        folder, _, inner = found["group"].rpartition("/")
+        if folder and found["yaml"].startswith(f"{folder}/"):
+            return _with_slash(f"{found['yaml']}.yaml", inner)
         return f"{found['yaml']}.yaml: its first line has to be `# @package _global_`."
     if found := NO_GROUP.search(text):
         groups = [path.name for path in sorted(configs.iterdir()) if path.is_dir()]
@@ -49,9 +54,13 @@ def _of_defaults(text: str, missing: str | None, overrides: list[str], configs: 
         there = f"did you mean /{close[0]}?" if close else f"there is {', '.join(groups)}."
         return f"{found['yaml']}.yaml: there is no group /{found['group']} to override: {there}"
     if found := TWICE.search(text):
-        group = found["group"]
+        group = found["group"] or found["other"]
         return f"{group} is chosen twice: a yaml's defaults choose another one by `- override /{group}: NAME`."
     return None
+
+
+def _with_slash(yaml: str, group: str) -> str:
+    return f"{yaml}: its defaults choose another {group} by `- override /{group}: NAME`, with the slash."
 
 
 def without_value(words: list[str], place: int) -> str:

@@ -44,7 +44,7 @@ from lockstep.launch.plan import (
 )
 from lockstep.launch.resume import config_before
 from lockstep.launch.start import begin, check_writable, find_weights, finished_already, hold_run_lock, run_folder
-from lockstep.launch.validation import check_root, check_validation
+from lockstep.launch.validation import check_numbers, check_root, check_validation
 from lockstep.launch.without_gpu import refuse_days_on_cpu
 from lockstep.runs.config import Config, read_only
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, Interrupted, UserError
@@ -92,6 +92,7 @@ def _launch(config: Config, work: Work, kept: ExitStack, find_largest: FindLarge
     refuse_days_on_cpu(config, accelerator)
     resolve_batch(config, cluster, limit=math.inf if _may_go_on(config, cluster) else None)
     check_validation(config)
+    check_numbers(config)
     time_limit(config)
     own_secret(cluster)  # from here on no child inherits it by accident
     _check_bucket(config)

@@ -31,6 +31,20 @@ def check_root(config: Config) -> None:
         )
 
 
+def check_numbers(config: Config) -> None:
+    """Of a training, before any work.
+
+    Raises:
+        UserError: a number of epochs or of the optimizer that none can be.
+    """
+    epochs = config["trainer"].get("max_epochs")
+    if isinstance(epochs, int) and epochs < 1:
+        raise UserError(f"trainer.max_epochs={epochs}: give a whole number from 1 on; trainer.max_time ends a run too.")
+    for key, value in (config.get("optimizer") or {}).items():
+        if isinstance(value, int | float) and value < 0 and (key.endswith("lr") or key == "weight_decay"):
+            raise UserError(f"optimizer.{key}={value}: give a number from 0 on.")
+
+
 def check_validation(config: Config) -> None:
     """Of a training, before any work.
 

@@ -57,7 +57,8 @@ def chosen_runs(words: Sequence[str], logs: Path, logbook: Path, *, takes_in: bo
     if not takes_in:
         fresh = {folder.name: fresh_entry(folder, logbook) for folder in newer}
         entries = [*(entry for entry in entries if entry.run_id not in fresh), *fresh.values()]
-    return [one_run(entries, name, others=sorted(folders.keys() - known.keys())) for name in names]
+    others = sorted(folders.keys() - known.keys(), key=lambda name: folders[name].stat().st_mtime)
+    return [one_run(entries, name, others) for name in names]
 
 
 def fresh_entry(folder: Path, logbook: Path) -> Entry:

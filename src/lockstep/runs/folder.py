@@ -181,7 +181,8 @@ def find_run(logs: Path, run_id: str) -> RunFolder:
         return RunFolder(direct)
     for found in (logs / "train" / "multiruns").glob(f"*/{run_id}/run.json"):
         return RunFolder(found.parent)
-    known = sorted(p.parent.name for p in (logs / "train" / "runs").glob("*/run.json"))
+    records = sorted((logs / "train" / "runs").glob("*/run.json"), key=lambda path: path.stat().st_mtime)
+    known = [path.parent.name for path in records]
     near = "".join(f"did you mean {name}? " for name in difflib.get_close_matches(run_id, known, 1, cutoff=0.8))
     hint = f"{near}the newest are {', '.join(known[-3:])}" if known else "there are none yet"
     raise UserError(f"No run {run_id!r} under {logs}; {hint}.")

@@ -283,8 +283,9 @@ def build_run(plan: RunPlan, session: RankSession, *, tested: Mapping[str, torch
         if isinstance(module.net, StartsFromImages):
             module.net.init_from_images(data.sample_images(5000))
     if cluster.is_rank_zero:
-        image_report.say(data, plan.choices.get("augmentation") if plan.config["task_name"] == "train" else None)
+        image_report.say(data, plan.choices.get("augmentation") if trainable else None)
         image_report.list_skipped(data, plan.folder)
+    if cluster.is_rank_zero and trainable:
         for sentence in batch_norm_warnings(
             module.net, world_size=cluster.world_size, synchronised=own["sync_batchnorm"],
             micro_batches=plan.batch.accumulate * capabilities(strategy).micro_batches,

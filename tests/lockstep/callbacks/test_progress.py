@@ -53,3 +53,30 @@ def test_a_validation_within_an_epoch_has_a_line_and_so_has_an_end_there(monkeyp
         "epoch 2/3 · batch 8/20 · validated · val acc 50.00%",
         "epoch 2/3 · batch 8/20 · val acc 50.00%",
     ]
+
+
+def test_a_long_evaluation_has_lines_within_it(monkeypatch, caplog):
+    clock = [100.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    caplog.set_level("INFO", logger=module.__name__)
+    trainer, callback = trainer_at(8, 3), Progress(interval_s=30)
+    trainer.num_val_batches, trainer.num_test_batches = [9], [7]
+    for start, end in (
+        (callback.on_validation_start, callback.on_validation_batch_end),
+        (callback.on_test_start, callback.on_test_batch_end),
+    ):
+        clock[0] += 100.0
+        start(trainer, None)
+        for batch in range(7):
+            clock[0] += 10.0
+            end(trainer, None, None, None, batch, 0)
+    assert caplog.messages == ["validating 4/9", "testing 4/7"]
+
+
+def test_on_a_terminal_the_bar_says_how_far_an_evaluation_is(monkeypatch):
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 5.0))
+    trainer, callback, shown = trainer_at(8, 3), Progress(), []
+    trainer.num_val_batches = [9]
+    callback.bar, callback.task = SimpleNamespace(update=lambda task, words: shown.append(words)), 0
+    callback.on_validation_batch_end(trainer, None, None, None, 2, 0)
+    assert shown == ["validating 3/9"]

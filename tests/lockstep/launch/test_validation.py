@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.config.compose import compose, plain
 from lockstep.launch.plan import chosen_how
-from lockstep.launch.validation import check_root, check_validation, validates
+from lockstep.launch.validation import check_numbers, check_root, check_validation, validates
 from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import REPOSITORY
 
@@ -97,3 +97,10 @@ sys.exit({script}.main({[*words, f"paths.log_dir={tmp_path}"]}))
     path = {"PYTHONPATH": str(REPOSITORY / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=path, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("word", ["trainer.max_epochs=-1", "trainer.max_epochs=0", "optimizer.lr=-0.1"])
+def test_numbers_that_none_can_be_are_refused(word):
+    check_numbers(config_of("optimizer.lr=0", "trainer.max_epochs=1"))
+    with pytest.raises(UserError, match=f"^{word}: give a"):
+        check_numbers(config_of(word))

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import subprocess
 
 import pytest
@@ -53,12 +54,13 @@ def test_an_unknown_run_names_the_newest(tmp_path):
 
 
 def test_an_unknown_run_is_answered_with_the_one_of_nearly_that_name(tmp_path):
-    for name in ("c1", "t1", "t2", "t3"):
+    for age, name in enumerate(("t1", "a2", "c1", "t4")):  # their names say nothing of when
         (tmp_path / "train/runs" / name).mkdir(parents=True)
         (tmp_path / "train/runs" / name / "run.json").write_text("{}")
-    with pytest.raises(UserError, match=r"did you mean c1\? the newest are t1, t2, t3\.$"):
+        os.utime(tmp_path / "train/runs" / name / "run.json", (1000 - age, 1000 - age))
+    with pytest.raises(UserError, match=r"did you mean c1\? the newest are c1, a2, t1\.$"):
         find_run(tmp_path, "c11")
-    with pytest.raises(UserError, match=r"; the newest are t1, t2, t3\.$"):
+    with pytest.raises(UserError, match=r"; the newest are c1, a2, t1\.$"):
         find_run(tmp_path, "other")
 
 
