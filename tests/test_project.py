@@ -53,7 +53,7 @@ def with_line(number, line):
 def template(tmp_path_factory):
     """This template as it is now, as v1.0.0, and two releases after it."""
     folder = tmp_path_factory.mktemp("template") / "lockstep"
-    git("clone", "-q", ROOT, folder, cwd=ROOT)
+    git("clone", "-q", "--no-tags", ROOT, folder, cwd=ROOT)
     git("remote", "remove", "origin", cwd=folder)  # else projects are upgraded from there
     listed = git("ls-files", "-com", "--exclude-standard", cwd=ROOT).splitlines()  # as it lies here, committed or not
     for path in {path for path in listed if (ROOT / path).is_file()}:
