@@ -32,8 +32,8 @@ test-alone: install-dev
 # No test of these waits for something to happen within seconds
 UNTIMED := $(addprefix tests/,nullgpu callbacks data hydra_plugins models lockstep/config lockstep/data lockstep/pages \
   lockstep/strategies lockstep/training lockstep/batch_size/test_estimate.py lockstep/callbacks/test_step_hashes.py \
-  lockstep/callbacks/test_weight_average.py test_attacks.py test_docs.py test_eval.py test_export.py test_figures.py \
-  test_fleet.py test_howto.py test_parity.py test_pickles.py test_predict.py test_project.py test_recipes.py \
+  lockstep/callbacks/test_weight_average.py test_attacks.py test_docs.py test_eval.py test_export.py \
+  test_howto.py test_parity.py test_pickles.py test_predict.py test_project.py test_recipes.py \
   test_rehearse.py test_reproduce.py test_run_pages.py test_s3_data.py)
 
 test-nullgpu: install-dev  ## of both, what runs torch's CUDA code on null GPUs (nullgpu)
@@ -62,12 +62,11 @@ $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 	@DEVICE="$(DEVICE)" bash launch/install.sh requirements-dev.txt
 	@touch $@
 
-check: install-dev  ## format, lint, types, the source of every figure: what CI runs beside the tests
+check: install-dev  ## format, lint, types: what CI runs beside the tests
 	@{ $(VENV)/bin/ruff format --check src tests benchmarks nullgpu launch && \
 	  $(VENV)/bin/ruff check src tests benchmarks nullgpu launch; } || \
 	  { echo "make format mends the format, and of lint what ruff can."; exit 1; }
 	$(VENV)/bin/mypy
-	$(if $(wildcard docs/check_figures.py),$(PY) docs/check_figures.py)
 
 format: install-dev  ## mend the format, and of lint what ruff can
 	$(VENV)/bin/ruff check --fix-only src tests benchmarks nullgpu launch
@@ -107,33 +106,13 @@ audit: install  ## ask the package index's advisories about every pinned version
 parity: install-dev  ## every strategy against one process, in float64, with seeded faults
 	$(PY) benchmarks/parity.py
 
-bench: install-dev  ## measure this machine against peers and goals (about an hour), into benchmarks/README.md
+bench: install-dev  ## measure this machine against peers and goals (about an hour), into benchmarks/results
 	$(PY) benchmarks/step_time.py
-	$(PY) benchmarks/syncs.py
-	$(PY) benchmarks/input_path.py $(if $(CIFAR),--root $(CIFAR))
-	$(if $(MNIST),$(PY) benchmarks/mnist.py --root $(MNIST),$(if $(FASHION),$(PY) benchmarks/mnist.py --fashion-root $(FASHION)))
-	$(if $(CIFAR),$(PY) benchmarks/alexnet.py --root $(CIFAR) trainer.precision=bf16-mixed)
-	$(PY) benchmarks/speedrun.py $(if $(CIFAR),--root $(CIFAR))
 	$(PY) benchmarks/start.py
+	$(PY) benchmarks/input_path.py $(if $(CIFAR),--root $(CIFAR))
+	$(PY) benchmarks/speedrun.py $(if $(CIFAR),--root $(CIFAR))
+	$(if $(CIFAR),$(PY) benchmarks/alexnet.py --root $(CIFAR) trainer.precision=bf16-mixed)
 	$(if $(MNIST),$(PY) benchmarks/template.py --root $(MNIST),$(if $(FASHION),$(PY) benchmarks/template.py --fashion-root $(FASHION)))
-	$(PY) benchmarks/ranks.py
-	$(PY) benchmarks/memory.py
-	$(PY) benchmarks/memory_per_rank.py
-	$(PY) benchmarks/batch_search.py
-	$(PY) benchmarks/logbook_build.py
-	$(PY) benchmarks/growth.py
-	$(PY) benchmarks/s3.py
-	$(PY) benchmarks/s3_steps.py
-	$(PY) benchmarks/checkpoint_wait.py
-	$(PY) benchmarks/bucket_data.py
-	$(PY) benchmarks/bucket_data.py --many 100000
-	$(PY) benchmarks/statistics_cost.py
-	$(PY) benchmarks/estimates.py
-	$(PY) benchmarks/scaling.py
-	$(PY) benchmarks/fleet.py
-	$(PY) benchmarks/fleet_replay.py
-	$(PY) benchmarks/install.py
-	$(PY) benchmarks/make_readme.py
 CIFAR ?=# make bench CIFAR=folder that holds cifar-10-batches-py
 MNIST ?=# make bench MNIST=folder in torchvision's layout
 FASHION ?= $(wildcard /usr/share/datasets/fashion-mnist)# where Debian's package dataset-fashion-mnist puts it

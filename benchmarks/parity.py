@@ -2,7 +2,7 @@
 
     make parity          (python benchmarks/parity.py --help)
 
-Writes benchmarks/results/parity.json and logbook/measurements/parity.md; ends with 1 if a row differs by more than 1e-9
+Writes benchmarks/results/parity.json and benchmarks/parity.md; ends with 1 if a row differs by more than 1e-9
 in float64, if a loss does not fall by 20 %, or if a seeded fault goes unnoticed.
 """
 
@@ -33,7 +33,6 @@ from local_ranks import local_cluster, run_ranks
 from null_gpus import call_on_null_gpus, ranks_on_null_gpus
 
 HERE = Path(__file__).resolve().parent
-PAGES = HERE.parent / "logbook" / "measurements"
 TOLERANCE = 1e-9  # relative, in float64
 FALL = 0.20  # what the loss must lose, so that the comparison means something
 PRELOAD = ("torch", "torch.distributed", "lightning.pytorch", "timm", "parity_runs")
@@ -249,7 +248,7 @@ def main(argv: list[str]) -> int:
         "lightning": lightning.__version__, "command": "make parity", "seconds": time.perf_counter() - started,
     }  # fmt: skip
     passed = all(r.passed for r in results) and all(seen["caught"] for seen in faults.values())
-    place, file = (options.out or HERE) / "results", (options.out or PAGES) / "parity.md"
+    place, file = (options.out or HERE) / "results", (options.out or HERE) / "parity.md"
     for folder in (place, file.parent):
         folder.mkdir(parents=True, exist_ok=True)
     content = {

@@ -27,7 +27,7 @@ TAKEN = (
     "requirements-dev.txt", "requirements-hivemind.txt", "requirements-ray.txt", "requirements.txt", "src",
 )  # fmt: skip
 LEFT = (
-    OWN_FILES, "docs/assets", "docs/pictures", "docs/make_pictures.py", "docs/check_figures.py", "docs/site_hooks.py",
+    OWN_FILES, "docs/assets", "docs/pictures", "docs/make_pictures.py", "docs/site_hooks.py",
     "docs/assignment.md", "launch/release.py", "src/assignment.py",
 )  # fmt: skip
 LEFT_TARGETS = (
