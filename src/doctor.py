@@ -65,10 +65,11 @@ def _packages() -> Finding:
 def _data(config: Config) -> Finding:
     """Whether the data lies here already; a node without a network cannot fetch it."""
     root = str(config["data"].get("root") or config["paths"]["data_dir"])
-    folder, words = Path(root), f"data={config['data']['name']}"
+    name = config["data"].get("name", "")
+    folder, words = Path(root), f"data={name}"
     if root.startswith("s3:"):
         return True, f"{words}: the first run copies {root} to this disk."
-    if config["data"]["name"] in NO_FILES or (folder.is_dir() and any(folder.iterdir())):
+    if name in NO_FILES or (folder.is_dir() and any(folder.iterdir())):
         return True, f"{words}: ready."
     return True, f"{words}: {folder} is empty, so the first run fetches the data, and needs a network for it."
 

@@ -27,6 +27,12 @@ def copy(tmp_path_factory):
     return root
 
 
+def run_in(folder, *words):
+    done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 @pytest.mark.slow
 def test_a_model_a_data_set_an_augmentation_a_loss_a_metric_a_callback_and_a_recipe_of_ones_own(copy):
     assert len(FILES) == 14
@@ -45,6 +51,20 @@ def test_a_model_a_data_set_an_augmentation_a_loss_a_metric_a_callback_and_a_rec
     assert "losses.logit_adjusted.LogitAdjusted" in said and "metrics.worst_class.WorstClass" in said
     assert record["num_parameters"] == 64 * 16 + 16 + 16 * 2 + 2
     assert "train/weight_norm" in (folder / "metrics.csv").read_text().splitlines()[0]
+    evaluated = run_in(copy, "src/eval.py", "ckpt_path=r")
+    assert "test/worst_class" in evaluated.stdout
+    assert f"test/acc {record['metrics']['test/acc']:.10g}" in evaluated.stdout
+
+
+@pytest.mark.slow
+def test_a_data_config_that_only_names_its_class_is_trained_and_tested(copy):
+    config = "# Squares\n_target_: data.squares.SquaresDataModule\n"
+    (copy / "configs/data/bare_squares.yaml").write_text(config)
+    words = ["data=bare_squares", "model=small_cnn", "trainer=cpu", "trainer.max_steps=2", "run_id=bare"]
+    trained = run_in(copy, "src/train.py", *words)
+    assert "bare_squares" in trained.stdout and "global batch 128" in trained.stdout
+    evaluated = run_in(copy, "src/eval.py", "ckpt_path=bare")
+    assert "batches of 512" in evaluated.stdout and "test/images 100" in evaluated.stdout
 
 
 @pytest.mark.slow

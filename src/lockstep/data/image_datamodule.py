@@ -29,7 +29,7 @@ from lockstep.data.mixing import check_pairs, mix
 from lockstep.data.node_cache import Content, cached
 from lockstep.data.settings import settle
 from lockstep.data.split import VAL_FRACTION, Split
-from lockstep.runs.batch import Batch
+from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import sha256_of
 from lockstep.runs.provenance import REPOSITORY
@@ -80,8 +80,8 @@ class ImageDataModule(LightningDataModule):
         *,
         name: str,
         image_size: int,
-        global_batch_size: int = 128,
-        eval_batch_size: int = 512,
+        global_batch_size: int = DEFAULT_GLOBAL_BATCH_SIZE,
+        eval_batch_size: int = DEFAULT_EVAL_BATCH_SIZE,
         resize: int | None = None,
         crop_pct: float | str = "auto",
         interpolation: str = "auto",

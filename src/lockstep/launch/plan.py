@@ -12,13 +12,13 @@ from typing import Any
 from lockstep.distributed.cluster import Cluster, visible_gpus
 from lockstep.distributed.launchers import describe
 from lockstep.launch.validation import CHECKPOINTS, validates
-from lockstep.runs.batch import Batch, states_accumulation
+from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch, states_accumulation
 from lockstep.runs.config import Config, read_only, writable
 from lockstep.runs.durations import in_words, seconds_of
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import RunFolder, read_config
-from lockstep.runs.old_configs import model_name
+from lockstep.runs.old_configs import data_name, model_name
 from lockstep.strategies.placement import place
 
 
@@ -71,6 +71,10 @@ class RunPlan:
         return model_name({"model": self.config["model"], "choices": self.choices})
 
     @property
+    def data_name(self) -> str:
+        return data_name({"data": self.config["data"], "choices": self.choices})
+
+    @property
     def resume_step(self) -> int | None:
         """None for a new run."""
         return self.resume.step if self.resume else None
@@ -112,7 +116,7 @@ def resolve_batch(config: Config, cluster: Cluster, limit: float | None = None, 
     accumulate = config["trainer"]["accumulate_grad_batches"]
     if size is None and asks_for_largest(config):
         return Batch.of_device(1, cluster.world_size, accumulate)
-    size = size or config["data"].get("global_batch_size")
+    size = size or config["data"].get("global_batch_size", DEFAULT_GLOBAL_BATCH_SIZE)
     if limit is None or states_accumulation(config.get("overrides", ())):
         return Batch.cut(size, cluster.world_size, accumulate)
     return Batch.within(size, cluster.world_size, limit)
@@ -173,13 +177,13 @@ def read_plan(path: Path) -> RunPlan:
 
 
 def headline(plan: RunPlan) -> str:
-    batch, data, trainer = plan.batch, plan.config["data"], plan.choices["trainer"]
+    batch, trainer = plan.batch, plan.choices["trainer"]
     where = f"{trainer} ({plan.accelerator})" if trainer == "default" else trainer
     images = f"global batch {batch.global_size} = {batch.per_device} × {plan.cluster.world_size} × {batch.accumulate}"
     if plan.config["task_name"] != "train":
-        images = f"batches of {data['eval_batch_size']}"
+        images = f"batches of {plan.config['data'].get('eval_batch_size', DEFAULT_EVAL_BATCH_SIZE)}"
     return (
-        f"run {plan.folder.run_id} · {plan.model_name} · {data['name']} · {where} · {images}"
+        f"run {plan.folder.run_id} · {plan.model_name} · {plan.data_name} · {where} · {images}"
         f"{time_limit(plan.config)}{chosen_how(plan.config)}"
     )
 

@@ -293,7 +293,7 @@ def first_record(plan: RunPlan) -> RunRecord:
         launcher=cluster.launcher,
         agent=agent_id(environment()),
         model=plan.model_name,
-        data=config["data"]["name"],
+        data=plan.data_name,
         trainer=plan.choices["trainer"],
         world_size=cluster.world_size,
         num_nodes=cluster.num_nodes,

@@ -7,7 +7,7 @@ from typing import Any
 from lockstep.pages.facts import commands_of
 from lockstep.pages.markdown import blocks, code, code_block, plain, table
 from lockstep.runs.config import Config
-from lockstep.runs.old_configs import model_name
+from lockstep.runs.old_configs import data_name, model_name
 from lockstep.runs.record import Node, RunRecord
 from lockstep.runs.redact import redact_text
 
@@ -27,7 +27,7 @@ def card_text(model: Any, timm_config: Config, compared: dict[str, float]) -> st
 def metadata(model: Any) -> Mapping[str, object]:
     """With the result of the test in the hub's `model-index` form where the record holds one."""
     config = model.config
-    data, name = config["data"]["name"], model_name(config)
+    data, name = data_name(config), model_name(config)
     accuracy = tested(model).get("test/acc")
     held = {
         "library_name": "timm" if config["model"]["_target_"].startswith("models.timm.") else "pytorch",
@@ -52,7 +52,7 @@ def body(model: Any, timm_config: Config, compared: dict[str, float]) -> str:
     rows = {
         "Architecture": plain(timm_config["architecture"]),
         "Parameters": f"{sum(p.numel() for p in model.net.parameters()):,}",
-        "Data": f"{plain(config['data']['name'])}, hash {code(facts['data_hash'][:16])}",
+        "Data": f"{plain(data_name(config))}, hash {code(facts['data_hash'][:16])}",
         "Classes": f"{facts['num_classes']}: {plain(', '.join(facts['class_names']))}",
         "Input": f"{facts['channels']} × {facts['image_size']} × {facts['image_size']}: {sides} resized to "
         f"{framing.resize} ({framing.interpolation}), the centre of it, "
@@ -64,7 +64,7 @@ def body(model: Any, timm_config: Config, compared: dict[str, float]) -> str:
     }
     if config["classifier"].get("test_time_flip"):
         rows["Test"] = "the run's test took the mean over an image and its mirror image; the exported net does not"
-    title = f"# {plain(model_name(config))} on {plain(config['data']['name'])}"
+    title = f"# {plain(model_name(config))} on {plain(data_name(config))}"
     shown = [(name, value) for name, value in rows.items() if value]
     return blocks([title, table(("", ""), shown), *loading(timm_config, compared)])
 

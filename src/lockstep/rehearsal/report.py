@@ -123,7 +123,7 @@ def _images(rehearsal: Rehearsal, record: Config) -> float | None:
     if rehearsal.num_images is None:
         return record.get("num_train")
     data = rehearsal.config["data"]
-    share = 1 / folds if (folds := data.get("num_folds")) else data["val_fraction"]
+    share = 1 / folds if (folds := data.get("num_folds")) else data.get("val_fraction", 0.1)
     return rehearsal.num_images - (rehearsal.num_images * share if data.get("num_val") is None else data["num_val"])
 
 

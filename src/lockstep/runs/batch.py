@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from lockstep.runs.errors import UserError
 
 ACCUMULATION = "trainer.accumulate_grad_batches"
+# Where a data config does not state them.
+DEFAULT_GLOBAL_BATCH_SIZE = 128
+DEFAULT_EVAL_BATCH_SIZE = 512
 
 
 def states_accumulation(words: Iterable[str]) -> bool:

@@ -114,3 +114,8 @@ def model_name(config: Config) -> str:
     if model["_target_"] == "models.timm.TimmModel" and model.get("name"):
         return str(model["name"])
     return str((config.get("choices") or {}).get("model") or model["_target_"].rpartition(".")[2])
+
+
+def data_name(config: Config) -> str:
+    """Return data.name, or the option of the group where the data config has no name."""
+    return str(config["data"].get("name") or (config.get("choices") or {}).get("data") or "data")

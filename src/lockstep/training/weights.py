@@ -52,12 +52,12 @@ def start_from(module: pl.LightningModule, path: str, model_name: str, data: Con
     but = f"; of {there} classes there, {here} here: {', '.join(new)} start new" if new else ""
     but += "; position embeddings resampled" if resampled else ""
     before = ((checkpoint.get("lockstep") or {}).get("config") or {}).get("data") or {}
-    if before.get("name") == data["name"]:
+    if before.get("name") == data.get("name"):
         changed = [key for key in ("seed", "fold", "num_folds") if before.get(key) != data.get(key)]
         if changed:
             why = ", ".join(f"data.{key} was {before.get(key)}, is {data.get(key)}" for key in changed)
             but += f". It may have trained on images that validate here: {why}"
-        elif facts.get("image_size") == data["image_size"] and facts.get("data_hash") != data_hash:
+        elif facts.get("image_size") == data.get("image_size") and facts.get("data_hash") != data_hash:
             but += ". It may have trained on images that validate or test here, which are not those of then"
     return f"Starting from the weights of {path}{but}."
 
