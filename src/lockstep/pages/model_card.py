@@ -29,7 +29,7 @@ def metadata(model: Any) -> Mapping[str, object]:
     config = model.config
     data, name = data_name(config), model_name(config)
     accuracy = tested(model).get("test/acc")
-    held = {
+    held: dict[str, Any] = {
         "library_name": "timm" if config["model"]["_target_"].startswith("models.timm.") else "pytorch",
         "pipeline_tag": "image-classification",
         "tags": ["image-classification", name],
