@@ -11,7 +11,7 @@ from lockstep.runs.errors import UserError
 from runs import run_door
 
 COMMAND = [
-    "-m", "hydra/sweeper=optuna", "hydra.sweeper.study=night", "experiment=quickstart", "trainer=ddp_sim",
+    "experiment=quickstart", "-m", "hydra/sweeper=optuna", "hydra.sweeper.study=night", "trainer=ddp_sim",
     "trainer.max_epochs=1", "optimizer.lr=tag(log,interval(1e-5,1e-1))",
     "classifier.label_smoothing=choice(0.0,0.1,2.0)",
 ]  # fmt: skip
@@ -33,8 +33,10 @@ def test_a_search_survives_a_failing_trial_goes_on_and_finds_better(tmp_path):
     assert best == [(str(len(told)), f"{max(values):.6g}")] and max(values) > values[0], output
 
 
-def test_without_a_range_it_says_what_to_type(tmp_path):
-    done = run_door("train", "-m", "hydra/sweeper=optuna", "experiment=quickstart", logs=tmp_path)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_without_a_range_it_says_what_to_type_wherever_the_flag_stands(tmp_path, place):
+    words = ["experiment=quickstart", "hydra/sweeper=optuna"]
+    done = run_door("train", *words[:place], "-m", *words[place:], logs=tmp_path)
     assert "tag(log,interval(" in done.output
 
 

@@ -209,7 +209,7 @@ def run_script(
 
 def _with_hydra(config_name: str, argv: list[str], task: Callable[[Any], int]) -> int:
     _check_for_hydra(config_name, argv)
-    return _through_hydra(config_name, task)
+    return _through_hydra(config_name, argv, task)
 
 
 HYDRAS = re.compile(
@@ -237,8 +237,9 @@ def _check_for_hydra(config_name: str, argv: list[str]) -> None:
         compose(config_name, words)
 
 
-def _through_hydra(config_name: str, task: Callable[[Any], int]) -> int:
-    import hydra
+def _through_hydra(config_name: str, argv: list[str], task: Callable[[Any], int]) -> int:
+    from hydra import version
+    from hydra._internal.utils import _run_hydra, get_args_parser
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf, open_dict
 
@@ -257,7 +258,11 @@ def _through_hydra(config_name: str, task: Callable[[Any], int]) -> int:
         return None
 
     register_resolvers()
-    hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
+    version.setbase("1.3")
+    parser = get_args_parser()
+    # hydra.main's own parse_args() takes overrides in one block only: `a=1 -m b=2` would be an error.
+    args = parser.parse_intermixed_args(argv)
+    _run_hydra(args, parser, job, str(CONFIGS), config_name)
     from lockstep.config.sweep import ExitCodes
 
     return max([*codes, ExitCodes.worst])
