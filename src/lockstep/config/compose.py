@@ -212,6 +212,7 @@ def _with_hydra(config_name: str, argv: list[str], task: Callable[[Any], int]) -
     return _through_hydra(config_name, argv, task)
 
 
+WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "--experimental-rerun", "--info", "-i")
 HYDRAS = re.compile(
     r"--?(h|help|hydra-help|version|cfg|c|resolve|package|p|run|r|multirun|m|shell-completion|sc|config-dir|cd"
     r"|experimental-rerun|info|i)(=.*)?"
@@ -238,8 +239,7 @@ def _check_for_hydra(config_name: str, argv: list[str]) -> None:
 
 
 def _through_hydra(config_name: str, argv: list[str], task: Callable[[Any], int]) -> int:
-    from hydra import version
-    from hydra._internal.utils import _run_hydra, get_args_parser
+    import hydra
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf, open_dict
 
@@ -258,14 +258,20 @@ def _through_hydra(config_name: str, argv: list[str], task: Callable[[Any], int]
         return None
 
     register_resolvers()
-    version.setbase("1.3")
-    parser = get_args_parser()
-    # hydra.main's own parse_args() takes overrides in one block only: `a=1 -m b=2` would be an error.
-    args = parser.parse_intermixed_args(argv)
-    _run_hydra(args, parser, job, str(CONFIGS), config_name)
+    sys.argv[1:] = _options_first(argv)
+    hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
     from lockstep.config.sweep import ExitCodes
 
     return max([*codes, ExitCodes.worst])
+
+
+def _options_first(argv: list[str]) -> list[str]:
+    """Hydra's argparse takes overrides in one block only: `a=1 -m b=2` would be an error."""
+    options, overrides = [], []
+    for place, word in enumerate(argv):
+        is_value = place > 0 and argv[place - 1] in WITH_VALUE and "=" not in word
+        (options if word.startswith("-") or is_value else overrides).append(word)
+    return [*options, "--", *overrides]
 
 
 def plain(cfg: Any) -> dict[str, Any]:
