@@ -267,7 +267,8 @@ def _through_hydra(config_name: str, argv: list[str], task: Callable[[Any], int]
 
 def _options_first(argv: list[str]) -> list[str]:
     """Hydra's argparse takes overrides in one block only: `a=1 -m b=2` would be an error."""
-    options, overrides = [], []
+    options: list[str] = []
+    overrides: list[str] = []
     for place, word in enumerate(argv):
         is_value = place > 0 and argv[place - 1] in WITH_VALUE and "=" not in word
         (options if word.startswith("-") or is_value else overrides).append(word)
