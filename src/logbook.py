@@ -8,8 +8,6 @@
     python src/logbook.py publish --to s3://bucket/prefix [--signed DAYS] | DIR    the whole logbook as one site
     python src/logbook.py query "status = 'finished' and val/acc > 0.9" [--sort NAME] [--json | --csv | --md]
     python src/logbook.py tensorboard [RUN …]         the curves that git keeps, as files of TensorBoard
-    python src/logbook.py first_difference RUN RUN    the first step, image or parameter in which two runs differ
-    python src/logbook.py reproduce RUN [--yes]       the run again from its own commit, and both side by side
     python src/logbook.py note RUN "text" [--name NAME] [--tag TAG …]
     python src/logbook.py prune [RUN …] [--older-than DAYS] [--yes]    what old runs hold in logs/, and free it
 
@@ -29,9 +27,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lockstep.pages.choose import chosen_runs, one_folder, one_run, original_of
-from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
-from lockstep.runs.folder import RunFolder, new_run_id
+from lockstep.pages.choose import chosen_runs, one_folder, one_run
+from lockstep.runs.errors import UserError
+from lockstep.runs.folder import RunFolder
 from lockstep.runs.output import say, set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.script import exit_code_of
@@ -244,39 +242,6 @@ def tensorboard(options: argparse.Namespace) -> None:
     say(f"tensorboard --logdir {into}")
 
 
-def first_difference(options: argparse.Namespace) -> int:
-    """1 where there is one, as cmp does."""
-    from lockstep.pages.difference import parting
-
-    one, other = (RunFolder(one_folder(options.logs, word)) for word in (options.run, options.other))
-    found = parting(one, other)
-    say(f"{one.run_id} and {other.run_id}: {found}")
-    return EXIT_FAILED if found.where else EXIT_OK
-
-
-def reproduce(options: argparse.Namespace) -> int:
-    """0 where the repetition is the same run or within the spread of its seeds, 1 where not."""
-    from lockstep.pages import reproduce as again
-    from lockstep.pages.source import import_run, read_sources
-    from lockstep.pages.verdict import DIFFERENT, side_by_side, verdict
-
-    original = original_of(options.run, options.logs, options.logbook)
-    for line in again.said_before(original):
-        say(line)
-    again.check(original, REPOSITORY, yes=options.yes)
-    into = options.logs.resolve() / "reproduced" / new_run_id()
-    again.clone(original, REPOSITORY, into / "clone")
-    code, folder = again.run_again(original, into, REPOSITORY)
-    if code:
-        log.error(f"The repetition ended with exit code {code}; what it left is in {into}.")
-        return EXIT_FAILED
-    repeated = import_run(folder.path)
-    say(side_by_side([original.source, repeated], [original.run_id, "again"]))
-    found = verdict(original.source, repeated, (original.folder, folder), read_sources(options.logbook))
-    say(f"{found.word}: {found.why}")
-    return EXIT_FAILED if found.word == DIFFERENT else EXIT_OK
-
-
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="logbook.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -343,18 +308,6 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("runs", nargs="*", metavar="RUN", help="of the logbook; default: all of them")
     command.add_argument("--into", type=Path, metavar="DIR", help="default: logs/tensorboard")
     command.set_defaults(task=tensorboard)
-
-    command = commands.add_parser(
-        "first_difference", help="the first step, image or parameter in which two runs differ"
-    )
-    command.add_argument("run", metavar="RUN", help="of logs/, with trainer.record_hashes=true: by every bit")
-    command.add_argument("other", metavar="RUN")
-    command.set_defaults(task=first_difference)
-
-    command = commands.add_parser("reproduce", help="train a run once more from its own commit, and compare both")
-    command.add_argument("run", metavar="RUN")
-    command.add_argument("--yes", action="store_true", help="also the code of a run that is not from here")
-    command.set_defaults(task=reproduce)
 
     command = commands.add_parser("note", help="add a person's words, a name or tags to a run")
     command.add_argument("run", metavar="RUN")

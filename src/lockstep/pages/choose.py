@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.pages import reproduce
 from lockstep.pages.build import build, known_runs, run_folders_under
 from lockstep.pages.entry import Entry
 from lockstep.pages.facts import RunFacts
@@ -14,7 +13,6 @@ from lockstep.pages.page_set import load_entries
 from lockstep.pages.source import import_run
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import read_json
 
 NAMED = 5  # of the runs that a word means
@@ -95,12 +93,3 @@ def only_one(found: list[tuple[str, Any]], word: str, run_ids: list[str], place:
     newest = ", ".join(run_ids[-3:]) or "there are none yet"
     near = "".join(f" did you mean {name}?" for name in difflib.get_close_matches(word, run_ids, 1, cutoff=0.7))
     raise UserError(f"{place} has no run {word!r};{near} the newest are: {newest}.")
-
-
-def original_of(word: str, logs: Path, logbook: Path) -> reproduce.Original:
-    """The run of logs/, and where that has none of the name, of the logbook."""
-    try:
-        return reproduce.from_folder(RunFolder(one_folder(logs, word)), logs, REPOSITORY)
-    except UserError:
-        entry = one_run(load_entries(logbook), word)
-        return reproduce.from_logbook(logbook, entry.run_id, REPOSITORY)

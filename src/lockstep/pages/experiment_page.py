@@ -8,7 +8,6 @@ from lockstep.pages.entry import Entry
 from lockstep.pages.index_page import GENERATED, runs_table, status_cell
 from lockstep.pages.markdown import blocks, code, code_block, details, plain, quote, table
 from lockstep.pages.publish import HOW_TO_OPEN, is_shown_as_source
-from lockstep.pages.reproduce import obstacle
 from lockstep.pages.run_details import (
     changes_block,
     checkpoint_text,
@@ -78,10 +77,15 @@ def run_section(entry: Entry, before: Entry | None) -> str:
 
 
 def repeat_text(entry: Entry) -> str:
-    """The command alone takes today's defaults, which may be others."""
-    if obstacle(entry.facts.record):
+    """The commands that repeat the run with its own code; empty where the record names no commit."""
+    record = entry.facts.record
+    if record.task_name != "train" or not record.code.commit:
         return ""
-    return f"With the code and the defaults of then: {code(f'python src/logbook.py reproduce {entry.run_id}')}"
+    lines = [f"git worktree add ../{entry.run_id} {record.code.commit} && cd ../{entry.run_id}"]
+    if record.code.dirty:
+        lines.append("git apply code.diff  # the uncommitted changes, shown below and in the run folder")
+    commands = "\n".join([*lines, record.command or ""])
+    return f"With the code of then:\n\n{code_block(commands, 'sh', 3000)}"
 
 
 def headline(entry: Entry) -> str:

@@ -70,11 +70,6 @@ class RunFolder:
         return self.path / "metrics.csv"
 
     @property
-    def hashes(self) -> Path:
-        """Of each step's batch, loss, gradients and weights, where trainer.record_hashes asks for it."""
-        return self.path / "hashes.bin"
-
-    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 

@@ -342,10 +342,6 @@ def _chosen_callbacks(plan: RunPlan, known: Known, *, trainable: bool) -> list[A
 def _all_callbacks(plan: RunPlan, session: RankSession, chosen: list[Any], recorder: RunRecorder) -> list[Any]:
     """In the order in which they are called."""
     callbacks: list[Any] = [TrainingLog(plan.batch.global_size), *chosen, session.interruption, recorder]
-    if plan.trainer.get("record_hashes"):  # before the checkpoints, which hold what it has seen
-        from lockstep.callbacks.step_hashes import StepHashes
-
-        callbacks.insert(1, StepHashes(plan.folder.hashes, plan.batch.global_size, plan.resume_step))
     if session.watch is not None:
         callbacks.insert(0, session.watch)
     if decay := plan.trainer["ema_decay"]:

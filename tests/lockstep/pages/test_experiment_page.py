@@ -126,14 +126,11 @@ def test_a_restart_on_other_ranks_says_on_how_many():
     [
         ({}, True),
         ({"task_name": "eval"}, False),
-        ({"num_nodes": 2}, False),
-        ({"trainer": "hivemind"}, False),
         ({"code": {"commit": None}}, False),
-        ({"restarts": [{"at": "2026-11-20T20:20:00Z", "code": {"tree_hash": "other"}}]}, False),
     ],
 )
-def test_what_repeats_a_run_is_said_where_one_machine_can(changes, is_said):
-    assert ("`python src/logbook.py reproduce run-1`" in run_section(entry_of(**changes), None)) == is_said
+def test_the_commands_that_repeat_a_run_are_on_its_page(changes, is_said):
+    assert ("git worktree add ../run-1 " in run_section(entry_of(**changes), None)) == is_said
 
 
 @pytest.mark.parametrize("start", [{"initial_weights": "/w.pt"}, {}])
