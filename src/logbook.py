@@ -2,14 +2,11 @@
 
     python src/logbook.py keep RUN …      take runs of logs/ into the logbook; train.py logbook=keep does it itself
     python src/logbook.py remove RUN …    take them out again, files and all
-    python src/logbook.py build [RUN_FOLDER | s3://bucket/prefix …]    write the pages; take in the runs named here
+    python src/logbook.py build [RUN_FOLDER …]    write the pages; take in the runs named here
     python src/logbook.py compare RUN RUN … [--keep] [--title "DDP beside FSDP"]    side by side; --keep: as a page
     python src/logbook.py publish RUN … --to s3://bucket/prefix | DIR | FILE.html
-    python src/logbook.py publish --to s3://bucket/prefix [--signed DAYS] | DIR    the whole logbook as one site
     python src/logbook.py query "status = 'finished' and val/acc > 0.9" [--sort NAME] [--json | --csv | --md]
-    python src/logbook.py tensorboard [RUN …]         the curves that git keeps, as files of TensorBoard
     python src/logbook.py note RUN "text" [--name NAME] [--tag TAG …]
-    python src/logbook.py prune [RUN …] [--older-than DAYS] [--yes]    what old runs hold in logs/, and free it
 
 RUN is a run id, a part of one that only one run has, a run folder, or the name that a note gave it. note,
 compare --keep and publish take the runs that they name into the logbook; publish does where others can open its report:
@@ -24,7 +21,6 @@ if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts 
 import argparse
 import logging
 import sys
-import tempfile
 from pathlib import Path
 
 from lockstep.pages.choose import chosen_runs, one_folder, one_run
@@ -42,11 +38,10 @@ def build(options: argparse.Namespace) -> None:
     from lockstep.pages.build import build as build_pages
     from lockstep.pages.build import kept_folders, lost_folders, run_folders_under
 
-    addresses = [source for source in options.sources if source.startswith("s3://")]
-    given = [Path(source) for source in options.sources if source not in addresses]
+    given = [Path(source) for source in options.sources]
     for path in given:
         if not run_folders_under(path):
-            raise UserError(f"{path} holds no run: give a run folder, a folder of runs such as logs, or s3://….")
+            raise UserError(f"{path} holds no run: give a run folder, or a folder of runs such as logs.")
     folders = [folder for path in given for folder in run_folders_under(path)]
     if not options.sources:
         folders = [folder for folder in kept_folders(options.logs, options.logbook) if is_readable(folder)]
@@ -54,13 +49,9 @@ def build(options: argparse.Namespace) -> None:
             names = " ".join(folder.name for folder in lost)
             say(f"Lost before they could be kept: python src/logbook.py keep {names}")
     if options.check:
-        if addresses:
-            raise UserError("--check compares with folders of this machine: leave s3://… out.")
         check(options.logbook, folders)
         return
     changed = build_pages(options.logbook, folders)
-    for address in addresses:
-        changed += build_from_bucket(address, options)
     say(f"{options.logbook}: {len(changed)} files changed" if changed else f"{options.logbook}: up to date")
     if not options.sources:
         write_run_pages(run_folders_under(options.logs))
@@ -96,31 +87,6 @@ def remove(options: argparse.Namespace) -> None:
     say(f"{options.logbook}: {', '.join(run_ids)} removed, {len(changed)} files changed")
 
 
-def prune(options: argparse.Namespace) -> None:
-    from lockstep.pages.build import known_runs, run_folders_under
-    from lockstep.runs.prune import cache_of, holdings, listing
-
-    named = {one_folder(options.logs, word) for word in options.runs}
-    folders = sorted(named) if named else run_folders_under(options.logs)
-    found = holdings(folders, known_runs(options.logbook), with_best=options.with_best)
-    if not named:
-        found += cache_of(options.logs)
-    if options.older_than is not None:
-        found = [holding for holding in found if holding.age_days > options.older_than]
-    for path in sorted(named):
-        if path.name not in {holding.name for holding in found}:
-            say(f"{path.name}: nothing to free (it is running, newer, or holds no more than it keeps)")
-    frees = options.yes or named or options.older_than is not None
-    if found:
-        say(listing(found).rstrip("\n"))
-    if not found:
-        say(f"{options.logs}: nothing to free")
-    elif frees:
-        say(f"freed {sum(holding.free() for holding in found) / 1e6:,.1f} MB of {len(found)} runs")
-    else:
-        say("free it: logbook.py prune --yes, or of some: prune RUN … or prune --older-than DAYS")
-
-
 def is_readable(folder: Path) -> bool:
     """One damaged record keeps no other run out of the logbook."""
     from lockstep.runs.record import read_json
@@ -141,19 +107,6 @@ def check(logbook: Path, folders: list[Path]) -> None:
         names = ", ".join(changed[:5])
         raise UserError(f"{len(changed)} files of {logbook} are not up to date ({names}); make logbook writes them.")
     say(f"{logbook}: up to date")
-
-
-def build_from_bucket(address: str, options: argparse.Namespace) -> list[Path]:
-    from lockstep.pages.bucket_source import fetch_runs
-    from lockstep.pages.build import build as build_pages
-    from lockstep.pages.build import known_runs
-    from lockstep.storage.bucket import open_store
-
-    store = open_store({"uri": address, "endpoint_url": options.endpoint_url})
-    with tempfile.TemporaryDirectory() as scratch:
-        found = fetch_runs(store, Path(scratch), known_runs(options.logbook))
-        say(f"{address}: {len(found)} runs that the logbook did not have")
-        return build_pages(options.logbook, found, shown_as=found)
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -180,10 +133,6 @@ def publish(options: argparse.Namespace) -> None:
     from lockstep.pages.build import write_some_pages
     from lockstep.pages.publish import is_for_others, publish_report
 
-    if not options.runs:
-        return publish_site(options)
-    if options.signed is not None:
-        raise UserError("--signed is for the whole logbook: leave the runs out.")
     is_linked = is_for_others(options.to, options.base, options.logbook)
     entries = chosen_runs(options.runs, options.logs, options.logbook, takes_in=is_linked)
     report = publish_report(
@@ -194,20 +143,6 @@ def publish(options: argparse.Namespace) -> None:
     say(report.uri if report.uri.startswith("s3://") else (options.logbook / report.uri).resolve())
     if report.address.startswith("http"):
         say(report.address)
-
-
-def publish_site(options: argparse.Namespace) -> None:
-    from lockstep.pages.site import put_site, write_site
-
-    if options.to.endswith(".html"):
-        raise UserError("The whole logbook is many pages: give a folder or s3://…, or name the runs of one report.")
-    if not options.to.startswith("s3://"):
-        if options.signed is not None:
-            raise UserError("--signed is for a bucket: leave it out for a folder.")
-        return say(write_site(options.logbook, Path(options.to)))
-    places = put_site(options.logbook, options.to, options.endpoint_url, options.signed)
-    for name, address in places if options.signed is not None else places[:1]:
-        say(f"{name}  {address}" if options.signed is not None else address)
 
 
 def note(options: argparse.Namespace) -> None:
@@ -230,18 +165,6 @@ def query(options: argparse.Namespace) -> None:
     say(listing(found, options.form, options.sort))
 
 
-def tensorboard(options: argparse.Namespace) -> None:
-    from lockstep.pages.event_files import write_events
-    from lockstep.pages.page_set import load_entries
-
-    entries = load_entries(options.logbook)
-    chosen = [one_run(entries, word) for word in options.runs] or entries
-    into = options.into or options.logs / "tensorboard"
-    for entry in chosen:
-        write_events(entry.facts, into)
-    say(f"tensorboard --logdir {into}")
-
-
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="logbook.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -259,19 +182,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("runs", nargs="+", metavar="RUN")
     command.set_defaults(task=remove)
 
-    command = commands.add_parser(
-        "prune", help="list what old runs hold; with RUN, --older-than or --yes free it (never of a running run)"
-    )
-    command.add_argument("runs", nargs="*", metavar="RUN", help="free what these hold; default: every run")
-    command.add_argument("--older-than", type=float, metavar="DAYS", help="free what runs older than this hold")
-    command.add_argument("--yes", action="store_true", help="free all that is listed")
-    command.add_argument("--with-best", action="store_true", help="also the best checkpoint of runs in the logbook")
-    command.set_defaults(task=prune)
-
     command = commands.add_parser("build", help="write the pages")
-    command.add_argument(
-        "sources", nargs="*", metavar="RUN_FOLDER|s3://…", help="runs to take in; default: news of kept ones"
-    )
+    command.add_argument("sources", nargs="*", metavar="RUN_FOLDER", help="runs to take in; default: news of kept ones")
     command.add_argument(
         "--check", action="store_true", help="change nothing; exit code 2 where a page is not up to date"
     )
@@ -283,12 +195,9 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--title", help="of that page; its file is named after it")
     command.set_defaults(task=compare)
 
-    command = commands.add_parser("publish", help="write one HTML file with interactive curves, and link it; or a site")
-    command.add_argument("runs", nargs="*", metavar="RUN", help="none: the whole logbook as a static site")
+    command = commands.add_parser("publish", help="write one HTML file with interactive curves, and link it")
+    command.add_argument("runs", nargs="+", metavar="RUN")
     command.add_argument("--to", required=True, metavar="s3://bucket/prefix|DIR|FILE.html", help="where it goes")
-    command.add_argument(
-        "--signed", type=float, metavar="DAYS", help="of a site in a private bucket: sign its links for up to 7 days"
-    )
     command.add_argument("--title", help="of the report; its file is named after it")
     command.add_argument(
         "--base", metavar="URL", help="web address under which that place is read, if not the store's own"
@@ -303,11 +212,6 @@ def parser() -> argparse.ArgumentParser:
     for form, words in (("json", "a list of records"), ("csv", "all columns"), ("md", "a table for a page")):
         forms.add_argument(f"--{form}", dest="form", action="store_const", const=form, help=words)
     command.set_defaults(task=query, form="text")
-
-    command = commands.add_parser("tensorboard", help="write the curves that the logbook keeps for TensorBoard")
-    command.add_argument("runs", nargs="*", metavar="RUN", help="of the logbook; default: all of them")
-    command.add_argument("--into", type=Path, metavar="DIR", help="default: logs/tensorboard")
-    command.set_defaults(task=tensorboard)
 
     command = commands.add_parser("note", help="add a person's words, a name or tags to a run")
     command.add_argument("run", metavar="RUN")

@@ -79,27 +79,6 @@ def test_a_lost_run_that_asked_to_be_kept_is_named(door, tmp_path, capsys):
     assert "❔ lost" in (tmp_path / "logbook" / "README.md").read_text()
 
 
-def test_prune_lists_and_frees_only_when_asked(door, tmp_path, capsys):
-    def checkpoint(name):
-        path = tmp_path / "logs/train/runs" / name / "checkpoints/best-step1.ckpt"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(b"x" * 2_000_000)
-        return path
-
-    kept, other = checkpoint("run-ddp"), checkpoint("run-fsdp")
-    door("keep", "run-ddp")
-    capsys.readouterr()
-    assert door("prune") == 0
-    said = capsys.readouterr().out
-    assert "run-fsdp" in said and "2.0 MB" in said and "prune --yes" in said and other.exists()
-    assert door("prune", "--older-than", "1") == 0
-    assert "nothing to free" in capsys.readouterr().out and other.exists()
-    assert door("prune", "run-fsdp") == 0
-    assert "freed 2.0 MB of 1 runs" in capsys.readouterr().out and not other.exists()
-    assert door("prune", "--yes") == 0 and kept.exists()
-    assert door("prune", "run-ddp", "--with-best") == 0 and not kept.exists()
-
-
 def test_a_comparison_shows_what_running_runs_have_become(door, tmp_path):
     runs = tmp_path / "logs/train/runs"
     door("keep", "run-ddp", "run-fsdp")
@@ -177,12 +156,9 @@ def test_a_note_keeps_no_secret(door, tmp_path):
             ["remove", "run-dpd"],
             "The logbook has no run 'run-dpd'; did you mean run-ddp? the newest are: run-ddp, run-fsdp.",
         ),
-        (["prune", "run-dpd"], "has no run 'run-dpd'"),
         (["build", "/no/such/folder"], "holds no run"),
-        (["build", "--check", "s3://bucket/runs"], "leave s3://… out"),
         (["publish", "run-ddp", "--to", "s3:///x"], "cannot name a bucket"),
         (["publish", "run-ddp", "--to", "/dev/null/x"], "cannot be written"),
-        (["publish", "--to", "/dev/null/x.html"], "give a folder or s3://…, or name the runs"),
     ],
 )
 def test_bad_input_is_one_sentence(door, capsys, arguments, said):
@@ -255,36 +231,6 @@ def test_a_base_address_is_what_readers_see(door, tmp_path):
     assert "https://pages.example/r/" in page and "abc" not in page
 
 
-def test_build_from_a_bucket(door, tmp_path, monkeypatch, capsys):
-    store = shared_store()
-    for name, value in store.environment().items():
-        monkeypatch.setenv(name, value)
-    bucket, folder = store.new_bucket(), write_run(tmp_path / "gone", "run-far", experiment="far")
-    for path in sorted(folder.glob("*.*")):
-        store.client().put_object(Bucket=bucket, Key=f"p/run-far/{path.name}", Body=path.read_bytes())
-    for key in (
-        "p/run-far/tensorboard/events.1",
-        "p/run-far/checkpoints/best.ckpt",
-        "p/bad/run.json",
-    ):
-        store.client().put_object(Bucket=bucket, Key=key, Body=b"[")
-    assert door("build", f"s3://{bucket}/p", endpoint_url=store.endpoint_url) == 0
-    assert "1 runs that the logbook did not have" in capsys.readouterr().out
-    page = (tmp_path / "logbook" / "far.md").read_text()
-    assert f"tensorboard --logdir s3://{bucket}/p/run-far/tensorboard" in page
-    assert (tmp_path / "logbook" / "figures" / "run-far-confusion.svg").exists()
-    assert door("build", f"s3://{bucket}/p", endpoint_url=store.endpoint_url) == 0
-    assert "0 runs that the logbook did not have" in capsys.readouterr().out
-
-
-def test_a_bucket_that_is_not_there_is_said(door, tmp_path, monkeypatch, capsys):
-    store = shared_store()
-    for name, value in store.environment().items():
-        monkeypatch.setenv(name, value)
-    assert door("build", "s3://no-such-bucket-here/p", endpoint_url=store.endpoint_url) == 2
-    assert "no-such-bucket-here" in capsys.readouterr().err
-
-
 def test_the_door_and_the_pages_import_no_torch():
     code = (
         "import sys, lockstep.pages.build, lockstep.pages.html_report, logbook;"
@@ -298,7 +244,7 @@ def test_help_names_every_command(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     said = capsys.readouterr().out
-    assert all(word in said for word in ("keep", "remove", "build", "compare", "publish", "note", "prune"))
+    assert all(word in said for word in ("keep", "remove", "build", "compare", "publish", "note"))
 
 
 def test_two_comparisons_of_the_same_runs_have_two_pages(door, tmp_path):

@@ -286,12 +286,11 @@ def shards_of(checkpoint: dict[str, Any], folder: Path) -> Path:
 
 
 def record_files(sample: Path, folder: Path) -> Kind:
-    """run.json, config.yaml and every CSV, by all that reads a run folder: resume, pages, prune."""
+    """run.json, config.yaml and every CSV, by all that reads a run folder: resume, pages."""
     from example_runs import write_run
     from lockstep.pages.build import build
     from lockstep.pages.run_page import write_run_page
     from lockstep.runs.folder import read_config
-    from lockstep.runs.prune import holdings
     from lockstep.runs.record import read_record, status_of
 
     run = write_run(folder, "run-1")
@@ -312,7 +311,6 @@ def record_files(sample: Path, folder: Path) -> Kind:
             for read in (
                 lambda: status_of(read_record(run / "run.json")),
                 lambda: read_config(run / "config.yaml"),
-                lambda: holdings([run], []),
                 lambda: write_run_page(run),
                 lambda: build(folder / "logbook", [run]),
             ):
