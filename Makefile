@@ -62,7 +62,7 @@ $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 	@DEVICE="$(DEVICE)" bash launch/install.sh requirements-dev.txt
 	@touch $@
 
-check: install-dev  ## format, lint, types: what CI runs beside the tests
+check: install-dev  ## format, lint, types
 	@{ $(VENV)/bin/ruff format --check src tests benchmarks nullgpu launch && \
 	  $(VENV)/bin/ruff check src tests benchmarks nullgpu launch; } || \
 	  { echo "make format mends the format, and of lint what ruff can."; exit 1; }
@@ -72,12 +72,10 @@ format: install-dev  ## mend the format, and of lint what ruff can
 	$(VENV)/bin/ruff check --fix-only src tests benchmarks nullgpu launch
 	$(VENV)/bin/ruff format src tests benchmarks nullgpu launch
 
-docs: install  ## write docs/options.md from the comments in configs/, docs/run.schema.json from the record
+docs: install  ## write docs/options.md, every option and key, from the comments in configs/
 	$(PY) docs/make_options.py
-	$(PY) docs/make_schema.py
-	$(PY) docs/make_config_schema.py
 
-site: $(VENV)/site/.installed  ## build the documentation's web site into site/, its links checked; opens from a disk
+site: docs $(VENV)/site/.installed  ## build the documentation's web site into site/, its links checked; opens from a disk
 	NO_MKDOCS_2_WARNING=1 $(VENV)/site/bin/mkdocs build --strict
 
 $(VENV)/site/.installed: launch/site.txt | $(VENV)/bin/python
@@ -117,10 +115,8 @@ CIFAR ?=# make bench CIFAR=folder that holds cifar-10-batches-py
 MNIST ?=# make bench MNIST=folder in torchvision's layout
 FASHION ?= $(wildcard /usr/share/datasets/fashion-mnist)# where Debian's package dataset-fashion-mnist puts it
 
-soak: install-dev  ## the campaign of faults, or PIECE=kills SEED=1 COUNT=60 MINUTES=5 of it; hours
-	$(PY) benchmarks/faults.py $(PIECE) $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) \
-	  $(if $(MINUTES),--minutes $(MINUTES)) $(RECORD)
-	$(if $(PIECE),,$(MAKE) test-all)
+soak: install-dev  ## kill runs at random moments and compare their weights; PIECE="kills sigterm uploads" COUNT=60 SEED=1
+	$(PY) benchmarks/soak.py $(PIECE) $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT))
 
 logbook: install  ## write the pages of the runs that logbook/ keeps, with what has become of them
 	$(PY) src/logbook.py build

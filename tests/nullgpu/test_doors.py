@@ -8,13 +8,13 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
+from spot import Service
 
 import export
 import predict
 from lockstep.runs.folder import RunFolder
 from null_gpus import TESTS, call_on_null_gpus, needs_null_gpus, nodes_on_null_gpus, null_gpus, run_on_null_gpus
 from null_runs import FLOAT32, SMALL, agree, losses
-from spot import Service
 
 pytestmark = [needs_null_gpus, pytest.mark.slow]
 

@@ -10,7 +10,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from classifier import ImageClassifier
-from kill_hooks import Plan, plant
+from faults import signal_at_step
 from kills import differences
 from lockstep.callbacks.weight_average import WeightAverage, update
 from lockstep.storage.checkpoint_files import newest_whole
@@ -61,9 +61,8 @@ def test_a_run_stopped_in_a_validation_goes_on_with_the_same_weights(tmp_path, t
     words = [*WORDS, f"trainer={trainer}"]
     whole = run_door("train", *words, logs=tmp_path / "whole")
     assert whole.code == 0, whole.output
-    plan = Plan(str(tmp_path / "marks"), 1, "validation", 1, 0, "rank 0" if trainer == "ddp_sim" else "self")
-    plan.number = int(signal.SIGTERM)
-    stopped = run_door("train", *words, logs=tmp_path / "stopped", before=partial(plant, plan))
+    fault = partial(signal_at_step, 1, signal.SIGTERM, hook="on_validation_batch_end")
+    stopped = run_door("train", *words, logs=tmp_path / "stopped", before=fault)
     assert stopped.code == 75 and stopped.record["phase"] == "validation", stopped.output
     again = run_door("train", *words, "resume=auto", logs=tmp_path / "stopped")
     assert again.code == 0, again.output

@@ -10,8 +10,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-
 from disk_campaign import fill, no_mounts, small_disk
+
 from faulty_proxy import FaultyProxy
 from lockstep.runs.errors import UserError
 from lockstep.runs.full_disk import NoRoom
