@@ -22,6 +22,9 @@ test: install-dev  ## the tests of every folder, in some minutes; needs no netwo
 	$(PY) -m pytest $(SIDE_BY_SIDE)
 SIDE_BY_SIDE := -n 3 --dist worksteal
 
+test-contract: install-dev  ## what users rely on, through the command line: CONTRIBUTING.md has the list
+	$(PY) -m pytest -m contract
+
 test-all: test-beside test-alone  ## the rest of the tests: more launchers, lost nodes, stores that die
 
 test-beside: install-dev

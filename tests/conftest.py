@@ -2,11 +2,28 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from lockstep.runs import signals
 from lockstep.runs.output import set_up
+
+# What users rely on, through the command line and public functions (CONTRIBUTING.md): make test-contract
+CONTRACT = (
+    "test_train.py", "test_kills.py", "test_first_minute.py", "test_eval.py", "test_parity.py", "test_torchrun.py",
+    "test_two_hosts.py", "test_slurm.py", "test_s3_runs.py", "test_run_pages.py", "test_export.py",
+    "lockstep/strategies/test_checkpoints_across.py", "lockstep/data/test_same_pixels.py",
+    "lockstep/data/test_batches.py", "hydra_plugins/test_optuna_search.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    paths = {here / name for name in CONTRACT}
+    for item in items:
+        if item.path in paths:
+            item.add_marker("contract")
 
 
 def pytest_configure() -> None:

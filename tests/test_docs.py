@@ -95,10 +95,6 @@ def test_commands_are_found_everywhere():
     assert len(found.splitlines()) > 30 and all(words in found for words in wanted)
 
 
-def test_readme_is_short():
-    assert len(README.splitlines()) <= 120
-
-
 def test_torchrun_on_several_nodes_names_a_rendezvous():
     """Without a backend, torchrun takes every node for node 0 of a static rendezvous."""
     several = [line for line in shown_commands() if line.startswith("torchrun --nnodes=")]

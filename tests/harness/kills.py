@@ -91,7 +91,7 @@ def disturbed_run(
                 break
             time.sleep(0.1)
         assert not left, f"processes {left} are left:\n{done.output}"
-        if number == signal.SIGTERM:
+        if number == signal.SIGTERM and done.output:  # else the process had not come to its handlers
             assert done.code in (0, 75), done.output
         if done.code == 0:
             return done, sent

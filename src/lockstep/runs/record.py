@@ -1,7 +1,4 @@
-"""The run record (run.json): its fields, its states, and the one function that changes it. Imports no torch.
-
-`make docs` writes its JSON schema to docs/run.schema.json.
-"""
+"""The run record (run.json): its fields, its states, and the one function that changes it. Imports no torch."""
 
 import contextlib
 import json
