@@ -16,7 +16,6 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
 sys.path.insert(0, str(REPOSITORY / "src"))
 
-from lockstep.callbacks.hardware_readings import cpu_name  # noqa: E402
 from lockstep.runs import provenance  # noqa: E402 the line above puts it on the path
 
 TRAIN = [sys.executable, str(REPOSITORY / "src" / "train.py")]
@@ -31,7 +30,8 @@ def machine() -> dict[str, Any]:
         gpus = told.stdout.split("\n")[:-1] if told.returncode == 0 else []
     except FileNotFoundError:
         gpus = []
-    return {"cpu": cpu_name(), "cores": provenance.available_cores(), "gpus": gpus, "versions": provenance.versions()}
+    cores = provenance.available_cores()
+    return {"cpu": provenance.cpu_name(), "cores": cores, "gpus": gpus, "versions": provenance.versions()}
 
 
 def goal_row(

@@ -1,4 +1,4 @@
-"""Memory on null GPUs: segments that grow, the largest batch, and a peak that is not measured at any price."""
+"""Memory on null GPUs: segments that grow, and the largest batch."""
 
 import os
 import random
@@ -8,7 +8,6 @@ import torch
 
 from lockstep.batch_size import estimate
 from lockstep.batch_size.allocator import Stream, column_sum_bytes, workspace_bytes
-from lockstep.callbacks.throughput import undisturbed_flops
 from lockstep.config.compose import chosen_options, compose, plain
 from lockstep.distributed.cluster import Cluster, adopt
 from lockstep.runs.config import read_only
@@ -35,18 +34,6 @@ def test_segments_expand_unless_the_user_says_otherwise():
     assert call_on_null_gpus(segments_expand)
     assert not call_on_null_gpus(segments_expand, ("PYTORCH_ALLOC_CONF", "expandable_segments:False"))
     assert not call_on_null_gpus(segments_expand, ("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.9"))
-
-
-def peak(utilisation: str) -> float | None:
-    os.environ["NULLGPU_UTILISATION"] = utilisation
-    return undisturbed_flops(torch.device("cuda", 0), torch.float32)
-
-
-@pytest.mark.slow
-def test_no_peak_where_it_does_not_fit_or_others_compute():
-    assert call_on_null_gpus(peak, "0") > 0
-    assert call_on_null_gpus(peak, "80") is None
-    assert call_on_null_gpus(peak, "0", memory_gib=0.7) is None
 
 
 ALEXNET = ("data=synthetic", "data.num_images=4500", "data.image_size=64", "data.device_cache_gib=0", "test=false",

@@ -175,8 +175,3 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
     except Exception as error:  # no driver, or a broken one: NVML raises its own family of errors
         log.info(f"GPUs cannot be counted ({error}); going on with the CPU.")
         return 0
-
-
-def visible_devices() -> str | None:
-    """CUDA_VISIBLE_DEVICES as this process was given it."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES")

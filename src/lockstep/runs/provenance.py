@@ -142,3 +142,12 @@ def _git(repository: Path, *arguments: str, differs: int = 0) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip("\n") if done.returncode in (0, differs) else None  # a diff may end in spaces
+
+
+def cpu_name() -> str:
+    """Return the processor's name as /proc/cpuinfo has it, or the architecture."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return os.uname().machine

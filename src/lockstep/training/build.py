@@ -16,7 +16,6 @@ from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.data.image_datamodule import ImageDataModule
-from lockstep.distributed.cluster import visible_devices
 from lockstep.launch.plan import RunPlan, as_run
 from lockstep.runs.config import Config
 from lockstep.runs.durations import seconds_of
@@ -310,13 +309,11 @@ def _known(plan: RunPlan, facts: DataFacts, limit_train_batches: float | None) -
     config["data"].update({key: facts[key] for key in ("mean", "std", "crop_pct", "interpolation")})
     if limit_train_batches is not None:
         config["trainer"]["limit_train_batches"] = limit_train_batches
-    hardware = config.get("hardware")
     return {
         "folder": folder.checkpoints, "run_folder": folder.path, "run_id": folder.run_id,
         "path": folder.metrics, "resume_step": plan.resume_step, "global_batch_size": plan.batch.global_size,
         "node_rank": cluster.node_rank, "local_rank": cluster.local_rank or 0, "cluster": cluster,
-        "contents": {"config": config, "data": facts}, "peak_tflops": (hardware or {}).get("peak_tflops"),
-        "visible_devices": visible_devices(), "hardware": hardware,
+        "contents": {"config": config, "data": facts}, "hardware": config.get("hardware"),
     }  # fmt: skip
 
 

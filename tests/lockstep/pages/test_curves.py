@@ -1,10 +1,7 @@
 """CSV files of a run folder: what is read, what is thinned away, what is passed over."""
 
-import time
-
 import pytest
 
-from lockstep.callbacks.hardware_stats import Sampler
 from lockstep.pages.curves import confusion_matrix, hardware_curves, shortened, thin, training_curves
 from lockstep.pages.facts import RunFacts
 from lockstep.pages.figures import seconds_at
@@ -57,18 +54,6 @@ def moment(second):
     return f"2026-11-20T23:{50 + second // 60:02d}:{second % 60:02d}Z" if second < 600 else (
         f"2026-11-21T00:{second // 60 - 10:02d}:{second % 60:02d}Z"
     )  # fmt: skip
-
-
-def test_what_the_sampler_writes_becomes_curves(tmp_path):
-    sampler = Sampler(lambda: {"cpu/percent": 50.0, "rank0/memory_gib": 1.5}, tmp_path / "hardware-node0.csv", 0.01)
-    sampler.start()
-    while "cpu/percent" not in sampler.values or len(sampler.values["cpu/percent"].values) < 5:
-        time.sleep(0.01)
-    sampler.stop()
-    (node,) = hardware_curves([[tmp_path / "hardware-node0.csv"]])
-    assert set(node["series"]) == {"cpu/percent", "rank0/memory_gib"} == set(node["stats"])
-    times, values = node["series"]["cpu/percent"]
-    assert len(times) >= 5 and times[0] == 0 and set(values) == {50}
 
 
 def test_a_restart_goes_on_where_the_samples_ended(tmp_path):
