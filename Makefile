@@ -13,10 +13,8 @@ help:  ## list the targets
 train: install  ## train and test a small model on real digits (no download), in about a minute
 	$(PY) src/train.py experiment=quickstart
 
-assignment: install  ## ViT on CIFAR-10 by DDP and FSDP, on GPUs, handed in: S3=s3://… [NODES=2 NODE=0 MASTER=host]
-	$(PY) src/assignment.py --s3 "$(S3)" $(if $(NODES),--nodes $(NODES)) $(if $(NODE),--node $(NODE)) \
-	  $(if $(MASTER),--master $(MASTER)) $(if $(PORT),--port $(PORT)) $(if $(ENDPOINT),--endpoint-url $(ENDPOINT)) \
-	  $(if $(STRATEGIES),--strategies $(STRATEGIES)) $(if $(NAME),--name $(NAME)) -- $(ARGS)
+assignment: install  ## the ViT exercise on GPUs, by DDP and by FSDP: S3=s3://… [NODES=2 NODE=0 MASTER=host]
+	bash launch/vit_exercise.sh $(ARGS)
 
 test: install-dev  ## the tests of every folder, in some minutes; needs no network, no GPU
 	$(PY) -m pytest $(SIDE_BY_SIDE)
