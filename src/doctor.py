@@ -20,8 +20,7 @@ from typing import Any
 
 from lockstep.config.compose import chosen_options, plain, run_script
 from lockstep.distributed.cluster import Cluster, adopt, environment
-from lockstep.distributed.preflight import Finding, free_disk, own_address, shared_secret, stale_ranks
-from lockstep.distributed.secret import Secret, stated_secret
+from lockstep.distributed.preflight import Finding, free_disk, own_address, stale_ranks
 from lockstep.runs import provenance
 from lockstep.runs.config import Config, read_only
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
@@ -45,14 +44,13 @@ def examine(config: Config, trainer_name: str, environ: Mapping[str, str]) -> It
         yield False, str(error)
         return
     yield own_address(cluster, environ)
-    yield from shared_secret(cluster, environ)
     yield free_disk(Path(config["paths"]["log_dir"]))
     yield _packages()
     yield _data(config)
     yield from _gpus() if accelerator == "gpu" else ()
     yield from _bucket(config.get("s3") or {})
     if cluster.num_nodes > 1 and cluster.is_supervisor:
-        yield from _other_nodes(resolved(config, cluster, accelerator), cluster, stated_secret(environ))
+        yield from _other_nodes(resolved(config, cluster, accelerator), cluster)
 
 
 def _packages() -> Finding:
@@ -103,12 +101,12 @@ def _bucket(s3: Mapping[str, Any]) -> Iterator[Finding]:
         yield False, f"s3: {error}."
 
 
-def _other_nodes(config: Config, cluster: Cluster, secret: Secret | None) -> Iterator[Finding]:
+def _other_nodes(config: Config, cluster: Cluster) -> Iterator[Finding]:
     from lockstep.distributed.rendezvous import agree
 
     try:
         mine, timeout_s = provenance.fingerprint(config), config["trainer"]["timeout_s"]
-        answer = agree(cluster, mine, None, timeout_s, secret=secret)
+        answer = agree(cluster, mine, None, timeout_s)
     except UserError as error:
         yield False, str(error)
         return
@@ -116,10 +114,10 @@ def _other_nodes(config: Config, cluster: Cluster, secret: Secret | None) -> Ite
         offset = abs(node.clock_offset_s)
         yield offset < 5, f"node {node.node_rank} is {node.host}, its clock within {max(offset, 0.1):.1f} s."
     yield True, "same code, options and packages on all nodes."
-    yield from _all_reduce(config, cluster, secret)
+    yield from _all_reduce(config, cluster)
 
 
-def _all_reduce(config: Config, cluster: Cluster, secret: Secret | None) -> Iterator[Finding]:
+def _all_reduce(config: Config, cluster: Cluster) -> Iterator[Finding]:
     """Latency and bandwidth between the nodes, one process a node, over gloo."""
     one_each = replace(cluster, devices=1, local_rank=0)
     adopt(one_each)
@@ -129,7 +127,7 @@ def _all_reduce(config: Config, cluster: Cluster, secret: Secret | None) -> Iter
     from lockstep.distributed.process_group import join
 
     try:
-        join(one_each, torch.device("cpu"), min(60.0, config["trainer"]["timeout_s"]), secret)
+        join(one_each, torch.device("cpu"), min(60.0, config["trainer"]["timeout_s"]))
         tensor = torch.zeros(8 * 2**20)
         small, large = (
             _seconds(lambda: dist.all_reduce(torch.zeros(1)), 20),

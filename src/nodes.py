@@ -21,8 +21,7 @@ import threading
 import time
 from typing import Any
 
-from lockstep.distributed import cluster
-from lockstep.distributed.secret import new_secret, stated_secret
+from lockstep.distributed.cluster import environment
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from lockstep.runs.folder import new_run_id
 from lockstep.runs.output import printable, set_up
@@ -48,9 +47,8 @@ def run_id_for(overrides: list[str], environment: dict[str, str]) -> str | None:
 def command_for(rank: int, hosts: list[str], overrides: list[str], options: Any, run_id: str | None) -> list[str]:
     """The ssh command of one host.
 
-    The first line of its standard input is the run's secret, which a command line would show to everybody there. The
-    others are the leash: the word `stop` asks the trainer for a checkpoint and an end, `kill` and losing the connection
-    end it sooner (a supervisor's ranks die with it).
+    Its standard input controls it: the line `stop` asks the trainer to save and end, `kill` or a lost connection ends
+    it at once.
     """
     folder = options.dir[rank] if len(options.dir) > 1 else options.dir[0]
     address = options.master_addr or hosts[0].split("@")[-1]
@@ -62,8 +60,7 @@ def command_for(rank: int, hosts: list[str], overrides: list[str], options: Any,
              f"trainer.num_nodes={len(hosts)}", *overrides]  # fmt: skip
     # The leash's own output is closed: sshd waits for everyone who holds the session's.
     script = (
-        f"cd {shlex.quote(folder)} || exit 1; IFS= read -r {cluster.SECRET} <&3; export {cluster.SECRET}; "
-        f"{shlex.join(train)} </dev/null & pid=$!; "
+        f"cd {shlex.quote(folder)} || exit 1; {shlex.join(train)} </dev/null & pid=$!; "
         'leash() { while read -r word; do case "$word" in stop) kill -TERM $pid;; kill) kill -KILL $pid;; esac; done; '
         "kill -TERM $pid; }; leash <&3 >/dev/null 2>&1 & leash=$!; "
         "wait $pid; code=$?; kill $leash 2>/dev/null; exit $code"
@@ -74,7 +71,7 @@ def command_for(rank: int, hosts: list[str], overrides: list[str], options: Any,
 class Host:
     """One host's process, its lines printed with the host's name before them."""
 
-    def __init__(self, name: str, command: list[str], secret: str) -> None:
+    def __init__(self, name: str, command: list[str]) -> None:
         self.name = name
         self.error: str | None = None
         self.process = subprocess.Popen(
@@ -82,7 +79,6 @@ class Host:
         )
         self.reader = threading.Thread(target=self._print, daemon=True)
         self.reader.start()
-        self.tell(secret)
 
     def _print(self) -> None:
         for raw in self.process.stdout:
@@ -172,13 +168,10 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if len(options.dir) not in (1, len(options.hosts)):
         parser.error(f"--dir has {len(options.dir)} folders for {len(options.hosts)} hosts: give one, or one for each")
-    if any(word.startswith((f"{cluster.SECRET}=", f"{cluster.SECRET_FILE}=")) for word in options.env):
-        parser.error(f"--env is seen by everybody there: export {cluster.SECRET} here, or leave it to nodes.py")
-    environ = cluster.environment()
-    run_id, secret = run_id_for(overrides, environ), stated_secret(environ) or new_secret()
+    run_id = run_id_for(overrides, environment())
     names = options.hosts
     commands = [command_for(rank, names, overrides, options, run_id) for rank in range(len(names))]
-    return Watching([Host(name, command, secret.text) for name, command in zip(names, commands)]).run()
+    return Watching([Host(name, command) for name, command in zip(names, commands)]).run()
 
 
 if __name__ == "__main__":

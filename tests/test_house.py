@@ -24,7 +24,7 @@ YOURS, SCRIPTS = len(FLOORS), len(FLOORS) + 1
 SCRIPT_NAMES = {path.stem for path in SRC.glob("*.py")} - {"classifier"}
 WITHOUT_TORCH = ("runs", "distributed", "storage", "config", "launch", "pages", "rehearsal")
 WITH_TORCH = {
-    *(f"lockstep/distributed/{name}.py" for name in ("json_collectives", "process_group", "sealed_store")),
+    "lockstep/distributed/process_group.py",
     "lockstep/storage/checkpoint_content.py",
     "lockstep/rehearsal/watch.py",  # runs in the ranks
 }

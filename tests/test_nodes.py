@@ -15,8 +15,6 @@ SRC = Path(nodes.__file__).parent
 TRAIN = """
 import os, signal, sys, time
 rank, words = os.environ["NODE_RANK"], sys.argv[1:]
-own = open("/proc/self/cmdline").read() + open(f"/proc/{os.getppid()}/cmdline").read()
-print("secret", os.environ["LOCKSTEP_SECRET"], os.environ["LOCKSTEP_SECRET"] in own, flush=True)
 print("node", rank, os.environ.get("RUN_ID"), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], *words, flush=True)
 open(f"pid-{rank}", "w").write(str(os.getpid()))
 if f"fail={rank}" in words:
@@ -80,21 +78,6 @@ def test_each_host_gets_its_rank_one_run_id_and_the_masters_address(place):
     assert first[:3] == ["[a]", "node", "0"] and second[:3] == ["[user@b]", "node", "1"]
     assert first[3] == second[3] and len(first[3]) > 10
     assert first[4:] == ["a", "29500", "trainer.num_nodes=2", "trainer=ddp"]
-
-
-def test_all_hosts_get_one_secret_and_no_command_line_shows_it(place):
-    code, output = end(start(place))
-    told = [line.split()[-2:] for line in output.splitlines() if "] secret" in line]
-    assert code == 0 and len(told) == 2 and told[0] == told[1] and len(told[0][0]) == 64 and told[0][1] == "False"
-    _, output = end(start(place, environment={"LOCKSTEP_SECRET": "given to all of them"}))
-    assert output.count("secret given to all of them False") == 2
-
-
-def test_a_secret_on_the_command_line_is_refused(place, capsys):
-    with pytest.raises(SystemExit):
-        nodes.main(["a", "b", "--env", "LOCKSTEP_SECRET=0123456789abcdef", "--", "x"])
-    said = capsys.readouterr().err
-    assert "export LOCKSTEP_SECRET here" in said and "0123456789abcdef" not in said
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def test_nodes_come_and_go_and_the_batch_stays(tmp_path):
              "trainer.max_epochs=15", "callbacks.checkpoints.every_minutes=0",
              "trainer.log_every_n_steps=5"]  # fmt: skip
     paths = [f"paths.{name}_dir={tmp_path / name}" for name in ("log", "data", "logbook")]
-    own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "LOCKSTEP_SECRET": "s" * 32}
+    own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     run, port, outputs, agents = tmp_path / "log/train/runs/elastic", free_port(), [], []
 
     def start() -> None:

@@ -35,7 +35,7 @@ class OneCommandPerNode:
     def start(self, hosts, *overrides):
         return [
             host.start([".venv/bin/python", "src/train.py", *ACROSS, *overrides], MASTER_ADDR=hosts[0].address,
-                       MASTER_PORT="29500", WORLD_SIZE="2", NODE_RANK=str(rank), LOCKSTEP_SECRET="of these two hosts")
+                       MASTER_PORT="29500", WORLD_SIZE="2", NODE_RANK=str(rank))
             for rank, host in enumerate(hosts)
         ]  # fmt: skip
 

@@ -63,7 +63,6 @@ def _rank(scenario, rank, world_size, port, folder, timeout_s, paths) -> None:
     from lockstep.callbacks.heartbeat import Watch
     from lockstep.distributed.cluster import Cluster
     from lockstep.distributed.process_group import join, own_connection
-    from lockstep.distributed.secret import Secret
     from lockstep.runs.errors import Interrupted
 
     module.GRACE_S, module.SILENT_AFTER_S, module.LEAVE_TOGETHER_S = 1.0, 2.0, 4.0
@@ -71,11 +70,10 @@ def _rank(scenario, rank, world_size, port, folder, timeout_s, paths) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     place = Cluster("nodes", 1, world_size, 0, rank, "127.0.0.1", port)
-    secret = Secret("of the watched ranks")
-    name = join(place, torch.device("cpu"), 30.0, secret)
+    name = join(place, torch.device("cpu"), 30.0)
     watch = Watch(folder, timeout_s)
     watch.phase = "training"
-    watch.begin(own_connection(place, name, 5.0, secret), rank, world_size, None)
+    watch.begin(own_connection(place, name, 5.0), rank, world_size, None)
     code = 0
     try:
         dist.barrier()

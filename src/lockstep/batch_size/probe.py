@@ -26,12 +26,11 @@ from lockstep.batch_size.sessions import (
     read_state,
     write_state,
 )
+from lockstep.callbacks.ranks import gather_objects
 from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.distributed.cluster import SUPERVISOR_PID, Wanted, adopt, environment, plan_file
-from lockstep.distributed.json_collectives import gather_json
 from lockstep.distributed.launchers import describe
 from lockstep.distributed.process_group import join, own_connection
-from lockstep.distributed.secret import own_secret
 from lockstep.distributed.supervisor import die_with_parent
 from lockstep.launch.plan import RunPlan, read_plan
 from lockstep.runs.batch import Batch
@@ -201,9 +200,8 @@ class Prober:
         """Meet the other ranks, and watch for the one that ends first."""
         if self.cluster.world_size == 1:
             return
-        secret, timeout_s = own_secret(self.cluster), self.plan.trainer["timeout_s"]
-        start = join(self.cluster, device_of(self.plan), timeout_s, secret)
-        self.peers = Peers(own_connection(self.cluster, start, 30.0, secret), self.cluster.rank)
+        start = join(self.cluster, device_of(self.plan), self.plan.trainer["timeout_s"])
+        self.peers = Peers(own_connection(self.cluster, start, 30.0), self.cluster.rank)
         self.peers.watch()
 
     def _leave(self) -> int:
@@ -224,7 +222,7 @@ class Prober:
             write_state(self.files, state)
 
     def _gather(self, value: Any) -> list[Any]:
-        return [value] if self.cluster.world_size == 1 else gather_json(value)
+        return [value] if self.cluster.world_size == 1 else gather_objects(value)
 
 
 def evaluate_largest(data: Any) -> None:

@@ -21,7 +21,6 @@ from typing import Any
 
 from lockstep.batch_size.search import MAX_OUT_OF_MEMORY, Found, Probe, found, next_batch
 from lockstep.distributed.cluster import PLAN_FILE, SUPERVISOR_PID, Cluster
-from lockstep.distributed.secret import handed_on, own_secret, without_secrets
 from lockstep.distributed.supervisor import free_port
 from lockstep.launch.plan import RunPlan, write_plan
 from lockstep.runs.config import Config
@@ -162,7 +161,7 @@ def _run_session(
 ) -> list[int]:
     """Start the children, end all as soon as one has failed; their exit codes, the one that tells most first."""
     port = free_port() if cluster.master_port is None else cluster.master_port + 1 + session
-    inherited = without_secrets({k: v for k, v in environment.items() if not k.startswith("TORCHELASTIC_")})
+    inherited = {k: v for k, v in environment.items() if not k.startswith("TORCHELASTIC_")}
     inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SRC), environment.get("PYTHONPATH")]))
     local_ranks = range(cluster.devices) if cluster.is_supervisor else [cluster.local_rank or 0]
     children: list[subprocess.Popen] = []
@@ -172,13 +171,12 @@ def _run_session(
             for local_rank in local_ranks:
                 own = cluster.rank_environment(local_rank, port) | {PLAN_FILE: str(files.plan)}
                 own[SUPERVISOR_PID] = str(os.getpid())
-                with handed_on(own_secret(cluster)) as (told, pipe):
-                    children.append(
-                        subprocess.Popen(
-                            command, env=inherited | own | told, stdin=subprocess.DEVNULL, stdout=ranks_log,
-                            stderr=ranks_log, process_group=0, pass_fds=pipe,
-                        )
-                    )  # fmt: skip
+                children.append(
+                    subprocess.Popen(
+                        command, env=inherited | own, stdin=subprocess.DEVNULL, stdout=ranks_log,
+                        stderr=ranks_log, process_group=0,
+                    )
+                )  # fmt: skip
         codes: list[int] = []
         noticed_at: float | None = None
         while len(codes) < len(children) and all(

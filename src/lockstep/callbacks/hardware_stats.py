@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import torch
 
-from lockstep.distributed.json_collectives import gather_json
+from lockstep.callbacks.ranks import gather_objects
 from lockstep.runs.errors import Interrupted
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
@@ -44,7 +44,7 @@ class HardwareStats(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.node_rank = trainer.node_rank
         self.folder = RunFolder(Path(self.run_folder or trainer.default_root_dir))
-        ranks = gather_json((trainer.node_rank, trainer.global_rank, os.getpid()))
+        ranks = gather_objects((trainer.node_rank, trainer.global_rank, os.getpid()))
         if trainer.local_rank != 0:
             return
         self.gpus = gpus_in_use(trainer)
@@ -119,7 +119,7 @@ class HardwareStats(pl.Callback):
         if all_ranks and trainer.num_nodes > 1:
             dump = self.folder.nvidia_smi(self.node_rank, "end")
             mine = (self._node(), dump.read_text() if dump.exists() else "") if self.values else None
-            found = [answer for answer in gather_json(mine) if answer]
+            found = [answer for answer in gather_objects(mine) if answer]
             self.nodes = [node for node, _ in found]
             for node, text in found if trainer.is_global_zero else ():
                 if text:

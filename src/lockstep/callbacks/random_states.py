@@ -1,6 +1,5 @@
-"""Every generator that a rank draws from: taken, sent to rank 0 as text, and set again."""
+"""Read, gather and set the state of every random generator that a rank draws from."""
 
-import base64
 import random
 from typing import Any
 
@@ -8,7 +7,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
-from lockstep.distributed.json_collectives import gather_json
+from lockstep.callbacks.ranks import gather_objects
 
 State = dict[str, Any]  # plain values and byte tensors by their names, as a checkpoint holds them
 
@@ -52,41 +51,4 @@ def gather_random_states(trainer: pl.Trainer) -> list[State]:
     """One state per rank, in rank order, on every rank."""
     if trainer.world_size == 1 or not torch.distributed.is_initialized():
         return [random_state()]
-    return [state_from_json(state) for state in gather_json(state_to_json(random_state()))]
-
-
-def state_to_json(state: State) -> dict[str, Any]:
-    """A random state whose byte tensors are text."""
-    cuda = state["cuda"]
-    several = [_to_text(each) for each in cuda] if isinstance(cuda, list) else None
-    return {
-        **state, "torch": _to_text(state["torch"]),
-        "cuda": several if several is not None or cuda is None else _to_text(cuda),
-    }  # fmt: skip
-
-
-def state_from_json(state: dict[str, Any]) -> State:
-    """
-    Raises:
-        RuntimeError: it is no random state.
-    """
-    try:
-        cuda = state["cuda"]
-        name, keys, *rest = state["numpy"]
-        version, internal, gauss = state["python"]
-        return {
-            "torch": _from_text(state["torch"]),
-            "cuda": [_from_text(each) for each in cuda] if isinstance(cuda, list) else cuda and _from_text(cuda),
-            "numpy": [str(name), [int(key) for key in keys], int(rest[0]), int(rest[1]), float(rest[2])],
-            "python": [int(version), [int(part) for part in internal], None if gauss is None else float(gauss)],
-        }
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise RuntimeError(f"a rank sent no random state ({type(error).__name__}: {error})") from None
-
-
-def _to_text(state: torch.Tensor) -> str:
-    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
-
-
-def _from_text(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+    return gather_objects(random_state())

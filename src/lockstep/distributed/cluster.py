@@ -3,6 +3,8 @@
 launchers.py makes the Cluster.
 """
 
+import errno
+import ipaddress
 import itertools
 import logging
 import os
@@ -16,9 +18,6 @@ log = logging.getLogger(__name__)
 PLAN_FILE = "LOCKSTEP_PLAN"  # set in ranks that our supervisor starts
 SUPERVISOR_PID = "LOCKSTEP_SUPERVISOR"
 SUPERVISOR_LINE = "LOCKSTEP_SUPERVISOR_LINE"  # the descriptor that a rank's heartbeats go to
-SECRET = "LOCKSTEP_SECRET"
-SECRET_FILE = "LOCKSTEP_SECRET_FILE"
-SECRET_PIPE = "LOCKSTEP_SECRET_PIPE"  # the descriptor that a process of ours reads it from
 
 
 @dataclass(frozen=True)
@@ -102,12 +101,6 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def forget_secrets() -> None:
-    """Children that this process starts from now on inherit none."""
-    for name in (SECRET, SECRET_FILE, SECRET_PIPE):
-        os.environ.pop(name, None)
-
-
 def adopt(cluster: Cluster, environ: dict[str, str] | None = None, unless_set: Mapping[str, str] | None = None) -> None:
     """Give this process the environment variables of its rank, as libraries beneath read them.
 
@@ -144,6 +137,28 @@ def network_interface(address: str) -> str | None:
         return None
     names = [name for name, found in psutil.net_if_addrs().items() if any(entry.address == own for entry in found)]
     return names[0] if names else None
+
+
+def listen(cluster: Cluster) -> socket.socket:
+    """Return a socket that listens at MASTER_PORT, only on the address that MASTER_ADDR names where that is possible.
+
+    It listens on every interface where the address is translated by the network, or where this machine's own name
+    stands for loopback (Debian's 127.0.1.1), which other nodes cannot reach.
+
+    Raises:
+        OSError: another program uses the port.
+    """
+    everywhere, backlog = ("", cluster.master_port or 0), 1024
+    family, _, _, _, address = socket.getaddrinfo(cluster.master_addr, cluster.master_port, type=socket.SOCK_STREAM)[0]
+    is_loopback = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+    if cluster.num_nodes > 1 and is_loopback and address[0] != cluster.master_addr:
+        return socket.create_server(everywhere, backlog=backlog)
+    try:
+        return socket.create_server(address[:2], family=family, backlog=backlog)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return socket.create_server(everywhere, backlog=backlog)
 
 
 def supervisor_line(environ: Mapping[str, str] | None = None) -> socket.socket | None:

@@ -1,7 +1,6 @@
 """What nodes say to each other when they meet: lines of three words, and the types that their JSON is read into.
 
-A line is a nonce, a proof and JSON. The proof is an HMAC over both sides' nonces and the JSON; without a secret it is a
-dash. JSON is read only once its proof holds, and only into declared types. Imports no torch.
+A line is a nonce, a dash and JSON, which is read into declared types only. Imports no torch.
 """
 
 import contextlib
@@ -11,17 +10,14 @@ import socket
 import time
 from dataclasses import dataclass, field
 
-from lockstep.distributed.secret import Secret
 from lockstep.runs.provenance import Fingerprint
 from lockstep.runs.typed_json import Part, from_json, to_json
 
 LARGEST_HELLO_BYTES = 65_536
 LARGEST_ANSWER_BYTES = 16_000_000  # holds the hellos of all nodes
 NO_PROOF = b"-"
-REFUSED = b"refused"
-LINE = re.compile(rb"([0-9a-f]{32}) ([0-9a-f]{64}|-|refused) (.*)", re.DOTALL)
+LINE = re.compile(rb"([0-9a-f]{32}) (-) (.*)", re.DOTALL)
 NO_HOST_NAME = re.compile(r"[^A-Za-z0-9._-]")
-FROM_CALLER, FROM_NODE_ZERO = b"hello", b"answer"
 
 
 @dataclass(kw_only=True)
@@ -68,15 +64,6 @@ def read_hello(body: bytes) -> Hello | None:
     if hello:
         hello.host = NO_HOST_NAME.sub("?", hello.host)[:253]
     return hello
-
-
-def proof_of(secret: Secret | None, *parts: bytes) -> bytes:
-    return secret.tag(*parts) if secret else NO_PROOF
-
-
-def holds(secret: Secret | None, proof: bytes, *parts: bytes) -> bool:
-    """Where this side has no secret, the other must have none either."""
-    return secret.proves(proof, *parts) if secret else proof == NO_PROOF
 
 
 def send(connection: socket.socket, nonce: bytes, proof: bytes, body: bytes) -> bool:

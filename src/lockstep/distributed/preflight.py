@@ -7,7 +7,6 @@ from pathlib import Path
 
 from lockstep.distributed.cluster import Cluster, network_interface
 from lockstep.distributed.launchers import launcher_of
-from lockstep.distributed.secret import stated_secret
 
 FREE_DISK_GIB = 5.0
 STALE = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -16,10 +15,7 @@ Finding = tuple[bool, str]  # fine or not, and one sentence with the mend
 
 def findings(cluster: Cluster, environment: Mapping[str, str], log_dir: Path) -> Iterator[str]:
     """What a distributed run says of this node before it starts; nothing where all is well."""
-    checks = [
-        *stale_ranks(environment), own_address(cluster, environment), *shared_secret(cluster, environment),
-        free_disk(log_dir),
-    ]  # fmt: skip
+    checks = [*stale_ranks(environment), own_address(cluster, environment), free_disk(log_dir)]
     yield from (sentence for fine, sentence in checks if not fine)
 
 
@@ -29,16 +25,6 @@ def stale_ranks(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield (
             False,
             f"{' and '.join(stale)} set, but nothing that starts ranks is at work: unset {' '.join(stale)}.",
-        )
-
-
-def shared_secret(cluster: Cluster, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Node 0 says for all what it means that there is none."""
-    if cluster.num_nodes > 1 and cluster.node_rank == 0 and stated_secret(environment) is None:
-        yield (
-            False,
-            "LOCKSTEP_SECRET is not set, so whoever reaches these nodes' ports can take part in the run and execute "
-            "code as you: give every node the same one (openssl rand -hex 32).",
         )
 
 

@@ -12,31 +12,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.distributed.cluster import Cluster
-from lockstep.distributed.json_collectives import gather_json
-from lockstep.distributed.listening import listen
-from lockstep.distributed.sealed_store import SealedStore
-from lockstep.distributed.secret import Secret
+from lockstep.distributed.cluster import Cluster, listen
 from lockstep.runs import provenance
 from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import Fingerprint, Host
-from lockstep.runs.typed_json import Part, to_json
+from lockstep.runs.typed_json import Part
 
 log = logging.getLogger(__name__)
 
 SPEAK_INTERVAL_S = 5.0
-NONCE_BYTES = 32
 WATCH_FIRST_S = (
     15.0  # where NCCL's timeout ends a rank, nobody is left to say who kept it waiting: our watch comes first
 )
-_kept: list[SealedStore] = []  # torch calls them, and keeps none alive
 
 
-def join(cluster: Cluster, device: torch.device, timeout_s: float, secret: Secret | None) -> str:
-    """Make the default process group, saying which ranks are still missing, and let every rank prove itself.
+def join(cluster: Cluster, device: torch.device, timeout_s: float) -> str:
+    """Make the default process group, saying which ranks are still missing.
 
-    Args:
-        secret: of this start; None: between nodes without one, where whoever comes is believed.
     Returns:
         The name of this start in the run's store, which torchrun keeps over its restarts: for own_connection.
     Raises:
@@ -44,17 +36,9 @@ def join(cluster: Cluster, device: torch.device, timeout_s: float, secret: Secre
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = _store(cluster, timeout_s, secret)
-    start, _ = handshake(store, cluster, timeout_s, _named("join", secret))
-    _kept.append(store)
-    # NCCL's own threads use the store at any time, also while Python ends, so they get one that is not written in it:
-    # what a stranger changes there is found by the proof below.
-    shared = store if device.type == "cpu" else store.store
-    _make_group(dist.PrefixStore(f"lockstep/{start}/group", shared), cluster, device, timeout_s)
-    if secret is not None:
-        for each in (torch.device("cpu"), device)[: 1 if device.type == "cpu" else 2]:
-            prove_ranks(secret, cluster, each)
-        secret.discard_file()
+    store = _store(cluster, timeout_s)
+    start, _ = handshake(store, cluster, timeout_s)
+    _make_group(dist.PrefixStore(f"lockstep/{start}/group", store), cluster, device, timeout_s)
     return start
 
 
@@ -74,62 +58,28 @@ def _make_group(store: dist.Store, cluster: Cluster, device: torch.device, timeo
     )
 
 
-def prove_ranks(secret: Secret, cluster: Cluster, device: torch.device) -> None:
-    """Every rank shows that it holds the secret, over the connections that will carry everything else.
-
-    Each sends 32 random bytes, then its tag over all of them and its rank. Tensors only: nothing that a stranger
-    sends is interpreted before.
-
-    Raises:
-        UserError: names the first rank that could not.
-    """
-    nonces = _gathered(secrets.token_bytes(NONCE_BYTES), device)
-    parts = b"ranks", device.type.encode(), b"".join(nonces)
-    tags = _gathered(secret.tag(*parts, str(cluster.rank).encode()), device)
-    for rank, tag in enumerate(tags):
-        if not secret.proves(tag, *parts, str(rank).encode()):
-            raise UserError(
-                f"rank {rank} is none of this run's: it does not know its LOCKSTEP_SECRET. A stranger took its place, "
-                "or its node was given another secret."
-            )
-
-
-def _gathered(mine: bytes, device: torch.device) -> list[bytes]:
-    """The bytes of all ranks, as many of each, in rank order."""
-    own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, own)
-    return [each.cpu().numpy().tobytes() for each in everyone]
-
-
-def own_connection(cluster: Cluster, start: str, timeout_s: float, secret: Secret | None) -> Any:
+def own_connection(cluster: Cluster, start: str, timeout_s: float) -> Any:
     """A second connection to the run's store, for the watching thread alone."""
     store = dist.TCPStore(
         cluster.master_addr, cluster.master_port, is_master=False, wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
     )  # fmt: skip
-    _kept.append(SealedStore(store, secret))
-    return dist.PrefixStore(f"lockstep/{start}/watch", _kept[-1])
+    return dist.PrefixStore(f"lockstep/{start}/watch", store)
 
 
-def agreed_run_id(cluster: Cluster, mine: str, timeout_s: float, secret: Secret | None) -> str:
+def agreed_run_id(cluster: Cluster, mine: str, timeout_s: float) -> str:
     """Rank 0's run id, on every rank, through the store of torchrun's agent: before any folder is made."""
-    return str(handshake(_store(cluster, timeout_s, secret), cluster, timeout_s, _named("run-id", secret), mine)[1])
+    return str(handshake(_store(cluster, timeout_s), cluster, timeout_s, "run-id", mine)[1])
 
 
-def _named(meeting: str, secret: Secret | None) -> str:
-    """torchrun's store outlives a start, whose words nobody with a newer secret can open: each secret has its keys."""
-    return f"{meeting}-{secret.tag(b'meeting')[:16].decode()}" if secret else meeting
-
-
-def _store(cluster: Cluster, timeout_s: float, secret: Secret | None) -> SealedStore:
+def _store(cluster: Cluster, timeout_s: float) -> dist.TCPStore:
     """torchrun's agent serves a store already; else rank 0 does."""
     serves = cluster.rank == 0 and not cluster.agent_store
     where = f"{cluster.master_addr}:{cluster.master_port}"
     if not serves:
         _wait_for_port(cluster, timeout_s)
     try:
-        store = dist.TCPStore(
+        return dist.TCPStore(
             cluster.master_addr, cluster.master_port, is_master=serves, wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s), master_listen_fd=listen(cluster).detach() if serves else None,
         )  # fmt: skip
@@ -137,7 +87,6 @@ def _store(cluster: Cluster, timeout_s: float, secret: Secret | None) -> SealedS
         reason = str(error).splitlines()[0]
         what = f"cannot serve at {where}" if serves else f"cannot reach rank 0 at {where}"
         raise UserError(f"rank {cluster.rank} {what} ({reason}): check MASTER_ADDR and MASTER_PORT.") from None
-    return SealedStore(store, secret)
 
 
 def _wait_for_port(cluster: Cluster, timeout_s: float) -> None:
@@ -236,7 +185,8 @@ def check_all_equal(mine: Fingerprint, cluster: Cluster) -> list[Host]:
         UserError: on every rank, naming the first that differs.
     """
     own = Introduction(**asdict(mine), host=provenance.host(cluster.node_rank))
-    everyone = gather_json(to_json(own), Introduction)
+    everyone: list[Introduction] = [own] * cluster.world_size
+    dist.all_gather_object(everyone, own)
     first = everyone[0]
     for rank, other in enumerate(everyone):
         names = f"rank {rank} on {other.host.get('host')}", f"rank 0 on {first.host.get('host')}"

@@ -4,8 +4,8 @@ Node 0's supervisor listens on MASTER_PORT, the others call it; each says who it
 with the same words, and the port is free again for the ranks. What is said is in meeting_lines.py:
 
     node 0 → caller    its nonce, -, {}
-    caller → node 0    its nonce, HMAC of both nonces and the JSON, who it is
-    node 0 → caller    its nonce, HMAC of both nonces and the JSON, the answer
+    caller → node 0    its nonce, -, who it is
+    node 0 → caller    its nonce, -, the answer
 """
 
 import json
@@ -17,25 +17,18 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
-from lockstep.distributed.cluster import Cluster
-from lockstep.distributed.listening import listen
+from lockstep.distributed.cluster import Cluster, listen
 from lockstep.distributed.meeting_lines import (
-    FROM_CALLER,
-    FROM_NODE_ZERO,
     LARGEST_ANSWER_BYTES,
     LARGEST_HELLO_BYTES,
     LINE,
     NO_PROOF,
-    REFUSED,
     Answer,
     Hello,
-    holds,
-    proof_of,
     read_hello,
     receive,
     send,
 )
-from lockstep.distributed.secret import Secret
 from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import Fingerprint
 from lockstep.runs.typed_json import WrongValue, from_json, to_json
@@ -56,14 +49,12 @@ def agree(
     timeout_s: float,
     say: Callable[[str], None] = log.info,
     host: str | None = None,
-    secret: Secret | None = None,
 ) -> Answer:
     """Node 0's answer on what all nodes share.
 
     Args:
         run_id: where this node was given one.
         host: this machine's name where it is another than the system's.
-        secret: of all nodes; None: everybody is believed.
     Raises:
         UserError: a node never came, has another secret, or runs other code, another config or other packages.
     """
@@ -72,9 +63,9 @@ def agree(
         num_nodes=cluster.num_nodes, time=time.time(),
     )  # fmt: skip
     if cluster.node_rank == 0:
-        answer = Gathering(cluster, hello, say, secret).answer(timeout_s)
+        answer = Gathering(cluster, hello, say).answer(timeout_s)
     else:
-        answer = _call(cluster, hello, timeout_s, say, secret)
+        answer = _call(cluster, hello, timeout_s, say)
     if answer.error:
         raise UserError(answer.error)
     return answer
@@ -106,14 +97,11 @@ class Caller:
 class Gathering:
     """Node 0's side: who has come so far, each with the connection on which it waits for the answer."""
 
-    def __init__(
-        self, cluster: Cluster, hello: Hello, say: Callable[[str], None], secret: Secret | None = None
-    ) -> None:
-        self.cluster, self.say, self.secret = cluster, say, secret
+    def __init__(self, cluster: Cluster, hello: Hello, say: Callable[[str], None]) -> None:
+        self.cluster, self.say = cluster, say
         self.nodes: dict[int, Hello] = {0: hello}
         self.callers: dict[int, Caller] = {}  # by node
         self.strangers: dict[socket.socket, Caller] = {}  # have not said who they are; the oldest first
-        self.stranger_said = False
 
     @property
     def missing(self) -> list[int]:
@@ -157,10 +145,9 @@ class Gathering:
 
     def _nobody_came(self, timeout_s: float) -> str:
         where = f"{self.cluster.master_addr}:{self.cluster.master_port}"
-        others = ", with the same LOCKSTEP_SECRET" if self.stranger_said else ""
         return (
             f"node rank {_names(self.missing)} did not arrive at {where} within {timeout_s:.0f} s: is the same command "
-            f"running there, with the same MASTER_PORT{others}, and the port open?"
+            f"running there, with the same MASTER_PORT, and the port open?"
         )
 
     def _take_in(self, server: socket.socket, ready: selectors.BaseSelector) -> None:
@@ -212,16 +199,10 @@ class Gathering:
         return None
 
     def _proved(self, caller: Caller, line: bytes) -> Hello | None:
-        """Who it is; None: a stranger, or a node with another secret, which is told so."""
+        """Who it is; None: no node of this run."""
         if (match := LINE.fullmatch(line)) is None:
             return None
-        caller.theirs, proof, body = match.groups()
-        if not holds(self.secret, proof, FROM_CALLER, caller.nonce, caller.theirs, body):
-            send(caller.connection, caller.nonce, REFUSED, b"{}")
-            if not self.stranger_said:
-                self.stranger_said = True
-                self.say(f"Refused {caller.address}: it has not this node's LOCKSTEP_SECRET.")
-            return None
+        caller.theirs, _, body = match.groups()
         return read_hello(body)
 
     def _what_is_wrong(self, came: Hello) -> str | None:
@@ -236,9 +217,8 @@ class Gathering:
 
     def _tell(self, caller: Caller, answer: Answer) -> None:
         body = json.dumps(to_json(answer)).encode()
-        proof = proof_of(self.secret, FROM_NODE_ZERO, caller.nonce, caller.theirs, body)
         caller.connection.settimeout(10)
-        if not send(caller.connection, caller.nonce, proof, body):
+        if not send(caller.connection, caller.nonce, NO_PROOF, body):
             log.info("A node went away while it was answered.")
         caller.connection.close()
 
@@ -257,9 +237,7 @@ class Gathering:
                 del self.nodes[rank], self.callers[rank]
 
 
-def _call(
-    cluster: Cluster, hello: Hello, timeout_s: float, say: Callable[[str], None], secret: Secret | None
-) -> Answer:
+def _call(cluster: Cluster, hello: Hello, timeout_s: float, say: Callable[[str], None]) -> Answer:
     """The other nodes' side: call until node 0 answers."""
     deadline, speak_at = time.monotonic() + timeout_s, time.monotonic() + SPEAK_INTERVAL_S
     where, reason = f"{cluster.master_addr}:{cluster.master_port}", "no answer"
@@ -267,7 +245,7 @@ def _call(
         try:
             with socket.create_connection((cluster.master_addr, cluster.master_port or 0), timeout=2) as connection:
                 hello.time = time.time()
-                return _ask(connection, hello, secret, deadline)
+                return _ask(connection, hello, deadline)
         except (OSError, ValueError) as error:
             reason = str(error)
         if time.monotonic() > speak_at:
@@ -279,18 +257,18 @@ def _call(
     )
 
 
-def _ask(connection: socket.socket, hello: Hello, secret: Secret | None, deadline: float) -> Answer:
+def _ask(connection: socket.socket, hello: Hello, deadline: float) -> Answer:
     """
     Raises:
         OSError, ValueError: it went away, or is not node 0 of this run.
     """
     theirs, _, _ = receive(connection, min(deadline, time.monotonic() + GREETING_WITHIN_S), LARGEST_HELLO_BYTES)
     mine, body = secrets.token_hex(16).encode(), json.dumps(to_json(hello)).encode()
-    if not send(connection, mine, proof_of(secret, FROM_CALLER, theirs, mine, body), body):
+    if not send(connection, mine, NO_PROOF, body):
         raise ValueError("it went away")
-    nonce, proof, body = receive(connection, deadline + 5, LARGEST_ANSWER_BYTES)
-    if proof == REFUSED or nonce != theirs or not holds(secret, proof, FROM_NODE_ZERO, theirs, mine, body):
-        raise ValueError("its LOCKSTEP_SECRET is another than this node's")
+    nonce, _, body = receive(connection, deadline + 5, LARGEST_ANSWER_BYTES)
+    if nonce != theirs:
+        raise ValueError("it answers, but not as node 0 of this project")
     try:
         return from_json(Answer, json.loads(body))
     except (WrongValue, RecursionError):

@@ -21,7 +21,6 @@ from typing import Any
 
 from lockstep.distributed.cluster import PLAN_FILE, SUPERVISOR_LINE, SUPERVISOR_PID, Cluster
 from lockstep.distributed.failures import RankError, complete_record, sentence_of
-from lockstep.distributed.secret import Secret, handed_on, without_secrets
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
@@ -116,7 +115,6 @@ class Supervisor:
         timeout_s: a rank whose heartbeat stops for somewhat longer is ended.
         start: starts one process with (command, environment, stdout, descriptors that it inherits); tests give
             their own.
-        secret: by which the ranks know each other; None: between nodes without one.
     """
 
     def __init__(
@@ -127,10 +125,9 @@ class Supervisor:
         environment: dict[str, str],
         start: Callable[..., Any] | None = None,
         timeout_s: float = 300.0,
-        secret: Secret | None = None,
     ) -> None:
         self.cluster, self.folder, self.command = cluster, folder, command
-        self.environment, self.secret = without_secrets(environment), secret
+        self.environment = environment
         self.start = start or self._popen
         self.ended_at_once = False
         self.stop_asked_at: float | None = None
@@ -170,16 +167,15 @@ class Supervisor:
     def _start_rank(self, local_rank: int, port: int) -> Any:
         rank = self.cluster.node_rank * self.cluster.devices + local_rank
         output = None if local_rank == 0 else self.folder.path / f"rank{rank}.log"
-        with handed_on(self.secret) as (told, pipe), self.heartbeats.line_for(rank) as line:
+        with self.heartbeats.line_for(rank) as line:
             environment = {
                 **self.environment,
                 **self.cluster.rank_environment(local_rank, port),
-                **told,
                 PLAN_FILE: str(self.folder.plan(self.cluster.node_rank)),
                 SUPERVISOR_PID: str(os.getpid()),
                 SUPERVISOR_LINE: str(line.fileno()),
             }
-            return self.start(self.command, environment, output, (*pipe, line.fileno()))
+            return self.start(self.command, environment, output, (line.fileno(),))
 
     @staticmethod
     def _popen(

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from lockstep.distributed.cluster import Cluster
 from lockstep.distributed.launchers import agent_run_id, outside_run_id
-from lockstep.distributed.secret import own_secret
 from lockstep.launch.plan import resolved
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
@@ -32,7 +31,7 @@ def agree_on_run(config: Config, cluster: Cluster, accelerator: str, environ: Ma
     if not cluster.is_supervisor and cluster.world_size > 1 and not (named or resume):
         from lockstep.distributed.process_group import agreed_run_id
 
-        return agreed_run_id(cluster, agent_run_id(environ), config["trainer"]["timeout_s"], own_secret(cluster))
+        return agreed_run_id(cluster, agent_run_id(environ), config["trainer"]["timeout_s"])
     return named
 
 
@@ -43,5 +42,5 @@ def meet(config: Config, cluster: Cluster, accelerator: str, run_id: str | None)
     if cluster.node_rank == 0 and run_id is None:
         run_id = new_run_id()
     mine = fingerprint(resolved(config, cluster, accelerator))
-    answer = agree(cluster, mine, run_id, config["trainer"]["timeout_s"], secret=own_secret(cluster))
+    answer = agree(cluster, mine, run_id, config["trainer"]["timeout_s"])
     return str(answer.run_id)

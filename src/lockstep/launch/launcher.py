@@ -16,7 +16,6 @@ from lockstep.config.compose import chosen_options, plain
 from lockstep.distributed.cluster import SUPERVISOR_PID, Cluster, Wanted, environment
 from lockstep.distributed.launchers import describe, launcher_named
 from lockstep.distributed.preflight import findings
-from lockstep.distributed.secret import own_secret
 from lockstep.distributed.supervisor import Supervisor, die_with_parent
 from lockstep.launch.agree import agree_on_run
 from lockstep.launch.finish import (
@@ -94,7 +93,6 @@ def _launch(config: Config, work: Work, kept: ExitStack, find_largest: FindLarge
     check_validation(config)
     check_numbers(config)
     time_limit(config)
-    own_secret(cluster)  # from here on no child inherits it by accident
     _check_bucket(config)
     if config.get("logbook") not in (None, "keep"):
         raise UserError(f"logbook={config['logbook']}: keep, or nothing.")
@@ -232,8 +230,8 @@ def run_ranks(plan: RunPlan, environ: Mapping[str, str], work: Work) -> int:
     if plan.cluster.is_supervisor:
         write_plan(plan, plan.folder.plan(plan.cluster.node_rank))
         command = [sys.executable, str(Path(sys.argv[0]).resolve())]
-        own = {"timeout_s": plan.trainer["timeout_s"], "secret": own_secret(plan.cluster)}
-        return Supervisor(plan.cluster, plan.folder, command, dict(environ), **own).run()
+        timeout_s = plan.trainer["timeout_s"]
+        return Supervisor(plan.cluster, plan.folder, command, dict(environ), timeout_s=timeout_s).run()
     return in_this_process(plan, work)
 
 

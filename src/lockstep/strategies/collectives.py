@@ -1,7 +1,6 @@
 """What strategies of one process per device share: their device, and collectives over ranks that have met."""
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,28 +9,16 @@ from lightning.pytorch.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
 
-from lockstep.distributed.json_collectives import broadcast_json
 from lockstep.strategies.capabilities import Capabilities
 
-PATH = "path of a broadcast"
 SEEN_S = 0.3  # NCCL's watchdog looks every 0.1 s
 
 
 def broadcast(obj: Any, src: int = 0) -> Any:
-    """Rank `src`'s plain value on every rank: Strategy.broadcast of Lightning, which sends paths, words and flags.
-
-    Raises:
-        TypeError: on rank `src`, for anything that would have to be pickled.
-    """
-    if isinstance(obj, Path):
-        obj = {PATH: str(obj)}
-    try:
-        value = broadcast_json(obj, src)
-    except TypeError as error:
-        raise TypeError(
-            f"{type(obj).__name__} cannot be broadcast: plain values, paths and lists of them can"
-        ) from error
-    return Path(value[PATH]) if isinstance(value, dict) and value.keys() == {PATH} else value
+    """Return rank `src`'s object on every rank."""
+    values = [obj]
+    dist.broadcast_object_list(values, src)
+    return values[0]
 
 
 def let_go_of_what_was_sent(device: torch.device) -> None:

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from lockstep.distributed.json_collectives import gather_json
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import checksum_of
 from lockstep.runs.foreign_files import read_json
@@ -111,7 +110,8 @@ def _write_files(tensors: dict[str, Tensor], rest: State, folder: Path, group: A
             file.flush()
             os.fsync(file.fileno())
     own = [path for path in sorted(folder.glob(f"shard-{rank + 1:05d}-*"))] + [folder / REST] * (rank == 0)
-    gathered = gather_json({path.name: asdict(checksum_of(path)) for path in own}, group=group)
+    gathered: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, {path.name: asdict(checksum_of(path)) for path in own}, group)
     if rank == 0:
         files = {name: entry for part in gathered for name, entry in part.items()}
         shapes = {name: list(value.shape) for name, value in tensors.items()}

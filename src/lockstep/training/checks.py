@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as module_hooks
 
+from lockstep.callbacks.ranks import gather_objects
 from lockstep.distributed.cluster import Cluster
-from lockstep.distributed.json_collectives import gather_json
 from lockstep.runs import provenance
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
@@ -91,7 +91,7 @@ def check_same_data(facts: DataFacts, data: Any, cluster: Cluster) -> None:
     if cluster.world_size == 1:
         return
     mine = (facts["data_hash"], data.num_train, data.num_val, data.num_test)
-    everyone = gather_json([provenance.host(0)["host"], *mine])
+    everyone = gather_objects([provenance.host(0)["host"], *mine])
     for rank, (host, data_hash, *counts) in enumerate(everyone):
         if [data_hash, *counts] != everyone[0][1:]:
             raise UserError(

@@ -20,7 +20,6 @@ from lockstep.distributed.cluster import Cluster, environment, supervisor_line
 from lockstep.distributed.failures import RankError, report_failure
 from lockstep.distributed.launchers import launcher_named
 from lockstep.distributed.process_group import be_alone, check_all_equal, join, own_connection
-from lockstep.distributed.secret import own_secret
 from lockstep.launch.plan import RunPlan, as_run
 from lockstep.runs import provenance
 from lockstep.runs.errors import EXIT_FAILED
@@ -117,11 +116,11 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
                 alone.callback(torch.distributed.destroy_process_group)
             yield RankSession(plan, [provenance.host(cluster.node_rank)])
         return
-    secret, report = own_secret(cluster), functools.partial(report_failure, folder=folder, cluster=cluster)
+    report = functools.partial(report_failure, folder=folder, cluster=cluster)
     with ended_after(MEETINGS * timeout_s + MEETING_GRACE_S, cluster, report):
-        start = join(cluster, device_of(plan), timeout_s, secret)
+        start = join(cluster, device_of(plan), timeout_s)
     watch, interruption = Watch(folder.path, timeout_s, report, supervisor_line()), Interruption(timeout_s)
-    connection = own_connection(cluster, start, SILENT_AFTER_S, secret)
+    connection = own_connection(cluster, start, SILENT_AFTER_S)
     watch.begin(connection, cluster.rank, cluster.world_size, interruption)
     try:
         hosts = check_all_equal(provenance.fingerprint(as_run(plan)), cluster)[:: cluster.devices]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.callbacks.ranks import broadcast_object, gather_objects
 from lockstep.distributed.cluster import Cluster
-from lockstep.distributed.json_collectives import broadcast_json, gather_json
 from lockstep.launch.plan import ResumePoint, RunPlan
 from lockstep.runs.batch import Batch
 from lockstep.runs.errors import UserError
@@ -43,7 +43,7 @@ def share_checkpoint(plan: RunPlan) -> RunPlan:
     cluster, folder = plan.cluster, plan.folder
     mine: Offer = (plan.checkpoint, plan.resume_step)
     while True:
-        offers = [_offer(each) for each in gather_json(mine)]
+        offers = [_offer(each) for each in gather_objects(mine)]
         source = newest_offer(offers)
         path, step = offers[source]
         if path is None:
@@ -60,7 +60,7 @@ def share_checkpoint(plan: RunPlan) -> RunPlan:
     plan = _starting_at(_with_batch_of(plan, source), str(local), step)
     if source != 0:
         known = cluster.rank == source and folder.record.exists()
-        record = broadcast_json(to_json(read_record(folder.record)) if known else None, source)
+        record = broadcast_object(to_json(read_record(folder.record)) if known else None, source)
         if cluster.is_rank_zero:
             log.info(f"Going on from step {step}: node {source // cluster.devices} has the newest checkpoint.")
             before = record and from_json(RunRecord, record)
@@ -70,9 +70,7 @@ def share_checkpoint(plan: RunPlan) -> RunPlan:
 
 def _with_batch_of(plan: RunPlan, source: int) -> RunPlan:
     """Cut as on the rank whose checkpoint counts: the others may not know how many images a device of the run takes."""
-    accumulate, batch = broadcast_json(plan.batch.accumulate, source), plan.batch
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise RuntimeError(f"a rank accumulates {str(accumulate)[:100]!r} batches")
+    accumulate, batch = broadcast_object(plan.batch.accumulate, source), plan.batch
     return replace(plan, batch=Batch.cut(batch.global_size, plan.cluster.world_size, accumulate))
 
 
@@ -112,12 +110,12 @@ def fetch_from_rank_zero(path: Path, cluster: Cluster, folder: RunFolder, source
         inside = path.resolve().is_relative_to(home)
         listed = {name: asdict(file) for name, file in _files_of(path).items()}
         told = [listed, str(path.resolve().relative_to(home)) if inside else None]
-    files, within = _told(broadcast_json(told, source))
+    files, within = _told(broadcast_object(told, source))
     path, cache = home / within if within else path, folder.path / "from-rank-0"
     here: list[str] = []
     if cluster.rank == cluster.node_rank * cluster.devices:  # one rank of each node looks, for all of them
         here = [name for name, file in files.items() if _is_whole(path / name, file)]
-    everyone = gather_json(here)
+    everyone = gather_objects(here)
     holders = {name: [rank for rank, names in enumerate(everyone) if name in names] for name in files}
     if lost := next((name for name in files if not holders[name]), None):
         raise UserError(f"{path.name} is torn: {lost} is on none of these nodes.")
@@ -138,7 +136,7 @@ def fetch_from_rank_zero(path: Path, cluster: Cluster, folder: RunFolder, source
             gets = writes and name not in have
             _copy_file(path / name, target / name, file.bytes, reads, gets, holders[name][0])
     whole = not writes or all(_is_whole(target / name, file) for name, file in files.items())
-    if not all(gather_json(whole)):
+    if not all(gather_objects(whole)):
         raise UserError(f"{path.name} did not arrive whole on every node: is there room in {cache}?")
     return target
 

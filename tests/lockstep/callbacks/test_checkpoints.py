@@ -1,16 +1,13 @@
 """The generators that a checkpoint carries, of one GPU and of several; the rest is in tests/test_train.py."""
 
-import json
-import random
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from lockstep.callbacks.checkpoint_io import read_checkpoint
 from lockstep.callbacks.checkpoints import Checkpoints, refuse_non_finite
-from lockstep.callbacks.random_states import random_state, set_random_state, state_from_json, state_to_json
+from lockstep.callbacks.random_states import random_state, set_random_state
 from lockstep.runs.errors import Diverged, UserError
 from lockstep.storage.checkpoint_files import complete, newest_whole
 from runs import run_door
@@ -46,29 +43,6 @@ def test_a_rank_of_several_keeps_its_own_alone(monkeypatch):
     Gpus(monkeypatch, 2)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     assert random_state()["cuda"].item() == 1
-
-
-@pytest.mark.parametrize("cuda", [None, 1, 2], ids=["no GPU", "one", "two"])
-def test_a_random_state_goes_through_json_and_back(cuda):
-    random.gauss(0, 1)  # leaves a number for the next one
-    np.random.standard_normal()
-    states = [torch.arange(16, dtype=torch.uint8) + n for n in range(cuda or 0)]
-    state = {**random_state(), "cuda": {None: None, 1: states[0] if states else None, 2: states}[cuda]}
-    back = state_from_json(json.loads(json.dumps(state_to_json(state))))
-    assert back["numpy"] == state["numpy"] and back["python"] == state["python"]
-    assert torch.equal(back["torch"], state["torch"]) and type(back["cuda"]) is type(state["cuda"])
-    pairs = (
-        zip(back["cuda"], state["cuda"], strict=True) if cuda == 2 else [(back["cuda"], state["cuda"])] * (cuda == 1)
-    )
-    assert all(torch.equal(one, two) for one, two in pairs)
-
-
-@pytest.mark.parametrize(
-    "change", [{"torch": "%"}, {"numpy": [1]}, {"python": None}, {"cuda": 7}, {"python": ["x", [], None]}]
-)
-def test_what_is_no_random_state_is_refused(change):
-    with pytest.raises(RuntimeError, match="sent no random state"):
-        state_from_json({**state_to_json(random_state()), **change})
 
 
 def test_another_monitor_finds_its_own_best(tmp_path):

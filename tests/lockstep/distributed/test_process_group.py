@@ -12,13 +12,10 @@ from local_ranks import run_ranks
 from lockstep.distributed import process_group
 from lockstep.distributed.cluster import Cluster
 from lockstep.distributed.process_group import agreed_run_id, handshake
-from lockstep.distributed.sealed_store import SealedStore
-from lockstep.distributed.secret import Secret
 from lockstep.runs import provenance
 from lockstep.runs.errors import UserError
 
 CPU = torch.device("cpu")
-SECRET = Secret("secret of these ranks")
 
 
 def place(rank, world_size=3, devices=1, port=0, agent_store=True):
@@ -65,52 +62,6 @@ def test_a_restart_in_the_same_store_never_meets_its_past(store):
         assert len(set(again.values())) == 1 and again[0][1] == "new" and again[0][0] != first[0][0]
 
 
-def test_words_that_a_stranger_wrote_first_end_the_start_in_a_sentence(store):
-    store.set("lockstep/t/start", "of a stranger")
-    answers = meet(SealedStore(store, SECRET), [1, 2, 0], timeout_s=3.0)
-    assert answers[1].startswith("a stranger wrote lockstep/t/start into the store of this run's ranks"), answers
-    assert answers[0].startswith("node rank 1, 2 did not arrive") or "a stranger wrote" in answers[0]
-
-
-@pytest.mark.parametrize("word", [b"", b"\xff", b"[1]", b"[[1], 2]", b"{}", b"[" * 100_000])
-def test_without_a_secret_odd_words_in_the_store_are_passed_over(store, word):
-    store.set("lockstep/t/start", b"\xff" + word[:20])
-    store.set("lockstep/t/�/all", word)
-    answers = meet(SealedStore(store, None), [1, 0, 2], word="run")
-    assert {answer[1] for answer in answers.values()} == {"run"}
-
-
-def proving(here, theirs):
-    """What each rank is told where rank 1 has another secret."""
-    try:
-        process_group.join(here, CPU, 5.0, None)
-        process_group.prove_ranks(theirs if here.rank == 1 else SECRET, here, CPU)
-    except UserError as error:
-        return str(error)
-    return "fine"
-
-
-def test_a_rank_that_does_not_know_the_secret_is_named_before_anything_else_is_sent():
-    assert run_ranks(proving, 3, SECRET) == ["fine"] * 3
-    answers = run_ranks(proving, 3, Secret("a stranger's own words"))
-    assert answers[0] == answers[2] and answers[0].startswith("rank 1 is none of this run's"), answers
-    assert answers[1].startswith("rank 0 is none of this run's")
-
-
-def recorded(here):
-    """join() with all that torch sends as pickles counted."""
-    sent = []
-    for name in ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"):
-        setattr(dist, name, lambda *_, **__: sent.append(1))
-    process_group.join(here, CPU, 30.0, SECRET)
-    process_group.check_all_equal(provenance.fingerprint(CONFIG), here)
-    return sent
-
-
-def test_meeting_sends_no_pickle():
-    assert run_ranks(recorded, 2) == [[], []]
-
-
 def test_who_is_missing_is_said_and_ends_the_wait(store, capsys, monkeypatch):
     monkeypatch.setattr(process_group, "SPEAK_INTERVAL_S", 0.3)
     answers = meet(store, [0, 1], timeout_s=1.5)
@@ -123,7 +74,7 @@ def test_a_rank_zero_that_never_comes_is_said_too(capsys, monkeypatch):
     from local_ranks import free_port
 
     with pytest.raises(UserError, match="cannot reach rank 0 at 127.0.0.1:.*node rank 0 did not start"):
-        process_group.join(place(1, port=free_port(), agent_store=False), CPU, 1.0, SECRET)
+        process_group.join(place(1, port=free_port(), agent_store=False), CPU, 1.0)
     assert "Waiting for node rank 0 at 127.0.0.1:" in capsys.readouterr().out
 
 
@@ -131,7 +82,7 @@ def test_a_run_id_for_all_through_the_agents_store(store):
     ids = {}
 
     def one(rank):
-        ids[rank] = agreed_run_id(place(rank, 2, port=store.port), f"proposal-{rank}", 10.0, SECRET)
+        ids[rank] = agreed_run_id(place(rank, 2, port=store.port), f"proposal-{rank}", 10.0)
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in (1, 0)]
     for thread in threads:
@@ -146,7 +97,7 @@ CONFIG = {"paths": {"log_dir": "/a"}, "seed": 1}
 
 def differing(here, what):
     """Rank 1 differs in one thing; what every rank is told."""
-    process_group.join(here, CPU, 30.0, SECRET)
+    process_group.join(here, CPU, 30.0)
     config = dict(CONFIG)
     if here.rank == 1 and what == "code":
         provenance.tree_hash = lambda _: "other"

@@ -13,7 +13,6 @@ import pytest
 
 from lockstep.distributed import supervisor as module
 from lockstep.distributed.cluster import Cluster
-from lockstep.distributed.secret import Secret
 from lockstep.distributed.supervisor import Supervisor
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import RunRecord, read_record, write_record
@@ -164,7 +163,6 @@ import sys, os; sys.path.insert(0, {str(src)!r})
 from pathlib import Path
 from lockstep.distributed.supervisor import Supervisor
 from lockstep.distributed.cluster import Cluster
-from lockstep.distributed.secret import Secret
 from lockstep.runs.folder import RunFolder
 Supervisor(Cluster("none", 1, 2, 0, None, "127.0.0.1", None), RunFolder(Path({str(folder.path)!r})),
            [sys.executable, {str(script)!r}], dict(os.environ)).run()
@@ -204,21 +202,6 @@ def test_a_supervisor_that_was_stopped_itself_blames_nobody():
     heartbeats.silent_s = {0: 0.0}
     heartbeats.listen(passed_s=3600.0)
     assert heartbeats.silent_s[0] <= 1.0
-
-
-def test_each_rank_gets_the_secret_by_a_pipe_and_no_variable_holds_it(start, monkeypatch):
-    monkeypatch.setenv("LOCKSTEP_SECRET", "secret of the run")
-    build, folder = start
-    supervisor = build("""
-import json
-told = os.read(int(os.environ["LOCKSTEP_SECRET_PIPE"]), 1000).decode()
-json.dump([told, "of the run" in str(os.environ)], open(f"{folder}/told-{rank}", "w"))
-""")
-    supervisor.secret = Secret("secret of the run")
-    assert supervisor.run() == 0
-    assert [json.loads((folder.path / f"told-{rank}").read_text()) for rank in (0, 1)] == [
-        ["secret of the run", False]
-    ] * 2
 
 
 def test_a_signal_before_the_ranks_can_handle_it_is_an_interruption(start):

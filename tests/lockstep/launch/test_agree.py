@@ -25,12 +25,11 @@ def others(monkeypatch):
         asked.append(run_id)
         return "of-node-0"
 
-    def agreed_run_id(cluster, mine, timeout_s, secret):
+    def agreed_run_id(cluster, mine, timeout_s):
         asked.append(mine)
         return "of-rank-0"
 
     monkeypatch.setattr(agree, "meet", meet)
-    monkeypatch.setattr(agree, "own_secret", lambda cluster: None)
     monkeypatch.setattr(agree, "agent_run_id", lambda environ: "mine")
     monkeypatch.setattr("lockstep.distributed.process_group.agreed_run_id", agreed_run_id)
     return asked

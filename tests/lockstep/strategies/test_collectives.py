@@ -21,9 +21,3 @@ def said(here, method):
 @pytest.mark.parametrize("method", ["function", "Ranks", "DDP"])
 def test_plain_values_and_paths_arrive_as_they_were(method):
     assert run_ranks(said, 2, method) == [SENT] * 2
-
-
-@pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes", [Path("a")]])
-def test_what_would_have_to_be_pickled_is_refused(value):
-    with pytest.raises(TypeError, match="cannot be broadcast: plain values"):
-        broadcast(value)

@@ -76,7 +76,7 @@ def test_a_run_of_such_a_net_ends_before_its_first_step_with_a_sentence(tmp_path
 
 
 def with_data(here, images, num_val):
-    join(here, torch.device("cpu"), 30.0, None)
+    join(here, torch.device("cpu"), 30.0)
     data = SimpleNamespace(num_train=90, num_val=num_val[here.rank], num_test=10)
     try:
         check_same_data({"data_hash": images[here.rank]}, data, here)

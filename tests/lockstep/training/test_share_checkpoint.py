@@ -91,7 +91,7 @@ def shared(here, top, owner, shards):
                 write_record(folder.record, RunRecord(status="failed", started_at="2026-11-20T10:00:00Z", steps=55,
                                              restarts=[], command="then"))  # fmt: skip
         point = ResumePoint(50, str(path))
-    join(here, CPU, 30.0, None)
+    join(here, CPU, 30.0)
     batch = Batch(8, 1, 2) if here.node_rank == owner else Batch(8, 2, 1)  # it alone knows what its devices take
     plan = share_checkpoint(RunPlan({}, {}, (), here, "cpu", folder, batch, resume=point))
     return plan, measure(Path(plan.checkpoint)).sha256
@@ -115,11 +115,6 @@ def test_nodes_without_the_newest_checkpoint_get_its_bytes(tmp_path, owner, shar
         assert record.per_device_batch_size == record.restarts[0].per_device_batch_size == 1
 
 
-@pytest.mark.parametrize("said", [None, 0, "2"])
-def test_an_accumulation_of_another_form_is_refused(said, monkeypatch):
-    monkeypatch.setattr(module, "broadcast_json", lambda *_: said)
-    with pytest.raises(RuntimeError, match="a rank accumulates"):
-        module._with_batch_of(RunPlan({}, {}, (), None, "cpu", None, Batch(8, 2, 1)), 0)
 
 
 def torn(here, top, steps, lost):
@@ -143,7 +138,7 @@ def torn(here, top, steps, lost):
             (path / "manifest.json").unlink()
     offer = newest_whole(folder.checkpoints)
     point = ResumePoint(max(steps), str(offer)) if offer else None
-    join(here, CPU, 30.0, None)
+    join(here, CPU, 30.0)
     plan = share_checkpoint(RunPlan({}, {}, (), here, "cpu", folder, Batch(2, 1, 1), resume=point))
     found = Path(plan.checkpoint)
     return plan, sorted(path.name for path in found.iterdir()), {n: measure(found / n).sha256 for n in files}
