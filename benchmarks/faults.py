@@ -22,6 +22,7 @@ RESULTS, PAGE = HERE / "results/faults.json", HERE / "faults.md"
 
 from campaign import PIECES, task  # noqa: E402
 from host_faults import FAULTS, TIMEOUT_S, faults_of  # noqa: E402
+
 from hosts import missing, two_hosts  # noqa: E402
 from lockstep.runs.provenance import code_state  # noqa: E402
 
