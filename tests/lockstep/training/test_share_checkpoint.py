@@ -115,8 +115,6 @@ def test_nodes_without_the_newest_checkpoint_get_its_bytes(tmp_path, owner, shar
         assert record.per_device_batch_size == record.restarts[0].per_device_batch_size == 1
 
 
-
-
 def torn(here, top, steps, lost):
     """Each node holds only its own rank's shards; node 0 also the rest, the manifest and the sidecar. Of the newest
     step the shards of `lost` are on no node. What each rank goes on from, and whether all files are there."""
