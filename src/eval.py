@@ -1,9 +1,9 @@
-"""Test a checkpoint: the same counts as its run, from the checkpoint alone.
+"""Test a checkpoint: the same counts as its run, or the accuracy on other images.
 
-    python src/eval.py ckpt_path=logs/train/runs/<run_id>/checkpoints/best-step00000460.ckpt [key=value …]
+    python src/eval.py ckpt_path=<run_id | FILE | s3://…> [data=image_folder data.root=DIR] [key=value …]
 
-The checkpoint names its options, or its run's folder has them; what the command line says wins. ckpt_path also takes a
-run id and s3://….
+Options come from the checkpoint, or from the config in its run's folder; the command line changes single values. Labels
+are matched by class name. Of other images all are tested, unless they come with a test split.
 """
 
 if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
@@ -14,7 +14,6 @@ if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts 
 import copy
 import logging
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +30,12 @@ from lockstep.strategies.placement import in_one_process
 
 log = logging.getLogger(__name__)
 
-FROM_COMMAND_LINE = (
-    "paths", "tags", "ckpt_path", "run_id", "test", "resume", "sweep_dir", "s3", "logbook", "verbose", "quiet",
+FINDERS = ("ckpt_path", "paths", "s3")  # say where the checkpoint is
+OF_THIS_EVALUATION = (
+    *FINDERS, "tags", "run_id", "test", "resume", "sweep_dir", "logbook", "verbose", "quiet",
 )  # fmt: skip
-FINDERS = ("ckpt_path", "paths", "s3")  # what says where the checkpoint is
-# Whose keys the command line may change without naming them.
-KEPT_OPTIONS = ("data", "augmentation", "model", "loss", "optimizer", "scheduler")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A file of this machine, and the config to build its net with."""
-
-    path: Path
-    config: Config
-
-    def options(self, words: list[str]) -> list[str]:
-        """The options that `words` do not choose anew, as far as there are such options here."""
-        named = {key_of(word) for word in words}
-        chosen = self.config.get("choices") or {}
-        kept = {group: chosen.get(group) for group in KEPT_OPTIONS if group not in named}
-        return [f"{group}={name}" for group, name in kept.items() if (CONFIGS / group / f"{name}.yaml").is_file()]
+OPTIONS = ("data", "augmentation", "model", "loss", "optimizer", "scheduler")  # taken from the checkpoint
+IMAGES = ("image_size", "channels", "mean", "std", "fit", "crop_pct", "interpolation", "resize")  # likewise
 
 
 def evaluate(plan: RunPlan) -> int:
@@ -61,101 +45,91 @@ def evaluate(plan: RunPlan) -> int:
     from lockstep.training.build import build_run
     from lockstep.training.checks import check_fits
     from lockstep.training.rank import joined_ranks
-    from lockstep.training.weights import read_checkpoint
+    from lockstep.training.weights import facts_of, read_checkpoint
 
     with joined_ranks(plan) as session:
         plan, is_rank_zero = session.plan, plan.cluster.is_rank_zero
         checkpoint = read_checkpoint(str(plan.checkpoint))
-        run = build_run(plan, session, tested=checkpoint["state_dict"])
+        run = build_run(plan, session, trained_on=facts_of(checkpoint))
         check_fits(run.module, checkpoint["state_dict"], str(plan.checkpoint), plan.model_name)
         run.module.load_state_dict(checkpoint["state_dict"])
-        before = checkpoint.get("lockstep", {}).get("data", {})
-        chosen = any(word.lstrip("+~").startswith("data") for word in plan.overrides)
-        if is_rank_zero and not chosen and before.get("data_hash") not in (None, run.facts["data_hash"]):
-            log.info("The images are not those of the training: it may have trained on some of this test.")
         run.trainer.test(run.module, datamodule=run.data, verbose=False)
         counts: Any = run.module.test_counts
         if counts is None:
             raise UserError("trainer.limit_test_batches=0 leaves nothing to test.")
         if is_rank_zero:
+            ended = {"status": "finished", "phase": "end", "exit_code": 0, "finished_at": utc_now()}
             per_class = write_counts(counts, run.facts["class_names"], plan.folder)
-            run.recorder.write(
-                run.trainer,
-                status="finished",
-                exit_code=0,
-                finished_at=utc_now(),
-                phase="end",
-                num_test=run.data.num_test,
-                test_acc_per_class=per_class,
-            )
+            run.recorder.write(run.trainer, **ended, num_test=run.data.num_test, test_acc_per_class=per_class)
             metrics = {name: float(value) for name, value in run.trainer.callback_metrics.items()}
             log.info(" · ".join(f"{name} {value:.10g}" for name, value in metrics.items()))
     return 0
 
 
-def find_checkpoint(words: list[str]) -> Checkpoint:
-    """
+def find_checkpoint(words: list[str]) -> tuple[Path, Config, Config]:
+    """Return the file of a checkpoint on this machine, the config of its run, and what it says of its training data.
+
     Raises:
         UserError: none is named, it cannot be found or read, or it carries no config.
     """
     composed = plain(compose("train", [word for word in words if key_of(word).split(".")[0] in FINDERS]))
     if not composed["ckpt_path"]:
-        raise UserError("eval needs to know which checkpoint: ckpt_path=FILE, ckpt_path=<run_id> or ckpt_path=s3://….")
+        raise UserError("eval needs a checkpoint: ckpt_path=FILE, ckpt_path=<run_id> or ckpt_path=s3://….")
     logs = Path(composed["paths"]["log_dir"])
     path = locate_checkpoint(str(composed["ckpt_path"]), logs, composed.get("s3"), logs / "cache")
-    from lockstep.training.weights import read_checkpoint  # brings torch, which no refusal above waits for
+    from lockstep.training.weights import facts_of, read_checkpoint  # imports torch, which no refusal above waits for
 
-    own = read_checkpoint(path).get("lockstep")
-    return Checkpoint(path, config_of_checkpoint(path, own.get("config") if isinstance(own, dict) else None, logs))
+    checkpoint = read_checkpoint(path)
+    own = checkpoint.get("lockstep")
+    config = config_of_checkpoint(path, own.get("config") if isinstance(own, dict) else None, logs)
+    return path, config, facts_of(checkpoint)
 
 
-def config_of(cfg: Any, checkpoint: Checkpoint, words: list[str]) -> dict[str, Any]:
-    """The checkpoint's config with the command line's choices over it.
+def options_of(config: Config, words: list[str]) -> list[str]:
+    """Return the checkpoint's option of each group that the command line does not choose."""
+    named, chosen = {key_of(word) for word in words}, config.get("choices") or {}
+    kept = {group: chosen.get(group) for group in OPTIONS if group not in named}
+    return [f"{group}={name}" for group, name in kept.items() if (CONFIGS / group / f"{name}.yaml").is_file()]
+
+
+def config_of(cfg: Any, path: Path, stored: Config, facts: Config, words: list[str]) -> dict[str, Any]:
+    """Return the checkpoint's config with the command line's overrides.
 
     Args:
         cfg: composed from the checkpoint's options and the command line.
-        words: the command line's.
+        path, stored, facts: as from `find_checkpoint`.
+        words: the command-line overrides.
     """
-    composed = plain(cfg)
-    stored = checkpoint.config  # what its version did not have yet is as composed here
-    base = {**composed, **copy.deepcopy(stored), "trainer": {**composed["trainer"], **stored["trainer"]}}
-    config = overlay(base, composed, words)
+    composed, named = plain(cfg), {key_of(word) for word in words}
+    base = {**composed, **copy.deepcopy(dict(stored)), "trainer": {**composed["trainer"], **stored["trainer"]}}
+    chosen, before = chosen_options(cfg), dict(stored.get("choices") or {})
+    is_other = "data" in named and chosen.get("data") != before.get("data")
+    config = overlay(base, composed, [word for word in words if is_other or key_of(word) != "data"])
+    if is_other:  # the net keeps the images that it was trained on
+        size_is_stated = named & {"data.image_size", "data.crop_pct"}
+        kept = [key for key in IMAGES if f"data.{key}" not in named and not (key == "resize" and size_is_stated)]
+        config["data"].update({key: facts[key] for key in kept if key in facts and key in config["data"]})
+    every_run = plain(compose("train", []))["callbacks"]  # for training
+    callbacks = {**(stored.get("callbacks") or {}), **(composed["callbacks"] or {})}
     config.update(
-        ckpt_path=str(checkpoint.path), task_name="eval", resume=None, logger={}, scheduler={}, test=True,
-        callbacks=callbacks_of(checkpoint, composed), overrides=words,
+        ckpt_path=str(path), task_name="eval", resume=None, logger={}, scheduler={}, test=True, overrides=words,
+        callbacks={name: node for name, node in callbacks.items() if name not in every_run},
     )  # fmt: skip
-    if not any(word.startswith("trainer=") for word in words):
+    if "trainer" not in named:
         config["trainer"] = in_one_process(config["trainer"], composed["trainer"]["accelerator"])
     config["trainer"]["accumulate_grad_batches"] = 1
-    if config["trainer"]["launch"] == "one_process" and any(word.startswith("data.") for word in words):
-        config["data"]["global_batch_size"] = 1  # nothing is trained: fewer images than that are no error
-    named = {key_of(word) for word in words} | {"trainer"}
-    chosen = chosen_options(cfg)
-    typed = {group: name for group, name in chosen.items() if group in named}
-    config["choices"] = {**chosen, **(config.get("choices") or {}), **typed}
+    typed = {group: name for group, name in chosen.items() if group in named | {"trainer"}}
+    config["choices"] = {**chosen, **before, **typed}
     return config
 
 
-def callbacks_of(checkpoint: Checkpoint, composed: Config) -> Config:
-    """Those asked for here and those the run had, beside every run's, which are for training."""
-    import yaml
-
-    every_run = yaml.safe_load((CONFIGS / "callbacks" / "default.yaml").read_text())
-    asked = {**(checkpoint.config.get("callbacks") or {}), **(composed["callbacks"] or {})}
-    return {name: node for name, node in asked.items() if name not in every_run}
-
-
-def overlay(base: Config, composed: Config, overrides: list[str]) -> dict[str, Any]:
-    """`base` with everything that an override names taken from `composed`: whole groups, or single values."""
-    config = {**base, **{key: composed[key] for key in FROM_COMMAND_LINE if key in composed}}
-    groups = {path.name for path in CONFIGS.iterdir() if path.is_dir()}
-    for word in overrides:
+def overlay(base: Config, composed: Config, words: list[str]) -> dict[str, Any]:
+    """Return `base` with each group or value that an override names taken from `composed`."""
+    config = {**base, **{key: composed[key] for key in OF_THIS_EVALUATION if key in composed}}
+    for word in words:
         key = key_of(word).split("@")[0]
         if key == "experiment":
             raise UserError("eval takes its experiment from the checkpoint: leave experiment= out.")
-        if key in groups:
-            config[key] = composed[key]
-            continue
         target, source = config, composed
         *parents, last = key.split(".")
         for parent in parents:
@@ -170,15 +144,15 @@ def overlay(base: Config, composed: Config, overrides: list[str]) -> dict[str, A
 def main(argv: list[str]) -> int:
     if path := plan_file():
         return run_supervised(path, evaluate)
-    found: list[Checkpoint] = []
+    found: list[tuple[Path, Config, Config]] = []
 
     def completed(words: list[str]) -> list[str]:
         found.append(find_checkpoint(words))
-        return [*found[0].options(words), *words]
+        return [*options_of(found[0][1], words), *words]
 
     def task(cfg: Any) -> int:
         words = argv if found else list(cfg.hydra.overrides.task)
-        return launch_config(config_of(cfg, found[0] if found else find_checkpoint(words), words), evaluate)
+        return launch_config(config_of(cfg, *(found[0] if found else find_checkpoint(words)), words), evaluate)
 
     return run_script("train", argv, task, __doc__ or "", completed)
 

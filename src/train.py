@@ -59,7 +59,7 @@ def _take_weights(run: "Run", plan: RunPlan) -> None:
         check_fits(run.module, checkpoint["state_dict"], path, model_name)
         check_data_of_run(checkpoint, run.facts, plan.folder)
     elif path:
-        said = start_from(run.module, path, model_name, plan.config["data"], run.facts["data_hash"])
+        said = start_from(run.module, path, model_name, plan.config["data"], run.facts)
         if plan.cluster.is_rank_zero:
             log.info(said)
 

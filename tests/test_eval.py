@@ -1,5 +1,6 @@
 """eval.py goes by the checkpoint's own options, with what the command line changes on top."""
 
+import csv
 import shutil
 
 import numpy as np
@@ -100,3 +101,122 @@ def test_a_checkpoint_of_this_machine_that_says_nothing_of_itself_is_tested_by_i
     done = run_door("eval", f"ckpt_path={best}", f"data.root={root}", "data.test_fraction=0.25", logs=logs)
     assert done.code == 0 and "Traceback" not in done.output, done.output
     assert list(read_config(done.folder.config)["callbacks"]) == ["early"], "by the run's own config"
+
+
+SHADES = {"cat": (200, 40, 40), "dog": (40, 200, 40), "fox": (40, 40, 200), "gnu": (200, 200, 40)}
+
+
+def photographs(folder, names, number=10, split=""):
+    """8 px images whose class is a colour; `names` gives the colour of each class folder."""
+    for name, shade in names.items():
+        (folder / split / name).mkdir(parents=True, exist_ok=True)
+        for i in range(number):
+            pixels = np.random.default_rng(i).integers(0, 40, (8, 8, 3)) + SHADES[shade]
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / split / name / f"{split}{i}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def animals(tmp_path_factory):
+    """A small net that tells cat, dog and fox apart, trained at 8 px with a mean of its own."""
+    place = tmp_path_factory.mktemp("animals")
+    root = photographs(place / "photos", {name: name for name in ("cat", "dog", "fox")}, 20)
+    words = [f"data.root={root}", "data.image_size=8", "data.mean=0.25", "data.global_batch_size=9", "model=small_cnn",
+             "data.test_fraction=0.2", "augmentation=none", "trainer=cpu", "trainer.max_epochs=12",
+             "optimizer.lr=0.003", "run_id=animals"]  # fmt: skip
+    done = run_door("train", "data=image_folder", *words, logs=place)
+    assert done.code == 0 and done.record["metrics"]["test/acc"] == 1, done.output
+    return done
+
+
+def evaluated(run, root, *words, data="image_folder"):
+    return run_door("eval", f"ckpt_path={run.record['run_id']}", f"data={data}", f"data.root={root}", *words,
+                    logs=run.logs)  # fmt: skip
+
+
+def confusion(done):
+    with (done.folder.path / "confusion_matrix.csv").open() as file:
+        return list(csv.reader(file))
+
+
+def test_all_images_of_another_folder_are_tested_as_the_net_was_trained(animals, tmp_path):
+    done = evaluated(animals, photographs(tmp_path / "new", {name: name for name in ("cat", "dog", "fox")}, 30))
+    assert done.code == 0 and "testing on all 90 images" in done.output, done.output
+    metrics = done.record["metrics"]
+    assert (metrics["test/images"], metrics["test/acc"], done.record["num_test"]) == (90, 1, 90)
+    data = read_config(done.folder.config)["data"]
+    assert (data["image_size"], data["mean"]) == (8, 0.25)
+
+
+def test_a_moved_folder_of_the_trainings_images_tests_the_same_part(animals, tmp_path):
+    moved = shutil.copytree(animals.logs / "photos", tmp_path / "moved")
+    done = evaluated(animals, moved)
+    assert done.code == 0 and done.record["metrics"]["test/images"] == 12, done.output
+    assert "testing on 12 images" in done.output
+
+
+@pytest.mark.parametrize(
+    ("names", "rows"),
+    [
+        ({"fox": "fox", "dog": "dog"}, [["cat", 0, 0, 0], ["dog", 0, 10, 0], ["fox", 0, 0, 10]]),
+        ({"cat": "dog", "dog": "cat", "fox": "fox"}, [["cat", 0, 10, 0], ["dog", 10, 0, 0], ["fox", 0, 0, 10]]),
+    ],
+)
+def test_labels_are_matched_by_class_name(animals, tmp_path, names, rows):
+    done = evaluated(animals, photographs(tmp_path / "new", names))
+    assert done.code == 0, done.output
+    assert confusion(done) == [["true \\ predicted", "cat", "dog", "fox"], *([str(cell) for cell in r] for r in rows)]
+
+
+def test_an_unknown_class_is_refused_by_name(animals, tmp_path):
+    done = evaluated(animals, photographs(tmp_path / "new", {name: name for name in SHADES}))
+    assert done.code == 2 and "Traceback" not in done.output, done.output
+    assert "the class gnu, which the checkpoint does not know; it knows cat, dog, fox" in done.output
+
+
+def test_a_test_folder_alone_is_tested(animals, tmp_path):
+    done = evaluated(animals, photographs(tmp_path / "new", {"dog": "dog", "cat": "cat"}, split="test"))
+    assert done.code == 0 and "testing on all 20 images" in done.output, done.output
+    assert [row[0] for row in confusion(done)[1:]] == ["cat", "dog", "fox"]
+    assert done.record["metrics"]["test/acc"] == 1
+
+
+def test_a_table_whose_rows_are_all_test_is_tested_in_the_order_of_the_checkpoints_classes(animals, tmp_path):
+    photographs(tmp_path / "new", {"a": "fox", "b": "cat"})
+    lines = [f"new/{place}/{i}.png,{name},test" for place, name in (("a", "fox"), ("b", "cat")) for i in range(10)]
+    (tmp_path / "list.csv").write_text("\n".join(["path,label,split", *lines]))
+    done = evaluated(animals, tmp_path / "list.csv", data="csv")
+    assert done.code == 0 and "testing on all 20 images" in done.output, done.output
+    assert done.record["metrics"]["test/acc"] == 1
+    data = read_config(done.folder.config)["data"]
+    assert (data["image_size"], data["mean"]) == (8, [0.25] * 3)
+
+
+def test_what_the_command_line_states_wins_over_the_checkpoint(animals, tmp_path):
+    root = photographs(tmp_path / "new", {"dog": "dog"})
+    done = evaluated(animals, root, "data.mean=0.5", "data.fit=squash")
+    assert done.code == 0, done.output
+    data = read_config(done.folder.config)["data"]
+    assert (data["image_size"], data["mean"], data["fit"]) == (8, 0.5, "squash")
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (
+            {"cat": "cat", "dog": "dog", "gnu": "gnu"},
+            "the head is new (net.head.3.bias, net.head.3.weight): the classes were cat, dog, fox, now cat, dog, gnu",
+        ),
+        ({"dog": "dog", "fox": "fox"}, "the classes were cat, dog, fox, now dog, fox"),
+        ({"cat": "cat", "dog": "dog", "fox": "fox"}, "Starting from the weights of"),
+    ],
+)
+def test_a_run_that_starts_from_other_classes_gets_a_new_head(animals, tmp_path, names, said):
+    root = photographs(tmp_path / "new", names, 20)
+    words = ["data=image_folder", f"data.root={root}", "data.image_size=8", "data.mean=0.25", "model=small_cnn",
+             "augmentation=none", "data.global_batch_size=9", "trainer=cpu", "trainer.max_steps=1", "optimizer.lr=0",
+             "run_id=next"]  # fmt: skip
+    done = run_door("train", f"ckpt_path={animals.logs / 'train/runs/animals'}", *words, logs=tmp_path / "logs")
+    assert done.code == 0 and said in done.output, done.output
+    assert ("the head is new" in done.output) == ("gnu" in names or len(names) == 2)
+    assert (done.record["metrics"]["test/acc"] == 1) == (len(names) == 3 and "fox" in names)

@@ -63,6 +63,7 @@ class CSVDataModule(ListedDataModule):
             np.array([line.split for line in lines], np.int64),
             lambda i: f"{self._table}, line {lines[i].number}",
             self._table,
+            needs_training=self.stage != "test",
         )
         lines = [lines[i] for i in order]
         try:

@@ -39,7 +39,9 @@ class ImageFolderDataModule(ListedDataModule):
     def _parts(self) -> Iterator[tuple[str, Listing]]:
         """The splits' names, the first empty where there are none, with their images."""
         if not (self._root / "train").is_dir():
-            yield "", list_split(self._root)
+            folder = self._root / "test"
+            alone = self.stage == "test" and folder.is_dir() and any(path.is_dir() for path in folder.iterdir())
+            yield ("test/", list_split(folder)) if alone else ("", list_split(self._root))
             return
         if not (self._root / "test").is_dir():
             raise UserError(
@@ -67,7 +69,7 @@ class ImageFolderDataModule(ListedDataModule):
         return ImageList(
             first.class_names,
             np.concatenate([part.labels for _, part in parts]),
-            (len(first.names), counts.get("val/", 0), counts.get("test/", 0)),
+            (counts.get("", counts.get("train/", 0)), counts.get("val/", 0), counts.get("test/", 0)),
             places,
             [str(self._root), *(folder for _, part in parts for folder in part.folders)],
         )

@@ -74,6 +74,8 @@ class ImageDataModule(LightningDataModule):
     own_options: Mapping[
         str, Any
     ] = {}  # of the config, those that this class does not know: what `read` gives may change
+    stage = "fit"  # test: for an evaluation, which needs no training images; set before `prepare`
+    test_is_drawn = False  # the test images are a random part of the images
 
     def __init__(
         self,
@@ -189,7 +191,9 @@ class ImageDataModule(LightningDataModule):
         self.skipped: list[str] = meta["skipped"]
         num_fit, num_val, num_test = meta["num_fit"], meta["num_val"], meta["num_test"]
         fit = np.arange(num_fit) if fit is None else fit
-        if num_val:
+        if not num_fit:
+            self._train_index, self._val_index = fit, num_fit + np.arange(num_val)
+        elif num_val:
             self.split.refuse_folds(self.name)
             own = num_fit + np.arange(num_val)
             self._train_index, self._val_index = fit, own[:0] if self.split.never_validates else own
@@ -200,13 +204,41 @@ class ImageDataModule(LightningDataModule):
         self._check_batch_sizes()
 
     def _check_batch_sizes(self) -> None:
-        if not 1 <= self.global_batch_size <= self.num_train:
+        if self.stage != "test" and not 1 <= self.global_batch_size <= self.num_train:
             raise UserError(
                 f"data.global_batch_size={self.global_batch_size}, but {self.name} has {self.num_train} training "
                 f"images: take a size from 1 to {self.num_train}."
             )
         if self.eval_batch_size < 1:
             raise UserError(f"data.eval_batch_size={self.eval_batch_size} must be at least 1.")
+
+    def match_classes(self, class_names: Sequence[str]) -> None:
+        """Number the labels as a checkpoint does; call it before `place`.
+
+        Args:
+            class_names: those of the checkpoint; the data may lack some of them.
+        Raises:
+            UserError: the data have a class that the checkpoint does not know.
+        """
+        unknown = [name for name in self.class_names if name not in class_names]
+        if unknown:
+            raise UserError(
+                f"{self.name} has the class {unknown[0]}, which the checkpoint does not know; it knows "
+                f"{', '.join(class_names[:20])}. Rename the class or remove its images."
+            )
+        numbers = np.array([class_names.index(name) for name in self.class_names], np.int64)
+        self._labels = numbers[self._labels]
+        self.class_names, self.num_classes = list(class_names), len(class_names)
+
+    def test_on_all(self) -> None:
+        """Test on all images; call it before `place`."""
+        self._test_index, self._train_index, self._val_index = np.arange(len(self._labels)), *np.zeros((2, 0), int)
+        self.num_train, self.num_val, self.num_test = 0, 0, len(self._test_index)
+
+    @property
+    def num_images(self) -> int:
+        """All images, whatever their split."""
+        return len(self._labels)
 
     @property
     def left_out_per_epoch(self) -> int:
@@ -220,7 +252,7 @@ class ImageDataModule(LightningDataModule):
 
     def _build(self, part: Path) -> Content:
         images = self.read(part)
-        images.check(self.name)
+        images.check(self.name, needs_training=self.stage != "test")
         transforms = self._transforms(images.images.shape[1])
         layout = images.layout(transforms.array_padding, mirrored=transforms.flip)
         content = self._content(images, layout, images.content_hash())

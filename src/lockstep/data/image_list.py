@@ -43,6 +43,8 @@ def sorted_out(
     where: Callable[[int], str],
     source: object,
     names: Sequence[str] | None = None,
+    *,
+    needs_training: bool = True,
 ) -> tuple[list[str], np.ndarray, tuple[int, int, int], np.ndarray]:
     """Class names, labels, counts and order (n,) of images whose classes and splits stand in a table.
 
@@ -50,19 +52,20 @@ def sorted_out(
         words: the class of each; splits: (n,) integers, 0 train, 1 val, 2 test.
         where: where an image is listed, for errors; source: all of it.
         names: the order of classes; None: as people count.
+        needs_training: every class needs an image to train on; else the classes are those of all images.
     Raises:
         UserError: nothing to train on, a class that only validation or test has, a validation part without a test.
     """
     order = np.argsort(splits, kind="stable")
     counts = np.bincount(splits, minlength=3)
-    if not counts[0]:
+    if needs_training and not counts[0]:
         raise UserError(f"{source} lists no image to train on.")
-    if counts[1] and not counts[2]:
+    if needs_training and counts[1] and not counts[2]:
         raise UserError(f"{source} has images to validate on and none to test on: call a part of them test.")
     too_long = next((i for i in order if len(words[i]) > MAX_LABEL), None)
     if too_long is not None:
         raise UserError(f"{where(too_long)}: a label of more than {MAX_LABEL} characters.")
-    trained = {words[i] for i in order[: counts[0]]}
+    trained = {words[i] for i in (order[: counts[0]] if needs_training else order)}
     found = sorted(trained, key=natural_key) if names is None else [name for name in names if name in trained]
     places = {name: place for place, name in enumerate(found)}
     for i in order[counts[0] :]:

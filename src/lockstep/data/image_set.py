@@ -39,12 +39,12 @@ class ImageSet:
     skipped: list[str] = field(default_factory=list)
     draws_test: bool = False  # of those to fit on, whenever they are read
 
-    def check(self, name: str) -> None:
+    def check(self, name: str, *, needs_training: bool = True) -> None:
         """Raises UserError where the parts do not fit together."""
         n, labels, num_classes = len(self.images), self.labels, len(self.class_names)
         if len(labels) != n or self.num_fit + self.num_val + self.num_test != n:
             raise UserError(f"{name} holds {n} images and {len(labels)} labels: one of its files is not complete.")
-        if self.num_fit == 0 or (self.num_test == 0 and not self.draws_test):
+        if (needs_training and self.num_fit == 0) or (self.num_test == 0 and not self.draws_test):
             raise UserError(f"{name} holds {self.num_fit} training and {self.num_test} test images: it needs both.")
         wrong = labels[(labels < 0) | (labels >= num_classes)]
         if len(wrong):

@@ -1,8 +1,6 @@
 """Plan → Run(trainer, module, data): the only place where the parts of a run meet."""
 
 import logging
-from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +12,7 @@ from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.length import MaxTime, ValidationInterval
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
+from lockstep.config.declared import key_of
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.data.image_datamodule import ImageDataModule
 from lockstep.launch.plan import RunPlan, as_run
@@ -25,7 +24,7 @@ from lockstep.strategies.capabilities import capabilities
 from lockstep.strategies.recompute import recompute_activations
 from lockstep.strategies.sync_batchnorm import batch_norm_warnings, synchronise
 from lockstep.training import image_report
-from lockstep.training.checks import DataFacts, check_same_data, no_larger_than, validation_interval, whole_steps
+from lockstep.training.checks import DataFacts, check_same_data, validation_interval, whole_steps
 from lockstep.training.freeze import freeze
 from lockstep.training.local_root import on_this_node, said_by_address
 from lockstep.training.parameter_groups import RULES, GroupRules
@@ -43,6 +42,7 @@ UNSET_OF_LOSS = {
     "gamma": 2.0,
     "target_threshold": None,
 }  # of the losses of src/losses
+NEW_DATA = {"data", "data.root", "data.images"}  # overrides that name other images
 FOLDS = ("fold", "num_folds")  # said of all data: one of the user's own need not know them
 Known = dict[str, Any]  # what the run hands to constructors, by their parameter
 
@@ -59,8 +59,22 @@ class Run:
     checkpoints: Checkpoints | None
 
 
-def build_data(plan: RunPlan) -> Any:
-    data = prepared_data(plan.config, {**plan.config["data"], "global_batch_size": plan.batch.global_size})
+def build_data(plan: RunPlan, trained_on: DataFacts | None = None) -> Any:
+    """Return the data module of one rank.
+
+    Args:
+        trained_on: for an evaluation, what the checkpoint says of the data that it was trained on.
+    """
+    stage = "fit" if trained_on is None else "test"
+    stated = {**plan.config["data"], "global_batch_size": plan.batch.global_size}
+    data = prepared_data(plan.config, stated, stage)
+    if trained_on:
+        data.match_classes(trained_on["class_names"])
+        keys, is_same = {key_of(word) for word in plan.overrides}, data.data_hash == trained_on["data_hash"]
+        if keys & NEW_DATA and data.test_is_drawn and not is_same and "data.test_fraction" not in keys:
+            data.test_on_all()
+        elif not keys & NEW_DATA and not is_same and plan.cluster.is_rank_zero:
+            log.warning("The images have changed since the training, which may have seen some of these test images.")
     data.place(
         rank=plan.cluster.rank,
         world_size=plan.cluster.world_size,
@@ -70,16 +84,18 @@ def build_data(plan: RunPlan) -> Any:
     return data
 
 
-def prepared_data(config: Config, stated: Config) -> Any:
+def prepared_data(config: Config, stated: Config, stage: str = "fit") -> Any:
     """The data module of a config, before anyone has said which rank it is of.
 
     Args:
         stated: its options.
+        stage: fit, or test for an evaluation.
     """
     options = {key: value for key, value in stated.items() if key not in FOLDS or value is not None}
     here, in_bucket = on_this_node(options, config["s3"])
     with said_by_address(options, here):
         data = build(here, {"seed": config["seed"]})
+        data.stage = stage
         if in_bucket is not None:
             data.in_bucket = in_bucket
         if "identity" in vars(type(data)):  # else its base knows what its images depend on
@@ -248,21 +264,22 @@ def _loggers(plan: RunPlan, known: Known) -> list[Any]:
     return loggers
 
 
-def build_run(plan: RunPlan, session: RankSession, *, tested: Mapping[str, torch.Tensor] | None = None) -> Run:
+def build_run(plan: RunPlan, session: RankSession, *, trained_on: DataFacts | None = None) -> Run:
     """Data, module and trainer of one rank.
 
     Args:
-        tested: the weights of plan.checkpoint, where they are only to be tested.
+        trained_on: for an evaluation, what the checkpoint says of the data that it was trained on.
     """
-    trainable = tested is None
+    trainable = trained_on is None
     config, own, cluster = plan.config, plan.trainer, plan.cluster
     strategy = build_strategy(plan)
-    data = build_data(plan)
+    data = build_data(plan, trained_on)
     facts = data_facts(data)
-    with nullcontext() if tested is None else no_larger_than(tested, str(plan.checkpoint)):
-        module = build_module(
-            config, facts, trainable=trainable, has_checkpoint=bool(plan.checkpoint), learning_rates=plan.learning_rates
-        )
+    if trained_on and "class_counts" in trained_on:  # the weights of a weighted loss
+        facts["class_counts"] = trained_on["class_counts"]
+    module = build_module(
+        config, facts, trainable=trainable, has_checkpoint=bool(plan.checkpoint), learning_rates=plan.learning_rates
+    )
     if session.watch is not None:
         session.watch.wait_for_all("prepared")
     check_same_data(facts, data, cluster)

@@ -1,12 +1,10 @@
 """What must hold between data, model and checkpoint before a run trains; each error says what to change."""
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.nn.modules import module as module_hooks
 
 from lockstep.callbacks.ranks import gather_objects
 from lockstep.distributed.cluster import Cluster
@@ -29,44 +27,6 @@ def check_fits(module: torch.nn.Module, found: dict[str, torch.Tensor], path: st
                 f"The checkpoint {path} is of another model than model={model_name}: "
                 f"{name} is {there} there, {here} here."
             )
-
-
-@contextlib.contextmanager
-def no_larger_than(found: Mapping[str, torch.Tensor], path: str) -> Iterator[None]:
-    """While the net for a checkpoint is built: it ends as soon as the net outgrows the checkpoint's weights.
-
-    Raises:
-        UserError: it does, or cannot be built from the numbers that the checkpoint says.
-    """
-    room = {"numbers": 2 * sum(value.numel() for value in found.values()) + 2**24, "parts": 50 * len(found) + 1000}
-
-    def count(_module: torch.nn.Module, _name: str, part: object) -> None:
-        room["parts"] -= 1
-        room["numbers"] -= part.numel() if isinstance(part, torch.Tensor) else 0
-        if min(room.values()) < 0:
-            raise UserError(f"The checkpoint {path} names a net that is far larger than its weights.")
-
-    hooks = [
-        register(count)
-        for register in (
-            module_hooks.register_module_parameter_registration_hook,
-            module_hooks.register_module_buffer_registration_hook,
-            module_hooks.register_module_module_registration_hook,
-        )
-    ]
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False  # what is asked for is not used before it was counted
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # whatever a class makes of numbers that it was not made for
-        said = " ".join(str(error).split())[:200]
-        raise UserError(f"The net of {path} cannot be built ({type(error).__name__}: {said}).") from error
-    finally:
-        torch.utils.deterministic.fill_uninitialized_memory = filled
-        for hook in hooks:
-            hook.remove()
 
 
 def check_logits(logits: torch.Tensor, num_classes: int) -> None:

@@ -41,10 +41,11 @@ def say(data: Any, augmentation: str | None) -> None:
         augmentation: the option of a training; None where nothing is trained.
     """
     names = ", ".join(data.class_names[:SHOWN_CLASSES]) + (", …" if len(data.class_names) > SHOWN_CLASSES else "")
-    log.info(
-        f"data: {len(data.class_names)} classes: {names} · {data.num_train} images to train, {data.num_val} to "
-        f"validate, {data.num_test} to test"
-    )
+    counts = f"{data.num_train} images to train, {data.num_val} to validate, {data.num_test} to test"
+    if augmentation is None:
+        whole = len(data.class_names) and data.num_test == data.num_images
+        counts = f"testing on {'all ' if whole else ''}{data.num_test} images"
+    log.info(f"data: {len(data.class_names)} classes: {names} · {counts}")
     path, why = data.path_taken()
     mean, std = (", ".join(f"{value:.3g}" for value in values) for values in (data.mean, data.std))
     weights = f" · the weights say {', '.join(data.settings.from_weights)}" if data.settings.from_weights else ""

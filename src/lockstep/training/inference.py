@@ -19,7 +19,7 @@ from lockstep.runs.record import RunRecord, read_record
 from lockstep.storage.checkpoint_files import measure
 from lockstep.storage.fetch import locate_checkpoint
 from lockstep.training.build import build_module, prepared_data
-from lockstep.training.checks import DataFacts, check_fits, no_larger_than
+from lockstep.training.checks import DataFacts, check_fits
 from lockstep.training.losses import probabilities_of
 from lockstep.training.weights import Checkpoint, read_checkpoint
 
@@ -103,8 +103,7 @@ def load_finished(address: str, logs: Path = REPOSITORY / "logs", s3: Config | N
     path, checkpoint = _found(address, logs, s3)
     own = checkpoint["lockstep"]
     config, facts = config_of_checkpoint(path, own["config"], logs), own["data"]
-    with no_larger_than(checkpoint["state_dict"], str(path)):
-        module = build_module(config, facts, trainable=False)
+    module = build_module(config, facts, trainable=False)
     check_fits(module, checkpoint["state_dict"], str(path), model_name(config))
     module.load_state_dict(checkpoint["state_dict"])
     run_file = path.parent.parent / "run.json"

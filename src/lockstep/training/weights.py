@@ -1,67 +1,107 @@
-"""Weights from a checkpoint into a module: all of them, or those that fit a new run."""
+"""Load the weights of a checkpoint into the module of a new run."""
 
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 
 from lockstep.callbacks import checkpoint_io
 from lockstep.runs.config import Config
 from lockstep.runs.hooks import AdaptsWeights
 from lockstep.strategies.sharded_checkpoint import read as read_shards
-from lockstep.training.checks import check_fits
+from lockstep.training.checks import DataFacts, check_fits
+from lockstep.training.layers import head_names
 
-Checkpoint = dict[str, Any]  # as Lightning saves it, with `lockstep`: the config and what the data were
+Checkpoint = dict[str, Any]  # as Lightning saves it, with `lockstep`: the config and facts of the data
+SHOWN_CLASSES = 5
 
 
-def start_from(module: pl.LightningModule, path: str, model_name: str, data: Config, data_hash: str) -> str:
-    """Put a checkpoint's weights into the module of a new run; where the classes are others, the head starts at zero,
-    which gives each of them the same logit.
+def read_checkpoint(path: str | Path) -> Checkpoint:
+    """Return the tensors and plain values of a file, or of a folder of shards, in CPU memory."""
+    return checkpoint_io.read_checkpoint(path, read_folder=read_shards)
 
-    A net that has `adapted` takes weights from another image size.
+
+def facts_of(checkpoint: Checkpoint) -> DataFacts:
+    """Return what a checkpoint says of the data that it was trained on; {} if it says nothing."""
+    own = checkpoint.get("lockstep")
+    facts: DataFacts = own.get("data") or {} if isinstance(own, dict) else {}
+    return facts
+
+
+def start_from(module: pl.LightningModule, path: str, model_name: str, data: Config, facts: DataFacts) -> str:
+    """Load a checkpoint's weights into the module of a new run.
+
+    The head follows the class names: its rows are sorted anew if the order differs, and a head for other classes starts
+    at zero, which gives each class the same logit. Position embeddings are resampled for another image size. Parameters
+    outside the net that only one of the two modules has are skipped.
 
     Args:
-        data: the run's data config: the same name under another seed has other validation images.
-        data_hash: of the run's images.
+        data: the run's data config.
+        facts: of the run's data.
     Returns:
-        A sentence that says so.
+        A sentence that says what was loaded.
     Raises:
         UserError: the checkpoint is of another model; names the first parameter that differs.
     """
     checkpoint = read_checkpoint(path)
-    own, found = module.state_dict(), checkpoint["state_dict"]
-    resampled = False
+    own, found, before = module.state_dict(), dict(checkpoint["state_dict"]), facts_of(checkpoint)
+    notes = []
     if isinstance(module.net, AdaptsWeights):
         of_net = {name[4:]: value for name, value in found.items() if name.startswith("net.")}
-        others = {name: value for name, value in found.items() if not name.startswith("net.")}
         adapted = module.net.adapted(of_net)
-        resampled = adapted is not of_net
-        found = {**others, **{f"net.{name}": value for name, value in adapted.items()}}
-    facts = (checkpoint.get("lockstep") or {}).get("data") or {}
-    there, here = facts.get("num_classes", module.num_classes), module.num_classes
-    new = [
-        name
-        for name, value in found.items()
-        if there != here and name in own and own[name].shape[1:] == value.shape[1:]
-        and (own[name].shape[:1], value.shape[:1]) == ((here,), (there,))
-    ]  # fmt: skip
-    found = {**found, **{name: torch.zeros_like(own[name]) for name in new}}
+        if adapted is not of_net:
+            notes.append("position embeddings resampled")
+            found.update({f"net.{name}": value for name, value in adapted.items()})
+    notes += _match_head(module, own, found, before, facts)
+    skipped = [name for name in found if name not in own and not name.startswith("net.")]
+    if skipped:
+        notes.append(f"skipped {', '.join(sorted({name.split('.')[0] for name in skipped}))}, which this task lacks")
+    found = {name: value for name, value in found.items() if name not in skipped}
+    found = {**{name: value for name, value in own.items() if not name.startswith("net.")}, **found}
     check_fits(module, found, path, model_name)
     module.load_state_dict(found)
-    but = f"; of {there} classes there, {here} here: {', '.join(new)} start new" if new else ""
-    but += "; position embeddings resampled" if resampled else ""
-    before = ((checkpoint.get("lockstep") or {}).get("config") or {}).get("data") or {}
-    if before.get("name") == data.get("name"):
-        changed = [key for key in ("seed", "fold", "num_folds") if before.get(key) != data.get(key)]
-        if changed:
-            why = ", ".join(f"data.{key} was {before.get(key)}, is {data.get(key)}" for key in changed)
-            but += f". It may have trained on images that validate here: {why}"
-        elif facts.get("image_size") == data.get("image_size") and facts.get("data_hash") != data_hash:
-            but += ". It may have trained on images that validate or test here, which are not those of then"
-    return f"Starting from the weights of {path}{but}."
+    said = "; ".join([f"Starting from the weights of {path}", *notes])
+    return f"{said}.{_seen_before(checkpoint, data, before, facts)}"
 
 
-def read_checkpoint(path: str | Path) -> Checkpoint:
-    """A file, or a folder of shards, as tensors and plain values in CPU memory."""
-    return checkpoint_io.read_checkpoint(path, read_folder=read_shards)
+def _match_head(
+    module: pl.LightningModule, own: dict[str, Tensor], found: dict[str, Tensor], before: DataFacts, facts: DataFacts
+) -> list[str]:
+    """Change the rows of the head in `found` to this run's classes; return what was done."""
+    here = list(facts["class_names"])
+    there = list(before.get("class_names") or here)
+    if there == here:
+        return []
+    of_head = {f"net.{name}" for name in head_names(module.net)}
+    rows_of_classes = [
+        name for name, value in found.items()
+        if name in own and value.ndim and value.shape[1:] == own[name].shape[1:]
+        and (len(value), len(own[name])) == (len(there), len(here))
+    ]  # fmt: skip
+    heads = [name for name in rows_of_classes if name in of_head or len(there) != len(here)]
+    if sorted(there) == sorted(here):
+        order = [there.index(name) for name in here]
+        found.update({name: found[name][order] for name in heads})
+        return ["the head's rows are in this run's order of classes"]
+    found.update({name: torch.zeros_like(own[name]) for name in heads})
+    return [f"the head is new ({', '.join(sorted(heads))}): the classes were {_shown(there)}, now {_shown(here)}"]
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN_CLASSES]) + (f", … ({len(names)})" if len(names) > SHOWN_CLASSES else "")
+
+
+def _seen_before(checkpoint: Checkpoint, data: Config, before: DataFacts, facts: DataFacts) -> str:
+    """Return a warning if the checkpoint may have trained on images that this run evaluates."""
+    then = ((checkpoint.get("lockstep") or {}).get("config") or {}).get("data") or {}
+    if then.get("name") != data.get("name"):
+        return ""
+    changed = [key for key in ("seed", "fold", "num_folds") if then.get(key) != data.get(key)]
+    if changed:
+        why = ", ".join(f"data.{key} was {then.get(key)}, is {data.get(key)}" for key in changed)
+        return f" It may have trained on images that validate here: {why}."
+    if before.get("image_size") == facts["image_size"] and before.get("data_hash") != facts["data_hash"]:
+        return " It may have trained on images that validate or test here, because the images have changed since."
+    return ""

@@ -78,7 +78,7 @@ def prepare_slowly():
 
     original = build.build_data
 
-    def build_data(plan):
+    def build_data(plan, *_):
         time.sleep(4 * plan.cluster.rank)
         return original(plan)
 
