@@ -40,16 +40,17 @@ IMAGES = ("image_size", "channels", "mean", "std", "fit", "crop_pct", "interpola
 
 def evaluate(plan: RunPlan) -> int:
     """One rank's evaluation."""
+    from lockstep.callbacks.checkpoint_io import load_on_all_ranks
     from lockstep.callbacks.confusion import write_counts
     from lockstep.runs.files import utc_now
     from lockstep.training.build import build_run
     from lockstep.training.checks import check_fits
     from lockstep.training.rank import joined_ranks
-    from lockstep.training.weights import facts_of, read_checkpoint
+    from lockstep.training.weights import facts_of
 
     with joined_ranks(plan) as session:
         plan, is_rank_zero = session.plan, plan.cluster.is_rank_zero
-        checkpoint = read_checkpoint(str(plan.checkpoint))
+        checkpoint = load_on_all_ranks(str(plan.checkpoint))
         run = build_run(plan, session, trained_on=facts_of(checkpoint))
         check_fits(run.module, checkpoint["state_dict"], str(plan.checkpoint), plan.model_name)
         run.module.load_state_dict(checkpoint["state_dict"])
@@ -77,7 +78,8 @@ def find_checkpoint(words: list[str]) -> tuple[Path, Config, Config]:
         raise UserError("eval needs a checkpoint: ckpt_path=FILE, ckpt_path=<run_id> or ckpt_path=s3://….")
     logs = Path(composed["paths"]["log_dir"])
     path = locate_checkpoint(str(composed["ckpt_path"]), logs, composed.get("s3"), logs / "cache")
-    from lockstep.training.weights import facts_of, read_checkpoint  # imports torch, which no refusal above waits for
+    from lockstep.storage.load import read_checkpoint
+    from lockstep.training.weights import facts_of  # imports torch, which no refusal above waits for
 
     checkpoint = read_checkpoint(path)
     own = checkpoint.get("lockstep")

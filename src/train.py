@@ -50,12 +50,13 @@ def train(plan: RunPlan) -> int:
 
 def _take_weights(run: "Run", plan: RunPlan) -> None:
     """Of a new run the weights that it begins with; of one that goes on, that its checkpoint fits: fit() loads it."""
+    from lockstep.callbacks.checkpoint_io import load_on_all_ranks
     from lockstep.training.checks import check_data_of_run, check_fits
-    from lockstep.training.weights import read_checkpoint, start_from
+    from lockstep.training.weights import start_from
 
     path, model_name = plan.checkpoint, plan.model_name
     if path and plan.resume_step:
-        checkpoint = read_checkpoint(path)
+        checkpoint = load_on_all_ranks(path)
         check_fits(run.module, checkpoint["state_dict"], path, model_name)
         check_data_of_run(checkpoint, run.facts, plan.folder)
     elif path:
@@ -84,10 +85,6 @@ def _known_at_start(run: "Run", plan: RunPlan) -> dict[str, Any]:
 def _test(run: "Run", plan: RunPlan) -> None:
     """Test the best checkpoint (the last weights where nothing was validated) and keep the confusion matrix."""
     best: Path | None = run.checkpoints.best_path if run.checkpoints else None
-    if best is not None and plan.cluster.num_nodes > 1:
-        from lockstep.training.share_checkpoint import fetch_from_rank_zero
-
-        best = fetch_from_rank_zero(best, plan.cluster, plan.folder)
     from lightning.pytorch.callbacks import WeightAveraging
 
     # A checkpoint's weights are the averaged ones where there is an average; the callback would swap them away.

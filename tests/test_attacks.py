@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.callbacks.checkpoint_io import read_checkpoint, write_checkpoint
+from lockstep.callbacks.checkpoint_io import write_checkpoint
 from lockstep.runs.errors import UserError
-from lockstep.storage.checkpoint_files import Sidecar, complete, measure, write_sidecar
+from lockstep.runs.files import checksum_of
+from lockstep.storage.checkpoint_files import Sidecar, complete, write_sidecar
+from lockstep.storage.load import read_checkpoint
 from lockstep.training.inference import load_finished
 from runs import run_door
 
@@ -162,7 +164,7 @@ def test_going_on_from_a_hostile_checkpoint_runs_nothing(attack, trained, canary
     first = run_door("train", *SMALL, "run_id=r", logs=logs)
     last, sidecar = next(complete(first.folder.checkpoints, "last"))
     attack(good(trained), last, canary)
-    write_sidecar(last, Sidecar.of(measure(last), step=sidecar.step))
+    write_sidecar(last, Sidecar.of(checksum_of(last), step=sidecar.step))
     for word in (f"ckpt_path={last}", "resume=r"):
         done = run_door("train", *SMALL, word, "trainer.max_epochs=2", logs=logs)
         assert done.code == (2 if wanted else 0), done.output

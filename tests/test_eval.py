@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lockstep.callbacks.checkpoint_io import read_checkpoint, write_checkpoint
+from lockstep.callbacks.checkpoint_io import write_checkpoint
 from lockstep.runs.folder import read_config
+from lockstep.storage.load import read_checkpoint
 from runs import run_door
 
 SMALL = ["trainer=cpu", "trainer.max_steps=2", "scheduler=none", "run_id=r"]
@@ -78,7 +79,8 @@ def test_of_anothers_checkpoint_only_those_of_the_command_line(trained, tmp_path
 
 
 def test_a_checkpoint_of_a_version_without_a_key_is_tested(trained, tmp_path):
-    from lockstep.callbacks.checkpoint_io import read_checkpoint, write_checkpoint
+    from lockstep.callbacks.checkpoint_io import write_checkpoint
+    from lockstep.storage.load import read_checkpoint
 
     content = read_checkpoint(trained.folder.path / trained.record["best_checkpoint"]["path"])
     config = content["lockstep"]["config"]

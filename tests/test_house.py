@@ -25,7 +25,7 @@ SCRIPT_NAMES = {path.stem for path in SRC.glob("*.py")} - {"classifier"}
 WITHOUT_TORCH = ("runs", "distributed", "storage", "config", "launch", "pages", "rehearsal")
 WITH_TORCH = {
     "lockstep/distributed/process_group.py",
-    "lockstep/storage/checkpoint_content.py",
+    "lockstep/storage/load.py",
     "lockstep/rehearsal/watch.py",  # runs in the ranks
 }
 TORCH_FREE = {"lockstep/strategies/placement.py"}  # the launcher asks it

@@ -48,20 +48,6 @@ def test_as_many_test_images_are_right_as_in_the_run(trained, tmp_path, capsys):
         assert len(sheet.convert("L").getcolors()) > 10
 
 
-@pytest.mark.slow
-def test_a_folder_of_shards_answers_as_the_run_did(trained, tmp_path):
-    _, root = trained
-    options = ["trainer=fsdp_sim", "trainer.max_epochs=1", "trainer.sharded_checkpoint=true"]
-    done = run_door("train", "experiment=quickstart", *options, logs=tmp_path / "logs")
-    assert done.code == 0 and done.record["best_checkpoint"]["path"], done.output
-    assert (done.folder.path / done.record["best_checkpoint"]["path"]).is_dir()
-    ask = [f"ckpt_path={done.record['run_id']}", f"images={root / 'images'}", f"out={tmp_path / 'p.csv'}"]
-    assert main([*ask, f"log_dir={done.logs}"]) == 0
-    with (tmp_path / "p.csv").open(newline="") as file:
-        right = sum(row["file"].removesuffix(".png").split("_")[-1] == row["class"] for row in csv.DictReader(file))
-    assert right == done.record["metrics"]["test/correct"]
-
-
 @pytest.mark.parametrize(
     "change, said",
     [

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.callbacks.checkpoint_io import read_checkpoint
 from lockstep.runs.folder import RunFolder
 from lockstep.storage.checkpoint_files import complete
+from lockstep.storage.load import read_checkpoint
 from runs import run_door
 from slurm import cluster, needs_slurm
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from faults import signal_at_step
-from lockstep.callbacks.checkpoint_io import read_checkpoint
 from lockstep.storage.checkpoint_files import complete, fault_of
+from lockstep.storage.load import read_checkpoint
 from runs import run_door
 
 SOAK = pytest.mark.slow

@@ -13,12 +13,13 @@ import pytest
 
 import upload
 from lockstep.runs.errors import EXIT_NOT_UPLOADED, EXIT_OK
+from lockstep.runs.files import checksum_of
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.own_config import signed
 from lockstep.runs.record import BestCheckpoint, RunRecord, read_record, update_record, write_record
 from lockstep.storage import finish as upload_left_module
 from lockstep.storage.bucket import read_small, sha256_of_object
-from lockstep.storage.checkpoint_files import Sidecar, measure, write_sidecar
+from lockstep.storage.checkpoint_files import Sidecar, write_sidecar
 from lockstep.storage.fetch import fetch_run
 from lockstep.storage.finish import finish_upload, upload_left
 from lockstep.storage.outbox import Outbox
@@ -26,7 +27,7 @@ from lockstep.storage.pointer import OBJECT_NAME
 from lockstep.storage.run_bucket import RunBucket
 from lockstep.storage.s3 import S3Store
 from lockstep.storage.s3_options import S3Options
-from object_store import KEY_IDS, SECRETS, object_store, sharded, shared_store
+from object_store import KEY_IDS, SECRETS, object_store, shared_store
 
 MIB = 2**20
 SRC = Path(__file__).resolve().parents[1] / "src"
@@ -37,7 +38,7 @@ import hashlib, os, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from lockstep.runs.folder import RunFolder
-from lockstep.storage.checkpoint_files import Sidecar, measure, write_sidecar
+from lockstep.storage.checkpoint_files import Sidecar, write_sidecar
 from lockstep.storage.run_bucket import RunBucket
 from lockstep.storage.s3 import S3Store
 from lockstep.storage.s3_client import S3Requests
@@ -62,7 +63,7 @@ for step in range(int(first), int(first) + 3):
     best = folder.checkpoints / f"best-step{step:08d}.ckpt"
     best.parent.mkdir(parents=True, exist_ok=True)
     best.write_bytes(data)
-    sidecar = Sidecar.of(measure(best), step=step, metric={"val/acc": step / 100})
+    sidecar = Sidecar.of(checksum_of(best), step=step, metric={"val/acc": step / 100})
     write_sidecar(best, sidecar)
     uploader.offer("best", best, sidecar)
     offered.append(best)
@@ -96,7 +97,7 @@ class Setting:
         data = hashlib.shake_128(str(step).encode()).digest(1000)
         path = self.folder.checkpoints / f"best-step{step:08d}.ckpt"
         path.write_bytes(data)
-        sidecar = Sidecar.of(measure(path), step=step)
+        sidecar = Sidecar.of(checksum_of(path), step=step)
         write_sidecar(path, sidecar)
         with update_record(self.folder.record) as record:
             best = BestCheckpoint(path=f"checkpoints/{path.name}", step=step, sha256=sidecar.sha256)
@@ -217,37 +218,6 @@ def test_what_is_left_of_an_older_start_does_not_go_over_a_newer_one(setting):
     error = upload_left(setting.run().store, setting.folder, 5.0)
     assert "a newer start of this run (number 2) has taken over" in error
     assert check_the_pointer(setting) is None
-
-
-@pytest.mark.slow
-def test_sharded_checkpoints_of_all_ranks_of_this_machine(setting, tmp_path):
-    folder = setting.folder.checkpoints / "best-step00000010.ckpt"
-    sharded(folder)
-    for rank in (0, 1):
-        Outbox(setting.folder.path / "upload", rank).add("best", folder, Sidecar(10))
-    assert upload_left(setting.run().store, setting.folder, 20.0) is None
-    assert check_the_pointer(setting) == 10
-    assert not list(setting.folder.path.glob("upload/rank*"))
-
-
-def test_another_nodes_shards_are_sent_by_that_node_which_has_no_record(setting, tmp_path):
-    """Its folder holds the outbox alone; what another node left on a shared disk is not its to send."""
-    folder = setting.folder.checkpoints / "best-step00000010.ckpt"
-    sharded(folder, world_size=3)
-    run = setting.run()
-    run.prepare()
-    node = RunFolder(tmp_path / "node1/train/runs/the-run")
-    outbox = Outbox(node.path / "upload", 1)
-    outbox.note(generation=run.generation)
-    for rank in (1, 2):
-        Outbox(node.path / "upload", rank).add("best", folder, Sidecar(10), run.generation)
-    assert finish_upload(setting.s3, node, 0, ranks=range(1, 2)) == 0
-    assert outbox.ranks() == [2]
-    assert [key.rpartition("/")[2][:11] for key, _ in run.store.list(run.root + "checkpoints/")] == ["shard-00002"]
-    assert not node.record.exists()
-    words = ["the-run", f"s3.uri={setting.options.uri}", f"s3.endpoint_url={setting.options.endpoint_url}"]
-    assert upload.main([*words, f"paths.log_dir={tmp_path / 'node1'}"]) == 0, "by hand, all that lies there"
-    assert outbox.ranks() == [] and len(list(run.store.list(run.root + "checkpoints/"))) == 2
 
 
 @pytest.mark.parametrize(

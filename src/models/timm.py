@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.runs.errors import UserError
-from lockstep.storage.checkpoint_content import load_plain
+from lockstep.storage.load import load_plain
 
 HEAD_NAMES = ("attn_pool", "fc_norm", "head_drop", "head", "head_dist")  # what VisionTransformer.forward_head uses
 
@@ -310,7 +310,7 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
             from safetensors.torch import load_file
 
             return load_file(path)
-        content = load_plain(path)
+        content = load_plain(path, path)
     except Exception as error:  # both libraries raise many kinds; every one means that this is no file of weights
         raise UserError(
             f"model.weights={path} cannot be read as weights ({' '.join(str(error).split())[:300]}): "

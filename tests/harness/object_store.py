@@ -9,7 +9,6 @@ It checks signatures, clocks, checksums and permissions as S3 does; a mock that 
 import atexit
 import contextlib
 import ctypes
-import hashlib
 import json
 import os
 import secrets
@@ -229,16 +228,3 @@ def object_store(folder: Path, **settings: Any) -> Iterator[ObjectStore]:
         yield store.start()
     finally:
         store.stop()
-
-
-def sharded(folder: Path, world_size: int = 2) -> dict[str, Any]:
-    """A sharded checkpoint as strategies/sharded_checkpoint.py writes it: shards, the rest, the manifest."""
-    folder.mkdir(parents=True)
-    names = [f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors" for rank in range(world_size)] + ["rest.pt"]
-    files = {}
-    for number, name in enumerate(names):
-        data = hashlib.shake_128(str(number).encode()).digest(1000)
-        (folder / name).write_bytes(data)
-        files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (folder / "manifest.json").write_text(json.dumps({"format": 1, "world_size": world_size, "files": files}))
-    return files

@@ -9,14 +9,13 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import nn
 from torch.nn import functional as F
 
 from local_ranks import local_cluster, meet, run_ranks
+from lockstep.callbacks.checkpoint_io import CheckpointFiles
 from lockstep.distributed.cluster import Cluster
 from lockstep.strategies.capabilities import capabilities
-from lockstep.strategies.sharded_checkpoint import load_checkpoint
 from lockstep.training.rank import StartedRanks
 
 CLASSES, FEATURES = 7, 12
@@ -134,11 +133,6 @@ def strategy_of(name: str, **own: Any) -> Any:
     return cls(**own)
 
 
-class FilesAndFolders(TorchCheckpointIO):
-    def load_checkpoint(self, path, map_location=None, weights_only=None):
-        return load_checkpoint(path)
-
-
 def trainer_of(
     cluster: Cluster,
     name: str,
@@ -156,7 +150,7 @@ def trainer_of(
     for library in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(library).setLevel(logging.ERROR)
     strategy = strategy_of(name, **(own or {}))
-    plugins: list[Any] = [StartedRanks(cluster), FilesAndFolders()]
+    plugins: list[Any] = [StartedRanks(cluster), CheckpointFiles()]
     given: dict[str, Any] = {"precision": precision}
     if plugin := capabilities(strategy).precision_for(precision, device.type):
         plugins.append(plugin)
@@ -234,10 +228,6 @@ def fit(
     if save:
         trainer.save_checkpoint(save)
     state = trainer.strategy.lightning_module_state_dict()
-    if getattr(trainer.strategy, "sharded_checkpoint", False):
-        from lockstep.strategies.sharded_state import full_state_dict
-
-        state = full_state_dict(state, keep=rank == 0)
     result |= {"losses": module.losses, "weights": {name: as_array(value) for name, value in state.items()}}
     if inspect is not None:
         result["inspect"] = inspect(trainer)

@@ -20,7 +20,6 @@ TRAINERS = {
     "clipped": ("trainer=ddp trainer.gradient_clip_val=1.0", 2),
     "averaged": ("trainer=ddp trainer.ema_decay=0.9", 2),
     "shards within a node": ("trainer=fsdp trainer.shard_within_node=true", 2),
-    "folders of shards": ("trainer=fsdp trainer.sharded_checkpoint=true", 2),
     "activations computed again": ("trainer=fsdp trainer.activation_checkpointing=true", 2),
     "shards in CPU memory": ("trainer=fsdp trainer.cpu_offload=true", 2),
     "data not kept": ("trainer=gpu data.device_cache_gib=0", 1),

@@ -33,7 +33,6 @@ VARIANTS = {
     "activations computed again": ("trainer=fsdp trainer.activation_checkpointing=true", 2),
     "activations of copies computed again": ("trainer=dp trainer.activation_checkpointing=true", 2),
     "activations of stages computed again": ("trainer=model_parallel trainer.activation_checkpointing=true", 2),
-    "folders of shards": ("trainer=fsdp trainer.sharded_checkpoint=true", 2),
     "weights kept": ("trainer=fsdp trainer.reshard_after_forward=false", 2),
     "channels_last": ("trainer=ddp trainer.channels_last=true", 2),
     "data not kept": ("trainer=ddp data.device_cache_gib=0", 2),

@@ -1,27 +1,66 @@
-"""How Lightning writes and reads checkpoint files here: whole or not at all, and never unpickling code."""
+"""How Lightning writes and reads checkpoint files: whole or not at all, and read once for all ranks."""
 
 import copy
 import hashlib
-import os
+import io
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
-from torch.distributed.tensor import DTensor
 
 from lockstep.runs.errors import UserError
-from lockstep.runs.files import write_atomically
-from lockstep.runs.old_configs import today
-from lockstep.storage.checkpoint_content import Checkpoint, checked_checkpoint, load_plain, refused
-from lockstep.storage.checkpoint_files import Measured, remove
+from lockstep.runs.files import Checksum, write_atomically
+from lockstep.storage.load import Checkpoint, read_checkpoint
+
+CHUNK_BYTES = 64 * 2**20
+
+
+class CheckpointFiles(CheckpointIO):
+    """Write a checkpoint beside its target and rename it; load it on rank 0 and broadcast it.
+
+    Attributes:
+        asynchronous: only copy the checkpoint to host memory, and leave it to the caller to call `write`.
+        write: write the checkpoint that was saved last, unless that is done, and return its size and sha256.
+    """
+
+    def __init__(self) -> None:
+        self.asynchronous = False
+        self.write: Callable[[], Checksum] | None = None
+
+    def save_checkpoint(self, checkpoint: Checkpoint, path: Any, storage_options: Any = None) -> None:
+        if self.asynchronous:
+            self.write = partial(write_checkpoint, on_host(checkpoint, always=True), Path(path))
+        else:
+            written = write_checkpoint(checkpoint, Path(path))
+            self.write = lambda: written
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Checkpoint:
+        return load_on_all_ranks(path, map_location or "cpu")
+
+    def remove_checkpoint(self, path: Any) -> None:
+        Path(path).unlink(missing_ok=True)
+
+
+def write_checkpoint(checkpoint: Checkpoint, path: Path) -> Checksum:
+    """Write beside the target, sync, rename; return the size and sha256 of what was written."""
+    written: list[_Hashing] = []
+
+    def write(file: Any) -> None:
+        written.append(_Hashing(file))
+        torch.save(on_host(checkpoint), written[0])
+
+    write_atomically(path, write, binary=True)
+    return Checksum(written[0].bytes, written[0].digest.hexdigest())
 
 
 class _Hashing:
-    """A file that hashes what is written to it; torch.save only ever appends."""
+    """A file that hashes what is written to it; torch.save only appends."""
 
     def __init__(self, file: Any) -> None:
         self.file, self.digest, self.bytes = file, hashlib.sha256(), 0
@@ -35,15 +74,80 @@ class _Hashing:
         self.file.flush()
 
 
-def on_host(checkpoint: Checkpoint, always: bool = False) -> Checkpoint:
-    """The same with all tensors in CPU memory: the copies are queued, and waited for once.
+def load_on_all_ranks(path: str | Path, map_location: Any = "cpu") -> Checkpoint:
+    """Read a checkpoint on rank 0 and broadcast its bytes; other nodes need no copy of the file.
 
-    Tensors that share their memory still do, so that a file holds tied weights once.
+    Every rank must call it. Without a process group it is `read_checkpoint`.
+
+    Raises:
+        UserError: on every rank, as read_checkpoint.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return read_checkpoint(path, map_location)
+    is_rank_zero, content = dist.get_rank() == 0, io.BytesIO()
+    file = open(path, "rb") if is_rank_zero and Path(path).is_file() else None  # noqa: SIM115 (closed below)
+    sent: list[Any] = [file is not None or not is_rank_zero]
+    dist.broadcast_object_list(sent)
+    if not sent[0]:
+        raise UserError(f"There is no checkpoint {path}.")
+    while True:
+        sent = [file.read(CHUNK_BYTES) if file else None]
+        dist.broadcast_object_list(sent)
+        if not sent[0]:
+            break
+        content.write(sent[0])
+    if file:
+        file.close()
+    content.seek(0)
+    return read_checkpoint(path, map_location, content)
+
+
+# --- asynchronous writing
+
+
+class Writer:
+    """One thread that writes checkpoints one after the other while training goes on."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._jobs: deque[tuple[Future[None], Callable[[], None]]] = deque()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._jobs)
+
+    def submit(self, work: Callable[[], None], then: Callable[[], None]) -> None:
+        """Call `work` in the thread and, once it is done, `then` in `check`."""
+        self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
+        self._jobs.append((self._thread.submit(work), then))
+
+    def check(self, wait: bool = False) -> None:
+        """Finish the jobs that are done, or all of them.
+
+        Raises:
+            Exception: what a job raised; the jobs behind it are dropped.
+        """
+        while self._jobs and (wait or self._jobs[0][0].done()):
+            job, then = self._jobs.popleft()
+            try:
+                job.result()
+            except BaseException:
+                for later, _ in self._jobs:
+                    later.cancel()
+                self._jobs.clear()
+                raise
+            then()
+
+
+def on_host(checkpoint: Checkpoint, always: bool = False) -> Checkpoint:
+    """Return the checkpoint with all tensors in CPU memory; copies from a GPU are queued and waited for once.
+
+    Tensors that share memory still do, so that a file holds tied weights once.
 
     Args:
-        always: copy what lies there already too, into memory of its own: training goes on changing it.
+        always: copy tensors that are in CPU memory too, because training goes on changing them.
     """
-    copies: dict[tuple[torch.device, int], torch.Tensor] = {}
+    copies: dict[tuple[torch.device, int], torch.Tensor] = {}  # by device and address of the memory
     moved = _queue_copies(checkpoint, copies, always)
     for device in {device for device, _ in copies if device.type == "cuda"}:
         torch.cuda.current_stream(device).synchronize()
@@ -51,19 +155,12 @@ def on_host(checkpoint: Checkpoint, always: bool = False) -> Checkpoint:
 
 
 def _queue_copies(value: Any, copies: dict[tuple[torch.device, int], torch.Tensor], always: bool) -> Any:
-    """
-    Args:
-        copies: filled with the bytes of each memory, by device and address.
-    """
-    if isinstance(value, DTensor) and always:
-        copied = value.detach().to("cpu", copy=True, non_blocking=True)
-        return copies.setdefault((value.device, id(value)), copied)
     if isinstance(value, torch.Tensor) and (value.is_cuda or always):
         storage = value.untyped_storage()
         place = (value.device, storage.data_ptr())
         if place not in copies:
             whole = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
-            # From a GPU into pinned memory, which torch keeps for the next time.
+            # Pinned memory makes the copy from a GPU asynchronous; torch keeps it for the next checkpoint.
             own = torch.empty_like(whole, device="cpu", pin_memory=always and value.is_cuda)
             copies[place] = own.copy_(whole, non_blocking=True)
         host = torch.empty(0, dtype=value.dtype)
@@ -75,79 +172,3 @@ def _queue_copies(value: Any, copies: dict[tuple[torch.device, int], torch.Tenso
     if type(value) in (list, tuple):
         return type(value)(_queue_copies(item, copies, always) for item in value)
     return value
-
-
-def write_checkpoint(checkpoint: Checkpoint, path: Path) -> Measured:
-    """Write beside the target, sync, rename; returns size and hash of what was written."""
-    written: list[_Hashing] = []
-
-    def write(file: Any) -> None:
-        written.append(_Hashing(file))
-        torch.save(on_host(checkpoint), written[0])
-
-    write_atomically(path, write, binary=True)
-    return Measured(written[0].bytes, written[0].digest.hexdigest())
-
-
-def read_checkpoint(
-    path: str | Path, map_location: Any = "cpu", read_folder: Callable[[Path], Checkpoint] | None = None
-) -> Checkpoint:
-    """A checkpoint's tensors and plain values; nothing in the file chooses code to run.
-
-    Args:
-        read_folder: reads a folder of shards.
-
-    Raises:
-        UserError: there is no such file, or it is no checkpoint that can be loaded safely, whatever the damage.
-    """
-    path = Path(path)
-    if not path.exists():
-        raise UserError(f"There is no checkpoint {path}.")
-    with refused(path):
-        of_shards = path.is_dir() and read_folder is not None
-        checkpoint = checked_checkpoint(read_folder(path) if of_shards else load_plain(path, map_location))
-    own = checkpoint.get("lockstep")
-    if own and "config" in own:
-        own["config"] = today(own["config"])
-    return checkpoint
-
-
-@dataclass(frozen=True)
-class Deferred:
-    """A checkpoint of which a copy waits to be written. group: of all ranks that write parts of it."""
-
-    write: Callable[[], Measured | None]
-    group: Any = None
-
-
-class CheckpointFiles(CheckpointIO):
-    """Remembers size and hash of the file it wrote last, for the small file beside it.
-
-    Attributes:
-        defers: keep a copy of what is to be saved, and leave it to `take_deferred` to write it.
-    """
-
-    def __init__(self, read_folder: Callable[[Path], Checkpoint] | None = None) -> None:
-        self.read_folder = read_folder
-        self.written: dict[str, Measured] = {}
-        self.defers = False
-        self._deferred: Deferred | None = None
-
-    def save_checkpoint(self, checkpoint: Checkpoint, path: Any, storage_options: Any = None) -> None:
-        if self.defers:
-            self.defer(checkpoint, lambda copied: write_checkpoint(copied, Path(path)))
-        else:
-            self.written = {os.fspath(path): write_checkpoint(checkpoint, Path(path))}
-
-    def defer(self, checkpoint: Checkpoint, write: Callable[[Checkpoint], Measured | None], group: Any = None) -> None:
-        self._deferred = Deferred(partial(write, on_host(checkpoint, always=True)), group)
-
-    def take_deferred(self) -> Deferred | None:
-        taken, self._deferred = self._deferred, None
-        return taken
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Checkpoint:
-        return read_checkpoint(path, map_location or "cpu", self.read_folder)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        remove(Path(path))

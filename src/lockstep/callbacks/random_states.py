@@ -3,7 +3,6 @@
 import random
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 
@@ -13,18 +12,18 @@ State = dict[str, Any]  # plain values and byte tensors by their names, as a che
 
 
 def random_state() -> State:
-    """Every generator that this process draws from, as plain values and byte tensors."""
+    """Return the state of every generator that this process draws from."""
     numpy_state = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": cuda_state(),
+        "cuda": _cuda_state(),
         "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
         "python": _as_lists(random.getstate()),
     }
 
 
-def cuda_state() -> torch.Tensor | list[torch.Tensor] | None:
-    """Of this process's GPU; of all GPUs where it uses several (dp, model_parallel)."""
+def _cuda_state() -> torch.Tensor | list[torch.Tensor] | None:
+    """The state of this rank's GPU; of all GPUs if one process uses several (dp, model_parallel)."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return None
     several = not torch.distributed.is_initialized() and torch.cuda.device_count() > 1
@@ -47,8 +46,8 @@ def _as_lists(value: Any) -> Any:
     return [_as_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
-def gather_random_states(trainer: pl.Trainer) -> list[State]:
-    """One state per rank, in rank order, on every rank."""
-    if trainer.world_size == 1 or not torch.distributed.is_initialized():
+def gather_random_states() -> list[State]:
+    """Return one state per rank, in rank order, on every rank."""
+    if not torch.distributed.is_initialized():
         return [random_state()]
     return gather_objects(random_state())

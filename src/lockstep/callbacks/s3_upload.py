@@ -77,6 +77,8 @@ class S3Upload(Callback):
             raise UserError(f"{self.options.uri} cannot be used: {fault} (s3.required=false trains without it).")
         if fault:
             log.info(f"s3: {self.options.uri} cannot be used now: {fault}; training starts, uploads are tried again.")
+        if self.rank != 0:
+            return
         self.uploader = Uploader(
             run,
             self.folder,
@@ -96,10 +98,6 @@ class S3Upload(Callback):
             started = time.monotonic()
             self.uploader.offer(kind, path, sidecar)
             self.stalled_s += time.monotonic() - started
-
-    def on_shards_complete(self, path: Path, kind: str, step: int) -> None:
-        """On every other rank, once a sharded checkpoint is complete: this rank sends the shards that it holds."""
-        self.on_checkpoint_complete(path, Sidecar(step), kind)
 
     def expect_end(self, seconds: float) -> None:
         """This machine goes in so many seconds: the next `last` is sent first, and nothing waits longer."""

@@ -8,7 +8,6 @@ from lockstep.distributed.cluster import Cluster
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR
 from lockstep.runs.files import utc_now, write_atomically
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.full_disk import use_reserve
 from lockstep.runs.record import Failure, read_record, update_record
 from lockstep.runs.redact import redact_text
 
@@ -39,8 +38,6 @@ def report_failure(failure: RankError | None, folder: RunFolder, cluster: Cluste
     if failure is None:
         return record_end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
     failure = {**failure, "message": redact_text(str(failure["message"]))}
-    if failure["kind"] == "NoRoom":
-        use_reserve(folder.path)
     if folder.path.is_dir():  # else rank 0 found its input refused, and took the folder away
         write_atomically(folder.rank_error(cluster.rank), lambda file: file.write(json.dumps(failure)))
     if not cluster.is_supervised:

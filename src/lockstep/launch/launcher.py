@@ -48,7 +48,6 @@ from lockstep.launch.without_gpu import refuse_days_on_cpu
 from lockstep.runs.config import Config, read_only
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, Interrupted, UserError
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.full_disk import use_reserve
 from lockstep.runs.output import set_up
 from lockstep.runs.record import read_record, update_record
 from lockstep.runs.redact import refuse_secrets
@@ -251,7 +250,6 @@ def run_supervised(path: Path, work: Work) -> int:
 def _finish(plan: RunPlan, code: int) -> int:
     cluster, folder = plan.cluster, plan.folder
     remove_empty_stacks(folder)
-    use_reserve(folder.path)
     if cluster.is_supervisor or cluster.local_rank == 0:
         code = _finish_upload(plan.config, folder, code, cluster)
     if cluster.is_rank_zero:

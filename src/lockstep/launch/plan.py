@@ -28,7 +28,7 @@ class ResumePoint:
 
     Args:
         step: optimizer steps done; 0 where no whole checkpoint was left.
-        checkpoint: file or folder of shards; None at step 0.
+        checkpoint: a file on the machine of rank 0; None at step 0.
     """
 
     step: int

@@ -20,7 +20,7 @@ from lockstep.runs.durations import seconds_of
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import lock, sha256_of, utc_now, write_atomically
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, new_run_id
-from lockstep.runs.full_disk import is_full, reserve_room
+from lockstep.runs.full_disk import is_full
 from lockstep.runs.own_config import signed
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import CodeState, Cost, Host, RunRecord, continued, read_record, write_record
@@ -141,7 +141,7 @@ def _restarted_from_outside(folder: RunFolder, environ: Mapping[str, str]) -> bo
 def find_weights(plan: RunPlan) -> RunPlan:
     """The plan with the user's ckpt_path, from whose weights a run starts, as a file of this machine.
 
-    A node other than the first may lack it: rank 0 sends it.
+    A node other than the first may lack it: rank 0 reads it and broadcasts it.
 
     Raises:
         UserError: on node 0, where there is none.
@@ -176,7 +176,6 @@ def begin(plan: RunPlan, fresh: bool) -> RunPlan:
     if plan.initial_weights:
         plan = replace(plan, initial_weights=str(Path(plan.initial_weights).resolve()))
     folder.path.mkdir(parents=True, exist_ok=True)
-    reserve_room(folder.path)
     if plan.config["task_name"] == "train":
         untouched = compose("train", [])
         _write_yaml({**plain(untouched), "choices": chosen_options(untouched)}, folder.defaults)

@@ -3,7 +3,6 @@
 None is a base class: whoever has the method has the hook. Imports no torch.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -105,12 +104,6 @@ class OnCheckpointComplete(Protocol):
 
 
 @runtime_checkable
-class OnShardsComplete(Protocol):
-    def on_shards_complete(self, path: Path, kind: str, step: int) -> None:
-        """On the other ranks when a checkpoint of shards is whole: this node's shards lie in the folder `path`."""
-
-
-@runtime_checkable
 class ExpectsEnd(Protocol):
     def expect_end(self, seconds: float) -> None:
         """The machine goes away in so many seconds: what must outlive it has to leave it by then."""
@@ -125,15 +118,7 @@ class HasRecordFields(Protocol):
         """What this one adds to run.json, by field."""
 
 
-# --- strategies and what writes their checkpoints
-
-
-@runtime_checkable
-class DefersCheckpoints(Protocol):
-    defers: bool  # a checkpoint is copied now, and written later
-
-    def defer(self, checkpoint: Any, write: Callable[[Any], Any], group: Any = None) -> None:
-        """Keep a copy that `write` will be called with, in a thread; `group`: of all ranks that write parts of it."""
+# --- strategies
 
 
 @runtime_checkable

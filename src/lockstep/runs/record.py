@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs import foreign_files
-from lockstep.runs.batch import Batch, states_accumulation
+from lockstep.runs.batch import states_accumulation
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import seconds_between, utc_now, write_atomically
 from lockstep.runs.typed_json import Part, WrongValue, from_json, to_json
@@ -421,17 +421,6 @@ def restart_of(previous: RunRecord, record: RunRecord, step: int) -> Restart:
         per_device_batch_size=record.per_device_batch_size,
         code=record.code if previous.code.tree_hash != record.code.tree_hash else CodeState(),
     )
-
-
-def take_over_record(
-    path: Path, previous: RunRecord | None, batch: Batch, *, step: int, checkpoint: str | None
-) -> None:
-    """On node 0, where the run's earlier record and newest checkpoint were found on another node."""
-    record = read_record(path)
-    record.per_device_batch_size, record.accumulate_grad_batches = batch.per_device, batch.accumulate
-    if previous is not None:
-        record = continued(previous, record, step=step, checkpoint=checkpoint)
-    write_record(path, record)
 
 
 def running_seconds(record: RunRecord) -> float:

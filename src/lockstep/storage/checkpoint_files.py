@@ -1,11 +1,10 @@
-"""Which checkpoints of a folder are complete and whole; needs no torch.
+"""Checkpoint files of a run: their names, the small file that makes each complete, and which of them are whole.
 
-Beside `last-step00000120.ckpt` (a file, or a folder of shards) lies `last-step00000120.ckpt.json`, written last:
-it makes the checkpoint complete, and its sha256 tells whether the bytes are still those that were written.
-`last-before-step00000120.ckpt` is what had that name, while another of the same step is being written.
+`last-step00000120.ckpt` is complete once `last-step00000120.ckpt.json` lies beside it. That file is written last, and
+its sha256 tells whether the bytes are still those that were written. `last-before-step00000120.ckpt` is a second name
+for a checkpoint that is about to be overwritten. Imports no torch.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -26,14 +25,12 @@ NAME = re.compile(r"(?P<kind>best|last)(?P<before>-before)?-step(?P<step>\d{8,})
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What is known of a checkpoint: the small file beside it, and what goes along with it to the bucket.
+    """The small file beside a checkpoint, which also goes to the bucket with it.
 
-    bytes, sha256: of the file; of a folder of shards over all its files. 0 and empty where this machine holds only
-        its own ranks' shards.
-    files: of a folder of shards, each file by its name.
-    epoch, batches_done, batches_per_epoch, phase: where in training it stands (callbacks/resume_point.py).
-    metric: what a best reached, e.g. {"val/acc": 0.91}.
-    weights_only: it lacks the optimizer's state.
+    Attributes:
+        epoch, batches_done, batches_per_epoch, phase: the position in training (callbacks/resume_point.py).
+        metric: what a best checkpoint reached, such as {"val/acc": 0.91}.
+        weights_only: the optimizer's state is left out.
     """
 
     step: int
@@ -41,7 +38,6 @@ class Sidecar:
     sha256: str = ""
     epoch: int = 0
     metric: dict[str, float] = field(default_factory=dict)
-    files: dict[str, Checksum] | None = None
     world_size: int | None = None
     batches_done: int | None = None
     batches_per_epoch: int | None = None
@@ -50,58 +46,32 @@ class Sidecar:
     weights_only: bool | None = None
 
     @classmethod
-    def of(cls, measured: "Measured", *, step: int, **known: Any) -> "Sidecar":
-        return cls(step, measured.bytes, measured.sha256, files=measured.files, **known)
+    def of(cls, measured: Checksum, *, step: int, **known: Any) -> "Sidecar":
+        return cls(step, measured.bytes, measured.sha256, **known)
 
     def as_json(self) -> dict[str, object]:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A checkpoint's bytes and sha256; of a folder over its sorted files, each also on its own."""
-
-    bytes: int
-    sha256: str
-    files: dict[str, Checksum] | None = None
-
-
 def parse_sidecar(held: object) -> Sidecar | None:
-    """None where it is no mapping, or bytes, sha256 or step are not what they must be; other nonsense is left out."""
+    """Return None unless step, bytes and sha256 are what they must be; unknown fields are ignored."""
     if not isinstance(held, Mapping):
         return None
-    known = {name: held[name] for name in {one.name for one in fields(Sidecar)} & held.keys()}
+    known = {one.name: held[one.name] for one in fields(Sidecar) if one.name in held}
     try:
-        known.update(
-            step=int(held["step"]),
-            bytes=int(held.get("bytes") or 0),
-            sha256=str(held.get("sha256") or ""),
-            epoch=int(held.get("epoch") or 0),
-            metric=finite(held.get("metric")),
-            files=None if held.get("files") is None else parse_checksums(held["files"]),
-        )
-        return Sidecar(**known)
-    except (ValueError, OverflowError, KeyError, TypeError, AttributeError):
+        known.update(step=int(held["step"]), bytes=int(held["bytes"]), sha256=str(held["sha256"]))
+        return Sidecar(**{**known, "epoch": int(held.get("epoch") or 0), "metric": finite(held.get("metric"))})
+    except (ValueError, OverflowError, KeyError, TypeError):
         return None
-
-
-def parse_checksums(held: Mapping[str, Any]) -> dict[str, Checksum]:
-    """{file name: bytes and sha256}, as sidecars and manifests have them.
-
-    Raises:
-        ValueError, OverflowError, KeyError, TypeError, AttributeError: it is nothing of the kind.
-    """
-    return {str(name): Checksum(int(file["bytes"]), str(file["sha256"])) for name, file in held.items()}
 
 
 def finite(metric: object) -> dict[str, float]:
-    """Those values that are numbers: JSON has no nan."""
+    """The values that are numbers, because JSON has no nan."""
     values = metric.items() if isinstance(metric, Mapping) else ()
-    return {str(name): float(v) for name, v in values if is_number(v)}
+    return {str(name): float(v) for name, v in values if isinstance(v, int | float) and -1e300 < v < 1e300}
 
 
 def is_number(value: object) -> bool:
-    """One that a float can hold, and neither nan nor infinite."""
     return isinstance(value, int | float) and -1e300 < value < 1e300
 
 
@@ -113,47 +83,34 @@ def sidecar_path(checkpoint: Path) -> Path:
     return checkpoint.with_name(checkpoint.name + ".json")
 
 
-def measure(checkpoint: Path) -> Measured:
-    """Reads all of it."""
-    if checkpoint.is_file():
-        whole = checksum_of(checkpoint)
-        return Measured(whole.bytes, whole.sha256)
-    paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
-    files = {str(path.relative_to(checkpoint)): checksum_of(path) for path in paths}
-    listed = {name: asdict(file) for name, file in files.items()}
-    sha256 = hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
-    return Measured(sum(file.bytes for file in files.values()), sha256, files)
-
-
 def write_sidecar(checkpoint: Path, sidecar: Sidecar) -> None:
     text = json.dumps(sidecar.as_json(), indent=1) + "\n"
     write_atomically(sidecar_path(checkpoint), lambda file: file.write(text))
 
 
 def read_sidecar(checkpoint: Path) -> Sidecar | None:
-    """What is known of a complete checkpoint; None where it is missing or torn."""
+    """Return None if the checkpoint has no readable sidecar, and so is not complete."""
     try:
-        held = read_json(sidecar_path(checkpoint))
+        return parse_sidecar(read_json(sidecar_path(checkpoint)))
     except (OSError, ValueError):
         return None
-    return parse_sidecar(held) if isinstance(held, dict) and {"bytes", "sha256", "step"} <= held.keys() else None
 
 
 def fault_of(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be used, in words; None where it is whole."""
+    """Say why a checkpoint cannot be used; None if it is whole. Reads the whole file."""
     sidecar = read_sidecar(checkpoint)
     if sidecar is None:
         return "it has no readable " + sidecar_path(checkpoint).name
-    if not checkpoint.exists():
+    if not checkpoint.is_file():
         return "it is gone"
-    found = measure(checkpoint)
+    found = checksum_of(checkpoint)
     if found.bytes != sidecar.bytes:
         return f"it holds {found.bytes} bytes instead of {sidecar.bytes}"
     return None if found.sha256 == sidecar.sha256 else "its sha256 is not the one that was written"
 
 
 def complete(folder: Path, kind: str | None = None) -> Iterator[tuple[Path, Sidecar]]:
-    """Complete checkpoints of a run, newest first (by step, last before best, what was set aside after its like)."""
+    """The complete checkpoints of a run, newest first: by step, last before best, second names after the first."""
     found = []
     for path in folder.glob("*.ckpt") if folder.is_dir() else ():
         match, sidecar = NAME.fullmatch(path.name), read_sidecar(path)
@@ -164,9 +121,10 @@ def complete(folder: Path, kind: str | None = None) -> Iterator[tuple[Path, Side
 
 
 def newest_whole(folder: Path, kind: str | None = None) -> Path | None:
-    """The newest checkpoint whose bytes are still right; each one passed over is named.
+    """Return the newest checkpoint whose bytes are still right, and log each one that is passed over.
 
-    Without a kind it is for going on with the run, for which weights alone are not enough.
+    Args:
+        kind: best or last; None: any that a run can resume from, for which weights alone are not enough.
     """
     for path, sidecar in complete(folder, kind):
         if kind is None and sidecar.weights_only:
@@ -179,62 +137,32 @@ def newest_whole(folder: Path, kind: str | None = None) -> Path | None:
 
 
 def link(source: Path, target: Path) -> None:
-    """A second name for a complete checkpoint and its sidecar: hard links where the file system has them.
-
-    On a node without rank 0 a folder of its own shards has no sidecar.
-    """
+    """Give a complete checkpoint and its sidecar a second name; where the file system has no hard links, copy them."""
     for old, new in ((source, target), (sidecar_path(source), sidecar_path(target))):
-        if not old.exists():
-            continue
-        if old.is_dir():
-            shutil.copytree(old, new, copy_function=_link_or_copy, dirs_exist_ok=True)
-        else:
-            new.unlink(missing_ok=True)
-            _link_or_copy(old, new)
+        new.unlink(missing_ok=True)
+        try:
+            os.link(old, new)
+        except OSError:
+            shutil.copyfile(old, new)
     sync_folder(target.parent)
 
 
 def set_aside(checkpoint: Path) -> None:
-    """A second name for what is about to be written over, until its successor is complete."""
-    if checkpoint.exists():
-        aside = checkpoint.with_name(checkpoint.name.replace("-step", "-before-step"))
-        if aside.exists():
-            remove(aside)
-        link(checkpoint, aside)
-
-
-def _link_or_copy(old: Any, new: Any) -> None:
-    try:
-        os.link(old, new)
-    except OSError:
-        shutil.copy2(old, new)
+    """Keep a second name for a checkpoint that is about to be overwritten, until its successor is complete."""
+    if sidecar_path(checkpoint).exists():
+        link(checkpoint, checkpoint.with_name(checkpoint.name.replace("-step", "-before-step")))
 
 
 def remove(checkpoint: Path) -> None:
-    """The sidecar first: what is half removed is no longer complete."""
+    """Remove the sidecar first, because what is half removed is no longer complete."""
     sidecar_path(checkpoint).unlink(missing_ok=True)
-    if checkpoint.is_dir():
-        shutil.rmtree(checkpoint, ignore_errors=True)  # another node that shares the disk may be at it too
-    else:
-        checkpoint.unlink(missing_ok=True)
-
-
-def has_only_own_shards(checkpoint: Path) -> bool:
-    """A folder of shards on a node that does not see rank 0's disk, where the sidecar lies."""
-    return checkpoint.is_dir() and not sidecar_path(checkpoint).exists()
-
-
-def remove_own_shards(folder: Path, kind: str, kept: Path) -> None:
-    """On such a node, once `kept` is complete: what rank 0 removes on its disk."""
-    for path in folder.glob(f"{kind}-*.ckpt"):
-        if path != kept and NAME.fullmatch(path.name) and has_only_own_shards(path):
-            remove(path)
+    checkpoint.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """What a killed process left half written: parts, and checkpoints without a sidecar."""
+    """Remove what a killed process left: half-written files, and checkpoints without a sidecar."""
     for path in folder.glob(".*.part") if folder.is_dir() else ():
         path.unlink(missing_ok=True)
     for path in folder.glob("*.ckpt") if folder.is_dir() else ():
-        if NAME.fullmatch(path.name) and not sidecar_path(path).exists():
+        if NAME.fullmatch(path.name) and path.is_file() and not sidecar_path(path).exists():
             remove(path)

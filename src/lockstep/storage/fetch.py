@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.runs.downloads import BrokenOff, Damaged, Incoming, download
 from lockstep.runs.errors import UserError
-from lockstep.runs.files import locked_file, sha256_of
+from lockstep.runs.files import checksum_of, locked_file
 from lockstep.runs.folder import RUN_ID_PATTERN, RunFolder, find_run
 from lockstep.storage.bucket import open_store, read_small, sha256_of_object
 from lockstep.storage.checkpoint_files import (
@@ -16,16 +16,14 @@ from lockstep.storage.checkpoint_files import (
     checkpoint_name,
     complete,
     fault_of,
-    measure,
     newest_whole,
     read_sidecar,
     write_sidecar,
 )
 from lockstep.storage.object_store import ObjectStore, StoreError
-from lockstep.storage.pointer import MANIFEST, SHA256, Pointer, parse_pointer
+from lockstep.storage.pointer import SHA256, Pointer, parse_pointer
 from lockstep.storage.run_bucket import KINDS, RunBucket
 from lockstep.storage.s3_options import parse_uri
-from lockstep.storage.shards import read_manifest, shards_of
 from lockstep.storage.small_files import restore_small_files
 
 log = logging.getLogger(__name__)
@@ -42,7 +40,7 @@ def resolve_checkpoint(address: str | Path, s3: Mapping[str, Any] | None, cache:
     """A local path of the checkpoint: the path as it is, or what the s3:// address names, fetched into `cache`.
 
     Args:
-        address: a path; an object `s3://…/x.ckpt`; a sharded checkpoint's manifest.json; or a run's prefix
+        address: a path; an object `s3://…/x.ckpt`; or a run's prefix
             `s3://bucket/prefix/run_id`, of which best.json says which object it is.
         s3: the config group (endpoint_url and so on); its uri is not used.
     Raises:
@@ -96,34 +94,15 @@ def fetch(store: ObjectStore, pointer: Pointer, folder: Path, name: str | None =
     Raises:
         StoreError: kind "corrupt" where the bytes in the bucket are not those that were uploaded.
     """
-    key_name = pointer.key.removesuffix("/" + MANIFEST).rpartition("/")[2]
+    key_name = pointer.key.rpartition("/")[2]
     path = folder / (name or f"{FALLBACK.sub('-', key_name).removesuffix('.ckpt')}.ckpt")
     with locked_file(folder / f".{path.name}.lock"):
-        if fault_of(path) is None and not lacks_shards(path):
+        if fault_of(path) is None:
             return path
-        if pointer.folder is not None:
-            _fetch_shards(store, pointer, path)
-        else:
-            fetch_object(store, pointer.key, path, pointer.bytes, pointer.sha256)
+        fetch_object(store, pointer.key, path, pointer.bytes, pointer.sha256)
         known = {"epoch": pointer.epoch, "metric": pointer.metric, "s3_uri": store.root + pointer.key}
-        write_sidecar(path, Sidecar.of(measure(path), step=pointer.step, **known))
+        write_sidecar(path, Sidecar.of(checksum_of(path), step=pointer.step, **known))
         return path
-
-
-def lacks_shards(path: Path) -> bool:
-    """Of a sharded checkpoint this machine holds its own ranks' part, or not even that."""
-    return any(not (path / name).is_file() for name in shards_of(path))
-
-
-def _fetch_shards(store: ObjectStore, pointer: Pointer, path: Path) -> None:
-    """The manifest last here too: a broken-off fetch leaves no folder that looks complete."""
-    path.mkdir(parents=True, exist_ok=True)
-    incoming = path / f".{MANIFEST}.incoming"
-    fetch_object(store, pointer.key, incoming, pointer.bytes, pointer.sha256)
-    for name, file in read_manifest(incoming.read_bytes()).items():
-        if not (path / name).exists() or sha256_of(path / name) != file.sha256:
-            fetch_object(store, f"{pointer.folder}{name}", path / name, file.bytes, file.sha256)
-    incoming.replace(path / MANIFEST)
 
 
 def fetch_object(store: ObjectStore, key: str, target: Path, num_bytes: int, sha256: str) -> None:
@@ -168,8 +147,6 @@ def fetch_run(store: ObjectStore, folder: RunFolder) -> Path | None:
     local = newest_whole(folder.checkpoints)
     known = read_sidecar(local) if local else None
     local_step = known.step if known else -1
-    if local and lacks_shards(local):
-        local_step -= 1  # the bucket's of the same step is whole
     run = RunBucket(store, folder.run_id)
     try:
         named = [(pointer, kind) for kind in KINDS for pointer in run.pointers(kind)]

@@ -85,7 +85,7 @@ class Outbox:
         held = {"kind": kind, "name": path.name, "sidecar": sidecar.as_json(), "generation": generation}
         shutil.rmtree(entry, ignore_errors=True)
         try:
-            _link(path, item.path, own_files(path, self.rank) if path.is_dir() else None)
+            _link(path, item.path, None)
             write_atomically(entry / ITEM, lambda file: file.write(json.dumps(held)))
         except OSError as error:
             shutil.rmtree(entry, ignore_errors=True)
@@ -135,16 +135,6 @@ class Outbox:
                 self.drop(older)  # the names sort by step
             newest[item.kind] = item
         return list(newest.values())
-
-
-def own_files(folder: Path, rank: int) -> list[str]:
-    """The files of a sharded checkpoint that this rank uploads: its shards, and on rank 0 what is no rank's."""
-    return sorted(path.name for path in folder.iterdir() if path.is_file() and _owner(path.name) == rank)
-
-
-def _owner(name: str) -> int:
-    match = SHARD.match(name)
-    return int(match[1]) - 1 if match else 0
 
 
 def _read_entry(entry: Path) -> Item | None:

@@ -1,4 +1,4 @@
-"""One upload of a run: a checkpoint with its pointer, a rank's shards, or the small files; uploader.py says when."""
+"""One upload of a run: a checkpoint with its pointer, or the small files; uploader.py says when."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,6 @@ from lockstep.storage.object_store import StoredObject
 from lockstep.storage.outbox import Item, Outbox
 from lockstep.storage.pointer import Pointer
 from lockstep.storage.run_bucket import RunBucket
-from lockstep.storage.shards import NotYet, send_shards
 from lockstep.storage.small_files import SmallFiles
 
 
@@ -29,7 +28,6 @@ class Sender:
         """What a pointer names now; None where no pointer was this rank's to move.
 
         Raises:
-            NotYet: another rank has to be first; try again soon.
             StoreError: it could not be sent.
         """
         self._prepare()
@@ -37,26 +35,17 @@ class Sender:
             self.run.check_current()
             self.small_files.send(cancelled)
             return None
-        if item.path.is_dir():
-            stored = send_shards(self.run, item, self.rank, cancelled)
-        else:
-            stored = self._send_file(item, cancelled)
-        if stored is not None:
-            known = item.sidecar
-            self.run.move(
-                item.kind, stored, step=item.step, epoch=known.epoch, metric=known.metric, only_forward=item.adopted
-            )
+        stored, known = self._send_file(item, cancelled), item.sidecar
+        self.run.move(
+            item.kind, stored, step=item.step, epoch=known.epoch, metric=known.metric, only_forward=item.adopted
+        )
         return stored
 
     def _prepare(self) -> None:
-        """Once: rank 0 becomes the newest start of the run, the others join it."""
-        if self.rank == 0:
-            if not self._is_prepared:
-                self.run.prepare()
-                self.best_before = self.run.read_pointer("best")[0]
-        elif not self.run.join():
-            raise NotYet
+        """Once: become the newest start of the run."""
         if not self._is_prepared:
+            self.run.prepare()
+            self.best_before = self.run.read_pointer("best")[0]
             self.outbox.note(generation=self.run.generation)  # for whoever sends what is left after its end
             self._is_prepared = True
 

@@ -20,7 +20,6 @@ from lockstep.storage.object_store import StoredObject, StoreError
 from lockstep.storage.outbox import Item, Outbox
 from lockstep.storage.run_bucket import RunBucket, Superseded
 from lockstep.storage.sender import Sender
-from lockstep.storage.shards import NotYet
 
 log = logging.getLogger(__name__)
 
@@ -203,8 +202,6 @@ class Uploader:
             started = self.clock()
             try:
                 stored = self._send(item)
-            except NotYet:
-                self._put_back(item, delay_s=1.0)
             except StoreError as error:
                 self._failed(item, self._after_sweep(error))
             except Exception as error:  # a mistake of ours must not end the uploads of this run

@@ -7,24 +7,19 @@ just before it computes, and freed after it. See https://pytorch.org/docs/stable
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import ClusterEnvironment, Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from lockstep.runs.errors import UserError
-from lockstep.runs.hooks import DefersCheckpoints, HasShardUnits
-from lockstep.strategies import sharded_checkpoint
+from lockstep.runs.hooks import HasShardUnits
 from lockstep.strategies.collectives import Ranks
 from lockstep.strategies.ddp import broadcast_buffers, broadcast_from_rank_zero, move_all_but_net
 from lockstep.strategies.precision import ShardedPrecision, policies, precision_for
@@ -47,9 +42,7 @@ class Sharded(Ranks):
         shard_within_node: shard over the ranks of a node and replicate over nodes (HSDP): the gathers stay inside a
             node, which pays off where the network between nodes is slow and the model fits one node.
         cpu_offload: keep shards and optimizer state in CPU memory, and step there: slow, for what fits no other way.
-        sharded_checkpoint: write folders of shards instead of one file made on rank 0.
         reshard_after_forward: free a unit's weights between forward and backward; false trades memory for time.
-        timeout: of the ranks' meetings while shards are written beside the training.
     """
 
     no_ema = "the average would be a second net in shards, which every validation and checkpoint would gather"
@@ -60,17 +53,12 @@ class Sharded(Ranks):
         cluster_environment: ClusterEnvironment | None = None,
         shard_within_node: bool = False,
         cpu_offload: bool = False,
-        sharded_checkpoint: bool = False,
         reshard_after_forward: bool = True,
-        timeout: timedelta = timedelta(seconds=300),
     ) -> None:
         super().__init__(parallel_devices, cluster_environment)
         self.shard_within_node = shard_within_node
         self.cpu_offload = cpu_offload
-        self.sharded_checkpoint = sharded_checkpoint
         self.reshard_after_forward = reshard_after_forward
-        self.timeout = timeout
-        self.writers: dist.ProcessGroup | None = None  # for threads that write shards beside the training
 
     @staticmethod
     def precision_for(precision: str, device_type: str) -> Precision:
@@ -157,43 +145,20 @@ class Sharded(Ranks):
     def on_test_start(self) -> None:
         broadcast_buffers(self.lightning_module, self.root_device)
 
-    # --- checkpoints: whole on rank 0 by default, so that any strategy and world size reads them
+    # --- checkpoints: whole on rank 0, so that any strategy and world size reads them
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         return True
 
     def lightning_module_state_dict(self) -> State:
-        """Whole on rank 0 and empty elsewhere; shards where `sharded_checkpoint`. Every rank must call it."""
-        state = self.lightning_module.state_dict()
-        return state if self.sharded_checkpoint else full_state_dict(state, keep=self.is_global_zero)
+        """Return the full state dict on rank 0 and an empty one elsewhere; every rank must call it."""
+        return full_state_dict(self.lightning_module.state_dict(), keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
-        """As lightning_module_state_dict."""
+        """Return the full optimizer state on rank 0; every rank must call it."""
         state = (optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
-        return state if self.sharded_checkpoint else full_optimizer_state(state, keep=self.is_global_zero)
-
-    def save_checkpoint(self, checkpoint: State, filepath: str | Path, storage_options: Any = None) -> None:
-        files, first = self.checkpoint_io, self.local_rank == 0
-        if self.sharded_checkpoint and isinstance(files, DefersCheckpoints) and files.defers:
-            group = self.writers = self.writers or dist.new_group(backend="gloo", timeout=self.timeout)
-            files.defer(checkpoint, partial(sharded_checkpoint.write, folder=Path(filepath), first_on_node=first,
-                                            group=group), group)  # fmt: skip
-        elif self.sharded_checkpoint:
-            sharded_checkpoint.write(checkpoint, Path(filepath), first_on_node=first)
-        else:
-            ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> State:
-        """A file or a folder of shards, written under any strategy; from a folder each rank reads its own parts."""
-        if not sharded_checkpoint.is_shard_folder(checkpoint_path):
-            return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only=weights_only)
-        state = self.lightning_module.state_dict()
-        own = {f"{sharded_checkpoint.WEIGHTS}/{name}": value for name, value in state.items()}
-        for index, optimizer in enumerate(self.optimizers):
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            own |= {f"{sharded_checkpoint.OPTIMIZER}/{index}/{number}": p for number, p in enumerate(parameters)}
-        return sharded_checkpoint.read(Path(checkpoint_path), own)
+        return full_optimizer_state(state, keep=self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module

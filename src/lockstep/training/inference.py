@@ -12,16 +12,16 @@ from lockstep.data.batch_transforms import BatchTransforms
 from lockstep.data.framing import Framing
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
+from lockstep.runs.files import sha256_of
 from lockstep.runs.folder import RUN_ID_PATTERN
 from lockstep.runs.old_configs import model_name
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import RunRecord, read_record
-from lockstep.storage.checkpoint_files import measure
 from lockstep.storage.fetch import locate_checkpoint
+from lockstep.storage.load import Checkpoint, read_checkpoint
 from lockstep.training.build import build_module, prepared_data
 from lockstep.training.checks import DataFacts, check_fits
 from lockstep.training.losses import probabilities_of
-from lockstep.training.weights import Checkpoint, read_checkpoint
 
 
 @dataclass
@@ -89,14 +89,14 @@ class FinishedModel:
         return probabilities_of(self.loss, self.logits(images))
 
     def sha256(self) -> str:
-        """Of the file; of a folder of shards, over all its files."""
-        return measure(self.path).sha256
+        """Of the checkpoint file."""
+        return sha256_of(self.path)
 
 
 def load_finished(address: str, logs: Path = REPOSITORY / "logs", s3: Config | None = None) -> FinishedModel:
     """
     Args:
-        address: a checkpoint file or folder of shards, a run id (its best), or s3://….
+        address: a checkpoint file, a run id (its best), or s3://….
     Raises:
         UserError: there is none, or it was not written by this project.
     """

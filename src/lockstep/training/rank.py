@@ -9,23 +9,24 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
 from lockstep.callbacks.heartbeat import SILENT_AFTER_S, Watch
 from lockstep.callbacks.interruption import Interruption
+from lockstep.callbacks.ranks import broadcast_object
 from lockstep.distributed.cluster import Cluster, environment, supervisor_line
 from lockstep.distributed.failures import RankError, report_failure
 from lockstep.distributed.launchers import launcher_named
 from lockstep.distributed.process_group import be_alone, check_all_equal, join, own_connection
-from lockstep.launch.plan import RunPlan, as_run
+from lockstep.launch.plan import ResumePoint, RunPlan, as_run
 from lockstep.runs import provenance
+from lockstep.runs.batch import Batch
 from lockstep.runs.errors import EXIT_FAILED
 from lockstep.runs.provenance import Host, available_cores
 from lockstep.strategies.placement import devices_of_process
-from lockstep.training.share_checkpoint import share_checkpoint
 
 MEETINGS = 3  # the store's port, the other ranks, their process group: each may take the timeout
 MEETING_GRACE_S = 10.0
@@ -48,7 +49,7 @@ class RankSession:
     """What this rank shares with the others from before its parts are built.
 
     Args:
-        plan: with the checkpoint that all of them go on from.
+        plan: with the checkpoint of rank 0.
         hosts: of all nodes.
         watch: with several ranks, each other's heartbeats.
     """
@@ -124,13 +125,24 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
     watch.begin(connection, cluster.rank, cluster.world_size, interruption)
     try:
         hosts = check_all_equal(provenance.fingerprint(as_run(plan)), cluster)[:: cluster.devices]
-        yield RankSession(share_checkpoint(plan), hosts, interruption, watch)
+        yield RankSession(_as_on_rank_zero(plan), hosts, interruption, watch)
         torch.distributed.barrier()
     except BaseException as error:
         raise watch.explain(error)  # noqa: B904 it names its cause itself
     finally:
         watch.end()
     torch.distributed.destroy_process_group()
+
+
+def _as_on_rank_zero(plan: RunPlan) -> RunPlan:
+    """Take the checkpoint, the step and the accumulation of rank 0, which reads the file and broadcasts it."""
+    here = [plan.resume_step, plan.checkpoint, plan.batch.accumulate]
+    step, checkpoint, accumulate = broadcast_object(here)
+    batch = Batch.cut(plan.batch.global_size, plan.cluster.world_size, accumulate)
+    if step:
+        return replace(plan, batch=batch, resume=ResumePoint(step, checkpoint))
+    resume = None if step is None else ResumePoint(0)
+    return replace(plan, batch=batch, resume=resume, initial_weights=checkpoint)
 
 
 @contextlib.contextmanager

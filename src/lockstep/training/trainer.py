@@ -17,7 +17,6 @@ from lockstep.config.instantiate import build
 from lockstep.launch.plan import RunPlan
 from lockstep.runs.errors import UserError
 from lockstep.strategies.capabilities import Capabilities, capabilities
-from lockstep.strategies.sharded_checkpoint import read as read_shards
 from lockstep.training.rank import StartedRanks, device_of
 
 PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}
@@ -69,7 +68,7 @@ def build_trainer(
         arguments["profiler"] = _profiler(name, root)
     arguments.update(limits or {}, accumulate_grad_batches=plan.batch.accumulate)
     device_type = "cuda" if plan.accelerator == "gpu" else "cpu"
-    plugins: list[Any] = [StartedRanks(cluster), CheckpointFiles(read_folder=read_shards)]
+    plugins: list[Any] = [StartedRanks(cluster), CheckpointFiles()]
     able = capabilities(strategy)
     precision: Any = precision_of(plan, able)
     if plugin := able.precision_for(precision, device_type):

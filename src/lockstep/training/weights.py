@@ -1,26 +1,17 @@
 """Load the weights of a checkpoint into the module of a new run."""
 
-from pathlib import Path
-from typing import Any
-
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lockstep.callbacks import checkpoint_io
+from lockstep.callbacks.checkpoint_io import load_on_all_ranks
 from lockstep.runs.config import Config
 from lockstep.runs.hooks import AdaptsWeights
-from lockstep.strategies.sharded_checkpoint import read as read_shards
+from lockstep.storage.load import Checkpoint
 from lockstep.training.checks import DataFacts, check_fits
 from lockstep.training.layers import head_names
 
-Checkpoint = dict[str, Any]  # as Lightning saves it, with `lockstep`: the config and facts of the data
 SHOWN_CLASSES = 5
-
-
-def read_checkpoint(path: str | Path) -> Checkpoint:
-    """Return the tensors and plain values of a file, or of a folder of shards, in CPU memory."""
-    return checkpoint_io.read_checkpoint(path, read_folder=read_shards)
 
 
 def facts_of(checkpoint: Checkpoint) -> DataFacts:
@@ -45,7 +36,7 @@ def start_from(module: pl.LightningModule, path: str, model_name: str, data: Con
     Raises:
         UserError: the checkpoint is of another model; names the first parameter that differs.
     """
-    checkpoint = read_checkpoint(path)
+    checkpoint = load_on_all_ranks(path)
     own, found, before = module.state_dict(), dict(checkpoint["state_dict"]), facts_of(checkpoint)
     notes = []
     if isinstance(module.net, AdaptsWeights):

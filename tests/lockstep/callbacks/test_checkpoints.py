@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep.callbacks.checkpoint_io import read_checkpoint
 from lockstep.callbacks.checkpoints import Checkpoints, refuse_non_finite
 from lockstep.callbacks.random_states import random_state, set_random_state
 from lockstep.runs.errors import Diverged, UserError
 from lockstep.storage.checkpoint_files import complete, newest_whole
+from lockstep.storage.load import read_checkpoint
 from runs import run_door
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from faults import signal_at_step
-from lockstep.callbacks.checkpoint_io import read_checkpoint
 from lockstep.runs.errors import UserError
 from lockstep.storage.checkpoint_files import complete, read_sidecar
+from lockstep.storage.load import read_checkpoint
 from lockstep.training.checks import validation_interval
 from runs import run_door
 

@@ -11,8 +11,9 @@ import yaml
 from lockstep.callbacks.s3_upload import S3Upload
 from lockstep.config.compose import CONFIGS
 from lockstep.runs.errors import Interrupted, UserError
+from lockstep.runs.files import checksum_of
 from lockstep.runs.folder import RunFolder
-from lockstep.storage.checkpoint_files import Sidecar, measure
+from lockstep.storage.checkpoint_files import Sidecar
 from lockstep.storage.outbox import Outbox
 from lockstep.storage.run_bucket import RunBucket
 from lockstep.storage.s3_options import UPLOAD_OPTIONS
@@ -54,7 +55,7 @@ def checkpoint(callback, step: int, kind: str = "best"):
     data = hashlib.shake_128(f"{kind}{step}".encode()).digest(1000)
     path = callback.folder.checkpoints / f"{kind}-step{step:08d}.ckpt"
     path.write_bytes(data)
-    return path, Sidecar.of(measure(path), step=step, metric={"val/acc": 0.5}), kind
+    return path, Sidecar.of(checksum_of(path), step=step, metric={"val/acc": 0.5}), kind
 
 
 def pointer_of(callback, kind: str = "best"):

@@ -14,7 +14,7 @@ from faults import signal_at_step
 from kills import differences
 from lockstep.callbacks.weight_average import WeightAverage, update
 from lockstep.storage.checkpoint_files import newest_whole
-from lockstep.strategies.sharded_checkpoint import load_checkpoint
+from lockstep.storage.load import read_checkpoint
 from runs import run_door
 
 WORDS = ["experiment=quickstart", "trainer.ema_decay=0.9", "trainer.max_epochs=3", "data.global_batch_size=128",
@@ -24,7 +24,7 @@ STATE = ("state_dict", "current_model_state", "averaging_state", "optimizer_stat
 
 
 def last_of(done):
-    content = load_checkpoint(newest_whole(done.folder.checkpoints, kind="last"))
+    content = read_checkpoint(newest_whole(done.folder.checkpoints, kind="last"))
     return {key: content[key] for key in STATE}
 
 

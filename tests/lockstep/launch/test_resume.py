@@ -10,7 +10,7 @@ from lockstep.launch.resume import kept_words, with_options_of_run
 from lockstep.runs.errors import UserError
 from lockstep.runs.own_config import signed
 
-BEFORE = ["experiment=quickstart", "trainer=fsdp_sim", "trainer.sharded_checkpoint=true", "trainer.max_epochs=7"]
+BEFORE = ["experiment=quickstart", "trainer=fsdp_sim", "trainer.cpu_offload=true", "trainer.max_epochs=7"]
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ BEFORE = ["experiment=quickstart", "trainer=fsdp_sim", "trainer.sharded_checkpoi
         (["optimizer.lr=1"], BEFORE),
         (["trainer.max_epochs=9"], BEFORE[:3]),
         (["++trainer.max_epochs=9"], BEFORE[:3]),
-        # ddp_sim writes no shards; how many epochs there are it knows too.
+        # ddp_sim has no offload; how many epochs there are it knows too.
         (["trainer=ddp_sim"], ["experiment=quickstart", "trainer.max_epochs=7"]),
         (["trainer=ddp_sim", "trainer.max_epochs=8"], ["experiment=quickstart"]),
         (["~trainer.max_epochs"], BEFORE),
@@ -45,11 +45,11 @@ def resumed(logs, *words):
 def test_resume_composes_from_the_runs_own_words(tmp_path, capsys):
     leave_run(tmp_path, "r", [*BEFORE, "run_id=r", "resume=auto", "paths.log_dir=/nowhere", "hydra.run.dir=/x", 3])
     config = resumed(tmp_path, "resume=r", "trainer.max_epochs=9")
-    assert config["experiment_name"] == "quickstart" and config["trainer"]["strategy"]["sharded_checkpoint"]
+    assert config["experiment_name"] == "quickstart" and config["trainer"]["strategy"]["cpu_offload"]
     assert config["trainer"]["max_epochs"] == 9 and config["resume"] == "r" and config["run_id"] is None
     assert config["paths"]["log_dir"] == str(tmp_path)
     assert capsys.readouterr().out == (
-        "The run's own options: experiment=quickstart trainer=fsdp_sim trainer.sharded_checkpoint=true\n"
+        "The run's own options: experiment=quickstart trainer=fsdp_sim trainer.cpu_offload=true\n"
     )
     assert resumed(tmp_path, "resume=auto", "run_id=r")["trainer"]["max_epochs"] == 7
     assert resumed(tmp_path, "run_id=r")["trainer"]["max_epochs"] == 26

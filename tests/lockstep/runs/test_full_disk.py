@@ -5,18 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.runs.full_disk import NoRoom, full_disk_named, is_full, no_room, reserve_room, use_reserve
+from lockstep.runs.full_disk import NoRoom, full_disk_named, is_full, no_room
 
 
 def full(path: Path | None = None) -> OSError:
     return OSError(errno.ENOSPC, "No space left on device", *([str(path)] if path else []))
-
-
-class Collected(BaseException):
-    """As torch.distributed.checkpoint raises it."""
-
-    def __init__(self, failures):
-        self.failures = failures
 
 
 def test_the_folder_of_the_file_is_named_and_else_the_one_that_was_written_to(tmp_path):
@@ -31,7 +24,7 @@ def test_the_folder_of_the_file_is_named_and_else_the_one_that_was_written_to(tm
 def test_it_is_found_under_what_was_raised_for_it(tmp_path):
     wrapped = RuntimeError("unexpected pos 64 vs 128")
     wrapped.__context__ = full()
-    for error in (wrapped, Collected({1: (full(), "a traceback")})):
+    for error in (wrapped,):
         with pytest.raises(NoRoom, match=f"no room on {tmp_path}") as caught, full_disk_named(tmp_path):
             raise error
         assert is_full(caught.value) and caught.value.__suppress_context__
@@ -39,17 +32,8 @@ def test_it_is_found_under_what_was_raised_for_it(tmp_path):
     assert again is caught.value, "who knew the folder best is believed"
 
 
-@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "no"), ValueError("x"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "no"), ValueError("x")])
 def test_anything_else_stays_what_it_is(tmp_path, error):
     assert no_room(error, tmp_path) is None
     with pytest.raises(type(error)), full_disk_named(tmp_path):
         raise error
-
-
-def test_the_reserve_is_there_until_it_is_used(tmp_path):
-    reserve_room(tmp_path)
-    [reserve] = tmp_path.iterdir()
-    assert reserve.stat().st_size >= 2**16
-    for _ in range(2):
-        use_reserve(tmp_path)
-    assert list(tmp_path.iterdir()) == []

@@ -27,7 +27,6 @@ def made(dotted):
         ("TakesNamedParameters", "optimizers.muon.Muon", "torch.optim.SGD"),
         ("OnCheckpointComplete", "lockstep.callbacks.run_recorder.RunRecorder", "lockstep.callbacks.progress.Progress"),
         ("OnCheckpointComplete", "lockstep.callbacks.s3_upload.S3Upload", "lockstep.callbacks.progress.Progress"),
-        ("OnShardsComplete", "lockstep.callbacks.s3_upload.S3Upload", "lockstep.callbacks.run_recorder.RunRecorder"),
         ("ExpectsEnd", "lockstep.callbacks.s3_upload.S3Upload", "lockstep.callbacks.run_recorder.RunRecorder"),
         ("HasRecordFields", "lockstep.strategies.hivemind.Hivemind", "lockstep.strategies.ddp.DDP"),
         ("HasRecordFields", "lockstep.callbacks.throughput.Throughput", "lockstep.callbacks.progress.Progress"),

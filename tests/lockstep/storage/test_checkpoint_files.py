@@ -1,22 +1,20 @@
 """Which checkpoints are complete and whole."""
 
-import hashlib
 import json
 
 import pytest
 
+from lockstep.runs.files import checksum_of
 from lockstep.storage.checkpoint_files import (
     Sidecar,
     checkpoint_name,
     complete,
     fault_of,
     link,
-    measure,
     newest_whole,
     read_sidecar,
     remove,
     remove_leftovers,
-    remove_own_shards,
     set_aside,
     sidecar_path,
     write_sidecar,
@@ -26,7 +24,7 @@ from lockstep.storage.checkpoint_files import (
 def make(folder, kind, step, data=b"weights"):
     path = folder / checkpoint_name(kind, step)
     path.write_bytes(data)
-    write_sidecar(path, Sidecar.of(measure(path), step=step))
+    write_sidecar(path, Sidecar.of(checksum_of(path), step=step))
     return path
 
 
@@ -49,27 +47,6 @@ def test_a_torn_and_a_flipped_one_are_passed_over_with_a_line(tmp_path, caplog):
     said = caplog.messages
     assert "sha256" in said[0] and flipped.name in said[0]
     assert "5 bytes instead of 7" in said[1]
-
-
-def test_a_folder_of_shards_is_measured_whole(tmp_path):
-    folder = tmp_path / checkpoint_name("last", 5)
-    folder.mkdir()
-    (folder / "a").write_bytes(b"1")
-    (folder / "b").write_bytes(b"22")
-    write_sidecar(folder, Sidecar.of(measure(folder), step=5))
-    assert fault_of(folder) is None and measure(folder).bytes == 3
-    (folder / "b").write_bytes(b"21")
-    assert "sha256" in fault_of(folder)
-
-
-def test_the_sum_of_a_folder_is_the_one_that_older_versions_wrote(tmp_path):
-    """Over the JSON of its files by their names; a/b sorts behind a.b there, though not as a path."""
-    (tmp_path / "a").mkdir()
-    for name in ("a/b", "a.b"):
-        (tmp_path / name).write_bytes(b"1")
-    one = hashlib.sha256(b"1").hexdigest()
-    text = f'{{"a.b": {{"bytes": 1, "sha256": "{one}"}}, "a/b": {{"bytes": 1, "sha256": "{one}"}}}}'
-    assert measure(tmp_path).sha256 == hashlib.sha256(text.encode()).hexdigest()
 
 
 def test_a_link_has_its_own_life(tmp_path):
@@ -110,38 +87,18 @@ def test_what_is_written_over_stays_until_its_successor_is_complete(tmp_path):
     assert aside.read_bytes() == b"the second" and fault_of(aside) is None
 
 
-def test_a_node_without_rank_zero_keeps_its_own_shards_of_the_newest_alone(tmp_path):
-    """They have no sidecar there; a folder with one lies on a disk that rank 0 sees and clears itself."""
-    names = ["last-step00000010.ckpt", "last-step00000020.ckpt", "last-before-step00000020.ckpt"]
-    folders = {name: tmp_path / name for name in [*names, "best-step00000010.ckpt"]}
-    for folder in folders.values():
-        folder.mkdir()
-        (folder / "shard-00002-x.safetensors").write_bytes(b"1")
-    shared = tmp_path / "last-step00000005.ckpt"
-    shared.mkdir()
-    write_sidecar(shared, Sidecar.of(measure(shared), step=5))
-    remove_own_shards(tmp_path, "last", folders["last-step00000020.ckpt"])
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
-        "best-step00000010.ckpt", "last-step00000005.ckpt", "last-step00000020.ckpt"
-    ]  # fmt: skip
-
-
 def test_a_sidecar_that_an_older_version_wrote(tmp_path):
-    """As commit 1658469 wrote it for a folder of shards: the plain values, in another order, nothing left out."""
     path = tmp_path / checkpoint_name("best", 20)
-    files = {"rest.pt": {"bytes": 3, "sha256": "ab" * 32}}
-    held = {"bytes": 3, "sha256": "cd" * 32, "files": files, "epoch": 1, "batches_done": 10, "batches_per_epoch": 10,
+    held = {"bytes": 3, "sha256": "cd" * 32, "epoch": 1, "batches_done": 10, "batches_per_epoch": 10,
             "phase": "epoch_end", "step": 20, "world_size": 2, "metric": {"val/acc": 0.5}}  # fmt: skip
     sidecar_path(path).write_text(json.dumps(held))
     sidecar = read_sidecar(path)
-    assert (sidecar.step, sidecar.phase, sidecar.files["rest.pt"].bytes) == (20, "epoch_end", 3)
+    assert (sidecar.step, sidecar.phase, sidecar.bytes) == (20, "epoch_end", 3)
     write_sidecar(path, sidecar)
     assert json.loads(sidecar_path(path).read_text()) == held
 
 
-@pytest.mark.parametrize(
-    "change", [{"step": "x"}, {"step": float("inf")}, {"files": {"a": 1}}, {"bytes": []}, {"sha256": None}]
-)
+@pytest.mark.parametrize("change", [{"step": "x"}, {"step": float("inf")}, {"bytes": []}, {"sha256": None}])
 def test_a_sidecar_with_nonsense_in_it_names_no_whole_checkpoint(tmp_path, change):
     path = make(tmp_path, "last", 1)
     held = {**json.loads(sidecar_path(path).read_text()), **change}

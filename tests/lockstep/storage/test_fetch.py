@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 
 import pytest
 
@@ -11,15 +10,13 @@ from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import RunRecord, write_record
 from lockstep.storage import fetch as fetch_module
 from lockstep.storage.bucket import open_store
-from lockstep.storage.checkpoint_files import Sidecar, fault_of, read_sidecar
+from lockstep.storage.checkpoint_files import fault_of, read_sidecar
 from lockstep.storage.fetch import fetch_object, fetch_run, resolve_checkpoint
 from lockstep.storage.object_store import Content, StoreError
-from lockstep.storage.outbox import Item
 from lockstep.storage.run_bucket import RunBucket
-from lockstep.storage.shards import NotYet, send_shards
 from lockstep.storage.small_files import SmallFiles
 from memory_store import MemoryStore
-from object_store import sharded, shared_store
+from object_store import shared_store
 
 MIB = 2**20
 
@@ -242,39 +239,3 @@ def test_without_the_bucket_a_run_goes_on_from_here_or_says_that_it_cannot(run, 
     run.store.fault = StoreError("unreachable", "the store cannot be reached")
     assert fetch_run(run.store, folder) is None
     assert "going on with what is here" in caplog.messages[-1]
-
-
-def test_a_sharded_checkpoint_comes_from_its_ranks_with_the_manifest_last(run, tmp_path):
-    source = tmp_path / "best-step00000010.ckpt"
-    files = sharded(source)
-    items = [Item("best", source, Sidecar(10)) for _ in range(2)]
-    with pytest.raises(NotYet):
-        send_shards(run, items[0], 0, lambda: False)
-    root = run.checkpoint_folder("best", 10)
-    shards = sorted(files)
-    assert sorted(key.removeprefix(root) for key, _ in run.store.list(root)) == [shards[0], shards[1]]
-    assert send_shards(run, items[1], 1, lambda: False) is None
-    stored = send_shards(run, items[0], 0, lambda: False)
-    run.move("best", stored, step=10)
-
-    path = resolve_checkpoint(run.uri, {}, tmp_path / "cache")
-    assert {file.name: file.read_bytes() for file in path.iterdir()} == {
-        file.name: file.read_bytes() for file in source.iterdir()
-    }
-    assert fault_of(path) is None
-
-    key = f"{root}{shards[2]}"
-    run.store.damage(key, b"!" + content(1, 999))
-    shutil.rmtree(tmp_path / "cache")
-    with pytest.raises(UserError, match="sha256 differs"):
-        resolve_checkpoint(run.uri, {}, tmp_path / "cache")
-    assert not list((tmp_path / "cache").rglob("manifest.json")), "it does not look complete"
-
-
-@pytest.mark.parametrize("name", ["../../evil", "/etc/passwd", "a/b", ".hidden"])
-def test_a_manifest_names_no_file_outside_its_folder(run, tmp_path, name):
-    files = {name: {"bytes": 1, "sha256": "ab" * 32}}
-    stored = run.store.put(f"{run.checkpoint_folder('best', 10)}manifest.json", json.dumps({"files": files}).encode())
-    run.move("best", stored, step=10)
-    with pytest.raises(UserError, match="names files that no rank writes"):
-        resolve_checkpoint(run.uri, {}, tmp_path)

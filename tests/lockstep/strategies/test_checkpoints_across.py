@@ -8,7 +8,7 @@ SAVED = {
     "one process": lambda path, **s: [one(save=path, **s)],
     "ddp, 2 ranks": lambda path, **s: ranks("ddp", 2, save=path, **s),
     "fsdp, 2 ranks": lambda path, **s: ranks("fsdp", 2, save=path, **s),
-    "fsdp, 4 ranks, shards": lambda path, **s: ranks("fsdp", 4, save=path, own={"sharded_checkpoint": True}, **s),
+    "fsdp, 4 ranks": lambda path, **s: ranks("fsdp", 4, save=path, **s),
 }
 LOADED = {2: ["ddp", "fsdp"], 3: ["allreduce", "fsdp"]}
 
@@ -37,11 +37,10 @@ def test_saved_under_one_strategy_tested_and_resumed_under_the_others(saved, opt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [{}, {"sharded_checkpoint": True}], ids=["file", "shards"])
-def test_fsdp_saved_on_two_ranks_goes_on_bit_equal_on_two_and_close_on_four(own, tmp_path):
+def test_fsdp_saved_on_two_ranks_goes_on_bit_equal_on_two_and_close_on_four(tmp_path):
     run = {"precision": "32-true", "optimizer": adamw}
     path = tmp_path / "epoch1.ckpt"
-    runs = [{"epochs": 2}, {"save": path, "own": own}, {"epochs": 2, "resume": path}]
+    runs = [{"epochs": 2}, {"save": path}, {"epochs": 2, "resume": path}]
     whole, _, two = ranks_all(2, [("fsdp", {**run, **settings}) for settings in runs])
     assert worst(two[0]["weights"], whole[0]["weights"]) == 0
     assert mean_losses(two) == mean_losses(whole)[6:]

@@ -10,8 +10,9 @@ import torch
 from PIL import Image
 
 from augmentations.rand_augment import RandAugment
-from lockstep.callbacks.checkpoint_io import read_checkpoint, write_checkpoint
+from lockstep.callbacks.checkpoint_io import write_checkpoint
 from lockstep.runs.errors import UserError
+from lockstep.storage.load import read_checkpoint
 from lockstep.training.inference import load_data
 from runs import run_door
 
