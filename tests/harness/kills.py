@@ -12,7 +12,7 @@ import torch
 
 from lockstep.runs.folder import RunFolder
 from lockstep.storage.checkpoint_files import newest_whole
-from lockstep.training.weights import read_checkpoint
+from lockstep.storage.load import read_checkpoint
 from runs import Done, start_door
 
 DDP = ["experiment=quickstart", "trainer=ddp_sim"]
