@@ -93,6 +93,19 @@ def test_photographs_that_a_yaml_names_and_a_recipe_of_two_metrics(copy):
 
 
 @pytest.mark.slow
+def test_the_lines_that_pack_a_folder_into_shards(copy, tmp_path):
+    (lines,) = re.findall(r"```python\n(import io\n.*?)```", TEXT, re.DOTALL)
+    for name, level in (("dark", 40), ("light", 200)):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(12):
+            Image.new("RGB", (20, 16), (level + number,) * 3).save(tmp_path / "photos" / name / f"{number}.png")
+    run_in(tmp_path, "-c", lines)
+    words = ["data=webdataset", f"data.root={tmp_path / 'shards'}", "data.image_size=16", "data.global_batch_size=4",
+             "model=small_cnn", "trainer=cpu", "trainer.max_steps=1", "run_id=packed"]  # fmt: skip
+    assert "2 classes: dark, light" in run_in(copy, "src/train.py", *words).stdout
+
+
+@pytest.mark.slow
 def test_the_notebook_runs_after_a_quickstart_and_leaves_nothing_where_it_is(copy, tmp_path):
     words = ["src/train.py", "experiment=quickstart", "trainer.max_epochs=1", "run_id=quickstart", "logbook=keep"]
     subprocess.run([sys.executable, *words], cwd=copy, check=True, capture_output=True, timeout=100)

@@ -1,6 +1,7 @@
 """predict.py: the run's own test images get the run's own answers."""
 
 import csv
+import shutil
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def test_as_many_test_images_are_right_as_in_the_run(trained, tmp_path, capsys):
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"images": "{root}/none"}, "is no folder"),
+        ({"images": "{root}/none"}, "is not a folder"),
         ({"images": "{root}/empty"}, "holds no image"),
         ({"top": "0"}, "top=0 must be a whole number from 1"),
         ({"images": ""}, "images= is missing"),
@@ -71,6 +72,35 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(trained, tmp_path, capsys,
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_broken_image_has_a_row_and_the_others_are_classified(trained, tmp_path, capsys):
+    done, root = trained
+    source = root / "images"
+    files = sorted(path for path in source.rglob("*.png"))[:6]
+    for folder, number in (("a", 0), ("b", 1)):  # two files of one name
+        (tmp_path / "new" / folder).mkdir(parents=True)
+        shutil.copy(files[number], tmp_path / "new" / folder / "same.png")
+    (tmp_path / "new" / "._same.png").write_bytes(b"hidden")
+    (tmp_path / "new" / "a" / "broken.png").write_bytes(files[2].read_bytes()[:60])
+    ask = [f"ckpt_path={done.record['run_id']}", f"log_dir={done.logs}", f"images={tmp_path / 'new'}"]
+    assert main([*ask, f"out={tmp_path / 'p.csv'}", "top=2", "batch=1"]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("error: 1 of 3 images cannot be decoded") and "broken.png" in said.err
+    rows = read(tmp_path / "p.csv")
+    assert [row["file"] for row in rows] == ["a/broken.png", "a/same.png", "b/same.png"]
+    assert list(rows[0]) == ["file", "class", "probability", "class_2", "probability_2", "error"]
+    assert rows[0]["class"] == "" and "broken.png" in rows[0]["error"]
+    assert all(row["error"] == "" and row["class"].isdigit() and row["class_2"].isdigit() for row in rows[1:])
+    assert main([*ask[:2], f"images={source}", f"out={tmp_path / 'all.csv'}"]) == 0
+    whole = {row["file"]: row for row in read(tmp_path / "all.csv")}
+    of_a, of_b = (whole[str(file.relative_to(source))] for file in files[:2])
+    assert (rows[1]["class"], rows[2]["class"]) == (of_a["class"], of_b["class"])
 
 
 def test_what_is_missing_is_named(capsys):

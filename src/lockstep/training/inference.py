@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.from_outside import OF_ITS_DATA, config_of_checkpoint
-from lockstep.data.batch_transforms import BatchTransforms
 from lockstep.data.framing import Framing
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
@@ -61,21 +60,17 @@ class FinishedModel:
             mean=tuple(facts["mean"]),
         )
 
-    def transforms(self) -> BatchTransforms:
-        framing = self.framing
-        return BatchTransforms(
-            stored_size=framing.resize,
-            image_size=framing.image_size,
-            resize=framing.resize,
-            mean=self.facts["mean"],
-            std=self.facts["std"],
-        )
-
     def prepared(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) normalised, from (B, resize, resize, C) uint8: what evaluation feeds the net."""
-        transforms = self.transforms()
-        draws = torch.from_numpy(transforms.centre())[:, None].expand(3, len(images)).contiguous()
-        return transforms(transforms.cut_batch(images, draws), draws).clone()
+        """Return (B, C, H, W) normalised: the centre crop that evaluation feeds the net.
+
+        Args:
+            images: (B, resize, resize, C) uint8.
+        """
+        size = self.framing.image_size
+        start = round((self.framing.resize - size) / 2)
+        pixels = images[:, start : start + size, start : start + size].permute(0, 3, 1, 2) / 255
+        mean, std = (torch.tensor(self.facts[key]).view(-1, 1, 1) for key in ("mean", "std"))
+        return (pixels - mean) / std
 
     def logits(self, images: Tensor) -> Tensor:
         """What the run's own test took for its answer: with test-time flip the mean over an image and its mirror."""
