@@ -66,7 +66,8 @@ def classify(model: Any, files: list[Path], top: int, batch: int) -> dict[Path, 
         except CorruptImage as error:
             return str(error)
 
-    names, found = model.facts["class_names"], {}
+    names = model.facts["class_names"]
+    found: dict[Path, Answer | str] = {}
     with ThreadPoolExecutor() as pool, torch.inference_mode():
         for start in range(0, len(files), batch):
             part = files[start : start + batch]
