@@ -26,6 +26,7 @@ WITHOUT_TORCH = ("runs", "distributed", "storage", "config", "launch", "pages", 
 WITH_TORCH = {
     "lockstep/distributed/process_group.py",
     "lockstep/storage/load.py",
+    "lockstep/distributed/first_error.py",
     "lockstep/rehearsal/watch.py",  # runs in the ranks
 }
 TORCH_FREE = {"lockstep/strategies/placement.py"}  # the launcher asks it
@@ -156,8 +157,6 @@ PRIVATE = {
         "_signal_connector",
     },
     "lockstep/callbacks/weight_average.py": {"_average_model"},
-    "lockstep/callbacks/flight_recorder.py": {"_C", "_distributed_c10d", "_dump_nccl_trace"},
-    "lockstep/callbacks/whereabouts.py": {"_current_frames"},  # of Python
     "models/timm.py": {"_pos_embed"},
 }  # fmt: skip
 LIBRARIES = ("torch", "lightning", "hydra", "timm")

@@ -30,7 +30,7 @@ from lockstep.callbacks.ranks import gather_objects
 from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.distributed.cluster import SUPERVISOR_PID, Wanted, adopt, environment, plan_file
 from lockstep.distributed.launchers import describe
-from lockstep.distributed.process_group import join, own_connection
+from lockstep.distributed.process_group import join
 from lockstep.distributed.supervisor import die_with_parent
 from lockstep.launch.plan import RunPlan, read_plan
 from lockstep.runs.batch import Batch
@@ -200,8 +200,7 @@ class Prober:
         """Meet the other ranks, and watch for the one that ends first."""
         if self.cluster.world_size == 1:
             return
-        start = join(self.cluster, device_of(self.plan), self.plan.trainer["timeout_s"])
-        self.peers = Peers(own_connection(self.cluster, start, 30.0), self.cluster.rank)
+        self.peers = Peers(join(self.cluster, device_of(self.plan), self.plan.trainer["timeout_s"]), self.cluster.rank)
         self.peers.watch()
 
     def _leave(self) -> int:

@@ -161,17 +161,6 @@ def listen(cluster: Cluster) -> socket.socket:
         return socket.create_server(everywhere, backlog=backlog)
 
 
-def supervisor_line(environ: Mapping[str, str] | None = None) -> socket.socket | None:
-    """Where a rank's heartbeats go; None without a supervisor. To be asked once."""
-    number = (os.environ if environ is None else environ).get(SUPERVISOR_LINE)
-    if number is None:
-        return None
-    line = socket.socket(fileno=int(number))
-    line.setblocking(False)  # a supervisor that is stopped must not stop the rank
-    os.set_inheritable(line.fileno(), False)
-    return line
-
-
 def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
     """How many NVIDIA GPUs a process started now would see; asks the driver's library, imports no torch."""
     environ = os.environ if environ is None else environ

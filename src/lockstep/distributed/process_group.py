@@ -21,16 +21,14 @@ from lockstep.runs.typed_json import Part
 log = logging.getLogger(__name__)
 
 SPEAK_INTERVAL_S = 5.0
-WATCH_FIRST_S = (
-    15.0  # where NCCL's timeout ends a rank, nobody is left to say who kept it waiting: our watch comes first
-)
+NCCL_LATER_S = 15.0  # NCCL's timeout aborts the process: gloo's, which raises an exception, comes first
 
 
-def join(cluster: Cluster, device: torch.device, timeout_s: float) -> str:
+def join(cluster: Cluster, device: torch.device, timeout_s: float) -> dist.Store:
     """Make the default process group, saying which ranks are still missing.
 
     Returns:
-        The name of this start in the run's store, which torchrun keeps over its restarts: for own_connection.
+        A store of this start alone: torchrun keeps one over its restarts.
     Raises:
         UserError: a rank did not come in time, or is none of this run's.
     """
@@ -39,7 +37,7 @@ def join(cluster: Cluster, device: torch.device, timeout_s: float) -> str:
     store = _store(cluster, timeout_s)
     start, _ = handshake(store, cluster, timeout_s)
     _make_group(dist.PrefixStore(f"lockstep/{start}/group", store), cluster, device, timeout_s)
-    return start
+    return dist.PrefixStore(f"lockstep/{start}/errors", store)
 
 
 def be_alone(cluster: Cluster, device: torch.device, timeout_s: float) -> None:
@@ -53,18 +51,9 @@ def _make_group(store: dist.Store, cluster: Cluster, device: torch.device, timeo
         store=store,
         rank=cluster.rank,
         world_size=cluster.world_size,
-        timeout=timedelta(seconds=timeout_s + (WATCH_FIRST_S if device.type == "cuda" else 0.0)),
+        timeout=timedelta(seconds=timeout_s + (NCCL_LATER_S if device.type == "cuda" else 0.0)),
         device_id=device if device.type == "cuda" else None,
     )
-
-
-def own_connection(cluster: Cluster, start: str, timeout_s: float) -> Any:
-    """A second connection to the run's store, for the watching thread alone."""
-    store = dist.TCPStore(
-        cluster.master_addr, cluster.master_port, is_master=False, wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-    )  # fmt: skip
-    return dist.PrefixStore(f"lockstep/{start}/watch", store)
 
 
 def agreed_run_id(cluster: Cluster, mine: str, timeout_s: float) -> str:

@@ -292,7 +292,7 @@ class Supervisor:
         return self._silent_death(rank, f"ended with exit code {self.ranks.exit_codes.get(local or 0)}")
 
     def _silent_death(self, rank: int, message: str) -> RankError:
-        phase = self.heartbeats.phases.get(rank, "start")
+        phase = (read_record(self.folder.record).phase if self.folder.record.exists() else None) or "start"
         return {
             "rank": rank, "host": socket.gethostname(), "phase": phase, "message": message, "kind": "killed",
             "time": time.time(),

@@ -68,7 +68,8 @@ def in_this_process(plan: RunPlan, work: Work) -> int:
     except Exception as error:
         if full := no_room(error, folder.path):
             return _failed(folder, cluster, full, EXIT_FAILED)
-        if not _is_full_elsewhere(folder):  # then this one only lost its peers
+        culprit = getattr(error, "culprit", None) or {"rank": cluster.rank}
+        if culprit["rank"] == cluster.rank and not _is_full_elsewhere(folder):  # else this one only lost its peers
             sys.stderr.write(redact_text(traceback.format_exc()))  # a library may quote a request
         return _failed(folder, cluster, error, EXIT_FAILED)
 

@@ -280,8 +280,7 @@ def build_run(plan: RunPlan, session: RankSession, *, trained_on: DataFacts | No
     module = build_module(
         config, facts, trainable=trainable, has_checkpoint=bool(plan.checkpoint), learning_rates=plan.learning_rates
     )
-    if session.watch is not None:
-        session.watch.wait_for_all("prepared")
+    session.wait_for_all()
     check_same_data(facts, data, cluster)
     limit, interval, limits = None, 1.0, {} if data.num_val else {"limit_val_batches": 0.0}
     if trainable:
@@ -356,8 +355,8 @@ def _chosen_callbacks(plan: RunPlan, known: Known, *, trainable: bool) -> list[A
 def _all_callbacks(plan: RunPlan, session: RankSession, chosen: list[Any], recorder: RunRecorder) -> list[Any]:
     """In the order in which they are called."""
     callbacks: list[Any] = [TrainingLog(plan.batch.global_size), *chosen, session.interruption, recorder]
-    if session.watch is not None:
-        callbacks.insert(0, session.watch)
+    if session.hang_dump is not None:
+        callbacks.insert(0, session.hang_dump)
     if decay := plan.trainer["ema_decay"]:
         from lockstep.callbacks.weight_average import WeightAverage
 

@@ -10,17 +10,20 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
-from lockstep.callbacks.heartbeat import SILENT_AFTER_S, Watch
+from lockstep.callbacks.hang_dump import HangDump
 from lockstep.callbacks.interruption import Interruption
 from lockstep.callbacks.ranks import broadcast_object
-from lockstep.distributed.cluster import Cluster, environment, supervisor_line
+from lockstep.distributed.cluster import Cluster, environment
 from lockstep.distributed.failures import RankError, report_failure
+from lockstep.distributed.first_error import explained
 from lockstep.distributed.launchers import launcher_named
-from lockstep.distributed.process_group import be_alone, check_all_equal, join, own_connection
+from lockstep.distributed.process_group import be_alone, check_all_equal, join
 from lockstep.launch.plan import ResumePoint, RunPlan, as_run
 from lockstep.runs import provenance
 from lockstep.runs.batch import Batch
@@ -51,13 +54,23 @@ class RankSession:
     Args:
         plan: with the checkpoint of rank 0.
         hosts: of all nodes.
-        watch: with several ranks, each other's heartbeats.
+        hang_dump: with several ranks, the callback that writes the stack of one that hangs.
+        patient_group: a process group of all ranks whose collectives may take a day.
     """
 
     plan: RunPlan
     hosts: list[Host]
     interruption: Interruption = field(default_factory=Interruption)
-    watch: Watch | None = None
+    hang_dump: HangDump | None = None
+    patient_group: Any = None
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank has come here, however long the slowest takes to download and decode its images."""
+        if self.patient_group is not None:
+            arrived = torch.distributed.barrier(self.patient_group, async_op=True)
+            while not arrived.is_completed():  # a signal is handled between two looks
+                time.sleep(0.02)
+            arrived.wait()
 
 
 class StartedRanks(ClusterEnvironment):
@@ -119,18 +132,23 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
         return
     report = functools.partial(report_failure, folder=folder, cluster=cluster)
     with ended_after(MEETINGS * timeout_s + MEETING_GRACE_S, cluster, report):
-        start = join(cluster, device_of(plan), timeout_s)
-    watch, interruption = Watch(folder.path, timeout_s, report, supervisor_line()), Interruption(timeout_s)
-    connection = own_connection(cluster, start, SILENT_AFTER_S)
-    watch.begin(connection, cluster.rank, cluster.world_size, interruption)
+        store = join(cluster, device_of(plan), timeout_s)
+    patient_group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
+    hosts: list[str] = []
+
+    def explain(error: BaseException) -> BaseException:
+        return explained(error, store, cluster, hosts)
+
     try:
-        hosts = check_all_equal(provenance.fingerprint(as_run(plan)), cluster)[:: cluster.devices]
-        yield RankSession(_as_on_rank_zero(plan), hosts, interruption, watch)
+        all_hosts = check_all_equal(provenance.fingerprint(as_run(plan)), cluster)
+        hosts = [str(host["host"]) for host in all_hosts]
+        yield RankSession(
+            _as_on_rank_zero(plan), all_hosts[:: cluster.devices], Interruption(timeout_s),
+            HangDump(folder.path, timeout_s, explain), patient_group,
+        )  # fmt: skip
         torch.distributed.barrier()
     except BaseException as error:
-        raise watch.explain(error)  # noqa: B904 it names its cause itself
-    finally:
-        watch.end()
+        raise explain(error)  # noqa: B904 it names its cause itself
     torch.distributed.destroy_process_group()
 
 

@@ -1,0 +1,58 @@
+"""Stacks of a rank that hangs, and of those that wait for it.
+
+faulthandler writes them into stack-rank<N>.txt once no batch has begun or ended for `timeout_s`, also where a C
+function hangs. The collective of the ranks that wait fails at about the same time and ends the run. For GPUs
+distributed/failures.py sets the variables of NCCL's flight recorder, which shows the collective that a rank missed.
+"""
+
+import faulthandler
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+STAGES = {"train": "training", "validate": "validation", "sanity_check": "validation", "test": "test"}
+
+
+class HangDump(pl.Callback):
+    """
+    Args:
+        folder: the folder for the stacks; None: the trainer's default_root_dir.
+        timeout_s: seconds without a batch; the timeout of the collectives.
+        on_error: called early with an exception of this rank, which has got the attribute `phase`: other ranks may
+            already wait in a collective for this one.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        timeout_s: float = 300.0,
+        on_error: Callable[[BaseException], Any] | None = None,
+    ) -> None:
+        self.folder, self.timeout_s, self.on_error = folder, timeout_s, on_error
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.path = Path(self.folder or trainer.default_root_dir) / f"stack-rank{trainer.global_rank}.txt"
+        self.file, self.armed_at = self.path.open("a"), 0.0
+
+    def _arm(self, *_: Any) -> None:
+        if time.monotonic() - self.armed_at > 1:  # arming starts a thread: once a second costs nothing
+            faulthandler.dump_traceback_later(self.timeout_s, file=self.file)
+            self.armed_at = time.monotonic()
+
+    on_train_batch_start = on_train_batch_end = on_validation_batch_start = on_validation_batch_end = _arm
+    on_test_batch_start = on_test_batch_end = _arm
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        exception.phase = STAGES.get(str(trainer.state.stage and trainer.state.stage.value), "start")  # type: ignore[attr-defined]
+        if self.on_error is not None:
+            self.on_error(exception)
+        self.teardown(trainer, pl_module, "")
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self.file.close()
+        if self.path.exists() and not self.path.stat().st_size:
+            self.path.unlink()
