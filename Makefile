@@ -129,17 +129,11 @@ soak: install-dev  ## kill runs at random moments and compare their weights; PIE
 logbook: install  ## write the pages of the runs that logbook/ keeps, with what has become of them
 	$(PY) src/logbook.py build
 
-new:  ## make a project of your own: make new NAME=birds DIR=../birds
-	@python3 launch/project.py new "$(NAME)" "$(DIR)"
-
-upgrade:  ## in a project of your own: merge a newer release of the template, as TO=v1.1.0
-	@python3 launch/project.py upgrade "$(TO)" $(if $(FROM),--from "$(FROM)")
+new: install  ## make a project of your own: make new NAME=birds DIR=../birds
+	@$(PY) launch/project.py new "$(NAME)" "$(DIR)"
 
 release:  ## name what the changelog calls unreleased, commit and tag it: make release VERSION=1.0.0
 	@python3 launch/release.py "$(VERSION)"
-
-completion:  ## print the line that turns on tab completion in this shell
-	@echo 'alias train="$(PY) src/train.py"; eval "$$($(PY) src/train.py -sc install=bash)"'
 
 clean:  ## remove caches; runs and .venv stay
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -r {} +

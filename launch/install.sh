@@ -27,5 +27,8 @@ else
   $python -m compileall -q -j 0 .venv/lib || true # some packages ship templates that do not compile
 fi
 $python -m compileall -q src
+if [ -d src/lockstep ] && grep -q '^\[build-system\]' pyproject.toml; then # this repository: the package in editable form
+  $python -m pip install -q --no-deps --no-build-isolation --no-index -e . || echo "The package was not installed in editable form."
+fi
 # src/ on the path of every REPL and notebook of this environment, from whichever folder
 echo "$PWD/src" >"$($python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lockstep.pth"

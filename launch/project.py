@@ -1,238 +1,205 @@
-"""Make a project of one's own from this template, and upgrade it later.
+"""Make a project of your own from this repository, and upgrade the package that it uses.
 
-    make new NAME=birds DIR=../birds      from a clone of the template: its machinery, recipes and docs, your own README
-    make new NAME=birds DIR=.             the same within a copy that a git host made ("use this template")
-    make upgrade TO=v1.1.0                in such a project: the template's newer release, merged by git
-
-What came from the template is a commit of its own in the project's history, with the line `Lockstep-template: <commit>`
-in its message. An upgrade puts the new release on top of the newest such commit and merges that, so git knows which
-lines you changed, which the template changed, and which both did. Needs git, tar and Python only, nothing installed.
+make new NAME=birds DIR=../birds      scripts, configs, tests and an empty logbook; the package as a wheel in vendor/
+make upgrade TO=2.1.0                 in a project: replace the wheel and its pin; your files stay as they are
+make adopt FILE=strategies/fsdp.py    in a project: copy one file of the package into src/adopted/ and use the copy
+make vendor                           in a project: copy the package into src/lockstep/, without a wheel from then on
 """
 
 import argparse
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import tomllib
+import zipfile
 from pathlib import Path
 
-TEMPLATE = Path(__file__).resolve().parents[1]
-OWN_FILES = "launch/project"  # what a project has in place of the template's: {{name}} stands for its name
+ROOT = Path(__file__).resolve().parents[1]
+OWN_FILES = "launch/project"  # files that replace those of the template; {{name}} stands for the project's name
 TAKEN = (
     ".devcontainer", ".dockerignore", ".github/workflows/checks.yml", ".gitignore", ".pre-commit-config.yaml",
-    ".vscode", "LICENSE", "Makefile", "configs", "docs", "launch", "logs", "nullgpu", "pyproject.toml",
-    "requirements-dev.txt", "requirements-hivemind.txt", "requirements-ray.txt", "requirements.txt", "src",
+    "LICENSE", "configs", "launch/Dockerfile", "launch/install.sh", "launch/project.py", "launch/ray_train.py", "launch/sky.yaml",
+    "launch/train.sbatch", "launch/uv.txt", "logs", "requirements-dev.txt", "requirements.txt", "src",
 )  # fmt: skip
-LEFT = (
-    OWN_FILES, "docs/assets", "docs/pictures", "docs/make_pictures.py", "docs/site_hooks.py",
-    "docs/assignment.md", "launch/release.py", "launch/vit_exercise.sh",
-)  # fmt: skip
-LEFT_TARGETS = (
-    "assignment", "new", "test-all", "test-beside", "test-alone", "test-nullgpu", "site", "$(VENV)/site/.installed",
-    "audit", "parity", "bench", "soak", "release",
-)  # fmt: skip
-MACHINERY = ("src/lockstep", "src/hydra_plugins", "launch", "nullgpu")
-TRAILER, SOURCE = "Lockstep-template", "Lockstep-from"
+LEFT = ("src/lockstep", OWN_FILES)
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,49}")
+WHEEL = re.compile(r"\./vendor/lockstep-(?P<version>[\w.]+)-py3-none-any\.whl \\\n +--hash=sha256:[0-9a-f]{64}\n")
 
 
 class Refused(Exception):
     """One sentence for the user."""
 
 
-def git(*words: str, cwd: Path, env: dict[str, str] | None = None, check: bool = True) -> str:
-    """What git prints. A machine on which nobody has told git their name commits as lockstep."""
-    who = {}
-    for role in ("AUTHOR", "COMMITTER"):
-        who |= {f"GIT_{role}_NAME": "lockstep", f"GIT_{role}_EMAIL": "lockstep@localhost"}
-    known = subprocess.run(["git", "config", "user.email"], cwd=cwd, capture_output=True).returncode == 0
-    environment = {**({} if known else who), **os.environ, **(env or {})}
-    done = subprocess.run(["git", *words], cwd=cwd, env=environment, capture_output=True, text=True)
-    if check and done.returncode:
-        raise Refused(f"git {words[0]} failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+def run(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        raise Refused(f"{' '.join(map(str, command[:4]))} failed: {' '.join(last)}")
     return done.stdout.strip()
 
 
-# What a project is made of
+def listed(source: Path) -> list[Path]:
+    """Return the files of the template that git knows or would add, without those that a project does not get."""
+    found = run("git", "ls-files", "-co", "--exclude-standard", "--", *TAKEN, cwd=source).splitlines()
+    kept = [Path(name) for name in found if not name.startswith(tuple(f"{left}/" for left in LEFT))]
+    return [path for path in kept if (source / path).is_file()]
 
 
-def render(template: Path, name: str, folder: Path) -> None:
-    """The files of a project called `name`, as the template's commit that is checked out in `template` has them."""
-    with tempfile.TemporaryDirectory() as scratch:
-        whole = Path(scratch)
-        archive = subprocess.run(["git", "archive", "HEAD"], cwd=template, capture_output=True, check=True).stdout
-        subprocess.run(["tar", "-x", "-C", scratch], input=archive, check=True)  # tarfile has no filter in 3.11.2
-        for path in TAKEN:
-            target = folder / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            (whole / path).rename(target) if (whole / path).is_file() else shutil.copytree(whole / path, target)
-    for path in LEFT:
-        shutil.rmtree(folder / path) if (folder / path).is_dir() else (folder / path).unlink()
-    (folder / "LICENSE").rename(folder / "src/lockstep/LICENSE")  # of the machinery; yours is up to you
-    own = template / OWN_FILES
-    for path in [path for path in own.rglob("*") if path.is_file()]:
-        target = folder / path.relative_to(own)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(path.read_text().replace("{{name}}", name))
-    _rewrite(folder / "Makefile", _without_targets)
-    _rewrite(folder / "pyproject.toml", lambda text: _renamed(text, name))
-    for page in (folder / "docs").glob("*.md"):
-        _rewrite(page, lambda text, page=page: _without_dead_links(text, page))
+def build_wheel(source: Path, vendor: Path) -> Path:
+    """Build the wheel of the package in `source` into `vendor`, in place of the one that is there."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "source"  # setuptools leaves its build folder behind
+        shutil.copytree(source / "src/lockstep", copy / "src/lockstep", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(source / name, copy)
+        options = ("--no-deps", "--no-build-isolation", "--no-cache-dir", "-q")
+        run(sys.executable, "-m", "pip", "wheel", *options, "-w", folder, copy, cwd=copy)
+        [built] = Path(folder).glob("lockstep-*.whl")
+        vendor.mkdir(exist_ok=True)
+        for old in vendor.glob("lockstep-*.whl"):
+            old.unlink()
+        return Path(shutil.move(built, vendor / built.name))
 
 
-def _rewrite(path: Path, change: Callable[[str], str]) -> None:
-    path.write_text(change(path.read_text()))
+def pin(wheel: Path, requirements: Path) -> None:
+    """Write the wheel's line, with its hash, at the top of requirements.txt."""
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    line = f"./vendor/{wheel.name} \\\n    --hash=sha256:{digest}\n"
+    requirements.write_text(line + WHEEL.sub("", requirements.read_text()))
 
 
-def _without_targets(makefile: str) -> str:
-    """Paragraphs of what a project has no tests or benchmarks for are left out, and those folders with them."""
-    kept = [part for part in makefile.split("\n\n") if not part.startswith(tuple(f"{name}:" for name in LEFT_TARGETS))]
-    return "\n\n".join(kept).replace(" src tests benchmarks nullgpu launch", " src tests")
-
-
-def _renamed(pyproject: str, name: str) -> str:
-    head = r'^name = "lockstep"\nversion = .*\ndescription = .*'
-    text = re.sub(head, f'name = "{name}"\nversion = "0.1.0"', pyproject, count=1, flags=re.MULTILINE)
-    return text.replace('"src", "tests/harness", "nullgpu"', '"src", "nullgpu"')
-
-
-def _without_dead_links(text: str, page: Path) -> str:
-    """Of a link to a page that only the template has its words are left."""
-
-    def kept(link: re.Match) -> str:
-        place = link[2].partition("#")[0]
-        return link[0] if "://" in place or not place or (page.parent / place).exists() else link[1]
-
-    return re.sub(r"\[([^\]]+)\]\(([^)\s]+)\)", kept, text)
-
-
-# Commits
-
-
-def commit_of(rendered: Path, repository: Path, template: Path, source: str, version: str, parent: str | None) -> str:
-    """A commit in `repository` of just these files; no branch and no file of the repository changes."""
-    with tempfile.TemporaryDirectory() as scratch:
-        own = {"GIT_INDEX_FILE": str(Path(scratch) / "index"), "GIT_WORK_TREE": str(rendered)}
-        folder = Path(git("rev-parse", "--absolute-git-dir", cwd=repository))
-        own["GIT_DIR"] = str(folder)
-        git("add", "--all", "--force", ".", cwd=rendered, env=own)
-        tree = git("write-tree", cwd=rendered, env=own)
-    commit = git("rev-parse", "HEAD", cwd=template)
-    message = f"Lockstep {version}\n\n{TRAILER}: {commit}\n{SOURCE}: {source}"
-    return git("commit-tree", tree, *(("-p", parent) if parent else ()), "-m", message, cwd=repository)
-
-
-def last_template_commit(repository: Path) -> str:
-    found = git("log", "-1", "--format=%H", f"--grep=^{TRAILER}: ", "HEAD", cwd=repository)
-    if not found:
-        raise Refused("This repository's history has no commit of the template: it was not made by `make new`.")
-    return found
-
-
-def source_of(template: Path) -> str:
-    """The template's address without a password, or its folder."""
-    address = git("config", "--get", "remote.origin.url", cwd=template, check=False)
-    return re.sub(r"//[^/@]*@", "//", address) or str(template)
-
-
-def version_of(template: Path) -> str:
-    return git("describe", "--tags", "--always", cwd=template)
-
-
-# The two commands
-
-
-def new(name: str, where: str) -> None:
-    """
-    Args:
-        where: the folder of the project.
-    Raises:
-        Refused: the name or the folder cannot be taken.
-    """
-    if not where:
-        raise Refused(f"DIR= is missing: make new NAME={name or 'birds'} DIR=../{name or 'birds'}")
-    folder = Path(where)
+def new(name: str, folder: str) -> None:
     if not NAME.fullmatch(name):
-        raise Refused(f"NAME={name}: take lower-case letters, digits, - and _, beginning with a letter.")
-    here = folder.resolve() == TEMPLATE
-    if not here and folder.exists() and any(folder.iterdir()):
-        raise Refused(f"DIR={folder} is there already and is not empty: name a new folder.")
-    if here:
-        _refuse_changes(TEMPLATE)
-    with tempfile.TemporaryDirectory() as scratch:
-        rendered = Path(scratch) / "project"
-        render(TEMPLATE, name, rendered)
-        if not here:
-            folder.mkdir(parents=True, exist_ok=True)
-            git("init", "-q", "-b", "main", cwd=folder)
-        parent = git("rev-parse", "HEAD", cwd=folder) if here else None
-        made = commit_of(rendered, folder, TEMPLATE, source_of(TEMPLATE), version_of(TEMPLATE), parent)
-    git("reset", "-q", "--hard", made, cwd=folder)
-    print(f"{name} is in {folder}. Next: cd {folder} && make train")
+        raise Refused(f"NAME={name} is not a project name. Pass lower-case letters, digits, - and _, as NAME=birds.")
+    if not folder:
+        raise Refused(f"DIR is missing. Pass a folder that does not exist yet: make new NAME={name} DIR=../{name}")
+    target = Path(folder).expanduser().resolve()
+    if target.exists() and any(target.iterdir()):
+        raise Refused(f"{target} is not empty. Pass a folder that does not exist yet.")
+    for path in listed(ROOT):
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / path, target / path)
+    for name_in_git in run("git", "ls-files", "-co", "--exclude-standard", "--", OWN_FILES, cwd=ROOT).splitlines():
+        place = target / name_in_git.removeprefix(f"{OWN_FILES}/").removesuffix(".in")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        text = (ROOT / name_in_git).read_text()
+        place.write_text(text.replace("{{name}}", name).replace("{{version}}", version_of(ROOT)))
+    pin(build_wheel(ROOT, target / "vendor"), target / "requirements.txt")
+    (target / "vendor" / "source.txt").write_text(origin_of(ROOT) + "\n")
+    for command in (("init", "-q", "-b", "main"), ("add", "-A"), ("commit", "-qm", f"Start {name} from Lockstep")):
+        known = subprocess.run(["git", "config", "user.email"], cwd=target, capture_output=True).returncode == 0
+        who = () if known else ("-c", "user.name=lockstep", "-c", "user.email=lockstep@localhost")
+        run("git", *who, *command, cwd=target)
+    print(f'{name} is in {target}. Next: cd "{target}" && make train')
 
 
-def upgrade(project: Path, to: str, source: str | None) -> None:
-    """
-    Raises:
-        Refused: there is nothing to go by, or git found lines that both sides changed.
-    """
-    _refuse_changes(project)
-    before = last_template_commit(project)
-    where = source or git("log", "-1", f"--format=%(trailers:key={SOURCE},valueonly)", before, cwd=project)
-    edited = git("diff", "--stat", before, "HEAD", "--", *MACHINERY, cwd=project)
-    if edited:
-        print(f"Machinery that this project has changed, which git merges with what is new:\n{edited}\n")
-    name = re.search(r'^name = "(.+)"', (project / "pyproject.toml").read_text(), re.M)
-    with tempfile.TemporaryDirectory() as scratch:
-        template, rendered = Path(scratch) / "template", Path(scratch) / "project"
-        try:
-            git("clone", "-q", where, str(template), cwd=project)
-            git("checkout", "-q", to, cwd=template)
-        except Refused as refused:
-            raise Refused(f"{refused}. Is the template elsewhere now? make upgrade TO={to} FROM=ADDRESS") from None
-        program = template / "launch/project.py"  # the newer release knows its own files
-        command = [sys.executable, str(program), "render", name[1] if name else "project", str(rendered)]
-        if subprocess.run(command).returncode:
-            raise Refused(f"The template's {to} could not be read.")
-        made = commit_of(rendered, project, template, where, to, before)
-    if git("diff", "--stat", before, made, cwd=project) == "":
-        print(f"This project has what {to} has already.")
-        return
-    git("merge", "-q", "--no-edit", "-m", f"Upgrade to Lockstep {to}", made, cwd=project, check=False)
-    if hand := git("diff", "--name-only", "--diff-filter=U", cwd=project).splitlines():
+def version_of(source: Path) -> str:
+    return tomllib.loads((source / "pyproject.toml").read_text())["project"]["version"]
+
+
+def origin_of(source: Path) -> str:
+    """Return where newer releases come from: the clone's origin, else the clone itself."""
+    found = subprocess.run(["git", "remote", "get-url", "origin"], cwd=source, capture_output=True, text=True)
+    return found.stdout.strip() or str(source)
+
+
+def upgrade(version: str, source: str) -> None:
+    version = version.removeprefix("v")
+    found = WHEEL.search((ROOT / "requirements.txt").read_text())
+    if not found:
         raise Refused(
-            f"{len(hand)} files were changed here and in {to}: {', '.join(hand)}. Choose between the <<<<<<< lines in "
-            "each, then: git add -A && git commit --no-edit && make test. To go back: git merge --abort"
+            "requirements.txt has no line of a wheel in vendor/. Run make upgrade in a project made by make new."
         )
-    print(f"Upgraded to {to}: {git('diff', '--shortstat', 'HEAD~1', 'HEAD', cwd=project).strip()}. Next: make test")
+    if found["version"] == version:
+        print(f"This project already uses lockstep {version}.")
+        return
+    source = source or (ROOT / "vendor" / "source.txt").read_text().strip()
+    with tempfile.TemporaryDirectory() as folder:
+        release = Path(folder) / "lockstep"
+        run("git", "clone", "-q", "--depth=1", f"--branch=v{version}", source, release, cwd=ROOT)
+        pin(build_wheel(release, ROOT / "vendor"), ROOT / "requirements.txt")
+        print(changes_between((release / "CHANGELOG.md").read_text(), found["version"], version))
+    run("make", "install", cwd=ROOT)
+    for script in sorted((ROOT / "configs" / "experiment").glob("*.yaml")):
+        run(ROOT / ".venv/bin/python", "src/train.py", "--cfg", "job", f"experiment={script.stem}", cwd=ROOT)
+    runs = sorted((ROOT / "logs/train/runs").glob("*/run.json"), key=os.path.getmtime)
+    if runs:
+        last = runs[-1].parent.name
+        run(ROOT / ".venv/bin/python", "src/train.py", "--cfg", "job", f"resume={last}", cwd=ROOT)
+        print(f"All recipes compose, and run {last} can be resumed.")
+    print(f"lockstep {found['version']} → {version}. Commit requirements.txt and vendor/ after make test.")
 
 
-def _refuse_changes(repository: Path) -> None:
-    if git("status", "--porcelain", "--untracked-files=no", cwd=repository):
-        raise Refused("There are changes that are not committed: commit or stash them first.")
+def changes_between(changelog: str, old: str, new: str) -> str:
+    """Return the sections of the changelog after version `old`, up to `new`."""
+    sections = re.split(r"(?m)^(?=## )", changelog)
+    titles = [re.match(r"## \[?v?([\w.]+)", section) for section in sections]
+    names = [title[1] if title else "" for title in titles]
+    begin = names.index(new) if new in names else 1
+    end = names.index(old) if old in names else len(sections)
+    return "".join(sections[begin:end]).strip()
+
+
+def package_folder() -> Path:
+    found = run(sys.executable, "-c", "import lockstep; print(*lockstep.__path__)", cwd=ROOT / "vendor")
+    return Path(found)
+
+
+def adopt(file: str) -> None:
+    source, target = package_folder() / file, ROOT / "src" / "adopted" / Path(file).name
+    if not file.endswith(".py") or not source.is_file():
+        raise Refused(f"lockstep has no file {file}. Pass a path in the package, as FILE=strategies/fsdp.py.")
+    if target.exists():
+        raise Refused(f"{target.relative_to(ROOT)} exists already.")
+    target.parent.mkdir(exist_ok=True)
+    shutil.copy(source, target)
+    old = "lockstep." + file.removesuffix(".py").replace("/", ".") + "."
+    changed = []
+    for path in sorted((ROOT / "configs").rglob("*.yaml")):
+        text = path.read_text()
+        if f"_target_: {old}" in text:
+            path.write_text(text.replace(f"_target_: {old}", f"_target_: adopted.{target.stem}."))
+            changed.append(str(path.relative_to(ROOT)))
+    print(f"{target.relative_to(ROOT)} is yours now. It is named in: {', '.join(changed) or 'no yaml yet'}.")
+
+
+def vendor() -> None:
+    target = ROOT / "src" / "lockstep"
+    if target.exists():
+        raise Refused("src/lockstep exists already.")
+    [wheel] = (ROOT / "vendor").glob("lockstep-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(ROOT / "src", [name for name in archive.namelist() if name.startswith("lockstep/")])
+    wheel.unlink()
+    requirements = ROOT / "requirements.txt"
+    requirements.write_text(WHEEL.sub("", requirements.read_text()))
+    run(sys.executable, "-m", "pip", "uninstall", "-q", "-y", "lockstep", cwd=ROOT)
+    print("src/lockstep holds the package now, and nothing installs a wheel any more.")
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in ("new", "render"):
-        one = commands.add_parser(command)
-        one.add_argument("name")
-        one.add_argument("folder")
-    one = commands.add_parser("upgrade")
-    one.add_argument("to")
-    one.add_argument("--from", dest="source")
+    for name, arguments in {"new": ["name", "folder"], "upgrade": ["to"], "adopt": ["file"], "vendor": []}.items():
+        command = commands.add_parser(name)
+        for argument in arguments:
+            command.add_argument(argument)
+    commands.choices["upgrade"].add_argument("--from", dest="source", default="", help="clone or address of Lockstep")
     given = parser.parse_args(argv)
     try:
-        if given.command == "new":
-            new(given.name, given.folder)
-        elif given.command == "render":
-            render(TEMPLATE, given.name, Path(given.folder))
-        else:
-            upgrade(TEMPLATE, given.to, given.source)
+        match given.command:
+            case "new":
+                new(given.name, given.folder)
+            case "upgrade":
+                upgrade(given.to, given.source)
+            case "adopt":
+                adopt(given.file)
+            case "vendor":
+                vendor()
     except Refused as refused:
         print(f"error: {refused}", file=sys.stderr)
         return 2

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -12,7 +13,20 @@ from typing import Any
 
 from lockstep.runs.config import Config
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+
+def project_root() -> Path:
+    """Return the folder that holds configs/ and src/: of this clone, of the running script, or around the work folder.
+
+    In a project of one's own lockstep is an installed package, and only the script's place says where the project is.
+    """
+    script, here = Path(sys.argv[0]).resolve(), Path.cwd()
+    for folder in (Path(__file__).resolve().parents[3], *script.parents[1:2], here, *here.parents):
+        if (folder / "configs" / "train.yaml").is_file():
+            return folder
+    return here
+
+
+REPOSITORY = project_root()
 CODE = ("src", "configs", "requirements.txt")
 PACKAGES = ("torch", "torchvision", "lightning", "hydra-core", "timm", "numpy", "boto3", "tensorboard")
 DIFF_LIMIT_BYTES = 200_000
