@@ -42,6 +42,13 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout.strip()
 
 
+def git(*words: str, cwd: Path) -> str:
+    """Run git; where nobody has told it a name, it commits as lockstep."""
+    known = subprocess.run(["git", "config", "user.email"], cwd=cwd, capture_output=True).returncode == 0
+    who = () if known else ("-c", "user.name=lockstep", "-c", "user.email=lockstep@localhost")
+    return run("git", *who, *words, cwd=cwd)
+
+
 def listed(source: Path) -> list[Path]:
     """Return the files of the template that git knows or would add, without those that a project does not get."""
     found = run("git", "ls-files", "-co", "--exclude-standard", "--", *TAKEN, cwd=source).splitlines()
@@ -91,9 +98,7 @@ def new(name: str, folder: str) -> None:
     pin(build_wheel(ROOT, target / "vendor"), target / "requirements.txt")
     (target / "vendor" / "source.txt").write_text(origin_of(ROOT) + "\n")
     for command in (("init", "-q", "-b", "main"), ("add", "-A"), ("commit", "-qm", f"Start {name} from Lockstep")):
-        known = subprocess.run(["git", "config", "user.email"], cwd=target, capture_output=True).returncode == 0
-        who = () if known else ("-c", "user.name=lockstep", "-c", "user.email=lockstep@localhost")
-        run("git", *who, *command, cwd=target)
+        git(*command, cwd=target)
     print(f'{name} is in {target}. Next: cd "{target}" && make train')
 
 
