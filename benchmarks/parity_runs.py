@@ -138,8 +138,8 @@ class Losses(pl.Callback):
     def __init__(self) -> None:
         self.values: list[float] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        self.values.append(float(pl_module.take_loss_sum()[0]))
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.values.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
 
 
 class FaultyAllReduce(AllReduce):

@@ -1,6 +1,6 @@
 """The LightningModule: any net, an optimizer, a schedule; exact counts in evaluation.
 
-Between log points nothing here reads a value from the device: losses and counts add up in tensors.
+Between log points nothing here reads a value from the device: counts add up in tensors.
 """
 
 import inspect
@@ -89,8 +89,6 @@ class ImageClassifier(pl.LightningModule):
         self.num_classes, self.test_time_flip = num_classes, test_time_flip
         self.loss = loss or nn.CrossEntropyLoss(label_smoothing=label_smoothing)
         self.metrics = nn.ModuleDict(metrics or {})
-        self.loss_sum: Tensor | None = None  # since the last log point, of this rank
-        self.losses_summed = 0
         self.train_counts: Tensor | None = None  # (2,) hits and images of this epoch on this rank
         self.counts: Counts | None = None
         self.test_counts: ExactCounts | None = None
@@ -102,12 +100,8 @@ class ImageClassifier(pl.LightningModule):
         images, targets = batch
         logits = self.net(images)
         check_logits(logits, self.num_classes)
-        loss = self.loss(logits, targets).mean()
-        own = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))  # 16 bits would lose what is added
-        self.loss_sum = own if self.loss_sum is None else self.loss_sum.to(own.dtype) + own  # of a checkpoint it has 64
-        self.losses_summed += 1
         self._count_hits(logits.detach(), targets)
-        return loss
+        return self.loss(logits, targets).mean()
 
     def _count_hits(self, logits: Tensor, targets: Tensor) -> None:
         """Of mixed images a hit is the class with the largest share."""
@@ -122,29 +116,13 @@ class ImageClassifier(pl.LightningModule):
         return torch.zeros(2, dtype=torch.int64, device=self.device) if taken is None else taken
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """All ranks: in mid-epoch what all of them have counted and summed, which rank 0 takes on."""
-        reduce = self.trainer.strategy.reduce
+        """Keep what all ranks have counted in this epoch; a collective."""
         if self.train_counts is not None:
-            checkpoint["train_counts"] = reduce(self.train_counts, reduce_op="sum").tolist()
-        if self.loss_sum is not None:
-            sums = torch.stack([self.loss_sum.double(), torch.full_like(self.loss_sum, self.losses_summed).double()])
-            checkpoint["train_losses"] = reduce(sums, reduce_op="sum").tolist()
+            checkpoint["train_counts"] = self.trainer.strategy.reduce(self.train_counts, reduce_op="sum").tolist()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if not self.trainer.is_global_zero:
-            return
-        device = self.trainer.strategy.root_device
-        if "train_counts" in checkpoint:
-            self.train_counts = torch.tensor(checkpoint["train_counts"], device=device)
-        if "train_losses" in checkpoint:
-            total, number = checkpoint["train_losses"]
-            self.loss_sum, self.losses_summed = torch.tensor(total, dtype=torch.float64, device=device), int(number)
-
-    def take_loss_sum(self) -> tuple[Tensor, int]:
-        """The sum of the micro-batch losses since the last call, still on the device, and how many they were."""
-        taken = (torch.zeros((), device=self.device) if self.loss_sum is None else self.loss_sum, self.losses_summed)
-        self.loss_sum, self.losses_summed = None, 0
-        return taken
+        if "train_counts" in checkpoint and self.trainer.is_global_zero:
+            self.train_counts = torch.tensor(checkpoint["train_counts"], device=self.trainer.strategy.root_device)
 
     def on_validation_epoch_start(self) -> None:
         self.counts = Counts(self.num_classes, self.device)

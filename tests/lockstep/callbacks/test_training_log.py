@@ -2,32 +2,28 @@
 
 import csv
 import time
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
 from lockstep.callbacks.metrics_csv import MetricsCsv
-from lockstep.callbacks.training_log import TrainingLog, last_time_s
+from lockstep.callbacks.training_log import TrainingLog, check_eps
+from lockstep.runs.errors import Diverged, UserError
 
 
 class Net(pl.LightningModule):
-    """Counts its own loss; asks for the end at a micro-batch, as a swarm that is done does."""
+    """Its loss is the number of the batch; asks for the end at a micro-batch, as a swarm that is done does."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         super().__init__()
-        self.layer, self.stop_at, self.losses = torch.nn.Linear(2, 1), stop_at, []
+        self.layer, self.stop_at = torch.nn.Linear(2, 1), stop_at
 
     def training_step(self, batch, batch_idx):
         if batch_idx == self.stop_at:
             self.trainer.should_stop = True
-        self.losses.append(float(batch_idx))
-        return self.layer(batch).square().sum()
-
-    def take_loss_sum(self):
-        total, number = sum(self.losses, 0.0), len(self.losses)
-        self.losses = []
-        return torch.tensor(total), number
+        return 0 * self.layer(batch).sum() + batch_idx
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.25)
@@ -37,7 +33,7 @@ def fit(folder, module, *, resume_step=None, batches=40, log=None, more=(), **op
     logger = MetricsCsv(folder / "metrics.csv", resume_step)
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=1, logger=logger, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[log or TrainingLog(8), *more], log_every_n_steps=50, **options,
+        enable_model_summary=False, callbacks=[log or TrainingLog(8), *more], **{"log_every_n_steps": 50, **options},
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8 * batches, 2), batch_size=8))
     with logger.path.open(newline="") as file:
@@ -87,6 +83,79 @@ def test_the_seconds_of_a_resumed_run_go_on(tmp_path):
     assert 81.25 < float(kept[2]["time_s"]) <= 81.25 + time.monotonic() - started + 0.01
 
 
-def test_a_file_that_cannot_be_read_counts_from_zero(tmp_path):
+class TwoOptimizers(pl.LightningModule):
+    """A GAN's shape: two optimizer steps a batch, the loss in a dict beside something of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
+
+    def training_step(self, batch, batch_idx):
+        for optimizer, layer in zip(self.optimizers(), self.layers, strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(layer(batch).square().mean())
+            optimizer.step()
+        self.log("own", float(batch_idx))
+        return {"loss": torch.tensor(float(batch_idx)), "more": 1}
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in self.layers]
+
+
+def test_steps_count_batches_also_under_several_optimizers(tmp_path):
+    found = fit(tmp_path, TwoOptimizers(), batches=6, log_every_n_steps=2)
+    assert [row["step"] for row in found] == ["2", "4", "6"]
+    assert [float(row["train/loss"]) for row in found] == [0.5, 2.5, 4.5]
+    assert [float(row["own"]) for row in found] == [1, 3, 5]
+
+
+class NoLoss(TwoOptimizers):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_returns_no_loss_has_none_in_the_log(tmp_path):
+    (row,) = fit(tmp_path, NoLoss(), batches=3)
+    assert row["step"] == "3" and "train/loss" not in row and row["lr"] == "0.1"
+
+
+def test_a_returned_loss_that_is_nan_ends_the_run(tmp_path):
+    class Nan(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * float("nan")
+
+    with pytest.raises(Diverged, match="train/loss became nan by step 3"):
+        fit(tmp_path, Nan(), batches=3)
+
+
+def test_losses_before_a_checkpoint_in_mid_epoch_count_after_it(tmp_path):
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                trainer.save_checkpoint(tmp_path / "mid.ckpt")
+
+    (whole,) = fit(tmp_path, Net(), batches=6, more=[Saves()])
+    state = torch.load(tmp_path / "mid.ckpt", weights_only=True)
+    assert state["train_losses"] == [3.0, 3.0]
+    log = TrainingLog(8)
+    log.on_load_checkpoint(
+        SimpleNamespace(is_global_zero=True, strategy=SimpleNamespace(root_device="cpu")), None, state
+    )
+    (resumed,) = fit(tmp_path, Net(), batches=3, log=log)
+    assert float(whole["train/loss"]) == 2.5 and float(resumed["train/loss"]) == 1.0  # (3 + 3) / 6
+
+
+def test_an_eps_that_is_zero_in_float16_is_refused_with_what_works(tmp_path):
+    optimizer = torch.optim.AdamW(torch.nn.Linear(2, 1).parameters())
+    trainer = SimpleNamespace(optimizers=[optimizer], precision="16-true")
+    with pytest.raises(UserError, match=r"optimizer.eps=1e-08 is 0 .*optimizer.eps=1e-4, .*bf16-mixed"):
+        check_eps(trainer)
+    for precision, eps in (("16-mixed", 1e-8), ("bf16-true", 1e-8), ("16-true", 1e-4)):
+        optimizer.param_groups[0]["eps"], trainer.precision = eps, precision
+        check_eps(trainer)
+
+
+def test_a_row_whose_time_cannot_be_read_counts_from_zero(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,epoch,time_s\n1,0,soon\n")
-    assert last_time_s(tmp_path / "metrics.csv") == last_time_s(tmp_path / "none.csv") == 0.0
+    assert 0 < float(fit(tmp_path, Net(), resume_step=1, batches=3)[-1]["time_s"]) < 60

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from classifier import ImageClassifier
 from faults import signal_at_step
@@ -36,23 +36,22 @@ def test_the_average_lies_where_training_will(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_the_mean_that_torch_takes_and_stays_in_its_precision(dtype):
+def test_its_decay_begins_small_and_it_stays_in_its_precision(dtype):
     torch.manual_seed(0)
     start = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-    ours, torchs = (AveragedModel(start, avg_fn=get_ema_avg_fn(0.9), use_buffers=True) for _ in range(2))
+    average = AveragedModel(start, use_buffers=True)
     trained = copy.deepcopy(start).to(dtype)
-    for step in range(4):
+    expected = None
+    for step, decay in enumerate([0, 2 / 11, 3 / 12, 0.3]):  # (1 + n) / (10 + n), at most 0.3
         for parameter in trained.parameters():
             parameter.data.add_(0.1 * (step + 1))
         trained[1].num_batches_tracked += 1
-        update(ours, 0.9, trained)
-        torchs.update_parameters(trained)
-    assert ours.n_averaged == 4 and ours.module[1].num_batches_tracked == 4
-    for name, value in ours.module.named_parameters():
-        assert value.dtype == torch.float32
-        tolerance = {"rtol": 1e-6, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2e-3, "atol": 1e-3}
-        torch.testing.assert_close(value, torchs.module.get_parameter(name), **tolerance)
-    assert not torch.equal(ours.module[0].weight, trained[0].weight.float())
+        update(average, 0.3, trained)
+        new = trained[0].weight.float()
+        expected = new.clone() if expected is None else decay * expected + (1 - decay) * new
+    assert average.n_averaged == 4 and average.module[1].num_batches_tracked == 4
+    assert average.module[0].weight.dtype == torch.float32
+    torch.testing.assert_close(average.module[0].weight.data, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -71,13 +70,12 @@ def test_a_run_stopped_in_a_validation_goes_on_with_the_same_weights(tmp_path, t
     assert again.record["metrics"]["val/acc"] == whole.record["metrics"]["val/acc"]
 
 
-def test_what_is_saved_is_the_average_and_beside_it_what_is_trained(tmp_path):
-    done = run_door("train", *WORDS, "trainer=cpu", logs=tmp_path)
+def test_what_is_saved_is_the_average_and_it_has_learnt_after_few_steps(tmp_path):
+    """With a constant decay of 0.9995 most of it would be the initial weights after 60 steps."""
+    done = run_door("train", *WORDS, "trainer=cpu", "trainer.ema_decay=0.9995", "trainer.max_epochs=6", logs=tmp_path)
     state = last_of(done)
     trained, averaged = state["current_model_state"], state["state_dict"]
-    apart = [name for name in averaged if not torch.equal(averaged[name], trained[name])]
-    assert apart and averaged.keys() == trained.keys()
-    # After many steps an average of decay 0.9 lies within some steps of what is trained.
-    for name in apart:
-        if averaged[name].is_floating_point():
-            assert (averaged[name] - trained[name]).abs().max() < 0.5
+    assert averaged.keys() == trained.keys() and any(
+        not torch.equal(averaged[name], trained[name]) for name in averaged
+    )
+    assert done.record["metrics"]["val/acc"] > 0.9
