@@ -31,18 +31,11 @@ test-beside: install-dev
 test-alone: install-dev
 	$(PY) -m pytest -m slow $(addprefix --ignore=,$(UNTIMED))
 # No test of these waits for something to happen within seconds
-UNTIMED := $(addprefix tests/,nullgpu callbacks data hydra_plugins models lockstep/config lockstep/data lockstep/pages \
-<<<<<<< HEAD
+UNTIMED := $(addprefix tests/,nullgpu callbacks data hydra_plugins models lockstep/config lockstep/data lockstep/logbook \
   lockstep/strategies lockstep/training lockstep/batch_size/test_estimate.py \
   lockstep/callbacks/test_weight_average.py test_attacks.py test_docs.py test_eval.py test_export.py \
   test_howto.py test_parity.py test_pickles.py test_predict.py test_project.py test_recipes.py \
   test_rehearse.py test_run_pages.py test_s3_data.py)
-=======
-  lockstep/strategies lockstep/training lockstep/batch_size/test_estimate.py lockstep/callbacks/test_step_hashes.py \
-  lockstep/callbacks/test_weight_average.py test_attacks.py test_docs.py test_eval.py test_export.py test_figures.py \
-  test_fleet.py test_howto.py test_parity.py test_predict.py test_project.py test_recipes.py \
-  test_rehearse.py test_reproduce.py test_run_pages.py test_s3_data.py)
->>>>>>> 4f135ea (Ranks trust their network: no secret, sealed store, proofs or JSON collectives)
 
 test-nullgpu: install-dev  ## of both, what runs torch's CUDA code on null GPUs (nullgpu)
 	$(PY) -m pytest tests/nullgpu -m "slow or not slow"

@@ -179,7 +179,7 @@ def export_onnx(model: Any, out: Path) -> Any:
 def export(argv: list[str]) -> None:
     import warnings
 
-    from lockstep.pages.model_card import card_text
+    from lockstep.logbook.model_card import card_text
     from lockstep.runs.provenance import REPOSITORY
     from lockstep.training.inference import load_finished, read_words
 

@@ -1,16 +1,15 @@
 """The logbook: pages of what was run and what came out.
 
-    python src/logbook.py keep RUN …      take runs of logs/ into the logbook; train.py logbook=keep does it itself
-    python src/logbook.py remove RUN …    take them out again, files and all
-    python src/logbook.py build [RUN_FOLDER …]    write the pages; take in the runs named here
-    python src/logbook.py compare RUN RUN … [--keep] [--title "DDP beside FSDP"]    side by side; --keep: as a page
-    python src/logbook.py publish RUN … --to s3://bucket/prefix | DIR | FILE.html
-    python src/logbook.py query "status = 'finished' and val/acc > 0.9" [--sort NAME] [--json | --csv | --md]
-    python src/logbook.py note RUN "text" [--name NAME] [--tag TAG …]
+    python src/logbook.py keep RUN …               copy runs of logs/ into the logbook, as logbook=keep does
+    python src/logbook.py remove RUN …             delete them from the logbook
+    python src/logbook.py note RUN "text"          add your own words to a run's page
+    python src/logbook.py compare RUN RUN …        side by side; --md FILE as a page, --html FILE with curves
+    python src/logbook.py publish RUN … --to s3://bucket/prefix | DIR    the HTML report, linked from the pages
+    python src/logbook.py table [KEY …]            runs with any field, metric or option as a column; --csv
+    python src/logbook.py build                    write all pages of the logbook anew
 
-RUN is a run id, a part of one that only one run has, a run folder, or the name that a note gave it. note,
-compare --keep and publish take the runs that they name into the logbook; publish does where others can open its report:
-in a bucket, in this repository, under --base. Every run has a page of its own: logs/train/runs/<run_id>/page.md.
+RUN is a run id, a part of one that only one run has, a run folder, or the title of a note. Every run has a page of its
+own: logs/train/runs/<run_id>/page.md.
 """
 
 if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
@@ -19,150 +18,148 @@ if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts 
     end_on_signal()
 
 import argparse
-import logging
+import csv
+import difflib
+import os
 import sys
 from pathlib import Path
 
-from lockstep.pages.choose import chosen_runs, one_folder, one_run
+from lockstep.logbook.folders import Run, find_run, folders_under, read_run
+from lockstep.logbook.render import aligned
 from lockstep.runs.errors import UserError
-from lockstep.runs.folder import RunFolder
 from lockstep.runs.output import say, set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.script import exit_code_of
 from lockstep.storage.object_store import StoreError
 
-log = logging.getLogger(__name__)
-
-
-def build(options: argparse.Namespace) -> None:
-    from lockstep.pages.build import build as build_pages
-    from lockstep.pages.build import kept_folders, lost_folders, run_folders_under
-
-    given = [Path(source) for source in options.sources]
-    for path in given:
-        if not run_folders_under(path):
-            raise UserError(f"{path} holds no run: give a run folder, or a folder of runs such as logs.")
-    folders = [folder for path in given for folder in run_folders_under(path)]
-    if not options.sources:
-        folders = [folder for folder in kept_folders(options.logs, options.logbook) if is_readable(folder)]
-        if lost := lost_folders(options.logs, options.logbook):
-            names = " ".join(folder.name for folder in lost)
-            say(f"Lost before they could be kept: python src/logbook.py keep {names}")
-    if options.check:
-        check(options.logbook, folders)
-        return
-    changed = build_pages(options.logbook, folders)
-    say(f"{options.logbook}: {len(changed)} files changed" if changed else f"{options.logbook}: up to date")
-    if not options.sources:
-        write_run_pages(run_folders_under(options.logs))
-
-
-def write_run_pages(folders: list[Path]) -> None:
-    """Of runs whose own page is missing or of an earlier record: they died, or are running."""
-    from lockstep.pages.run_page import shows_record, write_run_page
-
-    for run in map(RunFolder, folders):
-        try:
-            if not shows_record(run):
-                write_run_page(run.path)
-        except (UserError, OSError) as error:
-            log.warning(f"{run.path} has no page ({error}).")
+COLUMNS = (
+    "started_at", "status", "data", "model", "trainer", "world_size", "global_batch_size", "epochs", "val/acc_best",
+    "test/acc", "fit_seconds", "images_per_s", "peak_memory_gib", "cost.usd",
+)  # fmt: skip
 
 
 def keep(options: argparse.Namespace) -> None:
-    from lockstep.pages.build import keep_run
+    from lockstep.logbook.build import keep_run
 
-    folders = [one_folder(options.logs, word) for word in options.runs]
-    for page in dict.fromkeys(keep_run(folder, options.logbook) for folder in folders):
-        say(page)
+    for folder in [find_run(word, options.logs) for word in options.runs]:
+        say(keep_run(folder, options.logbook))
 
 
 def remove(options: argparse.Namespace) -> None:
-    from lockstep.pages.build import remove_runs
-    from lockstep.pages.page_set import load_entries
+    from lockstep.logbook.build import remove_runs
 
-    entries = load_entries(options.logbook)
-    run_ids = [one_run(entries, Path(word).name).run_id for word in options.runs]
-    changed = remove_runs(run_ids, options.logbook)
-    say(f"{options.logbook}: {', '.join(run_ids)} removed, {len(changed)} files changed")
+    folders = [find_run(word, options.logbook) for word in options.runs]
+    remove_runs(folders, options.logbook)
+    say(f"{options.logbook}: {', '.join(folder.name for folder in folders)} removed")
 
 
-def is_readable(folder: Path) -> bool:
-    """One damaged record keeps no other run out of the logbook."""
-    from lockstep.runs.record import read_json
+def build(options: argparse.Namespace) -> None:
+    from lockstep.logbook.build import build as build_all
 
-    try:
-        read_json(folder / "run.json")
-    except (UserError, OSError, RecursionError) as error:
-        log.warning(f"Left out: {folder} ({error}).")
-        return False
-    return True
-
-
-def check(logbook: Path, folders: list[Path]) -> None:
-    """UserError where a build would change a page; changes nothing itself."""
-    from lockstep.pages.build import not_up_to_date
-
-    if changed := not_up_to_date(logbook, folders):
-        names = ", ".join(changed[:5])
-        raise UserError(f"{len(changed)} files of {logbook} are not up to date ({names}); make logbook writes them.")
-    say(f"{logbook}: up to date")
-
-
-def compare(options: argparse.Namespace) -> None:
-    from lockstep.pages.build import write_some_pages
-    from lockstep.pages.comparison_page import labels_for, save_comparison
-    from lockstep.pages.terminal import comparison_text
-
-    if len(options.runs) < 2:
-        raise UserError("A comparison takes two runs or more: logbook.py compare RUN RUN.")
-    if options.title and not options.keep:
-        raise UserError("--title is of the page that --keep writes: give --keep too.")
-    entries = chosen_runs(options.runs, options.logs, options.logbook, takes_in=options.keep)
-    labels = labels_for(entries)
-    say(comparison_text(entries, labels))
-    if not options.keep:
-        return
-    title = options.title or " beside ".join(labels)
-    name = save_comparison(options.logbook, title, [entry.run_id for entry in entries])
-    write_some_pages(options.logbook, {entry.run_id for entry in entries})
-    say(f"\n{options.logbook / f'compare-{name}.md'}")
-
-
-def publish(options: argparse.Namespace) -> None:
-    from lockstep.pages.build import write_some_pages
-    from lockstep.pages.publish import is_for_others, publish_report
-
-    is_linked = is_for_others(options.to, options.base, options.logbook)
-    entries = chosen_runs(options.runs, options.logs, options.logbook, takes_in=is_linked)
-    report = publish_report(
-        options.logbook, entries, options.to, title=options.title, endpoint_url=options.endpoint_url, base=options.base
-    )
-    if is_linked:
-        write_some_pages(options.logbook, set(report.runs))
-    say(report.uri if report.uri.startswith("s3://") else (options.logbook / report.uri).resolve())
-    if report.address.startswith("http"):
-        say(report.address)
+    runs, errors = build_all(options.logbook, options.logs)
+    for error in errors:
+        say(f"skipped: {error}")
+    say(f"{options.logbook}: {len(runs)} runs")
 
 
 def note(options: argparse.Namespace) -> None:
-    from lockstep.pages.build import write_some_pages
-    from lockstep.pages.notes import add_note, run_note_path
+    from lockstep.logbook.build import add_note, write_index
 
-    entry = chosen_runs([options.run], options.logs, options.logbook)[0]
-    if not (options.text or options.name is not None or options.tag is not None):
-        raise UserError('Nothing to note: give a text, --name or --tag, as in logbook.py note RUN "text".')
-    path = run_note_path(options.logbook, entry.run_id)
-    add_note(path, options.text, options.name, options.tag)
-    write_some_pages(options.logbook, {entry.run_id})
-    say(path)
+    if not options.text and not options.title:
+        raise UserError('There is nothing to note: give a text or --title, as in logbook.py note RUN "text".')
+    chosen = find_run(options.run, options.logs, options.logbook)
+    for folder in {chosen, options.logbook / chosen.name}:
+        if (folder / "run.json").exists():
+            add_note(folder, options.text, options.title)
+            say(folder / "note.md")
+    if (options.logbook / chosen.name).exists():
+        write_index(options.logbook)
 
 
-def query(options: argparse.Namespace) -> None:
-    from lockstep.pages.query import find_runs, listing
+def compare(options: argparse.Namespace) -> None:
+    from lockstep.logbook.compare import as_text, write_comparison
 
-    found = find_runs(options.logbook, options.where, options.sort, ascending=options.ascending)
-    say(listing(found, options.form, options.sort))
+    runs = chosen(options)
+    if len(runs) < 2 and not options.html:
+        raise UserError("A comparison takes two runs or more: logbook.py compare RUN RUN.")
+    title = options.title or " beside ".join(run.title for run in runs)
+    say(as_text(runs))
+    if options.md:
+        from lockstep.logbook.build import write_index
+
+        write_comparison(options.md, runs, title)
+        say(f"\n{options.md}")
+        if options.md.resolve().parent == options.logbook.resolve():
+            write_index(options.logbook)
+    if options.html:
+        say(write_report(runs, title, options.html))
+
+
+def publish(options: argparse.Namespace) -> None:
+    from lockstep.logbook.build import write_index, write_page
+    from lockstep.runs.record import save_record
+
+    runs = chosen(options)
+    title = options.title or " beside ".join(run.title for run in runs)
+    name = "".join(letter if letter.isalnum() else "-" for letter in title.lower()) + ".html"
+    address = write_report(runs, title, f"{options.to.rstrip('/')}/{name}", options.endpoint_url)
+    for run in runs:
+        for folder in {run.folder, options.logbook / run.run_id}:
+            if (folder / "run.json").exists():
+                held = read_run(folder)
+                link = address if "://" in address else os.path.relpath(address, folder)
+                held.record.reports[title] = link
+                save_record(folder / "run.json", held.record)
+                write_page(held)
+    if options.logbook.is_dir():
+        write_index(options.logbook)
+    say(address)
+
+
+def write_report(runs: list[Run], title: str, to: str, endpoint_url: str | None = None) -> str:
+    """Write the interactive report to a file or an s3:// address; return where a browser finds it."""
+    from lockstep.logbook.report import report_html
+
+    page = report_html(title, runs).encode()
+    if to.startswith("s3://"):
+        from lockstep.storage.bucket import open_store
+
+        prefix, _, name = to.rpartition("/")
+        store = open_store({"uri": prefix, "endpoint_url": endpoint_url})
+        store.put(f"{store.prefix}{name}", page, content_type="text/html; charset=utf-8")
+        return f"{store.web_root}{store.prefix}{name}"
+    try:
+        Path(to).parent.mkdir(parents=True, exist_ok=True)
+        Path(to).write_bytes(page)
+    except OSError as error:
+        raise UserError(f"{to} cannot be written ({error.strerror}): give another place.") from None
+    return to
+
+
+def table(options: argparse.Namespace) -> None:
+    found = {folder.name: folder for root in (options.logbook, options.logs) for folder in folders_under(root)}
+    runs = [read_run(folder) for folder in found.values()]
+    names = ["run_id", *(options.columns or COLUMNS)]
+    for name in filter(None, [*options.columns, options.sort]):
+        if all(run.value(name) is None for run in runs):
+            known = sorted({key for run in runs for held in (run.record.metrics, run.config) for key in held})
+            near = difflib.get_close_matches(name, known, 3, cutoff=0.5)
+            raise UserError(f"No run has {name}. Names are those of run.json and config.yaml: {', '.join(near)} …")
+    key = options.sort or "started_at"
+    runs.sort(key=lambda run: (run.value(key) is not None, run.value(key)), reverse=True)
+    rows = [[run.run_id, *(_cell(run, name) for name in names[1:])] for run in runs]
+    if options.csv:
+        return csv.writer(sys.stdout).writerows([names, *rows])
+    say(aligned([names, *rows]))
+
+
+def _cell(run: Run, name: str) -> str:
+    value = run.status if name == "status" else run.value(name)
+    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def chosen(options: argparse.Namespace) -> list[Run]:
+    return [read_run(find_run(word, options.logs, options.logbook)) for word in options.runs]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -171,54 +168,34 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--logbook", type=Path, default=REPOSITORY / "logbook", help="where the pages are")
     top.add_argument("--logs", type=Path, default=REPOSITORY / "logs", help="where the run folders are")
-    top.add_argument("--endpoint-url", help="of a store that speaks S3; none: Amazon's")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    command = commands.add_parser("keep", help="take runs into the logbook")
-    command.add_argument("runs", nargs="+", metavar="RUN")
-    command.set_defaults(task=keep)
+    def add(task, help: str, runs: bool = True) -> argparse.ArgumentParser:
+        command = commands.add_parser(task.__name__, help=help)
+        command.set_defaults(task=task)
+        if runs:
+            command.add_argument("runs", nargs="+", metavar="RUN")
+        return command
 
-    command = commands.add_parser("remove", help="take runs out of the logbook; their folders in logs/ stay")
-    command.add_argument("runs", nargs="+", metavar="RUN")
-    command.set_defaults(task=remove)
-
-    command = commands.add_parser("build", help="write the pages")
-    command.add_argument("sources", nargs="*", metavar="RUN_FOLDER", help="runs to take in; default: news of kept ones")
-    command.add_argument(
-        "--check", action="store_true", help="change nothing; exit code 2 where a page is not up to date"
-    )
-    command.set_defaults(task=build)
-
-    command = commands.add_parser("compare", help="print runs side by side")
-    command.add_argument("runs", nargs="+", metavar="RUN", help="the first is what the others are measured against")
-    command.add_argument("--keep", action="store_true", help="as a page of the logbook, which takes the runs in, too")
-    command.add_argument("--title", help="of that page; its file is named after it")
-    command.set_defaults(task=compare)
-
-    command = commands.add_parser("publish", help="write one HTML file with interactive curves, and link it")
-    command.add_argument("runs", nargs="+", metavar="RUN")
-    command.add_argument("--to", required=True, metavar="s3://bucket/prefix|DIR|FILE.html", help="where it goes")
-    command.add_argument("--title", help="of the report; its file is named after it")
-    command.add_argument(
-        "--base", metavar="URL", help="web address under which that place is read, if not the store's own"
-    )
-    command.set_defaults(task=publish)
-
-    command = commands.add_parser("query", help="list the logbook's runs for which an SQL condition holds")
-    command.add_argument("where", nargs="?", default="1", metavar="WHERE", help="as \"status = 'finished'\"; none: all")
-    command.add_argument("--sort", metavar="NAME", help="a column, as val/acc: the largest first")
-    command.add_argument("--ascending", action="store_true", help="the smallest first")
-    forms = command.add_mutually_exclusive_group()
-    for form, words in (("json", "a list of records"), ("csv", "all columns"), ("md", "a table for a page")):
-        forms.add_argument(f"--{form}", dest="form", action="store_const", const=form, help=words)
-    command.set_defaults(task=query, form="text")
-
-    command = commands.add_parser("note", help="add a person's words, a name or tags to a run")
+    add(keep, "copy runs into the logbook")
+    add(remove, "delete runs from the logbook; their folders in logs/ stay")
+    add(build, "write all pages of the logbook anew", runs=False)
+    command = add(note, "add your own words to a run's page", runs=False)
     command.add_argument("run", metavar="RUN")
     command.add_argument("text", nargs="?", default="", help="markdown, added as a paragraph")
-    command.add_argument("--name", help="shown instead of the run id")
-    command.add_argument("--tag", action="append", metavar="TAG", help="replaces the tags; may be given more than once")
-    command.set_defaults(task=note)
+    command.add_argument("--title", help="shown instead of the run id")
+    command = add(compare, "print runs side by side, with ratios to the first")
+    command.add_argument("--md", type=Path, metavar="FILE", help="write a page too; logbook/NAME.md is listed there")
+    command.add_argument("--html", metavar="FILE", help="write one HTML file with interactive curves too")
+    command.add_argument("--title", help="of the page and the report")
+    command = add(publish, "write the HTML report where others can open it, and link it from the runs' pages")
+    command.add_argument("--to", required=True, metavar="s3://bucket/prefix|DIR")
+    command.add_argument("--title", help="of the report; its file is named after it")
+    command.add_argument("--endpoint-url", help="of a store other than Amazon's that speaks S3")
+    command = add(table, "list runs of logs/ and logbook/ with any field, metric or option as a column", runs=False)
+    command.add_argument("columns", nargs="*", metavar="KEY", help="as val/acc_best, optimizer.lr or cost.usd")
+    command.add_argument("--sort", metavar="KEY", help="the largest first; default: the newest")
+    command.add_argument("--csv", action="store_true", help="for pandas, DuckDB or a spreadsheet")
     return top
 
 

@@ -13,7 +13,7 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 FLOORS = (
     {"runs"},
     {"distributed", "storage", "data"},
-    {"config", "strategies", "callbacks", "pages"},
+    {"config", "strategies", "callbacks", "logbook"},
     {"launch"},
     {"training"},
     {"batch_size"},
@@ -22,7 +22,7 @@ FLOORS = (
 FLOOR = {f"lockstep.{room}": number for number, rooms in enumerate(FLOORS) for room in rooms}
 YOURS, SCRIPTS = len(FLOORS), len(FLOORS) + 1
 SCRIPT_NAMES = {path.stem for path in SRC.glob("*.py")} - {"classifier"}
-WITHOUT_TORCH = ("runs", "distributed", "storage", "config", "launch", "pages", "rehearsal")
+WITHOUT_TORCH = ("runs", "distributed", "storage", "config", "launch", "logbook", "rehearsal")
 WITH_TORCH = {
     "lockstep/distributed/process_group.py",
     "lockstep/storage/load.py",

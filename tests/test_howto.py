@@ -113,13 +113,13 @@ def test_the_notebook_runs_after_a_quickstart_and_leaves_nothing_where_it_is(cop
     assert all(cell.get("outputs", []) == [] for cell in cells)
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     code += "\nprint(*map(tuple, (images.shape, labels.shape, logits.shape)), len(model.facts['class_names']))"
-    code += "\nprint(metrics.num_rows, metrics['step'].to_pylist(), query('1')[0]['run_id'])"
+    code += "\nprint(metrics.num_rows, metrics['step'].to_pylist(), accuracy['quickstart'] > 0)"
     path = {"PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=path, capture_output=True, text=True, timeout=100
     )
     assert not any(tmp_path.iterdir())
-    assert done.stdout == "(64, 1, 8, 8) (64,) (64, 10) 10\n1 [20] quickstart\n", done.stdout + done.stderr
+    assert done.stdout == "(64, 1, 8, 8) (64,) (64, 10) 10\n1 [20] True\n", done.stdout + done.stderr
 
 
 def test_the_links_lead_somewhere():

@@ -183,13 +183,15 @@ def _harmlessly(part: Callable[..., None], *arguments: Any) -> None:
     except Interrupted:
         raise
     except Exception as error:
-        log.warning(f"The run's page was not written ({type(error).__name__}: {error}); make logbook tries again.")
+        log.warning(
+            f"The run's page was not written ({type(error).__name__}: {error}); "
+            "python src/logbook.py build tries again."
+        )
 
 
 def _write_pages(folder: RunFolder, keep_in: Path | None, pages: list[Path]) -> None:
     """Adds to `pages`: one in the run's folder, and where somebody means to keep it in the logbook."""
-    from lockstep.pages.build import keep_run
-    from lockstep.pages.run_page import write_run_page
+    from lockstep.logbook.build import keep_run, write_run_page
 
     pages.append(write_run_page(folder.path))
     if keep_in is not None:

@@ -12,7 +12,7 @@ from lockstep.config.from_outside import EXACT, OF_A_RUN, Taken, words_from
 from lockstep.distributed.cluster import environment
 from lockstep.distributed.launchers import launcher_of
 from lockstep.launch.agree import named_run
-from lockstep.pages.source import flatten
+from lockstep.logbook.folders import flatten
 from lockstep.runs.batch import ACCUMULATION
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError

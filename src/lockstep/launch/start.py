@@ -177,8 +177,8 @@ def begin(plan: RunPlan, fresh: bool) -> RunPlan:
         plan = replace(plan, initial_weights=str(Path(plan.initial_weights).resolve()))
     folder.path.mkdir(parents=True, exist_ok=True)
     if plan.config["task_name"] == "train":
-        untouched = compose("train", [])
-        _write_yaml({**plain(untouched), "choices": chosen_options(untouched)}, folder.defaults)
+        recipe = compose("train", [word for word in plan.overrides if word.startswith("experiment=")])
+        _write_yaml({**plain(recipe), "choices": chosen_options(recipe)}, folder.defaults)
     _write_config(plan, folder.config_of(node_rank))
     if node_rank == 0:
         _write_first_record(plan, previous)
@@ -311,7 +311,7 @@ def first_record(plan: RunPlan) -> RunRecord:
         monitor_mode=chooser.get("mode", "max"),
         epochs=0,
         steps=0,
-        cost=Cost(price_per_hour=hardware.get("price_per_hour_usd"), instance=hardware.get("name")),
+        cost=Cost(price_per_hour=hardware.get("price_per_hour_usd")),
         initial_weights=None if plan.resume_step else plan.initial_weights,
         initial_weights_sha256=_weights_sha256(plan),
         resumed_from=plan.checkpoint if plan.resume_step else None,

@@ -13,16 +13,18 @@ from lockstep.runs.errors import UserError
 from lockstep.runs.files import seconds_between, utc_now, write_atomically
 from lockstep.runs.typed_json import Part, WrongValue, from_json, to_json
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 is read as well
 STATUSES = ("running", "finished", "failed", "interrupted", "lost")
 HEARTBEAT_INTERVAL_S = 15.0
 LOST_AFTER_S = 300.0
-LOST_AFTER_STARTING_S = 3600.0  # it downloads and decodes, and its heart does not beat yet
+LOST_AFTER_STARTING_S = 3600.0  # downloads and decoding have no heartbeat
+
+Values = dict[str, Any]
 
 
 @dataclass(kw_only=True)
 class Failure(Part):
-    """What ended a run, and where."""
+    """The error that ended a run, and where it happened."""
 
     message: str | None = None
     rank: int | None = None
@@ -32,7 +34,7 @@ class Failure(Part):
 
 @dataclass(kw_only=True)
 class CodeState(Part):
-    """tree_hash: sha256 of src, configs and requirements; dirty: with uncommitted changes."""
+    """The commit, whether src, configs or requirements had uncommitted changes, and the sha256 of these files."""
 
     commit: str | None = None
     dirty: bool | None = None
@@ -51,7 +53,7 @@ class Host(Part):
 
 @dataclass(kw_only=True)
 class BestCheckpoint(Part):
-    """path: from the run folder; metric: what was monitored and what it reached."""
+    """The best checkpoint: `path` from the run folder, `metric` the monitored metric and its value."""
 
     path: str | None = None
     bytes: int | None = None
@@ -64,7 +66,7 @@ class BestCheckpoint(Part):
 
 @dataclass(kw_only=True)
 class Upload(Part):
-    """The best checkpoint in the bucket; left: kinds of files that are still to be sent."""
+    """The best checkpoint in the bucket; `left` lists the kinds of files that are still to be sent."""
 
     uri: str | None = None
     sha256: str | None = None
@@ -76,9 +78,10 @@ class Upload(Part):
 
 @dataclass(kw_only=True)
 class Restart(Part):
-    """A later start of the same run. downtime_s: it was not running but should have; idle_s: it had finished.
+    """A later start of the same run.
 
-    previous_world_size: ranks of the start before; the others are of this one.
+    `downtime_s` counts if the run had not finished before, `idle_s` if it had. `previous_world_size` is of the start
+    before, all other values of this one.
     """
 
     at: str | None = None
@@ -96,139 +99,31 @@ class Restart(Part):
 
 
 @dataclass(kw_only=True)
-class Goodput(Part):
-    """steps: kept steps over all that were computed. wall: seconds spent on kept steps over all seconds.
-
-    Start-up, evaluation, downtime and steps that a crash undid count against wall.
-    """
-
-    steps: float | None = None
-    wall: float | None = None
-
-
-@dataclass(kw_only=True)
 class Cost(Part):
-    """Of all nodes for as long as the run ran; price_per_hour: USD, of one machine."""
+    """US dollars for all nodes from the start to the end of the run; `price_per_hour` is of one machine."""
 
     usd: float | None = None
     usd_per_epoch: float | None = None
     price_per_hour: float | None = None
-    instance: str | None = None
-
-
-@dataclass(kw_only=True)
-class StepSeconds(Part):
-    """Of an optimizer step."""
-
-    p50: float | None = None
-    p95: float | None = None
-    mean: float | None = None
-
-
-@dataclass(kw_only=True)
-class RankSpeed(Part):
-    """own_seconds: median of what a rank does in a step before it waits for the others."""
-
-    rank: int | None = None
-    host: str | None = None
-    own_seconds: float | None = None
-
-
-@dataclass(kw_only=True)
-class Throughput(Part):
-    """In training. mfu: model FLOPs over the device's peak, 0 to 1; data_wait_share: 0 to 1."""
-
-    images_per_s: float | None = None
-    images_per_s_per_device: float | None = None
-    step_seconds: StepSeconds = field(default_factory=StepSeconds)
-    data_wait_share: float | None = None
-    mfu: float | None = None
-    gflops_per_image: float | None = None
-    peak_tflops: float | None = None
-    fastest_rank: RankSpeed = field(default_factory=RankSpeed)
-    slowest_rank: RankSpeed = field(default_factory=RankSpeed)
-
-
-@dataclass(kw_only=True)
-class Gpu(Part):
-    name: str | None = None
-    memory_gib: float | None = None
-
-
-@dataclass(kw_only=True)
-class Node(Part):
-    """A machine and how busy it was. stats: {series: {p10, p50, p90, max}}."""
-
-    node_rank: int | None = None
-    host: str | None = None
-    cpu: str | None = None
-    cores: int | None = None
-    memory_gib: float | None = None
-    gpus: list[Gpu] = field(default_factory=list)
-    stats: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    throttled: list[str] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class Hardware(Part):
-    """Ordered by node rank."""
-
-    nodes: list[Node] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class LargestBatch(Part):
-    """What data.global_batch_size=max found. bounded_by: "memory" or "data set"; tried: [batch, share of memory]."""
-
-    per_device: int | None = None
-    global_: int | None = None
-    probes: int | None = None
-    out_of_memory: int | None = None
-    seconds: float | None = None
-    peak_memory_gib: float | None = None
-    limit_gib: float | None = None
-    prediction_error: float | None = None
-    bounded_by: str | None = None
-    tried: list[list[float | None]] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class Images(Part):
-    """What becomes of an image. path: array or loader; mean, std: as used, of pixels from 0 to 1; resize: in pixels.
-
-    from_weights: which of these values the pretrained weights said; skipped: files that cannot be decoded.
-    """
-
-    path: str | None = None
-    why: str | None = None
-    augmentation: str | None = None
-    mean: list[float] = field(default_factory=list)
-    std: list[float] = field(default_factory=list)
-    crop_pct: float | None = None
-    interpolation: str | None = None
-    resize: int | None = None
-    fit: str | None = None
-    from_weights: list[str] = field(default_factory=list)
-    skipped: int | None = None
-
-
-@dataclass(kw_only=True)
-class Swarm(Part):
-    """steps: of all peers together; peers: in the last of them."""
-
-    name: str | None = None
-    steps: int | None = None
-    peers: int | None = None
 
 
 @dataclass(kw_only=True)
 class RunRecord(Part):
     """One run from its start to its end, across its restarts. Times are UTC, as 2026-11-21T10:30:12Z.
 
-    monitor: the metric that chooses the best checkpoint, by its largest value (monitor_mode max) or smallest (min).
-    ended_by: max_time, where that ended the training before its epochs and steps did. per_device_batch_limit: images
-    that a device takes at a time at most: of the first start, or of the last that stated its accumulation.
-    initial_weights_sha256: of the file that ckpt_path or model.weights names.
+    Attributes:
+        monitor, monitor_mode: the metric that chooses the best checkpoint, by its largest or smallest value.
+        ended_by: "max_time" if that ended the training before its epochs and steps did.
+        per_device_batch_limit: images that a device takes at a time at most, as the first start or the last one that
+            stated its accumulation used them.
+        images: how images are resized, normalised and augmented.
+        throughput: images_per_s, images_per_s_per_device, step_seconds {p50, p95, mean}, data_wait_share, mfu.
+        hardware: {"nodes": [{node_rank, host, cpu, cores, memory_gib, gpus, stats: {series: {p50, max}}}]}.
+        largest_batch: what data.global_batch_size=max found.
+        data_report: images per class and split, images that were left out, duplicates.
+        summary: what lockstep.logbook.summary derives when the run ends; pages print it.
+        reports: the published reports that show the run, {title: address}.
+        initial_weights_sha256: of the file that ckpt_path or model.weights names.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -278,33 +173,32 @@ class RunRecord(Part):
     num_test: int | None = None
     left_out_per_epoch: int | None = None
     data_hash: str | None = None
-    images: Images = field(default_factory=Images)
+    data_report: dict[str, Any] = field(default_factory=dict)
+    images: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float | str] = field(default_factory=dict)
     test_acc_per_class: dict[str, float] = field(default_factory=dict)
     fit_seconds: float | None = None
     images_per_s: float | None = None
-    throughput: Throughput = field(default_factory=Throughput)
+    throughput: dict[str, Any] = field(default_factory=dict)
     peak_memory_gib: float | None = None
-    hardware: Hardware = field(default_factory=Hardware)
-    goodput: Goodput = field(default_factory=Goodput)
+    hardware: dict[str, Any] = field(default_factory=dict)
     cost: Cost = field(default_factory=Cost)
-    largest_batch: LargestBatch = field(default_factory=LargestBatch)
-    swarm: Swarm = field(default_factory=Swarm)
+    largest_batch: dict[str, Any] = field(default_factory=dict)
     best_checkpoint: BestCheckpoint = field(default_factory=BestCheckpoint)
-    checkpoint_stall_s: float | None = None
     upload: Upload = field(default_factory=Upload)
-    upload_stall_s: float | None = None
     initial_weights: str | None = None
     initial_weights_sha256: str | None = None
     resumed_from: str | None = None
-    spot_notice_at: float | None = None
     restarts: list[Restart] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    reports: dict[str, str] = field(default_factory=dict)
 
 
 def read_record(path: Path) -> RunRecord:
-    """
+    """Return the record at `path`.
+
     Raises:
-        UserError: there is none, it is not one, a value of it is wrong, or a newer version wrote it.
+        UserError: the file does not exist, is not a record, has a wrong value, or was written by a newer version.
     """
     values = read_json(path)
     try:
@@ -313,12 +207,8 @@ def read_record(path: Path) -> RunRecord:
         raise UserError(f"{path} is not a run record: {error}.") from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The record's JSON, its values not looked at.
-
-    Raises:
-        UserError: as read_record, but for wrong values.
-    """
+def read_json(path: Path) -> Values:
+    """Return the record's JSON with unchecked values; raises as read_record."""
     try:
         values = foreign_files.read_json(path)
     except FileNotFoundError:
@@ -327,34 +217,30 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not a run record: {error}.") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} is not a run record: it holds no JSON object.")
-    refuse_newer(values, path)
-    return values
-
-
-def refuse_newer(values: dict[str, Any], path: Path) -> None:
-    """
-    Raises:
-        UserError: the record is of a newer schema than this program's.
-    """
     version = values.get("schema_version")
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise UserError(
             f"{path} has schema version {version} and this program reads up to {SCHEMA_VERSION}: update this clone."
         )
+    return values
 
 
 def write_record(path: Path, record: RunRecord) -> None:
-    """Write the whole record, atomically; stamps `updated_at` and derives goodput and cost."""
-    record.updated_at = utc_now()
-    record.goodput = goodput(record)
-    record.cost = cost(record)
+    """Write the whole record atomically, with the time and the cost until now."""
+    record.schema_version, record.updated_at = SCHEMA_VERSION, utc_now()
+    _set_cost(record)
+    save_record(path, record)
+
+
+def save_record(path: Path, record: RunRecord) -> None:
+    """Write the record as it is."""
     text = json.dumps(to_json(record), indent=1, allow_nan=False, default=str)
     write_atomically(path, lambda file: file.write(text + "\n"))
 
 
 @contextlib.contextmanager
 def update_record(path: Path) -> Iterator[RunRecord]:
-    """The only way to change a record on disk: read, let the block change it, write. An exception writes nothing.
+    """Read the record, let the block change it, and write it; after an exception nothing is written.
 
     Raises:
         UserError: as read_record.
@@ -365,54 +251,38 @@ def update_record(path: Path) -> Iterator[RunRecord]:
 
 
 def status_of(record: RunRecord, now: str | None = None) -> str:
-    """The record's status; `lost` where it says running and its heartbeat is older than LOST_AFTER_S."""
+    """Return the record's status, or `lost` if it says running and its heartbeat is older than LOST_AFTER_S."""
     if record.status != "running":
         return record.status if record.status in STATUSES else "lost"
+    silence_s = LOST_AFTER_STARTING_S if record.phase == "start" else LOST_AFTER_S
     try:
         age_s = seconds_between(str(record.updated_at or record.started_at), now or utc_now())
     except (ValueError, TypeError):  # no time, or one without a zone
         return "lost"
-    silence_s = LOST_AFTER_STARTING_S if record.phase == "start" else LOST_AFTER_S
     return "lost" if age_s > silence_s else "running"
 
 
 KEPT = (
     "started_at", "fit_seconds", "best_checkpoint", "restarts", "command", "code", "epochs", "largest_batch",
-    "initial_weights", "initial_weights_sha256",
+    "initial_weights", "initial_weights_sha256", "reports",
 )  # fmt: skip
 
 
 def continued(previous: RunRecord, record: RunRecord, *, step: int, checkpoint: str | None) -> RunRecord:
-    """One record for one run across its restarts: the beginning and what was reached stay.
+    """Return one record for the run across its restarts.
 
     Args:
+        previous: of the start before.
         record: of this start.
-        step, checkpoint: what it goes on from; 0 where it begins anew.
+        step, checkpoint: where this start resumes; 0 and None if it begins anew.
     """
-    restart = restart_of(previous, record, step)
-    for name in KEPT:
-        if value := getattr(previous, name):
-            setattr(record, name, value)
-    if not states_accumulation(record.overrides):
-        record.per_device_batch_limit = previous.per_device_batch_limit or previous.per_device_batch_size
-    # Of a checkpoint that may not stay the best: a test comes again.
-    record.metrics = {name: value for name, value in previous.metrics.items() if not name.startswith("test/")}
-    record.restarts = [*record.restarts, restart]
-    record.resumed_from = checkpoint if step else None
-    record.steps = step  # what was lost is counted once, though this start too may be killed before it trains
-    record.other = {**previous.other, **record.other}
-    return record
-
-
-def restart_of(previous: RunRecord, record: RunRecord, step: int) -> Restart:
-    pause_s = _between(previous.updated_at, record.started_at) if previous.updated_at else None
-    was_over = previous.status == "finished"
-    return Restart(
+    pause_s = _between(previous.updated_at, record.started_at)
+    restart = Restart(
         at=record.started_at,
         resumed_step=step,
         lost_steps=max(0, (previous.steps or 0) - step),
-        downtime_s=None if was_over else pause_s,
-        idle_s=pause_s if was_over else None,  # it was done, and is made longer
+        downtime_s=None if previous.status == "finished" else pause_s,
+        idle_s=pause_s if previous.status == "finished" else None,
         command=record.command,
         previous_status=previous.status,
         previous_world_size=previous.world_size,
@@ -421,39 +291,32 @@ def restart_of(previous: RunRecord, record: RunRecord, step: int) -> Restart:
         per_device_batch_size=record.per_device_batch_size,
         code=record.code if previous.code.tree_hash != record.code.tree_hash else CodeState(),
     )
+    for name in KEPT:
+        if value := getattr(previous, name):
+            setattr(record, name, value)
+    if not states_accumulation(record.overrides):
+        record.per_device_batch_limit = previous.per_device_batch_limit or previous.per_device_batch_size
+    # Results of a test belong to a checkpoint that may not stay the best.
+    record.metrics = {name: value for name, value in previous.metrics.items() if not name.startswith("test/")}
+    record.restarts = [*record.restarts, restart]
+    record.resumed_from = checkpoint if step else None
+    record.steps = step  # the lost steps are counted once, also if this start is killed before it trains
+    record.other = {**previous.other, **record.other}
+    return record
 
 
-def running_seconds(record: RunRecord) -> float:
-    """From start to the last sign of life, without the time between an end and the start after it."""
-    alive = _between(record.started_at, record.finished_at or record.updated_at)
-    pauses = [restart.downtime_s or restart.idle_s or 0.0 for restart in record.restarts]
-    return max(alive - sum(pauses), 0.0)
-
-
-def cost(record: RunRecord) -> Cost:
-    """From price_per_hour; what stands there already where there is no price."""
-    price = record.cost.price_per_hour
-    if price is None:
-        return record.cost
-    usd = price * (record.num_nodes or 1) * running_seconds(record) / 3600
-    each = round(usd / record.epochs, 4) if record.epochs else None
-    return Cost(usd=round(usd, 4), usd_per_epoch=each, price_per_hour=price, instance=record.cost.instance)
-
-
-def goodput(record: RunRecord) -> Goodput:
-    kept = record.steps or 0
-    lost = sum(restart.lost_steps or 0 for restart in record.restarts)
-    if not kept:
-        return Goodput()
-    wall = _between(record.started_at, record.finished_at or record.updated_at)
-    wall -= sum(restart.idle_s or 0.0 for restart in record.restarts)
-    step_s = record.throughput.step_seconds.mean
-    share = round(min(kept * step_s / wall, 1.0), 4) if step_s and wall > 0 else None
-    return Goodput(steps=round(kept / (kept + lost), 4), wall=share)
+def _set_cost(record: RunRecord) -> None:
+    """Multiply the price by the nodes and the time from the start to the last sign of life, without pauses."""
+    if record.cost.price_per_hour is not None:
+        pauses_s = sum(restart.downtime_s or restart.idle_s or 0.0 for restart in record.restarts)
+        running_s = _between(record.started_at, record.finished_at or record.updated_at) - pauses_s
+        usd = record.cost.price_per_hour * (record.num_nodes or 1) * max(running_s, 0.0) / 3600
+        record.cost.usd = round(usd, 4)
+        record.cost.usd_per_epoch = round(usd / record.epochs, 4) if record.epochs else None
 
 
 def _between(earlier: str | None, later: str | None) -> float:
     try:
         return seconds_between(earlier, later) if earlier and later else 0.0
-    except (ValueError, TypeError):  # no time, or one without a zone
+    except (ValueError, TypeError):  # a time without a zone
         return 0.0

@@ -1,31 +1,32 @@
-"""Dataclasses as JSON: read with each value checked against its type, written, and described by a JSON schema.
+"""Dataclasses as JSON objects: each value is checked against the type of its field. Imports no torch."""
 
-A field may be a Part, a list or dict of known types, a union of plain types, or Any. Imports no torch.
-"""
-
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 P = TypeVar("P", bound="Part")
-NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
-SCHEMA_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null"}
-WRONG = object()
-_kinds: dict[type, dict[str, Any]] = {}
+NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a mapping",
+}
+_known: dict[type, dict[str, Any]] = {}
 
 
 class WrongValue(ValueError):
-    """A value that is not of its field's type; the message names the field."""
+    """A value that does not have its field's type; the message names the field."""
 
 
 @dataclass(kw_only=True)
 class Part:
-    """A JSON object. Never None: one of which nothing is known is false, and is written as null.
+    """A JSON object. One without any value is false.
 
     Attributes:
-        other: keys that this version does not declare, written again as they were.
+        other: values of keys that have no field, written again as they were read.
     """
 
     other: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -33,130 +34,67 @@ class Part:
     def __bool__(self) -> bool:
         return self != type(self)()
 
-    def take(self, values: Mapping[str, object], *, tolerant: bool = False) -> None:
-        """Set fields from JSON values, or from values of their own types.
+    def take(self, values: Mapping[str, object], place: str = "") -> None:
+        """Set fields from JSON values or from values of their own types.
 
-        Args:
-            tolerant: a wrong value leaves its field as it is.
         Raises:
-            WrongValue
+            WrongValue: a value does not have its field's type.
         """
-        self._take(values, "", tolerant)
-
-    def _take(self, values: Mapping[str, object], place: str, tolerant: bool) -> None:
-        kinds = kinds_of(type(self))
+        kinds = _kinds(type(self))
         for key, value in values.items():
-            name = f"{key}_" if f"{key}_" in kinds else key
-            if name not in kinds:
+            if key in kinds:
+                setattr(self, key, _read(kinds[key], value, f"{place}{key}"))
+            else:
                 self.other[key] = value
-            elif (taken := _read(kinds[name], value, f"{place}{key}", tolerant)) is not WRONG:
-                setattr(self, name, taken)
 
 
-def kinds_of(part: type[Part]) -> dict[str, Any]:
-    """{field: its type}; a field whose JSON key is a keyword of Python has `_` behind it."""
-    if part not in _kinds:
-        _kinds[part] = {name: kind for name, kind in get_type_hints(part).items() if name != "other"}
-    return _kinds[part]
+def _kinds(part: type[Part]) -> dict[str, Any]:
+    if part not in _known:
+        _known[part] = {name: kind for name, kind in get_type_hints(part).items() if name != "other"}
+    return _known[part]
 
 
-def from_json(part: type[P], value: object, *, tolerant: bool = False, place: str = "") -> P:
-    """
-    Raises:
-        WrongValue: a value is not of its field's type, and not tolerant.
-    """
-    found = _read(part, value, place, tolerant)
-    return part() if found is WRONG else found
+def from_json(part: type[P], value: object, place: str = "") -> P:
+    """Return `value` as a `part`; raise WrongValue if it is none."""
+    found: P = _read(part, value, place)
+    return found
 
 
 def to_json(value: Any) -> Any:
-    """What json.dumps takes; the fields of a part in their order."""
+    """Return what json.dumps takes, with the fields of a part in their order and null for a part without values."""
     if isinstance(value, Part):
-        held = {name.rstrip("_"): getattr(value, name) for name in kinds_of(type(value))}
-        empty = {name: None if isinstance(item, Part) and not item else to_json(item) for name, item in held.items()}
-        return {**empty, **value.other}
+        held = {name: getattr(value, name) for name in _kinds(type(value))}
+        shown = {name: None if isinstance(item, Part) and not item else to_json(item) for name, item in held.items()}
+        return {**shown, **value.other}
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
     return [to_json(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _read(kind: Any, value: object, place: str, tolerant: bool) -> Any:
-    """The value as `kind`; WRONG where it is none, and tolerant."""
-    if kind is Any:
+def _read(kind: Any, value: object, place: str) -> Any:
+    origin = get_origin(kind)
+    if kind is Any or isinstance(kind, type) and isinstance(value, kind) and not isinstance(value, bool | float):
         return value
-    if isinstance(kind, type) and issubclass(kind, Part):
-        return _read_part(kind, value, place, tolerant)
-    if get_origin(kind) is list and isinstance(value, list | tuple):
-        inner = get_args(kind)[0]
-        read = [_read(inner, item, f"{place}[{i}]", tolerant) for i, item in enumerate(value)]
-        return [item for item in read if item is not WRONG]
-    if get_origin(kind) is dict and isinstance(value, Mapping):
-        inner = get_args(kind)[1]
-        pairs = {key: _read(inner, item, f"{place}.{key}", tolerant) for key, item in value.items()}
-        return {key: item for key, item in pairs.items() if item is not WRONG}
-    if any(_is(value, plain) for plain in _options(kind)):
+    if value is None and (origin in (list, dict) or isinstance(kind, type) and issubclass(kind, Part)):
+        return (origin or kind)()
+    if origin is list and isinstance(value, list | tuple):
+        return [_read(get_args(kind)[0], item, f"{place}[{i}]") for i, item in enumerate(value)]
+    if origin is dict and isinstance(value, Mapping):
+        return {key: _read(get_args(kind)[1], item, f"{place}.{key}") for key, item in value.items()}
+    if isinstance(kind, type) and issubclass(kind, Part) and isinstance(value, Mapping):
+        part = kind()
+        part.take(value, f"{place}." if place else "")
+        return part
+    plain = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    if any(_is_plain(value, option) for option in plain):
         return value
-    return _refuse(kind, value, place, tolerant)
-
-
-def _read_part(kind: type[Part], value: object, place: str, tolerant: bool) -> Any:
-    if isinstance(value, kind):
-        return value
-    if value is not None and not isinstance(value, Mapping):
-        return _refuse(kind, value, place, tolerant)
-    part = kind()
-    part._take(value or {}, f"{place}." if place else "", tolerant)
-    return part
-
-
-def _refuse(kind: Any, value: object, place: str, tolerant: bool) -> object:
-    if tolerant:
-        return WRONG
-    wanted = " or ".join(_name(option) for option in _options(kind) if option is not NoneType)
+    wanted = " or ".join(NAMES.get(get_origin(k) or k, "a mapping") for k in plain if k is not NoneType)
     raise WrongValue(f"{place or 'it'} is {str(repr(value))[:60]}, not {wanted}")
 
 
-def _name(kind: Any) -> str:
-    return NAMES.get(kind) or ("a list" if get_origin(kind) is list else "a mapping")
-
-
-def _options(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if isinstance(kind, UnionType) else (kind,)
-
-
-def _is(value: object, plain: Any) -> bool:
-    if isinstance(value, bool) or plain is bool:
-        return isinstance(value, bool) and plain is bool
-    if plain is float:
-        return isinstance(value, int | float) and -1e300 < value < 1e300 and math.isfinite(value)
-    return plain in NAMES and isinstance(value, plain)
-
-
-def json_schema(part: type[Part], title: str) -> dict[str, object]:
-    """As JSON Schema draft 2020-12. Keys that are not declared are allowed: another version's."""
-    definitions: dict[str, object] = {}
-    whole = _object(part, definitions)
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **whole, "$defs": definitions,
-    }  # fmt: skip
-
-
-def _object(part: type[Part], definitions: dict[str, object]) -> dict[str, object]:
-    properties = {name.rstrip("_"): _schema(kind, definitions) for name, kind in kinds_of(part).items()}
-    return {"description": " ".join((part.__doc__ or "").split()), "type": "object", "properties": properties}
-
-
-def _schema(kind: Any, definitions: dict[str, object]) -> dict[str, object]:
-    if kind is Any:
-        return {}
-    if isinstance(kind, type) and issubclass(kind, Part):
-        if kind.__name__ not in definitions:
-            definitions[kind.__name__] = {}  # a place first: a part may hold itself
-            definitions[kind.__name__] = _object(kind, definitions)
-        return {"anyOf": [{"$ref": f"#/$defs/{kind.__name__}"}, {"type": "null"}]}
-    if get_origin(kind) is list:
-        return {"type": "array", "items": _schema(get_args(kind)[0], definitions)}
-    if get_origin(kind) is dict:
-        return {"type": "object", "additionalProperties": _schema(get_args(kind)[1], definitions)}
-    names = [SCHEMA_NAMES[option] for option in _options(kind)]
-    return {"type": names if len(names) > 1 else names[0]}
+def _is_plain(value: object, kind: Any) -> bool:
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    if kind is float:
+        return isinstance(value, int | float) and -1e300 < value < 1e300
+    return kind in (int, str, NoneType) and isinstance(value, kind)

@@ -1,0 +1,125 @@
+"""Pages of runs, and the logbook: a folder for each run that is kept, and README.md, which lists them."""
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from lockstep.logbook import curves
+from lockstep.logbook.figures import run_panels, write_figure
+from lockstep.logbook.folders import Run, folders_under, read_config, read_run
+from lockstep.logbook.render import render
+from lockstep.logbook.summary import summarise
+from lockstep.runs.errors import UserError
+from lockstep.runs.files import write_atomically
+from lockstep.runs.record import read_json
+from lockstep.runs.redact import redact, redact_text
+
+TEXTS = ("code.diff", "note.md", "nvidia-smi-*.txt")
+TABLES = ("metrics.csv", "hardware-node*.csv")
+MARKS = {"finished": "✅", "failed": "❌", "out of memory": "❌", "interrupted": "⏸", "running": "▶", "lost": "❔"}
+
+
+def write_run_page(folder: Path) -> Path:
+    """Complete a run's record and write its page and curves into its folder."""
+    return write_page(summarise(folder))
+
+
+def write_page(run: Run) -> Path:
+    """Write page.md and curves.svg from the record."""
+    (run.folder / "curves.svg").unlink(missing_ok=True)
+    write_figure(run.folder / "curves.svg", run_panels(run))
+    return _write(run.folder / "page.md", render("run.md.j2", run=run, marks=MARKS))
+
+
+def keep_run(folder: Path, logbook: Path) -> Path:
+    """Copy what a reader needs of a run folder into the logbook, without secrets, and list it there.
+
+    Returns:
+        The run's page in the logbook.
+    """
+    target = logbook / folder.name
+    if target.resolve() == folder.resolve():
+        raise UserError(f"{folder} is in the logbook already.")
+    summarise(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    for path in (path for pattern in TABLES for path in folder.glob(pattern)):
+        curves.slim_copy(path, target / path.name)
+    for path in (path for pattern in TEXTS for path in folder.glob(pattern)):
+        if path.name != "note.md" or not (target / "note.md").exists():
+            _write(target / path.name, redact_text(path.read_text(errors="replace")))
+    record = redact(read_json(folder / "run.json"))
+    _write(target / "run.json", json.dumps(record, indent=1) + "\n")
+    _write(target / "config.yaml", yaml.safe_dump(redact(read_config(folder / "config.yaml")), sort_keys=False))
+    page = write_page(read_run(target))
+    write_index(logbook)
+    return page
+
+
+def remove_runs(folders: Sequence[Path], logbook: Path) -> None:
+    """Delete folders of the logbook, and list what is left."""
+    for folder in folders:
+        shutil.rmtree(folder)
+    write_index(logbook)
+
+
+def build(logbook: Path, logs: Path) -> tuple[list[Run], list[str]]:
+    """Write all pages of the logbook anew, from the run folders in logs/ where these have changed since.
+
+    Returns:
+        The runs, and a sentence for each folder that cannot be read.
+    """
+    errors = []
+    in_logs = {folder.name: folder for folder in folders_under(logs)} if logs.is_dir() else {}
+    for folder in folders_under(logbook):
+        try:
+            run, origin = read_run(folder), in_logs.get(folder.name)
+            if origin and (read_json(origin / "run.json").get("updated_at") or "") > (run.record.updated_at or ""):
+                keep_run(origin, logbook)
+            else:
+                write_page(run)
+        except UserError as error:
+            errors.append(str(error))
+    return write_index(logbook), errors
+
+
+def write_index(logbook: Path) -> list[Run]:
+    """Write README.md: the newest runs first, the comparisons and the reports."""
+    runs = []
+    for folder in folders_under(logbook):
+        try:
+            runs.append(read_run(folder))
+        except UserError:
+            continue  # `build` names it
+    runs.sort(key=lambda run: (run.record.started_at or "", run.run_id), reverse=True)
+    pages = [path for path in sorted(logbook.glob("*.md")) if path.name != "README.md"]
+    comparisons = {path.name: path.read_text().partition("\n")[0].lstrip("# ") for path in pages}
+    reports = {
+        f"reports/{path.name}": found[1]
+        if (found := re.search("<title>(.*?)</title>", path.read_text()))
+        else path.stem
+        for path in sorted(logbook.glob("reports/*.html"))
+    }
+    text = render("index.md.j2", runs=runs, comparisons=comparisons, reports=reports, marks=MARKS)
+    _write(logbook / "README.md", text)
+    return runs
+
+
+def add_note(folder: Path, text: str, title: str | None = None) -> None:
+    """Append a paragraph to a run's note, or replace its title."""
+    run = Run(folder, read_run(folder).record)
+    title = title or (run.title if run.title != run.run_id else None)
+    parts = [f"# {title}" if title else "", run.body, text.strip()]
+    _write(folder / "note.md", redact_text("\n\n".join(filter(None, parts))) + "\n")
+    write_page(read_run(folder))
+
+
+def _write(path: Path, text: str) -> Path:
+    """Write a file if its content changes."""
+    data = text.encode("utf-8", "backslashreplace")
+    if not path.exists() or path.read_bytes() != data:
+        write_atomically(path, lambda file: file.write(data), binary=True)
+    return path

@@ -1,0 +1,129 @@
+"""Markdown from the templates in templates/, with text of a run escaped and numbers as a reader expects them."""
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote as url_quote
+
+from jinja2 import ChainableUndefined, Environment, FileSystemLoader
+from markupsafe import Markup
+
+# Control characters but tab and newline, direction marks and lone surrogates
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+SPECIAL = re.compile(r"[&<>$\\`*\[\]~|#!@]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?<=www)\.|:(?=//)", re.IGNORECASE)
+SHARES = ("acc", "acc_top5", "acc_best", "f1_macro", "balanced_acc", "ece")
+NAMES = {
+    "acc": "accuracy", "acc_top5": "accuracy, top 5", "f1_macro": "F1, mean of the classes",
+    "balanced_acc": "balanced accuracy", "ece": "calibration error",
+}  # fmt: skip
+NB = "\N{NO-BREAK SPACE}"  # a number and its unit stay on one line
+
+
+def plain(text: object, limit: int = 300) -> Markup:
+    """Return one line that shows exactly this text, also in a table cell: no markup, link or HTML takes effect."""
+    return Markup(SPECIAL.sub(_entity, _one_line(text, limit)))
+
+
+def _one_line(text: object, limit: int) -> str:
+    line = re.sub(r"\s*[ \t\r\n]\s*", " ", UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(text))).strip(" ")
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def _entity(match: re.Match[str]) -> str:
+    return f"&#{ord(match.group())};"
+
+
+def code(text: object, limit: int = 300) -> Markup:
+    line = _one_line(text, limit)
+    if re.search(r"[`|\\]", line):
+        return Markup(f"<code>{SPECIAL.sub(_entity, line)}</code>")
+    return Markup(f"`{line}`" if line else "")
+
+
+def block(text: object, language: str = "", limit: int = 20_000) -> Markup:
+    """Return a fenced block; longer text is cut."""
+    body = UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(text)).strip("\n")
+    body = body if len(body) <= limit else body[:limit] + f"\n… {len(body) - limit:,} more characters"
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", body)), default=0))
+    return Markup(f"{fence}{language}\n{body}\n{fence}")
+
+
+def quote(text: str) -> Markup:
+    return Markup("\n".join(f"> {line}".rstrip() for line in text.splitlines()))
+
+
+def address(url: str) -> Markup:
+    """Return a link's target."""
+    return Markup(url_quote(url, safe=":/%@?=&+,;~-._#"))
+
+
+def metric(value: Any, name: str) -> str:
+    """A metric's value: shares in percent, others with four digits, dashes without one."""
+    if not isinstance(value, int | float):
+        return str(value or "–")
+    return percent(value) if name.rpartition("/")[2] in SHARES else f"{value:.4g}"
+
+
+def percent(share: float | None, digits: int = 2) -> str:
+    return "–" if share is None else f"{share * 100:.{digits}f}{NB}%"
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """12,345 or 98.1 or 9.81, and its unit."""
+    if not isinstance(value, int | float):
+        return "–"
+    shown = f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+    return f"{shown}{NB}{unit}" if unit else shown
+
+
+def dollars(value: float | None) -> str:
+    return "–" if value is None else f"${value:.2f}" if value >= 0.1 or value == 0 else f"${value:.2g}"
+
+
+def duration(seconds: float | None) -> str:
+    """48 s, 4 min 12 s, 3 h 07 min, 2 d 04 h."""
+    if not isinstance(seconds, int | float):
+        return "–"
+    if seconds < 60:
+        return f"{seconds:.1f}{NB}s" if seconds < 9.95 else f"{seconds:.0f}{NB}s"
+    large, small, units = (
+        (60, 1, ("min", "s"))
+        if seconds < 3600
+        else (3600, 60, ("h", "min"))
+        if seconds < 172_800
+        else (86_400, 3600, ("d", "h"))
+    )
+    whole = round(seconds / small) * small
+    return f"{whole // large}{NB}{units[0]}{NB}{whole % large // small:02d}{NB}{units[1]}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of equally many cells as text in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+@cache
+def environment() -> Environment:
+    env = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"), trim_blocks=True, lstrip_blocks=True,
+        autoescape=True, undefined=ChainableUndefined, finalize=_finalize,
+    )  # fmt: skip
+    env.filters |= {
+        "code": code, "block": block, "quote": quote, "metric": metric, "percent": percent, "number": number,
+        "dollars": dollars, "duration": duration, "address": address, "label": lambda name: NAMES.get(name, name),
+    }  # fmt: skip
+    return env
+
+
+def _finalize(value: Any) -> Any:
+    return value if isinstance(value, Markup) else "" if value is None else plain(value)
+
+
+def render(template: str, **values: Any) -> str:
+    """Return the text of a template, without several empty lines in a row."""
+    text = environment().get_template(template).render(**values)
+    return re.sub(r"\n{3,}", "\n\n", text.replace("| \n", "|\n")).strip() + "\n"

@@ -1,0 +1,127 @@
+"""Runs side by side: on the screen, as a page, and as the interactive report in a real browser."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from lockstep.logbook.compare import as_text, not_held_fixed, number_rows, write_comparison
+from lockstep.logbook.report import STATIC, report_data, report_html
+from lockstep.logbook.summary import summarise
+
+CHROMIUM = Path("/usr/bin/chromium")
+
+
+@pytest.fixture
+def runs(folders):
+    return [summarise(folder) for folder in folders]
+
+
+def cells(rows):
+    return {name: [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in values] for name, values in rows}
+
+
+def test_numbers_stand_beside_their_ratio_to_the_first_run(runs):
+    rows = cells(number_rows(runs))
+    assert rows["Training time"] == ["7 min 11 s", "14 min 22 s (×2.00)", "7 min 11 s (×1.00)"]
+    assert rows["test/acc"] == ["86.43 %", "86.51 % (+0.08)", "–"]
+    assert rows["Epochs"] == ["12", "24", "12"] and rows["Largest batch per device"][0] == "412"
+    assert rows["Status"] == ["finished", "finished", "out of memory"]
+
+
+def test_what_a_fair_comparison_holds_fixed_is_named_where_it_is_not(runs):
+    assert not_held_fixed(runs[:2]) == "Not held fixed between these runs: the number of epochs."
+    assert not_held_fixed(runs[:1]) == ""
+    runs[1].record.seed, runs[1].record.code.tree_hash = 7, "other"
+    assert not_held_fixed(runs[:2]).endswith("the number of epochs, the seed, the code.")
+
+
+def test_the_screen_has_aligned_columns_and_the_options_that_differ(runs):
+    lines = as_text(runs[:2]).splitlines()
+    table = {name: rest for name, *rest in (re.split("  +", line) for line in lines)}
+    assert lines[0].split() == ["ddp", "fsdp"] and table["choices.trainer"] == ["ddp", "fsdp"]
+    assert lines[1].index("finished") == lines[0].index("ddp")
+    assert lines[-1].startswith("Not held fixed")
+
+
+def test_the_page_has_both_tables_a_picture_and_the_commands(runs, tmp_path):
+    page = tmp_path / "logbook" / "two.md"
+    write_comparison(page, runs[:2], "Two <ways>")
+    text = page.read_text()
+    assert text.startswith("# Two &#60;ways&#62;\n\n**Not held fixed between these runs: the number of epochs.**")
+    assert "|  | ddp | fsdp |\n|---|---|---|\n| Status | finished | finished |\n" in text
+    assert "| `choices.trainer` | `ddp` | `fsdp` |" in text and "](two.svg)" in text
+    assert "[ddp](ddp/page.md):\n\n```sh\npython src/train.py" in text
+    svg = page.with_suffix(".svg").read_text()
+    assert all(title in svg for title in ("Training loss", "val/acc", "minutes of training"))
+
+
+# --- the interactive report ---
+
+
+def test_the_report_is_one_small_file_that_needs_no_network(runs):
+    page = report_html("Three <runs> @DATA@", runs)
+    assert "<title>Three &lt;runs&gt; &#64;DATA&#64;</title>" in page and "default-src 'none'" in page
+    ours = re.sub(r"/\*!.*?\*/", "", report_html("", []))
+    assert re.findall(r"(?:https?:)?//[\w.-]+\.\w+", ours) == [] and len(ours) < 150_000
+    assert "Permission is hereby granted" in (STATIC / "uPlot.LICENSE").read_text()
+    assert page == report_html("Three <runs> @DATA@", runs)
+
+
+def test_the_report_has_curves_hardware_and_confusion(runs):
+    data = report_data(runs)
+    keys = [panel["key"] for panel in data["panels"]]
+    assert keys == ["train/loss", "val/loss", "val/acc", "lr", "gpu", "memory", "cpu"]
+    assert data["runs"][0]["headline"].startswith("86.43") and data["runs"][2]["headline"] == "out of memory"
+    assert data["runs"][0]["hardware"]["memory"][1][-1] == pytest.approx(4.5)
+    assert len(data["runs"][0]["confusion"]["counts"]) == 10
+    assert json.loads(json.dumps(data, allow_nan=False))["settings"]["rows"] == [
+        ["choices.trainer", "ddp", "fsdp", "ddp"]
+    ]
+
+
+@pytest.fixture
+def opened(runs, tmp_path):
+    """The report's page in Debian's chromium, which must stay quiet and ask for nothing else."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+    if not CHROMIUM.exists():
+        pytest.skip("there is no /usr/bin/chromium: apt-get install chromium")
+    (runs[1].folder / "note.md").write_text("<b>Two</b> *runs*.")
+    report, said, asked = tmp_path / "report.html", [], []
+    report.write_text(report_html("Three <runs>", runs))
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1400, "height": 900})
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(report.as_uri())
+        yield page
+        browser.close()
+    assert said == [] and asked == [report.as_uri()]
+
+
+def test_in_a_browser_curves_are_drawn_zoomed_and_switched_off(opened):
+    def chart(key, what):
+        return opened.evaluate(
+            f"(() => {{ const c = report.charts.find(c => c.panel.key === '{key}'); return {what}; }})()"
+        )
+
+    assert opened.evaluate("report.charts.length") == 7 and opened.locator("h1").inner_text() == "Three <runs>"
+    assert len(chart("train/loss", "c.curves")) == 3
+    whole = chart("train/loss", "[c.plot.scales.x.min, c.plot.scales.x.max]")
+    box = opened.locator(".chart .u-over").nth(0).bounding_box()
+    y = box["y"] + 50
+    opened.mouse.move(box["x"] + box["width"] * 0.25, y)
+    opened.mouse.down()
+    opened.mouse.move(box["x"] + box["width"] * 0.5, y, steps=4)
+    opened.mouse.up()
+    low, high = chart("val/acc", "[c.plot.scales.x.min, c.plot.scales.x.max]")
+    assert whole[0] < low < high < whole[1], "the other curves follow"
+    opened.locator("#runs button").nth(0).click()
+    assert chart("val/acc", "c.curves.map(curve => curve.label)") == ["fsdp", "failed"]
+    opened.locator("#smoothing").fill("0.9")
+    assert chart("train/loss", "c.curves.map(curve => !!curve.faint)") == [True, False] * 2
+    assert opened.locator("#numbers tbody tr").count() > 15 and opened.locator("#confusion tr").count() == 11
+    assert opened.locator("#notes pre").all_inner_texts() == ["<b>Two</b> *runs*."]

@@ -1,0 +1,200 @@
+"""The pages: what stands on them, in which order, and that no text of a run becomes markup."""
+
+import json
+import re
+import shutil
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from example_runs import write_run
+from lockstep.logbook import render
+from lockstep.logbook.build import add_note, build, keep_run, remove_runs, write_page, write_run_page
+from lockstep.logbook.folders import Run, find_run, read_run
+from lockstep.runs.errors import UserError
+from lockstep.runs.record import RunRecord
+from lockstep.runs.typed_json import from_json
+
+HEADINGS = [
+    "Results", "How it was started", "What it cost", "Curves", "Data", "Environment and code",
+    "What differs from the recipe vit_ddp",
+]  # fmt: skip
+
+
+def spaced(text):
+    return text.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_a_page_answers_in_the_order_of_a_reviewer(folders):
+    text = spaced(write_run_page(folders[0]).read_text())
+    assert re.findall("^## (.*)$", text, re.MULTILINE) == HEADINGS
+    assert "| **accuracy** (chooses the best checkpoint) | 87.10 % ± 0.47 % | 86.43 % ± 0.34 % |" in text
+    assert "`s3://models/vit/ddp/best-step00001925.ckpt`" in text
+    assert "cd ../ddp\npython src/train.py experiment=vit_ddp trainer.devices=2\n" in text
+    assert "| Largest batch | 412 per device, 824 global, 14.2 GiB of 14.6 GiB, limited by the memory |" in text
+    assert "| Training time | 7 min 11 s for 12 epochs, 2,100 steps |" in text
+    assert "| GPU utilisation | 9" in text and "NVIDIA-SMI 570.00" in text
+    assert "tensorboard --logdir" in text and "![Curves of ddp](curves.svg)" in text
+    assert "| `trainer.devices` | `1` | `2` |" in text
+
+
+def test_a_run_that_failed_says_what_ended_it_and_has_its_uncommitted_changes(folders):
+    text = write_run_page(folders[2]).read_text()
+    assert "**❌ out of memory**" in text and "**Error** of rank 1 on node-a, exit code 1:" in text
+    assert "-lr = 1\n+lr = 2" in text and "code.diff" in text
+    assert "| 2026-11-20T22:45:00Z | 100 | 12 | 31\N{NO-BREAK SPACE}s |" in text
+
+
+def test_any_metric_may_be_monitored(tmp_path):
+    metrics = {"val/f1": 0.5, "val/f1_best": 0.625, "test/f1": 0.5}
+    best = {"epoch": 3, "metric": {"val/f1": 0.625}}
+    text = write_run_page(write_run(tmp_path, "r", monitor="val/f1", metrics=metrics, best_checkpoint=best)).read_text()
+    first = text.split("|--:|\n")[1].splitlines()[0]
+    assert first == "| **f1** (chooses the best checkpoint) | 0.625 | 0.5 |"
+
+
+def test_the_report_of_the_data_is_printed_as_it_is_written(tmp_path):
+    report = {"duplicates": 12, "skipped": ["a.gif", "b.txt"], "images_per_class": {"cat": {"train": 5, "test": 2}}}
+    text = write_run_page(write_run(tmp_path, "r", data_report=report)).read_text()
+    assert "| duplicates | 12 |" in text and "| skipped | a.gif, b.txt |" in text
+    assert "|  | train | test |\n|---|--:|--:|\n| cat | 5 | 2 |\n" in text
+
+
+def test_a_record_with_nothing_but_its_status_has_a_page(tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "run.json").write_text('{"status": "failed", "unknown": [1], "throughput": null}')
+    text = write_run_page(tmp_path / "r").read_text()
+    assert "The run has no results." in text and "Too few points" in text and "None" not in text
+
+
+def test_pictures_have_the_same_bytes_each_time_and_parse(folders, tmp_path):
+    write_run_page(folders[0])
+    first = (folders[0] / "curves.svg").read_bytes()
+    write_page(read_run(folders[0]))
+    assert (folders[0] / "curves.svg").read_bytes() == first and len(first) < 100_000
+    titles = [node.text for node in ElementTree.fromstring(first).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"Loss", "Learning rate", "Utilisation in %", "GPU", "CPU"} <= set(titles)
+
+
+def test_a_run_in_the_logbook_is_a_slim_copy_without_secrets(folders, tmp_path):
+    logbook = tmp_path / "logbook"
+    (folders[0] / "code.diff").write_text("+key = 'AKIAIOSFODNN7EXAMPLE'\n")
+    (folders[0] / "checkpoints").mkdir()
+    rows = "".join(f"{step},,0.5,\n" for step in range(3000)) + "3000,0.75,0.5,9\n"
+    (folders[0] / "metrics.csv").write_text(f"step,val/acc,train/loss,lr\n{rows}")
+    page = keep_run(folders[0], logbook)
+    names = {path.name for path in page.parent.iterdir()}
+    assert names == {
+        "page.md", "curves.svg", "run.json", "metrics.csv", "hardware-node0.csv", "config.yaml", "code.diff",
+        "nvidia-smi-node0-peak.txt",
+    }  # fmt: skip
+    assert "AKIA" not in "".join(path.read_text() for path in page.parent.iterdir())
+    lines = (page.parent / "metrics.csv").read_text().splitlines()
+    assert 250 < len(lines) < 310 and lines[-1] == "3000,0.75,0.5,9"
+    assert read_run(page.parent).record.summary == read_run(folders[0]).record.summary
+    index = (logbook / "README.md").read_text()
+    assert "| ✅ [ddp](ddp/page.md) | cifar10 | vit_tiny_32 | ddp × 2 | 86.43" in index
+    remove_runs([page.parent], logbook)
+    assert [path.name for path in logbook.iterdir()] == ["README.md"] and folders[0].exists()
+
+
+def test_build_takes_what_has_become_of_a_run_and_skips_what_it_cannot_read(folders, tmp_path):
+    logbook = tmp_path / "logbook"
+    for folder in folders[:2]:
+        keep_run(folder, logbook)
+    shutil.rmtree(folders[0])
+    write_run(folders[0].parent, "ddp", epochs=77, updated_at="2099-01-01T00:00:00Z")
+    (logbook / "fsdp" / "run.json").write_text('{"run_id": "fs')
+    runs, errors = build(logbook, tmp_path / "runs")
+    assert [run.record.epochs for run in runs] == [77] and "fsdp" in errors[0]
+    before = {path: path.read_bytes() for path in logbook.rglob("*") if path.is_file()}
+    build(logbook, tmp_path / "nowhere")
+    assert {path: path.read_bytes() for path in logbook.rglob("*") if path.is_file()} == before
+
+
+def test_comparisons_and_reports_are_listed_by_their_titles(folders, tmp_path):
+    logbook = tmp_path / "logbook"
+    (logbook / "reports").mkdir(parents=True)
+    (logbook / "two-ways.md").write_text("# Two ways\n\n…")
+    (logbook / "reports" / "x.html").write_text("<title>All | curves</title>")
+    keep_run(folders[0], logbook)
+    index = (logbook / "README.md").read_text()
+    assert "- [Two ways](two-ways.md)" in index and "- [All &#124; curves](reports/x.html)" in index
+
+
+def test_a_note_is_the_users_own_markdown_and_its_heading_the_title(folders, tmp_path):
+    write_run_page(folders[0])
+    add_note(folders[0], "Good *curve*.", "the good one")
+    add_note(folders[0], "Used AKIAIOSFODNN7EXAMPLE.")
+    text = (folders[0] / "page.md").read_text()
+    assert text.startswith("# the good one\n") and "> Good *curve*.\n>\n> Used [redacted].\n" in text
+    assert find_run("the good one", tmp_path) == folders[0]
+
+
+@pytest.mark.parametrize(
+    "word, said",
+    [("d", "'d' means 3 runs (ddp, failed, fsdp): give more"), ("dpd", "no run 'dpd' in .*; did you mean ddp")],
+)
+def test_a_run_that_is_not_named_clearly(folders, tmp_path, word, said):
+    with pytest.raises(UserError, match=said.replace("(", r"\(").replace(")", r"\)")):
+        find_run(word, tmp_path / "runs")
+    assert find_run("ail", tmp_path / "runs") == folders[2] == find_run(str(folders[2]))
+
+
+TEXT = st.text(max_size=30) | st.sampled_from(
+    ["a|b", "</details><script>alert(1)</script>", "`x` | `y`", "[x](javascript:alert(1))", "$x$", "\ud800", "| --- |",
+     "```\n# heading", "<!--", "{{ 7 * 7 }}", "</script>", "\u202e", "https://x.example", "line\nbreak"]
+)  # fmt: skip
+ALLOWED = {
+    "h1", "h2", "p", "table", "thead", "tbody", "tr", "th", "td", "code", "pre", "strong", "details", "summary", "img",
+    "a",
+}  # fmt: skip
+
+
+class Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.targets = set(), []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.add(tag)
+        self.targets += [value for name, value in attrs if name in ("href", "src")]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(TEXT, min_size=8, max_size=8))
+def test_no_text_of_a_run_becomes_markup(tmp_path, texts):
+    a, b, c, d, e, f, g, h = texts
+    values = {
+        "status": a, "tags": [b, c], "model": c, "data": d, "trainer": e, "command": f, "experiment": h,
+        "error": {"message": g, "host": a}, "hosts": [{"host": b}], "versions": {c: d}, "metrics": {f"test/{e}": f},
+        "summary": {"changed": [[a, b, c]], "classes": [[d, 1, 0.5, None, 0.5]],
+                    "confusion": {"names": [e], "counts": [[1]]}}, "world_size": 2,
+        "hardware": {"nodes": [{"host": f, "cpu": g, "gpus": [{"name": h}], "stats": {a: {"p50": 1}}}]},
+        "best_checkpoint": {"path": b, "sha256": c}, "upload": {"error": d}, "data_report": {e: f, g: {h: 1}},
+    }  # fmt: skip
+    run = Run(tmp_path, from_json(RunRecord, json.loads(json.dumps(values))))
+    text = render.render("run.md.j2", run=run, marks={}).encode("utf-8", "replace").decode()
+    tags = Tags()
+    tags.feed(MarkdownIt("commonmark", {"html": True}).enable("table").render(text))
+    assert tags.seen <= ALLOWED and tags.targets == [] and len(re.findall("^## ", text, re.MULTILINE)) == 7
+
+
+@pytest.mark.parametrize(
+    "shown, value",
+    [
+        (render.duration(0.05), "0.1 s"), (render.duration(59.6), "60 s"), (render.duration(431.2), "7 min 11 s"),
+        (render.duration(7199), "2 h 00 min"), (render.duration(200_000), "2 d 08 h"),
+        (render.number(12345.6), "12,346"),
+        (render.number(9.8123, "GiB"), "9.81 GiB"), (render.dollars(0.0123), "$0.012"),
+        (render.percent(0.9721), "97.21 %"),
+        (render.metric(0.5, "test/acc"), "50.00 %"), (render.metric(0.123456, "val/loss"), "0.1235"),
+        (render.metric(None, "x"), "–"), (render.number(None), "–"),
+    ],
+)  # fmt: skip
+def test_numbers_read_as_a_person_writes_them(shown, value):
+    assert spaced(shown) == value

@@ -1,0 +1,69 @@
+"""What a run's end derives from its files."""
+
+import json
+
+import pytest
+
+from example_runs import example_config, write_run
+from lockstep.logbook.summary import summarise
+
+
+def test_the_summary_is_written_into_the_record_and_comes_out_the_same_again(folders):
+    record = summarise(folders[0]).record
+    path = folders[0] / "run.json"
+    text = path.read_text()
+    assert json.loads(text)["summary"] == record.summary
+    summarise(folders[0])
+    assert path.read_text() == text
+
+
+def test_metrics_of_the_best_checkpoint_are_those_of_its_step(folders):
+    lines = (folders[0] / "metrics.csv").read_text().splitlines()
+    at_best = next(line for line in lines if line.startswith("1925,")).split(",")
+    best = summarise(folders[0]).record.summary["best"]
+    assert best == {"val/loss": float(at_best[5]), "val/acc": 0.871}
+
+
+def test_a_share_of_counted_images_has_its_standard_error(tmp_path):
+    monitored = {"monitor": "val/f1", "metrics": {"val/acc": 0.5, "val/images": 400, "val/f1": 0.4, "val/f1_best": 0.7}}
+    record = summarise(write_run(tmp_path, "r", best_checkpoint={"epoch": 1}, **monitored)).record
+    assert record.summary["errors"] == {"val/acc": 0.025}, "not that of F1"
+    assert record.summary["best"]["val/f1"] == 0.7
+
+
+def test_devices_count_over_all_starts_and_the_fullest_has_the_peak(tmp_path):
+    folder = write_run(
+        tmp_path, "r", accelerator="gpu", restarts=[{"lost_steps": 5, "downtime_s": 2.0}, {"lost_steps": 7}]
+    )
+    (folder / "hardware-node0.0.csv").write_text("time,gpu0/memory_gib\n2026-11-20T20:00:00Z,9.25\nnonsense\n")
+    record = summarise(folder).record
+    stats = record.hardware["nodes"][0]["stats"]
+    assert record.peak_memory_gib == stats["gpu0/memory_gib"]["max"] == 9.25
+    assert record.summary["gpu_percent"] == pytest.approx(92.5, abs=1)
+    assert (record.summary["lost_steps"], record.summary["downtime_s"]) == (12, 2.0)
+
+
+def test_what_differs_from_the_recipe_is_told_apart_from_what_changed_with_it(folders):
+    summary = summarise(folders[0]).record.summary
+    assert summary["changed"] == [["trainer.devices", 1, 2]]
+    assert summary["changed_along"] == [["optimizer.lr", 0.001, 0.0005]]
+
+
+def test_secrets_of_options_do_not_reach_the_record(tmp_path):
+    overrides = ["optimizer.token=hf_abcdefghijklmnopqrstuvwxyz"]
+    config = example_config(optimizer={"token": "hf_abcdefghijklmnopqrstuvwxyz"})
+    record = summarise(write_run(tmp_path, "r", config=config, overrides=overrides)).record
+    assert record.summary["changed"] == [["optimizer.token", None, "[redacted]"]]
+
+
+@pytest.mark.parametrize("text", ["", "a,b,c\n1,2\n", "true \\ predicted,a,b\na,1,x\nb,2,3\n"])
+def test_a_confusion_matrix_that_was_cut_short_is_none(folders, text):
+    (folders[0] / "confusion_matrix.csv").write_text(text)
+    assert "confusion" not in summarise(folders[0]).record.summary
+
+
+def test_each_class_has_its_scores(folders):
+    (folders[0] / "confusion_matrix.csv").write_text("true \\ predicted,a,b\na,3,1\nb,0,4\n")
+    summary = summarise(folders[0]).record.summary
+    assert summary["classes"] == [["a", 4, 1.0, 0.75, pytest.approx(6 / 7)], ["b", 4, 0.8, 1.0, pytest.approx(8 / 9)]]
+    assert summary["confusion"] == {"names": ["a", "b"], "counts": [[3, 1], [0, 4]]}
