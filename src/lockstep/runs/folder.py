@@ -92,20 +92,12 @@ class RunFolder:
 
     @property
     def page(self) -> Path:
-        """What came of the run, as markdown; its pictures lie beside it."""
+        """The run's page, as markdown; its picture lies beside it."""
         return self.path / "page.md"
 
     @property
     def curves_image(self) -> Path:
         return self.path / "curves.svg"
-
-    @property
-    def confusion_image(self) -> Path:
-        return self.path / "confusion_matrix.svg"
-
-    @property
-    def calibration_image(self) -> Path:
-        return self.path / "calibration.svg"
 
     @property
     def code_diff(self) -> Path:
