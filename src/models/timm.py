@@ -339,9 +339,9 @@ def _read_weights(path: Path, own: dict[str, Tensor]) -> dict[str, Tensor]:
             "file of tensors by name. If you trust the file, this converts it: torch.save(torch.load(FILE, "
             "weights_only=False)['state_dict'], 'weights.pth')."
         ) from error
-    held = content if isinstance(content, dict) else {}
+    held: dict[str, Any] = content if isinstance(content, dict) else {}
     key = next((key for key in STATES if isinstance(held.get(key), dict)), "")
-    state = held[key] if key else held
+    state: dict[str, Tensor] = held[key] if key else held
     if not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise UserError(f"model.weights={path} holds no state dict: give a file of tensors by name.")
     notes = [key] if key else []
