@@ -9,7 +9,6 @@ Model parallelism uses `_pos_embed` of timm's VisionTransformer, for which timm 
 import argparse
 import difflib
 import logging
-import os
 import socket
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from lockstep.runs.errors import UserError
@@ -350,8 +350,7 @@ def _read_weights(path: Path, own: dict[str, Tensor]) -> dict[str, Tensor]:
     ):
         state = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         notes.append(f"prefix {prefix} removed")
-    if os.environ.get("RANK", "0") == "0":
-        log.info(f"model.weights={path}: {len(state)} tensors{''.join(f', {note}' for note in notes)}")
+    rank_zero_only(log.info)(f"model.weights={path}: {len(state)} tensors{''.join(f', {note}' for note in notes)}")
     return state
 
 
