@@ -86,8 +86,9 @@ def timm_backbone(model: Any) -> Any:
 
 
 def write_config(model: Any, out: Path) -> dict[str, Any]:
-    """Write config.json as timm does for the hub; for other nets with their class and arguments."""
-    from timm.models._hub import save_config_for_hf
+    """Write config.json and model.safetensors; a net that is not timm's has its class and arguments in config.json."""
+    from safetensors.torch import save_file
+    from timm.models import save_for_hf
 
     facts, framing, backbone = model.facts, model.framing, timm_backbone(model)
     images = {
@@ -98,7 +99,7 @@ def write_config(model: Any, out: Path) -> dict[str, Any]:
     tag = {"tag": model.record.run_id or "local"}
     if backbone is not None:
         config = {"label_names": facts["class_names"], "pretrained_cfg": tag}
-        save_config_for_hf(backbone, str(out / "config.json"), config, data_config=images)
+        save_for_hf(backbone, str(out), config, safe_serialization=True, data_config=images)
     else:
         config = {
             "architecture": model_name(model.config), "num_classes": facts["num_classes"],
@@ -106,6 +107,8 @@ def write_config(model: Any, out: Path) -> dict[str, Any]:
             "pretrained_cfg": {**tag, **images, "num_classes": facts["num_classes"]},
         }  # fmt: skip
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        save_file(model.net.state_dict(), out / "model.safetensors", metadata={"format": "pt"})
+    shutil.copymode(out / "config.json", out / "model.safetensors")  # safetensors writes for its owner alone
     found: dict[str, Any] = json.loads((out / "config.json").read_text())
     return found
 
@@ -120,21 +123,16 @@ def model_arguments(model: Any) -> dict[str, Any]:
 
 
 def export_safetensors(model: Any, out: Path) -> Any:
-    """Write model.safetensors with timm's names of weights; a net of the user's own keeps its own."""
+    """Load model.safetensors as its user does; a net of the user's own keeps its own names of weights."""
     import copy
 
     import timm
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
-    backbone, path = timm_backbone(model), out / "model.safetensors"
-    net = model.net if backbone is None else backbone
-    state = {name: value.detach().clone().contiguous() for name, value in net.state_dict().items()}
-    save_file(state, path, metadata={"format": "pt"})
-    shutil.copymode(out / "config.json", path)  # safetensors writes for its owner alone
-    if backbone is not None:
+    if timm_backbone(model) is not None:
         return timm.create_model(f"local-dir:{out}", pretrained=True).eval()
-    again = copy.deepcopy(net)
-    again.load_state_dict(load_file(path))
+    again = copy.deepcopy(model.net)
+    again.load_state_dict(load_file(out / "model.safetensors"))
     return again
 
 
@@ -183,6 +181,8 @@ def export(argv: list[str]) -> int:
         if not compared[name] <= TOLERANCE:
             log.error(f"{name} differs from the net by {compared[name]:.1e} of the largest logit; do not use {out}.")
             return EXIT_FAILED
+    if "safetensors" not in formats:
+        (out / "model.safetensors").unlink()
     (out / "README.md").write_text(card_text(model, config, compared))
     log.info(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
     return EXIT_OK

@@ -1,9 +1,7 @@
-"""Any model of timm by its name.
+"""Any model of timm by its name (uses `_pos_embed` of its VisionTransformer, which has no public counterpart).
 
-    python src/train.py model=timm model.name=vit_small_patch16_224 model.pretrained=false
-    python src/train.py model=timm model.name=hf-hub:timm/resnet18.a1_in1k       (or local-dir:FOLDER)
-
-Model parallelism uses `_pos_embed` of timm's VisionTransformer, for which timm has no public function.
+python src/train.py model=timm model.name=vit_small_patch16_224 model.pretrained=false
+python src/train.py model=timm model.name=hf-hub:timm/resnet18.a1_in1k       (or local-dir:FOLDER)
 """
 
 import argparse
