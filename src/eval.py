@@ -11,15 +11,14 @@ if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts 
 
     end_on_signal()
 
-import copy
 import logging
 import sys
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.compose import CONFIGS, chosen_options, compose, plain, run_script
-from lockstep.config.declared import key_of
-from lockstep.config.from_outside import config_of_checkpoint
+from lockstep.config.compose import chosen_options, compose, plain, run_script
+from lockstep.config.foreign import stored_config
+from lockstep.config.schema import key_of
 from lockstep.distributed.cluster import plan_file
 from lockstep.launch.launcher import launch_config, run_supervised
 from lockstep.launch.plan import RunPlan
@@ -34,7 +33,6 @@ FINDERS = ("ckpt_path", "paths", "s3")  # say where the checkpoint is
 OF_THIS_EVALUATION = (
     *FINDERS, "tags", "run_id", "test", "resume", "sweep_dir", "logbook", "verbose", "quiet",
 )  # fmt: skip
-OPTIONS = ("data", "augmentation", "model", "loss", "optimizer", "scheduler")  # taken from the checkpoint
 IMAGES = ("image_size", "channels", "mean", "std", "fit", "crop_pct", "interpolation", "resize")  # likewise
 
 
@@ -83,63 +81,42 @@ def find_checkpoint(words: list[str]) -> tuple[Path, Config, Config]:
 
     checkpoint = read_checkpoint(path)
     own = checkpoint.get("lockstep")
-    config = config_of_checkpoint(path, own.get("config") if isinstance(own, dict) else None, logs)
+    config = stored_config(path, own.get("config") if isinstance(own, dict) else None, logs)
     return path, config, facts_of(checkpoint)
 
 
-def options_of(config: Config, words: list[str]) -> list[str]:
-    """Return the checkpoint's option of each group that the command line does not choose."""
-    named, chosen = {key_of(word) for word in words}, config.get("choices") or {}
-    kept = {group: chosen.get(group) for group in OPTIONS if group not in named}
-    return [f"{group}={name}" for group, name in kept.items() if (CONFIGS / group / f"{name}.yaml").is_file()]
+def for_evaluation(stored: Config) -> Config:
+    """Return the part of a run's config that counts in an evaluation, which runs in one process by default."""
+    choices = {group: name for group, name in (stored.get("choices") or {}).items() if group != "trainer"}
+    overrides = [word for word in map(str, stored.get("overrides") or ()) if not key_of(word).startswith("trainer")]
+    kept = {key: value for key, value in stored.items() if key not in OF_THIS_EVALUATION}
+    return {**kept, "choices": choices, "overrides": overrides}
 
 
 def config_of(cfg: Any, path: Path, stored: Config, facts: Config, words: list[str]) -> dict[str, Any]:
-    """Return the checkpoint's config with the command line's overrides.
+    """Return the config of an evaluation.
 
     Args:
-        cfg: composed from the checkpoint's options and the command line.
+        cfg: the checkpoint's config with the command line's overrides.
         path, stored, facts: as from `find_checkpoint`.
         words: the command-line overrides.
     """
-    composed, named = plain(cfg), {key_of(word) for word in words}
-    base = {**composed, **copy.deepcopy(dict(stored)), "trainer": {**composed["trainer"], **stored["trainer"]}}
-    chosen, before = chosen_options(cfg), dict(stored.get("choices") or {})
-    is_other = "data" in named and chosen.get("data") != before.get("data")
-    config = overlay(base, composed, [word for word in words if is_other or key_of(word) != "data"])
-    if is_other:  # the net keeps the images that it was trained on
+    config, choices, named = plain(cfg), dict(chosen_options(cfg)), {key_of(word) for word in words}
+    if "experiment" in named:
+        raise UserError("eval takes its experiment from the checkpoint: leave experiment= out.")
+    if choices.get("data") != (stored.get("choices") or {}).get("data"):  # the net keeps the images it was trained on
         size_is_stated = named & {"data.image_size", "data.crop_pct"}
         kept = [key for key in IMAGES if f"data.{key}" not in named and not (key == "resize" and size_is_stated)]
         config["data"].update({key: facts[key] for key in kept if key in facts and key in config["data"]})
     every_run = plain(compose("train", []))["callbacks"]  # for training
-    callbacks = {**(stored.get("callbacks") or {}), **(composed["callbacks"] or {})}
+    callbacks = {name: node for name, node in (config["callbacks"] or {}).items() if name not in every_run}
     config.update(
         ckpt_path=str(path), task_name="eval", resume=None, logger={}, scheduler={}, test=True, overrides=words,
-        callbacks={name: node for name, node in callbacks.items() if name not in every_run},
+        callbacks=callbacks, choices=choices,
     )  # fmt: skip
     if "trainer" not in named:
-        config["trainer"] = in_one_process(config["trainer"], composed["trainer"]["accelerator"])
+        config["trainer"] = in_one_process(config["trainer"], config["trainer"]["accelerator"])
     config["trainer"]["accumulate_grad_batches"] = 1
-    typed = {group: name for group, name in chosen.items() if group in named | {"trainer"}}
-    config["choices"] = {**chosen, **before, **typed}
-    return config
-
-
-def overlay(base: Config, composed: Config, words: list[str]) -> dict[str, Any]:
-    """Return `base` with each group or value that an override names taken from `composed`."""
-    config = {**base, **{key: composed[key] for key in OF_THIS_EVALUATION if key in composed}}
-    for word in words:
-        key = key_of(word).split("@")[0]
-        if key == "experiment":
-            raise UserError("eval takes its experiment from the checkpoint: leave experiment= out.")
-        target, source = config, composed
-        *parents, last = key.split(".")
-        for parent in parents:
-            target, source = target.setdefault(parent, {}), source[parent]
-        if last in source:
-            target[last] = source[last]
-        else:  # ~key
-            target.pop(last, None)
     return config
 
 
@@ -148,15 +125,16 @@ def main(argv: list[str]) -> int:
         return run_supervised(path, evaluate)
     found: list[tuple[Path, Config, Config]] = []
 
-    def completed(words: list[str]) -> list[str]:
+    def find_stored(words: list[str]) -> Config:
         found.append(find_checkpoint(words))
-        return [*options_of(found[0][1], words), *words]
+        return for_evaluation(found[0][1])
 
     def task(cfg: Any) -> int:
-        words = argv if found else list(cfg.hydra.overrides.task)
-        return launch_config(config_of(cfg, *(found[0] if found else find_checkpoint(words)), words), evaluate)
+        path, stored, facts = found[0]
+        words = [word for word in argv if not word.startswith("-")]
+        return launch_config(config_of(cfg, path, stored, facts, words), evaluate)
 
-    return run_script("train", argv, task, __doc__ or "", completed)
+    return run_script("train", argv, task, __doc__ or "", find_stored)
 
 
 if __name__ == "__main__":

@@ -103,9 +103,9 @@ def main(argv: list[str]) -> int:
     if path := plan_file():
         return run_supervised(path, train)
     from lockstep.batch_size.sessions import find_largest
-    from lockstep.launch.resume import with_options_of_run
+    from lockstep.launch.resume import find_stored
 
-    return run_script("train", argv, lambda cfg: launch(cfg, train, find_largest), __doc__ or "", with_options_of_run)
+    return run_script("train", argv, lambda cfg: launch(cfg, train, find_largest), __doc__ or "", find_stored)
 
 
 if __name__ == "__main__":

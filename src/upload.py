@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 
 from lockstep.runs.errors import EXIT_NOT_UPLOADED, EXIT_OK, UserError
-from lockstep.runs.folder import RunFolder, checked_run_id, find_run
+from lockstep.runs.folder import RunFolder, checked_run_id, find_run, read_config
 from lockstep.runs.output import set_up
-from lockstep.runs.own_config import own_config
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import read_record, status_of
 from lockstep.runs.script import exit_code_of
@@ -41,7 +40,7 @@ def upload(argv: list[str]) -> int:
     other_node = RunFolder(logs / "train" / "runs" / checked_run_id(run_ids[0]))  # it has no record, only its shards
     has_shards = not other_node.record.exists() and (other_node.path / "upload").is_dir()
     folder = other_node if has_shards else find_run(logs, run_ids[0])
-    store = _store(folder, overrides, logs)
+    store = _store(folder, overrides)
     if folder.record.exists() and status_of(read_record(folder.record)) == "running":
         raise UserError(f"The run {folder.run_id} is still training: it uploads by itself.")
     error = upload_left(store, folder, TIMEOUT_S)
@@ -51,11 +50,10 @@ def upload(argv: list[str]) -> int:
     return EXIT_NOT_UPLOADED if error else EXIT_OK
 
 
-def _store(folder: RunFolder, overrides: dict[str, str], logs: Path) -> ObjectStore:
+def _store(folder: RunFolder, overrides: dict[str, str]) -> ObjectStore:
     """Of the s3 options that the run's user gave it, with what the command line says."""
     path = folder.any_config()
-    config = own_config(path, logs) if path else None
-    settings = dict((config or {}).get("s3") or {})
+    settings = dict((read_config(path) if path else {}).get("s3") or {})
     for name, value in overrides.items():
         group, _, key = name.partition(".")
         if group != "s3" or key not in ("uri", "endpoint_url"):

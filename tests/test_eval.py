@@ -84,7 +84,7 @@ def test_a_checkpoint_of_a_version_without_a_key_is_tested(trained, tmp_path):
 
     content = read_checkpoint(trained.folder.path / trained.record["best_checkpoint"]["path"])
     config = content["lockstep"]["config"]
-    for key in ("verbose", "quiet", "choices"):
+    for key in ("verbose", "quiet"):
         config.pop(key, None)
     config["trainer"].pop("memory_fraction")
     write_checkpoint(content, tmp_path / "old.ckpt")

@@ -78,11 +78,23 @@ class ForkedRank:
             os.kill(self.pid, number)
 
 
+def run_job(command: list[str], **_: Any) -> int:
+    """Stands in for sweep.run_child."""
+    from lockstep.config import sweep
+
+    job = ForkedRank(command, dict(os.environ), None)
+    sweep.running.add(job)
+    try:
+        return job.wait()
+    finally:
+        sweep.running.discard(job)
+
+
 def _main(door: str, argv: list[str]) -> int:
     from lockstep.config import sweep
     from lockstep.distributed import supervisor
 
-    sweep.run_child = lambda command: ForkedRank(command, dict(os.environ), None).wait()
+    sweep.run_child = run_job
     supervisor.Supervisor._popen = staticmethod(ForkedRank)
     return importlib.import_module(door).main(argv)
 

@@ -1,5 +1,6 @@
-"""The command line → one composed config. Imports Hydra only, so that --help and --cfg job answer at once."""
+"""Compose the config of a run from the command line with Hydra. Imports no torch, so that --help answers at once."""
 
+import argparse
 import functools
 import math
 import re
@@ -8,122 +9,197 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.declared import (
-    OPEN,
-    dashed,
-    dotted,
-    key_of,
-    missing_option,
-    refuse_undeclared,
-    refuse_without_class,
-    sentence,
-)
-from lockstep.config.hydra_errors import one_sentence, without_value
+from lockstep.config import merge, schema
+from lockstep.config.schema import FREE_GROUPS, key_of, missing_option, unknown_key
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
+from lockstep.runs.folder import new_run_id
 from lockstep.runs.output import say, set_up
 from lockstep.runs.provenance import REPOSITORY
+from lockstep.runs.redact import redact_text
 from lockstep.runs.script import exit_code_of
 
 CONFIGS = REPOSITORY / "configs"
-MAY_LACK = ("augmentation", "callbacks", "hydra", "logger", "loss", "metrics", "model", "optimizer", "scheduler")
-FITS = "fits"  # what an option takes beside another one: nobody chooses it
+HELP = "python src/train.py --help lists what there is"
+MAY_LACK = (*FREE_GROUPS, "augmentation", "hydra", "loss", "model", "optimizer", "scheduler")  # after ~KEY
+# Values that are names: `run_id=2025_11_25` is no number.
+TEXT = re.compile(
+    r"run_id|resume|ckpt_path|experiment_name|tags|sweep_dir|optimized_metric|paths\.\w+|s3\.(uri|endpoint_url)"
+    r"|data\.(name|root|images|cache_dir|download_dir)|model\.(name|weights)|hydra\.(sweeper\.study|sweep\.dir)"
+)
+FUNCTION = re.compile(r"(choice|range|interval|glob|tag|sort|shuffle|str)\(.*\)")  # of Hydra's grammar
 
 
-def compose(config_name: str, overrides: list[str]) -> Any:
-    """The composed DictConfig with Hydra's own node (`hydra.runtime.choices` names the chosen options).
+def compose(config_name: str, overrides: list[str], stored: Config | None = None) -> Any:
+    """Compose a DictConfig with Hydra's own node (`hydra.runtime.choices` holds the chosen options).
 
+    Args:
+        stored: the config of a run. Its options and values count, then the overrides. A group for which the overrides
+            choose another option is composed anew.
     Raises:
-        UserError: a misspelt group, option or key, a key that nothing reads, or a value of the wrong form.
+        UserError: a misspelt group, option or key, a key that nothing reads, or a value of the wrong type.
     """
+    register_resolvers()
+    folders = _config_folders(overrides)
+    words = [as_typed(re.sub(r"^\++", "", word) if is_choice(word, folders) else word) for word in overrides]
+    for word in words:
+        _check_form(word, folders)
+    named = {key_of(word): word.partition("=")[2] for word in words if is_choice(word, folders)}
+    own: list[str] = []
+    if stored and not merge.is_another_recipe(stored, named):
+        own = merge.options_of(stored, named, folders)
+        fresh = _compose(config_name, [*own, *(word for word in words if key_of(word) in named)], folders)
+        own += merge.values_of(stored, named, _unresolved(fresh))
+    cfg = _compose(config_name, [*own, *words], folders)
+    if own and stored:
+        cfg.hydra.overrides.task = [*merge.overrides_of(stored, words, named), *cfg.hydra.overrides.task[len(own) :]]
+    if words or own:
+        options = _of_choices(config_name, (*_search_path(words), *_choices(cfg)))
+        schema.check(_unresolved(cfg), _unresolved(options), words, folders)
+    for word in words:
+        if word.startswith("~") and (key := key_of(word)).partition(".")[0] not in MAY_LACK:
+            raise UserError(f"{word}: a run needs {key}. Give it another value, {key}=VALUE.")
+    for key in ("run_id", "experiment_name", "data.name"):
+        if isinstance(name := _select(cfg, key), bool | int | float):
+            raise UserError(f"{key}={name} is read as a number. Quote it where it is written: '{name}'.")
+    return cfg
+
+
+def _compose(config_name: str, words: list[str], folders: tuple[Path, ...]) -> Any:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    register_resolvers()
-    for word in overrides:
-        _check_form(word)
-    faults = (HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, AttributeError, KeyError)
     with initialize_config_dir(str(CONFIGS), job_name=config_name, version_base="1.3"):
         try:
-            cfg = hydra_compose(config_name, overrides, return_hydra_config=True)
-        except faults as error:  # Hydra's own checks raise Python's errors too
-            _explain(config_name, overrides, faults)
-            raise UserError(one_sentence(error, overrides, CONFIGS)) from None
-        options = _of_choices(config_name, tuple(_choices(cfg)), CONFIGS) if overrides else cfg
-    refuse_undeclared(_unresolved(cfg), _unresolved(options), CONFIGS, overrides)
-    refuse_without_class(_unresolved(cfg))
-    for word in overrides:
-        if word.startswith("~") and (key := key_of(word)).partition(".")[0] not in MAY_LACK:
-            raise UserError(f"{word}: a run needs {key}: give it another value, {key}=VALUE.")
-    check_types(cfg, options, overrides)
-    return cfg
-
-
-def _check_form(word: str) -> None:
-    if re.match(r"\s*[+~]*\s*(=|$)", word):
-        raise UserError(f"{word!r} names no key: write key=value; python src/train.py --help lists what there is.")
-    if re.fullmatch(r"\w+", word) and (groups := [path.parent.name for path in CONFIGS.glob(f"*/{word}.yaml")]):
-        raise UserError(f"{word} says not of what: write {' or '.join(f'{group}={word}' for group in sorted(groups))}.")
-    key, _, value = word.lstrip("+").partition("=")
-    if (
-        word.startswith("~")
-        and key[1:] in ("callbacks", "logger")
-        or (key in ("callbacks", "logger") and value == "[]")
-    ):
-        raise UserError(f"{word} adds nothing to those of every run: callbacks=none leaves them out.")
-    if word in ("~data", "~model", "~optimizer", "~scheduler"):
-        way = "scheduler=none leaves it out" if word == "~scheduler" else "nothing trains without"
-        raise UserError(f"{word}: {way}.")
-    for name in value[1:-1].split(",") if re.fullmatch(r"\[[\w.,-]+\]", value) else [value]:
-        if re.fullmatch(r"[\w.-]+", name) and (instead := missing_option(key, name, CONFIGS)):
-            raise UserError(instead)
-
-
-def _explain(config_name: str, overrides: list[str], faults: Any) -> None:
-    """Hydra's advice for an unknown key is to put a plus in front of it, and then nothing reads it.
-
-    Raises:
-        UserError: an override's key that nothing reads.
-    """
-    from hydra import compose as hydra_compose
-    from omegaconf import OmegaConf
-
-    try:
-        cfg = hydra_compose(config_name, [w for w in overrides if _is_choice(w)], return_hydra_config=True)
-        options = hydra_compose(config_name, _choices(cfg))
-    except faults:
-        return
-    known = _unresolved(options)
-    for place, word in enumerate(overrides):
-        key = key_of(word)
-        if _is_choice(word) or key.startswith("hydra") or "@" in key:
-            continue
-        if word.startswith("~") and key not in set(dotted(_unresolved(cfg))):
-            raise UserError(sentence(key, known, CONFIGS))
-        named = OmegaConf.create({})
-        is_node = key.partition(".")[0] not in OPEN or "{" in word
-        OmegaConf.update(named, key, None if is_node else True, force_add=True)
-        refuse_undeclared(_unresolved(named), known, CONFIGS)
-        if not re.search("[=~]", word):
-            raise UserError(without_value(overrides, place))
-
-
-def _choices(cfg: Any) -> list[str]:
-    """The words that choose the same options; an experiment and a debug option only give values."""
-    values = ("hydra", "experiment", "debug", FITS)
-    chosen = cfg.hydra.runtime.choices.items()
-    return [f"{key}={name}" for key, name in chosen if name and key.partition("/")[0] not in values]
+            return hydra_compose(config_name, words, return_hydra_config=True)
+        except (HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, AttributeError) as error:
+            if not (found := re.match(r"Could not (?:override|delete from config\.) '([\w./-]+)'", str(error))):
+                raise UserError(one_sentence(error, words, folders)) from None
+            key = found[1]
+    if key.partition(".")[0] == "trainer" and key.partition(".")[2] in schema.trainer_arguments():
+        return _compose(config_name, [f"++{word}" if key_of(word) == key else word for word in words], folders)
+    choices = [word for word in words if is_choice(word, folders) or word.startswith("hydra.searchpath")]
+    raise UserError(unknown_key(key, _unresolved(_compose(config_name, choices, folders)), folders))
 
 
 @functools.cache
-def _of_choices(config_name: str, choices: tuple[str, ...], configs: Path) -> Any:
-    """The options' own values, to compare with; the same for all jobs of a sweep."""
-    from hydra import compose as hydra_compose
+def _of_choices(config_name: str, words: tuple[str, ...]) -> Any:
+    """Compose the chosen options alone; the same for all jobs of a sweep."""
+    return _compose(config_name, list(words), _config_folders(list(words)))
 
-    return hydra_compose(config_name, list(choices))
+
+def _choices(cfg: Any) -> list[str]:
+    """Return the overrides that choose the same options; an experiment and a debug option only give values."""
+    chosen = cfg.hydra.runtime.choices.items()
+    skipped = ("hydra", "experiment", "debug", "fits", "resumed")
+    return [f"{key}={name}" for key, name in chosen if name and key.partition("/")[0] not in skipped]
+
+
+def is_choice(word: str, folders: tuple[Path, ...]) -> bool:
+    """Return whether an override chooses an option (`model=alexnet`) and is no value."""
+    return "=" in word and not word.startswith("~") and any((folder / key_of(word)).is_dir() for folder in folders)
+
+
+def _config_folders(words: list[str]) -> tuple[Path, ...]:
+    found = "".join(word.partition("=")[2] for word in words if word.startswith("hydra.searchpath="))
+    return (CONFIGS, *(Path(path.replace("\\'", "'")) for path in re.findall(r"file://(.*?)(?<!\\)'", found)))
+
+
+def _search_path(words: list[str]) -> list[str]:
+    return [word for word in words if word.startswith("hydra.searchpath=")]
+
+
+def as_typed(word: str) -> str:
+    """Quote a name that Hydra would read as a number, a switch or not at all, and expand ~ in it."""
+    key, sign, value = word.partition("=")
+    if not sign or not TEXT.fullmatch(key.lstrip("+")) or FUNCTION.fullmatch(value):
+        return word
+    if value.startswith("["):
+        simple = value.endswith("]") and not re.search(r"[\"'\[{$]", value[1:])
+        return f"{key}=[{','.join(map(_quoted, value[1:-1].split(',')))}]" if simple and value != "[]" else word
+    return f"{key}={_quoted(str(Path(value).expanduser()) if value.startswith('~') else value)}"
+
+
+def _quoted(value: str) -> str:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    if value.startswith(("'", '"', "$")) or "," in value:  # a comma may separate the values of a sweep
+        return value
+    try:
+        if isinstance(OverridesParser.create().parse_override(f"x={value}").value(), str | None):
+            return value
+    except HydraException:
+        pass
+    return quoted(value)
+
+
+def quoted(value: str) -> str:
+    """Quote a text for Hydra's grammar."""
+    text = re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", "\\'")
+    return f"'{text}'"
+
+
+def _check_form(word: str, folders: tuple[Path, ...]) -> None:
+    key, sign, value = word.lstrip("+").partition("=")
+    if not key.strip(" ~"):
+        raise UserError(f"{word!r} names no key: write key=value. {HELP}.")
+    if not sign and not key.startswith("~"):
+        groups = sorted({path.parent.name for folder in folders for path in folder.glob(f"*/{key}.yaml")})
+        meant = " or ".join(f"{group}={key}" for group in groups) or f"{key}=VALUE"
+        raise UserError(f"{word} has no {'key' if groups else 'value'}: write {meant}.")
+    if key.startswith("~") and key[1:] not in FREE_GROUPS and any((folder / key[1:]).is_dir() for folder in folders):
+        instead = "none" if any((folder / key[1:] / "none.yaml").exists() for folder in folders) else "NAME"
+        raise UserError(f"{word}: choose another option instead, {key[1:]}={instead}.")
+    for name in value[1:-1].split(",") if re.fullmatch(r"\[[\w.,-]+\]", value) else [value]:
+        hint = missing_option(key, name, folders) if re.fullmatch(r"[\w./-]+", name) and name != "null" else None
+        if hint:
+            raise UserError(hint)
+
+
+def one_sentence(error: Exception, words: list[str], folders: tuple[Path, ...]) -> str:
+    """Return an error of Hydra, OmegaConf or YAML in one line that says what to write."""
+    if mark := getattr(error, "problem_mark", None):
+        problem = f"{getattr(error, 'problem', '')} in line {mark.line + 1}, column {mark.column + 1}"
+        return redact_text(f"{mark.name} is no YAML: {problem}.")
+    missing = str(getattr(error, "missing_cfg_file", None) or "").removesuffix(".yaml")
+    group, _, option = missing.rpartition("/")
+    if instead := missing_option(group, option, folders):
+        return f"{instead} It is in the defaults of a yaml."
+    lines = f"{error}\n{error.__cause__ or ''}".partition("Config search path")[0].splitlines()
+    text = " ".join(dict.fromkeys(line.strip() for line in lines))
+    if found := re.search(r"In '(?P<yaml>[^']+)': Could not override '(?P<group>[\w/]+)(?P<package>@)?", text):
+        yaml, name = found["yaml"], found["group"].rpartition("/")[2]
+        if found["package"] and not found["group"].startswith(f"{yaml.partition('/')[0]}/"):
+            return f"{yaml}.yaml: its first line has to be `# @package _global_`."
+        there = sorted(path.name for folder in folders for path in folder.iterdir() if path.is_dir())
+        unknown = "" if name in there else f"there is no group {name}, there is {', '.join(there)}: "
+        return (
+            f"{yaml}.yaml: {unknown}write `- override /{schema.nearest(name, there) or 'GROUP'}: NAME` in its defaults."
+        )
+    if "/" in group or "appears more than once" in text or "Multiple values for" in text:
+        return f"{text.rstrip('.')}. The defaults of a yaml choose another option by `- override /GROUP: NAME`."
+    if type(error).__name__ == "OverrideParseException" or "Ambiguous value" in text:
+        word = next((word for word in words if not _can_be_read(word)), "")
+        key, _, value = word.partition("=")
+        several = ", or sweep over its values with -m" if "Ambiguous" in text else ""
+        return redact_text(f"""{word} cannot be read: quote the value, '{key}="{value}"'{several}.""")
+    text = re.sub(r" ?(full_key:|object_type=|reference_type=)\S*", "", text)
+    said = f" (from the overrides: {' '.join(words)})" if words else ""
+    return redact_text(f"{text}{said}. {HELP}.")
+
+
+def _can_be_read(word: str) -> bool:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return not OverridesParser.create().parse_override(word).is_sweep_override()
+    except HydraException:
+        return False
 
 
 def _unresolved(cfg: Any) -> Config:
@@ -139,40 +215,10 @@ def _without_hydra(cfg: Any) -> Any:
     return OmegaConf.create({key: value for key, value in cfg.items_ex(resolve=False) if key != "hydra"})
 
 
-def _is_choice(override: str) -> bool:
-    """A group's option (`model=alexnet`), not a value."""
-    return "=" in override and not override.startswith("~") and (CONFIGS / key_of(override)).is_dir()
-
-
-WORDS = {
-    "data.global_batch_size": ("max",),
-    "trainer.devices": ("auto",),
-    "trainer.num_nodes": ("auto",),
-}  # words that stand where a number does
-
-
-def check_types(cfg: Any, defaults: Any, overrides: list[str]) -> None:
-    """A number that an override or an experiment gives anew stays a number, a switch a switch.
-
-    Raises:
-        UserError: names the key, its default and what was given.
-    """
+def _select(cfg: Any, key: str) -> Any:
     from omegaconf import OmegaConf
 
-    typed = [key_of(word) for word in overrides if "=" in word and not word.startswith("~") and not _is_choice(word)]
-    for key in dict.fromkeys([*typed, *dotted(_unresolved(cfg))]) if overrides else ():
-        if key.startswith("hydra"):
-            continue
-        before, now = OmegaConf.select(defaults, key), OmegaConf.select(cfg, key)
-        if now is None or now == before or now in WORDS.get(key, ()):
-            continue
-        if isinstance(before, bool) and not isinstance(now, bool):
-            raise UserError(f"{key}={now!r}: give true or false (the default is {before}).")
-        number = int if isinstance(before, int) else int | float
-        is_number = isinstance(before, int | float) and not isinstance(before, bool)
-        if is_number and (isinstance(now, bool) or not isinstance(now, number)):
-            kind = "a whole number" if isinstance(before, int) else "a number"
-            raise UserError(f"{key}={now!r}: give {kind} (the default is {before}).")
+    return OmegaConf.select(cfg, key)
 
 
 def register_resolvers() -> None:
@@ -180,106 +226,14 @@ def register_resolvers() -> None:
 
     OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY), replace=True)
     OmegaConf.register_new_resolver("product", lambda *numbers: math.prod(numbers), replace=True)
-
-
-def run_script(
-    config_name: str,
-    argv: list[str],
-    task: Callable[[Any], int],
-    description: str,
-    completed: Callable[[list[str]], list[str]] = list,
-) -> int:
-    """Compose what the command line says and hand it to `task`; returns the exit code.
-
-    `--help` and `--cfg job` answer without the task; `-m`, `--info` and completion are Hydra's own.
-
-    Args:
-        completed: gives the overrides to compose for those on the command line.
-    """
-    set_up()
-    if "--help" in argv or "-h" in argv:
-        from lockstep.config.help import help_text
-
-        say(help_text(CONFIGS, config_name, description))
-        return 0
-    if not [word for word in argv if word.startswith("-")]:
-        return exit_code_of(lambda: task(compose(config_name, completed(argv))))
-    return exit_code_of(lambda: _with_hydra(config_name, argv, task))
-
-
-def _with_hydra(config_name: str, argv: list[str], task: Callable[[Any], int]) -> int:
-    _check_for_hydra(config_name, argv)
-    return _through_hydra(config_name, argv, task)
-
-
-WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "--experimental-rerun", "--info", "-i")
-HYDRAS = re.compile(
-    r"--?(h|help|hydra-help|version|cfg|c|resolve|package|p|run|r|multirun|m|shell-completion|sc|config-dir|cd"
-    r"|experimental-rerun|info|i)(=.*)?"
-)
-
-
-def _check_for_hydra(config_name: str, argv: list[str]) -> None:
-    """What Hydra itself will compose, before it does: every job of a sweep.
-
-    Raises:
-        UserError: an option of no program here, or what `compose` refuses.
-    """
-    for place, word in enumerate(argv):
-        if word.startswith("-") and not HYDRAS.fullmatch(word):
-            raise UserError(dashed(argv[place:], _unresolved(compose(config_name, [])), CONFIGS))
-    words = [word for word in argv if not word.startswith("-") and ("=" in word or word.startswith("~"))]
-    if {"-m", "--multirun"} & set(argv):
-        from lockstep.config.sweep import first_jobs
-
-        for job in first_jobs(words, CONFIGS):
-            compose(config_name, job)
-    elif {"-c", "--cfg"} & {word.partition("=")[0] for word in argv} and words:
-        compose(config_name, words)
-
-
-def _through_hydra(config_name: str, argv: list[str], task: Callable[[Any], int]) -> int:
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf, open_dict
-
-    codes: list[int] = []
-    program = str(Path(sys.argv[0]).resolve())
-
-    def job(cfg):
-        whole = OmegaConf.create(cfg)
-        with open_dict(whole):
-            whole.hydra = HydraConfig.get()
-        if whole.hydra.mode.name == "MULTIRUN":
-            from lockstep.config.sweep import run_job
-
-            return run_job(whole, program)
-        codes.append(task(whole))
-        return None
-
-    register_resolvers()
-    sys.argv[1:] = _options_first(argv)
-    hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
-    from lockstep.config.sweep import ExitCodes
-
-    return max([*codes, ExitCodes.worst])
-
-
-def _options_first(argv: list[str]) -> list[str]:
-    """Hydra's argparse takes overrides in one block only: `a=1 -m b=2` would be an error."""
-    options: list[str] = []
-    overrides: list[str] = []
-    for place, word in enumerate(argv):
-        is_value = place > 0 and argv[place - 1] in WITH_VALUE and "=" not in word
-        (options if word.startswith("-") or is_value else overrides).append(word)
-    return [*options, "--", *overrides]
+    OmegaConf.register_new_resolver("new_run_id", new_run_id, replace=True, use_cache=True)
 
 
 def plain(cfg: Any) -> dict[str, Any]:
-    """The config without Hydra's node, every interpolation resolved, as plain dicts and lists.
+    """Return the config without Hydra's node, with every interpolation resolved, as plain dicts and lists.
 
     Raises:
-        UserError: an interpolation that leads nowhere.
+        UserError: an interpolation leads nowhere.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -288,10 +242,96 @@ def plain(cfg: Any) -> dict[str, Any]:
         found: Any = OmegaConf.to_container(_without_hydra(cfg), resolve=True)
         return found
     except OmegaConfBaseException as error:
-        raise UserError(one_sentence(error, [], CONFIGS)) from None
+        raise UserError(one_sentence(error, [], (CONFIGS,))) from None
 
 
 def chosen_options(cfg: Any) -> Config:
-    """The option of each config group."""
+    """Return the option of each config group."""
     choices = cfg.hydra.runtime.choices.items()
-    return {key: value for key, value in choices if key.partition("/")[0] not in ("hydra", FITS)}
+    return {key: value for key, value in choices if key.partition("/")[0] not in ("hydra", "fits", "resumed")}
+
+
+def _parse(config_name: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return Hydra's options and the overrides, in any order; --config-dir becomes an override.
+
+    Raises:
+        UserError: an option of another program, as --epochs.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    for names in (
+        ("--help", "-h"),
+        ("--multirun", "-m"),
+        ("--resolve",),
+        ("--shell-completion", "-sc"),
+        ("--run", "-r"),
+    ):
+        parser.add_argument(*names, action="store_true")
+    for names in (("--package", "-p"), ("--config-dir", "-cd")):
+        parser.add_argument(*names)
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--info", "-i", nargs="?", const="all")
+    options, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        place = argv.index(unknown[0]) + 1
+        name, _, value = unknown[0].partition("=")
+        value = value or next((word for word in argv[place : place + 1] if not re.match(r".*=|-", word)), "…")
+        if name in ("--config-name", "-cn", "--config-path", "-cp"):
+            raise UserError(f"{name}: choose a recipe as experiment=NAME; --config-dir adds a folder of yamls.")
+        if name == "--estimate":
+            raise UserError("--estimate is an option of python src/find_batch_size.py.")
+        key = name.lstrip("-").replace("-", "_")
+        found = schema.nearest(key, list(schema.dotted(_unresolved(_compose(config_name, [], (CONFIGS,))))))
+        meant = found if found and "=" in found else f"{found or key}={value}"
+        raise UserError(f"{unknown[0]}: keys are written without dashes: {meant}.")
+    overrides = list(options.overrides)
+    if options.config_dir:
+        folder = Path(options.config_dir).expanduser().resolve()
+        if not folder.is_dir():
+            raise UserError(f"--config-dir {options.config_dir} is no folder.")
+        overrides.append(f"hydra.searchpath=[{quoted(f'file://{folder}')}]")
+    return options, overrides
+
+
+def run_script(
+    config_name: str,
+    argv: list[str],
+    task: Callable[[Any], int],
+    description: str,
+    find_stored: Callable[[list[str]], Config | None] = lambda overrides: None,
+) -> int:
+    """Compose the config of the command line and hand it to `task`; return the exit code.
+
+    Args:
+        find_stored: returns the config of the run that the overrides name, as by resume=.
+    """
+    set_up()
+
+    def run() -> int:
+        options, overrides = _parse(config_name, argv)
+        if options.help:
+            from lockstep.config.help import help_text
+
+            say(help_text(CONFIGS, config_name, description))
+            return 0
+        if options.multirun:
+            from lockstep.config.sweep import run_sweep
+
+            return run_sweep(config_name, overrides)
+        if options.info or options.shell_completion or options.cfg in ("hydra", "all"):
+            import hydra
+
+            register_resolvers()
+            sys.argv[1:] = [word for word in argv if word.startswith("-")] + overrides
+            hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(lambda cfg: None)()
+            return 0
+        cfg = compose(config_name, overrides, find_stored(overrides))
+        if options.cfg:
+            from omegaconf import OmegaConf
+
+            node: Any = OmegaConf.select(_without_hydra(cfg), options.package or "")
+            say(OmegaConf.to_yaml(node, resolve=options.resolve).rstrip())
+            return 0
+        return task(cfg)
+
+    return exit_code_of(run)

@@ -1,34 +1,30 @@
-"""Config node → object: what a `_target_` of the user's own configs and command line names.
+"""Build objects from config nodes with hydra.utils.instantiate, with its errors as one sentence.
 
-Such a config may name any class that can be imported: it is the user's machine. A config from outside never comes here:
-config/from_outside.py makes words of this clone's command line out of it.
+A config of the user may name any class that can be imported. An untrusted config never comes here: config/foreign.py
+takes no `_target_` from it.
 """
 
-import functools
+import difflib
 import importlib
 import inspect
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from lockstep.runs.errors import UserError
 
-OURS = (
-    "models", "data", "augmentations", "losses", "metrics", "optimizers", "schedulers", "callbacks", "classifier",
-    "lockstep",
-)  # hand **options on  # fmt: skip
-
 
 def resolve_target(target: Any, where: str) -> Any:
-    """The class or function that a `_target_` names.
+    """Return the class or function that a `_target_` names.
 
     Raises:
-        UserError: there is none of that name; names the key.
+        UserError: it cannot be imported; names the key.
     """
-    module_name, _, name = str(target).rpartition(".")
-    if not isinstance(target, str) or not module_name:
+    module, _, name = str(target).rpartition(".")
+    if not isinstance(target, str) or not module:
         raise UserError(f"{where}={target!r} names no class: write package.module.Class.")
     try:
-        found = getattr(importlib.import_module(module_name), name)
+        found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"{where}={target!r} cannot be found: {error}.") from None
     if not callable(found):
@@ -36,59 +32,63 @@ def resolve_target(target: Any, where: str) -> Any:
     return found
 
 
-def options_of(target: Any) -> tuple[Mapping[str, Any], bool]:
-    """(its parameters by name, whether it takes any other name); what a class hands on as **options, its bases name."""
+def options_of(target: Any) -> tuple[Mapping[str, inspect.Parameter], bool]:
+    """Return the parameters by name, with those of bases that `**options` may reach, and whether any name is taken."""
     names: dict[str, inspect.Parameter] = {}
-    for owner in target.__mro__ if inspect.isclass(target) and _is_ours(target) else (target,):
-        if owner is not target and ("__init__" not in vars(owner) or not _is_ours(owner)):
+    is_open = False
+    for owner in target.__mro__ if inspect.isclass(target) else (target,):
+        if owner is not target and "__init__" not in vars(owner):
             continue
         try:
             found = inspect.signature(owner).parameters
-        except ValueError:  # some of C's
-            return {}, True
+        except ValueError:  # some classes written in C
+            return names, True
         names = {**found, **names}
         if not any(p.kind is p.VAR_KEYWORD for p in found.values()):
-            return {name: p for name, p in names.items() if p.kind is not p.VAR_KEYWORD}, False
-    return names, True
-
-
-def _is_ours(target: Any) -> bool:
-    return target.__module__.split(".")[0] in OURS
-
-
-def _is_needed(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind not in (
-        parameter.VAR_POSITIONAL,
-        parameter.VAR_KEYWORD,
-    )
+            break
+        is_open = True
+    return {name: p for name, p in names.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}, is_open
 
 
 def build(node: Any, known: Mapping[str, Any] | None = None) -> Any:
-    """What a config node describes: `_target_` called with the other keys, or a partial of it with `_partial_`.
-
-    This is hydra.utils.instantiate cut down to plain values: what the run knows is handed over as it is, never
-    searched for more nodes.
+    """Build what a config node describes: call its `_target_` with the other keys, or return a partial of it.
 
     Args:
-        known: what the run knows (folder, run_id, …): passed where the constructor has a parameter of that name.
+        known: values of the run (folder, run_id, …), passed to parameters of those names as they are.
     Raises:
-        UserError: an option that the target does not have, or one that it lacks.
+        UserError: the class cannot be found, does not have such a parameter or lacks one.
     """
-    if isinstance(node, list):
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    if isinstance(node, list | tuple):
         return [build(value) for value in node]
-    if not isinstance(node, dict):
+    if not isinstance(node, Mapping):
         return node
     if "_target_" not in node:
         return {key: build(value) for key, value in node.items()}
     target = resolve_target(node["_target_"], "_target_")
     parameters, any_name = options_of(target)
-    unknown = node.keys() - parameters.keys() - {"_target_", "_partial_"}
-    if unknown and not any_name:
-        raise UserError(f"{node['_target_']} has no option {sorted(unknown)[0]!r}; it has {', '.join(parameters)}.")
-    stated = {key: build(value) for key, value in node.items() if key not in ("_target_", "_partial_")}
-    given = {key: value for key, value in (known or {}).items() if key in parameters and key not in stated}
+    for key in node.keys() - parameters.keys() - {"_target_", "_partial_"}:
+        if not any_name:
+            close = difflib.get_close_matches(key, parameters, 1)
+            meant = f"did you mean {close[0]}? It" if close else "it"
+            raise UserError(f"{node['_target_']} has no option {key!r}: {meant} has {', '.join(parameters)}.")
+    try:
+        partial = instantiate(dict(node), _partial_=True, _convert_="all")
+    except InstantiationException as error:
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from None
+        raise UserError(" ".join(str(error).split())) from error
     if node.get("_partial_"):
-        return functools.partial(target, **stated)
-    if lacking := [name for name, p in parameters.items() if _is_needed(p) and name not in {**stated, **given}]:
-        raise UserError(f"{node['_target_']} cannot be made without {', '.join(lacking)}.")
-    return target(**stated, **given)
+        return partial
+    given = {key: value for key, value in (known or {}).items() if key in parameters and key not in node}
+    needed = [name for name, p in parameters.items() if p.default is p.empty and name not in {*node, *given}]
+    if needed and not any_name:
+        raise UserError(f"{node['_target_']} cannot be made without {', '.join(needed)}.")
+    try:
+        return partial(**given)
+    except TypeError as error:  # raised by a base that got the **options
+        if re.match(r"[\w.]+__init__\(\) (got an unexpected|missing)", str(error)):
+            raise UserError(f"{node['_target_']} cannot be made: {error}; it has {', '.join(parameters)}.") from error
+        raise

@@ -1,8 +1,7 @@
-"""One job of a sweep: a fresh child process with its own run id, folder and record.
+"""Jobs of a sweep: fresh child processes with their own run id, folder and record, and a ranking at the end.
 
-In the sweep's own process the ranks of one job would leave their environment to the next, and each rank would
-start the whole sweep again. On SLURM (hydra/launcher=submitit_slurm) each task of a job comes here, in a process
-that knows nothing but what was pickled.
+In the sweep's own process the ranks of one job would leave their environment to the next, and each rank would start the
+whole sweep again. On SLURM (hydra/launcher=submitit_slurm) each task of a job comes here too.
 """
 
 import itertools
@@ -14,146 +13,134 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 
-from lockstep.config.declared import key_of
+from lockstep.config.compose import CONFIGS, compose, is_choice, register_resolvers
+from lockstep.config.schema import key_of
 from lockstep.distributed.cluster import environment
 from lockstep.distributed.launchers import slurm_task
 from lockstep.runs.errors import EXIT_INTERRUPTED
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import read_record
 from lockstep.runs.repeats import REPEATED, spread
 from lockstep.runs.scores import as_read
 
 log = logging.getLogger(__name__)
 
-CODES = ".exit-codes"  # in the sweep's folder: a small file per job and task, {code, overrides, value}
-SHOWN = 10  # lines of the ranking, and as many of failed jobs
+CODES = ".exit-codes"  # in the sweep's folder: a JSON file per job and task
+SHOWN = 10  # lines of the ranking, and as many failed jobs
+LAST_WORDS_S = 0.5
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+running: set[Any] = set()  # the processes of jobs
+asked: list[int] = []  # signals that asked the sweep to stop
 
 
-def run_job(cfg: Any, program: str) -> float | None:
-    """Run the job that Hydra has composed; returns the optimised metric, nan where the job failed.
+def run_sweep(config_name: str, overrides: list[str]) -> int:
+    """Run Hydra's multirun; return the worst exit code of its jobs."""
+    import hydra
+
+    _check_first_jobs(config_name, overrides)
+    register_resolvers()
+    program = str(Path(sys.argv[0]).resolve())
+    sys.argv[1:] = ["--multirun", "--", *overrides]
+
+    def job(cfg: Any) -> float | None:  # what a launcher other than ours runs, in its own process
+        from hydra.core.hydra_config import HydraConfig
+
+        with stops_reach_jobs():
+            return run_job(cfg, HydraConfig.get(), program)
+
+    hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
+    return Ranking.worst
+
+
+def _check_first_jobs(config_name: str, words: list[str]) -> None:
+    """Compose each combination of options, with the first of the values of every other key."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import Glob, IntervalSweep
+
+    from lockstep.config.compose import as_typed
+
+    choices = []
+    for word, override in zip(words, OverridesParser.create().parse_overrides(list(map(as_typed, words))), strict=True):
+        key, value = word.partition("=")[0], override.value()
+        if not override.is_sweep_override() or key.startswith("hydra"):
+            choices.append([word])
+        elif isinstance(value, IntervalSweep):
+            choices.append([f"{key}={value.start}"])
+        elif isinstance(value, Glob):
+            choices.append([f"{key}={name}" for name in value.filter([p.stem for p in CONFIGS.glob(f"{key}/*.yaml")])])
+        else:
+            found = [f"{key}={item}" for item in override.sweep_string_iterator()]
+            choices.append(found if is_choice(word, (CONFIGS,)) else found[:1])
+    for job in itertools.product(*choices):
+        compose(config_name, list(job))
+
+
+def run_job(cfg: Any, hydra: Any, program: str, environ: Mapping[str, str] | None = None, output: Any = None) -> float:
+    """Run one job; return its optimised metric, nan if it failed.
 
     Args:
+        hydra: Hydra's node of the job's config.
         program: the script that the sweep was started with.
+        output: a file for what the job prints; None: the sweep's own.
     """
-    sweep_dir = Path(str(cfg.hydra.sweep.dir)).resolve()
-    number = cfg.hydra.job.num
-    run_id = f"{sweep_dir.name}_{number}"
-    own = ("run_id=", "sweep_dir=")
-    overrides = [word for word in cfg.hydra.overrides.task if not word.lstrip("+").startswith(own)]
+    sweep_dir, number = Path(str(hydra.sweep.dir)).resolve(), hydra.job.num
+    folder = RunFolder(sweep_dir / f"{sweep_dir.name}_{number}")
+    overrides = [word for word in hydra.overrides.task if key_of(word) not in ("run_id", "sweep_dir")]
+    search = [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath")]
     task, restarts = slurm_task(environment())
     if restarts:
         overrides.append("resume=auto")
     log.info(f"\njob {number}: {' '.join(overrides)}")
-    try:
-        code = run_child([sys.executable, program, *overrides, f"run_id={run_id}", f"sweep_dir={sweep_dir}"])
-    except SystemExit:
-        if line := not_started(ExitCodes.jobs, number, overrides):
-            log.info(line)
-        raise
-    value = _metric(RunFolder(sweep_dir / run_id), str(cfg.optimized_metric)) if code == 0 else math.nan
-    codes = sweep_dir / CODES
-    codes.mkdir(parents=True, exist_ok=True)
-    tested = _metric(RunFolder(sweep_dir / run_id), "test/acc") if code == 0 else math.nan
+    command = [sys.executable, program, *overrides, *search, f"run_id={folder.run_id}", f"sweep_dir={sweep_dir}"]
+    code = run_child(command, environ=environ, output=output)
+    metrics = read_record(folder.record).metrics if code == 0 and folder.record.exists() else {}
+    names = (str(cfg.optimized_metric), "test/acc")
+    value, tested = (float(metrics.get(f"{name}_best") or metrics.get(name, math.nan)) for name in names)
     ended = {"code": code if code >= 0 else 128 - code, "overrides": overrides, "value": value, "tested": tested}
-    (codes / f"{number}-{task}").write_text(json.dumps(ended))
+    (sweep_dir / CODES).mkdir(parents=True, exist_ok=True)
+    (sweep_dir / CODES / f"{number}-{task}").write_text(json.dumps(ended))
     return value
 
 
-def not_started(jobs: list[list[str]], number: int, overrides: list[str]) -> str:
-    """Says which jobs come after this one, each by what tells it from the others; empty where none does.
+def run_child(command: list[str], environ: Mapping[str, str] | None = None, output: Any = None) -> int:
+    """Start a job and wait for it; return its exit code."""
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environ, stdout=output, stderr=output)
+    running.add(process)
+    try:
+        return process.wait()
+    finally:
+        running.discard(process)
 
-    Args:
-        jobs: the overrides of all, as they were foreseen.
-        overrides: this one's; where others were foreseen, as of a shuffle, nothing is said.
+
+@contextmanager
+def stops_reach_jobs() -> Iterator[None]:
+    """Hand a signal on to the running jobs, wait until they have saved, and end the sweep; a second Ctrl-C kills them.
+
+    SLURM with cgroups signals this process alone. A job that submitit runs has a result to hand in all the same.
     """
-    if not (left := jobs[number + 1 :]):
-        return ""
-    common = set.intersection(*map(set, jobs))
-    if not set(jobs[number]) - common <= set(overrides):
-        return ""
-    words = [" ".join(word for word in job if word not in common) for job in left[:SHOWN]]
-    more = [f"… and {len(left) - SHOWN} more"] if len(left) > SHOWN else []
-    were = "was" if len(left) == 1 else "were"
-    return f"{len(left)} of {len(jobs)} jobs {were} not started: {'; '.join([*words, *more])}"
-
-
-def _metric(folder: RunFolder, name: str) -> float:
-    """Of the best checkpoint where the record says so; nan where it says nothing."""
-    metrics = read_record(folder.record).metrics if folder.record.exists() else {}
-    value = metrics.get(f"{name}_best", metrics.get(name))
-    return math.nan if value is None else float(value)
-
-
-def first_jobs(words: list[str], configs: Path) -> Iterator[list[str]]:
-    """The overrides of one job for each combination of options, every swept value at its first: enough to check keys.
-
-    Args:
-        configs: the folder of all options.
-    """
-    yield from jobs_of_words(words, configs, values=1)
-
-
-def jobs_of_words(words: list[str], configs: Path, values: int | None = None) -> Iterator[list[str]]:
-    """The overrides of each job, in the order of Hydra's own sweeper.
-
-    Args:
-        values: how many of each key that is no group; None: all.
-    """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    choices = []
-    for word, override in zip(words, OverridesParser.create().parse_overrides(words), strict=True):
-        key = word.partition("=")[0]
-        if override.is_sweep_override() and not key.startswith("hydra"):
-            options = sorted(path.stem for path in (configs / key.lstrip("+~")).glob("*.yaml"))
-            found = _swept(override, options)
-            choices.append([f"{key}={value}" for value in (found if options else found[:values])])
-        else:
-            choices.append([word])
-    yield from (list(job) for job in itertools.product(*choices))
-
-
-def _swept(override: Any, options: list[str]) -> list[str]:
-    from hydra.core.override_parser.types import Glob, IntervalSweep
-
-    value = override.value()
-    if isinstance(value, IntervalSweep):
-        return [str(value.start)]
-    return value.filter(options) if isinstance(value, Glob) else [str(v) for v in override.sweep_string_iterator()]
-
-
-LAST_WORDS_S = 0.5
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
-
-def run_child(command: list[str]) -> int:
-    """Its exit code; asked to stop, the sweep waits for the job to save, and ends.
-
-    A terminal's Ctrl-C reaches the job too; SLURM with cgroups signals this process alone. A second Ctrl-C ends both.
-    A job that submitit runs has a result to hand in all the same.
-    """
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    asked: list[int] = []
+    asked.clear()
 
     def stop(number: int, _frame: Any) -> None:
-        if signal.SIGINT in asked and number == signal.SIGINT:
-            time.sleep(LAST_WORDS_S)  # the terminal has told it too
-            return process.kill()
+        again = number == signal.SIGINT and signal.SIGINT in asked
         asked.append(number)
-        process.send_signal(signal.SIGTERM if number == signal.SIGINT else number)  # it may have been told, no harm
+        if again:
+            time.sleep(LAST_WORDS_S)  # the terminal has told the jobs too
+        for process in list(running):
+            process.send_signal(signal.SIGKILL if again else signal.SIGTERM if number == signal.SIGINT else number)
 
     previous = {number: signal.signal(number, stop) for number in STOPS}
     try:
-        code = process.wait()
+        yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -161,9 +148,7 @@ def run_child(command: list[str]) -> int:
     if signal.SIGUSR1 in asked and callable(requeue):  # submitit's: the job has saved, and is to be queued again
         requeue(signal.SIGUSR1, None)
     if asked and "SUBMITIT_EXECUTOR" not in environment():
-        saved_nothing = code in (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGKILL)
-        raise SystemExit(128 + asked[0] if saved_nothing else EXIT_INTERRUPTED)
-    return code
+        raise SystemExit(128 + signal.SIGINT if asked.count(signal.SIGINT) > 1 else EXIT_INTERRUPTED)
 
 
 @dataclass(frozen=True)
@@ -178,79 +163,57 @@ class Job:
 
 
 def jobs_of(sweep_dir: Path) -> list[Job]:
-    """By number."""
-    tasks: dict[int, list[Job]] = {}
+    """Return the jobs that have ended, by number."""
+    jobs: dict[int, Job] = {}
     for path in sorted((sweep_dir / CODES).glob("*")):
         ended, number = json.loads(path.read_text()), int(path.name.partition("-")[0])
         job = Job(number, ended["code"], tuple(ended["overrides"]), ended["value"], ended["tested"])
-        tasks.setdefault(number, []).append(job)
-    return [max(ended, key=lambda job: job.code) for _, ended in sorted(tasks.items())]
+        jobs[number] = max(jobs.get(number, job), job, key=lambda job: job.code)
+    return [job for _, job in sorted(jobs.items())]
 
 
 def ranking(jobs: list[Job], name: str, metric: str, *, minimize: bool) -> list[str]:
-    """The sweep's last lines: jobs by their metric, each with what tells it from the others; failed ones last."""
+    """Return lines of jobs by their metric, each with what tells it from the others; failed ones last."""
     common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     ranked = sorted((job for job in jobs if math.isfinite(job.value)), key=lambda job: job.value, reverse=not minimize)
-    others = [job for job in jobs if not math.isfinite(job.value)]
-
-    def line(job: Job) -> str:
-        result = f"{as_read(metric, job.value):<12}" if math.isfinite(job.value) else f"exit code {job.code:<2}"
-        words = " ".join(word for word in job.overrides if word not in common)
-        return f"  {result}  {words}  {name}_{job.number}"
-
+    failed = [job for job in jobs if not math.isfinite(job.value)]
     lines = [f"{len(jobs)} jobs by {metric}{', the lowest first' if minimize else ''}:"]
-    for part in (ranked, others):
-        lines += [line(job) for job in part[:SHOWN]]
+    for part in (ranked, failed):
+        for job in part[:SHOWN]:
+            result = f"{as_read(metric, job.value):<12}" if math.isfinite(job.value) else f"exit code {job.code:<2}"
+            lines.append(f"  {result}  {' '.join(w for w in job.overrides if w not in common)}  {name}_{job.number}")
         lines += [f"  … and {len(part) - SHOWN} more"] if len(part) > SHOWN else []
     return lines
 
 
 def means(jobs: list[Job], metric: str) -> list[str]:
-    """A line for jobs that differ in the fold or the seed alone: mean ± standard deviation; no line where none do."""
+    """Return a line for jobs that differ in the fold or the seed alone: mean ± standard deviation."""
     groups: dict[tuple[str, ...], list[Job]] = {}
     for job in jobs:
-        own = tuple(word for word in job.overrides if key_of(word) not in REPEATED)
-        groups.setdefault(own, []).append(job)
+        groups.setdefault(tuple(w for w in job.overrides if key_of(w) not in REPEATED), []).append(job)
     common = set.intersection(*map(set, groups))
     lines = []
     for words, group in groups.items():
         found = [(metric, *spread([job.value for job in group])), ("test/acc", *spread([job.tested for job in group]))]
-        shown = [
-            f"{name} {as_read(name, mean)} ± {as_read(name, deviation)}"
-            for name, mean, deviation in found
-            if math.isfinite(mean)
-        ]
-        if shown:
-            parts = [*shown, f"{len(group)} jobs", " ".join(word for word in words if word not in common)]
-            lines.append("  " + " · ".join(filter(None, parts)))
+        shown = [f"{name} {as_read(name, mean)} ± {as_read(name, by)}" for name, mean, by in found if mean == mean]
+        own = " ".join(word for word in words if word not in common)
+        lines += ["  " + " · ".join(filter(None, [*shown, f"{len(group)} jobs", own]))] if shown else []
     return ["mean ± standard deviation over folds and seeds:", *lines] if lines else []
 
 
-def _minimizes(config: Any) -> bool:
-    """What a search is told, else by the metric's name."""
-    direction = OmegaConf.select(config, "hydra.sweeper.direction")
-    return direction == "minimize" if direction else "loss" in str(config.optimized_metric)
-
-
-class ExitCodes(Callback):
+class Ranking(Callback):
     """Hydra's callback that ends a sweep with its ranking and remembers the worst exit code, wherever jobs ran."""
 
     worst = 0
-    jobs: ClassVar[list[list[str]]] = []  # of the sweep; none where a search finds them one by one
 
     def on_multirun_start(self, config: Any, **_: Any) -> None:
-        """What an earlier sweep in the same folder left says nothing about this one."""
-        if str(OmegaConf.select(config, "hydra.sweeper._target_")).endswith(".BasicSweeper"):
-            params = OmegaConf.select(config, "hydra.sweeper.params") or {}
-            words = [*(f"{key}={value}" for key, value in params.items()), *config.hydra.overrides.task]
-            ExitCodes.jobs = list(jobs_of_words(words, REPOSITORY / "configs"))
-        shutil.rmtree(Path(str(config.hydra.sweep.dir)) / CODES, ignore_errors=True)
+        shutil.rmtree(Path(str(config.hydra.sweep.dir)) / CODES, ignore_errors=True)  # of an earlier sweep
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
-        sweep_dir = Path(str(config.hydra.sweep.dir)).resolve()
-        jobs = jobs_of(sweep_dir)
-        ExitCodes.worst = max((job.code for job in jobs), default=0)
+        sweep_dir, metric = Path(str(config.hydra.sweep.dir)).resolve(), str(config.optimized_metric)
+        jobs, direction = jobs_of(sweep_dir), OmegaConf.select(config, "hydra.sweeper.direction")
+        Ranking.worst = max((job.code for job in jobs), default=0)
         if jobs:
-            metric = str(config.optimized_metric)
-            lines = ranking(jobs, sweep_dir.name, metric, minimize=_minimizes(config))
+            lowest = direction == "minimize" if direction else "loss" in metric
+            lines = ranking(jobs, sweep_dir.name, metric, minimize=lowest)
             log.info("\n" + "\n".join([*lines, *means(jobs, metric)]))

@@ -21,7 +21,6 @@ from lockstep.runs.errors import UserError
 from lockstep.runs.files import lock, sha256_of, utc_now, write_atomically
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, new_run_id
 from lockstep.runs.full_disk import is_full
-from lockstep.runs.own_config import signed
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import CodeState, Cost, Host, RunRecord, continued, read_record, write_record
 from lockstep.runs.redact import redact_text
@@ -201,9 +200,7 @@ def _at_newest_checkpoint(plan: RunPlan, *, is_told: bool) -> RunPlan:
 def _write_config(plan: RunPlan, path: Path) -> None:
     import yaml
 
-    text = yaml.safe_dump(as_run(plan), sort_keys=False)
-    own = signed(text, path, Path(plan.config["paths"]["log_dir"]))
-    write_atomically(path, lambda file: file.write(own))
+    write_atomically(path, lambda file: yaml.safe_dump(as_run(plan), file, sort_keys=False))
 
 
 def _write_yaml(tree: Config, path: Path) -> None:

@@ -1,6 +1,6 @@
 """The default training takes GPUs: without one it begins only where somebody chose what to train, or on what."""
 
-from lockstep.config.declared import key_of
+from lockstep.config.schema import key_of
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 

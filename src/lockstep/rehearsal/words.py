@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config.compose import CONFIGS
-from lockstep.config.declared import key_of
+from lockstep.config.schema import key_of
 from lockstep.runs.batch import Batch
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError

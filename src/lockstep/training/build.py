@@ -12,8 +12,8 @@ from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.length import MaxTime, ValidationInterval
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
-from lockstep.config.declared import key_of
 from lockstep.config.instantiate import build, options_of, resolve_target
+from lockstep.config.schema import key_of
 from lockstep.data.image_datamodule import ImageDataModule
 from lockstep.launch.plan import RunPlan, as_run
 from lockstep.runs.config import Config

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.from_outside import OF_ITS_DATA, config_of_checkpoint
+from lockstep.config.foreign import OF_DATA, config_of_checkpoint
 from lockstep.data.framing import Framing
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
@@ -117,7 +117,7 @@ def load_data(address: str, logs: Path = REPOSITORY / "logs", s3: Config | None 
         UserError: there is none, it was not written by this project, or its images are not here.
     """
     path, checkpoint = _found(address, logs, s3)
-    config = config_of_checkpoint(path, checkpoint["lockstep"]["config"], logs, OF_ITS_DATA)
+    config = config_of_checkpoint(path, checkpoint["lockstep"]["config"], logs, OF_DATA)
     return prepared_data(config, {**config["data"], **options})
 
 

@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from lockstep.config.compose import CONFIGS
-from lockstep.config.declared import missing_option
+from lockstep.config.schema import missing_option
 from lockstep.runs.errors import UserError
 from lockstep.training.build import build_metrics, pays_channels_last
 from models.small_cnn import SmallCNN
@@ -24,7 +24,7 @@ def test_channels_last_where_convolutions_are_depthwise():
 
 
 def test_the_metric_that_an_unknown_name_is_answered_with_gives_a_number():
-    words = re.search(r"\+metrics\.auroc=(\{.*?\})", missing_option("metrics", "auroc", CONFIGS))[1]
+    words = re.search(r"\+metrics\.auroc=(\{.*?\})", missing_option("metrics", "auroc", (CONFIGS,)))[1]
     (auroc,) = build_metrics({"metrics": {"auroc": yaml.safe_load(words)}}, 3).values()
     auroc.update(torch.eye(3)[[0, 1, 2, 0]], torch.tensor([0, 1, 2, 1]))
     assert float(auroc.compute()) == pytest.approx((5 / 6 + 3 / 4 + 1) / 3)

@@ -1,0 +1,132 @@
+"""Reduce an untrusted config, of a checkpoint or a bucket, to option names of this clone and plain values.
+
+The result names options whose yaml files are here, and gives numbers, switches and short words to keys that those
+options have. It never holds a `_target_`, a path or an address. Imports no torch.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.compose import CONFIGS, chosen_options, compose, plain
+from lockstep.config.schema import missing_option
+from lockstep.runs.config import Config
+from lockstep.runs.errors import UserError
+from lockstep.runs.folder import RunFolder, read_config
+
+OF_CHECKPOINT = ("data", "model", "loss", "metrics", "classifier", "trainer")
+OF_DATA = (*OF_CHECKPOINT, "augmentation", "seed")
+OF_RUN = (
+    *OF_CHECKPOINT,
+    "augmentation",
+    "optimizer",
+    "scheduler",
+    "callbacks",
+    "seed",
+    "tags",
+    "experiment_name",
+    "test",
+)
+NEEDED = ("data", "model")
+GROUPS = ("data", "augmentation", "model", "loss", "optimizer", "scheduler", "trainer")
+NET = ("model", "loss", "classifier")  # a value of theirs that is not accepted would build another net
+WEIGHTS = ("weights", "pretrained", "freeze")  # a checkpoint brings its weights
+WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]{0,63}")  # without dot, slash and colon: no path, address or class
+KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}|_target_|_partial_")
+NAMES = {"model.name": re.compile(r"[A-Za-z0-9][\w-]*(\.[\w-]+)?"), "experiment_name": WORD, "tags": WORD}
+PLACE = re.compile(r"root|dir|path|file|folder|images|weights|cache|ckpt|checkpoint|uri|url|address|peers|addr|cfg$")
+LARGEST = 2**31
+
+
+def accepted(stored: object, roots: tuple[str, ...], whose: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the part of an untrusted config that may be used, and the keys that were rejected.
+
+    Args:
+        roots: top-level keys to take from.
+        whose: the config's owner for an error, e.g. "The checkpoint x.ckpt".
+    Raises:
+        UserError: it names an option that is not here, or a net that cannot be built here.
+    """
+    if not isinstance(stored, Mapping):
+        raise UserError(f"{whose} carries no config: it was not written by Lockstep.")
+    choices, named, rejected = {}, stored.get("choices"), []
+    for group in (group for group in GROUPS if group in roots):
+        name = named.get(group) if isinstance(named, Mapping) else None
+        if isinstance(name, str) and WORD.fullmatch(name) and not missing_option(group, name, (CONFIGS,)):
+            choices[group] = name
+        elif group in NEEDED or (group in NET and stored.get(group)):
+            there = ", ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
+            raise UserError(f"{whose} names {group}={name!r:.60}, which is not here: there is {there}.")
+    if choices.get("trainer") == "hivemind":  # the config would name the swarm to talk to
+        rejected.append(f"trainer={choices.pop('trainer')}")
+    metrics = stored.get("metrics") if isinstance(stored.get("metrics"), Mapping) else {}
+    chosen = [
+        name for name in metrics or () if WORD.fullmatch(name) and not missing_option("metrics", name, (CONFIGS,))
+    ]
+    if chosen:
+        choices["metrics"] = f"[{','.join(chosen)}]"
+    here = plain(compose("train", [f"{group}={name}" for group, name in choices.items()]))
+    values = {key: stored[key] for key in roots if key in stored and (key not in GROUPS or key in choices)}
+    found = _accepted_values(values, here, "", rejected)
+    for key in rejected:
+        root, _, name = key.partition(".")
+        if root in NET and name not in WEIGHTS:
+            value = stored[root].get(name) if isinstance(stored[root], Mapping) else stored[root]
+            raise UserError(f"{whose} has {key}={value!r:.60}, which cannot be built here.")
+    return {**found, "choices": choices}, rejected
+
+
+def _accepted_values(there: Config, here: Config, place: str, rejected: list[str]) -> dict[str, Any]:
+    """Return what `there` says otherwise than `here`, as far as it is accepted."""
+    found: dict[str, Any] = {}
+    for name, value in there.items():
+        key, own = f"{place}{name}", here.get(name)
+        if name in here and (value == own or (isinstance(value, tuple) and list(value) == own)):
+            continue
+        if isinstance(value, Mapping) and isinstance(own, Mapping):
+            if inner := _accepted_values(value, own, f"{key}.", rejected):
+                found[name] = inner
+        elif isinstance(name, str) and KEY.fullmatch(name) and _is_accepted(key, value, own, known=name in here):
+            found[name] = list(value) if isinstance(value, tuple) else value
+        elif value is not None and value != {}:
+            rejected.append(key)
+    return found
+
+
+def _is_accepted(key: str, value: object, own: object, *, known: bool) -> bool:
+    if isinstance(value, list | tuple):
+        words = key == "tags"
+        items = [not isinstance(item, list | tuple) and isinstance(item, str) == words for item in value]
+        return len(value) <= 64 and all(items) and all(_is_accepted(key, item, "", known=known) for item in value)
+    if isinstance(value, str):  # a word takes the place of a word, or of nothing unless the key is for a place
+        pattern = NAMES.get(key, WORD)
+        is_word = (
+            key in NAMES or (isinstance(own, str) and WORD.fullmatch(own)) or (own is None and not PLACE.search(key))
+        )
+        return bool(known and is_word and pattern.fullmatch(value))
+    if isinstance(own, Mapping) or not (known or key.startswith("model.")) or key.endswith("pretrained"):
+        return value is False and key.endswith("pretrained")
+    if isinstance(value, bool) or value is None:
+        return True
+    return isinstance(value, int | float) and math.isfinite(value) and abs(value) <= LARGEST
+
+
+def stored_config(path: Path, stored: object, logs: Path, roots: tuple[str, ...] = OF_CHECKPOINT) -> Config:
+    """Return the config of a checkpoint's run, for compose(): all of it for a run under `logs`, else what is accepted.
+
+    Args:
+        path: the checkpoint, which holds the config `stored`.
+    """
+    folder = RunFolder(path.resolve().parent.parent)
+    is_own = path.parent.name == folder.checkpoints.name and folder.path.is_relative_to(logs.resolve())
+    if is_own and folder.config.is_file():
+        return read_config(folder.config)
+    return accepted(stored, roots, f"The checkpoint {path}")[0]
+
+
+def config_of_checkpoint(path: Path, stored: object, logs: Path, roots: tuple[str, ...] = OF_CHECKPOINT) -> Config:
+    """Return the whole config to build a checkpoint's net with."""
+    cfg = compose("train", [], stored_config(path, stored, logs, roots))
+    return {**plain(cfg), "choices": chosen_options(cfg)}

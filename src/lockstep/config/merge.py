@@ -1,0 +1,108 @@
+"""Lay the values of a run's config over freshly composed options, below the new overrides.
+
+Hydra does the merge: the run's options become overrides, its values a config in the ConfigStore. Imports no torch.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.schema import FREE_GROUPS, key_of, missing_option
+from lockstep.runs.config import Config
+
+# Keys of a trainer that place the ranks. Another trainer has its own.
+PLACEMENT = ("launch", "accelerator", "devices", "num_nodes", "strategy", "accumulate_grad_batches")
+OF_MACHINE = ("trainer.accelerator", "trainer.devices", "trainer.num_nodes")  # config.yaml holds what `auto` came to
+OF_START = ("choices", "overrides", "task_name", "resume", "run_id", "sweep_dir")
+OTHERS_CODE = ("model", "loss", "metrics", "optimizer", "scheduler")  # whose classes may take keys that no yaml lists
+
+
+def is_another_recipe(stored: Config, named: Mapping[str, str]) -> bool:
+    """Return whether experiment= chooses another one than the run's: then everything is composed anew."""
+    before = (stored.get("choices") or {}).get("experiment")
+    return named.get("experiment", before) != before
+
+
+def options_of(stored: Config, named: Mapping[str, str], folders: tuple[Path, ...]) -> list[str]:
+    """Return overrides that choose the run's options.
+
+    Args:
+        named: option by group, as the new overrides choose them.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    words = []
+    for group, name in (stored.get("choices") or {}).items():
+        if not name or group in named or group in ("paths", "hydra"):
+            continue
+        if missing_option(group, str(name), folders):  # its yaml is gone, or in a folder of --config-dir
+            if not isinstance(stored.get(group), Mapping):
+                continue
+            ConfigStore.instance().store(group=group, name=str(name), node=dict(stored[group]))
+        words.append(f"{group}={name}")
+    return words
+
+
+def values_of(stored: Config, named: Mapping[str, str], fresh: Config) -> list[str]:
+    """Return the override that lays the run's values over its options.
+
+    Args:
+        named: option by group, as the new overrides choose them.
+        fresh: the options without those values, plain, with unresolved interpolations.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    choices = stored.get("choices") or {}
+    values = {key: value for key, value in stored.items() if key not in OF_START}
+    typed = {key_of(str(word)) for word in stored.get("overrides") or ()}
+    for group in (group for group, name in named.items() if name != choices.get(group)):
+        old = values.pop(group, None) or {}
+        if group == "trainer":
+            values[group] = {key: value for key, value in old.items() if key in fresh[group] and key not in PLACEMENT}
+    for group in FREE_GROUPS:  # an entry that the run had removed stays so
+        if isinstance(values.get(group), Mapping):
+            values[group] = {**dict.fromkeys(fresh.get(group) or ()), **values[group]}
+    node = _kept(values, fresh, typed, "")
+    if (node.get("optimizer") or {}).get("scale_lr_with_batch"):
+        node["optimizer"]["scale_lr_with_batch"] = False  # config.yaml holds the scaled rates
+    ConfigStore.instance().store(group="resumed", name="run", node=node, package="_global_")
+    return ["+resumed=run"]
+
+
+def _kept(values: Config, fresh: Config, typed: set[str], place: str) -> dict[str, Any]:
+    """Return the values of a run without those that this version or this machine decides.
+
+    An interpolation of the configs stays one, unless its key was overridden. A key that the configs no longer have is
+    dropped, unless it is a parameter of a class that may have more.
+
+    Args:
+        typed: the keys of the run's overrides.
+    """
+    kept = {}
+    for name, value in values.items():
+        key, now = f"{place}{name}", fresh.get(name)
+        stated = key in typed or any("." in other and key.startswith(f"{other}.") for other in typed)
+        if key in ("trainer.accumulate_grad_batches", "paths.log_dir") or (key in OF_MACHINE and not stated):
+            continue  # accumulation follows the number of ranks
+        if name not in fresh and not stated and place[:-1] not in FREE_GROUPS and key.split(".")[0] not in OTHERS_CODE:
+            continue
+        if isinstance(now, str) and "${" in now and not stated:
+            continue
+        both = isinstance(value, Mapping) and isinstance(now, Mapping)
+        kept[name] = _kept(value, now or {}, typed, f"{key}.") if both else value
+    return kept
+
+
+def overrides_of(stored: Config, overrides: list[str], named: Mapping[str, str]) -> list[str]:
+    """Return the run's overrides that the new ones do not replace."""
+    new, choices = {key_of(word) for word in overrides}, stored.get("choices") or {}
+    anew = {group for group, name in named.items() if name != choices.get(group)}
+    kept = []
+    for word in map(str, stored.get("overrides") or ()):
+        key = key_of(word)
+        group, _, name = key.partition(".")
+        replaced = group in anew and (group != "trainer" or name in PLACEMENT)
+        gone = key in (*OF_START, "paths.log_dir", "trainer.accumulate_grad_batches") or group == "hydra"
+        if key not in new and not replaced and not gone:
+            kept.append(word)
+    return kept

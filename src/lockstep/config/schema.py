@@ -1,0 +1,223 @@
+"""Reject unknown keys, options and wrong types in a composed config, and suggest the nearest valid name.
+
+The yaml files are the schema: a key exists if train.yaml or the chosen option of its group lists it, and its default
+gives its type. An experiment declares no keys. The parameters of a `_target_` are checked when it is built
+(config/instantiate.py), because this file imports no torch.
+"""
+
+import ast
+import difflib
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.help import keys
+from lockstep.runs.config import Config
+from lockstep.runs.errors import UserError
+
+FREE_GROUPS = ("callbacks", "logger", "metrics")  # the user names their entries
+SET_BY_RUN = "Lockstep sets it"
+REFUSED_TRAINER_KEYS = {
+    "callbacks": "use callbacks=", "logger": "use logger=", "plugins": SET_BY_RUN, "default_root_dir":
+    "use paths.log_dir", "enable_checkpointing": SET_BY_RUN, "enable_progress_bar": SET_BY_RUN,
+    "enable_model_summary": SET_BY_RUN, "use_distributed_sampler": SET_BY_RUN, "fast_dev_run":
+    "use debug=fast_dev_run", "reload_dataloaders_every_n_epochs": SET_BY_RUN,
+}  # fmt: skip
+NUMBER_WORDS = {"data.global_batch_size": ("max",), "trainer.devices": ("auto",), "trainer.num_nodes": ("auto",)}
+
+# Names from other programs, and the key to use here.
+SYNONYMS = {
+    synonym: line.split(": ")[0]
+    for line in """\
+data.global_batch_size: batch_size batch bs train_batch_size global_batch
+data.eval_batch_size: val_batch_size test_batch_size
+data.num_workers: workers num_workers n_workers
+data.root: root data_dir data_path dataset_dir dataset_path data_root
+data.image_size: img_size size input_size resolution
+trainer.devices: gpus gpu num_gpus n_gpus ngpus num_devices nproc_per_node world_size
+trainer.num_nodes: nodes nnodes num_machines
+trainer.max_epochs: epochs epoch num_epochs n_epochs max_epoch
+trainer.max_steps: steps num_steps iterations max_iters max_steps
+trainer.precision: fp16 bf16 amp dtype
+trainer.accelerator: device cuda cpu
+trainer.accumulate_grad_batches: accumulate grad_accum accumulation_steps gradient_accumulation_steps
+trainer.gradient_clip_val: clip grad_clip clip_grad max_grad_norm clip_grad_norm
+trainer.ema_decay: ema
+trainer=ddp: distributed parallel
+optimizer.lr: lr learning_rate base_lr
+optimizer.weight_decay: wd decay
+optimizer.layer_decay: layer_decay lr_layer_decay
+scheduler.warmup_epochs: warmup warmup_steps
+classifier.label_smoothing: smoothing label_smooth
+model.freeze: freeze frozen freeze_backbone
+model=: arch architecture net network backbone
+data=: dataset
+loss=: criterion loss_fn
+optimizer=: optim opt
+scheduler=: sched lr_scheduler schedule
+experiment=: recipe
+paths.log_dir: output_dir out_dir save_dir log_dir output
+ckpt_path: checkpoint ckpt weights init_from finetune
+resume: resume_from continue_from
+run_id: run_name
+experiment_name: exp exp_name
+s3.uri: bucket s3_uri
+debug=fast_dev_run: fast_dev_run
+debug=profiler: profile""".splitlines()
+    for synonym in line.split(": ")[1].split()
+}
+ANY_OTHER = {
+    "model": "any model of timm is model=timm model.name={name}; ",
+    "metrics": "any class of torchmetrics is '+metrics.auroc={{_target_: torchmetrics.AUROC, task: multiclass}}'; ",
+}
+
+
+def key_of(override: str) -> str:
+    """Return `trainer.devices` for +trainer.devices=2."""
+    return override.split("=")[0].lstrip("+~").split("@")[0]
+
+
+def check(config: Config, options: Config, overrides: list[str], folders: tuple[Path, ...]) -> None:
+    """Check every key and type of a composed config.
+
+    Args:
+        config: plain, with unresolved interpolations.
+        options: the chosen options alone, without the values of an experiment or of the command line.
+        folders: that hold the groups, configs/ first.
+    Raises:
+        UserError: names the first wrong key and the nearest valid one.
+    """
+    for key, value, default in _differences(config, options):
+        typed = not overrides or any(key_of(word).startswith(key) or key.startswith(key_of(word)) for word in overrides)
+        place = "" if typed else " It is in a yaml of the experiment or the callbacks."
+        if default is None:
+            raise UserError(unknown_key(key, options, folders) + place)
+        raise UserError(f"{key}={value!r}: give {default}.{place}")
+
+
+def _differences(config: Config, options: Config, place: str = "") -> Iterator[tuple[str, Any, str | None]]:
+    """Yield (key, value, what to give instead; None if nothing reads the key)."""
+    for name, value in config.items():
+        key, default = f"{place}{name}", options.get(name)
+        interpolated = isinstance(value, str) and "${" in value
+        if name not in options:
+            if not _is_read(place[:-1], str(name), value, config):
+                yield key, value, None
+        elif value is None or interpolated or value == default or value in NUMBER_WORDS.get(key, ()):
+            continue
+        elif isinstance(value, Mapping) and isinstance(default, Mapping):
+            yield from _differences(value, default, f"{key}.")
+        elif key == "trainer.strategy" and not isinstance(value, Mapping):
+            raise UserError(f"trainer.strategy={value}: choose a strategy as trainer=ddp, trainer=fsdp and the like.")
+        elif isinstance(default, Mapping) and default:
+            choice = f"; a yaml chooses an option in its defaults: `- override /{key}: {value}`" if not place else ""
+            first = next((name for name in default if name not in ("_target_", "_partial_")), "KEY")
+            yield key, value, f"one of its keys, as {key}.{first}=VALUE{choice}"
+        elif isinstance(default, bool) and not isinstance(value, bool):
+            yield key, value, f"true or false (the default is {str(default).lower()})"
+        elif isinstance(default, int | float) and not isinstance(default, bool):
+            number: Any = int if isinstance(default, int) else int | float
+            if isinstance(value, bool) or not isinstance(value, number):
+                kind = "a whole number" if isinstance(default, int) else "a number"
+                yield key, value, f"{kind} (the default is {default})"
+
+
+def _is_read(place: str, name: str, value: Any, parent: Config) -> bool:
+    """Whether something may read a key that no yaml lists."""
+    if place == "trainer":
+        if name in REFUSED_TRAINER_KEYS:
+            raise UserError(f"trainer.{name} cannot be given: {REFUSED_TRAINER_KEYS[name]}.")
+        return name in trainer_arguments()
+    if place in FREE_GROUPS:
+        return value is None or isinstance(value, Mapping)
+    return "_target_" in parent or name == "_target_"
+
+
+@cache
+def trainer_arguments() -> tuple[str, ...]:
+    """Return the parameters of Lightning's Trainer, read from its source: importing it takes seconds."""
+    spec = importlib.util.find_spec("lightning")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "pytorch" / "trainer" / "trainer.py").read_text()
+    init = next(
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+    )
+    return tuple(argument.arg for argument in init.args.kwonlyargs)
+
+
+def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
+    """Return the sentence for a key that nothing reads."""
+    if key.startswith("trainer.strategy."):
+        return f"There is no {key} here: choose a trainer whose strategy has it, as trainer=ddp."
+    group, _, rest = key.partition(".")
+    if others := _options_with(key, folders):
+        return f"There is no {key} here: {' or '.join(others[:4])} has it."
+    known = list(dotted(options))
+    known += [f"trainer.{name}" for name in trainer_arguments() if name not in REFUSED_TRAINER_KEYS]
+    known += [found.name for path in _files(group, folders) for found in keys(path, group)]
+    found = nearest(key, known)
+    if found and any((folder / found).is_dir() for folder in folders):
+        found += "="
+    entry = f"{group}.{rest.partition('.')[0]}"
+    if group in FREE_GROUPS and entry not in known and not (found or "").startswith(f"{group}."):
+        return f"There is no {key}: add a new one as '+{entry}={{_target_: …}}'."
+    if found and "=" not in found and found not in set(dotted(options)) and (others := _options_with(found, folders)):
+        found += f" ({' or '.join(others[:2])})"
+    parent: Any = options
+    for part in key.split(".")[:-1]:
+        parent = parent.get(part) if isinstance(parent, Mapping) else None
+    if not found and isinstance(parent, Mapping) and "_target_" in parent:
+        return f"There is no {key}: write +{key}=VALUE if {parent['_target_']} has such a parameter."
+    return f"There is no {key}: {f'use {found}' if found else 'python src/train.py --help lists all keys'}."
+
+
+def nearest(key: str, known: list[str]) -> str | None:
+    """Return the key that was most likely meant: by its last part, a synonym, or its spelling."""
+    place, _, last = key.rpartition(".")
+    if slip := difflib.get_close_matches(key, known, 1, cutoff=0.9):
+        return slip[0]
+    if last in SYNONYMS:
+        return SYNONYMS[last]
+    by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
+    beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == place}
+    for names in (beside, by_last, SYNONYMS):
+        if close := difflib.get_close_matches(last, names, 1, cutoff=0.75 if names is SYNONYMS else 0.7):
+            return names[close[0]]
+    return None
+
+
+def dotted(node: Config, place: str = "") -> Iterator[str]:
+    """Yield every key that a user can give, by its full name; values before the nodes that hold them."""
+    for name, value in node.items():
+        if name not in ("_target_", "_partial_", "task_name", "sweep_dir"):
+            if isinstance(value, Mapping):
+                yield from dotted(value, f"{place}{name}.")
+            yield f"{place}{name}"
+
+
+def _files(group: str, folders: tuple[Path, ...]) -> list[Path]:
+    return [path for folder in folders for path in sorted((folder / group).glob("*.yaml"))]
+
+
+def _options_with(key: str, folders: tuple[Path, ...]) -> list[str]:
+    """Return the options that list `key`, as data=cifar10."""
+    group = key.partition(".")[0]
+    return [f"{group}={p.stem}" for p in _files(group, folders) if key in {found.name for found in keys(p, group)}]
+
+
+def missing_option(group: str, name: str, folders: tuple[Path, ...]) -> str | None:
+    """Return the sentence for `model=resnet50`; None if the option exists or `group` is no group."""
+    files = _files(group, folders)
+    if not group or not files or name in {path.stem for path in files}:
+        return None
+    by_lower = {path.stem.lower(): path.stem for path in files}
+    close = difflib.get_close_matches(name.lower(), by_lower, 1)
+    hint = f"did you mean {group}={by_lower[close[0]]}? " if close else ""
+    listed = [key for path in files for key in keys(path, group)] if not close and group not in FREE_GROUPS else []
+    if key := next((key for key in listed if name in re.split(r"[._]", f"{key.name}.{key.name}")), None):
+        hint = f"use {key.name}=… ({key.comment}); "
+    other = ANY_OTHER.get(group, "").format(name=name)
+    return f"There is no {group}={name}: {hint}{other}{group}= takes {', '.join(sorted(by_lower.values()))}."

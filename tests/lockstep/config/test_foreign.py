@@ -1,0 +1,135 @@
+"""What a checkpoint's or a bucket's config may say: options of this clone and plain values, and nothing else."""
+
+import copy
+import functools
+
+import pytest
+import yaml
+
+from lockstep.config import foreign
+from lockstep.config.compose import CONFIGS, chosen_options, compose, plain
+from lockstep.config.foreign import GROUPS, OF_CHECKPOINT, OF_RUN, accepted, config_of_checkpoint
+from lockstep.runs.errors import UserError
+
+OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]
+HOSTILE = [
+    "/etc/passwd", "../x", "x/../../y", "~/x", "x.pth", "s3://bucket/x", "http://host/x", "file:///etc/passwd",
+    "host:80", "hf-hub:user/name", "local-dir:x", "${oc.env:HOME}", "${repository:}", "os.system", "posix.system",
+    {"_target_": "os.system", "command": "true"}, [{"_target_": "os.system"}], ["/etc/passwd"], [["x.y"]], b"x",
+    "x y", "x,y", "a=b", "{x:1}", "[1]", "x\n+a=1", "-x", "", 10**12, float("nan"), float("inf"), "x" * 101,
+]  # fmt: skip
+
+
+@functools.cache
+def composed(*words: str) -> dict:
+    cfg = compose("train", list(words))
+    return {**plain(cfg), "choices": dict(chosen_options(cfg)), "overrides": list(words)}
+
+
+def stored(*words: str) -> dict:
+    """As a checkpoint holds it."""
+    return copy.deepcopy(composed(*words))
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_no_key_of_any_option_lets_a_target_a_path_or_an_address_through(group, option, monkeypatch):
+    base = stored(*(["model.name=resnet18"] if option == "timm" and group == "model" else []), f"{group}={option}")
+    monkeypatch.setattr(foreign, "compose", lambda name, words: tuple(words))
+    monkeypatch.setattr(foreign, "plain", lambda words: composed(*words))
+    monkeypatch.setattr(foreign, "missing_option", lambda *_: None)
+    extra = ("checkpoint_path", "cache_dir", "pretrained_cfg", "act_layer", "hook", "_target_", "_args_", "_partial_")
+    for value in HOSTILE:
+        names = {*(base[group] or {}), *extra}
+        if group == "model" and isinstance(value, str) and ":" not in value and "/" not in value:
+            names.discard("name")  # of timm's registry
+        for part in [{name} for name in names] if group in ("model", "loss") else [names]:  # they raise
+            try:
+                found, _ = accepted(
+                    {**base, group: {**(base[group] or {}), **dict.fromkeys(part, value)}}, OF_RUN, "It"
+                )
+            except UserError:
+                continue
+            assert not part & set(found.get(group, {})), value
+
+
+@pytest.mark.parametrize("key", [key for key in OF_RUN if key not in GROUPS])
+def test_nor_does_any_other_key(key):
+    for value in [*HOSTILE, {"a": 1}, {"a": {"_target_": "os.system"}}]:
+        before = stored()
+        before[key] = value
+        try:
+            found, _ = accepted(before, OF_RUN, "It")
+        except UserError:
+            continue
+        assert key not in found, (key, value)
+
+
+def test_nothing_outside_the_roots_is_taken():
+    before = stored(
+        "s3.uri=s3://theirs/x", "paths.logbook_dir=/etc", "logger=wandb", "+callbacks.mine={_target_: os.system}"
+    )
+    before.update(task_name="../../..", extra={"_target_": "os.system"}, overrides=["paths.log_dir=/etc"])
+    found, rejected = accepted(before, OF_RUN, "It")
+    assert set(found) == {"choices"} and rejected == ["callbacks.mine"]
+
+
+@pytest.mark.parametrize("experiment", ["quickstart", "alexnet_cifar10", "deit3_imagenet"])
+def test_an_experiments_own_config_comes_back(experiment):
+    before = stored(f"experiment={experiment}", "optimizer.lr=0.0123", "tags=[night]", "trainer.max_epochs=77")
+    found, rejected = accepted(before, OF_RUN, "It")
+    now = plain(compose("train", [], found))
+    parts = (
+        "data",
+        "augmentation",
+        "model",
+        "loss",
+        "metrics",
+        "optimizer",
+        "scheduler",
+        "trainer",
+        "classifier",
+        "tags",
+    )
+    assert {part: now[part] for part in parts} == {part: before[part] for part in parts} and rejected == []
+
+
+def test_a_loss_and_metrics_are_named_by_their_options():
+    before = stored("loss=focal", "loss.gamma=1.5", "metrics=[f1,kappa]", "metrics.f1.average=weighted")
+    now = plain(compose("train", [], accepted(before, OF_CHECKPOINT, "It")[0]))
+    assert now["loss"] == before["loss"] and now["metrics"] == before["metrics"]
+
+
+def test_a_place_is_left_to_this_machine_and_named():
+    before = stored("data=cifar10", "data.root=/theirs", "model=vit_tiny_32", "model.weights=/x.pth")
+    found, rejected = accepted(before, OF_RUN, "It")
+    assert "data" not in found and rejected == ["data.root", "model.weights"]
+
+
+def test_a_net_that_cannot_be_built_here_is_refused():
+    before = stored("model=small_cnn")
+    for target in ("os.system", "models.alexnet.AlexNet", 7, ["models.small_cnn.SmallCNN"]):
+        before["model"]["_target_"] = target
+        with pytest.raises(UserError, match="It has model._target_=.*cannot be built here"):
+            accepted(before, OF_CHECKPOINT, "It")
+    for name in ("mine", "../train", "alexnet.yaml", "", 7, None, ["alexnet"], "/etc/passwd"):
+        before["choices"]["model"] = name
+        with pytest.raises(UserError, match="It names model=.*which is not here: there is airbench"):
+            accepted(before, OF_CHECKPOINT, "It")
+
+
+@pytest.mark.parametrize("nonsense", [None, [], "x", {}, {"choices": 3}, {"choices": {"data": "digits"}, "model": []}])
+def test_nonsense_is_refused_in_a_sentence(nonsense):
+    with pytest.raises(UserError, match="carries no config|which is not here"):
+        accepted(nonsense, OF_CHECKPOINT, "It")
+
+
+def test_a_run_below_the_log_folder_is_the_users_own(tmp_path):
+    own, of_checkpoint = stored("data=cifar10", "data.root=/mine"), stored("data=digits")
+    run = tmp_path / "train" / "runs" / "r"
+    checkpoint = run / "checkpoints" / "best-step00000001.ckpt"
+    (run / "from-bucket").mkdir(parents=True)
+    (run / "from-bucket" / "config.yaml").write_text(yaml.safe_dump(own))
+    assert config_of_checkpoint(checkpoint, of_checkpoint, tmp_path)["data"]["name"] == "digits"
+    (run / "config.yaml").write_text(yaml.safe_dump(own))
+    assert config_of_checkpoint(checkpoint, of_checkpoint, tmp_path)["data"]["root"] == "/mine"
+    assert config_of_checkpoint(checkpoint, of_checkpoint, tmp_path / "elsewhere")["data"]["name"] == "digits"
