@@ -18,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.compose import chosen_options, plain, run_script
+from lockstep.config.command_line import run_script
+from lockstep.config.compose import chosen_options, plain
 from lockstep.distributed.cluster import Cluster, adopt, environment
 from lockstep.distributed.preflight import Finding, free_disk, own_address, stale_ranks
 from lockstep.runs import provenance

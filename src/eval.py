@@ -16,7 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.compose import chosen_options, compose, plain, run_script
+from lockstep.config.command_line import run_script
+from lockstep.config.compose import chosen_options, compose, plain
 from lockstep.config.foreign import stored_config
 from lockstep.config.schema import key_of
 from lockstep.distributed.cluster import plan_file

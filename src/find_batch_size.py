@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.batch_size.sessions import Largest, find_largest
-from lockstep.config.compose import chosen_options, plain, run_script
+from lockstep.config.command_line import run_script
+from lockstep.config.compose import chosen_options, plain
 from lockstep.distributed.cluster import environment
 from lockstep.launch.plan import RunPlan
 from lockstep.runs.errors import EXIT_OK

@@ -14,7 +14,7 @@ if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts 
 import logging
 import sys
 
-from lockstep.config.compose import run_script
+from lockstep.config.command_line import run_script
 from lockstep.rehearsal.rehearse import rehearse
 from lockstep.runs.errors import EXIT_USER_ERROR
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.compose import run_script
+from lockstep.config.command_line import run_script
 from lockstep.distributed.cluster import plan_file
 from lockstep.launch.launcher import launch, run_supervised
 from lockstep.launch.plan import RunPlan

@@ -1,11 +1,8 @@
 """Compose the config of a run from the command line with Hydra. Imports no torch, so that --help answers at once."""
 
-import argparse
 import functools
 import math
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +11,8 @@ from lockstep.config.schema import FREE_GROUPS, key_of, missing_option, unknown_
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import new_run_id
-from lockstep.runs.output import say, set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.redact import redact_text
-from lockstep.runs.script import exit_code_of
 
 CONFIGS = REPOSITORY / "configs"
 HELP = "python src/train.py --help lists what there is"
@@ -49,13 +44,13 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
     if stored and not merge.is_another_recipe(stored, named):
         own = merge.options_of(stored, named, folders)
         fresh = _compose(config_name, [*own, *(word for word in words if key_of(word) in named)], folders)
-        own += merge.values_of(stored, named, _unresolved(fresh))
+        own += merge.values_of(stored, named, unresolved(fresh))
     cfg = _compose(config_name, [*own, *words], folders)
     if own and stored:
         cfg.hydra.overrides.task = [*merge.overrides_of(stored, words, named), *cfg.hydra.overrides.task[len(own) :]]
     if words or own:
         options = _of_choices(config_name, (*_search_path(words), *_choices(cfg)))
-        schema.check(_unresolved(cfg), _unresolved(options), words, folders)
+        schema.check(unresolved(cfg), unresolved(options), words, folders)
     for word in words:
         if word.startswith("~") and (key := key_of(word)).partition(".")[0] not in MAY_LACK:
             raise UserError(f"{word}: a run needs {key}. Give it another value, {key}=VALUE.")
@@ -82,7 +77,7 @@ def _compose(config_name: str, words: list[str], folders: tuple[Path, ...]) -> A
     if key.partition(".")[0] == "trainer" and key.partition(".")[2] in schema.trainer_arguments():
         return _compose(config_name, [f"++{word}" if key_of(word) == key else word for word in words], folders)
     choices = [word for word in words if is_choice(word, folders) or word.startswith("hydra.searchpath")]
-    raise UserError(unknown_key(key, _unresolved(_compose(config_name, choices, folders)), folders))
+    raise UserError(unknown_key(key, unresolved(_compose(config_name, choices, folders)), folders))
 
 
 @functools.cache
@@ -202,14 +197,14 @@ def _can_be_read(word: str) -> bool:
         return False
 
 
-def _unresolved(cfg: Any) -> Config:
+def unresolved(cfg: Any) -> Config:
     from omegaconf import OmegaConf
 
-    found: Any = OmegaConf.to_container(_without_hydra(cfg))
+    found: Any = OmegaConf.to_container(without_hydra(cfg))
     return found
 
 
-def _without_hydra(cfg: Any) -> Any:
+def without_hydra(cfg: Any) -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.create({key: value for key, value in cfg.items_ex(resolve=False) if key != "hydra"})
@@ -239,7 +234,7 @@ def plain(cfg: Any) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        found: Any = OmegaConf.to_container(_without_hydra(cfg), resolve=True)
+        found: Any = OmegaConf.to_container(without_hydra(cfg), resolve=True)
         return found
     except OmegaConfBaseException as error:
         raise UserError(one_sentence(error, [], (CONFIGS,))) from None
@@ -249,89 +244,3 @@ def chosen_options(cfg: Any) -> Config:
     """Return the option of each config group."""
     choices = cfg.hydra.runtime.choices.items()
     return {key: value for key, value in choices if key.partition("/")[0] not in ("hydra", "fits", "resumed")}
-
-
-def _parse(config_name: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return Hydra's options and the overrides, in any order; --config-dir becomes an override.
-
-    Raises:
-        UserError: an option of another program, as --epochs.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("overrides", nargs="*")
-    for names in (
-        ("--help", "-h"),
-        ("--multirun", "-m"),
-        ("--resolve",),
-        ("--shell-completion", "-sc"),
-        ("--run", "-r"),
-    ):
-        parser.add_argument(*names, action="store_true")
-    for names in (("--package", "-p"), ("--config-dir", "-cd")):
-        parser.add_argument(*names)
-    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
-    parser.add_argument("--info", "-i", nargs="?", const="all")
-    options, unknown = parser.parse_known_intermixed_args(argv)
-    if unknown:
-        place = argv.index(unknown[0]) + 1
-        name, _, value = unknown[0].partition("=")
-        value = value or next((word for word in argv[place : place + 1] if not re.match(r".*=|-", word)), "…")
-        if name in ("--config-name", "-cn", "--config-path", "-cp"):
-            raise UserError(f"{name}: choose a recipe as experiment=NAME; --config-dir adds a folder of yamls.")
-        if name == "--estimate":
-            raise UserError("--estimate is an option of python src/find_batch_size.py.")
-        key = name.lstrip("-").replace("-", "_")
-        found = schema.nearest(key, list(schema.dotted(_unresolved(_compose(config_name, [], (CONFIGS,))))))
-        meant = found if found and "=" in found else f"{found or key}={value}"
-        raise UserError(f"{unknown[0]}: keys are written without dashes: {meant}.")
-    overrides = list(options.overrides)
-    if options.config_dir:
-        folder = Path(options.config_dir).expanduser().resolve()
-        if not folder.is_dir():
-            raise UserError(f"--config-dir {options.config_dir} is no folder.")
-        overrides.append(f"hydra.searchpath=[{quoted(f'file://{folder}')}]")
-    return options, overrides
-
-
-def run_script(
-    config_name: str,
-    argv: list[str],
-    task: Callable[[Any], int],
-    description: str,
-    find_stored: Callable[[list[str]], Config | None] = lambda overrides: None,
-) -> int:
-    """Compose the config of the command line and hand it to `task`; return the exit code.
-
-    Args:
-        find_stored: returns the config of the run that the overrides name, as by resume=.
-    """
-    set_up()
-
-    def run() -> int:
-        options, overrides = _parse(config_name, argv)
-        if options.help:
-            from lockstep.config.help import help_text
-
-            say(help_text(CONFIGS, config_name, description))
-            return 0
-        if options.multirun:
-            from lockstep.config.sweep import run_sweep
-
-            return run_sweep(config_name, overrides)
-        if options.info or options.shell_completion or options.cfg in ("hydra", "all"):
-            import hydra
-
-            register_resolvers()
-            sys.argv[1:] = [word for word in argv if word.startswith("-")] + overrides
-            hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(lambda cfg: None)()
-            return 0
-        cfg = compose(config_name, overrides, find_stored(overrides))
-        if options.cfg:
-            from omegaconf import OmegaConf
-
-            node: Any = OmegaConf.select(_without_hydra(cfg), options.package or "")
-            say(OmegaConf.to_yaml(node, resolve=options.resolve).rstrip())
-            return 0
-        return task(cfg)
-
-    return exit_code_of(run)

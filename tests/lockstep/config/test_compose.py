@@ -5,7 +5,8 @@ import shutil
 import pytest
 
 from lockstep.config import compose as module
-from lockstep.config.compose import CONFIGS, compose, plain, run_script
+from lockstep.config.command_line import run_script
+from lockstep.config.compose import CONFIGS, compose, plain
 from lockstep.config.help import groups
 from lockstep.launch.plan import chosen_how
 from lockstep.runs.errors import UserError

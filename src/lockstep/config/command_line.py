@@ -1,0 +1,101 @@
+"""Run a script from the command line: parse Hydra's options, compose the config, hand it to the script's task."""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import schema
+from lockstep.config.compose import CONFIGS, compose, quoted, register_resolvers, unresolved, without_hydra
+from lockstep.runs.config import Config
+from lockstep.runs.errors import UserError
+from lockstep.runs.output import say, set_up
+from lockstep.runs.script import exit_code_of
+
+
+def _parse(config_name: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return Hydra's options and the overrides, in any order; --config-dir becomes an override.
+
+    Raises:
+        UserError: an option of another program, as --epochs.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    for names in (
+        ("--help", "-h"),
+        ("--multirun", "-m"),
+        ("--resolve",),
+        ("--shell-completion", "-sc"),
+        ("--run", "-r"),
+    ):
+        parser.add_argument(*names, action="store_true")
+    for names in (("--package", "-p"), ("--config-dir", "-cd")):
+        parser.add_argument(*names)
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--info", "-i", nargs="?", const="all")
+    options, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        place = argv.index(unknown[0]) + 1
+        name, _, value = unknown[0].partition("=")
+        value = value or next((word for word in argv[place : place + 1] if not re.match(r".*=|-", word)), "…")
+        if name in ("--config-name", "-cn", "--config-path", "-cp"):
+            raise UserError(f"{name}: choose a recipe as experiment=NAME; --config-dir adds a folder of yamls.")
+        if name == "--estimate":
+            raise UserError("--estimate is an option of python src/find_batch_size.py.")
+        key = name.lstrip("-").replace("-", "_")
+        found = schema.nearest(key, list(schema.dotted(unresolved(compose(config_name, [])))))
+        meant = found if found and "=" in found else f"{found or key}={value}"
+        raise UserError(f"{unknown[0]}: keys are written without dashes: {meant}.")
+    overrides = list(options.overrides)
+    if options.config_dir:
+        folder = Path(options.config_dir).expanduser().resolve()
+        if not folder.is_dir():
+            raise UserError(f"--config-dir {options.config_dir} is no folder.")
+        overrides.append(f"hydra.searchpath=[{quoted(f'file://{folder}')}]")
+    return options, overrides
+
+
+def run_script(
+    config_name: str,
+    argv: list[str],
+    task: Callable[[Any], int],
+    description: str,
+    find_stored: Callable[[list[str]], Config | None] = lambda overrides: None,
+) -> int:
+    """Compose the config of the command line and hand it to `task`; return the exit code.
+
+    Args:
+        find_stored: returns the config of the run that the overrides name, as by resume=.
+    """
+    set_up()
+
+    def run() -> int:
+        options, overrides = _parse(config_name, argv)
+        if options.help:
+            from lockstep.config.help import help_text
+
+            say(help_text(CONFIGS, config_name, description))
+            return 0
+        if options.multirun:
+            from lockstep.config.sweep import run_sweep
+
+            return run_sweep(config_name, overrides)
+        if options.info or options.shell_completion or options.cfg in ("hydra", "all"):
+            import hydra
+
+            register_resolvers()
+            sys.argv[1:] = [word for word in argv if word.startswith("-")] + overrides
+            hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(lambda cfg: None)()
+            return 0
+        cfg = compose(config_name, overrides, find_stored(overrides))
+        if options.cfg:
+            from omegaconf import OmegaConf
+
+            node: Any = OmegaConf.select(without_hydra(cfg), options.package or "")
+            say(OmegaConf.to_yaml(node, resolve=options.resolve).rstrip())
+            return 0
+        return task(cfg)
+
+    return exit_code_of(run)
