@@ -144,14 +144,7 @@ def test_each_config_group_builds_what_lies_in_its_folder():
 # Names with a leading underscore of the libraries, which may go in any release. Each file says in its first line which
 # and why, and a test beside it fails when the name goes.
 PRIVATE = {
-    "lockstep/batch_size/allocator.py": {"_update_snap"},
-    "lockstep/batch_size/estimate.py": {
-        "_disable_current_modes", "_internal", "_local_scalar_dense", "_python_dispatch", "_subclasses",
-    },
-    "lockstep/batch_size/memory.py": {
-        "_curr_mem_snap", "_disable_current_modes", "_peak_mem", "_post_bw_hook", "_post_fw_hook", "_pre_bw_hook",
-        "_pre_fw_hook", "_python_dispatch", "_tools",
-    },
+    "lockstep/batch_size/estimate.py": {"_local_scalar_dense", "_subclasses", "_tools"},
     "lockstep/callbacks/interruption.py": {
         "_broadcast_sigterm_tensor", "_checkpoint_connector", "_CheckpointConnector", "_hpc_resume_path",
         "_signal_connector",

@@ -143,7 +143,7 @@ def test_each_job_of_a_sweep_is_a_slurm_job(slurm):
 @pytest.mark.slow
 def test_the_largest_batch_is_found_by_all_tasks_together(slurm):
     options = ["data=synthetic", "data.num_images=400", "data.num_test_images=20", "data.eval_batch_size=4",
-               "trainer.memory_limit_gib=0.06", "data.global_batch_size=max", "trainer.max_epochs=1"]  # fmt: skip
+               "trainer.memory_limit_gib=2", "data.global_batch_size=max", "trainer.max_epochs=1"]  # fmt: skip
     job = slurm.sbatch(*NODES, *options)
     slurm.wait(job, "COMPLETED", seconds=180)
     found = record(slurm, job)

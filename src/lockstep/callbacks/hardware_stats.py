@@ -6,6 +6,7 @@ One thread in local rank 0 of each node reads psutil and torch.cuda's own readin
 import csv
 import logging
 import os
+import resource
 import socket
 import subprocess
 import threading
@@ -39,6 +40,7 @@ class HardwareStats(pl.Callback):
         self.queries: dict[str, Callable[[], float]] = {}
         self.values: dict[str, array[float]] = {}
         self.nodes: list[dict[str, Any]] = []  # of all nodes, once training has ended
+        self.peak_memory_gib: float | None = None  # the largest of all ranks, once training has ended
         self.finished, self.thread = threading.Event(), threading.Thread()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -60,6 +62,10 @@ class HardwareStats(pl.Callback):
                 logger.log_metrics(latest, trainer.global_step)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        peak = max(map(torch.cuda.max_memory_reserved, gpus_of_process(trainer)), default=0)
+        peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        largest = trainer.strategy.reduce(torch.tensor(float(peak), device=pl_module.device), reduce_op="max")
+        self.peak_memory_gib = round(float(largest) / GIB, 4)
         self._end(trainer, all_ranks=True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -68,7 +74,8 @@ class HardwareStats(pl.Callback):
     def record_fields(self) -> dict[str, object]:
         """Return this node's statistics so far, or those of all nodes once training has ended."""
         nodes = self.nodes or ([self._node()] if self.values else [])
-        return {"hardware": {"nodes": nodes}} if nodes else {}
+        fields: dict[str, object] = {"hardware": {"nodes": nodes}} if nodes else {}
+        return fields | ({"peak_memory_gib": self.peak_memory_gib} if self.peak_memory_gib else {})
 
     def _sample(self) -> None:
         path = self.folder.hardware_samples(self.node_rank)
@@ -132,6 +139,13 @@ def gpus_in_use(trainer: pl.Trainer) -> list[int]:
     if devices := getattr(strategy, "process_devices", None):
         return sorted({device.index or 0 for device in devices if device.type == "cuda"})
     return list(range(trainer.num_devices)) if strategy.root_device.type == "cuda" else []
+
+
+def gpus_of_process(trainer: pl.Trainer) -> list[torch.device]:
+    """Return the GPUs that this process computes on."""
+    strategy: Any = trainer.strategy
+    devices = set(getattr(strategy, "process_devices", None) or [strategy.root_device])
+    return [device for device in devices if device.type == "cuda"]
 
 
 def _queries(gpus: list[int], processes: dict[int, int]) -> dict[str, Callable[[], float]]:

@@ -121,7 +121,7 @@ def _launch(config: Config, work: Work, kept: ExitStack, find_largest: FindLarge
     if cluster.is_rank_zero:
         if found:
             with update_record(folder.record) as record:
-                record.take({"largest_batch": found.record()})
+                record.take({"largest_batch": found})
         log.info(headline(plan))
         if plan.learning_rates:
             log.info(learning_rate_line(plan))
@@ -192,9 +192,7 @@ def largest_batch(plan: RunPlan, environ: Mapping[str, str], find_largest: FindL
     if size is None or cluster.num_nodes > 1 or not (cluster.is_supervisor or cluster.world_size == 1):
         if cluster.is_rank_zero:
             log.info("Looking for the largest batch …")
-        largest = find_largest(plan, environ, known=size)
-        size = largest.known or largest.global_batch_size
-        found = None if largest.known else largest
+        size, found = find_largest(plan, environ, known=size)
     return size, found
 
 

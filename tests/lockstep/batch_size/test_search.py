@@ -1,224 +1,89 @@
-"""The search against exhaustive search: memory that is linear, moves between phases, is quantised, bends or lies."""
+"""The search for the largest batch: which batches it tries, and whole searches by runs of train.py."""
 
-import math
-import random
+import re
+import signal
 
+import psutil
 import pytest
 
-from lockstep.batch_size import search
-from lockstep.batch_size.search import HELD, Found, Probe, largest_batch, next_batch
+from lockstep.batch_size.search import fitting, next_batch
+from lockstep.runs.errors import UserError
+from runs import run_door, start_door
+
+SMALL = ["data=synthetic", "data.num_images=20000", "data.num_test_images=20", "model=small_cnn", "optimizer=sgd",
+         "data.eval_batch_size=4", "trainer.num_threads=1"]  # fmt: skip
 
 
-def linear(rng, free):
-    held, batch = rng.uniform(0, 0.9), rng.uniform(1.0, 3000) ** rng.uniform(0.4, 1)
-    return lambda b: [{HELD: held, "backward": held + (1 - held) * b / batch}]
+def searched(memory, limit=16.0, bound=100_000, unit=1):
+    """The batches that are tried where `memory` is the peak of a batch, or None where it runs out."""
+    tried, batch = {}, 8
+    while batch is not None:
+        tried[batch] = memory(batch)
+        batch = next_batch(tried, limit, bound, unit)
+    return tried
 
 
-def two_ranks(rng, free):
-    first, second = linear(rng, free), linear(rng, free)
-    return lambda b: first(b) + second(b)
+@pytest.mark.parametrize(("held", "per_image"), [(0.5, 0.02), (2.0, 0.2), (0.1, 0.001), (3.0, 1.0), (6.0, 4.0)])
+@pytest.mark.parametrize("runs_out", [True, False])
+def test_it_comes_near_the_largest_in_six_runs(held, per_image, runs_out):
+    def memory(batch):
+        peak = held + per_image * batch
+        return None if runs_out and peak > 16 else peak
+
+    tried = searched(memory)
+    largest = int((16 - held) / per_image)
+    assert len(tried) <= 6 and 0.9 * largest <= fitting(tried, 16.0) <= largest
 
 
-def moving_phases(rng, free):
-    one, other = linear(rng, free), linear(rng, free)
-    return lambda b: [{HELD: one(0)[0][HELD], "optimizer": one(b)[0]["backward"], "backward": other(b)[0]["backward"]}]
+def test_a_curve_that_bends_upwards_is_approached_from_above():
+    def memory(batch):
+        peak = 1 + 0.01 * batch + 0.00001 * batch**2
+        return peak if peak <= 16 else None
+
+    tried = searched(memory)
+    assert fitting(tried, 16.0) > 0.75 * 822 and sum(peak is None for peak in tried.values()) <= 3
 
 
-def hidden_move(rng, free):
-    """One phase whose own peak moves from one line to a steeper one."""
-    one, other = linear(rng, free), linear(rng, free)
-    return lambda b: [{HELD: one(0)[0][HELD], "step": max(one(b)[0]["backward"], other(b)[0]["backward"])}]
+def test_the_data_set_ends_the_search_and_every_batch_is_a_multiple_of_the_unit():
+    assert fitting(searched(lambda batch: 0.001 * batch, bound=777), 16.0) == 777
+    assert all(batch % 6 == 0 for batch in list(searched(lambda batch: 0.1 * batch, unit=6))[1:])
 
 
-def quantised(rng, free):
-    exact, quantum = linear(rng, free), rng.choice([0.002, 0.01])
-    return lambda b: [{key: math.ceil(value / quantum) * quantum for key, value in exact(b)[0].items()}]
-
-
-def bending(rng, free):
-    held, batch, power = rng.uniform(0, 0.9), rng.uniform(1, 2000), rng.uniform(0.6, 1.6)
-    return lambda b: [{HELD: held, "step": held + (1 - held) * (b / batch) ** power}]
-
-
-def jumping(rng, free):
-    """A workspace that is taken from some batch on."""
-    exact, at, size = linear(rng, free), rng.uniform(1, 500), rng.uniform(0.01, 0.1)
-    return lambda b: [{key: value * 0.9 + (size if b > at else 0) for key, value in exact(b)[0].items()}]
-
-
-def fragmented(rng, free):
-    """Runs out at less than the readings say: `free` of the memory is usable."""
-    free.append(rng.uniform(0.93, 1.0))
-    return linear(rng, free)
-
-
-def gathered(rng, free):
-    """FSDP's forward: a gathered layer on top of few activations, or many activations alone."""
-    held, best = rng.uniform(0.1, 0.7), rng.uniform(20, 2000)
-    on_top = rng.uniform(0.05, 1 - held) * rng.uniform(0.3, 1)
-    slope = (1 - held) / best
-    few = slope * rng.uniform(0.1, 1)
-    return lambda b: [{HELD: held, "forward": held + max(on_top + few * b, slope * b)}]
-
-
-def case(family, seed):
-    """(fits, the true maximum by trying every batch)."""
-    rng, free = random.Random(seed), []
-    shares = family(rng, free)
-    usable = free[0] if free else 1.0
-    bound = rng.choice([7, 100, 4000])
-
-    def fits(batch):
-        reading = shares(batch)
-        return reading if max(max(rank.values()) for rank in reading) <= usable else None
-
-    return fits, bound, max((b for b in range(1, bound + 1) if fits(b)), default=0)
-
-
-@pytest.mark.parametrize("family", [linear, two_ranks, moving_phases], ids=lambda family: family.__name__)
-def test_lines_are_found_within_five_percent(family):
-    for seed in range(150):
-        fits, bound, best = case(family, seed)
-        found = largest_batch(fits, bound=bound)
-        assert found.batch <= best
-        if best >= 8 or best == 0:
-            assert found.batch >= 0.95 * best, (seed, best, found)
-        assert len(found.probes) <= 5 and found.out_of_memory <= 2
-
-
-ROUGH = [hidden_move, quantised, bending, jumping, fragmented, gathered]
-
-
-@pytest.mark.parametrize("family", ROUGH, ids=lambda family: family.__name__)
-def test_rough_memory_never_breaks_the_promises_about_probes(family):
-    near = []
-    for seed in range(150):
-        fits, bound, best = case(family, seed)
-        found = largest_batch(fits, bound=bound)
-        ran = [probe.batch for probe in found.probes if probe.fits]
-        assert found.batch <= best and (found.batch in ran or best == 0)
-        assert (found.batch == 0) == (best == 0)
-        assert len(found.probes) <= 6 and found.out_of_memory <= 2
-        assert len({probe.batch for probe in found.probes}) == len(found.probes), "no batch is run twice"
-        near.append(found.batch >= 0.95 * best)
-    assert sum(near) / len(near) > 0.6
+def test_a_device_that_is_too_small():
+    with pytest.raises(UserError, match="Not even 1 images per device fit into 16 GiB"):
+        fitting(searched(lambda batch: None), 16.0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("least", [2, 6, 16])
-@pytest.mark.parametrize("family", [linear, *ROUGH], ids=lambda family: family.__name__)
-def test_no_batch_below_the_least_is_run_and_the_promises_hold(family, least):
-    for seed in range(100):
-        fits, bound, _ = case(family, seed)
-        bound = max(bound, least)
-        best = max((b for b in range(least, bound + 1) if fits(b)), default=0)
-        found = largest_batch(fits, bound=bound, least=least)
-        assert all(probe.batch >= least for probe in found.probes)
-        assert found.batch <= best and (found.batch == 0) == (best == 0)
-        assert len(found.probes) <= 6 and found.out_of_memory <= 2
-        assert len({probe.batch for probe in found.probes}) == len(found.probes)
+def test_the_batch_that_is_found_trains_within_the_limit(tmp_path):
+    limit = ["trainer=ddp_sim", "trainer.memory_limit_gib=1.6", "data.global_batch_size=max", "test=false"]
+    done = run_door("train", *SMALL, *limit, "trainer.max_steps=3", "run_id=r", logs=tmp_path)
+    assert done.code == 0, done.output
+    found = done.record["largest_batch"]
+    assert done.record["global_batch_size"] == found["global"] == 2 * found["per_device"]
+    assert found["bounded_by"] == "memory" and found["probes"] <= 6 and found["limit_gib"] == 1.6
+    assert 1.3 < done.record["peak_memory_gib"] < 1.65
+    again = run_door("train", "resume=r", "trainer.max_steps=4", logs=tmp_path)
+    assert again.code == 0 and again.record["largest_batch"] == found, again.output
 
 
-def test_a_net_that_refuses_one_image_is_tried_at_two():
-    found = largest_batch(lambda b: [{HELD: 0.5, "step": 0.5 + b / 11}] if b <= 5 else None, bound=1000, least=2)
-    assert [probe.batch for probe in found.probes][:2] == [8, 2] and 3 <= found.batch <= 5
+@pytest.mark.slow
+def test_a_wrong_option_is_told_in_the_words_of_train(tmp_path):
+    done = run_door("find_batch_size", *SMALL, "trainer=cpu", "trainer.precision=bf17", logs=tmp_path)
+    assert done.code == 2 and re.search(r"^error: .*bf17", done.output, re.MULTILINE), done.output
 
 
-def test_a_gathered_layer_that_hides_the_slope_is_seen_through():
-    """alexnet under fsdp_sim as measured: the first layers' peak grows by less than the one that takes over."""
-
-    def fits(batch):
-        share = max(0.7018 + 0.00037 * (batch - 4), 0.8839 + 0.0004265 * (batch - 471))
-        return [{HELD: 0.39, "forward": share}] if share <= 1 else None
-
-    found = largest_batch(fits, bound=3000)
-    assert 0.98 * 743 <= found.batch <= 743 and found.out_of_memory == 0 and len(found.probes) == 5
+def test_dp_without_gpus_is_refused_at_once(tmp_path):
+    done = run_door("find_batch_size", *SMALL, "trainer=dp", logs=tmp_path)
+    assert done.code == 2 and "trainer=ddp_sim works here" in done.output
 
 
-def test_a_clean_line_takes_two_small_probes_and_one_verification():
-    tried = []
-
-    def fits(batch):
-        tried.append(batch)
-        share = 0.1 + 0.009 * batch
-        return [{HELD: 0.1, "backward": share}] if share <= 1 else None
-
-    found = largest_batch(fits, bound=10_000)
-    assert tried == [8, 31, 99] and found.batch == 99
-    assert found.prediction_error == pytest.approx(0, abs=1e-9)
-
-
-def test_the_smallest_rank_decides():
-    found = largest_batch(lambda b: [{"step": b / 400}, {"step": b / 130}] if b <= 130 else None, bound=10_000)
-    assert 0.95 * 130 <= found.batch <= 130
-
-
-def test_the_data_set_bounds_the_batch():
-    found = largest_batch(lambda b: [{"step": b * 1e-6}], bound=77)
-    assert found == Found(77, found.probes, at_bound=True) and found.probes[-1].batch == 77
-
-
-def test_nothing_fits():
-    found = largest_batch(lambda b: None, bound=1000)
-    assert found.batch == 0 and [probe.batch for probe in found.probes] == [8, 1]
-
-
-def test_readings_over_the_limit_are_no_out_of_memory():
-    """An estimate never runs out: it reads more than the limit, and the search uses that."""
-    found = largest_batch(lambda b: [{HELD: 0.5, "step": 0.5 + b / 20}], bound=1000, start=64)
-    assert found.batch == 10 and found.out_of_memory == 0
-
-
-def test_the_next_batch_follows_from_the_probes_alone():
-    def fits(batch):
-        return [{HELD: 0.3, "step": 0.3 + 0.001 * batch}] if batch <= 650 else None
-
-    found = largest_batch(fits, bound=4000)
-    for count in range(len(found.probes)):
-        assert next_batch(found.probes[:count], bound=4000) == found.probes[count].batch
-    assert next_batch(found.probes, bound=4000) is None
-
-
-def test_two_out_of_memories_end_the_search():
-    history = [Probe(8, [{"step": 0.1}]), Probe(64, None), Probe(32, None)]
-    assert next_batch(history, bound=1000) is None
-    assert search.found(history, 1000).batch == 8
-
-
-def allocator(seed, gaps=(1.0, 1.12), needed=0.5, noise=0.01):
-    """(fits, the largest batch, that of a run) of a GPU whose allocator reserves up to `gap` beside the tensors, and
-    frees what is not `needed` of that; a run has the 1 % that a search keeps free.
-
-    Tensors alone would fill it at 1000 images; other gaps come with each batch.
-    """
-    rng = random.Random(seed)
-    held, gap = rng.uniform(0.05, 0.5), rng.uniform(*gaps)
-
-    def fits(batch, room=1.0):
-        tensors = held + (1 - held) * batch / 1000
-        if tensors * (1 + needed * (gap - 1)) > room:
-            return None
-        reserved = min(tensors * (gap + random.Random(batch).uniform(-noise, noise)), 1.0)
-        return [{HELD: held, "backward cuda:0": tensors, "reserved cuda:0": max(reserved, tensors)}]
-
-    best = [max(batch for batch in range(1, 1051) if fits(batch, room)) for room in (1.0, 1.01)]
-    return fits, *best
-
-
-def test_what_the_allocator_reserves_beside_tensors_costs_no_more_than_five_percent():
-    near = []
-    for seed in range(150):
-        fits, best, of_run = allocator(seed)
-        found = largest_batch(fits, bound=100_000)
-        assert 0.95 * best <= found.batch <= best, (seed, best, found)
-        assert len(found.probes) <= 6 and found.out_of_memory <= 1
-        near.append(found.batch >= 0.95 * of_run)
-    assert sum(near) / len(near) > 0.9
-
-
-def test_what_the_allocator_gives_back_where_the_memory_is_full_stops_no_search():
-    """Small batches with much beside their tensors, by chance more or less: as seen of small_cnn under DDP in 2 GiB."""
-    for seed in range(150):
-        fits, best, _ = allocator(seed, gaps=(1.05, 1.2), needed=0.25, noise=0.05)
-        found = largest_batch(fits, bound=100_000)
-        assert 0.95 * best <= found.batch <= best, (seed, best, found)
+@pytest.mark.slow
+def test_a_signal_ends_the_run_that_is_tried(tmp_path):
+    started = start_door("find_batch_size", *SMALL, "trainer=cpu", logs=tmp_path)
+    own = psutil.Process(started.process.pid)
+    started.wait_for(lambda: len(own.children()) == 1)
+    children = own.children()
+    own.send_signal(signal.SIGTERM)
+    assert started.done(30).code == 128 + signal.SIGTERM
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
