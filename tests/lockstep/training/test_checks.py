@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from local_ranks import run_ranks
+from lockstep.config.compose import chosen_options, compose, plain
 from lockstep.distributed.process_group import join
+from lockstep.launch.plan import RunPlan, resolve_batch, resolve_cluster
+from lockstep.runs.config import read_only
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.training.checks import check_data_of_run, check_logits, check_same_data, whole_steps
@@ -111,9 +114,10 @@ def test_a_run_that_goes_on_asks_for_its_images_and_a_new_one_from_its_checkpoin
 
 
 def test_a_compiled_net_is_asked_for_and_refused_where_one_process_has_several_devices(tmp_path):
+    from memory_runs import planned
+
     from lockstep.training.build import build_run
     from lockstep.training.rank import RankSession
-    from memory_runs import planned
 
     words = ["experiment=quickstart", "trainer.compile=true", f"data.cache_dir={tmp_path}", "~callbacks.checkpoints"]
     plan = planned([*words, "trainer=cpu"], tmp_path)
