@@ -64,8 +64,7 @@ class HardwareStats(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         peak = max(map(torch.cuda.max_memory_reserved, gpus_of_process(trainer)), default=0)
         peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        largest = trainer.strategy.reduce(torch.tensor(float(peak), device=pl_module.device), reduce_op="max")
-        self.peak_memory_gib = round(float(largest) / GIB, 4)
+        self.peak_memory_gib = round(max(gather_objects(peak)) / GIB, 4)
         self._end(trainer, all_ranks=True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

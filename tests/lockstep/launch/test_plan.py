@@ -117,27 +117,19 @@ def test_the_lines_that_a_run_says_of_its_plan(tmp_path):
     assert learning_rate_line(plan) == "optimizer: lr 0.1 → 0.4 (global batch 64 / base_batch_size 16)"
 
 
-class Largest:
-    """What find_largest gives, as far as the plan asks."""
-
-    global_batch_size, known = 0, None
-
-
 def test_the_largest_batch_takes_the_place_of_max(tmp_path):
     asked = []
 
     def find_largest(plan, environ, known):
         asked.append((plan.batch, known))
-        found = Largest()
-        found.global_batch_size, found.known = (0, known) if known else (512, None)
-        return found
+        return (known, None) if known else (512, {"global": 512})
 
     config = config_of(*WORDS, "data.global_batch_size=max", "trainer.accumulate_grad_batches=2")
     cluster, accelerator = resolve_cluster(config, "ddp_sim", {})
     assert resolve_batch(config, cluster) == Batch(4, 1, 2)
     folder = RunFolder(tmp_path / "r")
     plan, found = make_plan(config, cluster, accelerator, folder, {}, find_largest)
-    assert plan.batch == Batch(512, 128, 2) and found.global_batch_size == 512 and asked == [(Batch(4, 1, 2), None)]
+    assert plan.batch == Batch(512, 128, 2) and found == {"global": 512} and asked == [(Batch(4, 1, 2), None)]
     folder.path.mkdir()
     folder.config.write_text(yaml.safe_dump(as_run(plan)))
     again, found = make_plan(config, cluster, accelerator, folder, {}, find_largest)

@@ -114,10 +114,15 @@ def test_a_run_that_goes_on_asks_for_its_images_and_a_new_one_from_its_checkpoin
 
 
 def test_a_compiled_net_is_asked_for_and_refused_where_one_process_has_several_devices(tmp_path):
-    from memory_runs import planned
-
     from lockstep.training.build import build_run
     from lockstep.training.rank import RankSession
+
+    def planned(overrides, folder):
+        cfg = compose("train", [*overrides, f"paths.data_dir={folder}/data", f"paths.log_dir={folder}/logs"])
+        config, choices = read_only(plain(cfg)), chosen_options(cfg)
+        cluster, accelerator = resolve_cluster(config, choices["trainer"], {})
+        batch = resolve_batch(config, cluster)
+        return RunPlan(config, choices, tuple(overrides), cluster, accelerator, RunFolder(folder), batch)
 
     words = ["experiment=quickstart", "trainer.compile=true", f"data.cache_dir={tmp_path}", "~callbacks.checkpoints"]
     plan = planned([*words, "trainer=cpu"], tmp_path)
