@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.compose import chosen_options, plain, run_script
+from lockstep.config.command_line import run_script
+from lockstep.config.compose import chosen_options, plain
 
 
 def find(cfg: Any) -> int:

@@ -102,13 +102,8 @@ def _test(run: "Run", plan: RunPlan) -> None:
 def main(argv: list[str]) -> int:
     if path := plan_file():
         return run_supervised(path, train)
-<<<<<<< HEAD
-    from lockstep.batch_size.sessions import find_largest
-    from lockstep.launch.resume import find_stored
-=======
     from lockstep.batch_size.search import find_largest
-    from lockstep.launch.resume import with_options_of_run
->>>>>>> d2a5a60 (Search the largest batch with short runs of train.py, and estimate it with torch's MemTracker)
+    from lockstep.launch.resume import find_stored
 
     return run_script("train", argv, lambda cfg: launch(cfg, train, find_largest), __doc__ or "", find_stored)
 

@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.declared import key_of
+from lockstep.config.schema import key_of
 from lockstep.launch.plan import RunPlan
 from lockstep.runs.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 
