@@ -16,6 +16,7 @@ from lockstep.runs.hooks import TakesNamedParameters
 from lockstep.runs.scores import BINS, ExactCounts, summary
 from lockstep.training.checks import check_logits
 from lockstep.training.losses import losses_of_images, probabilities_of
+from lockstep.training.metrics import averaged_here, values_of
 from lockstep.training.parameter_groups import GroupRules, parameter_groups
 
 TOP5_FROM_CLASSES = 6
@@ -88,7 +89,7 @@ class ImageClassifier(pl.LightningModule):
         self.optimizer_factory, self.scheduler_factory = optimizer, scheduler
         self.num_classes, self.test_time_flip = num_classes, test_time_flip
         self.loss = loss or nn.CrossEntropyLoss(label_smoothing=label_smoothing)
-        self.metrics = nn.ModuleDict(metrics or {})
+        self.metrics = averaged_here(metrics or {})
         self.train_counts: Tensor | None = None  # (2,) hits and images of this epoch on this rank
         self.counts: Counts | None = None
         self.test_counts: ExactCounts | None = None
@@ -163,7 +164,9 @@ class ImageClassifier(pl.LightningModule):
         values = {f"{stage}/acc": top1 / images, f"{stage}/loss": loss / images}
         if self.num_classes >= TOP5_FROM_CLASSES:
             values[f"{stage}/acc_top5"] = top5 / images
-        values |= {f"{stage}/{name}": float(metric.compute()) for name, metric in self.metrics.items()}
+        if self.metrics:
+            labels = self.counts.confusion.view(self.num_classes, self.num_classes).sum(1)
+            values |= values_of(self.metrics, self.trainer.strategy.reduce(labels, reduce_op="sum"), stage)
         return {**values, f"{stage}/correct": top1, f"{stage}/images": images}
 
     def _log(self, values: dict[str, float]) -> None:

@@ -28,6 +28,8 @@ def signal_at_step(step: int, number: int = signal.SIGTERM, rank: int = 0, hook:
     interruption.VOTE_INTERVAL_S = 0.02  # an epoch of a test is over in less than a second
 
     def fault(self: Any, trainer: Any, *_: Any) -> None:
+        if trainer.sanity_checking:
+            return
         seen[0] += 1
         at = trainer.global_step if hook == "on_train_batch_end" else seen[0]
         if _rank() == rank and at == step and trainer.state.fn != "validate":

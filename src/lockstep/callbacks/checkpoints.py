@@ -143,6 +143,8 @@ class Checkpoints(Callback):
         self.phase = VALIDATION
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.sanity_checking and self.monitor.startswith("val"):
+            self._check_monitor(trainer)
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         self.validated_step = trainer.global_step
@@ -197,13 +199,16 @@ class Checkpoints(Callback):
             UserError: the validation has no such metric.
         """
         value = trainer.callback_metrics.get(self.monitor)
-        validations = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
-        if value is None and validations:
-            raise UserError(f"callbacks.checkpoints.monitor={self.monitor}: there are {', '.join(validations)}.")
+        self._check_monitor(trainer)
         if value is None or not self._improves(float(value)):
             return False
         self._keep_best(trainer, float(value))
         return True
+
+    def _check_monitor(self, trainer: pl.Trainer) -> None:
+        validations = sorted(name for name in trainer.callback_metrics if name.startswith("val"))
+        if validations and self.monitor not in trainer.callback_metrics:
+            raise UserError(f"callbacks.checkpoints.monitor={self.monitor}: there are {', '.join(validations)}.")
 
     def _improves(self, value: float) -> bool:
         if value != value:

@@ -19,7 +19,7 @@ from lockstep.callbacks.resume_point import ends_step
 from lockstep.runs.errors import Interrupted
 from lockstep.runs.signals import note, take_over
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 VOTE_INTERVAL_S = 1.0
 MOST_STEPS = 100  # between two votes: quick steps may be followed by slow ones
 
@@ -96,7 +96,8 @@ class Interruption(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if not self._previous:
-            self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            taken = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup stays
+            self._previous = {number: signal.signal(number, self._on_signal) for number in taken}
             self.reason = self.reason or take_over()  # of one that came before, and was lost in an import
         group = None
         if trainer.world_size > 1 and torch.distributed.is_initialized():

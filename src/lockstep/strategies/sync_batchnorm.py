@@ -1,8 +1,4 @@
-"""BatchNorm over the global batch: a SyncBatchNorm that also runs on the CPU, where torch's refuses.
-
-Each rank contributes per channel its count, sum and sum of squares; one differentiable all-reduce adds them up,
-and every rank normalises with the statistics of the whole batch.
-"""
+"""BatchNorm over the global batch, on CPUs too, where torch's SyncBatchNorm refuses; what BatchNorm asks of a batch."""
 
 import torch
 import torch.distributed as dist
@@ -30,10 +26,9 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class SyncBatchNorm(nn.BatchNorm2d):  # not nn.SyncBatchNorm: DDP refuses that one on CPUs
-    """BatchNorm1d/2d/3d whose training statistics are those of all ranks' batches together, of unequal sizes too.
+    """BatchNorm whose training statistics are those of all ranks' batches together, of unequal sizes too.
 
-    The sums travel in float64 (a few numbers per channel), made from each rank's own mean and variance, so that
-    nothing is lost to cancellation in float32.
+    One all-reduce sums count, mean and mean square per channel in float64, so that nothing cancels in float32.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -41,99 +36,95 @@ class SyncBatchNorm(nn.BatchNorm2d):  # not nn.SyncBatchNorm: DDP refuses that o
             mean, variance = self.running_mean, self.running_var
             return F.batch_norm(input, mean, variance, self.weight, self.bias, training=mean is None, eps=self.eps)
         x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-        count, mean, variance = _global_statistics(x)
+        variance, mean = (value.double() for value in torch.var_mean(x, dim=[0, *range(2, x.dim())], correction=0))
+        count = torch.full((1,), x.numel() // x.shape[1], dtype=torch.float64, device=x.device)
+        total = _SumOverRanks.apply(torch.cat([count, count * mean, count * (variance + mean * mean)]))
+        count = total[0].detach()
+        mean, square = (total[1:] / count).chunk(2)
+        variance = (square - mean * mean).clamp_min(0.0)
         if self.track_running_stats:
             self._update_running_statistics(count, mean.detach(), variance.detach())
         shape = (1, -1, *(1,) * (x.dim() - 2))
-        scale = torch.rsqrt(variance + self.eps).to(x.dtype)
+        normalised = (x - mean.to(x.dtype).view(shape)) * torch.rsqrt(variance + self.eps).to(x.dtype).view(shape)
         if self.affine:
-            scale = scale * self.weight.to(x.dtype)
-        normalised = (x - mean.to(x.dtype).view(shape)) * scale.view(shape)
-        if self.affine:
-            normalised = normalised + self.bias.to(x.dtype).view(shape)
+            normalised = normalised * self.weight.to(x.dtype).view(shape) + self.bias.to(x.dtype).view(shape)
         return normalised.to(input.dtype)
 
     @torch.no_grad()
     def _update_running_statistics(self, count: Tensor, mean: Tensor, variance: Tensor) -> None:
         self.num_batches_tracked.add_(1)
         weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        unbiased = variance * (count / (count - 1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight)
-
-
-def _global_statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Count (a scalar), mean and biased variance per channel of the ranks' `x: (N, C, …)` together, in float64."""
-    variance, mean = torch.var_mean(x, dim=[0, *range(2, x.dim())], correction=0)
-    variance, mean = variance.double(), mean.double()
-    count = torch.full((1,), x.numel() // x.shape[1], dtype=torch.float64, device=x.device)
-    total = _SumOverRanks.apply(torch.cat([count, count * mean, count * (variance + mean * mean)]))
-    count, mean, square = total[0].detach(), *(total[1:] / total[0].detach()).chunk(2)
-    return count, mean, (square - mean * mean).clamp_min(0.0)
-
-
-def has_batch_norm(module: nn.Module) -> bool:
-    return any(isinstance(layer, BATCH_NORMS) for layer in module.modules())
+        self.running_var.lerp_((variance * count / (count - 1)).to(self.running_var.dtype), weight)
 
 
 class _ThenActs:
-    """timm's BatchNormAct2d: an activation within the layer, after dropout of whole channels in some nets."""
+    """The activation within timm's BatchNormAct2d, after dropout of whole channels in some nets."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self.act(self.drop(super().forward(input)))  # type: ignore[attr-defined,misc]
 
 
-class SyncBatchNormAct(_ThenActs, SyncBatchNorm):
-    """The layer above with timm's activation."""
+class SyncBatchNormAct(_ThenActs, SyncBatchNorm): ...
 
 
-class TorchSyncBatchNormAct(_ThenActs, nn.SyncBatchNorm):
-    """torch's layer with timm's activation."""
+class TorchSyncBatchNormAct(_ThenActs, nn.SyncBatchNorm): ...
 
 
 def synchronise(net: nn.Module, device_type: str) -> None:
-    """Turn every BatchNorm into one over all ranks, in place: names, weights and buffers stay.
+    """Turn every BatchNorm into one over all ranks, in place: torch's layer on "cuda", ours elsewhere.
 
-    Args:
-        device_type: "cuda" for torch's fused layers, ours elsewhere.
     Raises:
-        UserError: a layer that does something else beside normalising, which would be lost.
+        UserError: a layer has a forward of its own, which would be lost.
     """
-    plain: type[nn.Module] = nn.SyncBatchNorm if device_type == "cuda" else SyncBatchNorm
-    with_act: type[nn.Module] = TorchSyncBatchNormAct if device_type == "cuda" else SyncBatchNormAct
+    plain, with_act = (
+        (nn.SyncBatchNorm, TorchSyncBatchNormAct) if device_type == "cuda" else (SyncBatchNorm, SyncBatchNormAct)
+    )
     for layer in [layer for layer in net.modules() if isinstance(layer, BATCH_NORMS)]:
-        own = type(layer)
         if isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm):
             continue
-        if own.forward is nn.BatchNorm2d.forward:
+        if type(layer).forward is nn.BatchNorm2d.forward:
             layer.__class__ = plain
-        elif own.__module__.startswith("timm.") and {"drop", "act"} <= dict(layer.named_children()).keys():
+        elif type(layer).__module__.startswith("timm.") and {"drop", "act"} <= dict(layer.named_children()).keys():
             layer.__class__ = with_act
         else:
             raise UserError(
-                f"trainer.sync_batchnorm=true does not know what {own.__name__} does beside normalising: leave it "
-                "out, or build the net with plain nn.BatchNorm layers."
+                f"trainer.sync_batchnorm=true cannot convert {type(layer).__name__}, which has a forward of its own: "
+                "leave it out, or build the net with plain nn.BatchNorm layers."
             )
-        layer.process_group = None  # torch's: all ranks
+        layer.process_group = None  # torch's attribute: all ranks
 
 
-def batch_norm_warnings(net: nn.Module, *, world_size: int, micro_batches: int, synchronised: bool) -> list[str]:
-    """One sentence for each way in which BatchNorm makes the result depend on how the work is spread.
+def check_batch_norm(
+    net: nn.Module, *, images: int, world_size: int, micro_batches: int, synchronised: bool
+) -> list[str]:
+    """Return a sentence for each way in which BatchNorm makes the result depend on how the work is spread.
 
     Args:
+        images: that go through the net of one device at a time.
         micro_batches: trainer.accumulate_grad_batches (times trainer.micro_batches of model_parallel).
+    Raises:
+        UserError: one image at a time has no statistics; names the sizes that work.
     """
-    if not has_batch_norm(net):
-        return []
-    warnings = []
-    if world_size > 1 and not synchronised:
-        warnings.append(
+    layers = [layer for layer in net.modules() if isinstance(layer, BATCH_NORMS) and layer.training]
+    over_ranks = world_size > 1 and synchronised
+    if layers and images < 2 and not over_ranks:
+        options = [f"data.global_batch_size={2 * world_size * micro_batches} or more"]
+        options += ["trainer.accumulate_grad_batches=1"] if micro_batches > 1 else []
+        options += ["trainer.sync_batchnorm=true"] if world_size > 1 else []
+        raise UserError(
+            f"BatchNorm cannot normalise one image at a time, which data.global_batch_size={world_size * micro_batches}"
+            f" gives each device: {', '.join(options)}, or a net without BatchNorm works."
+        )
+    found = []
+    if layers and world_size > 1 and not synchronised:
+        found.append(
             f"The model has BatchNorm, and each of the {world_size} ranks normalises with its own part of the batch: "
             "trainer.sync_batchnorm=true uses the whole batch, as one process does."
         )
-    if micro_batches > 1:
-        warnings.append(
+    if layers and micro_batches > 1:
+        found.append(
             f"The model has BatchNorm, and the batch comes in {micro_batches} micro-batches: the statistics are those "
             "of a micro-batch, so the result differs from that of the whole batch at once."
         )
-    return warnings
+    return found

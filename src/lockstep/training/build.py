@@ -22,11 +22,12 @@ from lockstep.runs.errors import UserError
 from lockstep.runs.hooks import SaysWantedImages, StartsFromImages
 from lockstep.strategies.capabilities import capabilities
 from lockstep.strategies.recompute import recompute_activations
-from lockstep.strategies.sync_batchnorm import batch_norm_warnings, synchronise
+from lockstep.strategies.sync_batchnorm import check_batch_norm, synchronise
 from lockstep.training import image_report
 from lockstep.training.checks import DataFacts, check_same_data, validation_interval, whole_steps
 from lockstep.training.freeze import freeze
 from lockstep.training.local_root import on_this_node, said_by_address
+from lockstep.training.metrics import build_metrics
 from lockstep.training.parameter_groups import RULES, GroupRules
 from lockstep.training.rank import RankSession, device_of
 from lockstep.training.trainer import build_strategy, build_trainer
@@ -191,30 +192,6 @@ def build_loss(config: Config, facts: DataFacts) -> Any:
     return build(node, {"num_classes": classes, "class_counts": facts.get("class_counts") or [1] * classes})
 
 
-def build_metrics(config: Config, num_classes: int) -> dict[str, Any]:
-    """metrics=, by name, each tried on made-up logits: what gives no number would only fail after an epoch.
-
-    Raises:
-        UserError: it is no torchmetrics metric of logits and classes that gives one number.
-    """
-    built = {
-        name: build(node, {"num_classes": num_classes}) for name, node in (config.get("metrics") or {}).items() if node
-    }
-    logits, labels = torch.eye(num_classes), torch.arange(num_classes)
-    for name, metric in built.items():
-        try:
-            metric.update(logits, labels)
-            float(metric.compute())
-            metric.reset()
-        except Exception as error:  # whatever a class makes of what it was not made for
-            said = " ".join(str(error).split())[:200]
-            raise UserError(
-                f"metrics.{name} gives no number for logits (B, {num_classes}) and classes (B,) "
-                f"({type(error).__name__}: {said}): take a multiclass metric of torchmetrics with an average."
-            ) from error
-    return built
-
-
 def prepare_net(module: Any, plan: RunPlan) -> None:
     """For training: BatchNorm over several ranks (trainer.sync_batchnorm), activations that are computed again."""
     if plan.trainer["sync_batchnorm"] and plan.cluster.world_size > 1:
@@ -300,12 +277,14 @@ def build_run(plan: RunPlan, session: RankSession, *, trained_on: DataFacts | No
     if cluster.is_rank_zero:
         image_report.say(data, plan.choices.get("augmentation") if trainable else None)
         image_report.list_skipped(data, plan.folder)
-    if cluster.is_rank_zero and trainable:
-        for sentence in batch_norm_warnings(
-            module.net, world_size=cluster.world_size, synchronised=own["sync_batchnorm"],
-            micro_batches=plan.batch.accumulate * capabilities(strategy).micro_batches,
+    if trainable:
+        parts = plan.batch.accumulate * capabilities(strategy).micro_batches
+        for sentence in check_batch_norm(
+            module.net, images=plan.batch.global_size // (cluster.world_size * parts), world_size=cluster.world_size,
+            micro_batches=parts, synchronised=own["sync_batchnorm"],
         ):  # fmt: skip
-            log.info(sentence)
+            if cluster.is_rank_zero:
+                log.info(sentence)
     torch.manual_seed(config["seed"] + 7919 * cluster.rank)  # dropout differs between ranks
     known = _known(plan, facts, limit)
     recorder = RunRecorder(plan.folder.record)

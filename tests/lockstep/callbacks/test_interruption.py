@@ -164,6 +164,20 @@ def test_accumulated_micro_batches_are_no_step():
     interruption.on_train_batch_end(at_batch(3, accumulate=2), None)
 
 
+def test_a_terminal_that_goes_away_interrupts_a_run_and_nohup_keeps_it(tmp_path):
+    one = [*TWO, "trainer=cpu", "trainer.max_epochs=1"]
+    fault = partial(signal_at_step, 2, number=signal.SIGHUP)
+    stopped = run_door("train", *one, logs=tmp_path / "stopped", before=fault)
+    assert stopped.code == 75 and stopped.record["status"] == "interrupted", stopped.output
+    assert stopped.record["steps"] == 2 and len(list(stopped.folder.checkpoints.glob("last-*.ckpt"))) == 1
+    assert run_door("train", *one, logs=tmp_path / "nohup", before=partial(ignored, fault)).code == 0
+
+
+def ignored(fault):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    fault()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("hook", "at", "phase"),

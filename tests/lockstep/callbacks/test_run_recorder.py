@@ -13,6 +13,7 @@ from lockstep.storage.checkpoint_files import Sidecar
 def trainer_at(step, fn="fit"):
     return SimpleNamespace(
         is_global_zero=True, global_step=step, current_epoch=0, callback_metrics={}, callbacks=[], strategy=None,
+        sanity_checking=False,
         state=SimpleNamespace(fn=fn),
     )  # fmt: skip
 

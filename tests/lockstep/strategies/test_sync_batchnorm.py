@@ -7,7 +7,7 @@ from torch import nn
 
 from local_ranks import run_ranks
 from lockstep.runs.errors import UserError
-from lockstep.strategies.sync_batchnorm import SyncBatchNorm, SyncBatchNormAct, batch_norm_warnings, synchronise
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm, SyncBatchNormAct, check_batch_norm, synchronise
 
 PARTS = (5, 3)  # images of each rank: unequal on purpose
 
@@ -128,7 +128,7 @@ def test_a_layer_that_does_more_is_refused():
         def forward(self, input):
             return 2 * super().forward(input)
 
-    with pytest.raises(UserError, match="does not know what Scaled does beside normalising"):
+    with pytest.raises(UserError, match="cannot convert Scaled, which has a forward of its own"):
         synchronise(nn.Sequential(Scaled(2)), "cpu")
 
 
@@ -146,7 +146,26 @@ def test_a_layer_that_does_more_is_refused():
 def test_one_warning_for_each_way_in_which_batchnorm_depends_on_the_spread(
     net, world_size, micro_batches, synchronised, said
 ):
-    found = batch_norm_warnings(net, world_size=world_size, micro_batches=micro_batches, synchronised=synchronised)
+    batch = {"world_size": world_size, "micro_batches": micro_batches, "synchronised": synchronised}
+    found = check_batch_norm(net, images=8, **batch)
     assert len(found) == len(said)
     for sentence, words in zip(found, said, strict=True):
         assert words in sentence
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batches", "said"),
+    [
+        (1, 1, "data.global_batch_size=2 or more, or a net"),
+        (4, 1, "data.global_batch_size=8 or more, trainer.sync_batchnorm=true, or a net"),
+        (1, 8, "data.global_batch_size=16 or more, trainer.accumulate_grad_batches=1, or a net"),
+    ],
+)
+def test_one_image_at_a_time_is_refused_with_the_sizes_that_work(world_size, micro_batches, said):
+    batch = {"images": 1, "world_size": world_size, "micro_batches": micro_batches}
+    with pytest.raises(UserError, match=said):
+        check_batch_norm(nn.BatchNorm1d(1), **batch, synchronised=False)
+    assert check_batch_norm(nn.Linear(1, 1), **batch, synchronised=False) == []
+    assert check_batch_norm(nn.BatchNorm1d(1).eval(), **batch, synchronised=False) == []  # frozen
+    if world_size > 1:
+        assert check_batch_norm(nn.BatchNorm1d(1), **batch, synchronised=True) == []

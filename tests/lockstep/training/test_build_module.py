@@ -5,11 +5,14 @@ import re
 import pytest
 import torch
 import yaml
+from sklearn.metrics import average_precision_score, roc_auc_score
+from torchmetrics.classification import MulticlassAUROC, MulticlassAveragePrecision
 
 from lockstep.config.compose import CONFIGS
 from lockstep.config.schema import missing_option
 from lockstep.runs.errors import UserError
-from lockstep.training.build import build_metrics, pays_channels_last
+from lockstep.training.build import pays_channels_last
+from lockstep.training.metrics import averaged_here, build_metrics, values_of
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
 
@@ -28,3 +31,21 @@ def test_the_metric_that_an_unknown_name_is_answered_with_gives_a_number():
     (auroc,) = build_metrics({"metrics": {"auroc": yaml.safe_load(words)}}, 3).values()
     auroc.update(torch.eye(3)[[0, 1, 2, 0]], torch.tensor([0, 1, 2, 1]))
     assert float(auroc.compute()) == pytest.approx((5 / 6 + 3 / 4 + 1) / 3)
+
+
+@pytest.mark.parametrize("metric", [MulticlassAUROC, MulticlassAveragePrecision])
+def test_a_class_without_images_is_left_out_and_said(metric, capsys):
+    """sklearn's roc_auc_score of the four classes that are there gives the same."""
+    torch.manual_seed(0)
+    labels = torch.randint(0, 4, (200,))
+    logits = torch.randn(200, 5) + 2 * torch.nn.functional.one_hot(labels, 5)
+    metrics = averaged_here({metric.__name__: metric(num_classes=5)})
+    metrics[metric.__name__].update(logits, labels)
+    (value,) = values_of(metrics, torch.bincount(labels, minlength=5), "val").values()
+    shares = logits.softmax(1)
+    score = {MulticlassAUROC: roc_auc_score, MulticlassAveragePrecision: average_precision_score}[metric]
+    assert value == pytest.approx(sum(score(labels == c, shares[:, c]) for c in range(4)) / 4, abs=1e-6)
+    assert f"val/{metric.__name__} leaves out classes 4, which have no image." in capsys.readouterr().out
+    metrics[metric.__name__].reset()
+    metrics[metric.__name__].update(logits[labels == 1], labels[labels == 1])
+    assert values_of(metrics, torch.tensor([0, 9, 0, 0, 0]), "val") == {}

@@ -1,0 +1,77 @@
+"""torchmetrics of the user's own: built from the config, and computed without a score for classes that are absent."""
+
+import functools
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassAUROC, MulticlassAveragePrecision
+
+from lockstep.config.instantiate import build
+from lockstep.runs.config import Config
+from lockstep.runs.errors import UserError
+
+log = logging.getLogger(__name__)
+
+OVER_PRESENT_CLASSES = (MulticlassAUROC, MulticlassAveragePrecision)  # their macro average takes an absent class as 0
+
+
+def build_metrics(config: Config, num_classes: int) -> dict[str, Any]:
+    """Return metrics= by name, each tried on made-up logits: one that gives no number would only fail after an epoch.
+
+    Raises:
+        UserError: a class is no torchmetrics metric of logits and classes that gives one number.
+    """
+    built = {
+        name: build(node, {"num_classes": num_classes}) for name, node in (config.get("metrics") or {}).items() if node
+    }
+    logits, labels = torch.eye(num_classes), torch.arange(num_classes)
+    for name, metric in built.items():
+        try:
+            metric.update(logits, labels)
+            float(metric.compute())
+            metric.reset()
+        except Exception as error:  # whatever a class makes of what it was not made for
+            said = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"metrics.{name} gives no number for logits (B, {num_classes}) and classes (B,) "
+                f"({type(error).__name__}: {said}): take a multiclass metric of torchmetrics with an average."
+            ) from error
+    return built
+
+
+def averaged_here(metrics: Mapping[str, Metric]) -> nn.ModuleDict:
+    """Let metrics whose macro average would count absent classes give a value per class instead."""
+    for metric in metrics.values():
+        if isinstance(metric, OVER_PRESENT_CLASSES) and metric.average == "macro":
+            metric.average = "none"
+    return nn.ModuleDict(metrics)
+
+
+def values_of(metrics: nn.ModuleDict, images_of_class: Tensor, stage: str) -> dict[str, float]:
+    """Compute each metric, the mean over the classes that have images where it gives a value per class; a collective.
+
+    Args:
+        images_of_class: (classes,) images of all ranks together.
+    """
+    present = images_of_class > 0
+    absent = (~present).nonzero().flatten().tolist()
+    values = {}
+    for name, metric in metrics.items():
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*(No positive samples|No negative samples|was `nan`).*")
+            value = metric.compute()
+        if value.ndim and absent:
+            _log_once(f"{stage}/{name} leaves out classes {', '.join(map(str, absent))}, which have no image.")
+        if not value.ndim or present.sum() > 1:  # of one class alone there is no such score
+            values[f"{stage}/{name}"] = float(value[present].mean() if value.ndim else value)
+    return values
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    log.info(message)
