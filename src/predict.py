@@ -40,7 +40,7 @@ def image_files(folder: Path) -> list[Path]:
     Raises:
         UserError: there is no such folder, or no image in it.
     """
-    from lockstep.data.image_tree import SUFFIXES
+    from lockstep.data.decoding import SUFFIXES
 
     if not folder.is_dir():
         raise UserError(f"images={folder} is not a folder. Pass the folder that contains the images.")
@@ -58,7 +58,7 @@ def classify(model: Any, files: list[Path], top: int, batch: int) -> dict[Path, 
     import numpy as np
     import torch
 
-    from lockstep.data.image_tree import CorruptImage, decode
+    from lockstep.data.decoding import CorruptImage, decode
 
     def decoded(path: Path) -> np.ndarray | str:
         try:
@@ -109,7 +109,7 @@ def write_csv(path: Path, folder: Path, found: dict[Path, Answer | str]) -> None
 def write_contact_sheet(path: Path, answers: dict[Path, Answer]) -> None:
     from PIL import Image, ImageDraw
 
-    from lockstep.data.image_tree import open_image
+    from lockstep.data.decoding import open_image
 
     rows, columns = -(-len(answers) // SHEET_COLUMNS), min(SHEET_COLUMNS, len(answers))
     sheet = Image.new("RGB", (columns * (TILE + 8) + 8, rows * (TILE + 40) + 8), "white")

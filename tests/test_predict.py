@@ -18,7 +18,7 @@ def trained(tmp_path_factory):
     root = tmp_path_factory.mktemp("trained")
     done = run_door("train", "experiment=quickstart", "trainer.max_epochs=2", logs=root / "logs")
     assert done.code == 0, done.output
-    held = DigitsDataModule(name="digits", image_size=8).read(root)
+    held = DigitsDataModule(name="digits", image_size=8).read()
     (root / "images" / "part").mkdir(parents=True)
     for i in range(len(held.images) - held.num_test, len(held.images)):
         folder = root / "images" / ("part" if i % 2 else ".")

@@ -1,7 +1,6 @@
 """data.root=s3://…: the weights of a run whose images lie in a bucket are those of one whose images lie here."""
 
 import io
-import itertools
 import json
 import tarfile
 import time
@@ -15,8 +14,6 @@ from PIL import Image
 
 from expiring_keys import Keys
 from faulty_proxy import FaultyProxy
-from lockstep.data.tar_shards import index_of
-from lockstep.storage.local_copy import is_here
 from object_store import IDENTITIES, shared_store
 from runs import run_door, start_door
 
@@ -55,9 +52,6 @@ def sources(tmp_path_factory):
                     member.size = len(content)
                     archive.addfile(member, io.BytesIO(content))
         objects[f"shards/train-{shard}.tar"] = file.getvalue()
-        (folder / "shard.tar").write_bytes(file.getvalue())
-        words = [name.split("/")[1] for name in [*images][shard::2]]
-        objects[f"shards/train-{shard}.tar.index"] = index_of(folder / "shard.tar", words)
     server = shared_store()
     bucket, client = server.new_bucket(), server.client()
     for name, data in objects.items():
@@ -73,11 +67,8 @@ def sources(tmp_path_factory):
     [
         ("image_folder", "photographs", "cpu"),
         ("image_folder", "photographs", "ddp_sim data.path=loader"),
-        ("image_folder", "photographs", "ddp_sim data.path=loader data.cache_gib=0"),
         ("csv", "photographs/list.csv", "cpu data.path=loader data.num_workers=1"),
-        ("csv", "photographs/list.csv", "cpu data.path=loader data.num_workers=1 data.cache_gib=0"),
         ("webdataset", "shards", "cpu"),
-        ("webdataset", "shards", "cpu data.path=loader data.cache_gib=0"),
     ],
 )
 def test_weights_are_those_of_the_local_folder(group, place, trainer, sources, monkeypatch, tmp_path):
@@ -97,31 +88,6 @@ def test_weights_are_those_of_the_local_folder(group, place, trainer, sources, m
     expected, found = weights(local.folder), weights(done.folder)
     assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
     assert done.record["metrics"]["test/correct"] == local.record["metrics"]["test/correct"]
-    come = [path for path in tmp_path.glob("cache/bucket-*/files-*/**/*") if path.suffix in (".png", ".tar")]
-    assert come and all(is_here(path) != ("cache_gib=0" in trainer) for path in come), "copied, or never"
-
-
-@pytest.mark.slow
-def test_weights_are_those_of_the_local_folder_whatever_befalls_the_requests(sources, tmp_path):
-    """Nothing is copied; the store breaks off 30 % of the connections, is slow, busy and away in turn."""
-    server, uri, folder = sources
-    words = ("data=webdataset", *SMALL, "trainer=ddp_sim", "data.path=loader", "trainer.max_epochs=5",
-             "data.num_workers=1", f"data.cache_dir={tmp_path}/cache")  # fmt: skip
-    local = run_door("train", *words, f"data.root={folder}/shards", logs=tmp_path / "local")
-    assert local.code == 0, local.output
-    with FaultyProxy(urlsplit(server.endpoint_url).port) as proxy:
-        bucket = (f"data.root={uri}/shards", "data.cache_gib=0", f"s3.endpoint_url={proxy.endpoint_url}")
-        started = start_door("train", *words, *bucket, logs=tmp_path / "logs", environment=server.environment())
-        started.wait_for(lambda: any(tmp_path.glob("logs/train/runs/*/checkpoints/*.ckpt")))
-        modes = itertools.cycle((("lossy", 2), ("503", 1), ("away", 1), ("pass", 0.5)))
-        while started.process.is_alive():
-            mode, seconds = next(modes)
-            proxy.be(mode)
-            time.sleep(seconds)
-        done = started.done()
-    assert done.code == 0, done.output
-    expected, found = weights(local.folder), weights(done.folder)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ class ThreeAugment(ResizedCrop):
         if self.scale is not None:
             return super().crop(framing)
         resize = v2.Resize(framing.image_size, framing.interpolation_mode)
-        return [resize, v2.RandomCrop(framing.image_size, PADDING, padding_mode="reflect")]
+        return [framing.trimmed, resize, v2.RandomCrop(framing.image_size, PADDING, padding_mode="reflect")]
 
     def policy(self, framing: Framing) -> list[Operation]:
         """

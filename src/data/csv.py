@@ -1,38 +1,45 @@
-"""Images that a table lists: a line for each, with its file, its class and perhaps its split."""
+"""Images that a table lists: one line for each, with its file, its class and perhaps its split."""
 
+import codecs
 import csv
+import os
+import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from lockstep.data.image_list import SPLIT_OF, ImageList, sorted_out
 from lockstep.data.listed_datamodule import ListedDataModule
-from lockstep.data.places import Places, stats_of
-from lockstep.data.root import on_this_disk, what_reads
+from lockstep.data.listing import (
+    SPLIT_OF,
+    SPLITS,
+    TRAIN,
+    ImageList,
+    group_of,
+    local_root,
+    make_list,
+    suggestion,
+)
 from lockstep.runs.errors import UserError
 
-
-@dataclass(frozen=True)
-class Line:
-    number: int  # in the file, from 1
-    path: str  # relative to the folder of images, or absolute
-    label: str
-    split: int  # 0 train, 1 val, 2 test
+DELIMITERS = ",;\t|"
+ALIASES = {  # tried where the table has no column of the option's name
+    "path": ("file", "filename", "file_name", "filepath", "image", "image_path", "img"),
+    "label": ("class", "class_name", "target", "category"),
+    "split": ("set", "subset", "partition", "fold"),
+}  # fmt: skip
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 class CSVDataModule(ListedDataModule):
-    """Trains on the lines whose split is train; without such a column test images are drawn, as of a folder of classes.
+    """Columns may be separated by commas, semicolons, tabs or bars; names of columns may be in any case.
 
     Args:
-        root: the CSV file, with a line of column names.
-        images: the folder that paths are relative to; None: the file's own.
-        path_column: names the column of the image files.
-        label_column: of the classes' names.
-        split_column: of train, val or test; a file may do without it.
-        options: as of ListedDataModule.
+        root: the CSV file, whose first line names the columns.
+        images: the folder that paths are relative to; None: the folder of the file.
+        path_column: name of the column of image files.
+        label_column: name of the column of classes.
+        split_column: name of the column of train, val or test; a file may do without it.
+        options: as of ListedDataModule; `group` may name a column.
     """
 
     def __init__(
@@ -46,69 +53,97 @@ class CSVDataModule(ListedDataModule):
         name: str = "csv",
         **options: Any,
     ) -> None:
-        if not root:
-            raise UserError("data=csv needs data.root=FILE.csv, with the columns path and label.")
-        self._table, self._columns = on_this_disk(root), (path_column, label_column, split_column)
-        if self._table.is_dir():
-            raise UserError(f"data.root={root} is a folder, and data=csv reads a file.{what_reads(self._table, 'csv')}")
-        super().__init__(root=on_this_disk(images or self._table.parent), name=name, **options)
-
-    def listed_from(self) -> list[Any]:
-        return [str(self._table.absolute()), *self._columns]
+        super().__init__(name=name, **options)
+        self._table = local_root(root, "csv", "FILE.csv, with the columns path and label")
+        self._folder = local_root(images or self._table.parent, "csv", "FILE.csv")
+        self._columns = {"path": path_column, "label": label_column, "split": split_column}
 
     def list_images(self) -> ImageList:
-        lines = list(self._lines())
-        names, labels, counts, order = sorted_out(
-            [line.label for line in lines],
-            np.array([line.split for line in lines], np.int64),
-            lambda i: f"{self._table}, line {lines[i].number}",
-            self._table,
-            needs_training=self.stage != "test",
-        )
-        lines = [lines[i] for i in order]
-        try:
-            stats = stats_of(self._root, [line.path for line in lines])
-        except OSError as error:
-            [line, *_] = [line for line in lines if str(self._root / line.path) == str(error.filename)]
-            raise UserError(
-                f"{self._table}, line {line.number}: there is no file {error.filename} ({error.strerror})."
-            ) from None
-        places = Places.of_files(self._root, [line.path for line in lines], stats)
-        return ImageList(names, labels, counts, places, [self._table])
+        lines: dict[str, tuple[int, str, str, str | None]] = {}  # by path: line, label, split, group
+        left_out: dict[str, list[str]] = {}
+        for number, path, label, split, group in self._lines():
+            if path not in lines:
+                lines[path] = (number, label, split or "", group)
+                continue
+            first, *before = lines[path]
+            for what, old, new in zip(("split", "label"), (before[1], before[0]), (split or "", label)):
+                if old != new:
+                    raise UserError(
+                        f"{self._table}, lines {first} and {number}: {path} has the {what}s {old} and {new}: give one."
+                    )
+            left_out.setdefault("repeated lines", []).append(f"line {number}: {path}")
+        stats = [self._stat(path, number) for path, (number, *_) in lines.items()]
+        rows = list(lines.values())
+        groups = [group or group_of(self.group, path) for path, (*_, group) in lines.items()] if self.group else None
+        return make_list(
+            self._folder, list(lines), [label for _, label, _, _ in rows],
+            [SPLIT_OF[split] if split else TRAIN for _, _, split, _ in rows],
+            [each.st_size for each in stats], [each.st_mtime_ns for each in stats],
+            groups=groups, left_out=left_out,
+        )  # fmt: skip
 
-    def _lines(self) -> Iterator[Line]:
+    def _stat(self, path: str, number: int) -> os.stat_result:
+        full = self._folder / path
         try:
-            with self._table.open(newline="", encoding="utf-8-sig") as file:
-                rows = csv.reader(file, strict=True)
-                header = next(rows, [])
-                places = self._places(header)
-                for row in rows:
-                    if row:
-                        yield self._line(row, rows.line_num, places, len(header))
+            found = os.stat(full)
         except OSError as error:
-            raise UserError(f"data.root={self._table} cannot be read ({error.strerror}).") from None
+            raise UserError(f"{self._table}, line {number}: {full} cannot be read ({error.strerror}).") from None
+        if not stat.S_ISREG(found.st_mode):
+            raise UserError(f"{self._table}, line {number}: {full} is no regular file.")
+        return found
+
+    def _lines(self) -> Iterator[tuple[int, str, str, str | None, str | None]]:
+        """Line number, path, label, split and group of each image."""
+        try:
+            data = self._table.read_bytes()
+            text = data.decode("utf-16" if data.startswith(UTF_16) else "utf-8-sig")
+            header, _, _ = text.partition("\n")
+            rows = csv.reader(text.splitlines(keepends=True), delimiter=max(DELIMITERS, key=header.count), strict=True)
+            names = [name.strip() for name in next(rows, [])]
+            at = {what: self._position(what, names) for what in self._columns}
+            of_group = _find(names, self.group) if self.group else None
+            for row in rows:
+                if any(cell.strip() for cell in row):
+                    yield (rows.line_num, *self._parsed(row, rows.line_num, len(names), at, of_group))
+        except OSError as error:
+            hint = suggestion(self._table, "csv")
+            raise UserError(f"data.root={self._table} cannot be read ({error.strerror}).{hint}") from None
         except (csv.Error, UnicodeDecodeError) as error:
-            hint = what_reads(self._table, "csv")
-            raise UserError(f"data.root={self._table} is no CSV file in UTF-8 ({error}).{hint}") from None
+            hint = suggestion(self._table, "csv")
+            raise UserError(f"data.root={self._table} is no CSV file in UTF-8 or UTF-16 ({error}).{hint}") from None
 
-    def _places(self, header: list[str]) -> tuple[int, int, int | None]:
-        for option, column in zip(("path_column", "label_column"), self._columns, strict=False):
-            if column not in header:
-                raise UserError(
-                    f"{self._table} has no column {column}: it has {', '.join(header[:20]) or 'none'}; "
-                    f"say data.{option}=."
-                )
-        path, label, split = self._columns
-        return header.index(path), header.index(label), header.index(split) if split in header else None
+    def _position(self, what: str, names: list[str]) -> int | None:
+        wanted = self._columns[what]
+        for name in (wanted, *(ALIASES[what] if wanted == what else ())):
+            if (place := _find(names, name)) is not None:
+                return place
+        if what == "split":
+            return None
+        raise UserError(
+            f"{self._table} has no column {wanted}: it has {', '.join(names[:20]) or 'none'}; give data.{what}_column=."
+        )
 
-    def _line(self, row: list[str], number: int, places: tuple[int, int, int | None], width: int) -> Line:
-        at = f"{self._table}, line {number}"
+    def _parsed(
+        self, row: list[str], number: int, width: int, at: dict[str, int | None], of_group: int | None
+    ) -> tuple[str, str, str | None, str | None]:
+        where = f"{self._table}, line {number}"
         if len(row) != width:
-            raise UserError(f"{at}: {len(row)} values for {width} columns.")
-        path, label = row[places[0]], row[places[1]]
+            raise UserError(f"{where}: {len(row)} values for {width} columns.")
+        path, label, split = (row[place].strip() if place is not None else "" for place in at.values())
         if not label or not path:
-            raise UserError(f"{at}: a path and a label are needed.")
-        said = row[places[2]].strip().lower() if places[2] is not None else "train"
-        if said not in SPLIT_OF:
-            raise UserError(f"{at}: {self._columns[2]} is {said or 'empty'}: it is one of train, val and test.")
-        return Line(number, path, label, SPLIT_OF[said])
+            raise UserError(f"{where}: a path and a label are needed.")
+        if at["split"] is not None and split.lower() not in SPLIT_OF:
+            raise UserError(f"{where}: the split is {split or 'empty'}: give one of {', '.join(SPLITS)}.")
+        if "\\" in path and not (self._folder / path).exists():  # written on Windows
+            path = path.replace("\\", "/")
+        group = row[of_group].strip() if of_group is not None else None
+        return path, label, SPLITS[SPLIT_OF[split.lower()]] if split else None, group
+
+
+def _find(names: list[str], wanted: str) -> int | None:
+    """The column of this name; where there is none, of this name in another case."""
+    for key in (str, str.lower):
+        found = [key(name) for name in names]
+        if key(wanted) in found:
+            return found.index(key(wanted))
+    return None

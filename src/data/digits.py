@@ -1,6 +1,5 @@
 """scikit-learn's handwritten digits: 1,797 real images of 8×8 pixels inside the package, so no download."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,11 +25,10 @@ class DigitsDataModule(ImageDataModule):
     def identity(self) -> str:
         return "sklearn digits"
 
-    def read(self, scratch: Path) -> ImageSet:
+    def read(self) -> ImageSet:
         from sklearn.datasets import load_digits
 
         digits = load_digits()
         order = np.random.default_rng(0).permutation(len(digits.target))
         images = np.round(digits.images * (255 / 16)).astype(np.uint8)[order, :, :, None]
-        names = [str(name) for name in digits.target_names]
-        return ImageSet(images, digits.target[order], names, num_fit=len(images) - NUM_TEST, num_test=NUM_TEST)
+        return ImageSet(images, digits.target[order], [str(name) for name in digits.target_names], num_test=NUM_TEST)

@@ -1,6 +1,5 @@
 """Images that a model can learn and nobody has to download: a smooth pattern per class, shifted, plus noise."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,7 +57,7 @@ class SyntheticDataModule(ImageDataModule):
     def identity(self) -> list[Any]:
         return [*self._counts, self._requested_classes, self.channels, self._stored_size, self._noise]
 
-    def read(self, scratch: Path) -> ImageSet:
+    def read(self) -> ImageSet:
         generator = np.random.default_rng(0)
         patterns = self._patterns(generator)
         n, size = sum(self._counts), self._stored_size
@@ -70,7 +69,7 @@ class SyntheticDataModule(ImageDataModule):
             values = 128 + 32 * (patterns[some] + self._noise * noise)
             images[start : start + 256] = values.clip(0, 255)
         names = [f"pattern {c}" for c in range(self._requested_classes)]
-        return ImageSet(images, labels, names, num_fit=self._counts[0], num_test=self._counts[1])
+        return ImageSet(images, labels, names, num_test=self._counts[1])
 
     def _patterns(self, generator: np.random.Generator) -> np.ndarray:
         """(classes, size, size, channels) float32 of unit variance: sums of a few waves, symmetric left to right."""

@@ -1,4 +1,4 @@
-"""Images listed in a table: its splits, its classes, and each kind of bad line by its number."""
+"""Tables of images: spellings of columns, classes and paths; lines that are no images are named."""
 
 import csv
 
@@ -6,135 +6,146 @@ import pytest
 from PIL import Image
 
 from data.csv import CSVDataModule
-from data.image_folder import ImageFolderDataModule
 from lockstep.runs.errors import UserError
 from runs import run_door
 
-COLOURS = {"red": (200, 0, 0), "green": (0, 200, 0), "blue": (0, 0, 200)}
+HEADER = ["path", "label", "split"]
 
 
-def table(folder, splits=("train", "train", "train", "val", "test"), times=4, header=("path", "label", "split")):
-    """`times` images of each class for each of `splits`; returns the CSV file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for i in range(times):
-        for label, colour in COLOURS.items():
-            for place, split in enumerate(splits):
-                name = f"pictures/{label}-{i}-{place}.png"
-                (folder / "pictures").mkdir(exist_ok=True)
-                Image.new("RGB", (12, 12), tuple(c + i for c in colour)).save(folder / name)
-                rows.append((name, label, split)[: len(header)])
-    with (folder / "list.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([header, *rows])
-    return folder / "list.csv"
+@pytest.fixture
+def pictures(tmp_path):
+    """Twelve images of each of two colours, in a folder without an order."""
+    (tmp_path / "pictures").mkdir()
+    for i in range(24):
+        Image.new("RGB", (9, 6), (200 * (i % 2), 40, i)).save(tmp_path / "pictures" / f"{i:02d}.png")
+    return tmp_path / "pictures"
+
+
+def rows(split=lambda i: "test" if i >= 20 else "val" if i >= 16 else "train", label=lambda i: ["blue", "red"][i % 2]):
+    return [[f"{i:02d}.png", label(i), split(i)] for i in range(24)]
+
+
+def table(path, rows, header=HEADER, **dialect):
+    with path.open("w", newline="") as file:
+        csv.writer(file, **dialect).writerows([header, *rows])
+    return path
 
 
 def module(root, tmp_path, **options):
-    options = {"image_size": 12, "global_batch_size": 6, "num_workers": 0, "test_fraction": 0.25, **options}
+    options = {"image_size": 8, "global_batch_size": 4, "num_workers": 0, "path": "loader", **options}
     return CSVDataModule(root=root, cache_dir=tmp_path / "cache", **options)
 
 
 def facts(dm):
     dm.prepare()
-    return dm.num_train, dm.num_val, dm.num_test
+    return dm.num_train, dm.num_val, dm.num_test, dm.class_names
 
 
-def test_its_splits_and_classes(tmp_path):
-    dm = module(table(tmp_path), tmp_path)
-    assert facts(dm) == (36, 12, 12) and dm.class_names == ["blue", "green", "red"]
+USUAL = (16, 4, 4, ["blue", "red"])
+
+
+def test_splits_and_classes_are_those_of_the_table(pictures, tmp_path):
+    dm = module(table(pictures / "list.csv", rows()), tmp_path)
+    assert facts(dm) == USUAL
     dm.place()
-    for batch in dm.test_dataloader():
-        images, labels = dm.on_after_batch_transfer(batch, 0)[:2]
-        brightest = images.mean((2, 3)).argmax(1).tolist()  # red, green, blue
-        assert [("red", "green", "blue")[c] for c in brightest] == [dm.class_names[label] for label in labels]
+    images, labels = dm.on_after_batch_transfer(next(iter(dm.test_dataloader())), 0)
+    assert labels.tolist() == [0, 1, 0, 1] and (images[labels == 1][:, 0] > images[labels == 0][:, 0]).all()
 
 
-def test_without_a_split_column_test_images_are_drawn(tmp_path):
-    dm = module(table(tmp_path, header=("path", "label")), tmp_path)
-    assert facts(dm)[2] == 15 and sum(facts(dm)) == 60
+def test_without_a_split_column_test_images_are_drawn(pictures, tmp_path):
+    root = table(tmp_path / "list.csv", [row[:2] for row in rows()], HEADER[:2])
+    assert facts(module(root, tmp_path, images=pictures, test_fraction=0.25)) == (16, 2, 6, ["blue", "red"])
 
 
-def test_other_columns_and_another_folder(tmp_path):
-    made = table(tmp_path / "a", header=("file", "kind", "part"))
-    moved = tmp_path / "elsewhere.csv"
-    made.rename(moved)
-    own = {"path_column": "file", "label_column": "kind", "split_column": "part", "images": tmp_path / "a"}
-    assert facts(module(moved, tmp_path, **own)) == (36, 12, 12)
+@pytest.mark.parametrize(
+    "header", [["Path", "Label", "Split"], ["filename", "class", "set"], [" path", "label ", "SET"]]
+)
+def test_columns_by_other_names(header, pictures, tmp_path):
+    assert facts(module(table(pictures / "list.csv", rows(), header), tmp_path)) == USUAL
 
 
-def test_paths_may_be_absolute(tmp_path):
-    made = table(tmp_path)
-    text = made.read_text().replace("pictures/", f"{tmp_path}/pictures/")
-    elsewhere = tmp_path / "other" / "list.csv"
-    elsewhere.parent.mkdir()
-    elsewhere.write_text(text)
-    for path in ("array", "loader"):
-        assert facts(module(elsewhere, tmp_path, path=path)) == (36, 12, 12)
+@pytest.mark.parametrize("spelling", ["Valid", "validation", "dev", "VAL"])
+def test_splits_by_other_names(spelling, pictures, tmp_path):
+    def split(i):
+        return "Test " if i >= 20 else spelling if i >= 16 else "Training"
+
+    assert facts(module(table(pictures / "list.csv", rows(split)), tmp_path)) == USUAL
 
 
-def test_the_same_pixels_as_of_a_folder(tmp_path):
-    made = table(tmp_path, splits=("train", "test"))
-    for line in made.read_text().splitlines()[1:]:
-        name, label, split = line.split(",")
-        place = tmp_path / "tree" / split / label
-        place.mkdir(parents=True, exist_ok=True)
-        (place / name.split("/")[1]).write_bytes((tmp_path / name).read_bytes())
-    options = {"image_size": 12, "global_batch_size": 6, "num_workers": 0, "cache_dir": tmp_path / "cache"}
-    seen = []
-    for dm in (CSVDataModule(root=made, **options), ImageFolderDataModule(root=tmp_path / "tree", **options)):
-        dm.prepare()
-        dm.place()
-        found = [dm.on_after_batch_transfer(batch, 0) for batch in dm.test_dataloader()]
-        seen.append(sorted((int(y), x.tobytes()) for xs, ys in found for x, y in zip(xs.numpy(), ys, strict=True)))
-    assert seen[0] == seen[1] and len(seen[0]) == 12
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_other_delimiters_and_line_ends(delimiter, pictures, tmp_path):
+    for end in ("\n", "\r\n"):
+        root = table(pictures / "list.csv", rows(), delimiter=delimiter, lineterminator=end)
+        assert facts(module(root, tmp_path)) == USUAL
 
 
-def spoiled(made, line, words):
-    lines = made.read_text().splitlines()
-    lines[line - 1] = words
-    made.write_text("\n".join(lines) + "\n")
-    return made
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le with a mark"])
+def test_other_encodings(encoding, pictures, tmp_path):
+    root = table(pictures / "list.csv", rows(label=lambda i: ["blau", "rötlich"][i % 2]))
+    text = root.read_text()
+    root.write_bytes(("\ufeff" + text).encode("utf-16-le") if "mark" in encoding else text.encode(encoding))
+    assert facts(module(root, tmp_path)) == (16, 4, 4, ["blau", "rötlich"])
+
+
+def test_spellings_of_one_class_and_of_a_path(pictures, tmp_path):
+    blanks = table(
+        pictures / "a.csv", rows(label=lambda i: ["blue", "red "][i % 2] if i < 9 else [" blue", "red"][i % 2])
+    )
+    assert facts(module(blanks, tmp_path)) == USUAL
+    numbers = table(pictures / "b.csv", rows(label=lambda i: ["1", "10.0"][i % 2] if i < 9 else ["1.0", "10"][i % 2]))
+    assert facts(module(numbers, tmp_path))[3] == ["1", "10"]
+    windows = table(tmp_path / "c.csv", [[f"pictures\\{row[0]}", *row[1:]] for row in rows()])
+    assert facts(module(windows, tmp_path)) == USUAL
+
+
+def test_the_same_path_twice(pictures, tmp_path):
+    dm = module(table(pictures / "a.csv", [*rows(), *rows()[:3]]), tmp_path)
+    assert facts(dm) == USUAL and len(dm.left_out["repeated lines"]) == 3
+    with pytest.raises(UserError, match="lines 2 and 26: 00.png has the splits train and test: give one"):
+        module(table(pictures / "b.csv", [*rows(), ["00.png", "blue", "test"]]), tmp_path).prepare()
+    with pytest.raises(UserError, match="lines 2 and 26: 00.png has the labels blue and red: give one"):
+        module(table(pictures / "c.csv", [*rows(), ["00.png", "red", "train"]]), tmp_path).prepare()
+
+
+def test_a_table_without_test_images_tests_on_val(pictures, tmp_path):
+    dm = module(table(pictures / "list.csv", rows(lambda i: "val" if i >= 16 else "train")), tmp_path)
+    assert facts(dm) == (16, 8, 8, ["blue", "red"])
+
+
+def test_a_column_names_the_groups(pictures, tmp_path):
+    patients = [[*row[:2], f"p{i // 3}"] for i, row in enumerate(rows())]
+    root = table(pictures / "list.csv", patients, ["path", "label", "patient_id"])
+    dm = module(root, tmp_path, group="patient_id", test_fraction=0.25)
+    dm.prepare()
+    patient_of = {row[0]: row[2] for row in patients}
+    groups = [{patient_of[dm.image_name(i)] for i in getattr(dm.splits, split)} for split in ("train", "val", "test")]
+    assert sum(map(len, groups)) == 8 == len(set.union(*groups)) and dm.num_test == 6
 
 
 BAD = {
-    "pictures/none.png,red,train": r"line 5: there is no file .*none\.png",
-    "pictures/red-0-0.png,red": "line 5: 2 values for 3 columns",
-    "pictures/red-0-0.png,,train": "line 5: a path and a label are needed",
-    "pictures/red-0-0.png,red,holdout": "line 5: split is holdout: it is one of train, val and test",
-    "pictures/red-0-0.png,mauve,test": "line 5: the class mauve has no image to train on; those that have: blue, green",
-    '"pictures/red-0-0.png,red,train': "no CSV file in UTF-8",
+    "has no column path: it has name, label; give data.path_column=": "name,label\n00.png,red\n",
+    "has no column label: it has path; give data.label_column=": "path\n00.png\n",
+    "line 3: 2 values for 3 columns": "path,label,split\n00.png,red,train\n01.png,red\n",
+    "line 3: the split is extra: give one of train, val": "path,label,split\n00.png,red,train\n01.png,red,extra\n",
+    "line 2: a path and a label are needed": "path,label\n00.png,\n",
+    "line 2: .*nowhere.png cannot be read": "path,label\nnowhere.png,red\n",
+    "has no images": "path,label\n",
+    "the class red has no image to train on": "path,label,split\n00.png,blue,train\n03.png,red,test\n",
+    "is no CSV file in UTF-8 or UTF-16": "path,label\n00.png,\udce4\n",
 }
 
 
-@pytest.mark.parametrize("words", BAD)
-def test_a_bad_line_is_named(words, tmp_path):
-    with pytest.raises(UserError, match=BAD[words]):
-        module(spoiled(table(tmp_path), 5, words), tmp_path).prepare()
-
-
-def test_a_bad_table_is_refused(tmp_path):
-    with pytest.raises(UserError, match="has no column label: it has path, kind, split; say data.label_column="):
-        module(table(tmp_path, header=("path", "kind", "split")), tmp_path).prepare()
-    with pytest.raises(UserError, match="lists no image to train on"):
-        module(table(tmp_path, splits=("test",)), tmp_path).prepare()
-    with pytest.raises(UserError, match="none to test on"):
-        module(table(tmp_path, splits=("train", "val")), tmp_path).prepare()
-    with pytest.raises(UserError, match="cannot be read"):
-        module(tmp_path / "nowhere.csv", tmp_path).prepare()
-    with pytest.raises(UserError, match="is a folder, and data=csv reads a file"):
-        module(tmp_path, tmp_path)
+@pytest.mark.parametrize("said", BAD)
+def test_a_line_that_is_no_image_is_named(said, pictures, tmp_path):
+    (pictures / "list.csv").write_text(BAD[said], errors="surrogateescape")
+    with pytest.raises(UserError, match=said):
+        module(pictures / "list.csv", tmp_path, global_batch_size=1, val_fraction=0).prepare()
 
 
 @pytest.mark.slow
-def test_a_run_trains_on_it_and_a_missing_file_ends_it_before_the_first_step(tmp_path):
-    made = table(tmp_path)
-    words = ["data=csv", f"data.root={made}", "data.image_size=12", "data.global_batch_size=6", "model=small_cnn",
-             "trainer=cpu", "trainer.max_epochs=6", "data.flip=false", "run_id=r"]  # fmt: skip
+def test_a_run_trains_on_it(pictures, tmp_path):
+    root = table(pictures / "list.csv", rows())
+    words = ["data=csv", f"data.root={root}", "data.image_size=8", "data.global_batch_size=4", "model=small_cnn",
+             "trainer=cpu", "trainer.max_epochs=8", "data.flip=false", "run_id=r"]  # fmt: skip
     done = run_door("train", *words, logs=tmp_path / "logs")
     assert done.code == 0 and done.record["metrics"]["test/acc"] == 1.0, done.output
-    again = run_door("eval", "ckpt_path=r", logs=tmp_path / "logs")
-    assert again.code == 0, again.output
-    refused = run_door(
-        "train", *words[:-1], "run_id=s", f"data.root={spoiled(made, 2, 'x.png,red,train')}", logs=tmp_path
-    )
-    assert refused.code == 2 and "line 2: there is no file" in refused.output

@@ -1,9 +1,6 @@
-"""Folders of images: parts, damage, and streaming that equals the array."""
+"""Folders of images: splits, what is left out, groups, damage, and identical images."""
 
-import struct
-import tracemalloc
-import zlib
-from multiprocessing import active_children
+import os
 
 import numpy as np
 import pytest
@@ -11,13 +8,13 @@ import torch
 from PIL import Image
 
 from data.image_folder import ImageFolderDataModule
-from lockstep.data import image_tree
 from lockstep.data.augmentation import CropFlip
+from lockstep.data.decoding import decode
 from lockstep.data.framing import Framing
-from lockstep.data.image_tree import CorruptImage, decode, natural_key, open_image
 from lockstep.runs.errors import UserError
 
 RNG = np.random.default_rng(0)
+SQUARE = Framing(24, 24)
 
 
 def write(folder, counts, size=None):
@@ -28,21 +25,25 @@ def write(folder, counts, size=None):
             shape = size or tuple(RNG.integers(20, 60, 2))
             image = Image.fromarray(RNG.integers(0, 256, (*shape, 3), dtype=np.uint8))
             image.save(folder / name / f"{i}.{'jpg' if i % 2 else 'png'}")
+    return folder
 
 
-SQUARE = Framing(24, 24)
-GREY = Framing(24, 24, channels=1)
+def module(tmp_path, root, stage="fit", **options):
+    options = {"image_size": 24, "global_batch_size": 4, "eval_batch_size": 5, "num_workers": 2, **options}
+    dm = ImageFolderDataModule(root=root, cache_dir=tmp_path / "cache", **options)
+    dm.stage = stage
+    return dm
 
 
-def module(tmp_path, root, **options):
-    options = {"image_size": 24, "global_batch_size": 8, "eval_batch_size": 5, "num_workers": 2, **options}
-    return ImageFolderDataModule(root=root, cache_dir=tmp_path / "cache", **options)
+def prepared(tmp_path, root, **options):
+    dm = module(tmp_path, root, **options)
+    dm.prepare()
+    return dm
 
 
 @pytest.fixture
 def root(tmp_path):
-    write(tmp_path / "images", {"cat": 30, "dog": 25})
-    return tmp_path / "images"
+    return write(tmp_path / "images", {"cat": 30, "dog": 25})
 
 
 def facts(dm):
@@ -50,52 +51,23 @@ def facts(dm):
     return dm.num_train, dm.num_val, dm.num_test
 
 
-def cached_arrays(tmp_path):
-    return [path for path in (tmp_path / "cache").iterdir() if path.is_dir() and "-list-" not in path.name]
-
-
-def files_of(dm):
-    return [dm._root / name for name in dm._images.places.relative_names()]
-
-
 def batches(dm, loader):
     return [dm.on_after_batch_transfer(batch, 0) for batch in loader]
 
 
-def test_classes_alone_are_split_alike_under_every_seed(tmp_path, root):
-    dm = module(tmp_path, root, test_fraction=0.2)
-    assert facts(dm) == (40, 4, 11) and dm.class_names == ["cat", "dog"]
-    assert dm.data_hash == hash_of(tmp_path, root, seed=1, test_fraction=0.2)
-    assert dm.data_hash != hash_of(tmp_path, root, test_fraction=0.3)
+def names(dm, split):
+    return [dm.image_name(i) for i in getattr(dm.splits, split)]
 
 
-def test_all_seeds_draw_their_test_images_out_of_one_cache(tmp_path, root):
-    drawn = []
-    for seed in (0, 1):
-        dm = module(tmp_path, root, test_fraction=0.2, seed=seed)
-        dm.prepare()
-        parts = [dm._train_index, dm._val_index, dm._test_index]
-        assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(55)), "each image in one part"
-        drawn.append(dm._test_index)
-    assert np.array_equal(drawn[0], drawn[1]), "no seed trains on what another tests"
-    assert len(cached_arrays(tmp_path)) == 1
-
-
-def test_a_class_that_only_the_test_would_have_is_named(tmp_path, root):
-    write(root, {"owl": 1})
-    said = set()
-    for percent in range(5, 75, 5):
-        try:
-            module(tmp_path, root, test_fraction=percent / 100).prepare()
-        except UserError as error:
-            said.add(str(error))
-    assert len(said) == 1 and "the class owl has no training image" in said.pop()
-
-
-def hash_of(tmp_path, root, **options):
-    dm = module(tmp_path, root, **options)
-    dm.prepare()
-    return dm.data_hash
+def test_classes_alone_are_split_per_class_and_test_alike_under_every_seed(tmp_path, root):
+    first, other = (prepared(tmp_path, root, test_fraction=0.2, seed=seed) for seed in (0, 1))
+    assert (first.num_train, first.num_val, first.num_test) == (40, 4, 11) and first.class_names == ["cat", "dog"]
+    assert first.counts_per_split == {"train": [22, 18], "val": [2, 2], "test": [6, 5]}
+    assert sorted(names(first, "train") + names(first, "val") + names(first, "test")) == sorted(
+        f"{path.parent.name}/{path.name}" for path in root.glob("*/*")
+    )
+    assert names(first, "test") == names(other, "test") and names(first, "val") != names(other, "val")
+    assert first.data_hash == other.data_hash != prepared(tmp_path, root, test_fraction=0.3).data_hash
 
 
 def test_given_parts_stay_as_they_are(tmp_path):
@@ -103,43 +75,159 @@ def test_given_parts_stay_as_they_are(tmp_path):
     write(tmp_path / "set" / "test", {"a": 3, "b": 4})
     assert facts(module(tmp_path, tmp_path / "set", num_val=5)) == (16, 5, 7)
     write(tmp_path / "set" / "val", {"a": 2, "b": 1})
-    assert facts(module(tmp_path, tmp_path / "set", num_val=0))[1] == 0  # the folder rests
-    dm = module(tmp_path, tmp_path / "set", num_val=5)
-    assert facts(dm) == (21, 3, 7)
-    assert dm._labels[dm._val_index].tolist() == [0, 0, 1] and dm._labels[dm._test_index].tolist() == [0] * 3 + [1] * 4
+    assert facts(module(tmp_path, tmp_path / "set", num_val=0))[1] == 0  # val/ is not used
+    dm = prepared(tmp_path, tmp_path / "set", num_val=5)
+    assert (dm.num_train, dm.num_val, dm.num_test) == (21, 3, 7)
+    assert dm.counts_per_split == {"train": [12, 9], "val": [2, 1], "test": [3, 4]}
+
+
+@pytest.mark.parametrize("val", ["val", "valid", "validation", "dev", "Valid"])
+def test_splits_by_any_of_their_names(tmp_path, val):
+    for part, count in (("Train", 6), (val, 2), ("TEST", 3)):
+        write(tmp_path / "set" / part, {"a": count, "b": count})
+    dm = prepared(tmp_path, tmp_path / "set")
+    assert (dm.num_train, dm.num_val, dm.num_test, dm.class_names) == (12, 4, 6, ["a", "b"])
+
+
+def test_a_folder_beside_train_that_is_no_split_is_named(tmp_path):
+    write(tmp_path / "set" / "train", {"a": 6, "b": 6})
+    write(tmp_path / "set" / "extra", {"a": 2})
+    (tmp_path / "set" / "test").mkdir()
+    Image.new("RGB", (9, 9)).save(tmp_path / "set" / "test" / "unlabelled.png")
+    dm = prepared(tmp_path, tmp_path / "set", test_fraction=0.2)
+    assert sorted(dm.left_out["folders that are no split"]) == ["extra", "test"]
+    assert any("extra is left out: no split is named so" in note for note in dm.notes)
+    assert any("test is left out: it holds no class folders" in note for note in dm.notes)
+    assert dm.num_test == 2
+
+
+def test_imagenets_layout_tests_on_val(tmp_path):
+    write(tmp_path / "set" / "train", {"a": 6, "b": 6})
+    write(tmp_path / "set" / "val", {"a": 2, "b": 3})
+    dm = prepared(tmp_path, tmp_path / "set")
+    assert (dm.num_train, dm.num_val, dm.num_test) == (12, 5, 5)
+    assert dm.notes == ["no test images: the validation images are tested"]
+
+
+def test_a_class_of_trains_is_no_split(tmp_path):
+    write(tmp_path / "set", {"train": 6, "test": 6})
+    assert prepared(tmp_path, tmp_path / "set", test_fraction=0.2).class_names == ["test", "train"]
+
+
+def test_test_alone_can_be_evaluated_and_not_trained_on(tmp_path):
+    write(tmp_path / "set" / "test", {"a": 3, "b": 4})
+    assert facts(module(tmp_path, tmp_path / "set", stage="test")) == (0, 0, 7)
+    with pytest.raises(UserError, match="has no images to train on"):
+        module(tmp_path, tmp_path / "set").prepare()
+
+
+def test_hidden_and_system_folders_links_and_other_endings(tmp_path, root):
+    for hidden in (".ipynb_checkpoints", "__MACOSX", "@eaDir", "cat/.thumbnails", "cat/@eaDir"):
+        write(root / hidden, {"x": 1})
+    for name in ("cat/._3.jpg", "dog/a.heic", "dog/b.HEIC", "dog/notes.txt", "dog/README", "stray.png"):
+        (root / name).write_bytes(b"x")
+    write(tmp_path / "elsewhere", {"fox": 5})
+    (root / "fox").symlink_to(tmp_path / "elsewhere" / "fox")
+    (root / "dog" / "above").symlink_to(root)
+    (root / "dog" / "self").symlink_to(root / "dog")
+    dm = prepared(tmp_path, root, path="loader")
+    assert dm.class_names == ["cat", "dog", "fox"] and dm.num_train + dm.num_val + dm.num_test == 60
+    assert {reason: len(names) for reason, names in dm.left_out.items()} == {
+        "hidden images": 1, ".heic files": 2, ".txt files": 1, "files without an ending": 1,
+        "images outside of class folders": 1, "links to a folder above": 2,
+    }  # fmt: skip
+    assert "cat/._3.jpg" in dm.left_out["hidden images"]
+
+
+def test_a_broken_link_and_a_pipe_are_named(tmp_path, root):
+    (root / "cat" / "x.png").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="cat/x.png cannot be read"):
+        prepared(tmp_path, root)
+    (root / "cat" / "x.png").unlink()
+    os.mkfifo(root / "cat" / "x.png")
+    with pytest.raises(UserError, match="cat/x.png cannot be read .a broken link or no regular file"):
+        prepared(tmp_path, root)
+
+
+def test_folders_that_are_missing_or_empty(tmp_path, root):
+    with pytest.raises(UserError, match=r"needs data.root=FOLDER"):
+        module(tmp_path, None)
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        prepared(tmp_path, tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="empty has no class folders"):
+        prepared(tmp_path, tmp_path / "empty")
+    (root / "bird").mkdir()
+    (root / "bird" / "1.heic").write_bytes(b"x")
+    with pytest.raises(UserError, match="bird holds no images .left out: 1 .heic files."):
+        prepared(tmp_path, root)
+
+
+def test_a_test_folder_may_lack_a_class_and_not_add_one(tmp_path):
+    write(tmp_path / "set" / "train", {"a": 3, "b": 3})
+    write(tmp_path / "set" / "test", {"a": 3})
+    assert prepared(tmp_path, tmp_path / "set", val_fraction=0.2).counts_per_split["test"] == [3, 0]
+    write(tmp_path / "set" / "test", {"c": 3})
+    with pytest.raises(UserError, match="the class c has no image to train on"):
+        prepared(tmp_path, tmp_path / "set", val_fraction=0.2)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_class_keeps_an_image_to_train_on(tmp_path, seed):
+    """Two classes of 60 images and twelve of 3."""
+    root = tmp_path / "images"
+    for label, count in [*((f"large{i}", 60) for i in range(2)), *((f"small{i}", 3) for i in range(12))]:
+        (root / label).mkdir(parents=True)
+        for i in range(count):
+            (root / label / f"{i}.png").write_bytes(b"%d" % i)
+    dm = prepared(tmp_path, root, seed=seed, path="loader")
+    counts = dm.counts_per_split
+    assert (dm.num_train, dm.num_val, dm.num_test) == (126, 14, 16)
+    assert min(counts["train"]) >= 1 and counts["train"][:2] == [48, 48] and counts["test"][:2] == [6, 6]
+
+
+def test_a_class_of_one_image_trains(tmp_path, root):
+    write(root, {"owl": 1})
+    assert prepared(tmp_path, root, test_fraction=0.3).counts_per_split["train"][2] == 1
+    with pytest.raises(UserError, match="test_fraction=0.5 would draw 1 of 2 images, but no class has a second image"):
+        prepared(tmp_path, write(tmp_path / "two", {"a": 1, "b": 1}), test_fraction=0.5, global_batch_size=1)
+
+
+@pytest.mark.parametrize("options", [{"num_val": 8}, {"fold": 1, "num_folds": 4}])
+def test_groups_stay_in_one_split(tmp_path, options):
+    """Photographs of 30 patients, three to each."""
+    for patient in range(30):
+        for i in range(3):
+            path = tmp_path / "images" / "ab"[patient % 2] / f"p{patient:02d}_{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), (patient, i, 0)).save(path)
+    dm = prepared(tmp_path, tmp_path / "images", group="(p[0-9]+)_", test_fraction=0.2, **options)
+    groups = [{name[2:5] for name in names(dm, split)} for split in ("train", "val", "test")]
+    assert sum(map(len, groups)) == 30 == len(set.union(*groups)) and dm.num_test == 18
+    assert 4 <= dm.num_val <= 24 and min(dm.class_counts) > 20
+    with pytest.raises(UserError, match=r"data.group='x\[' is not a regular expression"):
+        prepared(tmp_path, tmp_path / "images", group="x[")
+    with pytest.raises(UserError, match="data.group='patient' does not match a/p00_0.png"):
+        prepared(tmp_path, tmp_path / "images", group="patient")
+
+
+def test_numbers_are_classes_in_their_order_and_other_names_as_of_torchvision(tmp_path):
+    write(tmp_path / "numbers", {str(i): 2 for i in range(1, 13)})
+    assert prepared(tmp_path, tmp_path / "numbers").class_names == [str(i) for i in range(1, 13)]
+    write(tmp_path / "words", {"c10": 3, "c9": 3, "B": 3, "caf\u0065\u0301": 3})
+    (tmp_path / "words" / os.fsdecode(b"\xff")).mkdir()
+    Image.new("RGB", (9, 9)).save(tmp_path / "words" / os.fsdecode(b"\xff") / "1.png")
+    assert prepared(tmp_path, tmp_path / "words").class_names == ["B", "\\xff", "c10", "c9", "caf\u00e9"]
 
 
 def test_pixels_are_pillows_resized_images(tmp_path, root):
-    dm = module(tmp_path, root, mean=0, std=1, fit="squash")
+    dm = module(tmp_path, root, mean=0, std=1, fit="squash", eval_batch_size=50)
     dm.place()
-    assert facts(dm)[2] == 6
-    (images, labels), _ = batches(dm, dm.test_dataloader())
-    files = [files_of(dm)[i] for i in dm._test_index]
-    for image, label, path in zip(images, labels, files):
-        expected = Image.open(path).convert("RGB").resize((24, 24), Image.Resampling.BILINEAR)
+    ((images, labels),) = batches(dm, dm.test_dataloader())
+    for image, label, name in zip(images, labels, names(dm, "test"), strict=True):
+        expected = Image.open(root / name).convert("RGB").resize((24, 24), Image.Resampling.BILINEAR)
         assert np.array_equal((image.permute(1, 2, 0) * 255).round().numpy(), np.asarray(expected))
-        assert dm.class_names[label] == path.parent.name
-
-
-@pytest.mark.parametrize("size", [None, (16, 16)])
-@pytest.mark.parametrize("options", [{"crop_padding": 2}, {"image_size": 20, "resize": 24}])
-def test_streaming_gives_the_same_batches(tmp_path, size, options):
-    write(tmp_path / "images", {"cat": 30, "dog": 25}, size)
-    options = {"flip": True, **options}
-    array = module(tmp_path, tmp_path / "images", **options)
-    streamed = module(tmp_path, tmp_path / "images", memory_limit_gib=1e-9, **options)  # on the loader's path
-    for dm in (array, streamed):
-        dm.place(rank=1, world_size=2, accumulate_grad_batches=2)
-    assert streamed.path_taken()[0] == "loader" and "memory_limit_gib" in streamed.path_taken()[1]
-    assert array.path_taken() == ("array", "they fit in memory")
-    assert array._meta["layout"]["size"] == (16 if size else 24)
-    assert facts(array) == facts(streamed)
-    for loader in ("train_dataloader", "val_dataloader", "test_dataloader"):
-        expected, found = (batches(dm, getattr(dm, loader)()) for dm in (array, streamed))
-        assert len(found) == len(expected) > 0
-        for (images, labels), (other, truth) in zip(found, expected):
-            assert torch.equal(images, other) and torch.equal(labels, truth)
-    assert [path.name for path in streamed._cache.iterdir() if path.suffix == ".bin"] == []
+        assert dm.class_names[label] == name.partition("/")[0]
 
 
 def test_whole_pictures_stay_in_their_files_where_single_images_are_augmented(tmp_path, root):
@@ -148,37 +236,29 @@ def test_whole_pictures_stay_in_their_files_where_single_images_are_augmented(tm
     dm.prepare()
     why = "the augmentation needs whole images, and in an array they would be resized to 24 px already"
     assert dm.path_taken() == ("loader", why)
-    with pytest.raises(UserError, match=f"data.path=array cannot be: {why}. Take data.path=auto"):
+    with pytest.raises(UserError, match=f"data.path=array cannot be: {why}. Give data.path=auto"):
         dm = module(tmp_path, root, path="array")
         dm.use(CropFlip(erasing_prob=0.1))
         dm.prepare()
-    with pytest.raises(UserError, match="data.path=array cannot be: .* are more than data.memory_limit_gib=1e-09"):
-        module(tmp_path, root, path="array", memory_limit_gib=1e-9).prepare()
 
 
-def test_a_file_that_is_damaged_after_its_check_is_named(tmp_path, root):
+def test_small_squares_are_stored_as_they_are_unless_one_has_another_size(tmp_path):
+    root = write(tmp_path / "images", {"a": 90, "b": 90}, size=(8, 8))
+    array = prepared(tmp_path, root, image_size=16)
+    array.place()
+    assert array.path_taken() == ("array", "they fit in memory") and array.sample_images(3).shape == (3, 3, 16, 16)
+    assert [path.stat().st_size for path in (tmp_path / "cache").glob("*/images.npy")] == [128 + 180 * 8 * 8 * 3]
+    Image.new("RGB", (9, 12)).save(root / "a" / "1.jpg")
+    other = prepared(tmp_path, root, image_size=16)
+    assert other.num_images == 180 and other.data_hash != array.data_hash, "a changed file makes a new array"
+    dm = module(tmp_path, root, image_size=16, path="array")
+    dm.use(CropFlip(erasing_prob=0.1))
+    with pytest.raises(UserError, match="a/1.jpg has 9×12 pixels, others 8×8: give data.path=loader"):
+        dm.prepare()
+
+
+def test_the_loaders_path_leaves_the_random_state_alone(tmp_path, root):
     dm = module(tmp_path, root, path="loader")
-    dm.place()
-    path = next((root / "cat").iterdir())
-    path.write_bytes(b"damaged")
-    with pytest.raises(UserError, match=f"{path} has 7 bytes, and had [0-9]+ when it was listed: mend it") as said:
-        [list(loader) for loader in (dm.train_dataloader(), dm.val_dataloader(), dm.test_dataloader())]
-    assert "Traceback" not in str(said.value) and not active_children(), "the error keeps no worker"
-
-
-def test_streaming_never_holds_all_images(tmp_path, root, monkeypatch):
-    """Far below what they would take decoded: 55 images of 512 × 512."""
-    dm = module(tmp_path, root, test_fraction=0.2, image_size=512, memory_limit_gib=1e-9)
-    monkeypatch.setattr(image_tree, "THREADS", 1)
-    tracemalloc.start()
-    dm.prepare()
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 10 * 512 * 512 * 3, peak
-
-
-def test_streaming_leaves_the_random_state_alone(tmp_path, root):
-    dm = module(tmp_path, root, memory_limit_gib=1e-9)
     dm.place()
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -190,69 +270,39 @@ def damage(root):
     path = root / "cat" / "7.jpg"
     path.write_bytes(path.read_bytes()[:300])
     (root / "dog" / "note.png").write_text("no image")
-    return path
 
 
-@pytest.mark.parametrize("limit", [16, 1e-9])
-def test_an_image_that_cannot_be_decoded_is_named_or_skipped_and_counted(tmp_path, root, capsys, limit):
+@pytest.mark.parametrize("path", ["array", "loader"])
+def test_damaged_images_are_named_or_left_out_and_labels_stay_with_their_images(tmp_path, root, path):
     damage(root)
-    with pytest.raises(UserError, match=r"(7.jpg|note.png) cannot be decoded .*data.skip_corrupt=true"):
-        module(tmp_path, root, memory_limit_gib=limit, verify=True).prepare()
-    assert not cached_arrays(tmp_path)
-    dm = module(tmp_path, root, skip_corrupt=True, memory_limit_gib=limit, test_fraction=0.2)
-    assert sum(facts(dm)) == 54 and len(dm.skipped) == 2
-    assert {name in "".join(dm.skipped) for name in ("7.jpg", "note.png")} == {True}
-    assert "Skipped 2 of 56 images" in capsys.readouterr().err
+    if path == "array":
+        with pytest.raises(UserError, match=r"(7.jpg|note.png) cannot be decoded .*data.skip_corrupt=true"):
+            prepared(tmp_path, root, path=path)
+    dm = module(tmp_path, root, skip_corrupt=True, path=path, test_fraction=0.2, mean=0, std=1)
     dm.place()
-    labels = torch.cat([y for _, y in batches(dm, dm.test_dataloader())])
-    assert (labels >= 0).sum() == dm.num_test
+    assert dm.num_train + dm.num_val + dm.num_test == 54 == dm.num_images
+    assert len(dm.skipped) == 2 == len(dm.left_out["damaged images"]) and "7.jpg cannot be decoded" in dm.skipped[0]
+    ((images, labels),) = batches(dm, dm._eval_batches(dm.splits.train[:5]))
+    for name, image, label in zip(names(dm, "train"), images, labels):
+        assert np.array_equal((image.permute(1, 2, 0) * 255).round().numpy(), decode(root / name, SQUARE))
+        assert dm.class_names[label] == name.partition("/")[0]
 
 
-def test_skipping_keeps_images_and_labels_together(tmp_path, root):
-    damage(root)
-    dm = module(tmp_path, root, skip_corrupt=True, mean=0, std=1)
+def test_a_file_that_is_damaged_later_is_named_and_keeps_no_worker(tmp_path, root):
+    dm = module(tmp_path, root, path="loader")
     dm.place()
-    files = [f for f in files_of(dm) if (f.parent.name, f.name) not in (("cat", "7.jpg"), ("dog", "note.png"))]
-    selections = list(dm.train_dataloader()._selections(0)) + list(dm.val_dataloader()._selections())
-    found = batches(dm, dm.train_dataloader()) + batches(dm, dm.val_dataloader())
-    for selection, (images, labels) in zip(selections, found, strict=True):
-        for i, image, label in zip(selection.positions, images, labels, strict=True):
-            assert np.array_equal((image.permute(1, 2, 0) * 255).round().numpy(), decode(files[i], SQUARE))
-            assert label == -1 or dm.class_names[label] == files[i].parent.name
+    path = root / names(dm, "train")[0]
+    path.write_bytes(b"damaged")
+    with pytest.raises(UserError, match=f"{path} (is shorter|cannot be decoded).*: repair or remove it") as said:
+        list(dm.train_dataloader())
+    assert "Traceback" not in str(said.value)
 
 
 def test_a_class_of_which_nothing_is_left(tmp_path, root):
     for path in (root / "dog").iterdir():
         path.write_bytes(b"damaged")
-    with pytest.raises(UserError, match="class dog has no training image"):
-        module(tmp_path, root, skip_corrupt=True).prepare()
-
-
-def test_folders_that_are_missing_or_empty(tmp_path, root):
-    with pytest.raises(UserError, match=r"needs data.root=FOLDER"):
-        module(tmp_path, None)
-    with pytest.raises(UserError, match="nowhere does not exist"):
-        module(tmp_path, tmp_path / "nowhere").prepare()
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="empty has no class folders"):
-        module(tmp_path, tmp_path / "empty").prepare()
-    (root / "bird").mkdir()
-    with pytest.raises(UserError, match="bird holds no images"):
-        module(tmp_path, root).prepare()
-
-
-def test_parts_with_different_classes(tmp_path):
-    write(tmp_path / "set" / "train", {"a": 3, "b": 3})
-    with pytest.raises(UserError, match="has train/ and no test/"):
-        module(tmp_path, tmp_path / "set").prepare()
-    write(tmp_path / "set" / "test", {"a": 3, "c": 3})
-    with pytest.raises(UserError, match="not every part has the classes b, c"):
-        module(tmp_path, tmp_path / "set").prepare()
-
-
-def test_too_few_images_to_test_on(tmp_path, root):
-    with pytest.raises(UserError, match="test_fraction=0.001 of 55 images"):
-        module(tmp_path, root, test_fraction=0.001).prepare()
+    with pytest.raises(UserError, match="the class dog has no image to train on"):
+        prepared(tmp_path, root, skip_corrupt=True)
 
 
 def test_grey_images(tmp_path, root):
@@ -264,84 +314,38 @@ def test_grey_images(tmp_path, root):
         module(tmp_path, root, channels=2)
 
 
-def test_a_changed_file_makes_a_new_array(tmp_path, root):
-    first = module(tmp_path, root)
-    first.prepare()
-    Image.new("RGB", (40, 40)).save(root / "cat" / "0.png")
-    second = module(tmp_path, root)
-    second.prepare()
-    assert first.data_hash != second.data_hash
+@pytest.mark.parametrize("path", ["array", "loader"])
+def test_identical_images_are_found(tmp_path, path):
+    root = tmp_path / "set"
+    write(root / "train", {"a": 20, "b": 20})
+    write(root / "val", {"a": 2, "b": 2})
+    write(root / "test", {"a": 4, "b": 4})
+    copies = {"test/a/1.jpg": "train/a/1.jpg", "test/b/0.png": "train/b/2.png", "val/a/1.jpg": "train/a/3.jpg"}
+    for target, source in {**copies, "train/b/4.png": "train/a/4.png"}.items():
+        (root / target).write_bytes((root / source).read_bytes())
+    found = prepared(tmp_path, root, path=path).identical_images()
+    assert found == {
+        "2 test images are identical to training images": [
+            "test/a/1.jpg = train/a/1.jpg", "test/b/0.png = train/b/2.png",
+        ],
+        "1 validation images are identical to training images": ["val/a/1.jpg = train/a/3.jpg"],
+        "1 images occur under two labels": ["train/a/4.png = train/b/4.png"],
+    }  # fmt: skip
 
 
-def chunk(kind, data):
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
-@pytest.mark.parametrize("side", [9000, 12_000, 60_000])
-def test_an_image_that_claims_to_be_huge_is_refused(tmp_path, side):
-    head = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0))
-    path = tmp_path / "bomb.png"
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b""))
-    with pytest.raises(CorruptImage, match="claims"):
-        decode(path, SQUARE)
-
-
-def test_more_than_max_pixels_is_refused_by_its_size(tmp_path):
-    Image.new("RGB", (30, 20)).save(tmp_path / "x.png")
-    assert decode(tmp_path / "x.png", SQUARE, max_pixels=600).shape == (24, 24, 3)
-    with pytest.raises(CorruptImage, match="x.png claims 30×20 pixels, more than data.max_pixels=599"):
-        decode(tmp_path / "x.png", SQUARE, max_pixels=599)
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_photograph_is_turned_as_its_camera_says(tmp_path, orientation):
-    """Exif 2.3: what lies in the file's first row and column, for each of the eight."""
-    upright = np.arange(6, dtype=np.uint8).reshape(2, 3) * 40
-    turned = {2: np.fliplr(upright), 3: np.rot90(upright, 2), 4: np.flipud(upright), 5: upright.T,
-              6: np.rot90(upright), 7: np.rot90(upright, 2).T, 8: np.rot90(upright, 3)}  # fmt: skip
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    Image.fromarray(turned.get(orientation, upright)).save(tmp_path / "x.png", exif=exif)
-    assert np.array_equal(np.asarray(open_image(tmp_path / "x.png", 1)), upright)
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16"])
-def test_every_mode_becomes_colour(tmp_path, mode):
-    path = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
-    Image.new(mode, (30, 20)).save(path, **({"transparency": b"\x00\x7f"} if mode == "P" else {}))
-    assert decode(path, SQUARE).shape == (24, 24, 3) and decode(path, GREY).shape == (24, 24, 1)
-
-
-@pytest.mark.parametrize("suffix", ["png", "tif"])
-def test_sixteen_bits_keep_their_shades(tmp_path, suffix):
-    shades = np.linspace(0, 65535, 24 * 24).round().astype(np.uint16).reshape(24, 24)
-    Image.fromarray(shades).save(tmp_path / f"x.{suffix}")
-    for framing in (GREY, SQUARE):
-        found = decode(tmp_path / f"x.{suffix}", framing)
-        assert np.array_equal(found, np.repeat(np.round(shades / 257)[..., None], framing.channels, 2))
-
-
-def test_thirty_two_bits_are_refused(tmp_path):
-    Image.fromarray(np.ones((9, 9), np.float32)).save(tmp_path / "x.tif")
-    with pytest.raises(CorruptImage, match="32 bits a pixel"):
-        decode(tmp_path / "x.tif", SQUARE)
-
-
-def test_a_train_folder_without_a_test_folder_is_said(tmp_path):
-    write(tmp_path / "images" / "train", {"cat": 3, "dog": 3})
-    with pytest.raises(UserError, match="has train/ and no test/"):
-        module(tmp_path, tmp_path / "images").prepare()
-
-
-def test_names_sort_as_people_count():
-    assert sorted(["img10", "img9", "a", "00002"], key=natural_key) == ["00002", "a", "img9", "img10"]
-
-
-def test_a_folder_too_high_is_suspected(tmp_path, caplog):
+def test_a_folder_too_high_is_suspected(tmp_path):
     write(tmp_path / "home/photos", {"bird": 3, "frog": 3})
     write(tmp_path / "home/deep", {"only": 3})
-    module(tmp_path, tmp_path / "home", test_fraction=0.3, global_batch_size=2).prepare()
-    [warning] = {record.message for record in caplog.records if record.levelname == "WARNING"}
-    assert warning == (
-        f"{tmp_path}/home/photos counts as one class, and holds folders alone: bird, frog. Is data.root right?"
-    )
+    dm = prepared(tmp_path, tmp_path / "home", test_fraction=0.3, global_batch_size=2)
+    (said,) = dm.notes
+    assert "photos counts as one class and holds only folders (bird, frog)" in said
+
+
+def test_a_name_that_was_read_as_a_number_is_refused_before_a_folder_is_made(tmp_path, root):
+    for name in (7, 2.5, True):
+        with pytest.raises(UserError, match=f"data.name={name} was read as a number: type data.name="):
+            module(tmp_path, root, name=name)
+    assert module(tmp_path, root, name="7").name == "7"
+    with pytest.raises(UserError, match="data.name='a/b' names a cache folder"):
+        module(tmp_path, root, name="a/b")
+    assert not (tmp_path / "cache").exists()

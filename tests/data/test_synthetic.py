@@ -6,7 +6,7 @@ from data.synthetic import SyntheticDataModule
 
 
 def read(**options):
-    return SyntheticDataModule(num_images=500, num_test_images=203, **options).read(None)
+    return SyntheticDataModule(num_images=500, num_test_images=203, **options).read()
 
 
 def test_the_same_numbers_give_the_same_pixels_whatever_the_seed():

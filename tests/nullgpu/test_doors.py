@@ -57,11 +57,11 @@ def test_a_compiled_net_trains(tmp_path):
     assert done.code == 0, done.output
 
 
-@pytest.mark.parametrize("memory_gib", [16, 0])
-def test_a_folder_of_images_decoded_before_and_streamed_through_pinned_memory(memory_gib, tmp_path):
+@pytest.mark.parametrize("path", ["array", "loader"])
+def test_a_folder_of_images_decoded_before_and_streamed_through_pinned_memory(path, tmp_path):
     words = [
         "data=image_folder", f"data.root={pictures(tmp_path / 'images')}", "data.image_size=16",
-        f"data.memory_limit_gib={memory_gib}", "data.global_batch_size=8", "model=small_cnn", "trainer=gpu",
+        f"data.path={path}", "data.global_batch_size=8", "model=small_cnn", "trainer=gpu",
         "trainer.max_epochs=1",
     ]  # fmt: skip
     done = run_on_null_gpus("train", *words, logs=tmp_path)

@@ -22,7 +22,7 @@ TRAINERS = {
     "shards within a node": ("trainer=fsdp trainer.shard_within_node=true", 2),
     "activations computed again": ("trainer=fsdp trainer.activation_checkpointing=true", 2),
     "shards in CPU memory": ("trainer=fsdp trainer.cpu_offload=true", 2),
-    "data not kept": ("trainer=gpu data.device_cache_gib=0", 1),
+    "images from workers": ("trainer=gpu data.path=loader", 1),
 }
 NEVER_LOG = 1000  # steps between log points
 

@@ -35,7 +35,7 @@ VARIANTS = {
     "activations of stages computed again": ("trainer=model_parallel trainer.activation_checkpointing=true", 2),
     "weights kept": ("trainer=fsdp trainer.reshard_after_forward=false", 2),
     "channels_last": ("trainer=ddp trainer.channels_last=true", 2),
-    "data not kept": ("trainer=ddp data.device_cache_gib=0", 2),
+    "images from workers": ("trainer=ddp data.path=loader", 2),
     "segments of one size": ("trainer=gpu", 1, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}),
 }
 ROUGH = {"bf16-mixed": 0.02, "16-mixed": 0.01, "bf16-true": 0.05, "64-true": TOLERANCE}

@@ -1,4 +1,4 @@
-"""From a picture of any size to the square that the model gets: resized, cut out of the middle, in proportion."""
+"""Turn an image of any size into the square that the model gets: resize in proportion, then crop the centre."""
 
 import math
 from dataclasses import dataclass
@@ -13,21 +13,22 @@ if TYPE_CHECKING:
 
 FITS = ("crop", "squash")
 INTERPOLATIONS = ("bilinear", "bicubic")
+MAX_ASPECT = 16  # of longer images only the middle is used: resizing 3000×2 to a short side of 224 would take 225 MB
 
 
 @dataclass(frozen=True)
 class Framing:
-    """How an image becomes a square; all sides in pixels.
+    """How an image becomes a square. All sizes are in pixels.
 
     Args:
-        image_size: side of what the model gets.
-        resize: side that the image is resized to before a crop of image_size: its short side, or both under squash.
-        fit: crop keeps the image's proportions and cuts its long side off, squash keeps all of it and distorts it.
+        image_size: side of the image that the model gets.
+        resize: side before the crop of image_size: the short side with fit=crop, both sides with fit=squash.
+        fit: crop keeps the proportions and cuts the long side, squash distorts the whole image to a square.
         interpolation: bilinear or bicubic, antialiased.
-        crop_padding: black border that random crops may reach into.
+        crop_padding: width of the black border that random crops may reach into.
         flip: mirror half of the training images.
         channels: 3 for colour, 1 for grey.
-        mean: per channel, of pixels from 0 to 1: what an augmentation fills gaps with.
+        mean: per channel, for pixels from 0 to 1; augmentations fill gaps with it.
     Raises:
         UserError: the sizes contradict each other.
     """
@@ -52,8 +53,8 @@ class Framing:
             )
         if self.resize < self.image_size:
             raise UserError(
-                f"data.resize={self.resize} is smaller than data.image_size={self.image_size}, which is cut out of it: "
-                f"give data.resize={self.image_size} or more, or leave it null."
+                f"data.resize={self.resize} is smaller than the crop data.image_size={self.image_size}: give "
+                f"data.resize={self.image_size} or more, or leave it null."
             )
 
     @property
@@ -73,35 +74,44 @@ class Framing:
 
         return InterpolationMode(self.interpolation)
 
+    def trimmed(self, image: Image.Image) -> Image.Image:
+        """Return the middle of an extremely long image."""
+        longest = MAX_ASPECT * min(image.size)
+        if self.fit == "squash" or max(image.size) <= longest:
+            return image
+        left, top = (max(0, (side - longest) // 2) for side in image.size)
+        return image.crop((left, top, image.width - left, image.height - top))
+
     def resized(self, image: Image.Image) -> Image.Image:
-        """Under crop with a short side of `resize`, under squash resize × resize."""
+        """Resize the short side to `resize`, or with fit=squash both sides."""
         from torchvision.transforms.v2 import functional as F
 
+        image = self.trimmed(image)
         sides = [self.resize] if self.fit == "crop" else [self.resize, self.resize]
         return F.resize(image, sides, self.interpolation_mode)
 
     def square(self, image: Image.Image) -> Image.Image:
-        """resize × resize, whose centre crop of image_size is that of the whole resized image."""
+        """Return resize × resize pixels whose centre crop equals the centre crop of the whole resized image."""
         image = self.resized(image)
         left, top = (self._start(side) for side in image.size)
         return image.crop((left, top, left + self.resize, top + self.resize))
 
     def _start(self, side: int) -> int:
-        """Both centre crops round as torchvision does, and so do the two after each other."""
+        """Where the square starts, so that both centre crops round as torchvision's."""
         return round((side - self.image_size) / 2) - round((self.resize - self.image_size) / 2)
 
     def centre(self, image: Image.Image) -> Image.Image:
-        """image_size × image_size: what evaluation shows the model."""
+        """Return the image_size × image_size pixels that evaluation shows the model."""
         from torchvision.transforms.v2 import functional as F
 
         return F.center_crop(self.resized(image), [self.image_size, self.image_size])
 
 
 def resize_of(image_size: int, resize: int | None, crop_pct: float) -> int:
-    """The side to resize to: as stated, else so that the crop is this share of it (timm's rounding).
+    """Return the side to resize to: as stated, else image_size / crop_pct with timm's rounding.
 
     Raises:
-        UserError: crop_pct is not above 0 and at most 1.
+        UserError: crop_pct is not in (0, 1].
     """
     if not 0 < crop_pct <= 1:
         raise UserError(f"data.crop_pct={crop_pct} must be above 0 and at most 1.")

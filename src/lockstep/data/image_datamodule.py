@@ -1,13 +1,15 @@
-"""The base of all data modules: facts, split, a per-node image array, loaders, and batches made on the device.
+"""The base of all image data modules: settings, splits, loaders, and batches made on the device.
 
-Images take one of two paths. `array`: all lie decoded in one array on the training device. `loader`: workers fetch each
-when it is needed. Evaluation, and an augmentation of whole batches, then work on the device; an augmentation of single
-images works in the workers, which read from the files or from the array. The path never changes a pixel.
+Images take one of two paths. `array`: all are decoded in one array, on the training device where they fit. `loader`:
+worker processes read each image when it is needed. Which crop, flip and augmentation an image gets depends only on
+(seed, epoch, position), on both paths. An image that is resized may differ by one step of 255 between the paths, as
+the array path resizes whole batches on the device.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,73 +17,72 @@ import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningDataModule
+from PIL import Image
 from torch import Tensor
 
 from lockstep.data.augmentation import Augmentation, CropFlip, Operation
 from lockstep.data.batch_transforms import BatchTransforms
-from lockstep.data.batches import EvalBatches, TrainBatches
-from lockstep.data.delivery import Delivery, Loaded
+from lockstep.data.batches import EvalBatches, Selection, TrainBatches
 from lockstep.data.framing import Framing, resize_of
-from lockstep.data.image_array import ImageArray, Layout
-from lockstep.data.image_set import IMAGES, LABELS, ImageSet, fingerprint
-from lockstep.data.image_source import InArray, Source
+from lockstep.data.identical import describe, identical_arrays
+from lockstep.data.image_set import ImageSet, hash_of_pixels
+from lockstep.data.listing import fingerprint
 from lockstep.data.mixing import check_pairs, mix
 from lockstep.data.node_cache import Content, cached
 from lockstep.data.settings import settle
-from lockstep.data.split import VAL_FRACTION, Split
+from lockstep.data.split import VAL_FRACTION, Split, Splits
+from lockstep.data.streaming import MakeImage, OpenImage, augmented, squares, stream
 from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch
 from lockstep.runs.errors import UserError
-from lockstep.runs.files import sha256_of
 from lockstep.runs.provenance import REPOSITORY
 
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 PATHS = ("auto", "array", "loader")
+IMAGES, LABELS = "images.npy", "labels.npy"
+LoadedBatch = dict[str, Any]
+"""labels, and `images` (n, side, side, channels) uint8 or `index` into the array on the device; `draws` (3, n) unless
+the images are augmented already; `mixing` where images are mixed."""
 
 
 class ImageDataModule(LightningDataModule):
-    """Labelled square images; a subclass says where they come from (`identity`, `read`).
+    """Labelled square images in memory; a subclass returns them from `read`.
 
-    Order of calls: prepare() on every rank, place(...), then Lightning's hooks; `setup` makes up for what was left out.
+    Works in a bare Trainer: `setup` calls `prepare` and `place` where nobody has. Attributes after `prepare`:
+    class_names, num_classes, num_train, num_val, num_test, class_counts, data_hash, splits, left_out (names of what was
+    not taken, by reason), notes (sentences for the log).
 
     Args:
-        name: display name, and the name of its cache folder.
+        name: of the cache folder, and shown in the logbook; None: from the class.
         image_size: side of the images that the model gets.
         global_batch_size: images in one optimizer step, over all devices and accumulation steps.
         eval_batch_size: per device, at most.
         resize: side that images are resized to before the crop to image_size; None: image_size / crop_pct.
-        crop_pct: share of the resized side that evaluation shows; auto: of the pretrained weights, else 1.
-        interpolation: bilinear, bicubic, or auto: of the pretrained weights, else bilinear.
-        crop_padding: black border in pixels that random training crops may reach into.
+        crop_pct: share of the resized side that evaluation shows; auto: the pretrained weights' value, else 1.
+        interpolation: bilinear, bicubic, or auto: the pretrained weights' value, else bilinear.
+        crop_padding: width of the black border that random training crops may reach into.
         flip: mirror half of the training images.
-        mean: of pixels from 0 to 1, a number or one per channel; None: the data set's own; auto: of the pretrained
-            weights, else the data set's own.
+        mean: for pixels from 0 to 1, a number or one per channel; None: the data set's own; auto: the pretrained
+            weights' value, else the data set's own.
         std: likewise.
-        path: array, loader, or auto: array where the images fit and its pixels are the same.
-        num_workers: processes per rank that make images ready one by one, at most one per core.
-        val_fraction: part of the training set that becomes the validation set, drawn from the seed; 0: no validation.
-        num_val: the same as a count; goes before val_fraction.
-        fold: in place of the two, the part of the training set that becomes the validation set, of `num_folds` parts.
-        cache_dir: where the image arrays lie, one folder per source and size.
-        device_cache_gib: on a GPU: the largest array that is kept on it.
-        seed: of split, order and augmentation.
+        path: array, loader, or auto: array where the images fit.
+        num_workers: processes per rank that load single images, at most one per core.
+        val_fraction, num_val, fold, num_folds, stratify: as of `split.Split`.
+        cache_dir: folder for decoded images, shared by all ranks of a node.
+        seed: for split, order and augmentation.
     """
 
-    name: str
     channels = 3
-    fit = "crop"  # of images that are no squares: framing.py
+    fit = "crop"
     own_mean: Sequence[float] = (0.5,)
     own_std: Sequence[float] = (0.5,)
-    own_options: Mapping[
-        str, Any
-    ] = {}  # of the config, those that this class does not know: what `read` gives may change
     stage = "fit"  # test: for an evaluation, which needs no training images; set before `prepare`
-    test_is_drawn = False  # the test images are a random part of the images
+    device_array_gib = 4.0  # the largest array that is kept on a GPU
 
     def __init__(
         self,
         *,
-        name: str,
         image_size: int,
+        name: str | None = None,
         global_batch_size: int = DEFAULT_GLOBAL_BATCH_SIZE,
         eval_batch_size: int = DEFAULT_EVAL_BATCH_SIZE,
         resize: int | None = None,
@@ -95,39 +96,47 @@ class ImageDataModule(LightningDataModule):
         num_val: int | None = None,
         fold: int | None = None,
         num_folds: int | None = None,
+        stratify: bool = True,
         cache_dir: str | Path = REPOSITORY / "data" / "cache",
         path: str = "auto",
         num_workers: int = 4,
-        device_cache_gib: float = 4.0,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
-            raise UserError(f"data.name={name!r} names a cache folder: give a plain name.")
+        name = type(self).__name__.removesuffix("DataModule").lower() if name is None else name
+        if not isinstance(name, str):
+            raise UserError(f"data.name={name} was read as a number: type data.name=\"'{name}'\" with both quotes.")
+        if not name or Path(name).name != name or name.startswith("."):
+            raise UserError(f"data.name={name!r} names a cache folder: give a name without slashes.")
         if seed < 0:
             raise UserError(f"seed={seed} must not be negative.")
-        self.name, self.image_size, self.seed = name, image_size, seed
-        self.global_batch_size, self.eval_batch_size = global_batch_size, eval_batch_size
-        self.split = Split(seed, val_fraction, num_val, fold, num_folds)
-        self.cache_dir = Path(cache_dir)
-        self.device_cache_gib = device_cache_gib
         if path not in PATHS:
             raise UserError(f"data.path={path} must be one of {', '.join(PATHS)}.")
         if num_workers < 0:
             raise UserError(f"data.num_workers={num_workers} must not be negative.")
+        self.name: str = name
+        self.image_size, self.seed, self.cache_dir = image_size, seed, Path(cache_dir)
+        self.global_batch_size, self.eval_batch_size = global_batch_size, eval_batch_size
         self.requested_path, self.num_workers = path, num_workers
+        self.split = Split(seed, val_fraction, num_val, fold, num_folds, stratify=stratify)
         self.stated = {"mean": mean, "std": std, "crop_pct": crop_pct, "interpolation": interpolation}
         self.requested_resize, self.crop_padding, self.flip = resize, crop_padding, flip
-        self.use()
-        self._meta: Content = {}  # empty: not prepared yet
+        self.left_out: dict[str, list[str]] = {}
+        self.notes: list[str] = []
+        self.splits: Splits | None = None  # None: not prepared yet
+        self._array: np.ndarray | None = None  # (n, side, side, channels) uint8; None on the loader's path
+        self._groups: np.ndarray | None = None
+        self._given = self._labels = np.zeros(0, np.int64)  # the splits that the source names; the labels
+        self.data_hash = ""
         self._placed: dict[str, int] = {}  # empty: not placed yet
+        self.use()
 
     def use(self, augmentation: Augmentation | None = None, wanted: Mapping[str, Any] | None = None) -> None:
-        """Before `prepare`: what training does to the images, and what pretrained weights want of them.
+        """Set what is known besides the options; before `prepare`.
 
         Args:
-            augmentation: None: crop and flip.
-            wanted: mean, std, crop_pct and interpolation, for what is stated as auto.
+            augmentation: what training does to the images; None: crop and flip.
+            wanted: the pretrained weights' mean, std, crop_pct and interpolation, for options that are auto.
         Raises:
             UserError: values contradict each other.
         """
@@ -146,79 +155,85 @@ class ImageDataModule(LightningDataModule):
             mean=tuple(self.mean),
         )
         self.augmentation = augmentation or CropFlip()
-        self._crop_flip: CropFlip | None = None  # where the device does it all; else the pipeline of one image
+        self._crop_flip: CropFlip | None = None  # where the device augments whole batches; else a pipeline per image
         self._pipeline: Operation | None = None
         if isinstance(self.augmentation, CropFlip) and self.augmentation.on_whole_batches:
             self._crop_flip = self.augmentation
         else:
             self._pipeline = self.augmentation.pipeline(self.framing)
 
-    # What a subclass says
+    # What a subclass defines
 
     def identity(self) -> Any:
-        """What the images depend on, as JSON values, found cheaply; downloads what is missing."""
+        """Return what the images depend on, as JSON values; None: they are read anew by every process.
+
+        With an identity the first process on a node keeps the images in `cache_dir`, and the others map them.
+        """
+        return None
+
+    def read(self) -> ImageSet:
+        """Return all images."""
         raise NotImplementedError
 
-    def read(self, scratch: Path) -> ImageSet:
-        """All images; called once per node. `scratch` is a folder for arrays too large for the memory."""
-        raise NotImplementedError
-
-    # prepare: facts
+    # Facts
 
     def prepare(self) -> None:
-        """Open the node's image array, making it where it is missing; sets the facts. Every rank calls it.
+        """Load or list the images and assign the splits. Every rank calls it.
 
         Raises:
-            UserError: the source is missing, broken, or does not fit the options.
+            UserError: the source is missing or damaged, or does not fit the options.
         """
-        if self._meta:
+        if self.splits is not None:
             return
-        options = [CACHE_VERSION, type(self).__name__, self.resize, self.image_size, *self._cut_from_array()]
-        own = [code_of(type(self)), self.own_options]
-        self._cache = self.cache_dir / f"{self.name}-{fingerprint([*options, *own, self.identity()])[:16]}"
-        self._meta = cached(self._cache, self._build)
-        self._labels = np.load(self._cache / LABELS)
-        self._read_facts(self._meta)
-
-    def _read_facts(self, meta: Content, fit: np.ndarray | None = None) -> None:
-        """
-        Args:
-            fit: (num_fit,) positions of the images to train and validate on; None: the first ones.
-        """
-        self.class_names: list[str] = meta["class_names"]
+        self._load()
         self.num_classes = len(self.class_names)
-        self.data_hash: str = meta["data_hash"]
-        self.skipped: list[str] = meta["skipped"]
-        num_fit, num_val, num_test = meta["num_fit"], meta["num_val"], meta["num_test"]
-        fit = np.arange(num_fit) if fit is None else fit
-        if not num_fit:
-            self._train_index, self._val_index = fit, num_fit + np.arange(num_val)
-        elif num_val:
-            self.split.refuse_folds(self.name)
-            own = num_fit + np.arange(num_val)
-            self._train_index, self._val_index = fit, own[:0] if self.split.never_validates else own
-        else:
-            self._train_index, self._val_index = (fit[part] for part in self.split.of(self._labels[fit]))
-        self._test_index = num_fit + num_val + np.arange(num_test)
-        self.num_train, self.num_val, self.num_test = len(self._train_index), len(self._val_index), num_test
-        self._check_batch_sizes()
+        splits = self.split.assign(self._labels, self._given, self._groups, training=self.stage != "test")
+        if splits.drew_test:
+            self.data_hash = fingerprint([self.data_hash, splits.test.tolist()])
+        self.notes += splits.notes
+        self._set_splits(splits)
+        self._check()
 
-    def _check_batch_sizes(self) -> None:
-        if self.stage != "test" and not 1 <= self.global_batch_size <= self.num_train:
-            raise UserError(
-                f"data.global_batch_size={self.global_batch_size}, but {self.name} has {self.num_train} training "
-                f"images: take a size from 1 to {self.num_train}."
-            )
-        if self.eval_batch_size < 1:
-            raise UserError(f"data.eval_batch_size={self.eval_batch_size} must be at least 1.")
+    def _set_splits(self, splits: Splits) -> None:
+        self.splits, self.test_is_drawn = splits, splits.drew_test
+        self.num_train, self.num_val, self.num_test = (len(index) for index in (splits.train, splits.val, splits.test))
+
+    def _load(self) -> None:
+        """Set class_names, data_hash, _labels, _given (the splits that the source names) and _array."""
+        identity = self.identity()
+        if identity is None:
+            images = self._checked_set()
+            self._array, self._labels, facts = images.images, images.labels, _facts_of(images)
+        else:
+            folder = self.cache_folder([_code_of(type(self)), self.resize, self.image_size, identity])
+            facts = cached(folder, self._write)
+            self._array, self._labels = np.load(folder / IMAGES, mmap_mode="c"), np.load(folder / LABELS)
+        self.class_names, self.data_hash = facts["class_names"], facts["data_hash"]
+        self._labels = np.asarray(self._labels, np.int64)
+        self._given = np.repeat([0, 1, 2], facts["counts"])
+
+    def cache_folder(self, identity: Any) -> Path:
+        key = fingerprint([CACHE_VERSION, type(self).__name__, identity])
+        return self.cache_dir / f"{self.name}-{key[:16]}"
+
+    def _checked_set(self) -> ImageSet:
+        images = self.read()
+        images.check(self.name)
+        return images
+
+    def _write(self, folder: Path) -> Content:
+        images = self._checked_set()
+        np.save(folder / IMAGES, images.images)
+        np.save(folder / LABELS, images.labels)
+        return _facts_of(images)
 
     def match_classes(self, class_names: Sequence[str]) -> None:
-        """Number the labels as a checkpoint does; call it before `place`.
+        """Number the labels as a checkpoint does; call it between `prepare` and `place`.
 
         Args:
-            class_names: those of the checkpoint; the data may lack some of them.
+            class_names: those of the checkpoint; the images may lack some of them.
         Raises:
-            UserError: the data have a class that the checkpoint does not know.
+            UserError: the images have a class that the checkpoint does not know.
         """
         unknown = [name for name in self.class_names if name not in class_names]
         if unknown:
@@ -226,83 +241,85 @@ class ImageDataModule(LightningDataModule):
                 f"{self.name} has the class {unknown[0]}, which the checkpoint does not know; it knows "
                 f"{', '.join(class_names[:20])}. Rename the class or remove its images."
             )
-        numbers = np.array([class_names.index(name) for name in self.class_names], np.int64)
-        self._labels = numbers[self._labels]
+        number_of = {name: number for number, name in enumerate(class_names)}
+        self._labels = np.array([number_of[name] for name in self.class_names], np.int64)[self._labels]
         self.class_names, self.num_classes = list(class_names), len(class_names)
 
     def test_on_all(self) -> None:
-        """Test on all images; call it before `place`."""
-        self._test_index, self._train_index, self._val_index = np.arange(len(self._labels)), *np.zeros((2, 0), int)
-        self.num_train, self.num_val, self.num_test = 0, 0, len(self._test_index)
+        """Test on all images; call it between `prepare` and `place`."""
+        every = np.flatnonzero(self._given >= 0)
+        self._set_splits(Splits(every[:0], every[:0], every))
+
+    def _check(self) -> None:
+        if self.eval_batch_size < 1:
+            raise UserError(f"data.eval_batch_size={self.eval_batch_size} must be at least 1.")
+        if self.stage == "test":
+            return
+        if not self.num_train:
+            raise UserError(f"{self.name} has no images to train on: all are for validation or test.")
+        if not 1 <= self.global_batch_size <= self.num_train:
+            raise UserError(
+                f"data.global_batch_size={self.global_batch_size}, but {self.name} has {self.num_train} training "
+                f"images: give a size from 1 to {self.num_train}."
+            )
 
     @property
     def num_images(self) -> int:
         """All images, whatever their split."""
-        return len(self._labels)
+        return int((self._given >= 0).sum())
 
     @property
     def left_out_per_epoch(self) -> int:
-        """Training images that no complete global batch holds, another part of them in each epoch."""
+        """Training images that no complete global batch holds; other ones in each epoch."""
         return self.num_train % self.global_batch_size
 
     @property
     def class_counts(self) -> list[int]:
         """Training images of each class, before augmentation."""
-        return np.bincount(self._labels[self._train_index], minlength=self.num_classes).tolist()
+        return self.counts_per_split["train"]
 
-    def _build(self, part: Path) -> Content:
-        images = self.read(part)
-        images.check(self.name, needs_training=self.stage != "test")
-        transforms = self._transforms(images.images.shape[1])
-        layout = images.layout(transforms.array_padding, mirrored=transforms.flip)
-        content = self._content(images, layout, images.content_hash())
-        images.write(part, layout)
-        return content
-
-    def _content(self, images: ImageSet, layout: Layout, data_hash: str) -> Content:
+    @property
+    def counts_per_split(self) -> dict[str, list[int]]:
+        """For train, val and test the number of images of each class."""
+        assert self.splits is not None
+        parts = {"train": self.splits.train, "val": self.splits.val, "test": self.splits.test}
         return {
-            "class_names": images.class_names,
-            "num_fit": images.num_fit,
-            "num_val": images.num_val,
-            "num_test": images.num_test,
-            "skipped": images.skipped,
-            "data_hash": data_hash,
-            "layout": vars(layout),
+            name: np.bincount(self._labels[index], minlength=self.num_classes).tolist() for name, index in parts.items()
         }
 
-    def _cut_from_array(self) -> tuple[int, bool]:
-        """The border and the flips that whole batches need; none where images are augmented one by one."""
-        if self._crop_flip is None:
-            return 0, False
-        return self.crop_padding if self._crop_flip.random_crop else 0, self._crop_flip.flips(self.framing)
-
-    def _transforms(self, stored_size: int) -> BatchTransforms:
-        crop_padding, flip = self._cut_from_array()
-        return BatchTransforms(
-            stored_size=stored_size,
-            image_size=self.image_size,
-            resize=self.resize,
-            crop_padding=crop_padding,
-            flip=flip,
-            mean=self.mean,
-            std=self.std,
-            interpolation=self.framing.interpolation,
-        )
+    @property
+    def skipped(self) -> list[str]:
+        """Lines on images and files that are damaged."""
+        return [line for reason, lines in self.left_out.items() if reason.startswith("damaged") for line in lines]
 
     def path_taken(self) -> tuple[str, str]:
-        """array or loader, and why; after `prepare`."""
+        """Return array or loader, and why; after `prepare`."""
         if self.requested_path != "auto":
             return self.requested_path, f"data.path={self.requested_path}"
         return "array", "they fit in memory"
 
-    def _layout(self) -> Layout:
-        return Layout(**self._meta["layout"])
+    def image_name(self, position: int) -> str:
+        return f"image {position}"
 
-    def _image_source(self) -> Source:
-        """Where loader workers find images."""
-        return InArray(self._cache / IMAGES, self._layout())
+    def identical_images(self) -> dict[str, list[str]]:
+        """Return sentences on images that are in two splits or under two labels, each with the pairs it counts.
 
-    # place: which part of the world this rank is
+        Takes a second per 10,000 images; call it on one rank.
+        """
+        return self._describe(identical_arrays(self._array, self._used())) if self._array is not None else {}
+
+    def _used(self) -> np.ndarray:
+        assert self.splits is not None
+        return np.unique(np.concatenate([self.splits.train, self.splits.val, self.splits.test]))
+
+    def _describe(self, groups: list[list[int]]) -> dict[str, list[str]]:
+        assert self.splits is not None
+        split_of = np.zeros(len(self._labels), np.int8)
+        split_of[self.splits.test] = 2
+        split_of[self.splits.val] = 1
+        return describe(groups, self._labels, split_of, self.image_name)
+
+    # Placement
 
     def place(
         self,
@@ -312,41 +329,31 @@ class ImageDataModule(LightningDataModule):
         accumulate_grad_batches: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Say which rank this is and where batches are made; may be called again.
+        """Set which rank this is and where batches are made; may be called again.
 
         Raises:
-            UserError: the batch sizes do not fit.
+            UserError: the global batch does not divide evenly.
         """
         self.prepare()
-        self._check_batch_sizes()
+        self._check()
         self.per_device_batch_size = Batch.cut(self.global_batch_size, world_size, accumulate_grad_batches).per_device
         self._placed = {"rank": rank, "world_size": world_size}
         self._accumulate, self._device = accumulate_grad_batches, torch.device(device)
-        layout = self._layout()
-        self._batch_transforms = self._transforms(layout.size).to(self._device)
-        array, resident = self._open_array(layout)
-        self._delivery = Delivery(
-            self._batch_transforms,
-            self.framing,
-            self._labels,
-            self._device,
-            array=array,
-            resident=resident,
-            open_source=self._image_source,
-            pipeline=self._pipeline,
-            num_workers=self.num_workers,
-        )
-
-    def _open_array(self, layout: Layout) -> tuple[ImageArray | None, bool]:
-        """All images, and whether they lie on the device; None on the loader's path."""
-        if self.path_taken()[0] == "loader":
-            return None, False
-        array = ImageArray.open(self._cache / IMAGES, layout, self._batch_transforms.window_in(layout))
-        resident = self._device.type == "cpu" or layout.num_bytes <= self.device_cache_gib * 2**30
-        return (array.to(self._device) if resident else array), resident
+        flip = self._crop_flip is not None and self._crop_flip.flips(self.framing)
+        padding = self.crop_padding if self._crop_flip is not None and self._crop_flip.random_crop else 0
+        self._transforms = BatchTransforms(
+            image_size=self.image_size, resize=self.resize, crop_padding=padding, flip=flip, mean=self.mean,
+            std=self.std, interpolation=self.framing.interpolation,
+        ).to(self._device)  # fmt: skip
+        self._images: Tensor | None = None  # the array, on the device where there is room
+        if self._array is not None and self.path_taken()[0] == "array":
+            self._images = torch.from_numpy(self._array)
+            self._is_resident = self._device.type == "cpu" or self._images.nbytes <= self.device_array_gib * 2**30
+            if self._is_resident:
+                self._images = self._images.to(self._device)
 
     def setup(self, stage: str | None = None) -> None:
-        if not self._placed and self.trainer is None:  # in a notebook, where nobody has called it
+        if not self._placed and self.trainer is None:  # in a notebook
             self.place()
         elif not self._placed:
             trainer = self.trainer
@@ -362,14 +369,15 @@ class ImageDataModule(LightningDataModule):
     def train_dataloader(self) -> TrainBatches:
         """
         Raises:
-            UserError: images are to be mixed in pairs, and the batch of a device is not even.
+            UserError: images are to be mixed in pairs, and a device gets an odd number at a time.
         """
         self.setup()
+        assert self.splits is not None
         if self.augmentation.mixing:
             check_pairs(self.per_device_batch_size, self.global_batch_size)
         return TrainBatches(
-            self._delivery.one_by_one if self._pipeline else self._delivery.whole,
-            self._train_index,
+            partial(self._load_augmented, self._pipeline) if self._pipeline else self._load_whole,
+            self.splits.train,
             self._draw,
             draw_mixing=self._draw_mixing if self.augmentation.mixing else None,
             global_batch_size=self.global_batch_size,
@@ -380,12 +388,12 @@ class ImageDataModule(LightningDataModule):
         )
 
     def _draw(self, generator: np.random.Generator, n: int) -> np.ndarray:
-        """What decides the pixels of n training images: crop starts and flips, or a seed for each."""
+        """Draw what decides the pixels of n training images: crop starts and flips, or a seed for each."""
         if self._crop_flip is None:
             return generator.integers(0, 2**63 - 1, (1, n))
-        draws = self._batch_transforms.draw(generator, n)
+        draws = self._transforms.draw(generator, n)
         if not self._crop_flip.random_crop:
-            draws[:2] = self._batch_transforms.centre()[:2, None]
+            draws[:2] = self._transforms.centre()[:2, None]
         return draws
 
     def _draw_mixing(self, generator: np.random.Generator, epoch: int, num_pairs: int) -> np.ndarray | None:
@@ -396,48 +404,99 @@ class ImageDataModule(LightningDataModule):
 
     def val_dataloader(self) -> EvalBatches:
         self.setup()
-        return self._eval_batches(self._val_index)
+        assert self.splits is not None
+        return self._eval_batches(self.splits.val, **self._placed)
 
     def test_dataloader(self) -> EvalBatches:
         self.setup()
-        return self._eval_batches(self._test_index)
+        assert self.splits is not None
+        return self._eval_batches(self.splits.test, **self._placed)
 
-    def _eval_batches(self, index: np.ndarray) -> EvalBatches:
-        centre = self._batch_transforms.centre()
-        return EvalBatches(self._delivery.whole, index, centre, batch_size=self.eval_batch_size, **self._placed)
+    def _eval_batches(self, index: np.ndarray, **placed: int) -> EvalBatches:
+        centre = self._transforms.centre()
+        return EvalBatches(self._load_whole, index, centre, batch_size=self.eval_batch_size, **placed)
 
     def sample_images(self, count: int) -> Tensor:
-        """(count, channels, image_size, image_size) float, normalised, on the CPU: the first training images.
-
-        Not augmented, and the same on every rank: for nets that look at data before they train.
-        """
-        centre, index = self._batch_transforms.centre(), self._train_index[:count]
-        batches = EvalBatches(
-            self._delivery.whole, index, centre, batch_size=self.eval_batch_size, rank=0, world_size=1
-        )
-        images = [self._delivery.images(move_data_to_device(batch, self._device)) for batch in batches]
-        return torch.cat(images)[: len(index)].cpu()
+        """Return the first training images, not augmented: (count, channels, image_size, image_size) on the CPU."""
+        self.setup()
+        assert self.splits is not None
+        index = self.splits.train[:count]
+        batches = [self._pixels(move_data_to_device(batch, self._device)) for batch in self._eval_batches(index)]
+        return torch.cat(batches)[: len(index)].cpu()
 
     # Batches
 
-    def on_after_batch_transfer(self, batch: Loaded, dataloader_idx: int) -> tuple[Tensor, Tensor]:
-        """Images (n, channels, image_size, image_size) float, normalised, and labels (n,), −1 where not counted.
+    def _open_image(self) -> OpenImage:
+        """What opens a single image in a worker process."""
+        assert self._array is not None
+        return partial(_image_of_array, self._array)
 
-        Of mixed images the labels are soft: (n, num_classes) float.
+    def _load_whole(self, selections: Iterable[Selection]) -> Iterator[LoadedBatch]:
+        """For evaluation, and for an augmentation of whole batches: images that the device crops."""
+        if self._images is None:
+            for selection, images in self._stream(selections, squares(self._open_image(), self.framing)):
+                yield {"images": images, "draws": torch.from_numpy(selection.draws), **self._labels_of(selection)}
+            return
+        for selection in selections:
+            index = torch.from_numpy(selection.positions)
+            batch = {"draws": torch.from_numpy(selection.draws), **self._labels_of(selection)}
+            if self._is_resident:
+                yield {"index": index, **batch}
+            else:
+                yield {"images": self._images[index].pin_memory(), **batch}
+
+    def _load_augmented(self, pipeline: Operation, selections: Iterable[Selection]) -> Iterator[LoadedBatch]:
+        for selection, images in self._stream(selections, augmented(self._open_image(), pipeline)):
+            yield {"images": images, **self._labels_of(selection)}
+
+    def _stream(self, selections: Iterable[Selection], make: MakeImage) -> Iterator[tuple[Selection, Tensor]]:
+        workers = min(self.num_workers, len(os.sched_getaffinity(0)))
+        return stream(selections, make, num_workers=workers, pin_memory=self._device.type == "cuda")
+
+    def _labels_of(self, selection: Selection) -> LoadedBatch:
+        labels = self._labels[selection.positions]
+        if selection.counted is not None:
+            labels = np.where(selection.counted, labels, -1)
+        mixing = {} if selection.mixing is None else {"mixing": torch.from_numpy(selection.mixing)}
+        return {"labels": torch.from_numpy(labels), **mixing}
+
+    def _pixels(self, batch: LoadedBatch) -> Tensor:
+        """(n, channels, image_size, image_size) float32, normalised, of a batch that is on the device."""
+        if "draws" not in batch:
+            return self._transforms.normalise(batch["images"])
+        images = batch["images"] if "images" in batch else self._images[batch["index"]]  # type: ignore[index]
+        return self._transforms(images, batch["draws"])
+
+    def on_after_batch_transfer(self, batch: LoadedBatch, dataloader_idx: int) -> tuple[Tensor, Tensor]:
+        """Return images (n, channels, image_size, image_size) float, and labels (n,), −1 where not counted.
+
+        Mixed images have soft labels: (n, num_classes) float.
         """
-        images, labels = self._delivery.images(batch), batch["labels"]
+        images, labels = self._pixels(batch), batch["labels"]
         if "mixing" in batch:
             images, labels = mix(images, labels, batch["mixing"], self.num_classes)
-        if self.trainer is not None:  # float64 and half of "true" precisions; whole numbers stay
+        if self.trainer is not None:  # float64 and half of the "true" precisions; whole numbers stay
             images, labels = self.trainer.precision_plugin.convert_input((images, labels))
         return images, labels
 
 
-def code_of(module: type) -> list[str]:
-    """Hashes of the files in which a data module of one's own is written: other code may read other images."""
-    files = {}
-    for owner in module.__mro__:
-        if owner.__module__.partition(".")[0] not in ("lockstep", "lightning", "torch", "builtins"):
-            with suppress(OSError, TypeError):  # typed in a notebook
-                files[owner] = sha256_of(Path(inspect.getfile(owner)))
-    return [*files.values()]
+def _facts_of(images: ImageSet) -> Content:
+    splits = images.splits
+    return {
+        "class_names": images.class_names,
+        "counts": np.bincount(splits, minlength=3).tolist(),
+        "data_hash": hash_of_pixels(images.images, images.labels, images.class_names, splits),
+    }
+
+
+def _code_of(module: type) -> str:
+    """The source of a data module: after a change it may read other images."""
+    try:
+        return inspect.getsource(module)
+    except (OSError, TypeError):  # typed in a notebook
+        return ""
+
+
+def _image_of_array(array: np.ndarray, position: int) -> Image.Image:
+    pixels = array[position]
+    return Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels)

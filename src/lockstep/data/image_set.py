@@ -1,79 +1,70 @@
-"""What a source of images hands over, checked, fingerprinted, and written as the node's image array."""
+"""Labelled images in memory, as a data set of one's own returns them from `read`."""
 
 import hashlib
 import json
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.data.image_array import Layout, write_images
-from lockstep.data.node_cache import require_space
+from lockstep.data.listing import TEST, TRAIN, VAL
 from lockstep.runs.errors import UserError
-
-WIDE_LIMIT_BYTES = 2**31  # above this, borders and a mirrored copy are not worth their room
-IMAGES, LABELS = "images.bin", "labels.npy"
-DECODED = "decoded.bin"  # where a source may leave images that are too many for the memory
-
-
-def fingerprint(value: Any) -> str:
-    """Hex over JSON values."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 @dataclass
 class ImageSet:
-    """All images in one order: first those to fit on, then validation, then test.
+    """All images in one order: first those to train on, then validation, then test.
 
-    images: (n, size, size, channels) uint8; labels: (n,) integers from 0; num_val is 0 where the source has no
-    validation part of its own; skipped: names of files that could not be decoded.
+    Args:
+        images: (n, size, size, channels) uint8.
+        labels: (n,) integers from 0.
+        class_names: the name of each label.
+        num_test: how many of the last images test; 0: they are drawn.
+        num_val: how many images before those validate; 0: they are drawn from the training images.
     """
 
     images: np.ndarray
     labels: np.ndarray
     class_names: list[str]
-    num_fit: int
     num_test: int
     num_val: int = 0
-    skipped: list[str] = field(default_factory=list)
-    draws_test: bool = False  # of those to fit on, whenever they are read
 
-    def check(self, name: str, *, needs_training: bool = True) -> None:
-        """Raises UserError where the parts do not fit together."""
-        n, labels, num_classes = len(self.images), self.labels, len(self.class_names)
-        if len(labels) != n or self.num_fit + self.num_val + self.num_test != n:
-            raise UserError(f"{name} holds {n} images and {len(labels)} labels: one of its files is not complete.")
-        if (needs_training and self.num_fit == 0) or (self.num_test == 0 and not self.draws_test):
-            raise UserError(f"{name} holds {self.num_fit} training and {self.num_test} test images: it needs both.")
-        wrong = labels[(labels < 0) | (labels >= num_classes)]
+    @property
+    def splits(self) -> np.ndarray:
+        """(n,) 0 train, 1 val, 2 test."""
+        num_train = len(self.labels) - self.num_val - self.num_test
+        return np.repeat([TRAIN, VAL, TEST], [num_train, self.num_val, self.num_test]).astype(np.int8)
+
+    def check(self, name: str) -> None:
+        """Raise UserError if the parts do not fit together."""
+        n, num_classes = len(self.images), len(self.class_names)
+        if len(self.labels) != n:
+            raise UserError(f"{name} holds {n} images and {len(self.labels)} labels: one of its files is not complete.")
+        if n <= self.num_val + self.num_test:
+            raise UserError(f"{name} holds {n} images, of which none is left to train on.")
+        wrong = self.labels[(self.labels < 0) | (self.labels >= num_classes)]
         if len(wrong):
             raise UserError(
                 f"{name} has a label {wrong[0]}, but its {num_classes} classes go from 0 to {num_classes - 1}."
             )
 
-    def content_hash(self) -> str:
-        """Hex over names, labels and pixels, independent of the files that they came in."""
-        digest = hashlib.sha256(json.dumps([self.class_names, self.num_fit, self.num_val]).encode())
-        digest.update(np.ascontiguousarray(self.labels, np.int64).data)
-        for start in range(0, len(self.images), 4096):
-            digest.update(np.ascontiguousarray(self.images[start : start + 4096]).data)
-        return digest.hexdigest()
 
-    def layout(self, padding: int, mirrored: bool) -> Layout:
-        """With borders and a mirrored copy of the images to fit on, unless that grows too large."""
-        n, size, _, channels = self.images.shape
-        wide = Layout(size, channels, n, padding, self.num_fit if mirrored else 0)
-        return wide if wide.num_bytes <= WIDE_LIMIT_BYTES else Layout(size, channels, n)
+def hash_of_pixels(
+    images: np.ndarray, labels: np.ndarray, class_names: list[str], splits: np.ndarray, kept: np.ndarray | None = None
+) -> str:
+    """Return a hash over names, labels and pixels, independent of the files that they came in.
 
-    def write(self, folder: Path, layout: Layout) -> None:
-        """IMAGES and LABELS in `folder`."""
-        np.save(folder / LABELS, self.labels.astype(np.int64))
-        if (folder / DECODED).exists() and not layout.padding and not layout.num_mirrored:
-            (folder / DECODED).rename(folder / IMAGES)
-            return
-        require_space(folder, layout.num_bytes)
-        flat = np.memmap(folder / IMAGES, np.uint8, "w+", shape=(layout.num_bytes,))
-        write_images(flat, self.images, layout)
-        flat.flush()
-        (folder / DECODED).unlink(missing_ok=True)
+    Args:
+        kept: positions of the images that count; None: all.
+    """
+    kept = np.arange(len(labels)) if kept is None else kept
+    counts = [int((splits[kept] == split).sum()) for split in (TRAIN, VAL)]
+    digest = hashlib.sha256(json.dumps([class_names, *counts]).encode())
+    digest.update(np.ascontiguousarray(labels[kept], np.int64).data)
+    for some in _blocks(kept):
+        digest.update(np.ascontiguousarray(images[some]).data)
+    return digest.hexdigest()
+
+
+def _blocks(index: np.ndarray, size: int = 4096) -> Iterable[np.ndarray]:
+    return (index[start : start + size] for start in range(0, len(index), size))

@@ -1,156 +1,134 @@
-"""The base of data modules whose images lie in a few large files: which of them is for what, what each holds."""
+"""The base of data modules whose images lie in a few large files: which split each file is of, and what it holds."""
 
-import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
-from fnmatch import fnmatch
+import re
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lockstep.data.image_list import SPLITS, ImageList, sorted_out
+from lockstep.data.decoding import CorruptImage
 from lockstep.data.listed_datamodule import ListedDataModule
-from lockstep.data.node_cache import file_identity
-from lockstep.data.places import Names, Places, stats_of
+from lockstep.data.listing import SPLIT_OF, SPLITS, TRAIN, ImageList, group_of, local_root, make_list, suggestion
+from lockstep.data.node_cache import Content, cached, file_identity
 from lockstep.data.progress import progress
-from lockstep.data.root import on_this_disk, what_reads
 from lockstep.runs.errors import UserError
 
-log = logging.getLogger(__name__)
-
-
-class BadShard(Exception):
-    """A shard that cannot be read as a whole; says what is wrong with it, without its name."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """What one file holds, in its order.
-
-    file: where the images' bytes lie; words: the class of each; members: its name within the shard, for errors;
-    start, size: (n,) int64 in bytes.
-    """
-
-    file: Path
-    words: list[str]
-    members: list[str]
-    start: np.ndarray
-    size: np.ndarray
+DAMAGED_FILES = "damaged files"
 
 
 class ShardedDataModule(ListedDataModule):
-    """A subclass says how a shard is read (`read_shard`).
+    """A subclass reads what one file holds; that is kept in the node's cache.
 
     Args:
-        root: a folder of shards, at any depth, or one of them.
-        train: pattern of the shards to train on, with * and ?, for paths below root; where no pattern fits, all are.
-        val: likewise; None: no such shards, and images are drawn from those to train on.
+        root: a folder that holds the files at any depth, or one file.
+        train: pattern, with * and ?, of the paths of files to train on; None: by names such as train-0 or training/0.
+            Where no file is of any split, all train.
+        val: likewise.
         test: likewise.
         options: as of ListedDataModule.
     """
 
     suffix: str
-    group: str
+    kind: str
 
     def __init__(
         self,
         *,
         root: str | Path | None = None,
-        train: str = "*train*",
-        val: str | None = "*val*",
-        test: str | None = "*test*",
+        train: str | None = None,
+        val: str | None = None,
+        test: str | None = None,
         **options: Any,
     ) -> None:
-        if not root:
-            raise UserError(f"data={self.group} needs data.root=FOLDER, with {self.suffix} files.")
-        super().__init__(root=on_this_disk(root), **options)
+        super().__init__(**options)
+        self._root = local_root(root, self.kind, f"FOLDER, with {self.suffix} files")
         self._patterns = (train, val, test)
 
-    def read_shard(self, path: Path) -> Shard:
-        """
+    def read_shard(self, path: Path, folder: Path) -> Content:
+        """Return what a file holds, as JSON values, an entry for each image.
+
+        names: of the images within the file; labels; start and size: in bytes; groups: if `group` is a column;
+        left_out: as of ImageList, with names within the file. `data`: the name of a file in `folder` that the bytes
+        are in, or None for `path` itself.
+
+        Args:
+            folder: of the cache, for encoded images that cannot be read in place.
         Raises:
-            BadShard: it is cut off or damaged.
-            UserError: it is whole, and not as the options say.
+            CorruptImage: the file is cut off or damaged.
+            UserError: it is intact, and not as the options say.
         """
         raise NotImplementedError
 
-    def listed_from(self) -> list[Any]:
-        self._shards = self._find()
-        return [self._skip_corrupt, [[*file_identity(path), split] for path, split in self._shards]]
+    def shard_options(self) -> list[Any]:
+        """The options that `read_shard` depends on, as JSON values."""
+        raise NotImplementedError
 
     def list_images(self) -> ImageList:
-        skipped: list[str] = []
-        read = list(self._read(skipped))
-        shards = [shard for _, _, shard in read]
-        if {split for _, split, _ in read} >= {0, 1} and not any(split == 2 for _, split, _ in read):
-            raise UserError(
-                f"{self._root} has shards to validate on and none to test on: data.test='{self._patterns[1]}' "
-                "data.val=null tests on them, and draws the images to validate on from those to train on."
-            )
-        words = [word for shard in shards for word in shard.words]
-        members = [name for shard in shards for name in shard.members]
-        counts = [len(shard.words) for shard in shards]
-        file = np.repeat(np.arange(len(shards)), counts)
-        names, labels, parts, order = sorted_out(
-            words,
-            np.repeat([split for _, split, _ in read], counts).astype(np.int64),
-            lambda i: f"{read[file[i]][0]}: {members[i]}",
-            self._root,
-            self.class_order(),
-        )
+        shards, left_out = self._find()
         folder = self._root if self._root.is_dir() else self._root.parent
-        files = [str(shard.file.absolute()) for shard in shards]
-        places = Places(
-            folder,
-            Names.of(files),
-            Names.of([str(path.relative_to(folder)) for path, _, _ in read]),
-            Names.of([]),
-            stats_of(folder, files),
-            file,
-            np.concatenate([shard.start for shard in shards]),
-            np.concatenate([shard.size for shard in shards]),
-            Names.of(members),
-        )
-        return ImageList(names, labels, parts, places.take(order), files, skipped)
+        columns: dict[str, list[Any]] = {name: [] for name in ("names", "labels", "start", "size", "groups")}
+        files: list[str] = []
+        file: list[int] = []
+        splits: list[int] = []
+        mtimes: list[int] = []
+        with progress(f"Reading what {len(shards)} files hold", len(shards)) as advance:
+            for path, split in shards:
+                title = str(path.relative_to(folder))
+                identity = file_identity(path)
+                kept = self.cache_folder([identity, self.shard_options()])
+                try:
+                    shard = cached(kept, partial(self.read_shard, path))
+                except CorruptImage as error:
+                    if not self._skip_corrupt:
+                        hint = "replace it, or leave it out with data.skip_corrupt=true"
+                        raise UserError(f"{path} {error}: {hint}.") from None
+                    left_out.setdefault(DAMAGED_FILES, []).append(f"{path} {error}")
+                    continue
+                n = len(shard["labels"])
+                columns["names"] += [f"{title}: {name}" for name in shard["names"]]
+                for name in ("labels", "start", "size"):
+                    columns[name] += shard[name]
+                if self.group:
+                    columns["groups"] += shard.get("groups") or [group_of(self.group, name) for name in shard["names"]]
+                for reason, names in shard["left_out"].items():
+                    left_out.setdefault(reason, []).extend(f"{title}: {name}" for name in names)
+                file += [len(files)] * n
+                splits += [split] * n
+                mtimes += [identity[2]] * n
+                files.append(str(kept / shard["data"] if shard["data"] else path))
+                advance(1)
+        return make_list(
+            folder, columns["names"], columns["labels"], splits, columns["size"], mtimes, files=files,
+            file=np.array(file, np.int64), start=np.array(columns["start"], np.int64),
+            groups=columns["groups"] if self.group else None, left_out=left_out,
+        )  # fmt: skip
 
-    def class_order(self) -> list[str] | None:
-        """After all shards were read; None: as people count."""
-        return None
-
-    def _find(self) -> list[tuple[Path, int]]:
-        """The shards with their splits (0 train, 1 val, 2 test), in the order of their paths."""
-        if self._root.is_file() and self._root.suffix == self.suffix:
-            return [(self._root, 0)]
-        paths = [path for path in self._root.rglob(f"*{self.suffix}") if path.is_file()]
-        names = sorted(str(path.relative_to(self._root)) for path in paths)
-        if not names:
-            hint = what_reads(self._root, self.group)
-            raise UserError(f"data.root={self._root} holds no {self.suffix} file, as data={self.group} reads.{hint}")
-        splits = [self._split_of(name) for name in names]
-        left_out = [name for name, split in zip(names, splits, strict=True) if split is None]
-        if len(left_out) == len(names):
-            return [(self._root / name, 0) for name in names]
-        if left_out:
-            log.warning(f"{len(left_out)} of {len(names)} shards are of no split, and left out: {left_out[0]}; …")
-        return [(self._root / name, split) for name, split in zip(names, splits, strict=True) if split is not None]
+    def _find(self) -> tuple[list[tuple[Path, int]], dict[str, list[str]]]:
+        """The files with their splits, in the order of their paths."""
+        if self._root.is_file() and self._root.suffix.lower() == self.suffix:
+            return [(self._root, TRAIN)], {}
+        found = (path.relative_to(self._root) for path in self._root.rglob("*") if path.suffix.lower() == self.suffix)
+        paths = sorted(path for path in found if not any(part.startswith(".") for part in path.parts))
+        if not paths:
+            hint = suggestion(self._root, self.kind)
+            raise UserError(f"data.root={self._root} holds no {self.suffix} file, as data={self.kind} reads.{hint}")
+        splits = [self._split_of(str(path)) for path in paths]
+        if all(split is None for split in splits):
+            return [(self._root / path, TRAIN) for path in paths], {}
+        of_none = [str(path) for path, split in zip(paths, splits) if split is None]
+        taken = [(self._root / path, split) for path, split in zip(paths, splits) if split is not None]
+        return taken, {f"{self.suffix} files of no split": of_none} if of_none else {}
 
     def _split_of(self, name: str) -> int | None:
-        fits = [i for i, pattern in enumerate(self._patterns) if pattern and fnmatch(name, pattern)]
+        fits = [i for i, pattern in enumerate(self._patterns) if pattern and fnmatchcase(name.lower(), pattern.lower())]
         if len(fits) > 1:
             both = " and ".join(f"data.{SPLITS[i]}={self._patterns[i]}" for i in fits)
             raise UserError(f"{self._root / name} fits {both}: give patterns of which one fits, or null.")
-        return fits[0] if fits else None
-
-    def _read(self, skipped: list[str]) -> Iterator[tuple[Path, int, Shard]]:
-        with progress(f"Reading what {len(self._shards)} shards hold", len(self._shards)) as advance:
-            for path, split in self._shards:
-                try:
-                    yield path, split, self.read_shard(path)
-                except BadShard as error:
-                    if not self._skip_corrupt:
-                        hint = "fetch it again, or leave it out with data.skip_corrupt=true"
-                        raise UserError(f"{path} {error}: {hint}.") from None
-                    skipped.append(f"{path} {error}")
-                    log.warning(f"Skipped a shard: {skipped[-1]}")
-                advance(1)
+        if fits:
+            return fits[0]
+        parts = reversed(Path(name.lower()).parts)  # the file's own name first
+        words = [re.sub("(set|data|split)$", "", word) for part in parts for word in re.split("[^a-z]+", part)]
+        named = (SPLIT_OF[word] for word in words if word in SPLIT_OF)
+        return next((split for split in named if self._patterns[split] is None), None)

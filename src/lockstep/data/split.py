@@ -1,4 +1,4 @@
-"""Which of the training images validate: a part drawn from the seed, or one fold of several."""
+"""Decide which images train, validate and test: as the source says, else drawn per class or per group from the seed."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,9 +6,27 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.batches import SPLIT, random_stream
+from lockstep.data.batches import TEST as TEST_STREAM
+from lockstep.data.listing import TEST, TRAIN, VAL
 from lockstep.runs.errors import UserError
 
 VAL_FRACTION = 0.1
+TEST_SEED = 42  # of drawn test images: every seed trains on the others
+TEST_IS_VAL = "no test images: the validation images are tested"
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Positions of the images of each split, ascending.
+
+    notes: sentences about what was drawn, for the log.
+    """
+
+    train: np.ndarray
+    val: np.ndarray
+    test: np.ndarray
+    drew_test: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -16,10 +34,12 @@ class Split:
     """
     Args:
         val_fraction: part of the training images that validates; 0: none.
-        num_val: the same as a count; goes before val_fraction.
-        fold: of `num_folds` equal parts the one that validates, from 0 on; in place of the two above.
+        num_val: the same as a count; takes precedence over val_fraction.
+        fold: which of `num_folds` equal parts validates, from 0; instead of the two options above.
+        test_fraction: part of all images that tests, where the source names no test images.
+        stratify: draw from each class in proportion, and leave each class an image to train on.
     Raises:
-        UserError: the folds are none, or a part is stated beside them.
+        UserError: the folds are invalid, or combined with val_fraction or num_val.
     """
 
     seed: int
@@ -27,6 +47,8 @@ class Split:
     num_val: int | None = None
     fold: int | None = None
     num_folds: int | None = None
+    test_fraction: float = 0.1
+    stratify: bool = True
 
     def __post_init__(self) -> None:
         if self.fold is None and self.num_folds is None:
@@ -43,58 +65,174 @@ class Split:
         key, value, unset = self._stated()
         if value != unset:
             raise UserError(
-                f"data.{key}={value} and data.fold={self.fold} both say which images validate: leave one of them out "
-                f"(data.{key}={'null' if unset is None else unset})."
+                f"data.{key}={value} and data.fold={self.fold} both select the validation images: leave one of them "
+                f"out (data.{key}={'null' if unset is None else unset})."
             )
 
     def _stated(self) -> tuple[str, float | None, float | None]:
-        """What says how many validate: its key, its value, and the value with which it says nothing."""
         if self.num_val is None:
             return "val_fraction", self.val_fraction, VAL_FRACTION
         return "num_val", self.num_val, None
 
-    @property
-    def never_validates(self) -> bool:
-        return self._stated()[1] == 0
-
-    def refuse_folds(self, name: str) -> None:
-        """Of a data set that says itself which images validate."""
-        if self.fold is not None:
-            raise UserError(
-                f"data.fold={self.fold}: {name} has validation images of its own, so there is nothing to fold; give it "
-                "without them."
-            )
-
-    def of(self, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Places of the images to train on and to validate on, ascending; the same on every rank.
+    def assign(
+        self, labels: np.ndarray, given: np.ndarray, groups: np.ndarray | None = None, *, training: bool = True
+    ) -> Splits:
+        """Return the splits of n images.
 
         Args:
-            labels: (n,) of all training images.
+            labels: (n,) int64.
+            given: (n,) 0 train, 1 val, 2 test; without any 1 or 2 the test images are drawn.
+            groups: (n,) int64; images of one group stay together.
+            training: False: where the images cannot be split, all are tested.
         Raises:
-            UserError: one of the two would be empty.
+            UserError: a part would be empty, or one group lies in several parts.
         """
-        order = random_stream(self.seed, SPLIT).permutation(len(labels))
+        try:
+            return self._assign(labels, given, groups)
+        except UserError:
+            if training:
+                raise
+            index = np.flatnonzero(given >= 0)
+            return Splits(index[:0], index[:0], index, drew_test=True)
+
+    def _assign(self, labels: np.ndarray, given: np.ndarray, groups: np.ndarray | None) -> Splits:
+        train, val, test = (np.flatnonzero(given == split) for split in (TRAIN, VAL, TEST))
+        if groups is not None:
+            _check_groups(groups, given)
+        if len(val) and not len(test):
+            kept_val = val[:0] if self._stated()[1] == 0 else val
+            return Splits(train, kept_val, val, notes=(TEST_IS_VAL,))
+        drew_test = not len(test)
+        if drew_test:
+            num_test = round(self.test_fraction * len(train))
+            if not 1 <= num_test < len(train):
+                raise UserError(
+                    f"data.test_fraction={self.test_fraction} of {len(train)} images leaves {len(train) - num_test} to "
+                    f"train and {num_test} to test on: both need one at least."
+                )
+            stream = random_stream(TEST_SEED, TEST_STREAM)
+            train, test = self._draw(train, labels, groups, num_test, stream, "test_fraction", self.test_fraction)
+        if len(val):
+            if self.fold is not None:
+                raise UserError(
+                    f"data.fold={self.fold}: the data have validation images of their own, so there is nothing to fold."
+                )
+            return Splits(train, val[:0] if self._stated()[1] == 0 else val, test, drew_test)
+        if not len(train):
+            return Splits(train, val, test)
+        train, val = self._validation(train, labels, groups)
+        return Splits(train, val, test, drew_test)
+
+    def _validation(
+        self, train: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        stream = random_stream(self.seed, SPLIT)
         if self.fold is not None and self.num_folds is not None:
+            if groups is not None:
+                return self._folded_groups(train, labels, groups)
+            order = train[stream.permutation(len(train))]
             return self._folded(order[np.argsort(labels[order], kind="stable")], self.fold, self.num_folds)
         key, value, _ = self._stated()
-        num_val = round(self.val_fraction * len(order)) if self.num_val is None else self.num_val
-        if not (0 if self.never_validates else 1) <= num_val < len(order):
+        num_val = round(self.val_fraction * len(train)) if self.num_val is None else self.num_val
+        if num_val == 0 and value == 0:
+            return train, train[:0]
+        if not 1 <= num_val < len(train):
             raise UserError(
-                f"data.{key}={value} leaves {len(order) - num_val} of {len(order)} images to train on and {num_val} to "
+                f"data.{key}={value} leaves {len(train) - num_val} of {len(train)} images to train on and {num_val} to "
                 f"validate on: both need one at least; data.{key}=0 trains on all of them and validates nothing."
             )
-        return np.sort(order[num_val:]), np.sort(order[:num_val])
+        return self._draw(train, labels, groups, num_val, stream, key, value)
+
+    def _draw(
+        self, index: np.ndarray, labels: np.ndarray, groups: np.ndarray | None, count: int,
+        stream: np.random.Generator, key: str, value: Any,
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        """Return (rest, drawn), of which `drawn` has `count` images as far as classes and groups allow."""
+        order = index[stream.permutation(len(index))]
+        if groups is not None:
+            drawn = _drawn_groups(order, labels, groups, count)
+        elif self.stratify:
+            drawn = _drawn_per_class(order, labels, count)
+        else:
+            drawn = order[:count]
+        if not len(drawn):
+            what = "class has a second image" if groups is None else "group can be spared"
+            raise UserError(
+                f"data.{key}={value} would draw {count} of {len(index)} images, but no {what}: each class keeps one "
+                f"to train on. Add images, or give data.{key}=0."
+            )
+        return np.setdiff1d(index, drawn), np.sort(drawn)
 
     @staticmethod
     def _folded(by_class: np.ndarray, fold: int, num_folds: int) -> tuple[np.ndarray, np.ndarray]:
-        """Dealt out like cards, class by class: folds differ by one image at most, and in each class too."""
+        """Deal the images out like cards, class by class: folds differ by at most one image, also within a class."""
         if num_folds > len(by_class):
             raise UserError(
-                f"data.num_folds={num_folds}, and there are {len(by_class)} images to train and validate on: give at "
+                f"data.num_folds={num_folds} exceeds the {len(by_class)} images to train and validate on: give at "
                 f"most {len(by_class)}."
             )
         validates = np.arange(len(by_class)) % num_folds == fold
         return np.sort(by_class[~validates]), np.sort(by_class[validates])
+
+    def _folded_groups(
+        self, index: np.ndarray, labels: np.ndarray, groups: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        from sklearn.model_selection import StratifiedGroupKFold
+
+        folds = StratifiedGroupKFold(self.num_folds, shuffle=True, random_state=self.seed)
+        try:
+            parts = list(folds.split(index, labels[index], groups[index]))
+        except ValueError as error:
+            raise UserError(f"data.num_folds={self.num_folds} does not fit the groups: {error}.") from None
+        train, val = parts[self.fold or 0]
+        return index[train], index[val]
+
+
+def _drawn_per_class(order: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
+    """Take from each class in proportion (largest remainder), and leave each class one image at least.
+
+    Args:
+        order: positions in random order.
+    """
+    classes, position, sizes = np.unique(labels[order], return_inverse=True, return_counts=True)
+    room = sizes - 1
+    shares = sizes * count / len(order)
+    take = np.minimum(np.floor(shares).astype(int), room)
+    first_seen = np.unique(position, return_index=True)[1]  # breaks ties at random, as the order is
+    for number in np.lexsort((first_seen, take - shares)):
+        if take.sum() < count and take[number] < room[number]:
+            take[number] += 1
+    while take.sum() < count and (take < room).any():  # classes of one image gave none: the largest make up for it
+        take[np.argmax(room - take)] += 1
+    drawn = [order[position == number][: take[number]] for number in range(len(classes))]
+    return np.concatenate(drawn)
+
+
+def _drawn_groups(order: np.ndarray, labels: np.ndarray, groups: np.ndarray, count: int) -> np.ndarray:
+    """Take whole groups in random order while they fit, and leave each class an image of another group."""
+    left = np.bincount(labels[order])
+    _, first_seen, of_group = np.unique(groups[order], return_index=True, return_inverse=True)
+    by_group = np.split(order[np.argsort(of_group, kind="stable")], np.cumsum(np.bincount(of_group))[:-1])
+    taken: list[np.ndarray] = []
+    missing = count
+    for number in np.argsort(first_seen):  # random, as the order is
+        members = by_group[number]
+        classes, counts = np.unique(labels[members], return_counts=True)
+        if missing > 0 and (len(members) <= missing or not taken) and (left[classes] > counts).all():
+            taken.append(members)
+            left[classes] -= counts
+            missing -= len(members)
+    return np.concatenate(taken) if taken else order[:0]
+
+
+def _check_groups(groups: np.ndarray, given: np.ndarray) -> None:
+    pairs = np.unique(np.stack([groups, given.astype(np.int64)]), axis=1)
+    values, counts = np.unique(pairs[0], return_counts=True)
+    if (counts > 1).any():
+        raise UserError(
+            f"data.group: {(counts > 1).sum()} of {len(values)} groups have images in several of train, val and test, "
+            "which the source assigns: give all images of a group the same split, or leave the splits out."
+        )
 
 
 def _is_whole(value: Any) -> bool:

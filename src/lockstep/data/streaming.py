@@ -1,112 +1,125 @@
-"""Images that DataLoader workers make ready one by one, as they are needed: read, decoded, augmented."""
+"""Load images in DataLoader worker processes: read, decode, and resize or augment each one as a batch needs it."""
 
+import atexit
 import multiprocessing
-import os
 import signal
-import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep.data.augmentation import Operation, own_stream
 from lockstep.data.batches import Selection
-from lockstep.data.image_tree import CorruptImage
-from lockstep.runs.errors import EXIT_FAILED, UserError
+from lockstep.data.decoding import CorruptImage, pixels_of
+from lockstep.data.framing import Framing
+from lockstep.runs.errors import UserError
 
-Wanted = tuple[int, int]
+OpenImage = Callable[[int], Image.Image]
+"""position → the whole image, RGB or L"""
 MakeImage = Callable[[int, int], np.ndarray]
-"""(position, draw) → (side, side, channels) uint8; the draw is the first of the image's own."""
-Ahead = Callable[[Sequence[int]], None]
-"""Is told the positions of a batch before its images are made."""
+"""(position, draw) → (side, side, channels) uint8; the draw seeds the image's own random stream"""
+
+_workers: set[multiprocessing.process.BaseProcess] = set()
 
 
-class _Images(Dataset):
-    """A whole batch at a time: (n, side, side, channels) uint8, or what is wrong with one of the images."""
+def squares(open_image: OpenImage, framing: Framing) -> MakeImage:
+    """Images as an array holds them: resize × resize."""
+    return partial(_square, open_image, framing)
 
-    def __init__(self, make: MakeImage, ahead: Ahead) -> None:
-        self._make, self._ahead = make, ahead
 
-    def __getitems__(self, wanted: list[Wanted]) -> Tensor | Exception:
+def _square(open_image: OpenImage, framing: Framing, position: int, _draw: int) -> np.ndarray:
+    return pixels_of(framing.square(open_image(position)))
+
+
+def augmented(open_image: OpenImage, pipeline: Operation) -> MakeImage:
+    """Images as training sees them."""
+    return partial(_augmented, open_image, pipeline)
+
+
+def _augmented(open_image: OpenImage, pipeline: Operation, position: int, draw: int) -> np.ndarray:
+    with own_stream(draw):
+        return pixels_of(pipeline(open_image(position)))
+
+
+class _Batches(Dataset):
+    """Whole batches (n, side, side, channels) uint8, or the error of one of their images."""
+
+    def __init__(self, make: MakeImage) -> None:
+        self._make = make
+
+    def __getitems__(self, wanted: list[tuple[int, int]]) -> Tensor | Exception:
         try:
-            self._ahead([position for position, _ in wanted])
             return torch.from_numpy(np.stack([self._make(*each) for each in wanted]))
-        except (CorruptImage, UserError, ConnectionError) as error:  # raised here it would carry the worker's traceback
+        except (CorruptImage, UserError) as error:  # raised here it would carry the worker's traceback
             return error
 
 
 def stream(
-    selections: Iterable[Selection], make: MakeImage, ahead: Ahead, *, num_workers: int, pin_memory: bool = False
+    selections: Iterable[Selection], make: MakeImage, *, num_workers: int, pin_memory: bool = False
 ) -> Iterator[tuple[Selection, Tensor]]:
-    """Each selection with its images, in the same order; workers make some batches ahead.
+    """Yield each selection with its images, in order; workers prepare some batches ahead.
 
     Raises:
         UserError: names an image that cannot be read or decoded.
-        ConnectionError: of the bucket that they lie in.
     """
     waiting: deque[Selection] = deque()
 
-    def wanted() -> Iterator[list[Wanted]]:
+    def wanted() -> Iterator[list[tuple[int, int]]]:
         for selection in selections:
             waiting.append(selection)
             yield list(zip(selection.positions.tolist(), selection.draws[0].tolist(), strict=True))
 
     loader = DataLoader(
-        _Images(make, ahead),
+        _Batches(make),
         batch_sampler=wanted(),
-        collate_fn=_as_it_is,
+        collate_fn=_unchanged,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        worker_init_fn=_live_as_the_rank,
+        worker_init_fn=_ignore_signals,
         generator=torch.Generator(),  # the loader draws a seed: not from the global stream, which a resume restores
     )
+    before = set(multiprocessing.active_children())
     with warnings.catch_warnings():  # forking beside idle threads is what every DataLoader does; Python 3.12 warns
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork.*", DeprecationWarning)
         batches = iter(loader)
+    started = set(multiprocessing.active_children()) - before
+    _workers.update(started)
     try:
         for images in batches:
             if isinstance(images, CorruptImage):
                 raise UserError(
-                    f"{images}: mend it and start again, or start with data.skip_corrupt=true, which looks at all of "
-                    "them first and leaves such out."
+                    f"{images}: repair or remove it, or start with data.skip_corrupt=true, which looks at all images "
+                    "first and leaves such out."
                 )
             if isinstance(images, Exception):
                 raise images
             yield waiting.popleft(), images
     finally:
         del batches  # ends the workers now: an error's traceback would keep them, and the program's end wait for them
+        _workers.difference_update({worker for worker in started if not worker.is_alive()})
 
 
-def _live_as_the_rank(_worker: int) -> None:
-    """A signal to the whole process group is for the run, which saves; the rank alone ends its workers.
-
-    It does so by its end: where a fork server has started them, torch would look for the server. And by SIGTERM: an
-    interrupted run still has loaders that nobody closed, and Python's exit waits for their workers.
-    """
-    rank = multiprocessing.parent_process()
-    assert rank is not None
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    for wait in (_for_the_end_of, _for_a_signal_of):
-        threading.Thread(target=_end_after, args=(wait, rank), daemon=True).start()
+def _ignore_signals(_worker: int) -> None:
+    """A signal to all processes of a job is for the rank, which saves first and then ends its workers."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _end_after(wait: Callable[[Any], None], rank: Any) -> None:
-    wait(rank)
-    os._exit(EXIT_FAILED)
+@atexit.register
+def _end_workers() -> None:
+    """Runs before multiprocessing's own exit handler, which would wait for workers that ignore SIGTERM."""
+    if _workers:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report them as failed
+    for worker in _workers:
+        worker.kill()
 
 
-def _for_the_end_of(rank: Any) -> None:
-    rank.join()
-
-
-def _for_a_signal_of(rank: Any) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid:
-        pass
-
-
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch

@@ -64,14 +64,6 @@ class NamesUndecayed(Protocol):
         """Names, or patterns of them, of what weight decay harms beside norms and biases: embeddings, tokens."""
 
 
-# --- data modules
-
-
-@runtime_checkable
-class ReadsBuckets(Protocol):
-    in_bucket: Any  # data.places.InBucket, set before `prepare` where data.root is an s3:// address
-
-
 # --- losses
 
 

@@ -21,7 +21,7 @@ WITH_DISPLAY_NAME = ("models.airbench.", "models.alexnet.", "models.small_cnn.")
 
 # Keys that came later, with what runs before them did.
 LATER: dict[str, Config] = {
-    "data": {"fold": None, "num_folds": None},
+    "data": {"fold": None, "num_folds": None, "stratify": False},
     "model": {"freeze": None},
     "optimizer": {"layer_decay": None, "head_lr_factor": 1.0, "decay_norms": True},
 }

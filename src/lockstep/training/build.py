@@ -14,7 +14,6 @@ from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.config.schema import key_of
-from lockstep.data.image_datamodule import ImageDataModule
 from lockstep.launch.plan import RunPlan, as_run
 from lockstep.runs.config import Config
 from lockstep.runs.durations import seconds_of
@@ -44,7 +43,8 @@ UNSET_OF_LOSS = {
     "target_threshold": None,
 }  # of the losses of src/losses
 NEW_DATA = {"data", "data.root", "data.images"}  # overrides that name other images
-FOLDS = ("fold", "num_folds")  # said of all data: one of the user's own need not know them
+OF_ALL = ("fold", "num_folds", "stratify")  # in the config of any data set, which need not have them
+RETIRED = ("verify", "max_pixels", "memory_limit_gib", "device_cache_gib", "cache_gib")  # options of version 1
 Known = dict[str, Any]  # what the run hands to constructors, by their parameter
 
 
@@ -92,15 +92,16 @@ def prepared_data(config: Config, stated: Config, stage: str = "fit") -> Any:
         stated: its options.
         stage: fit, or test for an evaluation.
     """
-    options = {key: value for key, value in stated.items() if key not in FOLDS or value is not None}
-    here, in_bucket = on_this_node(options, config["s3"])
+    taken, any_name = options_of(resolve_target(stated["_target_"], "data._target_"))
+    options = {
+        key: value
+        for key, value in stated.items()
+        if not (key in OF_ALL and value is None) and (any_name or key not in RETIRED or key in taken)
+    }
+    here = on_this_node(options, config["s3"])
     with said_by_address(options, here):
         data = build(here, {"seed": config["seed"]})
         data.stage = stage
-        if in_bucket is not None:
-            data.in_bucket = in_bucket
-        if "identity" in vars(type(data)):  # else its base knows what its images depend on
-            data.own_options = {key: value for key, value in here.items() if key not in options_of(ImageDataModule)[0]}
         data.use(build(config["augmentation"]), wanted_images(config["model"]))
         data.prepare()
     return data

@@ -29,16 +29,11 @@ def check_fits(module: torch.nn.Module, found: dict[str, torch.Tensor], path: st
             )
 
 
-def check_logits(logits: Any, num_classes: int) -> None:
+def check_logits(logits: torch.Tensor, num_classes: int) -> None:
     """
     Raises:
-        UserError: the net does not give one number for each class and image.
+        UserError: they are not one number for each class and image.
     """
-    if not isinstance(logits, torch.Tensor):
-        raise UserError(
-            f"The model returns a {type(logits).__name__}: let its forward return the logits, one tensor (images, "
-            f"{num_classes}), or compute a loss from the rest in a task of your own."
-        )
     if logits.ndim != 2 or logits.shape[1] != num_classes:
         found = f"{logits.shape[1]} logits" if logits.ndim == 2 else f"outputs of the shape {tuple(logits.shape[1:])}"
         raise UserError(
@@ -72,7 +67,13 @@ def check_data_of_run(checkpoint: Mapping[str, Any], facts: DataFacts, folder: R
     Raises:
         UserError: they are others now.
     """
-    before = checkpoint.get("lockstep", {}).get("data", {}).get("data_hash", facts["data_hash"])
+    there = {**facts, **checkpoint.get("lockstep", {}).get("data", {})}
+    if there.get("class_names") != facts.get("class_names"):
+        raise UserError(
+            f"The run {folder.run_id} was trained with the classes {', '.join(there['class_names'][:10])}, and now "
+            f"they are {', '.join(facts['class_names'][:10])}: start a new run with ckpt_path=."
+        )
+    before = there["data_hash"]
     if before != facts["data_hash"]:
         raise UserError(
             f"The run {folder.run_id} was trained on other images (hash {before[:12]}, now {facts['data_hash'][:12]}): "

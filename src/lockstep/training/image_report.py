@@ -59,6 +59,17 @@ def say(data: Any, augmentation: str | None) -> None:
 
 
 def list_skipped(data: Any, folder: RunFolder) -> None:
-    """Into the run folder, a file a line with what is wrong."""
-    if data.skipped:
-        write_atomically(folder.path / SKIPPED, lambda file: file.write("".join(f"{line}\n" for line in data.skipped)))
+    """Log what was left out and which images are identical, and list their names in the run folder."""
+    for note in data.notes:
+        log.info(note)
+    if data.left_out:
+        log.info(
+            f"left out: {', '.join(f'{len(names)} {reason}' for reason, names in data.left_out.items())} ({SKIPPED})"
+        )
+    identical = data.identical_images()
+    for sentence, pairs in identical.items():
+        log.warning(f"{sentence}{f' ({SKIPPED})' if pairs else ''}.")
+    parts = {**data.left_out, **identical}
+    if any(parts.values()):
+        lines = [f"{name}  # {reason}" for reason, names in parts.items() for name in names]
+        write_atomically(folder.path / SKIPPED, lambda file: file.write("".join(f"{line}\n" for line in lines)))

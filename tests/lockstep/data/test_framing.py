@@ -27,14 +27,11 @@ def test_evaluation_is_timms_to_the_last_digit(name, image_size):
     wanted = resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
     theirs = create_transform(**{**wanted, "input_size": (3, image_size, image_size)}, is_training=False)
     framing = Framing(image_size, resize_of(image_size, None, wanted["crop_pct"]), "crop", wanted["interpolation"])
-    transforms = BatchTransforms(
-        stored_size=framing.resize, image_size=image_size, resize=framing.resize, mean=wanted["mean"], std=wanted["std"]
-    )
+    transforms = BatchTransforms(image_size=image_size, resize=framing.resize, mean=wanted["mean"], std=wanted["std"])
     for _ in range(12):
         image = photograph(*RNG.integers(60, 300, 2))
         square = torch.from_numpy(np.array(framing.square(image)))[None]
-        draws = torch.from_numpy(transforms.centre())[:, None]
-        ours = transforms(transforms.cut_batch(square, draws), draws)[0]
+        ours = transforms(square)[0]
         assert torch.allclose(ours, theirs(image), atol=1e-5), image.size
         assert np.array_equal(np.asarray(framing.centre(image)), crop(square[0].numpy(), image_size))
 
@@ -69,7 +66,7 @@ def test_the_crop_share_that_is_exported_gives_the_resized_side_again():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"image_size": 64, "resize": 32}, "data.resize=32 is smaller than data.image_size=64"),
+        ({"image_size": 64, "resize": 32}, "data.resize=32 is smaller than the crop data.image_size=64"),
         ({"image_size": 0, "resize": 0}, "image_size=0"),
         ({"image_size": 8, "resize": 8, "crop_padding": -1}, "crop_padding=-1"),
         ({"image_size": 8, "resize": 8, "fit": "stretch"}, "data.fit=stretch must be one of crop, squash"),

@@ -1,6 +1,5 @@
 """The data module as Lightning drives it: facts, shares of ranks, resume in mid-epoch, short runs."""
 
-import importlib
 import warnings
 
 import numpy as np
@@ -12,6 +11,8 @@ from torchvision.transforms import v2
 from data.synthetic import SyntheticDataModule
 from lockstep.callbacks.resume_point import TRAINING, VALIDATION, loop_state, resume_point
 from lockstep.data.augmentation import Augmentation, CropFlip
+from lockstep.data.image_datamodule import ImageDataModule
+from lockstep.data.image_set import ImageSet
 from lockstep.runs.errors import UserError
 
 OPTIONS = {
@@ -59,12 +60,12 @@ def make_hash(make, **options):
 
 def test_validation_is_a_part_of_training_drawn_from_the_seed(make):
     first, again, other = make({}), make({"rank": 1, "world_size": 2}), make({}, seed=6)
-    parts = [set(dm._train_index) | set(dm._val_index) for dm in (first, again, other)]
+    parts = [set(dm.splits.train) | set(dm.splits.val) for dm in (first, again, other)]
     assert parts == [set(range(220))] * 3
-    assert not set(first._train_index) & set(first._val_index)
-    assert np.array_equal(first._val_index, again._val_index)
-    assert not np.array_equal(first._val_index, other._val_index)
-    assert list(first._test_index) == list(range(220, 417))
+    assert not set(first.splits.train) & set(first.splits.val)
+    assert np.array_equal(first.splits.val, again.splits.val)
+    assert not np.array_equal(first.splits.val, other.splits.val)
+    assert list(first.splits.test) == list(range(220, 417))
 
 
 def test_ranks_and_micro_batches_see_the_pixels_of_one_process(make):
@@ -81,17 +82,14 @@ def test_ranks_and_micro_batches_see_the_pixels_of_one_process(make):
 
 
 def test_training_pixels_are_cropped_flipped_and_normalised_images(make):
-    dm = make({})
-    raw = np.load(dm._cache / "labels.npy")
+    dm, plain = make({}), make({}).read()
     selection = next(iter(dm.train_dataloader()._selections(0)))
     images, labels = dm.on_after_batch_transfer(next(iter(dm.train_dataloader())), 0)
-    centre = torch.tensor([[2], [2], [0]]).expand(3, 32)
-    plain = dm._batch_transforms.cut(dm._delivery.array, selection.positions, centre.numpy()).numpy()
     for i, (y, x, flip) in enumerate(selection.draws.T):
-        crop = np.pad(plain[i], ((2, 2), (2, 2), (0, 0)))[y : y + 12, x : x + 12]
+        crop = np.pad(plain.images[selection.positions[i]], ((2, 2), (2, 2), (0, 0)))[y : y + 12, x : x + 12]
         expected = ((crop[:, ::-1] if flip else crop) / 255 - 0.5) / 0.18
         assert np.allclose(images[i].permute(1, 2, 0), expected, atol=1e-5)
-    assert np.array_equal(labels, raw[selection.positions])
+    assert np.array_equal(labels, plain.labels[selection.positions])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -116,16 +114,6 @@ def test_placed_again_for_another_world(make):
     assert dm.per_device_batch_size == 32 and len(dm.train_dataloader()) == 6 and dm.left_out_per_epoch == 5
 
 
-def test_an_array_that_does_not_fit_on_the_device_is_cut_before_the_transfer(make, monkeypatch):
-    dm, resident = make({}), make({})
-    dm._delivery.resident = False  # as for a GPU with too little room
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    for (images, labels), (expected, truth) in zip(
-        batches(dm, dm.train_dataloader()), batches(resident, resident.train_dataloader()), strict=True
-    ):
-        assert torch.equal(images, expected) and torch.equal(labels, truth)
-
-
 @pytest.mark.parametrize("options", [{"num_val": None, "val_fraction": 0}, {"num_val": 0}])
 def test_without_validation_all_images_are_trained_on(make, options):
     dm = make({}, **options)
@@ -139,7 +127,7 @@ def test_without_validation_all_images_are_trained_on(make, options):
     ("options", "message"),
     [
         ({"global_batch_size": 198}, "global_batch_size=198, but synthetic has 197 training images"),
-        ({"global_batch_size": 0}, "take a size from 1 to 197"),
+        ({"global_batch_size": 0}, "give a size from 1 to 197"),
         ({"eval_batch_size": 0}, "eval_batch_size=0"),
         ({"num_val": 220}, "num_val=220 leaves 0 of 220"),
         ({"num_val": None, "val_fraction": 0.001}, "val_fraction=0.001 leaves 220 of 220 images to train on and 0"),
@@ -341,34 +329,53 @@ def test_a_loader_alone_without_a_trainer(make, split):
     assert torch.equal(first[0], expected[0]) and torch.equal(first[1], expected[1])
 
 
-OWN = """
-import numpy as np
-from lockstep.data.image_datamodule import ImageDataModule
-from lockstep.data.image_set import ImageSet
-
 class Own(ImageDataModule):
+    """As docs/howto.md shows: nothing but `read`."""
+
     channels = 1
-    def __init__(self, num_test=4, **options):
-        super().__init__(name="own", image_size=4, global_batch_size=4, **options)
-        self.num_test = num_test
-    def identity(self):
-        return None
-    def read(self, scratch):
-        images = np.full((40, 4, 4, 1), SHADE, np.uint8)
-        return ImageSet(images, np.arange(40) % 2, ["a", "b"], num_fit=40 - self.num_test, num_test=self.num_test)
-"""
+
+    def __init__(self, **options):
+        super().__init__(image_size=4, global_batch_size=4, **options)
+
+    def read(self):
+        images = np.full((40, 4, 4, 1), 7, np.uint8)
+        images[3:5] = [[[[1]]], [[[1]]]]
+        return ImageSet(images, np.arange(40) % 2, ["a", "b"], num_test=4)
 
 
-def test_images_of_other_code_or_other_options_are_made_anew(tmp_path, monkeypatch):
-    """Also where `identity` says nothing of them."""
-    monkeypatch.syspath_prepend(tmp_path)
-    hashes, tests = [], []
-    for name, shade, num_test in (("one", 1, 4), ("two", 2, 4), ("two", 2, 8), ("one", 1, 4)):
-        (tmp_path / f"own_{name}.py").write_text(OWN.replace("SHADE", str(shade)))
-        dm = importlib.import_module(f"own_{name}").Own(num_test, cache_dir=tmp_path)
-        dm.own_options = {"num_test": num_test}
-        dm.prepare()
-        hashes.append(dm.data_hash)
-        tests.append(dm.num_test)
-    assert tests == [4, 4, 8, 4] and len({*hashes[:3]}) == 3 and hashes[3] == hashes[0]
-    assert len([*tmp_path.glob("own-*/meta.json")]) == 3
+def test_a_data_set_of_ones_own_needs_no_name_and_no_cache(tmp_path):
+    dm = Own(cache_dir=tmp_path)
+    assert dm.name == "own"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer(tmp_path / "logs", max_epochs=1).fit(Plain(), datamodule=dm)
+    assert (dm.num_train, dm.num_val, dm.num_test) == (32, 4, 4) and not list(tmp_path.iterdir())
+    assert dm.identical_images()["2 images occur under two labels"] == ["image 0 = image 1", "image 3 = image 4"]
+
+
+class Plain(LightningModule):
+    """Knows nothing of these data modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(16, 2)
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self.net(batch[0].flatten(1)), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def test_labels_follow_the_classes_of_a_checkpoint(make):
+    dm = make()
+    dm.stage = "test"
+    dm.prepare()
+    before = dm._labels.copy()
+    names = ["new", *reversed(dm.class_names)]
+    dm.match_classes(names)
+    assert dm.class_names == names and dm.num_classes == 8 and np.array_equal(dm._labels, 7 - before)
+    with pytest.raises(UserError, match="has the class pattern 6, which the checkpoint does not know; it knows new"):
+        dm.match_classes(names[:1] + names[2:])
+    dm.test_on_all()
+    assert (dm.num_train, dm.num_val, dm.num_test) == (0, 0, 417)

@@ -12,10 +12,10 @@ from PIL import Image
 from data.image_folder import ImageFolderDataModule
 from lockstep.config.compose import CONFIGS
 from lockstep.config.instantiate import build
-from lockstep.data import image_source
+from lockstep.data import streaming
 
 RNG = np.random.default_rng(0)
-BATCH, SIDE = 48, 10
+BATCH, SIDE, RESIZED = 48, 14, 10  # images of the side that they are resized to, and smaller ones
 MIXED = {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "mix_prob": 0.8}
 ALL = {"color_jitter": [0.4, 0.4, 0.4, 0.1], "erasing_prob": 0.5, **MIXED}
 AUGMENTATIONS = {
@@ -27,12 +27,20 @@ AUGMENTATIONS = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("images")
+    return folder_of(tmp_path_factory.mktemp("images"), SIDE)
+
+
+@pytest.fixture(scope="module")
+def small_root(tmp_path_factory):
+    return folder_of(tmp_path_factory.mktemp("small"), RESIZED)
+
+
+def folder_of(root, side):
     for label, (part, count) in itertools.product("ab", (("train", 50), ("val", 2), ("test", 2))):
         folder = root / part / label
         folder.mkdir(parents=True)
         for i in range(count):
-            pixels = RNG.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+            pixels = RNG.integers(0, 256, (side, side, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / f"{i}.png")
     return root
 
@@ -47,8 +55,8 @@ def world(root, name, ranks, accumulate, path, workers):
     found = []
     for rank in range(ranks):
         dm = ImageFolderDataModule(
-            root=root, cache_dir=root.parent / "cache", image_size=12, resize=14, crop_padding=2, flip=True, path=path,
-            num_workers=workers, global_batch_size=BATCH, seed=5,
+            root=root, cache_dir=root.parent / f"{root.name}-cache", image_size=12, resize=14, crop_padding=2,
+            flip=True, path=path, num_workers=workers, global_batch_size=BATCH, seed=5,
         )  # fmt: skip
         dm.use(augmentation(name))
         dm.place(rank=rank, world_size=ranks, accumulate_grad_batches=accumulate)
@@ -86,6 +94,18 @@ def test_ranks_workers_and_a_resume_see_the_pixels_of_one_process(root, name):
         assert epoch_bytes(modules, done=1) == expected[1:]
 
 
+@pytest.mark.parametrize("path", ["array", "loader"])
+def test_resized_images_are_the_same_on_any_ranks_and_nearly_on_the_other_path(small_root, path):
+    """The paths draw alike; the array path resizes batches on the device, which rounds otherwise."""
+    expected = epoch_bytes(world(small_root, "crop_flip", 1, 1, path, 0))
+    modules = world(small_root, "crop_flip", 2, 2, path, 1)
+    assert epoch_bytes(modules) == expected and epoch_bytes(modules, done=1) == expected[1:]
+    other = epoch_bytes(world(small_root, "crop_flip", 1, 1, "loader" if path == "array" else "array", 0))
+    for (images, labels), (others, truth) in zip(expected, other, strict=True):
+        difference = np.frombuffer(images, np.float32) - np.frombuffer(others, np.float32)
+        assert labels == truth and np.abs(difference).max() * 0.224 * 255 <= 1.01
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AUGMENTATIONS)
 def test_the_whole_table(root, name):
@@ -103,7 +123,7 @@ def test_a_worker_that_draws_from_its_own_stream_is_noticed(root, monkeypatch):
         yield
 
     expected = epoch_bytes(world(root, "rand_augment", 1, 1, "loader", 1))
-    monkeypatch.setattr(image_source, "own_stream", wrong)
+    monkeypatch.setattr(streaming, "own_stream", wrong)
     assert epoch_bytes(world(root, "rand_augment", 1, 1, "loader", 1)) != expected
 
 

@@ -1,4 +1,4 @@
-"""Which training images validate."""
+"""Which images train, validate and test: drawn per class or per group, or folded."""
 
 import numpy as np
 import pytest
@@ -9,29 +9,65 @@ from lockstep.data.split import Split
 from lockstep.runs.errors import UserError
 
 LABELS = np.random.default_rng(0).choice(4, 103, p=[0.5, 0.3, 0.15, 0.05])
+TRAINED = np.repeat([0, 2], [93, 10])  # the last ten are test images
 
 
-def test_folds_share_no_image_and_together_are_all_of_them():
-    parts = [Split(5, fold=fold, num_folds=4).of(LABELS) for fold in range(4)]
-    for train, val in parts:
-        assert np.array_equal(np.sort(np.concatenate([train, val])), np.arange(103))
-        assert np.all(np.diff(train) > 0) and np.all(np.diff(val) > 0)
-    assert np.array_equal(np.sort(np.concatenate([val for _, val in parts])), np.arange(103))
-    assert sorted(len(val) for _, val in parts) == [25, 26, 26, 26]
+def assigned(seed=5, labels=LABELS[:93], given=None, groups=None, **options):
+    """Of images to train and validate on; the test images lie behind them."""
+    labels = np.append(labels, [0] * 10)
+    given = np.repeat([0, 2], [len(labels) - 10, 10]) if given is None else given
+    return Split(seed, **options).assign(labels, given, groups)
 
 
-def test_every_fold_has_its_share_of_each_class():
-    counts = [np.bincount(LABELS[Split(5, fold=fold, num_folds=4).of(LABELS)[1]], minlength=4) for fold in range(4)]
+def test_folds_share_no_image_and_have_their_share_of_each_class():
+    parts = [assigned(fold=fold, num_folds=4) for fold in range(4)]
+    for part in parts:
+        assert np.array_equal(np.sort(np.concatenate([part.train, part.val])), np.arange(93))
+        assert part.test.tolist() == list(range(93, 103))
+    assert np.array_equal(np.sort(np.concatenate([part.val for part in parts])), np.arange(93))
+    counts = [np.bincount(LABELS[part.val], minlength=4) for part in parts]
     assert np.ptp(counts, axis=0).max() <= 1
+    assert len(assigned(fold=92, num_folds=93).val) == 1
 
 
-def test_folds_follow_from_the_seed():
-    one, again, other = (Split(seed, fold=1, num_folds=5).of(LABELS)[1] for seed in (5, 5, 6))
-    assert np.array_equal(one, again) and not np.array_equal(one, other)
+def test_draws_and_folds_follow_from_the_seed():
+    for options in ({"fold": 1, "num_folds": 5}, {"num_val": 20}):
+        one, again, other = (assigned(seed, **options).val for seed in (5, 5, 6))
+        assert np.array_equal(one, again) and not np.array_equal(one, other)
 
 
-def test_each_image_can_be_a_fold():
-    assert [len(Split(5, fold=102, num_folds=103).of(LABELS)[part]) for part in (0, 1)] == [102, 1]
+@pytest.mark.parametrize("num_val", [1, 9, 40, 88])
+def test_a_draw_takes_from_each_class_in_proportion_and_leaves_one(num_val):
+    part = assigned(num_val=num_val)
+    of_class, drawn = np.bincount(LABELS[:93]), np.bincount(LABELS[part.val], minlength=4)
+    assert len(part.val) == num_val and (np.abs(drawn - of_class * num_val / 93) < 1).all()
+    assert np.bincount(LABELS[part.train], minlength=4).min() >= 1
+
+
+def test_version_1_drew_without_regard_to_classes():
+    """Its runs, whose configs lack data.stratify, go on with the images that they have validated on."""
+    order = np.random.default_rng([5, 0]).permutation(93)
+    part = assigned(num_val=9, stratify=False)
+    assert np.array_equal(part.val, np.sort(order[:9])) and np.array_equal(part.train, np.sort(order[9:]))
+
+
+@pytest.mark.parametrize("options", [{"num_val": 20}, {"fold": 0, "num_folds": 3}])
+def test_groups_stay_together_and_leave_each_class_an_image(options):
+    groups = np.append(np.arange(93) // 4, 100 + np.arange(10))
+    for seed in range(10):
+        part = assigned(seed, groups=groups, **options)
+        assert not set(groups[part.val]) & set(groups[part.train])
+        assert len(part.train) + len(part.val) == 93 and 12 <= len(part.val) <= 40
+        assert "fold" in options or np.bincount(LABELS[part.train], minlength=4).min() >= 1
+
+
+def test_a_group_in_two_given_splits_and_groups_that_are_too_few():
+    with pytest.raises(UserError, match="data.group: 1 of 94 groups have images in several of train, val and test"):
+        assigned(groups=np.append(np.arange(93), [0] + [93] * 9))
+    with pytest.raises(UserError, match="num_val=20 would draw 20 of 93 images, but no group can be spared"):
+        assigned(groups=np.append(LABELS[:93], [9] * 10), num_val=20)
+    with pytest.raises(UserError, match="data.num_folds=5 does not fit the groups"):
+        assigned(groups=np.append(LABELS[:93], [9] * 10), fold=0, num_folds=5)
 
 
 @pytest.mark.parametrize(
@@ -42,17 +78,17 @@ def test_each_image_can_be_a_fold():
         ({"fold": 0, "num_folds": 1}, "data.num_folds=1: give a whole number from 2 on"),
         ({"fold": 0, "num_folds": 2.5}, "data.num_folds=2.5: give a whole number"),
         ({"fold": 5, "num_folds": 5}, "data.fold=5: with data.num_folds=5 give a whole number from 0 to 4"),
-        ({"fold": -1, "num_folds": 5}, "data.fold=-1"),
         ({"fold": "all", "num_folds": 5}, "data.fold=all"),
-        ({"fold": 0, "num_folds": 104}, "data.num_folds=104, and there are 103 images.*at most 103"),
-        ({"fold": 0, "num_folds": 5, "num_val": 20}, "num_val=20 and data.fold=0 both say.*data.num_val=null"),
-        ({"fold": 0, "num_folds": 5, "num_val": 0}, "num_val=0 and data.fold=0 both say"),
+        ({"fold": 0, "num_folds": 94}, "data.num_folds=94 exceeds the 93 images.*at most 93"),
+        ({"fold": 0, "num_folds": 5, "num_val": 20}, "num_val=20 and data.fold=0 both select.*data.num_val=null"),
         ({"fold": 0, "num_folds": 5, "val_fraction": 0}, "val_fraction=0 and data.fold=0 both.*data.val_fraction=0.1"),
+        ({"num_val": 93}, "num_val=93 leaves 0 of 93 images to train on"),
+        ({"val_fraction": 0.001}, "val_fraction=0.001 leaves 93 of 93 images to train on and 0 to validate on"),
     ],
 )
-def test_folds_that_are_none_are_refused(options, message):
+def test_options_that_contradict_themselves(options, message):
     with pytest.raises(UserError, match=message):
-        Split(5, **options).of(LABELS)
+        assigned(**options)
 
 
 def test_a_data_module_folds_its_training_images_and_leaves_the_test(tmp_path):
@@ -65,37 +101,29 @@ def test_a_data_module_folds_its_training_images_and_leaves_the_test(tmp_path):
     plain, folds = made(), [made(fold=fold, num_folds=5) for fold in range(5)]
     assert {data.num_val for data in folds} == {44} and {data.num_train for data in folds} == {176}
     assert {data.data_hash for data in (plain, *folds)} == {plain.data_hash}
-    assert all(np.array_equal(data._test_index, plain._test_index) for data in folds)
-    assert set(np.concatenate([data._val_index for data in folds]).tolist()) == set(range(220))
+    assert all(np.array_equal(data.splits.test, plain.splits.test) for data in folds)
+    assert set(np.concatenate([data.splits.val for data in folds]).tolist()) == set(range(220))
 
 
-def photographs(root, per_class):
-    from PIL import Image
-
-    for name, count in per_class.items():
-        (root / name).mkdir(parents=True)
-        for number in range(count):
-            Image.new("RGB", (8, 8), (number, 90 * len(name), 0)).save(root / name / f"{number}.png")
-
-
-def test_of_a_folder_whose_test_images_are_drawn_none_is_folded(tmp_path):
-    photographs(tmp_path / "own", {"a": 40, "bb": 12})
+def folder(tmp_path, per_class, parts=("",), **options):
+    for part in parts:
+        for name, count in per_class.items():
+            (tmp_path / "own" / part / name).mkdir(parents=True)
+            for number in range(count):
+                (tmp_path / "own" / part / name / f"{number}.png").write_bytes(b"")
     data = ImageFolderDataModule(
-        root=tmp_path / "own", image_size=8, cache_dir=tmp_path / "cache", global_batch_size=4, fold=2, num_folds=3
+        root=tmp_path / "own", path="loader", image_size=8, cache_dir=tmp_path / "cache", global_batch_size=4, **options
     )
     data.prepare()
-    assert not set(data._val_index) & set(data._test_index) and not set(data._train_index) & set(data._test_index)
-    drawn = np.delete(np.arange(52), data._test_index)
-    assert np.array_equal(np.sort(np.concatenate([data._train_index, data._val_index])), drawn)
-    of_class = np.bincount(data._labels[drawn]) / 3
-    assert np.all(np.abs(np.bincount(data._labels[data._val_index]) - of_class) < 1)
+    return data
+
+
+def test_drawn_test_images_are_not_folded(tmp_path):
+    data = folder(tmp_path, {"a": 40, "bb": 12}, fold=2, num_folds=3)
+    every = np.concatenate([data.splits.train, data.splits.val, data.splits.test])
+    assert np.array_equal(np.sort(every), np.arange(52)) and data.counts_per_split["val"] == [12, 3]
 
 
 def test_data_with_validation_images_of_their_own_are_not_folded(tmp_path):
-    for part in ("train", "val", "test"):
-        photographs(tmp_path / "own" / part, {"a": 4, "bb": 4})
-    data = ImageFolderDataModule(
-        root=tmp_path / "own", image_size=8, cache_dir=tmp_path / "cache", global_batch_size=4, fold=0, num_folds=2
-    )
-    with pytest.raises(UserError, match="image_folder has validation images of its own"):
-        data.prepare()
+    with pytest.raises(UserError, match="data.fold=0: the data have validation images of their own"):
+        folder(tmp_path, {"a": 4, "bb": 4}, ("train", "val", "test"), fold=0, num_folds=2)

@@ -41,10 +41,15 @@ def test_what_the_weights_say_is_said_and_recorded(tmp_path, caplog):
     }  # fmt: skip
 
 
-def test_what_was_skipped_lies_in_the_run_folder(tmp_path):
+def test_what_was_left_out_and_identical_images_are_logged_and_listed(tmp_path, caplog):
     dm = module(tmp_path)
     list_skipped(dm, RunFolder(tmp_path))
     assert not (tmp_path / "skipped.txt").exists()
-    dm.skipped = ["a.jpg cannot be decoded", "b.jpg claims 9×9 pixels"]
+    dm.left_out = {"damaged images": ["a.jpg cannot be decoded"], ".heic files": ["b.heic", "c.heic"]}
+    dm.identical_images = lambda: {"1 test images are identical to training images": ["test/d.jpg = train/d.jpg"]}
     list_skipped(dm, RunFolder(tmp_path))
-    assert (tmp_path / "skipped.txt").read_text() == "a.jpg cannot be decoded\nb.jpg claims 9×9 pixels\n"
+    assert "left out: 1 damaged images, 2 .heic files (skipped.txt)" in caplog.text
+    assert "1 test images are identical to training images (skipped.txt)." in caplog.text
+    lines = (tmp_path / "skipped.txt").read_text().splitlines()
+    assert lines[0] == "a.jpg cannot be decoded  # damaged images" and len(lines) == 4
+    assert lines[3] == "test/d.jpg = train/d.jpg  # 1 test images are identical to training images"

@@ -1,0 +1,130 @@
+"""Decode one image file into 8-bit pixels, upright and without transparency; name the file that cannot be decoded."""
+
+import io
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from lockstep.data.framing import Framing
+from lockstep.data.progress import progress
+from lockstep.runs.errors import UserError
+
+# Raster formats that Pillow decodes itself: without EPS and WMF (other programs), PDF, and container formats.
+FORMATS = (
+    "AVIF", "BMP", "DDS", "DIB", "GIF", "ICNS", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "PSD", "QOI",
+    "SGI", "SUN", "TIFF", "WEBP", "XBM", "XPM",
+)  # fmt: skip
+TGA = {".tga", ".icb", ".vda", ".vst"}  # has no signature, so only the ending tells
+SUFFIXES = TGA | {
+    ".apng", ".avif", ".avifs", ".bmp", ".bw", ".dds", ".dib", ".gif", ".icns", ".ico", ".j2c", ".j2k", ".jfif", ".jp2",
+    ".jpc", ".jpe", ".jpeg", ".jpf", ".jpg", ".jpx", ".mpo", ".pbm", ".pcx", ".pfm", ".pgm", ".png", ".pnm", ".ppm",
+    ".psd", ".qoi", ".ras", ".rgb", ".rgba", ".sgi", ".tif", ".tiff", ".webp", ".xbm", ".xpm",
+}  # fmt: skip
+BACKGROUND = "white"  # behind transparent images, in training, evaluation, prediction and export alike
+THREADS, CHUNK = 8, 32  # Pillow decodes without Python's lock; images per task, to bound the number of tasks
+
+
+class CorruptImage(Exception):
+    """An image that cannot be decoded; the message says which and why."""
+
+
+def is_image(name: str) -> bool:
+    """Whether a file name has an ending that Pillow can decode."""
+    return os.path.splitext(name)[1].lower() in SUFFIXES
+
+
+def open_image(file: Path | bytes, channels: int, *, name: object = None) -> Image.Image:
+    """Return the whole image as a viewer shows it: rotated by its EXIF data, on a white background, in 8 bits.
+
+    Args:
+        file: a path, or the encoded bytes.
+        channels: 3 for RGB, 1 for L.
+        name: what errors call the image; None: the path.
+    Raises:
+        CorruptImage: truncated, not an image, or larger than Pillow's limit against decompression bombs.
+    """
+    name = name or file
+    formats = [*FORMATS, "TGA"] if os.path.splitext(str(name))[1].lower() in TGA else FORMATS
+    try:
+        with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=formats) as image:
+            upright = _opaque(_eight_bits(ImageOps.exif_transpose(image), image.format))
+            return upright.convert("L" if channels == 1 else "RGB")
+    except CorruptImage as error:
+        raise CorruptImage(f"{name} {error}") from None
+    except Image.DecompressionBombError as error:
+        raise CorruptImage(f"{name} claims too many pixels ({error})") from None
+    except Exception as error:  # a damaged file makes Pillow raise nearly anything
+        raise CorruptImage(f"{name} cannot be decoded ({error})") from None
+
+
+def _eight_bits(image: Image.Image, file_format: str | None) -> Image.Image:
+    """Scale 16 bits to 8: Pillow's own conversion clips them at 255."""
+    if image.mode.startswith("I;16") or (image.mode == "I" and file_format == "PPM"):  # PPM "I" holds 16 bits
+        return Image.fromarray(np.round(np.asarray(image) / 257).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise CorruptImage("has 32 bits per pixel and no defined white: convert it to 8 or 16 bits")
+    return image
+
+
+def _opaque(image: Image.Image) -> Image.Image:
+    if not image.has_transparency_data:
+        return image
+    image = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, BACKGROUND), image)
+
+
+def decode(path: Path, framing: Framing) -> np.ndarray:
+    """Return a file as the (resize, resize, channels) uint8 square that evaluation crops.
+
+    Raises:
+        CorruptImage: as of `open_image`.
+    """
+    return pixels_of(framing.square(open_image(path, framing.channels)))
+
+
+def pixels_of(image: Image.Image) -> np.ndarray:
+    """(height, width, channels) uint8."""
+    pixels = np.asarray(image)
+    return pixels[..., None] if pixels.ndim == 2 else pixels
+
+
+def decode_all(
+    count: int, decode_one: Callable[[int], np.ndarray], out: np.ndarray | None, *, skip_corrupt: bool = False
+) -> dict[int, str]:
+    """Decode images 0 to count − 1 in threads; return the reason for each image that was skipped.
+
+    Args:
+        decode_one: returns (size, size, channels) uint8.
+        out: (count, size, size, channels) uint8; skipped images stay as they were. None: only check that all decode.
+        skip_corrupt: collect the images that cannot be decoded instead of raising an error for the first.
+    Raises:
+        UserError: names the first image that cannot be decoded.
+    """
+    failures: dict[int, str] = {}
+
+    def work(first: int) -> None:
+        for i in range(first, min(first + CHUNK, count)):
+            try:
+                pixels = decode_one(i)
+                if out is not None:
+                    out[i] = pixels
+            except CorruptImage as error:
+                if not skip_corrupt:
+                    raise
+                failures[i] = str(error)
+            advance(1)
+
+    with progress(f"Decoding {count} images", count) as advance, ThreadPoolExecutor(THREADS) as pool:
+        try:
+            for _ in pool.map(work, range(0, count, CHUNK)):
+                pass
+        except CorruptImage as error:
+            pool.shutdown(cancel_futures=True)
+            raise UserError(
+                f"{error}: repair or remove it, or leave out such images with data.skip_corrupt=true."
+            ) from None
+    return dict(sorted(failures.items()))

@@ -1,0 +1,71 @@
+"""Any torch Dataset that returns (image, label)."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data.dataset import DatasetDataModule
+from lockstep.runs.errors import UserError
+from runs import run_door
+
+
+class Shades(torch.utils.data.Dataset):
+    """Dark and light images, as Pillow images, arrays or tensors."""
+
+    def __init__(self, kind="pillow", count=40, **own):
+        self.kind, self.count = kind, count
+        vars(self).update(own)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        if i >= self.count:
+            raise IndexError(i)
+        pixels = np.full((20, 16, 3), 30 + 150 * (i % 2), np.uint8)
+        if self.kind == "array":
+            return pixels, i % 2
+        if self.kind == "tensor":
+            return torch.from_numpy(pixels).permute(2, 0, 1), torch.tensor(i % 2)
+        return Image.fromarray(pixels), i % 2
+
+
+def module(tmp_path, **options):
+    options = {"image_size": 8, "global_batch_size": 4, "num_workers": 2, "mean": 0, "std": 1, **options}
+    return DatasetDataModule(cache_dir=tmp_path, **options)
+
+
+@pytest.mark.parametrize("kind", ["pillow", "array", "tensor"])
+def test_images_of_any_kind_become_batches(kind, tmp_path):
+    dm = module(tmp_path, dataset=Shades(kind), test_dataset=Shades(kind, 6))
+    dm.place()
+    assert (dm.num_train, dm.num_val, dm.num_test, dm.class_names) == (36, 4, 6, ["0", "1"])
+    for loader in (dm.train_dataloader(), dm.val_dataloader(), dm.test_dataloader()):
+        for batch in loader:
+            images, labels = dm.on_after_batch_transfer(batch, 0)
+            shades = (images[labels >= 0].mean((1, 2, 3)) * 255).round()
+            assert shades.tolist() == [30 + 150 * label for label in labels[labels >= 0].tolist()]
+
+
+def test_classes_and_targets_are_taken_where_the_data_set_has_them(tmp_path):
+    dm = module(tmp_path, dataset=Shades(classes=["dark", "light"], targets=[i % 2 for i in range(40)]))
+    dm.prepare()
+    assert dm.class_names == ["dark", "light"] and (dm.num_train, dm.num_val, dm.num_test) == (32, 4, 4)
+
+
+def test_what_is_no_data_set_of_images_and_labels(tmp_path):
+    with pytest.raises(UserError, match="data=dataset needs data.dataset._target_=package.Class"):
+        module(tmp_path)
+    with pytest.raises(UserError, match="a label of Shades is no whole number"):
+        module(tmp_path, dataset=Shades(targets=["a"] * 40)).prepare()
+
+
+@pytest.mark.slow
+def test_a_run_by_config_alone(tmp_path):
+    words = ["data=dataset", "data.dataset._target_=torchvision.datasets.FakeData", "+data.dataset.size=60",
+             "+data.dataset.image_size=[3,12,12]", "+data.dataset.num_classes=3", "data.image_size=8",
+             "data.global_batch_size=8", "model=small_cnn", "trainer=cpu", "trainer.max_epochs=1",
+             "run_id=r"]  # fmt: skip
+    done = run_door("train", *words, logs=tmp_path / "logs")
+    assert done.code == 0 and done.record["num_train"] == 49, done.output

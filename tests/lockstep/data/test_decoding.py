@@ -1,0 +1,116 @@
+"""Every file becomes what a viewer shows, in eight bits; one that cannot be decoded is named."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from augmentations.auto_augment import AutoAugment
+from augmentations.rand_augment import RandAugment
+from augmentations.resized_crop import ResizedCrop
+from augmentations.three_augment import ThreeAugment
+from augmentations.trivial_augment import TrivialAugment
+from lockstep.data.augmentation import CropFlip
+from lockstep.data.decoding import SUFFIXES, CorruptImage, decode, open_image
+from lockstep.data.framing import Framing
+
+SQUARE, GREY = Framing(24, 24), Framing(24, 24, channels=1)
+
+
+def chunk(kind, data):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def test_an_image_that_claims_to_be_huge_is_refused(tmp_path):
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0))
+    path = tmp_path / "bomb.png"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b""))
+    with pytest.raises(CorruptImage, match="bomb.png claims too many pixels"):
+        decode(path, SQUARE)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_photograph_is_turned_as_its_camera_says(tmp_path, orientation):
+    """Exif 2.3: what lies in the file's first row and column, for each of the eight."""
+    upright = np.arange(6, dtype=np.uint8).reshape(2, 3) * 40
+    turned = {2: np.fliplr(upright), 3: np.rot90(upright, 2), 4: np.flipud(upright), 5: upright.T,
+              6: np.rot90(upright), 7: np.rot90(upright, 2).T, 8: np.rot90(upright, 3)}  # fmt: skip
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(turned.get(orientation, upright)).save(tmp_path / "x.png", exif=exif)
+    assert np.array_equal(np.asarray(open_image(tmp_path / "x.png", 1)), upright)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "I;16"])
+def test_every_mode_becomes_colour(tmp_path, mode):
+    path = tmp_path / ("image.tif" if mode in ("CMYK", "YCbCr") else "image.png")
+    Image.new(mode, (30, 20)).save(path)
+    assert decode(path, SQUARE).shape == (24, 24, 3) and decode(path, GREY).shape == (24, 24, 1)
+
+
+@pytest.mark.parametrize("kind", ["png", "webp", "gif", "tiff", "palette png", "grey png", "tRNS png"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_transparent_images_lie_on_white(kind, channels):
+    """Black shapes on transparent black: without a background all would be black."""
+    alpha = np.zeros((8, 8), np.uint8)
+    alpha[2:6, 2:6] = 255
+    image = Image.fromarray(np.dstack([np.zeros((8, 8, 3), np.uint8), alpha]))
+    options = {"lossless": True} if kind == "webp" else {}
+    if kind == "palette png":
+        image = image.quantize(4)
+    elif kind == "grey png":
+        image = image.convert("LA")
+    elif kind == "tRNS png":
+        image, options = Image.fromarray(np.where(alpha, 0, 9).astype(np.uint8)), {"transparency": 9}
+    out = io.BytesIO()
+    image.save(out, kind.split()[-1], **options)
+    found = np.asarray(open_image(out.getvalue(), channels, name=f"x.{kind.split()[-1]}"))
+    expected = np.where(alpha, 0, 255)
+    assert np.array_equal(found if channels == 1 else found[..., 0], expected)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_sixteen_bits_keep_their_shades(tmp_path, suffix):
+    shades = np.linspace(0, 65535, 24 * 24).round().astype(np.uint16).reshape(24, 24)
+    Image.fromarray(shades).save(tmp_path / f"x.{suffix}")
+    for framing in (GREY, SQUARE):
+        found = decode(tmp_path / f"x.{suffix}", framing)
+        assert np.array_equal(found, np.repeat(np.round(shades / 257)[..., None], framing.channels, 2))
+
+
+def test_thirty_two_bits_are_refused(tmp_path):
+    Image.fromarray(np.ones((9, 9), np.float32)).save(tmp_path / "x.tif")
+    with pytest.raises(CorruptImage, match="x.tif has 32 bits per pixel"):
+        decode(tmp_path / "x.tif", SQUARE)
+
+
+@pytest.mark.parametrize("suffix", [".jfif", ".jpe", ".avif", ".tga", ".jp2", ".ico", ".pcx", ".dds", ".qoi", ".sgi"])
+def test_endings_that_pillow_reads(tmp_path, suffix):
+    Image.new("RGB", (32, 32), (0, 200, 0)).save(tmp_path / f"x{suffix}")
+    assert suffix in SUFFIXES
+    assert np.abs(decode(tmp_path / f"x{suffix}", SQUARE).mean((0, 1)) - (0, 200, 0)).max() < 5
+
+
+def test_an_avif_named_jpg(tmp_path):
+    Image.new("RGB", (32, 32), (0, 200, 0)).save(tmp_path / "x.avif")
+    (tmp_path / "x.avif").rename(tmp_path / "x.jpg")
+    assert decode(tmp_path / "x.jpg", SQUARE).shape == (24, 24, 3)
+
+
+AUGMENTATIONS = [
+    CropFlip(), CropFlip(color_jitter=[0.4, 0.4, 0.4, 0.1], erasing_prob=1.0), ResizedCrop(), ResizedCrop(scale=None),
+    RandAugment(), TrivialAugment(), AutoAugment(), ThreeAugment(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("augmentation", AUGMENTATIONS, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("size", [(3000, 2), (2, 3000), (1, 1)])
+def test_extreme_shapes_under_every_augmentation(augmentation, channels, size):
+    framing = Framing(64, 72, crop_padding=4, flip=True, channels=channels, mean=(0.5,) * channels)
+    image = Image.new("L" if channels == 1 else "RGB", size, 120 if channels == 1 else (120, 0, 9))
+    assert augmentation.pipeline(framing)(image).size == (64, 64)
+    assert framing.square(image).size == (72, 72) and framing.centre(image).size == (64, 64)
