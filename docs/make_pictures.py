@@ -64,8 +64,8 @@ def draw_page(page: Path) -> None:
 def draw_report(runs: list[str]) -> None:
     """The upper part of the HTML report that compares these runs."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "src/logbook.py", "publish", *runs, "--to", folder], check=True)
-        [report] = Path(folder).rglob("*.html")
+        report = Path(folder, "report.html")
+        subprocess.run([sys.executable, "src/logbook.py", "compare", *runs, "--html", report], check=True)
         photograph(report, "report.png")
 
 

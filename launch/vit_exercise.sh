@@ -35,4 +35,5 @@ unset MASTER_ADDR MASTER_PORT NODE_RANK
 for run in "${runs[@]}"; do
   "$python" src/eval.py "ckpt_path=${S3%/}/$run" "${store[@]}" "${places[@]}"
 done
-[ ${#runs[@]} = 1 ] || "$python" src/logbook.py compare "${runs[@]}" --keep
+[ ${#runs[@]} = 1 ] || "$python" src/logbook.py compare "${runs[@]}" --md "logbook/${NAME:-assignment}.md" \
+  --html "logbook/${NAME:-assignment}.html"

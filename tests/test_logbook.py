@@ -1,4 +1,4 @@
-"""The logbook's command line: keep, remove, note, compare, publish, table, build."""
+"""The logbook's command line: keep, remove, compare, table, build."""
 
 import csv
 import io
@@ -69,36 +69,27 @@ def test_compare_writes_a_page_that_the_logbook_lists_and_a_report(logbook, tmp_
     assert "- [DDP beside FSDP](two.md)" in (tmp_path / "logbook" / "README.md").read_text()
 
 
-def test_a_note_goes_to_the_run_and_to_its_copy_in_the_logbook(logbook, tmp_path):
+def test_a_report_is_linked_from_the_pages_of_its_runs(logbook, tmp_path):
     logbook("keep", "run-ddp")
-    assert logbook("note", "run-ddp", "Good *curve*.", "--title", "the good one") == 0
-    assert logbook("note", "the good one", "More.") == 0
-    for folder in ("logbook", "logs/train/runs"):
-        page = (tmp_path / folder / "run-ddp" / "page.md").read_text()
-        assert page.startswith("# the good one") and "> Good *curve*.\n>\n> More." in page
-    assert "[the good one](run-ddp/page.md)" in (tmp_path / "logbook" / "README.md").read_text()
-
-
-def test_publish_to_a_folder_links_the_report_from_the_runs_pages(logbook, tmp_path):
-    logbook("keep", "run-ddp")
-    assert logbook("publish", "run-ddp", "run-fsdp", "--to", tmp_path / "logbook/reports", "--title", "Two ways") == 0
-    assert "<title>Two ways</title>" in (tmp_path / "logbook/reports/two-ways.html").read_text()
-    assert "[Two ways](reports/two-ways.html)" in (tmp_path / "logbook/README.md").read_text()
+    report = tmp_path / "logbook/two-ways.html"
+    assert logbook("compare", "run-ddp", "run-fsdp", "--html", report, "--title", "Two ways") == 0
+    assert "<title>Two ways</title>" in report.read_text()
+    assert "[Two ways](two-ways.html)" in (tmp_path / "logbook/README.md").read_text()
     page = (tmp_path / "logbook/run-ddp/page.md").read_text()
-    assert "Interactive report: [Two ways](../reports/two-ways.html)" in page
+    assert "Interactive report: [Two ways](../two-ways.html)" in page
     page = (tmp_path / "logs/train/runs/run-fsdp/page.md").read_text()
-    assert "[Two ways](../../../../logbook/reports/two-ways.html)" in page
+    assert "[Two ways](../../../../logbook/two-ways.html)" in page
 
 
-def test_publish_to_s3_can_be_read_back(logbook, tmp_path, monkeypatch, capsys):
+def test_a_report_in_a_bucket_can_be_read_back(logbook, tmp_path, monkeypatch, capsys):
     store = shared_store()
     for name, value in store.environment().items():
         monkeypatch.setenv(name, value)
     bucket = store.new_bucket()
-    words = ("--to", f"s3://{bucket}/a/b", "--title", "One", "--endpoint-url", store.endpoint_url)
-    assert logbook("publish", "run-ddp", *words) == 0
+    words = ("--html", f"s3://{bucket}/a/b/one.html", "--title", "One", "--endpoint-url", store.endpoint_url)
+    assert logbook("compare", "run-ddp", *words) == 0
     address = f"{store.endpoint_url}/{bucket}/a/b/one.html"
-    assert capsys.readouterr().out.split() == [address]
+    assert capsys.readouterr().out.splitlines()[-1] == address
     held = store.client().get_object(Bucket=bucket, Key="a/b/one.html")
     assert held["ContentType"] == "text/html; charset=utf-8" and b"<title>One</title>" in held["Body"].read()
     assert f"[One]({address})" in (tmp_path / "logs/train/runs/run-ddp/page.md").read_text()
@@ -122,12 +113,11 @@ def test_a_table_has_any_field_metric_or_option_as_a_column(logbook, tmp_path, c
     [
         (["compare", "run-ddp"], "takes two runs or more"),
         (["compare", "run", "run-ddp"], "'run' means 2 runs (run-ddp, run-fsdp): give more of the run id."),
-        (["note", "run-ddp"], "nothing to note"),
         (["keep", "run-dpd"], "no run 'run-dpd'"),
         (["remove", "run-dpd"], "did you mean run-ddp?"),
         (["keep", "/no/such/folder"], "no run '/no/such/folder'"),
-        (["publish", "run-ddp", "--to", "s3:///x"], "cannot name a bucket"),
-        (["publish", "run-ddp", "--to", "/dev/null/x"], "cannot be written"),
+        (["compare", "run-ddp", "--html", "s3:///x"], "cannot name a bucket"),
+        (["compare", "run-ddp", "--html", "/dev/null/x"], "cannot be written"),
     ],
 )
 def test_bad_input_is_one_sentence(logbook, capsys, arguments, said):

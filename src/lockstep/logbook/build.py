@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -42,8 +41,6 @@ def keep_run(folder: Path, logbook: Path) -> Path:
         The run's page in the logbook.
     """
     target = logbook / folder.name
-    if target.resolve() == folder.resolve():
-        raise UserError(f"{folder} is in the logbook already.")
     summarise(folder)
     target.mkdir(parents=True, exist_ok=True)
     for path in (path for pattern in TABLES for path in folder.glob(pattern)):
@@ -51,43 +48,36 @@ def keep_run(folder: Path, logbook: Path) -> Path:
     for path in (path for pattern in TEXTS for path in folder.glob(pattern)):
         if path.name != "note.md" or not (target / "note.md").exists():
             _write(target / path.name, redact_text(path.read_text(errors="replace")))
-    record = redact(read_json(folder / "run.json"))
-    _write(target / "run.json", json.dumps(record, indent=1) + "\n")
+    _write(target / "run.json", json.dumps(redact(read_json(folder / "run.json")), indent=1) + "\n")
     _write(target / "config.yaml", yaml.safe_dump(redact(read_config(folder / "config.yaml")), sort_keys=False))
     page = write_page(read_run(target))
     write_index(logbook)
     return page
 
 
-def remove_runs(folders: Sequence[Path], logbook: Path) -> None:
-    """Delete folders of the logbook, and list what is left."""
-    for folder in folders:
-        shutil.rmtree(folder)
-    write_index(logbook)
-
-
-def build(logbook: Path, logs: Path) -> tuple[list[Run], list[str]]:
+def build(logbook: Path, logs: Path) -> list[str]:
     """Write all pages of the logbook anew, from the run folders in logs/ where these have changed since.
 
     Returns:
-        The runs, and a sentence for each folder that cannot be read.
+        A sentence for each folder that cannot be read.
     """
     errors = []
-    in_logs = {folder.name: folder for folder in folders_under(logs)} if logs.is_dir() else {}
+    origins = {folder.name: folder for folder in folders_under(logs)}
     for folder in folders_under(logbook):
         try:
-            run, origin = read_run(folder), in_logs.get(folder.name)
-            if origin and (read_json(origin / "run.json").get("updated_at") or "") > (run.record.updated_at or ""):
+            run, origin = read_run(folder), origins.get(folder.name)
+            if origin and str(read_json(origin / "run.json").get("updated_at")) > str(run.record.updated_at):
                 keep_run(origin, logbook)
             else:
                 write_page(run)
         except UserError as error:
             errors.append(str(error))
-    return write_index(logbook), errors
+    write_index(logbook)
+    return errors
 
 
-def write_index(logbook: Path) -> list[Run]:
-    """Write README.md: the newest runs first, the comparisons and the reports."""
+def write_index(logbook: Path) -> None:
+    """Write README.md: the comparisons, the reports and the runs, the newest first; unreadable runs are left out."""
     runs = []
     for folder in folders_under(logbook):
         try:
@@ -97,24 +87,17 @@ def write_index(logbook: Path) -> list[Run]:
     runs.sort(key=lambda run: (run.record.started_at or "", run.run_id), reverse=True)
     pages = [path for path in sorted(logbook.glob("*.md")) if path.name != "README.md"]
     comparisons = {path.name: path.read_text().partition("\n")[0].lstrip("# ") for path in pages}
-    reports = {
-        f"reports/{path.name}": found[1]
-        if (found := re.search("<title>(.*?)</title>", path.read_text()))
-        else path.stem
-        for path in sorted(logbook.glob("reports/*.html"))
-    }
+    titles = {path: re.search("<title>(.*?)</title>", path.read_text()) for path in sorted(logbook.glob("*.html"))}
+    reports = {path.name: title[1] if title else path.stem for path, title in titles.items()}
     text = render("index.md.j2", runs=runs, comparisons=comparisons, reports=reports, marks=MARKS)
     _write(logbook / "README.md", text)
-    return runs
 
 
-def add_note(folder: Path, text: str, title: str | None = None) -> None:
-    """Append a paragraph to a run's note, or replace its title."""
-    run = Run(folder, read_run(folder).record)
-    title = title or (run.title if run.title != run.run_id else None)
-    parts = [f"# {title}" if title else "", run.body, text.strip()]
-    _write(folder / "note.md", redact_text("\n\n".join(filter(None, parts))) + "\n")
-    write_page(read_run(folder))
+def remove_runs(folders: list[Path], logbook: Path) -> None:
+    """Delete folders of the logbook, and list what is left."""
+    for folder in folders:
+        shutil.rmtree(folder)
+    write_index(logbook)
 
 
 def _write(path: Path, text: str) -> Path:

@@ -1,6 +1,5 @@
 """Runs side by side: what was measured, with ratios to the first run, and what differs between them."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,84 +10,57 @@ from lockstep.logbook.render import SHARES, aligned, dollars, duration, metric, 
 from lockstep.runs.files import write_atomically
 
 Row = tuple[str, list[str]]
-Read = Callable[[Run], Any]
+Show = Callable[[Any], str]
 
-
-def _milliseconds(seconds: float) -> str:
-    return number(seconds * 1000, "ms")
-
-
-def _gib(value: float) -> str:
-    return number(value, "GiB")
-
-
-def _share(value: float) -> str:
-    return percent(value, 1)
-
-
-# A row's name, the value in run.json and how it is shown; where a ratio to the first run means something
-MEASURED: tuple[tuple[str, str, Callable[[Any], str], bool], ...] = (
+# A row's name, the value's name in run.json, how it is shown, and whether its ratio to the first run means something
+MEASURED: tuple[tuple[str, str, Show, bool], ...] = (
     ("Training time", "fit_seconds", duration, True),
     ("Epochs", "epochs", number, False),
     ("Steps", "steps", number, False),
     ("Images/s", "images_per_s", number, True),
     ("Images/s per device", "throughput.images_per_s_per_device", number, True),
-    ("Time per step, median", "throughput.step_seconds.p50", _milliseconds, True),
-    ("Time per step, 95th percentile", "throughput.step_seconds.p95", _milliseconds, True),
-    ("Waiting for data", "throughput.data_wait_share", _share, False),
-    ("Model FLOPs utilisation", "throughput.mfu", _share, True),
+    ("Time per step, median", "throughput.step_seconds.p50", lambda value: number(value * 1000, "ms"), True),
+    ("Waiting for data", "throughput.data_wait_share", lambda value: percent(value, 1), False),
+    ("Model FLOPs utilisation", "throughput.mfu", lambda value: percent(value, 1), True),
     ("GPU utilisation", "gpu_percent", lambda value: number(value, "%"), False),
-    ("Peak memory", "peak_memory_gib", _gib, True),
+    ("Peak memory", "peak_memory_gib", lambda value: number(value, "GiB"), True),
     ("Global batch", "global_batch_size", number, True),
     ("Per-device batch", "per_device_batch_size", number, True),
     ("Largest batch per device", "largest_batch.per_device", number, True),
     ("Largest global batch", "largest_batch.global", number, True),
-    ("Peak memory at the largest batch", "largest_batch.peak_memory_gib", _gib, True),
     ("Lost steps", "lost_steps", number, False),
     ("Cost", "cost.usd", dollars, True),
 )
-HELD_FIXED: tuple[tuple[str, Read], ...] = (
-    ("the data", lambda run: run.record.data_hash or run.record.data),
-    ("the number of test images", lambda run: run.record.metrics.get("test/images", run.record.num_test)),
-    ("the model", lambda run: run.record.model),
-    ("the number of epochs", lambda run: run.record.epochs),
-    ("the precision", lambda run: run.record.precision),
-    ("the seed", lambda run: run.record.seed),
-    ("the hardware", lambda run: hardware_name(run)),
-    ("the code", lambda run: run.record.code.tree_hash or run.record.code.commit),
-)
-
-
-def hardware_name(run: Run) -> str:
-    """The GPUs of all nodes, or the CPUs that were used."""
-    nodes = run.record.hardware.get("nodes") or []
-    names = [
-        [gpu.get("name") for gpu in node.get("gpus") or []] or [node.get("cpu"), node.get("cores")] for node in nodes
-    ]
-    return json.dumps(names)
 
 
 def not_held_fixed(runs: Sequence[Run]) -> str:
     """Name what a fair comparison holds fixed and these runs do not; empty if there is nothing."""
-    found = [name for name, read in HELD_FIXED if len({read(run) for run in runs}) > 1]
+    held: dict[str, Callable[[Run], Any]] = {
+        "the data": lambda run: run.record.data_hash or run.record.data,
+        "the number of test images": lambda run: run.record.metrics.get("test/images", run.record.num_test),
+        "the model": lambda run: run.record.model,
+        "the number of epochs": lambda run: run.record.epochs,
+        "the precision": lambda run: run.record.precision,
+        "the seed": lambda run: run.record.seed,
+        "the hardware": lambda run: [
+            (node.get("cpu"), node.get("cores"), str(node.get("gpus")))
+            for node in run.record.hardware.get("nodes") or []
+        ],
+        "the code": lambda run: run.record.code.tree_hash or run.record.code.commit,
+    }
+    found = [name for name, read in held.items() if any(read(run) != read(runs[0]) for run in runs)]
     return f"Not held fixed between these runs: {', '.join(found)}." if found else ""
 
 
 def number_rows(runs: Sequence[Run]) -> list[Row]:
     """(name, one cell for each run), for what at least one run has."""
-    rows: list[Row] = [
-        ("Status", [run.status for run in runs]),
-        ("Model", [run.record.model or "" for run in runs]),
-        ("Data", [run.record.data or "" for run in runs]),
-        ("Strategy", [run.record.trainer or "" for run in runs]),
-        ("Processes", [number(run.record.world_size) for run in runs]),
-    ]
+    texts = {"Status": "status", "Model": "model", "Data": "data", "Strategy": "trainer", "Processes": "world_size"}
+    rows = [(name, [str(run.value(field) or "") for run in runs]) for name, field in texts.items()]
     for name, field, show, has_ratio in MEASURED:
         rows += _row(name, [run.value(field) for run in runs], show, "ratio" if has_ratio else "")
-    monitors = dict.fromkeys(run.record.monitor for run in runs)
-    for name in monitors:
+    for name in dict.fromkeys(run.record.monitor for run in runs):
         rows += _metric_row(f"Best {name}", name, [run.record.summary.get("best", {}).get(name) for run in runs])
-    for name in dict.fromkeys(name for run in runs for name in sorted(run.record.metrics)):
+    for name in sorted({name for run in runs for name in run.record.metrics}):
         if name.startswith("test/") and not name.endswith(("/images", "/correct")):
             rows += _metric_row(name, name, [run.record.metrics.get(name) for run in runs])
     return rows
@@ -99,23 +71,18 @@ def _metric_row(title: str, name: str, values: list[Any]) -> list[Row]:
     return _row(title, values, lambda value: metric(value, name), "points" if is_share else "")
 
 
-def _row(name: str, values: list[Any], show: Callable[[Any], str], against: str) -> list[Row]:
+def _row(name: str, values: list[Any], show: Show, against: str) -> list[Row]:
     known = [value if isinstance(value, int | float) else None for value in values]
-    if all(value is None for value in known):
-        return []
-    return [(name, [_cell(value, known[0] if i else None, show, against) for i, value in enumerate(known)])]
+    cells = [_cell(value, known[0] if i else None, show, against) for i, value in enumerate(known)]
+    return [(name, cells)] if any(value is not None for value in known) else []
 
 
-def _cell(value: float | None, first: float | None, show: Callable[[Any], str], against: str) -> str:
+def _cell(value: float | None, first: float | None, show: Show, against: str) -> str:
     if value is None:
         return "–"
-    if first is None or not against or (against == "ratio" and not first):
-        return show(value)
-    return (
-        f"{show(value)} (×{value / first:.2f})"
-        if against == "ratio"
-        else f"{show(value)} ({(value - first) * 100:+.2f})"
-    )
+    if against == "ratio" and first:
+        return f"{show(value)} (×{value / first:.2f})"
+    return f"{show(value)} ({(value - first) * 100:+.2f})" if against == "points" and first is not None else show(value)
 
 
 def setting_rows(runs: Sequence[Run]) -> list[Row]:
@@ -132,11 +99,10 @@ def as_text(runs: Sequence[Run]) -> str:
 
 def write_comparison(path: Path, runs: Sequence[Run], title: str) -> None:
     """Write the comparison as markdown, with a picture beside it."""
-    picture = path.with_suffix(".svg")
     path.parent.mkdir(parents=True, exist_ok=True)
-    has_picture = write_figure(picture, compare_panels(runs, [run.title for run in runs]))
+    has_picture = write_figure(path.with_suffix(".svg"), compare_panels(runs))
     text = render(
         "compare.md.j2", title=title, runs=runs, numbers=number_rows(runs), settings=setting_rows(runs),
-        caution=not_held_fixed(runs), picture=picture.name if has_picture else "",
+        caution=not_held_fixed(runs), picture=path.with_suffix(".svg").name if has_picture else "",
     )  # fmt: skip
     write_atomically(path, lambda file: file.write(text))

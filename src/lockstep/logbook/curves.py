@@ -15,13 +15,10 @@ Curve = tuple[Array, Array]
 
 def read_columns(path: Path) -> dict[str, Array]:
     """Return the columns of a CSV file by name, nan for an unreadable cell, and `time` in seconds."""
-    if not path.is_file():
-        return {}
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        rows = list(csv.reader(line.replace("\0", "") for line in file))
-    names = rows[0] if rows else []
-    cells = [[row[i] if i < len(row) else "" for row in rows[1:]] for i in range(len(names))]
-    return {name: np.array([_number(cell, name) for cell in cells[i]]) for i, name in enumerate(names) if name}
+    text = path.read_text(errors="replace").replace("\0", "") if path.is_file() else ""
+    names, *rows = list(csv.reader(text.splitlines())) or [[]]
+    cells = ([row[i] if i < len(row) else "" for row in rows] for i in range(len(names)))
+    return {name: np.array([_number(cell, name) for cell in column]) for name, column in zip(names, cells, strict=True)}
 
 
 def _number(cell: str, name: str) -> float:
@@ -40,11 +37,11 @@ def metrics(folder: Path) -> dict[str, Curve]:
 
 def hardware(folder: Path) -> dict[str, Curve]:
     """Return {"node0/gpu0/memory_gib": (seconds since the first sample, values)} over all starts of a run."""
-    files = sorted(folder.glob("hardware-node*.csv"), key=lambda path: (path.stem.count(".") == 0, path.stem))
-    parts = [(path.stem.partition(".")[0].removeprefix("hardware-"), read_columns(path)) for path in files]
-    begin = min((float(np.nanmin(columns["time"])) for _, columns in parts if len(columns.get("time", []))), default=0)
+    earlier_first = sorted(folder.glob("hardware-node*.csv"), key=lambda path: ("." not in path.stem, path.stem))
+    files = [(path.stem.partition(".")[0].removeprefix("hardware-"), read_columns(path)) for path in earlier_first]
+    begin = min((np.nanmin(columns["time"]) for _, columns in files if len(columns.get("time", []))), default=0.0)
     found: dict[str, Curve] = {}
-    for node, columns in parts:
+    for node, columns in files:
         seconds = columns.pop("time", np.array([])) - begin
         for name, values in columns.items():
             x, y = _without_gaps(seconds, values)
@@ -61,10 +58,8 @@ def _without_gaps(x: Array, y: Array) -> Curve:
 def mean(samples: Iterable[Curve]) -> Curve | None:
     """Return the mean over devices, at the moments of the longest curve; None without any."""
     found = [curve for curve in samples if len(curve[0])]
-    if not found:
-        return None
-    x = max((curve[0] for curve in found), key=len)
-    return x, np.mean([np.interp(x, *curve) for curve in found], axis=0)
+    x = max((curve[0] for curve in found), key=len, default=None)
+    return None if x is None else (x, np.mean([np.interp(x, *curve) for curve in found], axis=0))
 
 
 def thin(curve: Curve, limit: int) -> Curve:
@@ -74,16 +69,12 @@ def thin(curve: Curve, limit: int) -> Curve:
 
 
 def slim_copy(source: Path, target: Path, limit: int = 300) -> None:
-    """Copy a CSV file with at most `limit` evenly chosen rows, and those rows that hold a validation or a test."""
+    """Copy a CSV file with at most `limit` evenly chosen rows, and all rows that hold a validation or a test."""
     lines = source.read_text(errors="replace").splitlines()
     names = lines[0].split(",") if lines else []
     evaluated = [i for i, name in enumerate(names) if name.startswith(("val/", "test/"))]
-    every = math.ceil(len(lines) / limit)
-    chosen = [
-        line
-        for number, line in enumerate(lines)
-        if number % every == 0
-        or number == len(lines) - 1
-        or any(map((line.split(",") + [""] * len(names)).__getitem__, evaluated))
+    chosen = set(np.linspace(0, len(lines) - 1, limit).round().astype(int))
+    kept = [
+        line for i, line in enumerate(lines) if i in chosen or any(line.split(",")[k : k + 1] > [""] for k in evaluated)
     ]
-    target.write_text("\n".join(chosen) + "\n")
+    target.write_text("\n".join(kept) + "\n")

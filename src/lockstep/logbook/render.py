@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote as url_quote
+from urllib.parse import quote as quote_url
 
 from jinja2 import ChainableUndefined, Environment, FileSystemLoader
 from markupsafe import Markup
@@ -13,8 +13,7 @@ from markupsafe import Markup
 # Control characters but tab and newline, direction marks and lone surrogates
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 SPECIAL = re.compile(r"[&<>$\\`*\[\]~|#!@]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?<=www)\.|:(?=//)", re.IGNORECASE)
-SHARES = ("acc", "acc_top5", "acc_best", "f1_macro", "balanced_acc", "ece")
-NAMES = {
+SHARES = {
     "acc": "accuracy", "acc_top5": "accuracy, top 5", "f1_macro": "F1, mean of the classes",
     "balanced_acc": "balanced accuracy", "ece": "calibration error",
 }  # fmt: skip
@@ -23,23 +22,19 @@ NB = "\N{NO-BREAK SPACE}"  # a number and its unit stay on one line
 
 def plain(text: object, limit: int = 300) -> Markup:
     """Return one line that shows exactly this text, also in a table cell: no markup, link or HTML takes effect."""
-    return Markup(SPECIAL.sub(_entity, _one_line(text, limit)))
-
-
-def _one_line(text: object, limit: int) -> str:
-    line = re.sub(r"\s*[ \t\r\n]\s*", " ", UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(text))).strip(" ")
-    return line if len(line) <= limit else line[: limit - 1] + "…"
-
-
-def _entity(match: re.Match[str]) -> str:
-    return f"&#{ord(match.group())};"
+    return Markup(SPECIAL.sub(lambda match: f"&#{ord(match.group())};", _one_line(text, limit)))
 
 
 def code(text: object, limit: int = 300) -> Markup:
     line = _one_line(text, limit)
     if re.search(r"[`|\\]", line):
-        return Markup(f"<code>{SPECIAL.sub(_entity, line)}</code>")
+        return Markup(f"<code>{plain(line, limit)}</code>")
     return Markup(f"`{line}`" if line else "")
+
+
+def _one_line(text: object, limit: int) -> str:
+    line = re.sub(r"\s*[ \t\r\n]\s*", " ", UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(text))).strip(" ")
+    return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def block(text: object, language: str = "", limit: int = 20_000) -> Markup:
@@ -50,17 +45,8 @@ def block(text: object, language: str = "", limit: int = 20_000) -> Markup:
     return Markup(f"{fence}{language}\n{body}\n{fence}")
 
 
-def quote(text: str) -> Markup:
-    return Markup("\n".join(f"> {line}".rstrip() for line in text.splitlines()))
-
-
-def address(url: str) -> Markup:
-    """Return a link's target."""
-    return Markup(url_quote(url, safe=":/%@?=&+,;~-._#"))
-
-
 def metric(value: Any, name: str) -> str:
-    """A metric's value: shares in percent, others with four digits, dashes without one."""
+    """A metric's value: shares in percent, others with four digits, a dash without one."""
     if not isinstance(value, int | float):
         return str(value or "–")
     return percent(value) if name.rpartition("/")[2] in SHARES else f"{value:.4g}"
@@ -75,11 +61,11 @@ def number(value: float | None, unit: str = "") -> str:
     if not isinstance(value, int | float):
         return "–"
     shown = f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
-    return f"{shown}{NB}{unit}" if unit else shown
+    return f"{shown}{NB}{unit}".strip(NB)
 
 
 def dollars(value: float | None) -> str:
-    return "–" if value is None else f"${value:.2f}" if value >= 0.1 or value == 0 else f"${value:.2g}"
+    return f"${value:.2f}" if value is not None and (value >= 0.1 or value == 0) else f"${value:.2g}" if value else "–"
 
 
 def duration(seconds: float | None) -> str:
@@ -88,42 +74,35 @@ def duration(seconds: float | None) -> str:
         return "–"
     if seconds < 60:
         return f"{seconds:.1f}{NB}s" if seconds < 9.95 else f"{seconds:.0f}{NB}s"
-    large, small, units = (
-        (60, 1, ("min", "s"))
-        if seconds < 3600
-        else (3600, 60, ("h", "min"))
-        if seconds < 172_800
-        else (86_400, 3600, ("d", "h"))
-    )
+    units = ((60, "min", 1, "s"), (3600, "h", 60, "min"), (86_400, "d", 3600, "h"))
+    large, name, small, rest = units[(seconds >= 3600) + (seconds >= 172_800)]
     whole = round(seconds / small) * small
-    return f"{whole // large}{NB}{units[0]}{NB}{whole % large // small:02d}{NB}{units[1]}"
+    return f"{whole // large}{NB}{name}{NB}{whole % large // small:02d}{NB}{rest}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of equally many cells as text in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join(lines)
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 @cache
 def environment() -> Environment:
     env = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"), trim_blocks=True, lstrip_blocks=True,
-        autoescape=True, undefined=ChainableUndefined, finalize=_finalize,
+        autoescape=True, undefined=ChainableUndefined,
+        finalize=lambda value: value if isinstance(value, Markup) else plain("" if value is None else value),
     )  # fmt: skip
     env.filters |= {
-        "code": code, "block": block, "quote": quote, "metric": metric, "percent": percent, "number": number,
-        "dollars": dollars, "duration": duration, "address": address, "label": lambda name: NAMES.get(name, name),
+        "code": code, "block": block, "metric": metric, "percent": percent, "number": number, "dollars": dollars,
+        "duration": duration, "label": lambda name: SHARES.get(name, name),
+        "quote": lambda text: Markup("\n".join(f"> {line}".rstrip() for line in text.splitlines())),
+        "address": lambda url: Markup(quote_url(url, safe=":/%@?=&+,;~-._#")),
     }  # fmt: skip
     return env
 
 
-def _finalize(value: Any) -> Any:
-    return value if isinstance(value, Markup) else "" if value is None else plain(value)
-
-
 def render(template: str, **values: Any) -> str:
     """Return the text of a template, without several empty lines in a row."""
-    text = environment().get_template(template).render(**values)
-    return re.sub(r"\n{3,}", "\n\n", text.replace("| \n", "|\n")).strip() + "\n"
+    text = environment().get_template(template).render(**values).replace("| \n", "|\n")
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 
 from lockstep.logbook.folders import Run, differences, flatten, read_config, read_run
-from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import RunRecord, save_record
 from lockstep.runs.redact import redact
 from lockstep.runs.scores import class_scores
 
-MAX_CLASSES = 1000  # whose scores go into the record
 MAX_CONFUSION = 50  # classes whose confusion matrix goes into the record
+MAX_CLASSES = 1000  # classes whose scores do
 
 
 def summarise(folder: Path) -> Run:
@@ -23,47 +22,44 @@ def summarise(folder: Path) -> Run:
     Raises:
         UserError: the folder holds no record.
     """
-    run, files = read_run(folder), RunFolder(folder)
+    run = read_run(folder)
     record = run.record
     _add_device_statistics(run)
     summary = {
         "folder": run.place,
-        "tensorboard": files.tensorboard.is_dir(),
+        "tensorboard": (folder / "tensorboard").is_dir(),
         "best": _best(run),
-        "errors": standard_errors(record),
+        "errors": _standard_errors(record),
         "gpu_percent": _mean_of_medians(record, "gpu", "utilisation_percent"),
         "cpu_percent": _mean_of_medians(record, "cpu", "percent"),
         "lost_steps": sum(restart.lost_steps or 0 for restart in record.restarts),
         "downtime_s": sum(restart.downtime_s or 0 for restart in record.restarts),
-        **_changes(run, folder / "defaults.yaml"),
-        **_classes(files.confusion_matrix),
+        **_changes(run),
+        **_classes(folder / "confusion_matrix.csv"),
     }
     record.summary = {key: value for key, value in summary.items() if value not in (None, {}, [])}
-    save_record(files.record, record)
+    save_record(folder / "run.json", record)
     return run
 
 
 def _best(run: Run) -> dict[str, float]:
     """The validation metrics of the best checkpoint, by the row of metrics.csv at its step."""
-    record = run.record
-    step, name = record.best_checkpoint.step, record.monitor
-    at_step = {
-        metric: float(values[steps == step][-1])
-        for metric, (steps, values) in run.metrics.items()
-        if metric.startswith("val/") and step is not None and (steps == step).any()
+    record, monitor = run.record, run.record.monitor
+    best = {
+        name: float(values[steps == record.best_checkpoint.step][-1])
+        for name, (steps, values) in run.metrics.items()
+        if name.startswith("val/") and record.best_checkpoint.step in steps
     }
-    known = record.best_checkpoint.metric.get(name, record.metrics.get(f"{name}_best"))
-    best = {**at_step, **({name: known} if isinstance(known, int | float) else {})}
-    if "val/acc_best" in record.metrics:
-        best.setdefault("val/acc", float(record.metrics["val/acc_best"]))
-    return best
+    known = {name.removesuffix("_best"): value for name, value in record.metrics.items() if name.endswith("_best")}
+    known |= {name: value for name, value in record.best_checkpoint.metric.items() if name == monitor}
+    return best | {name: value for name, value in known.items() if not isinstance(value, str)}
 
 
-def standard_errors(record: RunRecord) -> dict[str, float]:
-    """Return {"test/acc": 0.004, …} for each metric that is a share of counted images."""
+def _standard_errors(record: RunRecord) -> dict[str, float]:
+    """{"test/acc": 0.004, …} for each metric that is a share of counted images."""
     found = {}
-    for stage, images in (("val", record.num_val), ("test", record.num_test)):
-        images = int(record.metrics.get(f"{stage}/images") or images or 0)
+    for stage, number in (("val", record.num_val), ("test", record.num_test)):
+        images = int(record.metrics.get(f"{stage}/images") or number or 0)
         for name in (f"{stage}/acc", f"{stage}/acc_top5"):
             share = record.metrics.get(f"{name}_best", record.metrics.get(name))
             if images and isinstance(share, int | float) and 0 <= share <= 1:
@@ -74,36 +70,31 @@ def standard_errors(record: RunRecord) -> dict[str, float]:
 def _add_device_statistics(run: Run) -> None:
     """Replace the statistics of the last start by those of all starts, and set the peak of the fullest device."""
     record = run.record
-    nodes = record.hardware.get("nodes") or []
-    for place, node in enumerate(nodes):
-        prefix = f"node{node.get('node_rank', place)}/"
-        stats = node.setdefault("stats", {})
+    for place, node in enumerate(record.hardware.get("nodes") or []):
+        prefix, stats = f"node{node.get('node_rank', place)}/", node.setdefault("stats", {})
         for name, (_, values) in run.samples.items():
             key = name.removeprefix(prefix)
             if name.startswith(prefix) and len(values) and (record.restarts or key not in stats):
                 stats[key] = {"p50": round(float(np.median(values)), 3), "max": round(float(values.max()), 3)}
-    for device in ("gpu",) if record.accelerator == "gpu" else ("gpu", "rank"):
-        peaks = [value["max"] for name, value in _stats(record, device, "memory_gib") if value.get("max") is not None]
-        if peaks:
-            record.peak_memory_gib = round(max(peaks), 3)
-            return
+    gpus = _statistics(record, "gpu", "memory_gib", "max")
+    if peaks := gpus or (record.accelerator != "gpu" and _statistics(record, "rank", "memory_gib", "max")):
+        record.peak_memory_gib = round(max(peaks), 3)
 
 
-def _stats(record: RunRecord, device: str, what: str) -> list[tuple[str, dict[str, Any]]]:
+def _statistics(record: RunRecord, device: str, what: str, which: str) -> list[float]:
     nodes = record.hardware.get("nodes") or []
-    every = [(name, stats) for node in nodes for name, stats in (node.get("stats") or {}).items()]
-    return [(name, stats) for name, stats in every if name.startswith(device) and name.endswith(f"/{what}")]
+    every = [(name, stats.get(which)) for node in nodes for name, stats in (node.get("stats") or {}).items()]
+    return [v for name, v in every if v is not None and name.startswith(device) and name.endswith(f"/{what}")]
 
 
 def _mean_of_medians(record: RunRecord, device: str, what: str) -> float | None:
-    """The mean over devices of their median; `cpu/percent` of a node is one device, its single cores are none."""
-    found = [s["p50"] for name, s in _stats(record, device, what) if s.get("p50") is not None and name[:4] != "cpu0"]
+    found = _statistics(record, device, what, "p50")
     return round(sum(found) / len(found), 1) if found else None
 
 
-def _changes(run: Run, recipe: Path) -> dict[str, list[list[Any]]]:
+def _changes(run: Run) -> dict[str, list[list[Any]]]:
     """Rows of [option, recipe's value, value here] for the options on the command line, and for all others."""
-    configs = [flatten(redact(read_config(path))) for path in (recipe, RunFolder(run.folder).config)]
+    configs = [flatten(redact(read_config(run.folder / name))) for name in ("defaults.yaml", "config.yaml")]
     found = differences(configs) if configs[0] else {}
     typed = []
     for word in run.record.overrides:
@@ -119,16 +110,11 @@ def _classes(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     rows = list(csv.reader(path.read_text(errors="replace").splitlines()))
-    if not rows or any(len(row) not in (len(rows), len(rows) - 1) for row in rows):  # cut short by a full disk
-        return {}
-    try:
-        counts = [[int(cell) for cell in row[-len(rows) + 1 :]] for row in rows[1:]]
-        names = rows[0][-len(counts) :]
-        scores = class_scores(counts)
-    except ValueError:
-        return {}
-    classes = [[name, s.images, s.precision, s.recall, s.f1] for name, s in zip(names, scores, strict=True)]
+    size = len(rows) - 1
+    names, counts = rows[0][-size:], [[int(cell) for cell in row[-size:]] for row in rows[1:]]
+    scores = zip(names, class_scores(counts), strict=True)
+    classes = [[name, score.images, score.precision, score.recall, score.f1] for name, score in scores]
     return {
-        "classes": classes if len(counts) <= MAX_CLASSES else [],
-        "confusion": {"names": names, "counts": counts} if len(counts) <= MAX_CONFUSION else {},
+        "classes": classes if size <= MAX_CLASSES else [],
+        "confusion": {"names": names, "counts": counts} if size <= MAX_CONFUSION else {},
     }

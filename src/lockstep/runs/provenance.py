@@ -30,6 +30,7 @@ REPOSITORY = project_root()
 CODE = ("src", "configs", "requirements.txt")
 PACKAGES = ("torch", "torchvision", "lightning", "hydra-core", "timm", "numpy", "boto3", "tensorboard")
 DIFF_LIMIT_BYTES = 200_000
+PLAIN = ("--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/")  # whatever the user has configured
 
 
 def code_state(repository: Path) -> Config:
@@ -58,17 +59,17 @@ def tree_hash(repository: Path) -> str:
 
 
 def code_diff(repository: Path) -> str:
-    """`git diff HEAD` of the code with the files that git does not know yet, cut at DIFF_LIMIT_BYTES.
+    """Return what `git apply` takes: `git diff HEAD` of the code and its new files, cut at DIFF_LIMIT_BYTES.
 
-    Empty where nothing differs or there is no git.
+    Empty if nothing differs or there is no git.
     """
-    parts = [_git(repository, "diff", "HEAD", "--", *CODE) or ""]
+    parts = [_git(repository, "diff", *PLAIN, "HEAD", "--", *CODE) or ""]
     unknown = _git(repository, "ls-files", "-z", "--others", "--exclude-standard", "--", *CODE) or ""
     for name in filter(None, unknown.split("\0")):
         if sum(map(len, parts)) > DIFF_LIMIT_BYTES:
             break
         parts.append(_diff_of_new(repository, name))
-    diff = "\n".join(filter(None, parts))
+    diff = "".join(f"{part}\n" for part in parts if part)
     return diff if len(diff) <= DIFF_LIMIT_BYTES else diff[:DIFF_LIMIT_BYTES] + "\n… cut here\n"
 
 
@@ -79,7 +80,7 @@ def _diff_of_new(repository: Path, name: str) -> str:
         return ""
     if size > DIFF_LIMIT_BYTES:
         return f"new file {name}: its {size:,} bytes are left out here"
-    return _git(repository, "diff", "--no-index", "--", os.devnull, name, differs=1) or ""
+    return _git(repository, "diff", *PLAIN, "--no-index", "--", os.devnull, name, differs=1) or ""
 
 
 def versions() -> dict[str, str]:

@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 
 from example_runs import write_run
 from lockstep.logbook import render
-from lockstep.logbook.build import add_note, build, keep_run, remove_runs, write_page, write_run_page
+from lockstep.logbook.build import build, keep_run, remove_runs, write_page, write_run_page
 from lockstep.logbook.folders import Run, find_run, read_run
 from lockstep.runs.errors import UserError
 from lockstep.runs.record import RunRecord
@@ -109,8 +109,8 @@ def test_build_takes_what_has_become_of_a_run_and_skips_what_it_cannot_read(fold
     shutil.rmtree(folders[0])
     write_run(folders[0].parent, "ddp", epochs=77, updated_at="2099-01-01T00:00:00Z")
     (logbook / "fsdp" / "run.json").write_text('{"run_id": "fs')
-    runs, errors = build(logbook, tmp_path / "runs")
-    assert [run.record.epochs for run in runs] == [77] and "fsdp" in errors[0]
+    (error,) = build(logbook, tmp_path / "runs")
+    assert "fsdp" in error and "77 epochs" in spaced((logbook / "ddp" / "page.md").read_text())
     before = {path: path.read_bytes() for path in logbook.rglob("*") if path.is_file()}
     build(logbook, tmp_path / "nowhere")
     assert {path: path.read_bytes() for path in logbook.rglob("*") if path.is_file()} == before
@@ -118,21 +118,20 @@ def test_build_takes_what_has_become_of_a_run_and_skips_what_it_cannot_read(fold
 
 def test_comparisons_and_reports_are_listed_by_their_titles(folders, tmp_path):
     logbook = tmp_path / "logbook"
-    (logbook / "reports").mkdir(parents=True)
+    logbook.mkdir()
     (logbook / "two-ways.md").write_text("# Two ways\n\n…")
-    (logbook / "reports" / "x.html").write_text("<title>All | curves</title>")
+    (logbook / "x.html").write_text("<title>All | curves</title>")
     keep_run(folders[0], logbook)
     index = (logbook / "README.md").read_text()
-    assert "- [Two ways](two-ways.md)" in index and "- [All &#124; curves](reports/x.html)" in index
+    assert "- [Two ways](two-ways.md)" in index and "- [All &#124; curves](x.html)" in index
 
 
 def test_a_note_is_the_users_own_markdown_and_its_heading_the_title(folders, tmp_path):
-    write_run_page(folders[0])
-    add_note(folders[0], "Good *curve*.", "the good one")
-    add_note(folders[0], "Used AKIAIOSFODNN7EXAMPLE.")
-    text = (folders[0] / "page.md").read_text()
+    (folders[0] / "note.md").write_text("# the good one\n\nGood *curve*.\n\nUsed AKIAIOSFODNN7EXAMPLE.\n")
+    text = keep_run(folders[0], tmp_path / "logbook").read_text()
     assert text.startswith("# the good one\n") and "> Good *curve*.\n>\n> Used [redacted].\n" in text
-    assert find_run("the good one", tmp_path) == folders[0]
+    assert "[the good one](ddp/page.md)" in (tmp_path / "logbook/README.md").read_text()
+    assert find_run("the good one", tmp_path / "runs") == folders[0]
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,6 @@ def test_secrets_of_options_do_not_reach_the_record(tmp_path):
     assert record.summary["changed"] == [["optimizer.token", None, "[redacted]"]]
 
 
-@pytest.mark.parametrize("text", ["", "a,b,c\n1,2\n", "true \\ predicted,a,b\na,1,x\nb,2,3\n"])
-def test_a_confusion_matrix_that_was_cut_short_is_none(folders, text):
-    (folders[0] / "confusion_matrix.csv").write_text(text)
-    assert "confusion" not in summarise(folders[0]).record.summary
-
-
 def test_each_class_has_its_scores(folders):
     (folders[0] / "confusion_matrix.csv").write_text("true \\ predicted,a,b\na,3,1\nb,0,4\n")
     summary = summarise(folders[0]).record.summary

@@ -39,15 +39,21 @@ def test_a_page_of_the_logbook_does_not_make_a_run_dirty(repository):
     assert changed["dirty"] is True and changed["tree_hash"] != clean["tree_hash"]
 
 
-def test_the_diff_holds_changed_files_and_new_ones(repository):
-    (repository / "src" / "a.py").write_text("second\n")
+def test_the_diff_applies_to_the_commit_whatever_git_is_configured_to_print(repository, tmp_path_factory):
+    def git(folder, *arguments):
+        subprocess.run(["git", "-C", str(folder), *arguments], check=True)
+
+    (repository / "src" / "a.py").write_text("second\n \n")
     (repository / "src" / "new one.py").write_text("x = 1\n")
     (repository / "logbook" / "new.md").write_text("a page\n")
-    lines = provenance.code_diff(repository).split("\n")
-    assert [line for line in lines if line[:1] in "+-"] == [
-        "--- a/src/a.py", "+++ b/src/a.py", "-first", "+second", "--- /dev/null", "+++ b/src/new one.py\t", "+x = 1",
-    ]  # fmt: skip
-    assert subprocess.run(["git", "-C", str(repository), "diff", "--cached", "--quiet"]).returncode == 0
+    for setting in (("diff.noprefix", "true"), ("color.ui", "always"), ("diff.external", "false")):
+        git(repository, "config", *setting)
+    other = tmp_path_factory.mktemp("other")
+    git(repository, "worktree", "add", "-q", str(other / "tree"), "HEAD")
+    (other / "code.diff").write_text(provenance.code_diff(repository))
+    git(other / "tree", "apply", str(other / "code.diff"))
+    assert (other / "tree/src/a.py").read_text() == "second\n \n"
+    assert (other / "tree/src/new one.py").read_text() == "x = 1\n" and not (other / "tree/logbook/new.md").exists()
 
 
 def test_the_diff_of_many_new_files_is_cut(repository):
