@@ -33,7 +33,7 @@ def main(epochs: int, cache_dir: str, initial_peers: list[str]) -> None:
         def on_train_batch_start(self, *_):
             time.sleep(0.25)
 
-    strategy = Hivemind("cpu", initial_peers, swarm="test", matchmaking_time_s=1.0, averaging_timeout_s=10.0)
+    strategy = Hivemind("cpu", initial_peers, swarm="test", matchmaking_time_s=1.0)
     trainer = pl.Trainer(
         accelerator="cpu", strategy=strategy, callbacks=[AsSlowAsARealNet()], max_epochs=epochs,
         accumulate_grad_batches=4, logger=False, enable_checkpointing=False, enable_progress_bar=False,

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from lockstep.strategies.collectives import Ranks
-from lockstep.strategies.ddp import broadcast_buffers, broadcast_from_rank_zero
+from lockstep.strategies.base import Ranks, broadcast_from_rank_zero
 
 
 class AllReduce(Ranks):
@@ -34,8 +33,3 @@ class AllReduce(Ranks):
             for parameter in (p for p in self.model.parameters() if p.grad is not None):
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= self.world_size
-
-    def on_validation_start(self) -> None:
-        broadcast_buffers(self.model, self.root_device)
-
-    on_test_start = on_validation_start

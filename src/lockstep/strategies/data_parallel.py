@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from lockstep.runs.errors import UserError
-from lockstep.strategies.capabilities import Capabilities
+from lockstep.strategies.base import Capabilities
 
 
 class DataParallel(Capabilities, SingleDeviceStrategy):

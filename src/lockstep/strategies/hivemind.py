@@ -9,11 +9,17 @@ data.global_batch_size is the swarm's batch; trainer.accumulate_grad_batches cut
 https://github.com/learning-at-home/hivemind
 """
 
+import contextlib
+import ctypes
 import hashlib
 import importlib.util
 import logging
+import os
+import signal
+import sys
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,20 +29,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lockstep.runs.errors import UserError
-from lockstep.strategies.capabilities import Capabilities
-from lockstep.strategies.sharded_state import State
-from lockstep.strategies.swarm import (
-    OwnOrder,
-    children_end_with_this_process,
-    clip_before_step,
-    imported,
-    initialise_state,
-    start_dht,
-)
+from lockstep.strategies.base import Capabilities
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+AVERAGING_TIMEOUT_S = 30.0  # after this a round goes on without those that do not answer
+PR_SET_PDEATHSIG = 1
 
 
 class Hivemind(Capabilities, SingleDeviceStrategy):
@@ -45,12 +43,9 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
     Args:
         initial_peers: addresses that other peers printed; none: this peer starts a swarm.
         swarm: name that all peers of one training share.
-        host_maddrs: where this peer listens. Loopback unless told otherwise: nothing outside reaches it.
-        announce_maddrs: addresses that others shall use, where they differ (behind a router).
-        nat_port_map: ask the router to open a port.
+        host_maddrs: where this peer listens; None: on loopback, where no other machine reaches it.
         client_mode: open outgoing connections only, for peers behind a firewall.
         matchmaking_time_s: how long a round waits for peers to join it; 2 on a fast network, 15 over the internet.
-        averaging_timeout_s: after this a round goes on without those that do not answer.
     Raises:
         UserError: hivemind is not installed.
     """
@@ -64,11 +59,8 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
         initial_peers: list[str] | None = None,
         swarm: str = "lockstep",
         host_maddrs: list[str] | None = None,
-        announce_maddrs: list[str] | None = None,
-        nat_port_map: bool = False,
         client_mode: bool = False,
         matchmaking_time_s: float = 5.0,
-        averaging_timeout_s: float = 30.0,
     ) -> None:
         if importlib.util.find_spec("hivemind") is None:
             raise UserError(
@@ -76,12 +68,8 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
                 "pip install -r requirements-hivemind.txt, or choose trainer=ddp_sim."
             )
         super().__init__(device=device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-        self.network = {
-            "initial_peers": initial_peers or [], "host_maddrs": host_maddrs or list(LOOPBACK),
-            "announce_maddrs": announce_maddrs, "nat_port_map": nat_port_map, "client_mode": client_mode,
-        }  # fmt: skip
-        self.swarm_name = swarm
-        self.matchmaking_time_s, self.averaging_timeout_s = matchmaking_time_s, averaging_timeout_s
+        self.initial_peers, self.host_maddrs = initial_peers or [], host_maddrs or ["/ip4/127.0.0.1/tcp/0"]
+        self.swarm_name, self.client_mode, self.matchmaking_time_s = swarm, client_mode, matchmaking_time_s
         self.dht: Any = None
         self.swarm: Any = None
         self.peers_seen, self.swarm_steps = 1, 0
@@ -94,10 +82,11 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._join()
 
-    # --- joining and leaving
-
     def _join(self) -> None:
-        hivemind = imported()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*torch.jit.script.*", FutureWarning)
+            import hivemind
+        logging.getLogger("hivemind").setLevel(logging.WARNING)
         data, trainer = self.trainer.datamodule, self.trainer
         self.micro_batch_size = data.per_device_batch_size
         self.total_steps = int(trainer.estimated_stepping_batches)
@@ -111,27 +100,31 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
         # Below the matchmaking time, or rounds can lock each other out.
         waits = {"request_timeout": min(3.0, 0.5 * self.matchmaking_time_s)}
         with children_end_with_this_process():
-            self.dht = start_dht(**self.network)
+            self.dht = self._hash_table(hivemind)
             self.swarm = hivemind.Optimizer(
-                dht=self.dht,
-                run_id=self.swarm_name,
-                optimizer=optimizer,
+                dht=self.dht, run_id=self.swarm_name, optimizer=optimizer,
                 scheduler=schedule.scheduler if schedule else None,
-                target_batch_size=data.global_batch_size,
-                batch_size_per_step=self.micro_batch_size,
-                matchmaking_time=self.matchmaking_time_s,
-                averaging_timeout=self.averaging_timeout_s,
-                client_mode=self.network["client_mode"],
-                delay_state_averaging=False,
-                averager_opts=waits,
+                target_batch_size=data.global_batch_size, batch_size_per_step=self.micro_batch_size,
+                matchmaking_time=self.matchmaking_time_s, averaging_timeout=AVERAGING_TIMEOUT_S,
+                client_mode=self.client_mode, delay_state_averaging=False, averager_opts=waits,
                 grad_averager_factory=partial(hivemind.optim.grad_averager.GradientAverager, **waits),
                 extra_tensors=[b for b in self.lightning_module.buffers() if b.is_floating_point()],
-            )
-        self._say_address()
-
-    def _say_address(self) -> None:
+            )  # fmt: skip
         addresses = ",".join(str(address) for address in self.dht.get_visible_maddrs())
         log.info(f"swarm {self.swarm_name}: peers join with 'trainer.initial_peers=[{addresses}]'")
+
+    def _hash_table(self, hivemind: Any) -> Any:
+        """Start this peer's node of the hash table through which peers find each other."""
+        try:
+            return hivemind.DHT(
+                start=True, initial_peers=self.initial_peers, host_maddrs=self.host_maddrs,
+                client_mode=self.client_mode, use_relay=False, use_auto_relay=False, auto_nat=False,
+            )  # fmt: skip
+        except Exception as error:  # hivemind raises its daemon's own kinds
+            raise UserError(
+                f"No peer of trainer.initial_peers={self.initial_peers} could be joined "
+                f"({str(error).splitlines()[0]}): give an address that a running peer printed."
+            ) from error
 
     def teardown(self) -> None:
         if self.swarm is not None:
@@ -143,61 +136,127 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
 
     @property
     def steps(self) -> int:
-        """That the whole swarm has made, before this peer came too."""
+        """The steps of the whole swarm, those before this peer joined too."""
         return self.swarm.local_epoch if self.swarm else self.swarm_steps
 
     # --- training: each micro-batch is a contribution; hivemind steps once the swarm's batch is full
 
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        """Lightning divides each loss by the accumulation, hivemind weighs by images: see post_backward."""
-        self._scale = self.trainer.accumulate_grad_batches
-
     def post_backward(self, closure_loss: Tensor) -> None:
+        """Contribute the gradients; Lightning divides each loss by the accumulation, hivemind weighs by images."""
         for parameter in self.lightning_module.parameters():
             if parameter.grad is not None:
-                parameter.grad *= self._scale
+                parameter.grad *= self.trainer.accumulate_grad_batches
         before = self.swarm.local_epoch
         self.swarm.step(batch_size=self.micro_batch_size)
         for parameter in self.lightning_module.parameters():
             parameter.grad = None
         if self.swarm.local_epoch != before:
-            self._after_swarm_step()
-
-    def _after_swarm_step(self) -> None:
-        peers = max(1, int(self.swarm.tracker.global_progress.num_peers))
-        if peers != self.peers_seen:
-            log.info(f"swarm {self.swarm_name}: step {self.swarm.local_epoch}, {peers} peers")
-            self.peers_seen = peers
-        if self.swarm.local_epoch >= self.total_steps:
-            self.trainer.should_stop = True
+            peers = max(1, int(self.swarm.tracker.global_progress.num_peers))
+            if peers != self.peers_seen:
+                log.info(f"swarm {self.swarm_name}: step {self.swarm.local_epoch}, {peers} peers")
+                self.peers_seen = peers
+            if self.swarm.local_epoch >= self.total_steps:
+                self.trainer.should_stop = True
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Only the last micro-batch's forward and backward: the step itself is the swarm's."""
+        """Run only the last micro-batch's forward and backward: the step itself is the swarm's."""
         return closure()
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Each peer goes through the images in an order of its own."""
+        """Let each peer go through the images in an order of its own."""
         if not hasattr(dataloader, "set_epoch"):
             return dataloader
-        return OwnOrder(dataloader, self._order())
-
-    def _order(self) -> int:
         seed = str(time.time_ns()) if self.dht is None else str(self.dht.peer_id)
-        return int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "big")
+        return OwnOrder(dataloader, int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "big"))
 
     # --- records and checkpoints: those of the plain net and optimizer
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
-        return {
-            **super().optimizer_state(optimizer),
-            "swarm_steps": self.swarm.local_epoch if self.swarm else self.swarm_steps,
-        }
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {**super().optimizer_state(optimizer), "swarm_steps": self.steps}
 
-    def load_optimizer_state_dict(self, checkpoint: State) -> None:
+    def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         if self.swarm is not None:
             self.swarm.state_averager.local_epoch = checkpoint["optimizer_states"][0].get("swarm_steps", 0)
 
     def record_fields(self) -> dict[str, Any]:
-        """For run.json: steps of the whole swarm, and how many peers the last one had."""
         return {"swarm": {"name": self.swarm_name, "steps": self.steps, "peers": self.peers_seen}}
+
+
+class OwnOrder:
+    """A train loader whose epochs are other ones of the same images; to the outside they count from 0."""
+
+    def __init__(self, loader: Any, offset: int) -> None:
+        self.loader, self.offset, self.sampler = loader, offset, self
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.loader.set_epoch(epoch + self.offset)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self.loader.state_dict()
+        return {**state, "epoch": state["epoch"] - self.offset}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict({**state, "epoch": state["epoch"] + self.offset})
+
+
+@contextlib.contextmanager
+def children_end_with_this_process() -> Iterator[None]:
+    """Let worker processes that hivemind forks in the block die when this process does (Linux)."""
+    inside, parent = [True], os.getpid()
+
+    def in_child() -> None:
+        if inside and os.getppid() == parent:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if sys.platform == "linux":
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    os.register_at_fork(after_in_child=in_child)
+    try:
+        yield
+    finally:
+        inside.clear()
+
+
+def initialise_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer's state tensors exist, as sharing them needs, without moving the weights.
+
+    hivemind would do so by a step with its learning rate and weight decay.
+    """
+    if optimizer.state:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    rates, weights = [group["lr"] for group in optimizer.param_groups], [p.detach().clone() for p in parameters]
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.data.copy_(weight)
+        parameter.grad = None
+        state = optimizer.state.get(parameter, {})
+        for name, value in state.items():  # moments, and Adam's count of steps
+            if isinstance(value, Tensor) or name == "step":
+                state[name] = value * 0
+
+
+def clip_before_step(optimizer: torch.optim.Optimizer, largest_norm: float) -> None:
+    """Clip the swarm's mean gradient, on which hivemind itself steps the optimizer."""
+
+    def clip(stepping: torch.optim.Optimizer, *_: Any) -> None:  # torch takes anything returned for new arguments
+        parameters = [parameter for group in stepping.param_groups for parameter in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, largest_norm)
+
+    optimizer.register_step_pre_hook(clip)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.runs.errors import UserError
 from lockstep.runs.hooks import HasStages
-from lockstep.strategies.capabilities import Capabilities
-from lockstep.strategies.ddp import move_all_but_net
+from lockstep.strategies.base import Capabilities, move_all_but_net
 
 
 class ModelParallel(Capabilities, SingleDeviceStrategy):
@@ -25,8 +24,7 @@ class ModelParallel(Capabilities, SingleDeviceStrategy):
     Args:
         stage_devices: one device for each stage, in order, as ["cuda:0", "cuda:1"]; None for all GPUs.
         micro_batches: parts in which a batch goes through the stages.
-        cut: the stages with which the second device, the third, … begin, as [5]; None: as `balance` says.
-        balance: what the cut makes as equal as the net's stages allow: "parameters" or "flops".
+        cut: the stages with which the second device, the third, … begin, as [5]; None: where it balances parameters.
     Raises:
         UserError: fewer than two devices, devices that are not here, a net with fewer stages than devices.
     """
@@ -35,24 +33,13 @@ class ModelParallel(Capabilities, SingleDeviceStrategy):
     supports_compile = False
 
     def __init__(
-        self,
-        stage_devices: list[str] | None = None,
-        micro_batches: int = 1,
-        balance: str = "parameters",
-        cut: list[int] | None = None,
+        self, stage_devices: list[str] | None = None, micro_batches: int = 1, cut: list[int] | None = None
     ) -> None:
         self.process_devices = checked_devices(stage_devices)
-        if balance not in ("parameters", "flops"):
-            raise UserError(f"trainer.balance={balance}: parameters or flops.")
         if micro_batches < 1:
             raise UserError(f"trainer.micro_batches={micro_batches}: a whole number from 1 on.")
         super().__init__(device=self.process_devices[0])
-        self.micro_batches, self.balance, self.stated_cut = micro_batches, balance, cut
-
-    def setup(self, trainer) -> None:
-        data = trainer.datamodule
-        self.example = (1, data.channels, data.image_size, data.image_size) if data is not None else None
-        super().setup(trainer)
+        self.micro_batches, self.stated_cut = micro_batches, cut
 
     def model_to_device(self) -> None:
         """The stages to their devices, and what the module has beside the net to the first."""
@@ -61,24 +48,17 @@ class ModelParallel(Capabilities, SingleDeviceStrategy):
             raise UserError(f"{type(module.net).__name__} names no stages(): trainer=model_parallel cannot cut it.")
         stages = module.net.stages()
         check_cover(module.net, stages)
-        ends = self._ends(stages)
+        if self.stated_cut is None:
+            costs = [sum(p.numel() for p in stage.parameters()) for stage in stages]
+            ends = balanced_cut(costs, len(self.process_devices))
+        else:
+            ends = checked_cut(self.stated_cut, len(stages), len(self.process_devices))
         self.cut = [list(range(start, end)) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         groups = [nn.Sequential(*(stages[i] for i in part)) for part in self.cut]
         move_all_but_net(module, self.root_device)
         for group, device in zip(groups, self.process_devices, strict=True):
             group.to(device)
         module.net.__dict__["forward"] = Pipeline(groups, self.process_devices, self.micro_batches)
-
-    def _ends(self, stages: list[nn.Module]) -> list[int]:
-        """Of each device's run of stages."""
-        if self.stated_cut is None:
-            return balanced_cut(self._costs(stages), len(self.process_devices))
-        return checked_cut(self.stated_cut, len(stages), len(self.process_devices))
-
-    def _costs(self, stages: list[nn.Module]) -> list[int]:
-        if self.balance == "parameters" or self.example is None:
-            return [sum(p.numel() for p in stage.parameters()) for stage in stages]
-        return count_flops(stages, self.example)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Each state to its parameter's device; Lightning would move all of them to the first."""
@@ -140,7 +120,7 @@ def balanced_cut(costs: list[int], parts: int) -> list[int]:
 
 
 def checked_cut(cut: list[int], num_stages: int, parts: int) -> list[int]:
-    """The ends of the runs of stages that trainer.cut states.
+    """Return the ends of the runs of stages that trainer.cut states.
 
     >>> checked_cut([5], 8, 2)
     [5, 8]
@@ -157,24 +137,6 @@ def checked_cut(cut: list[int], num_stages: int, parts: int) -> list[int]:
             f"numbers from 1 to {num_stages - 1}, as {example}."
         )
     return ends
-
-
-@torch.no_grad()
-def count_flops(stages: list[nn.Module], shape: tuple[int, ...]) -> list[int]:
-    """Of each stage's forward for an input of this shape, where the stages are."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    parameter = next(p for stage in stages for p in stage.parameters())
-    x = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
-    modes = [(module, module.training) for stage in stages for module in stage.modules()]
-    counts = []
-    for stage in stages:
-        with FlopCounterMode(display=False) as counter:
-            x = stage.eval()(x)
-        counts.append(counter.get_total_flops())
-    for module, training in modes:
-        module.training = training
-    return counts
 
 
 def check_cover(net: nn.Module, stages: list[nn.Module]) -> None:

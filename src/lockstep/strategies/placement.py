@@ -10,7 +10,7 @@ from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 
 SEVERAL_IN_ONE_PROCESS = ("num_gpus", "stage_devices")
-OF_ONE_STRATEGY = {*SEVERAL_IN_ONE_PROCESS, "micro_batches", "balance", "cut"}
+OF_ONE_STRATEGY = {*SEVERAL_IN_ONE_PROCESS, "micro_batches", "cut"}
 WITHOUT_GPUS = {"ddp": "ddp_sim", "fsdp": "fsdp_sim", "allreduce": "allreduce_sim", "dp": "ddp_sim"}
 
 
@@ -85,20 +85,8 @@ def gpus_sharing_batch(trainer: Config) -> int | None:
     return trainer["num_gpus"] or visible_gpus(environment())
 
 
-def parts_of_batch(trainer: Config) -> int:
-    """In how many parts the batch of one process goes through the net."""
-    return (trainer.get("micro_batches") or 1) * (gpus_sharing_batch(trainer) or 1)
-
-
 def in_one_process(trainer: Config, accelerator: str) -> dict[str, Any]:
     """The same options without the strategy that spread the work."""
     kept = {key: value for key, value in trainer.items() if key not in OF_ONE_STRATEGY}
     one = {"launch": "one_process", "devices": 1, "num_nodes": 1, "strategy": None}
     return {**kept, **one, "accelerator": accelerator}
-
-
-def without_peers(strategy: Config | None) -> dict[str, Any] | None:
-    """The strategy's node for a few steps that no peer of a swarm takes part in."""
-    if not strategy or "initial_peers" not in strategy:
-        return None if strategy is None else dict(strategy)
-    return {**strategy, "initial_peers": []}

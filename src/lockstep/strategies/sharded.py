@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import ClusterEnvironment, Precision
+from lightning.pytorch.plugins import ClusterEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from lockstep.runs.errors import UserError
 from lockstep.runs.hooks import HasShardUnits
-from lockstep.strategies.collectives import Ranks
-from lockstep.strategies.ddp import broadcast_buffers, broadcast_from_rank_zero, move_all_but_net
+from lockstep.strategies.base import Ranks, broadcast_from_rank_zero, move_all_but_net
 from lockstep.strategies.precision import ShardedPrecision, policies, precision_for
 from lockstep.strategies.sharded_state import (
     State,
@@ -56,26 +55,17 @@ class Sharded(Ranks):
         reshard_after_forward: bool = True,
     ) -> None:
         super().__init__(parallel_devices, cluster_environment)
-        self.shard_within_node = shard_within_node
-        self.cpu_offload = cpu_offload
+        self.shard_within_node, self.cpu_offload = shard_within_node, cpu_offload
         self.reshard_after_forward = reshard_after_forward
 
-    @staticmethod
-    def precision_for(precision: str, device_type: str) -> Precision:
-        """The plugin to give to the Trainer in place of `precision=`, whose fp16 Lightning refuses here."""
-        return precision_for(precision, device_type)
+    precision_for = staticmethod(precision_for)  # Lightning refuses fp16 here
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        self.device_mesh = self._make_mesh()
-
-    def _make_mesh(self) -> DeviceMesh:
-        device_type = self.root_device.type
-        if not self.shard_within_node:
-            return init_device_mesh(device_type, (self.world_size,), mesh_dim_names=("shard",))
         per_node = len(self.parallel_devices)
-        shape = (self.world_size // per_node, per_node)
-        return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+        shape = (self.world_size // per_node, per_node) if self.shard_within_node else (self.world_size,)
+        names = ("replicate", "shard")[-len(shape) :]
+        self.device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
 
     def setup(self, trainer) -> None:
         self.accelerator.setup(trainer)
@@ -102,16 +92,14 @@ class Sharded(Ranks):
         units = net.shard_units() if isinstance(net, HasShardUnits) else []
         if not units and self.global_rank == 0:
             log.info("The model names no shard_units(): FSDP gathers it as a whole, which saves little memory.")
-        self._check(net)
+        check_shardable(net)
         broadcast_from_rank_zero([*net.parameters(), *net.buffers()], self.root_device)
         for parameter in net.parameters():
             parameter.data = parameter.data.contiguous()  # fully_shard refuses channels_last weights
         block, root, norm = policies(self.precision_plugin)
+        offload = CPUOffloadPolicy() if self.cpu_offload and self.root_device.type != "cpu" else OffloadPolicy()
         shard = partial(
-            fully_shard,
-            mesh=self.device_mesh,
-            offload_policy=self._offload(),
-            reshard_after_forward=self.reshard_after_forward,
+            fully_shard, mesh=self.device_mesh, offload_policy=offload, reshard_after_forward=self.reshard_after_forward
         )
         if isinstance(self.precision_plugin, ShardedPrecision):
             for layer in [layer for layer in net.modules() if isinstance(layer, BATCH_NORMS)]:
@@ -119,15 +107,6 @@ class Sharded(Ranks):
         for unit in units:
             shard(unit, mp_policy=block)
         shard(net, mp_policy=root)
-
-    def _offload(self) -> OffloadPolicy:
-        return CPUOffloadPolicy() if self.cpu_offload and self.root_device.type != "cpu" else OffloadPolicy()
-
-    def _check(self, net: nn.Module) -> None:
-        """What fully_shard cannot do, before it begins."""
-        scalars = [name for name, parameter in net.named_parameters() if parameter.dim() == 0]
-        if scalars:
-            raise UserError(f"The parameter {scalars[0]} is a scalar, which FSDP cannot shard: trainer=ddp works.")
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -138,12 +117,6 @@ class Sharded(Ranks):
             yield
         finally:
             net.set_requires_gradient_sync(True)
-
-    def on_validation_start(self) -> None:
-        broadcast_buffers(self.lightning_module, self.root_device)
-
-    def on_test_start(self) -> None:
-        broadcast_buffers(self.lightning_module, self.root_device)
 
     # --- checkpoints: whole on rank 0, so that any strategy and world size reads them
 
@@ -167,3 +140,9 @@ class Sharded(Ranks):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(sharded_optimizer_state(state, optimizer))
+
+
+def check_shardable(net: nn.Module) -> None:
+    scalars = [name for name, parameter in net.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise UserError(f"The parameter {scalars[0]} is a scalar, which FSDP cannot shard: trainer=ddp works.")

@@ -19,7 +19,7 @@ from lockstep.runs.config import Config
 from lockstep.runs.durations import seconds_of
 from lockstep.runs.errors import UserError
 from lockstep.runs.hooks import SaysWantedImages, StartsFromImages
-from lockstep.strategies.capabilities import capabilities
+from lockstep.strategies.base import capabilities
 from lockstep.strategies.recompute import recompute_activations
 from lockstep.strategies.sync_batchnorm import check_batch_norm, synchronise
 from lockstep.training import image_report

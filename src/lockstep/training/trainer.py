@@ -16,7 +16,7 @@ from lockstep.callbacks.interruption import silence_lightning
 from lockstep.config.instantiate import build
 from lockstep.launch.plan import RunPlan
 from lockstep.runs.errors import UserError
-from lockstep.strategies.capabilities import Capabilities, capabilities
+from lockstep.strategies.base import Capabilities, capabilities
 from lockstep.training.rank import StartedRanks, device_of
 
 PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}

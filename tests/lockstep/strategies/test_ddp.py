@@ -1,7 +1,9 @@
 """DDP trains as one process does, without a collective in evaluation's forwards."""
 
 import functools
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -50,3 +52,17 @@ def largest_distance_from_rank_zeros(cluster):
             whole = found.full_tensor() if name == "fsdp" else found
             distances.append(float((whole - expected[key]).abs().max()))
     return max(distances)
+
+
+SENT = ["words", None, True, 3, 0.5, Path("a/b"), ["a", 1], {"a": 1}]
+
+
+def received(cluster, name):
+    strategy = trainer_of(cluster, name).strategy
+    strategy.setup_environment()
+    return [strategy.broadcast(value if cluster.rank == 1 else "of another rank", 1) for value in SENT]
+
+
+@pytest.mark.parametrize("name", ["ddp", "allreduce"])
+def test_what_a_rank_broadcasts_arrives_as_it_was(name):
+    assert run_ranks(received, 2, name) == [SENT] * 2

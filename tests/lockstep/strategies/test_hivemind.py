@@ -14,8 +14,7 @@ import torch
 
 from lockstep.runs.errors import UserError
 from lockstep.strategies import hivemind
-from lockstep.strategies.hivemind import Hivemind
-from lockstep.strategies.swarm import OwnOrder, clip_before_step, initialise_state
+from lockstep.strategies.hivemind import Hivemind, OwnOrder, clip_before_step, initialise_state
 
 ROOT = Path(__file__).resolve().parents[3]
 EPOCHS = 14  # of five steps of the swarm
@@ -30,9 +29,8 @@ def test_without_the_package_it_names_the_file_to_install(monkeypatch):
 
 def test_by_default_it_listens_on_loopback_only_and_opens_no_port(monkeypatch):
     monkeypatch.setattr(hivemind.importlib.util, "find_spec", lambda name: object())
-    network = Hivemind("cpu").network
-    assert network["host_maddrs"] == ["/ip4/127.0.0.1/tcp/0"]
-    assert network["nat_port_map"] is False and network["initial_peers"] == []
+    peer = Hivemind("cpu")
+    assert peer.host_maddrs == ["/ip4/127.0.0.1/tcp/0"] and peer.initial_peers == []
 
 
 @pytest.mark.parametrize(

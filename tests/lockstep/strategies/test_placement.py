@@ -6,7 +6,7 @@ from lockstep.config.compose import compose, plain
 from lockstep.distributed.cluster import Wanted
 from lockstep.runs.errors import UserError
 from lockstep.strategies import placement
-from lockstep.strategies.placement import devices_of_process, in_one_process, parts_of_batch, place, without_peers
+from lockstep.strategies.placement import devices_of_process, in_one_process, place
 
 
 def options(*words):
@@ -66,22 +66,8 @@ def test_every_device_of_a_process_is_named_once_its_datas_first(own, accelerato
     assert devices_of_process(own, accelerator, local_rank=1) == devices
 
 
-def test_a_batch_goes_through_the_net_in_parts(monkeypatch):
-    monkeypatch.setattr(placement, "visible_gpus", lambda _: 4)
-    assert parts_of_batch({}) == 1 and parts_of_batch({"micro_batches": 3}) == 3
-    assert parts_of_batch({"num_gpus": 2}) == 2 and parts_of_batch({"num_gpus": None}) == 4
-
-
 def test_an_evaluation_runs_in_one_process_whatever_trained():
     for trainer in ("fsdp", "dp", "model_parallel", "hivemind"):
         own = in_one_process(options(f"trainer={trainer}"), "cpu")
         assert place(own, "some", 0) == ("cpu", Wanted(1, 1, False, 1)), trainer
         assert own["strategy"] is None and not placement.OF_ONE_STRATEGY & own.keys()
-
-
-def test_a_few_steps_of_a_swarms_peer_are_made_without_the_others():
-    strategy = options("trainer=hivemind", "trainer.initial_peers=[/ip4/1.2.3.4]")["strategy"]
-    assert strategy["initial_peers"] == ["/ip4/1.2.3.4"]
-    assert without_peers(strategy) == {**strategy, "initial_peers": []}
-    ddp = options("trainer=ddp")["strategy"]
-    assert without_peers(ddp) == ddp and without_peers(None) is None

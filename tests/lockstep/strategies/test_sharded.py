@@ -11,7 +11,7 @@ from torch import nn
 from local_ranks import run_ranks
 from lockstep.runs.errors import UserError
 from lockstep.strategies.precision import precision_for
-from lockstep.strategies.sharded import Sharded
+from lockstep.strategies.sharded import check_shardable
 from strategy_runs import adamw, difference, fit, mean_losses, one, ranks, ranks_all, sgd, worst
 
 WITHIN = {"own": {"shard_within_node": True}}
@@ -130,6 +130,6 @@ class Scalar(nn.Module):
 
 def test_what_cannot_be_sharded_is_said_before_it_begins():
     with pytest.raises(UserError, match="temperature is a scalar.*trainer=ddp"):
-        Sharded()._check(Scalar())
+        check_shardable(Scalar())
     with pytest.raises(UserError, match="precision=8-bit is unknown.*bf16-mixed"):
         precision_for("8-bit", "cpu")
