@@ -3,7 +3,6 @@
 import csv
 from typing import Any
 
-from lockstep.runs.csv_files import guarded
 from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.scores import BINS, ExactCounts
@@ -14,9 +13,8 @@ def write_counts(counts: ExactCounts, class_names: list[str], folder: RunFolder)
 
     def write_confusion(file: Any) -> None:
         writer = csv.writer(file)
-        names = list(map(guarded, class_names))
-        writer.writerow(["true \\ predicted", *names])
-        writer.writerows([name, *row] for name, row in zip(names, counts.confusion, strict=True))
+        writer.writerow(["true \\ predicted", *class_names])
+        writer.writerows([name, *row] for name, row in zip(class_names, counts.confusion, strict=True))
 
     def write_calibration(file: Any) -> None:
         writer = csv.writer(file)

@@ -28,11 +28,7 @@ class RunRecorder(Callback):
         self.steps = 0  # as of the last write
 
     def write(self, trainer: pl.Trainer | None = None, **fields: object) -> None:
-        """Set fields of the record, and with a trainer what every callback contributes.
-
-        Raises:
-            WrongValue: a value is not of its field's type.
-        """
+        """Set fields of the record, and with a trainer what every callback contributes."""
         if trainer is not None and not trainer.is_global_zero:
             return
         with update_record(self.path) as record:

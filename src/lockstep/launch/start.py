@@ -22,7 +22,7 @@ from lockstep.runs.files import lock, sha256_of, utc_now, write_atomically
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, new_run_id
 from lockstep.runs.full_disk import is_full
 from lockstep.runs.provenance import REPOSITORY
-from lockstep.runs.record import CodeState, Cost, Host, RunRecord, continued, read_record, write_record
+from lockstep.runs.record import CodeState, RunRecord, continued, read_record, write_record
 from lockstep.runs.redact import redact_text
 from lockstep.storage.checkpoint_files import newest_whole, read_sidecar
 from lockstep.strategies.placement import gpus_sharing_batch
@@ -285,7 +285,7 @@ def first_record(plan: RunPlan) -> RunRecord:
         experiment=config.get("experiment_name") or plan.choices.get("experiment"),
         code=CodeState(**provenance.code_state(REPOSITORY)),
         versions=provenance.versions(),
-        hosts=[Host(**provenance.host(cluster.node_rank))],
+        hosts=[provenance.host(cluster.node_rank)],
         launcher=cluster.launcher,
         agent=agent_id(environment()),
         model=plan.model_name,
@@ -308,7 +308,7 @@ def first_record(plan: RunPlan) -> RunRecord:
         monitor_mode=chooser.get("mode", "max"),
         epochs=0,
         steps=0,
-        cost=Cost(price_per_hour=hardware.get("price_per_hour_usd")),
+        cost={"price_per_hour": hardware.get("price_per_hour_usd")},
         initial_weights=None if plan.resume_step else plan.initial_weights,
         initial_weights_sha256=_weights_sha256(plan),
         resumed_from=plan.checkpoint if plan.resume_step else None,

@@ -2,16 +2,15 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from lockstep.runs import foreign_files
 from lockstep.runs.batch import states_accumulation
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import seconds_between, utc_now, write_atomically
-from lockstep.runs.typed_json import Part, WrongValue, from_json, to_json
 
 SCHEMA_VERSION = 2  # 1 is read as well
 STATUSES = ("running", "finished", "failed", "interrupted", "lost")
@@ -19,7 +18,45 @@ HEARTBEAT_INTERVAL_S = 15.0
 LOST_AFTER_S = 300.0
 LOST_AFTER_STARTING_S = 3600.0  # downloads and decoding have no heartbeat
 
-Values = dict[str, Any]
+
+@dataclass(kw_only=True)
+class Part:
+    """A JSON object. One without any value is false, and keys without a field stay in `other`."""
+
+    other: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __bool__(self) -> bool:
+        return self != type(self)()
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Set fields from JSON values or from values of their own types."""
+        kinds = get_type_hints(type(self))
+        for key, value in values.items():
+            if key in kinds and key != "other":
+                setattr(self, key, _read(kinds[key], value))
+            else:
+                self.other[key] = value
+
+
+def _read(kind: Any, value: Any) -> Any:
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is list:
+        return [_read(inner[0], item) for item in value or []]
+    if isinstance(kind, type) and issubclass(kind, Part) and not isinstance(value, kind):
+        part = kind()
+        part.take(value or {})
+        return part
+    return {} if origin is dict and value is None else value
+
+
+def _to_json(value: Any) -> Any:
+    """The fields of a part in their order; null for a part without values."""
+    if isinstance(value, Part):
+        held = {item.name: _to_json(getattr(value, item.name)) for item in fields(value) if item.name != "other"}
+        return {**held, **value.other} if value else None
+    if isinstance(value, dict):
+        return {key: _to_json(item) for key, item in value.items()}
+    return [_to_json(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(kw_only=True)
@@ -34,21 +71,11 @@ class Failure(Part):
 
 @dataclass(kw_only=True)
 class CodeState(Part):
-    """The commit, whether src, configs or requirements had uncommitted changes, and the sha256 of these files."""
+    """The commit, whether the code has uncommitted changes, and the sha256 of src, configs and requirements."""
 
     commit: str | None = None
     dirty: bool | None = None
     tree_hash: str | None = None
-
-
-@dataclass(kw_only=True)
-class Host(Part):
-    """A machine as its rank found it."""
-
-    node_rank: int | None = None
-    host: str | None = None
-    cores: int | None = None
-    system: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -78,11 +105,7 @@ class Upload(Part):
 
 @dataclass(kw_only=True)
 class Restart(Part):
-    """A later start of the same run.
-
-    `downtime_s` counts if the run had not finished before, `idle_s` if it had. `previous_world_size` is of the start
-    before, all other values of this one.
-    """
+    """A later start of the run: `downtime_s` after a start that had not finished, `idle_s` after one that had."""
 
     at: str | None = None
     resumed_step: int | None = None
@@ -99,31 +122,19 @@ class Restart(Part):
 
 
 @dataclass(kw_only=True)
-class Cost(Part):
-    """US dollars for all nodes from the start to the end of the run; `price_per_hour` is of one machine."""
-
-    usd: float | None = None
-    usd_per_epoch: float | None = None
-    price_per_hour: float | None = None
-
-
-@dataclass(kw_only=True)
 class RunRecord(Part):
     """One run from its start to its end, across its restarts. Times are UTC, as 2026-11-21T10:30:12Z.
 
     Attributes:
         monitor, monitor_mode: the metric that chooses the best checkpoint, by its largest or smallest value.
         ended_by: "max_time" if that ended the training before its epochs and steps did.
-        per_device_batch_limit: images that a device takes at a time at most, as the first start or the last one that
-            stated its accumulation used them.
-        images: how images are resized, normalised and augmented.
-        throughput: images_per_s, images_per_s_per_device, step_seconds {p50, p95, mean}, data_wait_share, mfu.
-        hardware: {"nodes": [{node_rank, host, cpu, cores, memory_gib, gpus, stats: {series: {p50, max}}}]}.
+        per_device_batch_limit: images that a device takes at a time at most, of the first start or of the last one
+            that stated its accumulation.
+        images, data_report: how images are made, and which there are, by class and split.
+        cost: {usd, usd_per_epoch, price_per_hour}, of all nodes until the end of the run and of one machine.
         largest_batch: what data.global_batch_size=max found.
-        data_report: images per class and split, images that were left out, duplicates.
         summary: what lockstep.logbook.summary derives when the run ends; pages print it.
-        reports: the published reports that show the run, {title: address}.
-        initial_weights_sha256: of the file that ckpt_path or model.weights names.
+        reports: the interactive reports that show the run, {title: address}.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -142,7 +153,7 @@ class RunRecord(Part):
     experiment: str | None = None
     code: CodeState = field(default_factory=CodeState)
     versions: dict[str, str] = field(default_factory=dict)
-    hosts: list[Host] = field(default_factory=list)
+    hosts: list[dict[str, Any]] = field(default_factory=list)
     launcher: str | None = None
     agent: str | None = None
     model: str | None = None
@@ -182,7 +193,7 @@ class RunRecord(Part):
     throughput: dict[str, Any] = field(default_factory=dict)
     peak_memory_gib: float | None = None
     hardware: dict[str, Any] = field(default_factory=dict)
-    cost: Cost = field(default_factory=Cost)
+    cost: dict[str, Any] = field(default_factory=dict)
     largest_batch: dict[str, Any] = field(default_factory=dict)
     best_checkpoint: BestCheckpoint = field(default_factory=BestCheckpoint)
     upload: Upload = field(default_factory=Upload)
@@ -198,17 +209,18 @@ def read_record(path: Path) -> RunRecord:
     """Return the record at `path`.
 
     Raises:
-        UserError: the file does not exist, is not a record, has a wrong value, or was written by a newer version.
+        UserError: the file does not exist, is not a record, or was written by a newer version.
     """
-    values = read_json(path)
+    record = RunRecord()
     try:
-        return from_json(RunRecord, values)
-    except WrongValue as error:
+        record.take(read_json(path))
+    except (TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{path} is not a run record: {error}.") from None
+    return record
 
 
-def read_json(path: Path) -> Values:
-    """Return the record's JSON with unchecked values; raises as read_record."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the record's JSON; raises as read_record."""
     try:
         values = foreign_files.read_json(path)
     except FileNotFoundError:
@@ -234,7 +246,7 @@ def write_record(path: Path, record: RunRecord) -> None:
 
 def save_record(path: Path, record: RunRecord) -> None:
     """Write the record as it is."""
-    text = json.dumps(to_json(record), indent=1, allow_nan=False, default=str)
+    text = json.dumps(_to_json(record), indent=1, allow_nan=False, default=str)
     write_atomically(path, lambda file: file.write(text + "\n"))
 
 
@@ -307,12 +319,13 @@ def continued(previous: RunRecord, record: RunRecord, *, step: int, checkpoint: 
 
 def _set_cost(record: RunRecord) -> None:
     """Multiply the price by the nodes and the time from the start to the last sign of life, without pauses."""
-    if record.cost.price_per_hour is not None:
+    price = record.cost.get("price_per_hour")
+    if price is not None:
         pauses_s = sum(restart.downtime_s or restart.idle_s or 0.0 for restart in record.restarts)
         running_s = _between(record.started_at, record.finished_at or record.updated_at) - pauses_s
-        usd = record.cost.price_per_hour * (record.num_nodes or 1) * max(running_s, 0.0) / 3600
-        record.cost.usd = round(usd, 4)
-        record.cost.usd_per_epoch = round(usd / record.epochs, 4) if record.epochs else None
+        usd = price * (record.num_nodes or 1) * max(running_s, 0.0) / 3600
+        each = round(usd / record.epochs, 4) if record.epochs else None
+        record.cost = {"usd": round(usd, 4), "usd_per_epoch": each, "price_per_hour": price}
 
 
 def _between(earlier: str | None, later: str | None) -> float:

@@ -6,7 +6,6 @@ import pytest
 
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.runs.record import RunRecord, continued, read_record, update_record, write_record
-from lockstep.runs.typed_json import WrongValue
 from lockstep.storage.checkpoint_files import Sidecar
 
 
@@ -94,9 +93,7 @@ def test_the_best_is_that_of_what_is_monitored(path):
     assert again.best_metrics == {"val/loss_best": 0.4, "val/acc_best": 0.7}
 
 
-def test_a_field_of_the_wrong_type_is_refused_and_one_that_nobody_declares_is_kept(path):
+def test_a_field_that_nobody_declares_is_kept(path):
     recorder = RunRecorder(path)
-    with pytest.raises(WrongValue, match="steps is 'many', not a whole number"):
-        recorder.write(steps="many")
     recorder.write(my_own={"a": 1})
     assert read_record(path).other == {"my_own": {"a": 1}}

@@ -17,7 +17,6 @@ from lockstep.logbook.build import build, keep_run, remove_runs, write_page, wri
 from lockstep.logbook.folders import Run, find_run, read_run
 from lockstep.runs.errors import UserError
 from lockstep.runs.record import RunRecord
-from lockstep.runs.typed_json import from_json
 
 HEADINGS = [
     "Results", "How it was started", "What it cost", "Curves", "Data", "Environment and code",
@@ -176,7 +175,9 @@ def test_no_text_of_a_run_becomes_markup(tmp_path, texts):
         "hardware": {"nodes": [{"host": f, "cpu": g, "gpus": [{"name": h}], "stats": {a: {"p50": 1}}}]},
         "best_checkpoint": {"path": b, "sha256": c}, "upload": {"error": d}, "data_report": {e: f, g: {h: 1}},
     }  # fmt: skip
-    run = Run(tmp_path, from_json(RunRecord, json.loads(json.dumps(values))))
+    record = RunRecord()
+    record.take(json.loads(json.dumps(values)))
+    run = Run(tmp_path, record)
     text = render.render("run.md.j2", run=run, marks={}).encode("utf-8", "replace").decode()
     tags = Tags()
     tags.feed(MarkdownIt("commonmark", {"html": True}).enable("table").render(text))
