@@ -91,14 +91,13 @@ def _gpus() -> Iterator[Finding]:
 def _bucket(s3: Mapping[str, Any]) -> Iterator[Finding]:
     if not s3.get("uri"):
         return
-    from lockstep.storage.bucket import open_store
-    from lockstep.storage.object_store import StoreError
+    from lockstep.storage.s3 import Bucket
 
     try:
-        store = open_store(s3)
-        words = "" if store.probe(store.prefix) else ", one process of a run at a time: it has no conditional writes"
+        is_conditional = Bucket.of(s3).check_writable()
+        words = "" if is_conditional else ", by one process of a run at a time: the store has no conditional writes"
         yield True, f"{s3['uri']} can be written{words}."
-    except (UserError, StoreError) as error:
+    except UserError as error:
         yield False, f"s3: {error}."
 
 

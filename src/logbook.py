@@ -31,7 +31,6 @@ from lockstep.runs.errors import UserError
 from lockstep.runs.output import say, set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.script import exit_code_of
-from lockstep.storage.object_store import StoreError
 
 COLUMNS = (
     "started_at", "status", "data", "model", "trainer", "world_size", "global_batch_size", "epochs", "val/acc_best",
@@ -88,12 +87,12 @@ def publish(runs: list[Run], title: str, options: argparse.Namespace) -> str:
 
     page, address = report_html(title, runs).encode(), options.html
     if address.startswith("s3://"):
-        from lockstep.storage.bucket import open_store
+        from lockstep.storage.s3 import Bucket
 
         prefix, _, name = address.rpartition("/")
-        store = open_store({"uri": prefix, "endpoint_url": options.endpoint_url})
-        store.put(f"{store.prefix}{name}", page, content_type="text/html; charset=utf-8")
-        address = f"{store.web_root}{store.prefix}{name}"
+        bucket = Bucket(prefix, options.endpoint_url)
+        bucket.write(name, page, ContentType="text/html; charset=utf-8", CacheControl="no-cache")
+        address = bucket.web_url(name)
     else:
         try:
             Path(address).parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +159,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     set_up()
     options = parser().parse_args(argv)
-    return exit_code_of(lambda: options.task(options), StoreError)
+    return exit_code_of(lambda: options.task(options))
 
 
 if __name__ == "__main__":

@@ -13,14 +13,12 @@ import sys
 from pathlib import Path
 
 from lockstep.runs.errors import EXIT_NOT_UPLOADED, EXIT_OK, UserError
-from lockstep.runs.folder import RunFolder, checked_run_id, find_run, read_config
+from lockstep.runs.folder import find_run, read_config
 from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import read_record, status_of
 from lockstep.runs.script import exit_code_of
-from lockstep.storage.bucket import open_store
 from lockstep.storage.finish import upload_left
-from lockstep.storage.object_store import ObjectStore
 
 log = logging.getLogger(__name__)
 
@@ -33,35 +31,21 @@ def upload(argv: list[str]) -> int:
         UserError: an unknown run or option, a run that is still training, a bucket that is no bucket.
     """
     run_ids = [word for word in argv if "=" not in word]
-    overrides = dict(word.split("=", 1) for word in argv if "=" in word)
+    given = dict(word.split("=", 1) for word in argv if "=" in word)
+    if unknown := sorted(given.keys() - {"s3.uri", "s3.endpoint_url", "paths.log_dir"}):
+        raise UserError(f"{unknown[0]!r} is no option of upload.py: there are s3.uri, s3.endpoint_url, paths.log_dir.")
     if len(run_ids) != 1:
         raise UserError("Name one run: python src/upload.py RUN_ID.")
-    logs = Path(overrides.pop("paths.log_dir", REPOSITORY / "logs"))
-    other_node = RunFolder(logs / "train" / "runs" / checked_run_id(run_ids[0]))  # it has no record, only its shards
-    has_shards = not other_node.record.exists() and (other_node.path / "upload").is_dir()
-    folder = other_node if has_shards else find_run(logs, run_ids[0])
-    store = _store(folder, overrides)
-    if folder.record.exists() and status_of(read_record(folder.record)) == "running":
-        raise UserError(f"The run {folder.run_id} is still training: it uploads by itself.")
-    error = upload_left(store, folder, TIMEOUT_S)
-    log.info(
-        f"not uploaded: {error}." if error else f"{folder.run_id} is in {store.root}{store.prefix}".rstrip("/") + "."
-    )
-    return EXIT_NOT_UPLOADED if error else EXIT_OK
-
-
-def _store(folder: RunFolder, overrides: dict[str, str]) -> ObjectStore:
-    """Of the s3 options that the run's user gave it, with what the command line says."""
-    path = folder.any_config()
-    settings = dict((read_config(path) if path else {}).get("s3") or {})
-    for name, value in overrides.items():
-        group, _, key = name.partition(".")
-        if group != "s3" or key not in ("uri", "endpoint_url"):
-            raise UserError(f"{name!r} is no option of upload.py: there are s3.uri, s3.endpoint_url and paths.log_dir.")
-        settings[key] = value
-    if not settings.get("uri"):
+    folder = find_run(Path(given.pop("paths.log_dir", REPOSITORY / "logs")), run_ids[0])
+    before = (read_config(folder.config).get("s3") or {}) if folder.config.exists() else {}
+    s3 = {**before, **{key.removeprefix("s3."): value for key, value in given.items()}}
+    if not s3.get("uri"):
         raise UserError(f"The run {folder.run_id} was trained without s3.uri: give s3.uri=s3://bucket/prefix.")
-    return open_store(settings)
+    if status_of(read_record(folder.record)) == "running":
+        raise UserError(f"The run {folder.run_id} is still training: it uploads by itself.")
+    error = upload_left(s3, folder, TIMEOUT_S)
+    log.info(f"not uploaded: {error}." if error else f"{folder.run_id} is in {s3['uri']}.")
+    return EXIT_NOT_UPLOADED if error else EXIT_OK
 
 
 def main(argv: list[str]) -> int:

@@ -52,7 +52,8 @@ from lockstep.runs.output import set_up
 from lockstep.runs.record import read_record, update_record
 from lockstep.runs.redact import refuse_secrets
 from lockstep.runs.signals import INTERRUPTED_AT_ONCE
-from lockstep.storage.outbox import Outbox
+from lockstep.storage.finish import finish_upload, note
+from lockstep.storage.s3 import Bucket
 
 log = logging.getLogger(__name__)
 
@@ -217,9 +218,7 @@ def _check_bucket(config: Config) -> None:
     """Its settings, before anything is written."""
     s3 = config.get("s3") or {}
     if s3.get("uri"):
-        from lockstep.storage.s3_options import options_from
-
-        options_from(s3)
+        Bucket.of(s3)
 
 
 def run_ranks(plan: RunPlan, environ: Mapping[str, str], work: Work) -> int:
@@ -248,9 +247,8 @@ def run_supervised(path: Path, work: Work) -> int:
 def _finish(plan: RunPlan, code: int) -> int:
     cluster, folder = plan.cluster, plan.folder
     remove_empty_stacks(folder)
-    if cluster.is_supervisor or cluster.local_rank == 0:
-        code = _finish_upload(plan.config, folder, code, cluster)
     if cluster.is_rank_zero:
+        code = finish_upload(plan.config.get("s3"), folder, code)
         conclude(folder, _keep_in(plan.config, plan.choices), code)
     if launcher_named(cluster.launcher).restarts_ranks and code == EXIT_INTERRUPTED:
         return EXIT_OK  # the ranks would be started again, which somebody has just asked to stop
@@ -267,20 +265,10 @@ def _keep_in(config: Config, choices: Config) -> Path | None:
 def send_what_is_left(config: Config, folder: RunFolder, cluster: Cluster) -> int:
     """Of a run that an earlier start has finished; whoever started it again (systemd, torchrun) may leave it now."""
     code = EXIT_OK
-    if cluster.is_supervisor or cluster.local_rank == 0:
-        if (config.get("s3") or {}).get("uri"):  # the earlier start has used its time up
-            Outbox(folder.path / "upload").note(deadline=None, flush_left_s=float(config["s3"]["flush_timeout_s"]))
-        code = _finish_upload(config, folder, code, cluster)
     if cluster.is_rank_zero:
+        if (config.get("s3") or {}).get("uri"):  # the earlier start has used its time up
+            note(folder, deadline=None, left_s=None)
+        code = finish_upload(config.get("s3"), folder, code)
         log.info(f"The run {folder.run_id} has finished.")
         conclude(folder, _keep_in(config, config["choices"]), code)
     return code
-
-
-def _finish_upload(config: Config, folder: RunFolder, code: int, cluster: Cluster) -> int:
-    if not (config.get("s3") or {}).get("uri"):
-        return code
-    from lockstep.storage.finish import finish_upload
-
-    first = cluster.node_rank * cluster.devices
-    return finish_upload(config["s3"], folder, code, ranks=range(first, first + cluster.devices))

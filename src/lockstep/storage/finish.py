@@ -1,125 +1,96 @@
-"""Sends what a run's process left in its outbox, and completes the record; imports no torch.
+"""Send what a run's process could not upload, when it has ended or by hand (src/upload.py). Imports no torch."""
 
-The launch calls it when every rank has ended, however they ended; src/upload.py calls it by hand.
-"""
-
-import logging
+import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 from lockstep.runs.errors import EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR
+from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import Upload, update_record
-from lockstep.storage.bucket import open_store
+from lockstep.runs.foreign_files import read_json
+from lockstep.runs.record import read_record, update_record
 from lockstep.storage.checkpoint_files import complete
-from lockstep.storage.object_store import ObjectStore, StoreError
-from lockstep.storage.outbox import Outbox
-from lockstep.storage.run_bucket import RunBucket
-from lockstep.storage.small_files import SmallFiles
-from lockstep.storage.uploader import Uploader, UploadStatus
+from lockstep.storage.errors import S3Error
+from lockstep.storage.pointer import read_pointer
+from lockstep.storage.s3 import Bucket
+from lockstep.storage.uploader import Uploader
 
-log = logging.getLogger(__name__)
-
-ALL_RANKS = range(2**31)
 MIN_TIMEOUT_S = 3.0
 FILES_ALONE_TIMEOUT_S = 30.0  # record and curves are worth less of a wait than a checkpoint
-REFUSED_TIMEOUT_S = 5.0  # a start whose bucket or input was refused has trained nothing
+REFUSED_TIMEOUT_S = 5.0  # a start whose input was refused has trained nothing
 
 
-def finish_upload(s3: Mapping[str, Any] | None, folder: RunFolder, code: int, *, ranks: range = ALL_RANKS) -> int:
-    """At the end of a run, once per node: send what is left and complete the record, which says what is missing.
-
-    Args:
-        ranks: of this node; those of others, whose outbox may lie on the same disk, are for their own node to send.
-    Returns:
-        The exit code: EXIT_NOT_UPLOADED where it was EXIT_OK and the best checkpoint is not in the bucket.
-    """
-    if not s3 or not s3.get("uri") or (0 in ranks and not folder.record.exists()):
-        return code
-    outbox = Outbox(folder.path / "upload")
-    notes = outbox.notes()
-    left_s = notes.flush_left_s if notes.flush_left_s is not None else float(s3.get("flush_timeout_s", 300.0))
-    own = [rank for rank in outbox.ranks() if rank in ranks]
-    if 0 not in ranks and (not own or notes.generation is None):
-        return code
-    if not own and not any(complete(folder.checkpoints, "best")):
-        if notes.generation is None:
-            return code  # it ended before there was anything to send, or a bucket to send it to
-        left_s = min(left_s, FILES_ALONE_TIMEOUT_S)
-    if code == EXIT_USER_ERROR and not own:
-        left_s = min(left_s, REFUSED_TIMEOUT_S)
-    if notes.deadline is not None:
-        left_s = min(left_s, notes.deadline - time.time())
-    error = upload_left(open_store(s3), folder, max(MIN_TIMEOUT_S, left_s), ranks=ranks)
-    if error is None:
-        return code
-    return EXIT_NOT_UPLOADED if code == EXIT_OK else code
-
-
-def upload_left(store: ObjectStore, folder: RunFolder, timeout_s: float, *, ranks: range | None = None) -> str | None:
-    """Send what this machine's ranks left in the outbox, a best that never reached it, and the run's files.
+def note(folder: RunFolder, **known: float | None) -> None:
+    """Keep what whoever sends the rest has to know of this start.
 
     Args:
-        ranks: whose parts are sent; default all in the outbox. Where rank 0 is not among them only parts of sharded
-            checkpoints are, and rank 0's node completes the record.
-    Returns:
-        Why the best is not in the bucket; None: it is there, or there is none.
+        known: start, the time by which older processes know that they are superseded; deadline, the time at which
+            this machine goes; left_s, how long the end of the run may still wait.
     """
-    run = RunBucket(store, folder.run_id)
-    outbox = Outbox(folder.path / "upload")
-    run.generation = outbox.notes().generation or 0
-    run.prepared = run.generation > 0  # of the process that ended: a newer start elsewhere stays the newest
-    has_rank_zero = folder.record.exists() if ranks is None else 0 in ranks
-    if has_rank_zero:
-        _add_best(outbox, run, folder)
-    own = {rank for rank in outbox.ranks() if ranks is None or rank in ranks} | ({0} if has_rank_zero else set())
-    uploaders = {rank: Uploader(run, folder, rank=rank) for rank in sorted(own)}
-    deadline = time.monotonic() + timeout_s
-    for uploader in uploaders.values():
-        uploader.start()
-    for uploader in reversed(uploaders.values()):
-        uploader.flush(max(0.0, deadline - time.monotonic()))
-        uploader.stop()
-    return _conclude(uploaders[0], run, folder) if has_rank_zero else None
+    text = json.dumps({**notes(folder), **known})
+    write_atomically(folder.path / "upload" / "start.json", lambda file: file.write(text))
 
 
-def _conclude(uploader: Uploader, run: RunBucket, folder: RunFolder) -> str | None:
-    status = uploader.status()
-    _complete_record(folder, status)
-    if status.error is None:
-        try:
-            run.check_current()
-            SmallFiles(run, folder).send()
-        except StoreError as error:
-            log.info(f"s3: the last state of the run's files was not uploaded: {error}.")
-    return status.error
-
-
-def _add_best(outbox: Outbox, run: RunBucket, folder: RunFolder) -> None:
-    """A best that was saved but never offered (its process was killed in between) is not in the outbox."""
-    path, sidecar = next(iter(complete(folder.checkpoints, "best")), (None, None))
-    if path is None or sidecar is None:
-        return
-    if any(item.kind == "best" and item.step >= sidecar.step for item in outbox.left()):
-        return
+def notes(folder: RunFolder) -> dict[str, float]:
     try:
-        pointer, _ = run.read_pointer("best")
-    except StoreError as error:
-        log.info(f"s3: {error}.")
-        pointer = None
-    if pointer is None or pointer.step < sidecar.step:
-        outbox.add("best", path, sidecar, run.generation)
+        held = read_json(folder.path / "upload" / "start.json")
+        return {str(name): float(value) for name, value in held.items() if isinstance(value, int | float)}
+    except (OSError, ValueError, AttributeError):
+        return {}
 
 
-def _complete_record(folder: RunFolder, status: UploadStatus) -> None:
+def finish_upload(s3: Mapping[str, Any] | None, folder: RunFolder, code: int) -> int:
+    """At the end of a run: send what is left, and complete the record, which says what is missing.
+
+    Returns:
+        EXIT_NOT_UPLOADED if the code was EXIT_OK and the best checkpoint is not in the bucket; else the code.
+    """
+    if not s3 or not s3.get("uri") or not folder.record.exists():
+        return code
+    known = notes(folder)
+    left_s = known.get("left_s", float(s3.get("flush_timeout_s", 300.0)))
+    if not any(complete(folder.path / "upload")) and not any(complete(folder.checkpoints, "best")):
+        if "start" not in known:
+            return code  # it ended before it reached the bucket
+        left_s = min(left_s, FILES_ALONE_TIMEOUT_S)
+    if code == EXIT_USER_ERROR:
+        left_s = min(left_s, REFUSED_TIMEOUT_S)
+    if "deadline" in known:
+        left_s = min(left_s, known["deadline"] - time.time())
+    error = upload_left(s3, folder, max(MIN_TIMEOUT_S, left_s))
+    return EXIT_NOT_UPLOADED if error and code == EXIT_OK else code
+
+
+def upload_left(s3: Mapping[str, Any], folder: RunFolder, timeout_s: float) -> str | None:
+    """Send the checkpoints that wait, a best that was saved but never offered, and the run's files.
+
+    Returns:
+        Why the best checkpoint is not in the bucket; None if it is there, or if there is none.
+    """
+    run, began = Bucket.of(s3).at(folder.run_id), read_record(folder.record).started_at
+    start = notes(folder).get("start") or (datetime.fromisoformat(began).timestamp() if began else time.time())
+    uploader = Uploader(run, folder, start, takes_over=False)
+    path, sidecar = next(complete(folder.checkpoints, "best"), (None, None))
+    if path and sidecar and sidecar.step > max((s.step for _, s in complete(uploader.outbox, "best")), default=-1):
+        try:
+            pointer = read_pointer(run, "best")[0]
+        except S3Error:
+            pointer = None
+        if pointer is None or pointer.step < sidecar.step:
+            uploader.offer(path, "best", adopted=True)
+    uploader.start()
+    uploader.flush(timeout_s)
+    status = uploader.status()
     with update_record(folder.record) as record:
-        before, now = record.upload, Upload(**asdict(status))
-        if before.sha256 and now.sha256 is None and now.error is None:
-            now = replace(before, error=None)  # nothing was to be sent: what is there stays there
-        if now.seconds is None and before.sha256 == now.sha256:
-            now.seconds = before.seconds
-        record.upload = now
-        if now.sha256 and record.best_checkpoint.step == now.step:
-            record.best_checkpoint.s3_uri = now.uri
+        before = record.upload
+        if before.sha256 and (status.sha256 in (None, before.sha256)) and status.error is None:
+            status = replace(before, error=None, left=status.left)  # an earlier process uploaded it
+        record.upload = status
+        if status.sha256 and record.best_checkpoint.step == status.step:
+            record.best_checkpoint.s3_uri = status.uri
+    uploader.flush(FILES_ALONE_TIMEOUT_S if status.error is None else 0.0)  # the record, too
+    uploader.stop()
+    return status.error

@@ -1,195 +1,254 @@
-"""An S3 bucket as an ObjectStore, by boto3: objects that are whole and verified, and compare-and-swap."""
+"""A place in an S3 bucket, through boto3's client and its transfer manager.
 
-import base64
-import hashlib
-import os
-import secrets
-from collections.abc import Callable, Iterator
+boto3's own configuration counts: AWS_PROFILE, AWS_ENDPOINT_URL(_S3), regions, addressing style, credential processes,
+AWS_MAX_ATTEMPTS, AWS_REQUEST_CHECKSUM_CALCULATION. Imports boto3 when a client is first needed.
+"""
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.storage.background import in_parallel
-from lockstep.storage.object_store import Content, StoredObject, StoreError, never
-from lockstep.storage.s3_client import S3Requests
-from lockstep.storage.s3_options import S3Options
-from lockstep.storage.s3_parts import PART_BYTES, PartUploads, Sums, check_local
+from lockstep.runs.errors import UserError
+from lockstep.storage.errors import S3Error, translated
 
-READ_BYTES = 2**20
-PROBING_WRITERS = 3
+log = logging.getLogger(__name__)
+
+BUCKET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
+KEY = re.compile(r"[^\x00-\x1f\x7f?#\\]*")
+OPTIONS = ("uri", "endpoint_url", "storage_class", "server_side_encryption", "sse_kms_key_id")
+MAX_SMALL_BYTES = 2**20
+PART_BYTES = 16 * 2**20  # larger files are sent in parts of this size, four at once
 
 
-class S3Store:
-    """ObjectStore (object_store.py) over one bucket.
+def is_s3(address: str | Path) -> bool:
+    return str(address).startswith("s3:")
+
+
+def parse_uri(uri: str) -> tuple[str, str]:
+    """Return ("bucket", "key/or/prefix") of s3://bucket/key/or/prefix.
+
+    Raises:
+        UserError: it is no such address.
+    """
+    bucket, _, key = str(uri).removeprefix("s3://").partition("/")
+    if not str(uri).startswith("s3://") or "@" in bucket or "?" in str(uri):
+        raise UserError("An S3 address is s3://bucket/prefix without credentials or a query: boto3 finds the keys.")
+    if not BUCKET_NAME.fullmatch(bucket):
+        raise UserError(f"{bucket!r} cannot name a bucket: an S3 address is s3://bucket/prefix.")
+    key = key.rstrip("/")
+    if not KEY.fullmatch(key) or (key and any(part in ("", ".", "..") for part in key.split("/"))):
+        raise UserError(f"{key!r} cannot be a key: no empty, '.' or '..' parts, no control characters, no ?, # or \\.")
+    return bucket, key
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket and a prefix in it. Keys are relative to `uri`; every method raises S3Error.
 
     Args:
-        client: boto3's, or anything with its methods.
-        part_bytes: a larger file goes in parts of at least this.
+        uri: s3://bucket/prefix; the prefix may be empty.
+        endpoint_url: the address of a store other than Amazon's; None: as boto3's configuration says.
+        storage_class: as S3 names it, such as STANDARD_IA.
+        server_side_encryption: AES256 or aws:kms.
+    Raises:
+        UserError: an address that is none, or that carries credentials.
     """
 
-    def __init__(self, options: S3Options, client: Any = None, part_bytes: int = PART_BYTES) -> None:
-        self.options, self.requests = options, S3Requests(options, client)
-        self.parts = PartUploads(self.requests, part_bytes)
+    uri: str
+    endpoint_url: str | None = None
+    storage_class: str | None = None
+    server_side_encryption: str | None = None
+    sse_kms_key_id: str | None = None
+
+    def __post_init__(self) -> None:
+        parse_uri(self.uri)
+        if self.endpoint_url is not None:
+            parts = urlsplit(self.endpoint_url)
+            if parts.username or parts.password or parts.query:
+                raise UserError("s3.endpoint_url holds credentials or a query: give http(s)://host:port.")
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise UserError(f"s3.endpoint_url={self.endpoint_url!r} is no web address: give http(s)://host:port.")
+
+    @classmethod
+    def of(cls, s3: Mapping[str, Any], uri: str | None = None) -> "Bucket":
+        """Take the config group `s3`, with `uri` in place of its own."""
+        given = {key: s3[key] for key in OPTIONS if s3.get(key) is not None}
+        return cls(**{**given, **({"uri": uri} if uri else {})})
+
+    def at(self, name: str) -> "Bucket":
+        """Return the place of that name below this one."""
+        return replace(self, uri=self.address(name))
 
     @property
-    def root(self) -> str:
-        return f"s3://{self.options.bucket}/"
+    def name(self) -> str:
+        return parse_uri(self.uri)[0]
 
     @property
     def prefix(self) -> str:
-        return f"{self.options.prefix}/" if self.options.prefix else ""
+        """What the keys begin with in the bucket: empty, or ends with a slash."""
+        key = parse_uri(self.uri)[1]
+        return f"{key}/" if key else ""
 
-    @property
-    def web_root(self) -> str:
-        """The endpoint may have come from the environment or a profile, which the client knows."""
-        return f"{web_host(self.requests.client.meta.endpoint_url, self.options.bucket)}/"
+    def address(self, key: str) -> str:
+        return f"s3://{self.name}/{self.prefix}{key}"
 
-    # put: one request for a small object, parts for a large one; then the store is asked what it holds
+    @cached_property
+    def client(self) -> Any:
+        import boto3
+        from botocore.config import Config
 
-    def put(
-        self,
-        key: str,
-        source: Path | bytes,
-        *,
-        sha256: str | None = None,
-        cancelled: Callable[[], bool] = never,
-        content_type: str | None = None,
-    ) -> StoredObject:
-        self.parts.end_unfinished()
-        arguments = self.options.put_arguments()
-        if content_type is not None:  # a page is written again under its name
-            arguments.update(ContentType=content_type, CacheControl="no-cache")
-        if isinstance(source, bytes):
-            return self._verified(key, len(source), self._put(key, source, sha256, arguments))
-        with self.requests.translated():
-            file = open(source, "rb")  # noqa: SIM115 (closed below; opening has its own error sentence)
-        with file:
-            size = os.fstat(file.fileno()).st_size
-            if size <= self.parts.part_bytes:
-                sums = self._put(key, file.read(size), sha256, arguments)
-            else:
-                metadata = {"Metadata": {"sha256": sha256}} if sha256 else {}
-                sums = self.parts.send(file, size, key, {**arguments, **metadata}, sha256, cancelled)
-        return self._verified(key, size, sums)
+        for name in ("boto3", "botocore", "s3transfer", "urllib3"):  # their logs can quote signed requests
+            logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger("botocore.credentials").setLevel(logging.CRITICAL)  # its tracebacks are our sentences
+        config = Config(connect_timeout=10, read_timeout=30, max_pool_connections=32)
+        with self.translated():
+            return boto3.session.Session().client("s3", endpoint_url=self.endpoint_url, config=config)
 
-    def _put(self, key: str, data: bytes, sha256: str | None, arguments: dict[str, str]) -> Sums:
-        digest = hashlib.sha256(data)
-        check_local(key, sha256, digest.hexdigest())
-        sums = Sums(digest.hexdigest(), base64.b64encode(digest.digest()).decode())
-        metadata = {"sha256": sums.sha256}
-        self.requests.call(
-            "put_object", Key=key, Body=data, ChecksumSHA256=sums.as_stored, Metadata=metadata, **arguments
-        )
-        return sums
+    def forget_client(self) -> None:
+        """Make a new client for the next request, which reads the credentials anew."""
+        self.__dict__.pop("client", None)
 
-    def _verified(self, key: str, size: int, sums: Sums) -> StoredObject:
-        """Ask the store what it holds; where it keeps no checksums, read the object back."""
-        head = self.requests.call("head_object", Key=key, ChecksumMode="ENABLED")
-        stored = head.get(f"Checksum{sums.algorithm}")
-        if stored is not None and stored.partition("-")[2] != sums.num_parts:
-            stored = None  # of another kind than ours, e.g. of the whole object
-        intact = head["ContentLength"] == size and (stored or sums.as_stored) == sums.as_stored
-        if intact and stored is None:
-            intact = self._read_back(key) == sums.sha256
-        if not intact:
-            raise StoreError("corrupt", f"{key} did not arrive whole, the store holds other bytes than were sent")
-        return StoredObject(key, size, sums.sha256, head["ETag"])
+    def translated(self) -> AbstractContextManager[None]:
+        return translated(self.name, self.endpoint_url)
 
-    def _read_back(self, key: str) -> str:
-        digest = hashlib.sha256()
-        for block in self.get(key).blocks:
-            digest.update(block)
-        return digest.hexdigest()
+    def call(self, method: str, key: str | None = None, **arguments: Any) -> Any:
+        """Return the answer of a method of boto3's client, such as `put_object`."""
+        if key is not None:
+            arguments["Key"] = self.prefix + key
+        with self.translated():
+            return getattr(self.client, method)(Bucket=self.name, **arguments)
 
-    # get, head, list, delete
-
-    def get(self, key: str, start: int = 0, etag: str | None = None, size: int | None = None) -> Content:
-        arguments = {"IfMatch": etag} if etag else {}
-        if start or size is not None:
-            arguments["Range"] = f"bytes={start}-{'' if size is None else start + size - 1}"
-        answer = self.requests.call("get_object", Key=key, **arguments)
-
-        def blocks() -> Iterator[bytes]:
-            with self.requests.translated():
-                yield from answer["Body"].iter_chunks(READ_BYTES)
-
-        return Content(answer["ETag"], answer["ContentLength"], blocks())
-
-    def head(self, key: str) -> StoredObject:
-        answer = self.requests.call("head_object", Key=key)
-        return StoredObject(key, answer["ContentLength"], answer["Metadata"].get("sha256", ""), answer["ETag"])
-
-    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        yield from ((key, size) for key, size, _ in self.entries(prefix))
-
-    def entries(self, prefix: str) -> Iterator[tuple[str, int, str]]:
-        """`list` with each object's ETag."""
-        token: dict[str, str] = {}
-        while True:
-            page = self.requests.call("list_objects_v2", Prefix=prefix, **token)
-            yield from ((entry["Key"], entry["Size"], entry["ETag"]) for entry in page.get("Contents", []))
-            if not page.get("IsTruncated"):
-                return
-            token = {"ContinuationToken": page["NextContinuationToken"]}
-
-    def delete(self, key: str, *, only_unfinished: bool = False) -> None:
-        if only_unfinished:
-            self.parts.sweep(key)
-        else:
-            self.requests.call("delete_object", Key=key)
-
-    def signed(self, key: str, seconds: float) -> str:
-        where = {"Bucket": self.options.bucket, "Key": key}
-        with self.requests.translated():
-            address: str = self.requests.client.generate_presigned_url("get_object", where, ExpiresIn=int(seconds))
-        return address
-
-    # swap and probe
-
-    def swap(self, key: str, data: bytes, etag: str | None) -> None:
+    def read(self, key: str) -> tuple[bytes | None, str | None]:
+        """Return (content, ETag) of a small object; (None, None) if there is none."""
         try:
-            if self._etag(key) != etag:  # a store that ignores the condition below is still compared once
-                raise StoreError("conflict", "another process wrote the object in the meantime")
-            condition = {"IfMatch": etag} if etag else {"IfNoneMatch": "*"}
-            self._put(key, data, None, {**self.options.encryption(), **condition})
-        except StoreError as error:
-            if error.kind != "conflict" or b"".join(self.get(key).blocks) != data:
+            with self.translated():
+                answer = self.call("get_object", key)
+                data = answer["Body"].read(MAX_SMALL_BYTES + 1)
+        except S3Error as error:
+            if error.code != "NoSuchKey":
                 raise
+            return None, None
+        if len(data) > MAX_SMALL_BYTES:
+            raise S3Error(f"{self.address(key)} is far larger than what is written there", "TooLarge")
+        return data, answer["ETag"]
 
-    def _etag(self, key: str) -> str | None:
+    def write(self, key: str, data: bytes, **arguments: str) -> None:
+        """Write a small object.
+
+        Args:
+            arguments: of boto3's put_object: IfMatch=etag, IfNoneMatch="*", ContentType=….
+        """
+        self.call("put_object", key, Body=data, **self._storage(), **arguments)
+
+    def upload(self, key: str, path: Path, sha256: str = "", progress: Callable[[int], None] | None = None) -> None:
+        """Upload a file by boto3's transfer manager: in parallel parts, with retries, verified by checksums.
+
+        Args:
+            sha256: kept as metadata of the object.
+            progress: called with the number of bytes that were sent; an exception of it ends the upload.
+        """
+        from boto3.s3.transfer import TransferConfig
+
+        extra: dict[str, Any] = {**self._storage(), **({"Metadata": {"sha256": sha256}} if sha256 else {})}
+        if self.client.meta.config.request_checksum_calculation != "when_required":  # what older stores need
+            extra["ChecksumAlgorithm"] = "CRC32"
+        config = TransferConfig(PART_BYTES, max_concurrency=4, multipart_chunksize=PART_BYTES)
+        with self.translated():
+            self.client.upload_file(str(path), self.name, self.prefix + key, extra, progress, config)
+
+    def download(self, key: str, path: Path, progress: Callable[[int], None] | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self.translated():
+            self.client.download_file(self.name, self.prefix + key, str(path), Callback=progress)
+
+    def head(self, key: str) -> tuple[int, str]:
+        """Return (bytes, sha256) of an object; the sha256 is empty if `upload` did not put it there.
+
+        Raises:
+            S3Error: code NoSuchKey if there is none.
+        """
+        answer = self.call("head_object", key)
+        return answer["ContentLength"], answer["Metadata"].get("sha256", "")
+
+    def list(self, below: str = "") -> Iterator[tuple[str, int, str]]:
+        """Yield (key, bytes, ETag) of every object whose key begins with `below`, in the order of the keys."""
+        with self.translated():
+            pages = self.client.get_paginator("list_objects_v2")
+            for page in pages.paginate(Bucket=self.name, Prefix=self.prefix + below):
+                for entry in page.get("Contents", []):
+                    yield entry["Key"].removeprefix(self.prefix), entry["Size"], entry["ETag"].strip('"')
+
+    def delete(self, key: str) -> None:
+        self.call("delete_object", key)
+
+    def abort_unfinished(self) -> None:
+        """Abort the multipart uploads below here that a killed process left, which are billed and in no listing."""
+        for upload in self.call("list_multipart_uploads", Prefix=self.prefix).get("Uploads", []):
+            self.call("abort_multipart_upload", upload["Key"].removeprefix(self.prefix), UploadId=upload["UploadId"])
+
+    def check_writable(self) -> bool:
+        """Write, overwrite and delete a small object; return whether the store honours conditional writes."""
+        key = f"write-test-{time.time_ns():x}"
+        self.write(key, b"1")
         try:
-            return self.head(key).etag
-        except StoreError as error:
-            if error.kind != "missing":
+            self.write(key, b"2", IfNoneMatch="*")
+            return False
+        except S3Error as error:
+            if error.code != "PreconditionFailed":
                 raise
-            return None
-
-    def probe(self, prefix: str) -> bool:
-        key = f"{prefix}probe-{secrets.token_hex(6)}"
-        etag = self.put(key, b"probe").etag
-        try:
-            return self._one_wins(f"{key}-new", {"IfNoneMatch": "*"}) and self._one_wins(key, {"IfMatch": etag})
+            return True
         finally:
             self.delete(key)
-            self.delete(f"{key}-new")
 
-    def _one_wins(self, key: str, condition: dict[str, str]) -> bool:
-        """Of a few writers at once, each under the same condition."""
+    def web_url(self, key: str) -> str:
+        """Return the address under which a browser finds an object that everybody may read."""
+        endpoint = self.client.meta.endpoint_url.rstrip("/")
+        if "amazonaws.com" in endpoint and "." not in self.name:
+            return f"https://{self.name}.s3.amazonaws.com/{self.prefix}{key}"
+        return f"{endpoint}/{self.name}/{self.prefix}{key}"
 
-        def write(number: int) -> int:
-            try:
-                self._put(key, f"writer {number}".encode(), None, {**self.options.put_arguments(), **condition})
-            except StoreError as error:
-                if error.kind in ("unreachable", "busy"):
-                    raise
-                return 0
-            return 1
-
-        return sum(in_parallel(write, ((number,) for number in range(PROBING_WRITERS)), PROBING_WRITERS)) == 1
+    def _storage(self) -> dict[str, str]:
+        chosen = {"StorageClass": self.storage_class, "ServerSideEncryption": self.server_side_encryption,
+                  "SSEKMSKeyId": self.sse_kms_key_id}  # fmt: skip
+        return {name: value for name, value in chosen.items() if value}
 
 
-def web_host(endpoint_url: str, bucket: str) -> str:
-    if not (urlsplit(endpoint_url).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn")):
-        return f"{endpoint_url.rstrip('/')}/{bucket}"
-    # A name with dots does not fit Amazon's certificate.
-    return f"https://s3.amazonaws.com/{bucket}" if "." in bucket else f"https://{bucket}.s3.amazonaws.com"
+class Progress:
+    """Count transferred bytes and log, every few seconds, how many there are and how long the rest takes.
+
+    Args:
+        what: the noun that the line begins with.
+        total: bytes.
+        done: bytes that were there at the start.
+    """
+
+    def __init__(self, what: str, total: int, done: int = 0, interval_s: float = 10.0) -> None:
+        self.what, self.total, self.done, self.interval_s = what, total, done, interval_s
+        self._lock, self._started, self._before = threading.Lock(), time.monotonic(), done
+        self._next = self._started + interval_s
+
+    def __call__(self, num_bytes: int) -> None:
+        with self._lock:
+            self.done += num_bytes
+            now = time.monotonic()
+            if now < self._next:
+                return
+            self._next = now + self.interval_s
+        log.info(self.line())
+
+    def line(self) -> str:
+        seconds = max(time.monotonic() - self._started, 1e-3)
+        rate = max((self.done - self._before) / seconds, 1.0)
+        left = (self.total - self.done) / rate
+        return (
+            f"{self.what}: {self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB, {rate / 1e6:,.1f} MB/s, "
+            f"about {left:,.0f} s left"
+        )

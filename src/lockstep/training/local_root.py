@@ -1,50 +1,49 @@
-"""data.root=s3://…: a data module gets the folder of a complete copy on the node's disk."""
+"""data.root=s3://…: a data module gets the folder of a copy on this node's disk."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.decoding import SUFFIXES
-from lockstep.data.listing import GROUPS
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
-from lockstep.storage.fetch import is_s3
-from lockstep.storage.local_copy import listed_copy
+from lockstep.storage.s3 import is_s3
+from lockstep.storage.sync import sync
 
-ADDRESSES = ("root", "images")
+ADDRESSES = ("root", "images")  # the options of a data module that may be s3:// addresses
 
 
 def on_this_node(options: Mapping[str, Any], s3: Config) -> Config:
     """Return the options of a data module with the path of a copy in place of each s3:// address.
 
     Raises:
-        UserError: as of listed_copy and Copy.complete.
+        UserError: as storage.sync.sync.
     """
-    here = dict(options)
+    here, cache = dict(options), Path(options.get("cache_dir") or "data/cache")
     for key in ADDRESSES:
-        if is_s3(address := str(options.get(key) or "")):
-            copy = listed_copy(address, s3, Path(options.get("cache_dir") or ""), SUFFIXES | GROUPS.keys())
-            copy.complete(None)
-            here[key] = str(copy.root)
+        if is_s3(address := str(options.get(key) or "").rstrip("/")):
+            folder, _, name = address.rpartition("/")
+            beside = name.endswith(".csv") and not options.get("images")  # the table names images beside it
+            here[key] = str(sync(folder, cache, s3) / name if beside else sync(address, cache, s3))
     return here
 
 
 @contextmanager
 def said_by_address(options: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[None]:
-    """A UserError of the block names the bucket, where something can be mended, and not the copy.
+    """Let a UserError of the block name the bucket, where the user can correct something, and not the copy.
 
     Args:
-        options: of a data module, as the user gave them; here: what `on_this_node` made of them.
+        options: of a data module, as the user gave them.
+        here: what `on_this_node` made of them.
     """
     try:
         yield
     except UserError as error:
         sentence = str(error)
         for key in ADDRESSES:
-            if is_s3(address := str(options.get(key) or "")):
-                copy, address = Path(here[key]).absolute(), address.rstrip("/")
-                if copy.is_file():  # a table names the images beside it
+            if is_s3(address := str(options.get(key) or "").rstrip("/")):
+                copy = Path(here[key])
+                if copy.is_file():
                     copy, address = copy.parent, address.rpartition("/")[0]
                 sentence = sentence.replace(str(copy), address)
         raise UserError(sentence) from None

@@ -1,291 +1,206 @@
-"""S3Store: verified puts, compare-and-swap, sweeps; against a real S3 server."""
+"""Addresses, options, errors as sentences, credentials and keys, against a real S3 server."""
 
-import hashlib
-import threading
+import datetime
+import os
+import socket
+import time
+from urllib.parse import urlsplit
 
 import pytest
 
-from lockstep.storage.bucket import read_small, sha256_of_object
-from lockstep.storage.object_store import StoreError
-from lockstep.storage.s3 import S3Store, web_host
-from lockstep.storage.s3_client import S3Requests
-from lockstep.storage.s3_options import S3Options
-from object_store import shared_store
-
-MIB = 2**20
-
-
-@pytest.fixture(scope="module")
-def bucket_name():
-    return shared_store().new_bucket()
+from expiring_keys import Keys
+from faulty_proxy import FaultyProxy
+from lockstep.runs.errors import UserError
+from lockstep.storage.errors import S3Error, translate
+from lockstep.storage.s3 import Bucket, Progress, parse_uri
+from object_store import IDENTITIES, KEY_IDS, SECRETS, shared_store
 
 
 @pytest.fixture
-def store(monkeypatch, bucket_name):
-    server = shared_store()
-    for name, value in server.environment().items():
+def server(monkeypatch):
+    made = shared_store()
+    for name, value in made.environment().items():
         monkeypatch.setenv(name, value)
-    return S3Store(S3Options(f"s3://{bucket_name}", server.endpoint_url), part_bytes=5 * MIB)
+    return made
 
 
-def a_file(path, num_bytes: int, seed: int = 0):
-    path.write_bytes(hashlib.shake_128(str(seed).encode()).digest(num_bytes))
-    return path, hashlib.sha256(path.read_bytes()).hexdigest()
+@pytest.fixture(scope="module")
+def name():
+    return shared_store().new_bucket()
 
 
-def num_unfinished(store, prefix: str) -> int:
-    return len(list(store.parts.unfinished(prefix)))
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1, 5 * MIB, 5 * MIB + 1, 17 * MIB])
-def test_a_file_arrives_whole_in_one_put_or_in_parts(store, tmp_path, num_bytes):
-    path, sha256 = a_file(tmp_path / "f", num_bytes)
-    stored = store.put("k/f", path, sha256=sha256)
-    assert (stored.key, stored.bytes, stored.sha256) == ("k/f", num_bytes, sha256)
-    assert sha256_of_object(store, "k/f") == sha256
-    assert store.head("k/f") == stored and stored.etag
-    assert num_unfinished(store, "k/") == 0
-
-
-def test_a_file_that_was_damaged_here_is_not_uploaded(store, tmp_path):
-    path, sha256 = a_file(tmp_path / "f", 6 * MIB)
-    path.write_bytes(path.read_bytes()[:-1] + b"!")
-    with pytest.raises(StoreError, match="damaged on this machine") as caught:
-        store.put("damaged", path, sha256=sha256)
-    assert caught.value.kind == "local"
-    assert not list(store.list("damaged")) and num_unfinished(store, "damaged") == 0
-
-
-class Client:
-    """boto3's, but for what a subclass changes."""
-
-    def __init__(self, client):
-        self.client = client
-
-    def __getattr__(self, name):
-        return getattr(self.client, name)
-
-
-class Altered:
-    """A client whose bytes are changed on the way: the checksum that was sent must not fit."""
-
-    def __init__(self, client, method: str):
-        self.client, self.method = client, method
-
-    def __getattr__(self, name):
-        call = getattr(self.client, name)
-        if name != self.method:
-            return call
-        return lambda **arguments: call(**{**arguments, "Body": b"?" + arguments["Body"][1:]})
-
-
-@pytest.mark.parametrize(("method", "num_bytes"), [("put_object", 1000), ("upload_part", 6 * MIB)])
-def test_bytes_changed_on_the_way_are_refused(store, tmp_path, method, num_bytes):
-    path, sha256 = a_file(tmp_path / "f", num_bytes)
-    store.requests.client = Altered(store.requests.client, method)
-    with pytest.raises(StoreError, match="did not arrive as they were sent"):
-        store.put("changed", path, sha256=sha256)
-    assert not list(store.list("changed")) and num_unfinished(store, "changed") == 0
-
-
-class Forgetful:
-    """A store that keeps other bytes than it acknowledged, or no checksums."""
-
-    def __init__(self, client, **head):
-        self.client, self.changes = client, head
-
-    def __getattr__(self, name):
-        return getattr(self.client, name)
-
-    def head_object(self, **arguments):
-        answer = self.client.head_object(**arguments)
-        answer.update(self.changes)
-        return {key: value for key, value in answer.items() if value is not None}
+def test_an_address_has_a_bucket_and_a_prefix():
+    assert parse_uri("s3://bucket/a/b/") == ("bucket", "a/b") and parse_uri("s3://bucket") == ("bucket", "")
+    bucket = Bucket.of({"uri": "s3://bbb/p", "required": True, "storage_class": "STANDARD_IA", "endpoint_url": None})
+    assert bucket == Bucket("s3://bbb/p", storage_class="STANDARD_IA")
+    assert bucket.at("x").address("y") == "s3://bbb/p/x/y" and Bucket("s3://bbb").address("y") == "s3://bbb/y"
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "change"),
-    [(1000, {"ContentLength": 999}), (1000, {"ChecksumSHA256": "AAAA"}), (6 * MIB, {"ChecksumCRC32": "AAAA-2"})],
+    "given",
+    ["bucket/prefix", "https://host/b?X-Amz-Signature=5ecre7", "s3://k:5ecre7@bucket/x", "s3:///x", "s3://b_!/x",
+     "s3://bucket/../x", "s3://bucket/a//b", "s3://bucket/a?X-Amz-Signature=5ecre7", "s3://bucket/a\nb",
+     ("s3://bucket", "127.0.0.1:9000"), ("s3://bucket", "http://key:5ecre7@host"), ("s3://bucket", "http://h/?t=5ecre7")],
+)  # fmt: skip
+def test_what_is_no_address_is_refused_and_no_secret_in_it_is_repeated(given):
+    with pytest.raises(UserError) as caught:
+        Bucket(*([given] if isinstance(given, str) else given))
+    assert "5ecre7" not in str(caught.value)
+
+
+@pytest.mark.parametrize("prefix", ["", "a/b", "my runs", "prä fix/ö+1", "a+b=c&d (1)", "100%/x"])
+def test_keys_survive_writing_uploading_listing_and_reading(server, name, prefix, tmp_path):
+    bucket = Bucket(f"s3://{name}/{prefix}".rstrip("/"), server.endpoint_url).at("run")
+    (tmp_path / "large").write_bytes(os.urandom(20 * 2**20))
+    bucket.upload("checkpoints/ä +.ckpt", tmp_path / "large", sha256="ab")
+    bucket.write("best.json", b"{}")
+    assert [(key, size) for key, size, _ in bucket.list()] == [("best.json", 2), ("checkpoints/ä +.ckpt", 20 * 2**20)]
+    bucket.download("checkpoints/ä +.ckpt", tmp_path / "found")
+    assert (tmp_path / "found").read_bytes() == (tmp_path / "large").read_bytes()
+    assert bucket.head("checkpoints/ä +.ckpt") == (20 * 2**20, "ab") and bucket.read("best.json")[0] == b"{}"
+    assert bucket.read("none.json") == (None, None)
+    bucket.delete("best.json")
+    assert bucket.read("best.json") == (None, None)
+
+
+def test_conditional_writes(server, name):
+    bucket = Bucket(f"s3://{name}/conditions", server.endpoint_url)
+    assert bucket.check_writable() is True and list(bucket.list()) == []
+    bucket.write("x", b"1", IfNoneMatch="*")
+    _, etag = bucket.read("x")
+    bucket.write("x", b"2", IfMatch=etag)
+    for condition in ({"IfNoneMatch": "*"}, {"IfMatch": etag}):
+        with pytest.raises(S3Error) as caught:
+            bucket.write("x", b"3", **condition)
+        assert caught.value.code == "PreconditionFailed"
+    assert bucket.read("x")[0] == b"2"
+
+
+def test_boto3s_own_configuration_is_obeyed(server, name, tmp_path, monkeypatch):
+    """A profile with a credential process, a region and an addressing style; the endpoint from the environment."""
+    key, secret, _ = IDENTITIES["ci"]
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    held = f'{{"Version": 1, "AccessKeyId": "{key}", "SecretAccessKey": "{secret}"}}'
+    (tmp_path / "keys").write_text(held)
+    (tmp_path / "config").write_text(
+        f"[profile mine]\ncredential_process = cat {tmp_path / 'keys'}\nregion = eu-central-1\n"
+        "s3 =\n    addressing_style = path\n"
+    )
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    for variable in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        with monkeypatch.context() as patched:
+            patched.setenv(variable, server.endpoint_url)
+            bucket = Bucket(f"s3://{name}/profile")
+            bucket.write("x", b"1")
+            assert bucket.client.meta.region_name == "eu-central-1"
+            assert bucket.client.meta.config.s3 == {"addressing_style": "path"}
+
+
+@pytest.mark.parametrize("way", ["process", "file"])
+def test_credentials_are_read_anew_after_they_have_expired(name, way, tmp_path, monkeypatch):
+    keys = Keys(way, tmp_path)
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in keys.environment.items():
+        monkeypatch.setenv(variable, value)
+    with FaultyProxy(urlsplit(shared_store().endpoint_url).port) as proxy:
+        bucket = Bucket(f"s3://{name}/expiring", proxy.endpoint_url)
+        keys.are("ci")
+        bucket.write("x", b"1")
+        proxy.expire(IDENTITIES["ci"][0])
+        with pytest.raises(S3Error, match="^the temporary credentials have expired: renew them$"):
+            bucket.write("x", b"2")
+        keys.are("renewed")
+        bucket.forget_client()
+        bucket.write("x", b"3")
+
+
+# Errors
+
+
+def failure(bucket) -> str:
+    with pytest.raises(S3Error) as caught:
+        bucket.check_writable()
+    assert caught.value.__suppress_context__, "the original error, which may quote the request, is not shown"
+    assert not any(secret in str(caught.value) for secret in SECRETS + KEY_IDS)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"AWS_SECRET_ACCESS_KEY": "wrong"}, "the secret key does not fit the access key id"),
+        ({"AWS_ACCESS_KEY_ID": "NOBODY"}, "the access key id is not known"),
+        ({"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None}, "no credentials were found: set"),
+        ({"AWS_ACCESS_KEY_ID": None}, "the credentials are incomplete|no credentials were found"),
+        ({"AWS_PROFILE": "nobody"}, "the profile of AWS_PROFILE is not in the AWS configuration"),
+    ],
 )
-def test_what_is_read_back_must_fit(store, tmp_path, num_bytes, change):
-    path, sha256 = a_file(tmp_path / "f", num_bytes)
-    store.requests.client = Forgetful(store.requests.client, **change)
-    with pytest.raises(StoreError, match="did not arrive whole"):
-        store.put("readback", path, sha256=sha256)
+def test_wrong_credentials_are_a_sentence(server, name, changes, says, monkeypatch):
+    import re
+
+    for variable, value in changes.items():
+        monkeypatch.delenv(variable, raising=False) if value is None else monkeypatch.setenv(variable, value)
+    assert re.match(says, failure(Bucket(f"s3://{name}", server.endpoint_url)))
 
 
-@pytest.mark.parametrize(("stored", "times"), [({}, 0), ({"ChecksumCRC32": None}, 1), ({"ChecksumCRC32": "AAAA"}, 1)])
-def test_a_store_without_our_checksums_is_read_back_in_full(store, tmp_path, monkeypatch, stored, times):
-    path, sha256 = a_file(tmp_path / "f", 6 * MIB)
-    read, real = [], S3Store._read_back
-    monkeypatch.setattr(S3Store, "_read_back", lambda self, key: read.append(key) or real(self, key))
-    store.requests.client = Forgetful(store.requests.client, **stored)
-    assert store.put("plain", path, sha256=sha256).sha256 == sha256
-    assert read == ["plain"] * times
+def test_a_bucket_that_cannot_be_used_is_a_sentence(server, name, monkeypatch):
+    missing = failure(Bucket("s3://no-such-bucket", server.endpoint_url))
+    assert missing.startswith(f"the bucket no-such-bucket does not exist at {server.endpoint_url}: create it")
+    for variable, value in server.environment("ro").items():
+        monkeypatch.setenv(variable, value)
+    assert failure(Bucket(f"s3://{name}", server.endpoint_url)).startswith(f"access to bucket {name} is denied")
 
 
-def test_a_growing_file_is_sent_as_it_was(store, tmp_path):
-    path, _ = a_file(tmp_path / "f", 6 * MIB)
-    before = path.read_bytes()
+def test_a_wrong_clock_is_a_sentence(server, name, monkeypatch):
+    import botocore.auth
+    import botocore.compat
 
-    def grow() -> bool:
-        with path.open("ab") as file:
-            file.write(b"more")
-        return False
-
-    assert store.put("growing", path, cancelled=grow).bytes == len(before)
-    assert sha256_of_object(store, "growing") == hashlib.sha256(before).hexdigest()
+    ahead = botocore.compat.get_current_datetime() + datetime.timedelta(hours=1)
+    monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *_, **__: ahead)
+    assert failure(Bucket(f"s3://{name}", server.endpoint_url)).startswith("the clock of this machine differs")
 
 
-def test_cancel_leaves_nothing(store, tmp_path):
-    path, _ = a_file(tmp_path / "f", 16 * MIB)
-    answers = iter([False, False, True])
-    with pytest.raises(StoreError) as caught:
-        store.put("cancelled", path, cancelled=lambda: next(answers))
-    assert caught.value.kind == "aborted"
-    assert num_unfinished(store, "cancelled") == 0
+def test_an_address_where_nobody_listens_is_a_sentence(server, name):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    assert failure(Bucket(f"s3://{name}", endpoint)).startswith(f"the store at {endpoint} cannot be reached")
 
 
-def test_the_sweep_takes_only_its_prefix_and_no_object(store):
-    for key in ("run/a", "run/b/c", "run2/a"):
-        store.requests.call("create_multipart_upload", Key=key)
-    store.put("run/whole", b"x")
-    store.delete("run/", only_unfinished=True)
-    assert (num_unfinished(store, "run/"), num_unfinished(store, "run2/")) == (0, 1)
-    assert store.head("run/whole").bytes == 1
-    store.delete("run2/", only_unfinished=True)
+@pytest.mark.parametrize(
+    ("status", "code", "says"),
+    [
+        (403, "QuotaExceeded", "bucket runs is full"), (507, "", "the store is full"), (503, "SlowDown", "too busy"),
+        (400, "ExpiredToken", "renew them"), (301, "PermanentRedirect", "another region: set AWS_DEFAULT_REGION"),
+        (500, "Internal<Error>", "HTTP 500, no code"), (418, "Teapot", "HTTP 418, Teapot"), (403, "Odd", "is denied"),
+    ],
+)  # fmt: skip
+def test_the_answers_of_other_stores_are_sentences(status, code, says):
+    from boto3.exceptions import S3UploadFailedError
+    from botocore.exceptions import ClientError
+
+    answer = {"Error": {"Code": code, "Message": f"key {SECRETS[0]}"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    wrapped = S3UploadFailedError("as upload_file raises it")
+    wrapped.__context__ = ClientError(answer, "PutObject")
+    for error in (wrapped, wrapped.__context__):
+        assert says in str(translate(error, "runs", "")) and SECRETS[0] not in str(translate(error, "runs", ""))
 
 
-class Unlisted(Client):
-    """A role that may not list unfinished uploads."""
-
-    def list_multipart_uploads(self, **arguments):
-        from botocore.exceptions import ClientError
-
-        raise ClientError({"Error": {"Code": "AccessDenied"}}, "ListMultipartUploads")
+def test_the_debug_log_of_boto3_stays_off(server, name, caplog):
+    with caplog.at_level("DEBUG"):
+        Bucket(f"s3://{name}", server.endpoint_url).write("a", b"x")
+    assert not any(word in caplog.text for word in (*SECRETS, *KEY_IDS, "Signature", "Authorization"))
 
 
-def test_a_role_that_may_not_sweep_is_no_error(store):
-    store.requests.client = Unlisted(store.requests.client)
-    store.delete("run/", only_unfinished=True)
-
-
-def test_what_could_not_be_ended_is_ended_at_the_next_put(store, tmp_path, monkeypatch):
-    path, _ = a_file(tmp_path / "f", 6 * MIB)
-    call, away = S3Requests.call, {"abort_multipart_upload", "complete_multipart_upload"}
-
-    def broken(self, method, **arguments):
-        if method in away:
-            raise StoreError("unreachable", "the store cannot be reached")
-        return call(self, method, **arguments)
-
-    monkeypatch.setattr(S3Requests, "call", broken)
-    with pytest.raises(StoreError, match="cannot be reached"):
-        store.put("interrupted", path)
-    assert num_unfinished(store, "interrupted") == 1
-    away.clear()
-    store.put("another", b"x")
-    assert num_unfinished(store, "interrupted") == 0
-
-
-def test_swap_only_from_what_was_read(store):
-    assert read_small(store, "pointer") == (None, None)
-    store.swap("pointer", b"one", None)
-    data, etag = read_small(store, "pointer")
-    assert data == b"one"
-    store.swap("pointer", b"two", etag)
-    for stale in (None, etag):
-        with pytest.raises(StoreError) as caught:
-            store.swap("pointer", b"three", stale)
-        assert caught.value.kind == "conflict"
-    assert read_small(store, "pointer")[0] == b"two"
-
-
-def test_swap_whose_answer_was_lost_is_no_defeat(store):
-    """boto3 sends the request again, and the store says that somebody was there first: it was ourselves."""
-    store.swap("lost", b"mine", None)
-    store.swap("lost", b"mine", None)
-
-
-@pytest.mark.slow
-def test_one_of_many_writers_wins(store):
-    for round_ in range(5):
-        etag = read_small(store, "race")[1]
-        won: list[int] = []
-
-        def write(number, etag=etag, round_=round_, won=won):
-            try:
-                store.swap("race", f"{round_}-{number}".encode(), etag)
-                won.append(number)
-            except StoreError as error:
-                assert error.kind == "conflict"
-
-        threads = [threading.Thread(target=write, args=(number,)) for number in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(won) == 1
-        assert read_small(store, "race")[0] == f"{round_}-{won[0]}".encode()
-
-
-class Unconditional(Client):
-    """A store that ignores If-Match and If-None-Match, as some that speak S3 do."""
-
-    def put_object(self, **arguments):
-        return self.client.put_object(**{k: v for k, v in arguments.items() if k not in ("IfMatch", "IfNoneMatch")})
-
-
-def test_a_store_without_conditional_writes_is_found_out(store):
-    store.requests.client = Unconditional(store.requests.client)
-    assert store.probe("p/") is False
-    store.swap("unconditional", b"one", None)
-    with pytest.raises(StoreError):
-        store.swap("unconditional", b"two", None)
-
-
-def test_encryption_and_storage_class_are_asked_for(store, tmp_path):
-    asked = {}
-
-    class Spy(Forgetful):
-        def put_object(self, **arguments):
-            asked.update(arguments)
-            return self.client.put_object(**arguments)
-
-    options = S3Options(store.options.uri, store.options.endpoint_url, "STANDARD_IA", "AES256")
-    S3Store(options, Spy(store.requests.client)).put("encrypted", b"x")
-    assert (asked["StorageClass"], asked["ServerSideEncryption"]) == ("STANDARD_IA", "AES256")
-    assert store.requests.call("head_object", Key="encrypted")["ServerSideEncryption"] == "AES256"
-
-
-def test_a_file_that_is_not_there(store, tmp_path):
-    with pytest.raises(StoreError, match="a file on this machine cannot be used") as caught:
-        store.put("x", tmp_path / "nothing")
-    assert caught.value.kind == "local"
-
-
-def test_a_page_says_what_it_is_and_where_a_browser_finds_it(store):
-    store.put("p/page.html", b"<p>", content_type="text/html; charset=utf-8")
-    head = store.requests.call("head_object", Key="p/page.html")
-    assert (head["ContentType"], head["CacheControl"]) == ("text/html; charset=utf-8", "no-cache")
-    assert store.web_root == f"{store.options.endpoint_url}/{store.options.bucket}/"
-
-
-def test_where_a_browser_finds_a_bucket():
-    assert web_host("https://s3.eu-west-1.amazonaws.com", "b") == "https://b.s3.amazonaws.com"
-    assert web_host("https://s3.amazonaws.com", "a.b") == "https://s3.amazonaws.com/a.b"
-    assert web_host("https://minio.example:9000/", "b") == "https://minio.example:9000/b"  # of AWS_ENDPOINT_URL_S3
-
-
-def test_objects_are_listed_in_the_order_of_their_keys_and_read_from_an_offset(store):
-    for key in ("list/b", "list/a", "other/a"):
-        store.put(key, key.encode())
-    assert list(store.list("list/")) == [("list/a", 6), ("list/b", 6)]
-    content = store.get("list/a", start=5)
-    assert (content.num_bytes, b"".join(content.blocks)) == (1, b"a")
-    with pytest.raises(StoreError) as caught:
-        store.get("list/a", etag='"another"')
-    assert caught.value.kind == "conflict"
-    store.delete("list/a")
-    store.delete("list/a")
-    assert list(store.list("list/")) == [("list/b", 6)]
+def test_progress_names_bytes_rate_and_time_left(caplog):
+    progress = Progress("copying x", 100_000_000, done=20_000_000, interval_s=0.05)
+    time.sleep(0.1)
+    with caplog.at_level("INFO"):
+        progress(40_000_000)
+        progress(1)
+    [line] = caplog.messages
+    assert line.startswith("copying x: 60 of 100 MB, ") and line.endswith("s left")

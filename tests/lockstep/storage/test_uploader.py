@@ -1,336 +1,441 @@
-"""The background thread and its outbox: order, replacement, retries, flush; one real S3 server that dies."""
+"""Uploads of a run, what a killed process leaves, and what another machine fetches; against a real S3 server."""
 
+import gc
 import hashlib
+import json
 import os
-import threading
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
+import upload
+from faulty_proxy import FaultyProxy
+from lockstep.runs.errors import EXIT_NOT_UPLOADED, EXIT_OK, UserError
+from lockstep.runs.files import checksum_of, sha256_of
 from lockstep.runs.folder import RunFolder
-from lockstep.storage import uploader as uploader_module
-from lockstep.storage.bucket import read_small, sha256_of_object
-from lockstep.storage.checkpoint_files import Sidecar
-from lockstep.storage.object_store import StoredObject, StoreError
-from lockstep.storage.outbox import Outbox
-from lockstep.storage.run_bucket import RunBucket
-from lockstep.storage.s3 import S3Store
-from lockstep.storage.s3_client import S3Requests
-from lockstep.storage.s3_options import S3Options
+from lockstep.runs.record import BestCheckpoint, RunRecord, read_record, update_record, write_record
+from lockstep.storage import checkpoint_files
+from lockstep.storage.checkpoint_files import Sidecar, complete, fault_of, read_sidecar, write_sidecar
+from lockstep.storage.fetch import fetch_run, locate_checkpoint
+from lockstep.storage.finish import finish_upload, note, upload_left
+from lockstep.storage.pointer import read_pointer
+from lockstep.storage.s3 import Bucket
 from lockstep.storage.uploader import Uploader
-from memory_store import MemoryStore
-from object_store import object_store
+from object_store import KEY_IDS, SECRETS, object_store, shared_store
 
 MIB = 2**20
+SRC = Path(__file__).resolve().parents[3] / "src"
 
 
 class Setting:
-    """A run folder and its place in a store."""
+    """A run whose training has ended, and a place for it in a bucket."""
 
-    def __init__(self, tmp_path, store):
-        self.store, self.folder = store, RunFolder(tmp_path / "the-run")
+    def __init__(self, tmp_path, server, endpoint_url=None):
+        uri = f"s3://{server.new_bucket()}/my rüns+"
+        self.s3 = {"uri": uri, "endpoint_url": endpoint_url or server.endpoint_url, "flush_timeout_s": 5.0}
+        self.folder, self.client = RunFolder(tmp_path / "logs/train/runs/the-run"), server.client()
         self.folder.checkpoints.mkdir(parents=True)
-        self.uploaders: list[Uploader] = []
+        write_record(self.folder.record, RunRecord(run_id="the-run", status="failed"))
+        self.folder.config.write_text(json.dumps({"s3": self.s3}))
+        self.run = Bucket.of(self.s3).at("the-run")
 
-    def bucket_run(self) -> RunBucket:
-        return RunBucket(self.store, self.folder.run_id)
+    def checkpoint(self, step: int, kind: str = "best", num_bytes: int = 1000) -> Path:
+        path = self.folder.checkpoints / f"{kind}-step{step:08d}.ckpt"
+        path.write_bytes(hashlib.shake_128(f"{step}{kind}".encode()).digest(1000) * (num_bytes // 1000))
+        sidecar = Sidecar.of(checksum_of(path), step=step, epoch=step // 10, metric={"val/acc": step / 100})
+        write_sidecar(path, sidecar)
+        if kind == "best":
+            with update_record(self.folder.record) as record:
+                record.best_checkpoint = BestCheckpoint(path=f"checkpoints/{path.name}", step=step)
+        return path
 
-    def uploader(self, **settings) -> Uploader:
-        made = Uploader(self.bucket_run(), self.folder, **{"retry_delays_s": (0.1, 0.2), **settings})
-        self.uploaders.append(made)
+    def uploader(self, start: float | None = None, **options) -> Uploader:
+        made = Uploader(self.run, self.folder, start or time.time(), retry_delays_s=(0.1,), **options)
+        made.start()
         return made
 
-    def checkpoint(self, step: int, kind: str = "best", num_bytes: int = 1000, seed: int = 0):
-        data = hashlib.shake_128(f"{step}{seed}".encode()).digest(num_bytes)
-        path = self.folder.checkpoints / f"{kind}-step{step:08d}.ckpt"
-        path.write_bytes(data)
-        sha256 = hashlib.sha256(data).hexdigest()
-        return kind, path, Sidecar(step, num_bytes, sha256, metric={"val/acc": 0.5})
+    def pointed(self, kind: str = "best") -> int | None:
+        """The step that the pointer names, after its object was found to be whole."""
+        pointer, _ = read_pointer(self.run, kind)
+        if pointer is None:
+            return None
+        found = self.client.get_object(Bucket=self.run.name, Key=self.run.prefix + pointer.key)["Body"].read()
+        assert (len(found), hashlib.sha256(found).hexdigest()) == (pointer.bytes, pointer.sha256)
+        return pointer.step
+
+    def objects(self) -> list[str]:
+        return [key for key, _, _ in self.run.list("checkpoints/")]
 
 
 @pytest.fixture
-def setting(tmp_path):
-    made = Setting(tmp_path, MemoryStore())
-    yield made
-    for uploader in made.uploaders:
+def setting(monkeypatch, tmp_path):
+    server = shared_store()
+    for variable, value in server.environment().items():
+        monkeypatch.setenv(variable, value)
+    return Setting(tmp_path, server)
+
+
+# While it trains
+
+
+def test_the_newest_of_each_kind_arrives_and_the_one_before_it_goes(setting):
+    uploader = setting.uploader(last_interval_s=3600)
+    for step in (10, 20):
+        uploader.offer(setting.checkpoint(step), "best")
+        assert uploader.flush(30) and setting.pointed() == step
+    checkpoint_files.link(setting.checkpoint(30), setting.folder.checkpoints / "last-step00000030.ckpt")
+    uploader.offer(setting.folder.checkpoints / "best-step00000030.ckpt", "best")
+    uploader.offer(setting.folder.checkpoints / "last-step00000030.ckpt", "last")
+    uploader.offer(setting.checkpoint(40, "last"), "last")
+    time.sleep(1)
+    assert setting.pointed("last") is None, "the interval has not gone by"
+    assert uploader.flush(30) and setting.pointed() == 30 and setting.pointed("last") == 40
+    assert [key[12:29] for key in setting.objects()] == ["best-step00000030", "last-step00000040"]
+    assert setting.run.read("run.json")[0] == setting.folder.record.read_bytes()
+    status = uploader.status()
+    assert (status.step, status.error, status.left) == (30, None, [])
+    assert status.uri == f"{setting.run.uri}/{setting.objects()[0]}"
+    assert list(complete(setting.folder.path / "upload")) == []
+    uploader.stop()
+
+
+def test_a_last_that_equals_the_best_is_sent_once(setting):
+    uploader = setting.uploader(last_interval_s=0)
+    best = setting.checkpoint(10)
+    last = setting.folder.checkpoints / "last-step00000010.ckpt"
+    checkpoint_files.link(best, last)
+    uploader.offer(best, "best")
+    uploader.offer(last, "last")
+    assert uploader.flush(30) and len(setting.objects()) == 1
+    uploader.offer(last, "last")
+    assert uploader.flush(30) and setting.pointed("last") is None
+    uploader.stop()
+
+
+def test_training_may_delete_its_file_at_once_with_and_without_hard_links(setting, monkeypatch):
+    uploader = setting.uploader()
+    for step, links in ((10, True), (20, False)):
+        if not links:
+            monkeypatch.setattr(checkpoint_files.os, "link", lambda *_: (_ for _ in ()).throw(OSError(1, "no links")))
+        path = setting.checkpoint(step)
+        uploader.offer(path, "best")
+        path.unlink()
+        assert uploader.flush(30) and setting.pointed() == step
+    uploader.stop()
+
+
+def test_an_outage_is_survived_and_said(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    with object_store(tmp_path / "store") as server:
+        for variable, value in server.environment().items():
+            monkeypatch.setenv(variable, value)
+        setting = Setting(tmp_path, server)
+        uploader = setting.uploader()
+        uploader.offer(setting.checkpoint(10, num_bytes=20 * MIB), "best")
+        assert uploader.flush(30)
+        server.kill()
+        for step in (20, 30, 40):
+            uploader.offer(setting.checkpoint(step, num_bytes=20 * MIB), "best")
+            assert not uploader.flush(1)
+        assert "cannot be reached" in uploader.status().error and uploader.status().left == ["best"]
+        assert any("next try in" in line for line in caplog.messages)
+        server.start()
+        assert uploader.flush(60) and setting.pointed() == 40 and uploader.status().error is None
         uploader.stop()
 
 
-@pytest.fixture
-def said(caplog):
-    return caplog
-
-
-def named(setting, kind: str = "best"):
-    return setting.bucket_run().read_pointer(kind)[0]
-
-
-def test_a_best_arrives_though_training_deletes_it_at_once(setting):
+def test_credentials_are_renewed_between_two_tries(setting, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     uploader = setting.uploader()
-    uploader.start()
-    kind, path, sidecar = setting.checkpoint(10, num_bytes=12 * MIB)
-    uploader.offer(kind, path, sidecar)
-    path.unlink()
-    assert uploader.flush(20)
-    pointer = named(setting)
-    assert (pointer.step, pointer.sha256) == (10, sidecar.sha256)
-    assert sha256_of_object(uploader.run.store, pointer.key) == sidecar.sha256
-    status = uploader.status()
-    assert status.uri == f"memory://bucket/{pointer.key}"
-    assert (status.sha256, status.step, status.error, status.left) == (sidecar.sha256, 10, None, ())
-    assert status.seconds >= 0
-    assert not list(setting.folder.path.glob("upload/rank*")), "the outbox is empty again"
+    uploader.offer(setting.checkpoint(10), "best")
+    assert not uploader.flush(1) and "secret key does not fit" in uploader.status().error
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRETS[0])
+    assert uploader.flush(30) and setting.pointed() == 10
+    uploader.stop()
 
 
-def test_offering_costs_a_link_and_no_copy(setting):
-    uploader = setting.uploader()
-    kind, path, sidecar = setting.checkpoint(10)
-    uploader.offer(kind, path, sidecar)
-    waiting = next(setting.folder.path.glob("upload/rank00000-best-step00000010/*.ckpt"))
-    assert os.path.samefile(waiting, path)
-
-
-def test_a_newer_best_replaces_the_one_that_waits(setting):
-    uploader = setting.uploader()
-    for step in (10, 20, 30):
-        uploader.offer(*setting.checkpoint(step))
-    assert [item.step for item in Outbox(setting.folder.path / "upload").left()] == [30]
-    uploader.start()
-    assert uploader.flush(20)
-    assert named(setting).step == 30 and named(setting).previous is None
-
-
-def test_best_goes_before_last_and_an_urgent_last_before_all(setting, monkeypatch):
-    sent = []
-    monkeypatch.setattr(Uploader, "_send", lambda self, item: sent.append(item.kind) or StoredObject("k", 0, "s"))
-    for urgent, order in ((False, ["best", "last", "files"]), (True, ["last", "best", "files"])):
-        sent.clear()
-        uploader = setting.uploader(last_interval_s=0.0)
-        if urgent:
-            uploader.hurry()
-        uploader.offer(*setting.checkpoint(10, "last", seed=1))
-        uploader.offer(*setting.checkpoint(10, "best"))
-        uploader.start()
-        assert uploader.flush(5)
-        assert list(dict.fromkeys(sent)) == order, "the files may go twice: once before the flush"
-
-
-@pytest.mark.slow
-def test_last_goes_at_its_interval_the_newest_of_them_and_at_the_end(setting):
-    uploader = setting.uploader(last_interval_s=3.0)  # long enough for a machine that stands still for a second
-    uploader.start()
-    uploader.offer(*setting.checkpoint(10, "last"))
-    time.sleep(0.4)
-    assert named(setting, "last") is None
-    uploader.offer(*setting.checkpoint(20, "last"))
-    deadline = time.monotonic() + 20
-    while named(setting, "last") is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert named(setting, "last").step == 20
-    uploader.offer(*setting.checkpoint(30, "last"))
-    assert uploader.flush(10)
-    assert named(setting, "last").step == 30
-
-
-def test_a_last_that_is_the_best_goes_once(setting):
-    uploader = setting.uploader()
-    uploader.start()
-    _, path, sidecar = setting.checkpoint(10)
-    uploader.offer("best", path, sidecar)
-    uploader.offer("last", path, sidecar)
-    assert uploader.flush(10)
-    assert named(setting).step == 10 and named(setting, "last") is None
-
-
-def test_the_small_files_go_along_and_again_when_they_change(setting):
-    folder = setting.folder
-    folder.config.write_text("seed: 1\n")
-    folder.record.write_text("{}\n")
-    (folder.tensorboard).mkdir()
-    (folder.tensorboard / "events.out.tfevents.1.host.2.0").write_bytes(b"one")
-    (folder.path / "secret.key").write_text("no file of ours")
-    (folder.path / "outside.csv").symlink_to("/etc/passwd")
-    uploader = setting.uploader(files_interval_s=0.2)
-    uploader.start()
-    time.sleep(0.5)
-    (folder.tensorboard / "events.out.tfevents.1.host.2.0").write_bytes(b"one two")
-    time.sleep(0.6)
-    run = setting.bucket_run()
-    assert read_small(run.store, f"{run.root}tensorboard/events.out.tfevents.1.host.2.0")[0] == b"one two"
-    names = sorted(key.removeprefix(run.root) for key, _ in run.store.list(run.root))
-    assert names == ["config.yaml", "generation.json", "run.json", "tensorboard/events.out.tfevents.1.host.2.0"]
-
-
-def test_a_file_that_was_damaged_here_is_said_and_not_tried_for_ever(setting, said):
-    uploader = setting.uploader()
-    uploader.start()
-    kind, path, sidecar = setting.checkpoint(10)
-    path.write_bytes(b"damaged")
-    uploader.offer(kind, path, sidecar)
-    assert uploader.flush(10)
-    assert "damaged on this machine" in uploader.status().error
-    assert len(said.messages) == 1 and named(setting) is None
-
-
-def test_a_start_takes_up_what_the_one_before_left(setting):
-    setting.uploader().offer(*setting.checkpoint(10))
-    uploader = setting.uploader()
-    uploader.start()
-    assert uploader.flush(10)
-    assert named(setting).step == 10
-
-
-def test_what_is_left_never_goes_over_a_later_step(setting):
-    setting.uploader().offer(*setting.checkpoint(10))
-    elsewhere = setting.bucket_run()
-    elsewhere.prepare()
-    elsewhere.move("best", elsewhere.store.put(elsewhere.checkpoint_key("best", 50, "cd" * 32), b"x"), step=50)
-    uploader = setting.uploader()
-    uploader.start()
-    assert uploader.flush(10)
-    assert named(setting).step == 50
-
-
-def test_a_process_that_comes_back_uploads_nothing_more(setting):
-    old = setting.uploader()
-    old.start()
-    old.offer(*setting.checkpoint(10))
-    assert old.flush(10)
-    setting.bucket_run().prepare()
-    old.offer(*setting.checkpoint(99))
-    assert not old.flush(10)
-    assert named(setting).step == 10
-    assert "a newer start of this run (number 2) has taken over" in old.status().error
-    assert not old.is_alive or old._stopped
-
-
-def test_a_disk_without_room_even_for_a_link(setting, monkeypatch, said):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("lockstep.storage.outbox.os.link", full)
-    uploader = setting.uploader()
-    uploader.start()
-    uploader.offer(*setting.checkpoint(10))
-    assert uploader.flush(10)
-    assert named(setting).step == 10
-    assert said.messages == ["s3: the disk is full; uploading the checkpoint from where it lies."]
-
-
-def test_a_mistake_of_ours_does_not_end_the_uploads(setting, monkeypatch, said):
-    real, failed = Uploader._send, []
-
-    def send(self, item):
-        if item.kind == "best" and not failed:
-            failed.append(item)
-            raise ZeroDivisionError
-        return real(self, item)
-
-    monkeypatch.setattr(Uploader, "_send", send)
-    uploader = setting.uploader()
-    uploader.start()
-    uploader.offer(*setting.checkpoint(10))
-    assert uploader.flush(10)
-    assert named(setting).step == 10
-    assert "ZeroDivisionError in test_uploader.py" in said.messages[0]
-
-
-@pytest.mark.slow
-def test_a_store_that_is_killed_in_the_middle_and_comes_back(tmp_path, monkeypatch, said):
-    with object_store(tmp_path / "store") as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        address = S3Options(
-            f"s3://{server.new_bucket()}/runs", server.endpoint_url, connect_timeout_s=1, read_timeout_s=5
-        )
-        setting = Setting(tmp_path, S3Store(address, part_bytes=5 * MIB))
-        uploader = setting.uploader(retry_delays_s=(0.3,))
-        uploader.start()
-        assert uploader.flush(10)
-        part_sent = threading.Event()
-        call = S3Requests.call
-
-        def watched(self, method, **arguments):
-            answer = call(self, method, **arguments)
-            if method == "upload_part":
-                part_sent.set()
-                time.sleep(0.05)
-            return answer
-
-        monkeypatch.setattr(S3Requests, "call", watched)
-        uploader.offer(*setting.checkpoint(10, num_bytes=80 * MIB))
-        assert part_sent.wait(10)
-        server.kill()
-        assert not uploader.flush(2.0)
-        assert uploader.status().left == ("best",)
-        for step in (20, 30, 40):
-            uploader.offer(*setting.checkpoint(step))
-        waiting = list(setting.folder.path.glob("upload/rank*"))
-        assert len(waiting) <= 2, "bounded: the one that is tried, the one that waits"
-        server.start()
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_stopped_upload_ends_soon_and_leaves_nothing_unfinished(tmp_path, monkeypatch):
+    server = shared_store()
+    for variable, value in server.environment().items():
+        monkeypatch.setenv(variable, value)
+    with FaultyProxy(urlsplit(server.endpoint_url).port) as proxy:
+        setting = Setting(tmp_path, server, proxy.endpoint_url)
+        uploader = setting.uploader()
         assert uploader.flush(30)
-        assert named(setting).step == 40
-        assert uploader.status().error is None
-        assert not list(setting.store.parts.unfinished("")), "no orphan part"
-        assert any("next try in 0.3 s, at " in line for line in said.messages)
-        assert all("store" in line for line in said.messages)
-        uploader.stop()  # or it tries this store again, line by line, as long as the tests run
+        uploader.offer(setting.checkpoint(10, num_bytes=100 * MIB), "best")
+        time.sleep(0.5)
+        started = time.monotonic()
+        uploader.stop(20)
+        assert time.monotonic() - started < 10
+        gc.collect()  # the transfer manager leaves its files open
+    assert not server.client().list_multipart_uploads(Bucket=setting.run.name).get("Uploads")
+    assert [sidecar.step for _, sidecar in complete(setting.folder.path / "upload")] == [10]
 
 
-def test_delays_grow_and_start_again_after_a_success(setting, monkeypatch, said):
-    def fail(self, item):
-        raise StoreError("busy", "the store is too busy")
-
-    real = Uploader._send
-    monkeypatch.setattr(uploader_module, "RETRY_DELAY_AT_END_S", 1.0)
-    uploader = setting.uploader(retry_delays_s=(0.05, 0.1, 0.2))
-    monkeypatch.setattr(Uploader, "_send", fail)
-    uploader.offer(*setting.checkpoint(10))
-    uploader.start()
-    deadline = time.monotonic() + 5
-    while len(said.messages) < 4 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    monkeypatch.setattr(Uploader, "_send", real)
-    assert uploader.flush(10)
-    delays = [line.partition("next try in ")[2].partition(" s")[0] for line in said.messages]
-    assert delays[:4] == ["0.05", "0.1", "0.2", "0.2"]
-    assert uploader._failures == 0
+# Two starts of one run
 
 
-def test_training_threads_keep_their_priority(setting):
-    niceness = []
-
-    class Watched(Uploader):
-        def _send(self, item):
-            niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-            return StoredObject("k", 0, "s")
-
-    mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    uploader = Watched(setting.bucket_run(), setting.folder)
-    setting.uploaders.append(uploader)
-    uploader.start()
-    assert uploader.flush(5)
-    assert min(niceness) > mine == os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-
-def test_another_ranks_shards_of_a_last_wait_for_their_upload(setting):
-    """Only rank 0 knows the whole's sha256, and nothing is the best for having none."""
-    uploader = setting.uploader(rank=1)
-    folder = setting.folder.checkpoints / "last-step00000010.ckpt"
-    folder.mkdir()
-    (folder / "shard-00002-model-00001-of-00001.safetensors").write_bytes(b"x" * 100)
-    uploader.offer("last", folder, Sidecar(10))
-    assert uploader.status().left == ("last",) and uploader.outbox.ranks() == [1]
+def test_an_older_start_cannot_move_the_pointer(setting, tmp_path, caplog):
+    caplog.set_level("INFO")
+    old = setting.uploader(start=1000.0)
+    old.offer(setting.checkpoint(50), "best")
+    assert old.flush(30) and setting.pointed() == 50
+    new = Uploader(setting.run, RunFolder(tmp_path / "elsewhere/the-run"), start=900.0)  # its clock is behind
+    new.start()
+    assert new.flush(30)
+    old.offer(setting.checkpoint(60), "best")
+    assert not old.flush(30)
+    assert setting.pointed() == 50 and "a newer start of this run has taken over" in old.status().error
+    assert "this process uploads nothing more" in caplog.text
+    source = setting.checkpoint(40)
+    new.offer(source, "best")
+    assert new.flush(30) and setting.pointed() == 40, "the newer start went on from an earlier step"
+    new.stop()
 
 
-def test_a_rank_notes_which_start_its_shards_are_of(setting):
-    """On a node without rank 0 whoever sends what is left has only the outbox to know it from."""
-    first, second = (setting.uploader(rank=rank) for rank in (0, 1))
-    second.run.start_id = first.run.start_id
-    first.run.prepare()
-    folder = setting.folder.checkpoints / "best-step00000010.ckpt"
-    folder.mkdir()
-    (folder / "shard-00002-model-00001-of-00001.safetensors").write_bytes(b"x" * 100)
-    second.start()
-    second.offer("best", folder, Sidecar(10))
-    assert second.flush(10) and second.outbox.notes().generation == first.run.generation == 1
+def test_of_many_starts_at_once_the_newest_wins(setting, tmp_path):
+    starts = [Uploader(setting.run, RunFolder(tmp_path / f"{n}/the-run"), start=1000.0 + n) for n in range(4)]
+    setting.uploader(start=1.0).flush(30)
+    for step in (10, 20, 30):
+        for number, uploader in enumerate(starts):
+            if step == 10:
+                uploader.start()
+            uploader.offer(setting.checkpoint(step + number), "best")
+    for uploader in starts:
+        uploader.flush(30)
+    assert setting.pointed() == 33
+    assert [bool(uploader.status().error) for uploader in starts] == [True, True, True, False]
+    for uploader in starts:
+        uploader.stop()
+
+
+# What a killed process leaves
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from lockstep.runs.files import checksum_of
+from lockstep.runs.folder import RunFolder
+from lockstep.storage import s3, uploader as module
+from lockstep.storage.checkpoint_files import Sidecar, write_sidecar
+from lockstep.storage.finish import note
+
+uri, endpoint_url, path, first = sys.argv[1:]
+folder, start = RunFolder(Path(path)), time.time()
+s3.PART_BYTES = 5 << 20
+note(folder, start=start)
+uploader = module.Uploader(s3.Bucket(uri, endpoint_url).at(folder.run_id), folder, start)
+uploader.start()
+for step in range(int(first), int(first) + 3):
+    best = folder.checkpoints / f"best-step{step:08d}.ckpt"
+    best.write_bytes(step.to_bytes(8, "big") * (40 << 17))
+    write_sidecar(best, Sidecar.of(checksum_of(best), step=step))
+    uploader.offer(best, "best")
+    print("offered", flush=True)
+    uploader.flush(60)
+"""
+
+
+def killed_child(setting, first: int, after_s: float) -> int | None:
+    command = [sys.executable, "-c", CHILD, setting.s3["uri"], setting.s3["endpoint_url"], str(setting.folder.path)]
+    environment = {**os.environ, "PYTHONPATH": str(SRC)}
+    with subprocess.Popen([*command, str(first)], env=environment, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout and child.stdout.readline() == "offered\n"
+        time.sleep(after_s)
+        child.send_signal(signal.SIGKILL)
+        return child.wait()
+
+
+@pytest.mark.slow
+def test_twenty_kills_in_the_midst_of_uploads(setting, tmp_path):
+    """After each the pointer names a whole object; in the end what was left arrives, and nothing unfinished stays."""
+    steps, kills = [], 0
+    for number in range(20):
+        kills += killed_child(setting, 10 * number + 1, 0.15 + 0.1 * number) == -signal.SIGKILL
+        steps.append(setting.pointed() or 0)
+    assert kills == 20 and steps == sorted(steps) and steps[-1] > 0, steps
+    best, sidecar = next(complete(setting.folder.checkpoints, "best"))
+    assert upload_left(setting.s3, setting.folder, 60) is None
+    assert setting.pointed() == sidecar.step and len(setting.objects()) == 1
+    assert not setting.client.list_multipart_uploads(Bucket=setting.run.name).get("Uploads")
+    elsewhere = RunFolder(tmp_path / "elsewhere/the-run")
+    assert sha256_of(fetch_run(setting.run, elsewhere)) == sha256_of(best)
+
+
+def test_the_end_of_a_run_sends_what_its_process_left(setting, caplog):
+    setting.checkpoint(10)
+    assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK and setting.pointed() == 10
+    record = read_record(setting.folder.record)
+    assert record.upload.uri == f"{setting.run.uri}/{setting.objects()[0]}" == record.best_checkpoint.s3_uri
+    assert record.upload.error is None
+    assert setting.run.read("run.json")[0] == setting.folder.record.read_bytes(), "the final record"
+    assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK, "nothing is left"
+    assert read_record(setting.folder.record).upload == record.upload
+
+
+def test_a_best_that_never_arrived_is_in_the_record_and_the_exit_code_until_upload_py_sends_it(setting, capsys):
+    setting.checkpoint(10)
+    s3 = {**setting.s3, "endpoint_url": "http://127.0.0.1:9", "flush_timeout_s": 2}
+    assert finish_upload(s3, setting.folder, 0) == EXIT_NOT_UPLOADED
+    assert "cannot be reached" in read_record(setting.folder.record).upload.error
+    assert finish_upload({**s3, "flush_timeout_s": 0.1}, setting.folder, 75) == 75
+    assert upload.main(["the-run", f"paths.log_dir={setting.folder.path.parents[2]}"]) == EXIT_OK
+    assert setting.pointed() == 10 and read_record(setting.folder.record).upload.error is None
+    assert capsys.readouterr().out.endswith(f"the-run is in {setting.s3['uri']}.\n")
+
+
+def test_a_run_that_never_reached_the_bucket_or_has_none_is_not_waited_for(setting):
+    before, started = setting.folder.record.read_text(), time.monotonic()
+    s3 = {**setting.s3, "endpoint_url": "http://127.0.0.1:9", "flush_timeout_s": 300.0}
+    assert finish_upload(s3, setting.folder, 2) == 2 and finish_upload({"uri": None}, setting.folder, 0) == 0
+    assert time.monotonic() - started < 1 and setting.folder.record.read_text() == before
+
+
+def test_what_an_older_start_left_does_not_go_over_a_newer_one(setting, tmp_path):
+    old = setting.uploader(start=1000.0)
+    old.offer(setting.checkpoint(10), "best")
+    assert old.flush(30)
+    old.stop()
+    note(setting.folder, start=old.start_time)
+    setting.checkpoint(99)
+    new = Uploader(setting.run, RunFolder(tmp_path / "elsewhere/the-run"), start=2000.0)
+    new.start()
+    assert new.flush(30)
+    assert "a newer start of this run has taken over" in upload_left(setting.s3, setting.folder, 5.0)
+    assert setting.pointed() == 10
+    new.stop()
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [(["nobody"], "No run 'nobody'"), (["the-run", "s4.uri=x"], "is no option"), (["a", "b"], "Name one run"),
+     (["the-run", "s3.uri=x"], "An S3 address is"), (["../x"], "cannot name a folder")],
+)  # fmt: skip
+def test_bad_input_of_upload_py(setting, capsys, argv, sentence):
+    assert upload.main([*argv, f"paths.log_dir={setting.folder.path.parents[2]}"]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err and err.count("\n") == 1
+
+
+def test_upload_py_leaves_a_run_alone_that_still_trains(setting, capsys):
+    write_record(setting.folder.record, RunRecord(status="running"))
+    assert upload.main(["the-run", f"paths.log_dir={setting.folder.path.parents[2]}"]) == 2
+    assert "still training" in capsys.readouterr().err
+
+
+def test_no_secret_reaches_a_file_or_the_output(setting, capfd, caplog, monkeypatch):
+    with caplog.at_level("DEBUG"):
+        setting.checkpoint(10)
+        finish_upload(setting.s3, setting.folder, 0)
+        for variable, value in (("AWS_SECRET_ACCESS_KEY", SECRETS[1]), ("AWS_ACCESS_KEY_ID", "NOBODY0000000000")):
+            with monkeypatch.context() as patched:
+                patched.setenv(variable, value)
+                setting.checkpoint(20)
+                finish_upload({**setting.s3, "flush_timeout_s": 0.2}, setting.folder, 0)
+    text = "".join(capfd.readouterr()) + caplog.text
+    for path in setting.folder.path.rglob("*"):
+        text += path.read_bytes().decode("latin-1") if path.is_file() else ""
+    assert read_record(setting.folder.record).upload.error is not None
+    assert [word for word in [*SECRETS, *KEY_IDS, "X-Amz-Signature", "AWS4-HMAC"] if word in text] == []
+
+
+@pytest.mark.slow
+def test_a_bucket_that_is_full(tmp_path, monkeypatch):
+    with object_store(tmp_path / "store") as server:
+        for variable, value in server.environment().items():
+            monkeypatch.setenv(variable, value)
+        setting = Setting(tmp_path, server)
+        server.client().put_object(Bucket=setting.run.name, Key="fills-it", Body=os.urandom(3 * MIB))
+        server.set_quota(setting.run.name, megabytes=1, full=True)
+        setting.checkpoint(10)
+        assert finish_upload({**setting.s3, "flush_timeout_s": 0.1}, setting.folder, 0) == EXIT_NOT_UPLOADED
+        assert "full" in read_record(setting.folder.record).upload.error
+        server.set_quota(setting.run.name, megabytes=1000, full=False)
+        assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK and setting.pointed() == 10
+
+
+# On another machine
+
+
+def test_a_checkpoint_comes_from_the_bucket_whole_and_once(setting, tmp_path, caplog):
+    caplog.set_level("INFO")
+    path = setting.checkpoint(10, num_bytes=20 * MIB)
+    assert upload_left(setting.s3, setting.folder, 30) is None
+    pointer, _ = read_pointer(setting.run, "best")
+    whole = f"{setting.run.uri}/{pointer.key}"
+    for address in (setting.run.uri, f"{setting.run.uri}/", f"{setting.run.uri}/best.json", whole):
+        found = locate_checkpoint(address, tmp_path, setting.s3, tmp_path / "cache")
+        assert found.read_bytes() == path.read_bytes() and fault_of(found) is None
+    assert caplog.text.count("Fetching") == 1 and read_sidecar(found).metric == {"val/acc": 0.1}
+    found.write_bytes(b"torn")
+    assert (
+        locate_checkpoint(setting.run.uri, tmp_path, setting.s3, tmp_path / "cache").read_bytes() == path.read_bytes()
+    )
+
+
+def test_an_object_that_others_put_there_is_fetched_as_it_is(setting, tmp_path):
+    setting.client.put_object(Bucket=setting.run.name, Key="theirs/x.ckpt", Body=b"weights")
+    found = locate_checkpoint(f"s3://{setting.run.name}/theirs/x.ckpt", tmp_path, setting.s3, tmp_path / "cache")
+    assert found.read_bytes() == b"weights"
+
+
+def test_what_cannot_be_fetched_is_a_sentence(setting, tmp_path):
+    def refused(address: str) -> str:
+        with pytest.raises(UserError) as caught:
+            locate_checkpoint(address, tmp_path, setting.s3, tmp_path / "cache")
+        return str(caught.value)
+
+    assert "there is no readable best.json" in refused(setting.run.uri)
+    assert "there is no such object" in refused(f"s3://{setting.run.name}/x.ckpt")
+    assert "the bucket no-such-bucket does not exist" in refused("s3://no-such-bucket/x")
+    setting.checkpoint(10)
+    assert upload_left(setting.s3, setting.folder, 30) is None
+    [key] = setting.objects()
+    setting.run.write(key, b"tampered")
+    assert "is not what was uploaded" in refused(setting.run.uri)
+    pointer = json.loads(setting.run.read("best.json")[0])
+    for change in ({"key": "../../evil"}, {"key": "/etc/passwd"}, {"sha256": "x"}, {"bytes": -1}, {"step": "1"}):
+        setting.run.write("best.json", json.dumps({**pointer, **change}).encode())
+        assert "there is no readable best.json" in refused(setting.run.uri)
+    assert not list((tmp_path / "cache").rglob("*.ckpt"))
+
+
+def test_a_run_comes_back_from_its_bucket(setting, tmp_path, caplog):
+    caplog.set_level("INFO")
+    uploader = setting.uploader()
+    setting.folder.metrics.write_text("step\n10\n")
+    (setting.folder.tensorboard / "version_0").mkdir(parents=True)
+    (setting.folder.tensorboard / "version_0" / "events.out.tfevents.1").write_text("curve")
+    uploader.offer(setting.checkpoint(10), "best")
+    uploader.offer(setting.checkpoint(20, "last"), "last")
+    assert uploader.flush(30)
+    uploader.stop()
+    setting.run.write("plan-node0.yaml", b"of others")
+    there = RunFolder(tmp_path / "elsewhere/the-run")
+    assert fetch_run(setting.run, there).name == "last-step00000020.ckpt"
+    files = {path.relative_to(there.path).as_posix() for path in there.path.rglob("*") if path.is_file()}
+    assert {name for name in files if not name.endswith(".lock")} == {
+        "checkpoints/best-step00000010.ckpt", "checkpoints/best-step00000010.ckpt.json",
+        "checkpoints/last-step00000020.ckpt", "checkpoints/last-step00000020.ckpt.json", "run.json", "metrics.csv",
+        "from-bucket/config.yaml", "tensorboard/version_0/events.out.tfevents.1",
+    }  # fmt: skip
+    assert fetch_run(setting.run, there) is None, "all is here"
+    [key] = [key for key in setting.objects() if "last" in key]
+    setting.run.write(key, b"tampered")
+    third = RunFolder(tmp_path / "third/the-run")
+    assert fetch_run(setting.run, third).name == "best-step00000010.ckpt" and "Passed over s3://" in caplog.text
+
+
+def test_without_the_bucket_a_run_goes_on_from_here_or_says_that_it_cannot(setting, tmp_path, caplog):
+    caplog.set_level("INFO")
+    away = Bucket(setting.s3["uri"], "http://127.0.0.1:9").at("the-run")
+    with pytest.raises(UserError, match="cannot be fetched from .* cannot be reached"):
+        fetch_run(away, RunFolder(tmp_path / "elsewhere/the-run"))
+    setting.checkpoint(10)
+    assert fetch_run(away, setting.folder) is None and "going on with what is here" in caplog.text

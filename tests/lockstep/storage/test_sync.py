@@ -1,0 +1,131 @@
+"""A prefix of a bucket on this disk: whole, resumed, and as the bucket is now; against a real S3 server."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from faulty_proxy import FaultyProxy
+from lockstep.runs.errors import UserError
+from lockstep.storage import sync as module
+from lockstep.storage.sync import sync
+from object_store import shared_store
+
+SRC = Path(__file__).resolve().parents[3] / "src"
+OBJECTS = {f"photos/ä {n % 3}+/{n}.jpg": os.urandom(1000 + n) for n in range(60)} | {"photos/large": os.urandom(2**22)}
+
+
+@pytest.fixture
+def place(monkeypatch):
+    server = shared_store()
+    for variable, value in server.environment().items():
+        monkeypatch.setenv(variable, value)
+    name, client = server.new_bucket(), server.client()
+    for key, data in {**OBJECTS, "photos-of-others/x": b"1", "photos/folder/": b""}.items():
+        client.put_object(Bucket=name, Key=key, Body=data)
+    return f"s3://{name}/photos", {"endpoint_url": server.endpoint_url}, client, name
+
+
+def found(folder):
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != module.SYNCED]
+    return {f"photos/{path.relative_to(folder)}": path.read_bytes() for path in files}
+
+
+def test_a_copy_is_as_the_bucket_is_now(place, tmp_path, caplog, monkeypatch):
+    uri, s3, client, name = place
+    caplog.set_level("INFO")
+    folder = sync(uri, tmp_path, s3)
+    assert found(folder) == OBJECTS and "61 files" in caplog.text
+    caplog.clear()
+    assert sync(uri + "/", tmp_path, s3) == folder and caplog.text == "", "nothing is fetched twice"
+
+    client.put_object(Bucket=name, Key="photos/new.jpg", Body=b"new")
+    client.put_object(Bucket=name, Key="photos/large", Body=b"smaller")
+    client.delete_object(Bucket=name, Key="photos/ä 0+/0.jpg")
+    (folder / "ä 1+/1.jpg").unlink()
+    (folder / "ä 2+/2.jpg").write_bytes(b"cut")
+    now = {**OBJECTS, "photos/new.jpg": b"new", "photos/large": b"smaller"}
+    del now["photos/ä 0+/0.jpg"]
+    assert found(sync(uri, tmp_path, s3)) == now and "4 files" in caplog.text
+
+
+def test_one_object_is_a_file(place, tmp_path):
+    uri, s3, _, _ = place
+    assert sync(f"{uri}/large", tmp_path, s3).read_bytes() == OBJECTS["photos/large"]
+
+
+def called(uri, s3, cache):
+    sync(uri, cache, s3)
+
+
+def test_processes_of_a_node_copy_once(place, tmp_path):
+    uri, s3, _, _ = place
+    with FaultyProxy(urlsplit(s3["endpoint_url"]).port) as proxy:
+        given = (uri, {"endpoint_url": proxy.endpoint_url}, tmp_path)
+        processes = [multiprocessing.get_context("spawn").Process(target=called, args=given) for _ in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0, 0]
+        [folder] = [path for path in tmp_path.iterdir() if path.is_dir()]
+        assert found(folder) == OBJECTS
+
+
+CHILD = """
+import sys; from pathlib import Path
+from lockstep.storage import sync as module
+fetch = module._fetch
+def slow(bucket, key, *rest):
+    import time; time.sleep(0.2); fetch(bucket, key, *rest)
+module._fetch, module.THREADS = slow, 2
+module.sync(sys.argv[1], Path(sys.argv[2]), {"endpoint_url": sys.argv[3]})
+"""
+
+
+def test_a_killed_copy_goes_on_where_it_was(place, tmp_path, monkeypatch, caplog):
+    uri, s3, _, _ = place
+    environment = {**os.environ, "PYTHONPATH": str(SRC)}
+    child = subprocess.Popen([sys.executable, "-c", CHILD, uri, str(tmp_path), s3["endpoint_url"]], env=environment)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.rglob("*.jpg"))) < 20 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jpg")}
+    assert 20 <= len(before) < 60
+    caplog.set_level("INFO")
+    assert found(sync(uri, tmp_path, s3)) == OBJECTS
+    assert sum(path.stat().st_mtime_ns == time_ns for path, time_ns in before.items()) >= len(before) - 2
+
+
+def test_a_connection_that_breaks_is_tried_again(place, tmp_path, monkeypatch):
+    uri, s3, _, _ = place
+    monkeypatch.setattr(module.time, "sleep", lambda _: None)
+    with FaultyProxy(urlsplit(s3["endpoint_url"]).port) as proxy:
+        proxy.be("lossy")
+        assert found(sync(uri, tmp_path, {"endpoint_url": proxy.endpoint_url})) == OBJECTS
+
+
+def test_what_cannot_be_copied_is_a_sentence(place, tmp_path, monkeypatch):
+    uri, s3, client, name = place
+    with pytest.raises(UserError, match="there is nothing under this prefix"):
+        sync(f"{uri}/nothing", tmp_path, s3)
+    with pytest.raises(UserError, match="cannot be read: the bucket no-such-bucket does not exist"):
+        sync("s3://no-such-bucket/x", tmp_path, s3)
+    Usage = namedtuple("Usage", "free")
+    with monkeypatch.context() as patched:
+        patched.setattr(module.shutil, "disk_usage", lambda _: Usage(1000))
+        with pytest.raises(UserError, match="give data.cache_dir=FOLDER on a larger disk, or mount the bucket"):
+            sync(uri, tmp_path, s3)
+    monkeypatch.setattr(module.Bucket, "list", lambda self, below="": iter([("../../evil", 1, "x")]))
+    with pytest.raises(UserError, match="holds the key '../../evil', which cannot be a file"):
+        sync(uri, tmp_path, s3)
+    assert not (tmp_path.parent / "evil").exists()
