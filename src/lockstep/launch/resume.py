@@ -84,8 +84,6 @@ def config_before(folder: RunFolder) -> dict[str, Any] | None:
 
 def _fetch(config: Config, folder: RunFolder, *, first: bool) -> None:
     """Fetch the run from its bucket; the ranks of a node ask one after the other, and the later ones find it there."""
-    from lockstep.storage.bucket import open_store
-from lockstep.launch.launchers import launcher_of, named_run
     from lockstep.storage.fetch import fetch_run
     from lockstep.storage.s3 import Bucket
 
@@ -93,8 +91,7 @@ from lockstep.launch.launchers import launcher_of, named_run
         locked_file(folder.path.parent / f".{folder.run_id}.lock"),
         nullcontext() if first else only_warnings("lockstep.storage"),
     ):
-        fetch_run(open_store(config["s3"]), folder)
-from lockstep.launch.launchers import launcher_of, named_run
+        fetch_run(Bucket.of(config["s3"]).at(folder.run_id), folder)
 
 
 def runs_folder(config: Config, logs: Path) -> Path:
