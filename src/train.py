@@ -66,7 +66,7 @@ def _take_weights(run: "Run", plan: RunPlan) -> None:
 
 
 def _known_at_start(run: "Run", plan: RunPlan) -> dict[str, Any]:
-    from lockstep.training.image_report import record_fields
+    from lockstep.data.report import settings_of
 
     net: Any = run.module.net
     return {
@@ -78,7 +78,8 @@ def _known_at_start(run: "Run", plan: RunPlan) -> dict[str, Any]:
         "num_test": run.data.num_test,
         "left_out_per_epoch": run.data.left_out_per_epoch,
         "data_hash": run.facts["data_hash"],
-        "images": record_fields(run.data, plan.choices.get("augmentation")),
+        "images": settings_of(run.data, plan.choices.get("augmentation")),
+        "data_report": run.data.report,
     }
 
 

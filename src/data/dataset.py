@@ -60,10 +60,10 @@ class DatasetDataModule(ListedDataModule):
     def _choose_path(self, side: int | None) -> tuple[str, str]:
         return "loader", "a Dataset is read item by item"
 
-    def identical_images(self) -> dict[str, list[str]]:
+    def identical_images(self, compare_all: bool = False) -> dict[str, list[str]]:
         return {}
 
-    def _open_image(self) -> OpenImage:
+    def image_opener(self) -> OpenImage:
         return partial(_open_item, self._items, self.channels)
 
 

@@ -161,6 +161,6 @@ def test_a_run_trains_on_it_and_is_tested_again(tmp_path):
     done = run_door("train", *words, "data.skip_corrupt=true", logs=tmp_path / "logs")
     assert done.code == 0 and done.record["metrics"]["test/acc"] == 1.0, done.output
     assert done.record["images"]["skipped"] == 1
-    assert "train-1.tar is cut off" in (done.folder.path / "skipped.txt").read_text()
+    assert "train-1.tar is cut off" in (done.folder.path / "data_report.txt").read_text()
     again = run_door("eval", "ckpt_path=r", logs=tmp_path / "logs")
     assert again.code == 0, again.output

@@ -301,10 +301,22 @@ class ImageDataModule(LightningDataModule):
     def image_name(self, position: int) -> str:
         return f"image {position}"
 
-    def identical_images(self) -> dict[str, list[str]]:
+    @property
+    def labels(self) -> np.ndarray:
+        """(n,) int64 of all images; not every one need be in a split."""
+        return self._labels
+
+    def image_sizes(self) -> list[tuple[int, int]]:
+        """Return (width, height) of some images in pixels."""
+        return [] if self._array is None else [(self._array.shape[2], self._array.shape[1])]
+
+    def identical_images(self, compare_all: bool = False) -> dict[str, list[str]]:
         """Return sentences on images that are in two splits or under two labels, each with the pairs it counts.
 
         Takes a second per 10,000 images; call it on one rank.
+
+        Args:
+            compare_all: of files, however many there are.
         """
         return self._describe(identical_arrays(self._array, self._used())) if self._array is not None else {}
 
@@ -313,11 +325,15 @@ class ImageDataModule(LightningDataModule):
         return np.unique(np.concatenate([self.splits.train, self.splits.val, self.splits.test]))
 
     def _describe(self, groups: list[list[int]]) -> dict[str, list[str]]:
+        return describe(groups, self._labels, self.split_of_each(), self.image_name)
+
+    def split_of_each(self) -> np.ndarray:
+        """Return (n,) 0 train, 1 val, 2 test, -1 none."""
         assert self.splits is not None
-        split_of = np.zeros(len(self._labels), np.int8)
-        split_of[self.splits.test] = 2
-        split_of[self.splits.val] = 1
-        return describe(groups, self._labels, split_of, self.image_name)
+        split_of = np.full(len(self._labels), -1, np.int8)
+        for number, index in enumerate((self.splits.train, self.splits.val, self.splits.test)):
+            split_of[index] = number
+        return split_of
 
     # Placement
 
@@ -426,7 +442,7 @@ class ImageDataModule(LightningDataModule):
 
     # Batches
 
-    def _open_image(self) -> OpenImage:
+    def image_opener(self) -> OpenImage:
         """What opens a single image in a worker process."""
         assert self._array is not None
         return partial(_image_of_array, self._array)
@@ -434,7 +450,7 @@ class ImageDataModule(LightningDataModule):
     def _load_whole(self, selections: Iterable[Selection]) -> Iterator[LoadedBatch]:
         """For evaluation, and for an augmentation of whole batches: images that the device crops."""
         if self._images is None:
-            for selection, images in self._stream(selections, squares(self._open_image(), self.framing)):
+            for selection, images in self._stream(selections, squares(self.image_opener(), self.framing)):
                 yield {"images": images, "draws": torch.from_numpy(selection.draws), **self._labels_of(selection)}
             return
         for selection in selections:
@@ -446,7 +462,7 @@ class ImageDataModule(LightningDataModule):
                 yield {"images": self._images[index].pin_memory(), **batch}
 
     def _load_augmented(self, pipeline: Operation, selections: Iterable[Selection]) -> Iterator[LoadedBatch]:
-        for selection, images in self._stream(selections, augmented(self._open_image(), pipeline)):
+        for selection, images in self._stream(selections, augmented(self.image_opener(), pipeline)):
             yield {"images": images, **self._labels_of(selection)}
 
     def _stream(self, selections: Iterable[Selection], make: MakeImage) -> Iterator[tuple[Selection, Tensor]]:

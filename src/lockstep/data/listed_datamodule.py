@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from lockstep.data.decoding import CorruptImage, decode_all, open_image, pixels_of
-from lockstep.data.identical import identical_arrays, identical_files
+from lockstep.data.identical import MAX_COMPARED, identical_arrays, identical_files
 from lockstep.data.image_datamodule import IMAGES, ImageDataModule
 from lockstep.data.image_set import hash_of_pixels
 from lockstep.data.listing import ImageList
@@ -121,22 +121,26 @@ class ListedDataModule(ImageDataModule):
     def _common_side(self) -> int | None:
         """The side of a sample of the images if all are squares of one size up to `resize`: an array then holds them
         as they are."""
-        sides: set[tuple[int, int]] = set()
+        sides = set(self.image_sizes())
+        width, height = sides.pop() if len(sides) == 1 else (0, 1)
+        return width if width == height <= self.resize else None
+
+    def image_sizes(self) -> list[tuple[int, int]]:
+        found = []
         for i in np.linspace(0, len(self._list) - 1, min(len(self._list), SAMPLE)).astype(int).tolist():
             try:
                 with Image.open(BytesIO(self._list.read(i))) as image:
-                    sides.add(image.size)
+                    found.append(image.size)
             except Exception:  # a damaged file makes Pillow raise nearly anything; decoding names it
                 continue
-        width, height = sides.pop() if len(sides) == 1 else (0, 1)
-        return width if width == height <= self.resize else None
+        return found
 
     def _write_array(self, side: int | None, folder: Path) -> Content:
         """
         Args:
             side: of a sample of the images, where they are small squares of one size.
         """
-        size, open_one = side or self.resize, self._open_image()
+        size, open_one = side or self.resize, self.image_opener()
         shape = (len(self._list), size, size, self.channels)
         require_space(folder, int(np.prod(shape)))
         out = np.lib.format.open_memmap(folder / IMAGES, mode="w+", dtype=np.uint8, shape=shape)
@@ -158,7 +162,7 @@ class ListedDataModule(ImageDataModule):
         return {"failures": failures, "data_hash": data_hash}
 
     def _find_damaged(self, folder: Path) -> Content:
-        open_one = self._open_image()
+        open_one = self.image_opener()
         return {"failures": decode_all(len(self._list), lambda i: pixels_of(open_one(i)), None, skip_corrupt=True)}
 
     def _check(self) -> None:
@@ -172,18 +176,18 @@ class ListedDataModule(ImageDataModule):
     def image_name(self, position: int) -> str:
         return self._list.names[position]
 
-    def identical_images(self) -> dict[str, list[str]]:
+    def identical_images(self, compare_all: bool = False) -> dict[str, list[str]]:
         if self._array is not None:
             return self._describe(identical_arrays(self._array, self._used()))
         try:
-            groups = identical_files(self._list, self._used())
+            groups = identical_files(self._list, self._used(), None if compare_all else MAX_COMPARED)
         except CorruptImage:  # the loader names it
             return {}
         return {TOO_MANY: []} if groups is None else self._describe(groups)
 
-    def _open_image(self) -> OpenImage:
+    def image_opener(self) -> OpenImage:
         if self._array is not None:
-            return super()._open_image()
+            return super().image_opener()
         return partial(_open_listed, self._list, self.channels)
 
 

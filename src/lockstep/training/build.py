@@ -14,6 +14,7 @@ from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.config.schema import key_of
+from lockstep.data import report
 from lockstep.launch.plan import RunPlan, as_run
 from lockstep.runs.config import Config
 from lockstep.runs.durations import seconds_of
@@ -22,7 +23,6 @@ from lockstep.runs.hooks import SaysWantedImages, StartsFromImages
 from lockstep.strategies.base import capabilities
 from lockstep.strategies.recompute import recompute_activations
 from lockstep.strategies.sync_batchnorm import check_batch_norm, synchronise
-from lockstep.training import image_report
 from lockstep.training.checks import DataFacts, check_same_data, validation_interval, whole_steps
 from lockstep.training.freeze import freeze
 from lockstep.training.local_root import on_this_node, said_by_address
@@ -276,8 +276,10 @@ def build_run(plan: RunPlan, session: RankSession, *, trained_on: DataFacts | No
         if isinstance(module.net, StartsFromImages):
             module.net.init_from_images(data.sample_images(5000))
     if cluster.is_rank_zero:
-        image_report.say(data, plan.choices.get("augmentation") if trainable else None)
-        image_report.list_skipped(data, plan.folder)
+        data.report, lists = report.report_of(data) if trainable else ({}, {})
+        report.log_contents(data, data.report)
+        report.log_settings(data, plan.choices.get("augmentation") if trainable else None)
+        report.write_lists(plan.folder.path, lists)
     if trainable:
         parts = plan.batch.accumulate * capabilities(strategy).micro_batches
         for sentence in check_batch_norm(

@@ -3,8 +3,7 @@
 import logging
 
 from data.synthetic import SyntheticDataModule
-from lockstep.runs.folder import RunFolder
-from lockstep.training.image_report import list_skipped, record_fields, say
+from lockstep.data.report import log_contents, log_settings, report_of, settings_of, write_lists
 
 WANTED = {"mean": [0.5] * 3, "std": [0.25] * 3, "crop_pct": 0.5, "interpolation": "bicubic"}
 
@@ -21,7 +20,8 @@ def module(tmp_path, **options):
 def test_what_the_weights_say_is_said_and_recorded(tmp_path, caplog):
     dm = module(tmp_path, mean="auto", std=0.18, path="loader")
     with caplog.at_level(logging.INFO):
-        say(dm, "none")
+        log_contents(dm, {})
+        log_settings(dm, "none")
     what, line, warning = (record.message for record in caplog.records)
     names = ", ".join(f"pattern {number}" for number in range(10))
     assert what == f"data: 10 classes: {names} · 58 images to train, 6 to validate, 9 to test"
@@ -31,10 +31,10 @@ def test_what_the_weights_say_is_said_and_recorded(tmp_path, caplog):
     )
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        say(dm, None)
+        log_settings(dm, None)
     assert "augmentation" not in caplog.text
     assert warning.startswith("data.std=[0.18, 0.18, 0.18] is not what the pretrained weights were trained with")
-    assert record_fields(dm, "none") == {
+    assert settings_of(dm, "none") == {
         "path": "loader", "why": "data.path=loader", "augmentation": "none", "mean": [0.5] * 3, "std": [0.18] * 3,
         "crop_pct": 0.5, "interpolation": "bicubic", "resize": 16, "fit": "crop",
         "from_weights": ["mean", "crop_pct", "interpolation"], "skipped": 0,
@@ -43,13 +43,19 @@ def test_what_the_weights_say_is_said_and_recorded(tmp_path, caplog):
 
 def test_what_was_left_out_and_identical_images_are_logged_and_listed(tmp_path, caplog):
     dm = module(tmp_path)
-    list_skipped(dm, RunFolder(tmp_path))
-    assert not (tmp_path / "skipped.txt").exists()
+    fields, lists = report_of(dm)
+    write_lists(tmp_path, lists)
+    assert not (tmp_path / "data_report.txt").exists() and not fields["left_out"]
     dm.left_out = {"damaged images": ["a.jpg cannot be decoded"], ".heic files": ["b.heic", "c.heic"]}
-    dm.identical_images = lambda: {"1 test images are identical to training images": ["test/d.jpg = train/d.jpg"]}
-    list_skipped(dm, RunFolder(tmp_path))
-    assert "left out: 1 damaged images, 2 .heic files (skipped.txt)" in caplog.text
-    assert "1 test images are identical to training images (skipped.txt)." in caplog.text
-    lines = (tmp_path / "skipped.txt").read_text().splitlines()
+    dm.identical_images = lambda _: {"1 test images are identical to training images": ["test/d.jpg = train/d.jpg"]}
+    fields, lists = report_of(dm)
+    with caplog.at_level(logging.INFO):
+        log_contents(dm, fields)
+    write_lists(tmp_path, lists)
+    assert "left out: 1 damaged images, 2 .heic files (data_report.txt)" in caplog.text
+    assert "1 test images are identical to training images (data_report.txt)." in caplog.text
+    assert fields["left_out"] == {"damaged images": 1, ".heic files": 2} and fields["smallest_image"] == "16×16"
+    assert fields["images_per_class"]["pattern 0"].keys() == {"train", "val", "test"}
+    lines = (tmp_path / "data_report.txt").read_text().splitlines()
     assert lines[0] == "a.jpg cannot be decoded  # damaged images" and len(lines) == 4
     assert lines[3] == "test/d.jpg = train/d.jpg  # 1 test images are identical to training images"

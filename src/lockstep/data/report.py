@@ -1,0 +1,96 @@
+"""Describe the images of a run before its first step: in the log, in run.json, and in a file of the run folder."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.runs.files import write_atomically
+
+log = logging.getLogger(__name__)
+
+LISTS = "data_report.txt"
+SHOWN_CLASSES = 10
+
+
+def report_of(data: Any, *, compare_all: bool = False) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Return `data_report` of the record, and the names of the images that it counts.
+
+    Args:
+        data: a prepared ImageDataModule.
+        compare_all: look for identical files, however many have the same size.
+    """
+    identical, sizes = (
+        data.identical_images(compare_all),
+        sorted(data.image_sizes(), key=lambda size: size[0] * size[1]),
+    )
+    counts = data.counts_per_split
+    fields = {
+        "images_per_class": {
+            name: {split: counts[split][number] for split in counts} for number, name in enumerate(data.class_names)
+        },
+        "left_out": {reason: len(names) for reason, names in data.left_out.items()},
+        "identical_images": list(identical),
+        "smallest_image": "×".join(map(str, sizes[0])) if sizes else None,
+        "largest_image": "×".join(map(str, sizes[-1])) if sizes else None,
+    }
+    return fields, {**data.left_out, **identical}
+
+
+def settings_of(data: Any, augmentation: str | None) -> dict[str, Any]:
+    """Return `images` of the record: how images are resized, normalised and augmented.
+
+    Args:
+        augmentation: the option that was chosen.
+    """
+    path, why = data.path_taken()
+    framing, settings = data.framing, data.settings
+    return {
+        "path": path, "why": why, "augmentation": augmentation, "mean": data.mean, "std": data.std,
+        "crop_pct": settings.crop_pct, "interpolation": framing.interpolation, "resize": framing.resize,
+        "fit": framing.fit, "from_weights": list(settings.from_weights), "skipped": len(data.skipped),
+    }  # fmt: skip
+
+
+def log_contents(data: Any, fields: Mapping[str, Any]) -> None:
+    """Log classes and splits, what was left out, and which images are identical.
+
+    Args:
+        fields: from `report_of`; {} for an evaluation.
+    """
+    names = ", ".join(data.class_names[:SHOWN_CLASSES]) + (", …" if len(data.class_names) > SHOWN_CLASSES else "")
+    counts = f"{data.num_train} images to train, {data.num_val} to validate, {data.num_test} to test"
+    if data.stage == "test":
+        counts = f"testing on {'all ' if data.num_test == data.num_images else ''}{data.num_test} images"
+    log.info(f"data: {len(data.class_names)} classes: {names} · {counts}")
+    for note in data.notes:
+        log.info(note)
+    if left_out := fields.get("left_out"):
+        log.info(f"left out: {', '.join(f'{count} {reason}' for reason, count in left_out.items())} ({LISTS})")
+    for sentence in fields.get("identical_images", ()):
+        log.warning(f"{sentence} ({LISTS}).")
+
+
+def log_settings(data: Any, augmentation: str | None) -> None:
+    """Log how images are made, and warn about settings that the pretrained weights were not trained with.
+
+    Args:
+        augmentation: the option of a training; None for an evaluation.
+    """
+    path, why = data.path_taken()
+    mean, std = (", ".join(f"{value:.3g}" for value in values) for values in (data.mean, data.std))
+    weights = f" · the weights say {', '.join(data.settings.from_weights)}" if data.settings.from_weights else ""
+    changed = f" · augmentation={augmentation}" if augmentation else ""
+    log.info(f"images: {path}, as {why}{changed} · mean {mean} · std {std}{weights}")
+    for key in data.settings.against_weights:
+        log.warning(
+            f"data.{key}={getattr(data.settings, key)} is not what the pretrained weights were trained with: "
+            f"data.{key}=auto takes theirs."
+        )
+
+
+def write_lists(folder: Path, lists: Mapping[str, list[str]]) -> None:
+    """Write the names of images that were left out or are identical, a line each, with the reason."""
+    lines = [f"{name}  # {reason}\n" for reason, names in lists.items() for name in names]
+    if lines:
+        write_atomically(folder / LISTS, lambda file: file.write("".join(lines)))

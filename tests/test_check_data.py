@@ -1,0 +1,103 @@
+"""check_data.py, and the report of the data that every run logs."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from check_data import main, near_duplicates
+from runs import run_door
+
+
+def picture(folder, name, seed, change=0, suffix="png"):
+    folder.mkdir(parents=True, exist_ok=True)
+    coarse = np.random.default_rng(seed).integers(20, 200, (6, 6, 3), np.uint8)
+    pixels = np.asarray(Image.fromarray(coarse).resize((24, 20), Image.Resampling.BICUBIC)).astype(int)
+    noise = np.random.default_rng(seed + 999).integers(-change, change + 1, pixels.shape)
+    Image.fromarray((pixels + noise).clip(0, 255).astype(np.uint8)).save(folder / f"{name}.{suffix}")
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Sixty images, a copy and a noisy copy of training images in the test, and a cat among the dogs."""
+    root = tmp_path / "photos"
+    for split, first in (("train", 0), ("test", 40)):
+        for number in range(first, first + (40 if split == "train" else 20)):
+            picture(root / split / ("cat" if number % 2 else "dog"), str(number), number)
+    picture(root / "test" / "cat", "copy", 1)
+    picture(root / "test" / "dog", "near", 2, change=6)
+    picture(root / "train" / "dog", "wrong", 3)
+    (root / "train" / "cat" / ".hidden.png").write_bytes(b"")
+    (root / "train" / "cat" / "notes.txt").write_text("x")
+    return root
+
+
+def ask(root, tmp_path, *words):
+    return [f"data.root={root}", "data=image_folder", "data.name=photos", f"paths.log_dir={tmp_path / 'logs'}", *words]
+
+
+def test_copies_near_copies_and_two_labels_are_found(photos, tmp_path, capsys):
+    assert main(ask(photos, tmp_path, "data.val_fraction=0")) == 1
+    said = capsys.readouterr()
+    assert "1 test images are identical to training images (data_report.txt)." in said.err
+    assert "1 images occur under two labels (data_report.txt)." in said.err
+    assert "nearly identical, test and train, same label: 2 pairs" in said.out
+    assert "nearly identical, train, two labels: 1 pairs" in said.out
+    assert (
+        "left out: 1 hidden images, 1 .txt files (data_report.txt)" in said.out
+        and "sizes: 24×20 to 24×20 px" in said.out
+    )
+    folder = tmp_path / "logs" / "check_data" / "photos"
+    lines = (folder / "data_report.txt").read_text().splitlines()
+    assert "test/cat/copy.png = train/cat/1.png  # 1 test images are identical to training images" in lines
+    assert any(line.startswith("train/dog/2.png = test/dog/near.png  # nearly") for line in lines)
+    with Image.open(folder / "pairs.png") as sheet:
+        assert sheet.width > 4 * 256
+
+
+def test_clean_data_and_a_damaged_image_are_no_failure(tmp_path, capsys):
+    root = tmp_path / "photos"
+    for number in range(30):
+        picture(root / ("cat" if number % 2 else "dog"), str(number), number)
+    (root / "cat" / "broken.png").write_bytes(b"no image")
+    assert main(ask(root, tmp_path)) == 0
+    said = capsys.readouterr()
+    assert "1 images are damaged" in said.err and "broken.png" in said.err and "identical" not in said.out
+
+
+def test_the_exit_code_is_2_for_data_that_cannot_be_listed(tmp_path, capsys):
+    assert main(ask(tmp_path / "none", tmp_path)) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_similar_images_are_near_only_if_they_stand_out():
+    rng = np.random.default_rng(0)
+    base = rng.normal(size=(1, 64))
+    thumbs = np.concatenate([base + 0.2 * rng.normal(size=(30, 64)), rng.normal(size=(30, 64))])
+    thumbs[-1] = thumbs[-2] + 0.02 * rng.normal(size=64)
+    thumbs -= thumbs.mean(1, keepdims=True)
+    thumbs /= np.linalg.norm(thumbs, axis=1, keepdims=True)
+    assert near_duplicates(thumbs.astype(np.float32), np.arange(60)) == [(58, 59)]
+    assert near_duplicates(thumbs.astype(np.float32), np.array([0, 59])) == [(58, 59)]
+
+
+@pytest.mark.parametrize("path", ["array", "loader"])
+def test_a_run_logs_and_records_the_report_of_its_data(photos, tmp_path, path):
+    words = ["data=image_folder", f"data.root={photos}", "data.image_size=16", "data.global_batch_size=8",
+             "model=small_cnn", "trainer=cpu", "trainer.max_steps=1", f"data.path={path}", "augmentation=none",
+             "run_id=r"]  # fmt: skip
+    done = run_door("train", *words, logs=tmp_path / "logs")
+    assert done.code == 0, done.output
+    assert "data: 2 classes: cat, dog · " in done.output
+    assert "left out: 1 hidden images, 1 .txt files (data_report.txt)" in done.output
+    assert "1 test images are identical to training images (data_report.txt)." in done.output
+    report = json.loads((done.folder.path / "run.json").read_text())["data_report"]
+    assert report["images_per_class"]["cat"]["test"] == 11 and report["left_out"] == {
+        "hidden images": 1,
+        ".txt files": 1,
+    }
+    assert report["identical_images"][0] == "1 test images are identical to training images"
+    assert (report["smallest_image"], report["largest_image"]) == ("24×20", "24×20")
+    assert "test/cat/copy.png = train/cat/1.png" in (done.folder.path / "data_report.txt").read_text()
+    assert "1 test images are identical" in (done.folder.path / "page.md").read_text()
