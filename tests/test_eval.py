@@ -86,7 +86,7 @@ def test_a_checkpoint_of_a_version_without_a_key_is_tested(trained, tmp_path):
     config = content["lockstep"]["config"]
     for key in ("verbose", "quiet"):
         config.pop(key, None)
-    config["trainer"].pop("memory_fraction")
+    config["trainer"].pop("max_time")
     write_checkpoint(content, tmp_path / "old.ckpt")
     root = images(tmp_path / "images")
     words = [f"ckpt_path={tmp_path / 'old.ckpt'}", "data=image_folder", f"data.root={root}", "data.image_size=8"]
