@@ -133,7 +133,8 @@ def check(cfg: Any) -> int:
         names = [[data.class_names[data.labels[i]] for i in pair] for pair in shown]
         captions = [f"{kinds[pair].split(',')[0]}: {' | '.join(dict.fromkeys(two))}" for pair, two in zip(shown, names)]
         contact_sheet(folder / "pairs.png", data, shown, captions)
-    log.info(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    if any(lists.values()):
+        log.info(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     return EXIT_FAILED if any("test images are identical" in sentence for sentence in lists) else EXIT_OK
 
 
