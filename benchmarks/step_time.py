@@ -166,7 +166,7 @@ class Sides:
 
     def _parts(self) -> tuple[Any, Callable[..., Any]]:
         """Net and optimizer as our run gets them: its one kernel for all parameters is not what is measured here."""
-        from lockstep.training.build import build_module
+        from lockstep.training.build_module import build_module
 
         if not self.batches:
             self.ours()

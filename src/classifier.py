@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lockstep.runs.hooks import TakesNamedParameters
 from lockstep.runs.scores import BINS, ExactCounts, summary
 from lockstep.training.checks import check_logits
 from lockstep.training.losses import losses_of_images, probabilities_of
@@ -199,7 +198,7 @@ class ImageClassifier(pl.LightningModule):
         trainable = [(name.removeprefix("net."), p) for name, p in self.named_parameters() if p.requires_grad]
         parameters = [p for _, p in trainable]
         given: Any = parameters
-        if isinstance(self.optimizer_factory.func, TakesNamedParameters):
+        if hasattr(self.optimizer_factory.func, "takes_named_parameters"):
             given = trainable
         elif self.rules != GroupRules():
             given = parameter_groups(self.net, trainable, self.rules, self._learning_rate())

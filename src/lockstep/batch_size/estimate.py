@@ -19,7 +19,7 @@ from lockstep.config.instantiate import resolve_target
 from lockstep.runs.config import Config
 from lockstep.runs.errors import EXIT_OK, UserError
 from lockstep.strategies.recompute import recompute_activations
-from lockstep.training.build import build_module
+from lockstep.training.build_module import build_module
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from lockstep.callbacks.resume_point import (
 )
 from lockstep.runs.config import Config
 from lockstep.runs.errors import Diverged, UserError
-from lockstep.runs.hooks import OnCheckpointComplete
 from lockstep.storage.checkpoint_files import (
     Sidecar,
     checkpoint_name,
@@ -274,7 +273,7 @@ class Checkpoints(Callback):
         """Tell the callbacks that upload or record it, then delete its predecessors."""
         sidecar = read_sidecar(path)
         for callback in trainer.callbacks:
-            if isinstance(callback, OnCheckpointComplete):
+            if hasattr(callback, "on_checkpoint_complete"):
                 callback.on_checkpoint_complete(path, sidecar, kind)
         for older, _ in list(complete(self.folder, kind)):
             if older != path:

@@ -14,7 +14,6 @@ from lightning.pytorch.callbacks import Callback
 
 from lockstep.callbacks.interruption import Interruption
 from lockstep.runs.errors import EXIT_INTERRUPTED
-from lockstep.runs.hooks import ExpectsEnd
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class SpotNotice(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.interruption = next(c for c in trainer.callbacks if isinstance(c, Interruption))
-        self.uploads = [c for c in trainer.callbacks if isinstance(c, ExpectsEnd)]
+        self.uploads = [c for c in trainer.callbacks if hasattr(c, "expect_end")]
         if trainer.local_rank == 0 and stage in ("fit", "test"):
             self.ended = threading.Event()  # the thread of a stage before may still be asking
             threading.Thread(target=self._poll, name="spot-notice", daemon=True).start()

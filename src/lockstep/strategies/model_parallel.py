@@ -14,7 +14,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lockstep.runs.errors import UserError
-from lockstep.runs.hooks import HasStages
 from lockstep.strategies.base import Capabilities, move_all_but_net
 
 
@@ -44,7 +43,7 @@ class ModelParallel(Capabilities, SingleDeviceStrategy):
     def model_to_device(self) -> None:
         """The stages to their devices, and what the module has beside the net to the first."""
         module = self.lightning_module
-        if not isinstance(module.net, HasStages):
+        if not hasattr(module.net, "stages"):
             raise UserError(f"{type(module.net).__name__} names no stages(): trainer=model_parallel cannot cut it.")
         stages = module.net.stages()
         check_cover(module.net, stages)

@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.runs.errors import UserError
-from lockstep.runs.hooks import HasShardUnits
 from lockstep.strategies.sync_batchnorm import BATCH_NORMS
 
 
@@ -21,7 +20,7 @@ def recompute_activations(net: nn.Module) -> None:
     Raises:
         UserError: the net names no units, or one of them has BatchNorm.
     """
-    units = net.shard_units() if isinstance(net, HasShardUnits) else []
+    units: list[nn.Module] = getattr(net, "shard_units", list)()
     if not units:
         raise UserError(
             f"trainer.activation_checkpointing=true: {type(net).__name__} names no shard_units() to compute again; "

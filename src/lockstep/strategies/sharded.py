@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from lockstep.runs.errors import UserError
-from lockstep.runs.hooks import HasShardUnits
 from lockstep.strategies.base import Ranks, broadcast_from_rank_zero, move_all_but_net
 from lockstep.strategies.precision import ShardedPrecision, policies, precision_for
 from lockstep.strategies.sharded_state import (
@@ -89,7 +88,7 @@ class Sharded(Ranks):
         self.accelerator.teardown()
 
     def _shard(self, net: nn.Module) -> None:
-        units = net.shard_units() if isinstance(net, HasShardUnits) else []
+        units: list[nn.Module] = getattr(net, "shard_units", list)()
         if not units and self.global_rank == 0:
             log.info("The model names no shard_units(): FSDP gathers it as a whole, which saves little memory.")
         check_shardable(net)

@@ -7,7 +7,7 @@ from torch import nn
 
 from lockstep.runs.errors import UserError
 from lockstep.strategies.sync_batchnorm import BATCH_NORMS
-from lockstep.training.layers import head_names
+from lockstep.training.parameter_groups import head_names
 
 BACKBONE = "backbone"  # everything but the head
 

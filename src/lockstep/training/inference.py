@@ -18,7 +18,8 @@ from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import RunRecord, read_record
 from lockstep.storage.fetch import locate_checkpoint
 from lockstep.storage.load import Checkpoint, read_checkpoint
-from lockstep.training.build import build_module, prepared_data
+from lockstep.training.build_data import prepared_data
+from lockstep.training.build_module import build_module
 from lockstep.training.checks import DataFacts, check_fits
 from lockstep.training.losses import probabilities_of
 

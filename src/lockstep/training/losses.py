@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.runs.errors import UserError
-from lockstep.runs.hooks import GivesProbabilities
 
 AUTO = "auto"
 
@@ -101,4 +100,4 @@ def losses_of_images(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, t
 
 def probabilities_of(loss: object, logits: Tensor) -> Tensor:
     """(B, classes), as the loss understands logits (B, classes)."""
-    return loss.probabilities(logits) if isinstance(loss, GivesProbabilities) else logits.softmax(1)
+    return loss.probabilities(logits) if hasattr(loss, "probabilities") else logits.softmax(1)

@@ -12,8 +12,6 @@ from torch import nn
 
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
-from lockstep.runs.hooks import NamesUndecayed, TakesNamedParameters
-from lockstep.training.layers import head_names, layer_numbers
 
 Group = dict[str, Any]  # as torch's optimizers take it
 
@@ -51,7 +49,7 @@ class GroupRules:
         Raises:
             UserError: the optimizer makes groups of its own.
         """
-        if self != GroupRules() and isinstance(optimizer, TakesNamedParameters):
+        if self != GroupRules() and hasattr(optimizer, "takes_named_parameters"):
             raise UserError(
                 f"{optimizer.__name__} groups the parameters itself: leave optimizer.layer_decay, head_lr_factor and "
                 "decay_norms as they are, or choose another optimizer, e.g. adamw."
@@ -78,7 +76,7 @@ def parameter_groups(
     """
     head, layers = head_names(net), layer_numbers(net)
     last = max(layers.values(), default=0)
-    undecayed = net.undecayed_names() if isinstance(net, NamesUndecayed) else set()
+    undecayed: set[str] = getattr(net, "undecayed_names", set)()
     groups: dict[tuple[float, bool], Group] = {}
     for name, parameter in trained:
         scale = (rules.layer_decay or 1.0) ** (last - layers.get(name, last))
@@ -91,3 +89,23 @@ def parameter_groups(
         if not is_decayed:
             group["weight_decay"] = 0.0
     return list(groups.values())
+
+
+def head_names(net: nn.Module) -> set[str]:
+    """Return the parameters of the layer that gives the logits: as the net says, else the layer of its last matrix."""
+    names = [name for name, _ in net.named_parameters()]
+    heads: list[str] = getattr(net, "head_names", list)()
+    if not heads:
+        matrices = [name for name, parameter in net.named_parameters() if parameter.ndim >= 2]
+        heads = [matrices[-1].rpartition(".")[0]] if matrices else []
+    return {name for name in names if any(name.startswith(f"{head}.") for head in heads)}
+
+
+def layer_numbers(net: nn.Module) -> dict[str, int]:
+    """Return the layer of each parameter, 0 at the images: as the net says, else its stages, else its children."""
+    if hasattr(net, "layer_numbers"):
+        return net.layer_numbers()
+    parts = net.stages() if hasattr(net, "stages") else list(net.children())
+    parts = [part for part in parts if any(True for _ in part.parameters())]
+    layer_of = {id(parameter): number for number, part in enumerate(parts) for parameter in part.parameters()}
+    return {name: layer_of.get(id(parameter), 0) for name, parameter in net.named_parameters()}

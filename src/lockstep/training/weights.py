@@ -6,10 +6,9 @@ from torch import Tensor
 
 from lockstep.callbacks.checkpoint_io import load_on_all_ranks
 from lockstep.runs.config import Config
-from lockstep.runs.hooks import AdaptsWeights
 from lockstep.storage.load import Checkpoint
 from lockstep.training.checks import DataFacts, check_fits
-from lockstep.training.layers import head_names
+from lockstep.training.parameter_groups import head_names
 
 SHOWN_CLASSES = 5
 
@@ -39,7 +38,7 @@ def start_from(module: pl.LightningModule, path: str, model_name: str, data: Con
     checkpoint = load_on_all_ranks(path)
     own, found, before = module.state_dict(), dict(checkpoint["state_dict"]), facts_of(checkpoint)
     notes = []
-    if isinstance(module.net, AdaptsWeights):
+    if hasattr(module.net, "adapted"):
         of_net = {name[4:]: value for name, value in found.items() if name.startswith("net.")}
         adapted = module.net.adapted(of_net)
         if adapted is not of_net:

@@ -11,7 +11,7 @@ from torchmetrics.classification import MulticlassAUROC, MulticlassAveragePrecis
 from lockstep.config.compose import CONFIGS
 from lockstep.config.schema import missing_option
 from lockstep.runs.errors import UserError
-from lockstep.training.build import pays_channels_last
+from lockstep.training.build_module import pays_channels_last
 from lockstep.training.metrics import averaged_here, build_metrics, values_of
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel

@@ -8,7 +8,7 @@ from lockstep.launch.plan import ResumePoint, RunPlan
 from lockstep.runs.batch import Batch
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.provenance import REPOSITORY
-from lockstep.training.build import _loggers
+from lockstep.training.build import build_loggers
 
 DEFAULT = yaml.safe_load((REPOSITORY / "configs" / "logger" / "default.yaml").read_text())
 
@@ -18,7 +18,7 @@ def log_steps(folder: RunFolder, resume_step: int | None, steps: range, value: f
         {"logger": DEFAULT}, {}, (), Cluster("none", 1, 1, 0, 0, "127.0.0.1", None), "cpu", folder, Batch(8, 8, 1),
         resume=None if resume_step is None else ResumePoint(resume_step),
     )  # fmt: skip
-    for logger in _loggers(plan, {"path": folder.metrics, "resume_step": resume_step}):
+    for logger in build_loggers(plan):
         for step in steps:
             logger.log_metrics({"train/loss": value + step}, step)
         logger.finalize("success")

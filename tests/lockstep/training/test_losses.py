@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.runs.errors import UserError
-from lockstep.training.build import build_loss
+from lockstep.training.build_module import build_loss
 from lockstep.training.losses import losses_of_images, probabilities_of
 from losses.bce import BinaryCrossEntropy
 from losses.cross_entropy import CrossEntropy

@@ -8,8 +8,7 @@ import torch
 
 from classifier import ImageClassifier
 from lockstep.runs.errors import UserError
-from lockstep.training.layers import head_names, layer_numbers
-from lockstep.training.parameter_groups import GroupRules, parameter_groups
+from lockstep.training.parameter_groups import GroupRules, head_names, layer_numbers, parameter_groups
 from models.alexnet import AlexNet
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
