@@ -134,6 +134,7 @@ class ImageClassifier(pl.LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         images, labels = batch
         logits = self.net(images)
+        check_logits(logits, self.num_classes)
         if self.test_time_flip:
             logits = (logits + self.net(images.flip(-1))) / 2
         losses = losses_of_images(self.loss, logits.float(), labels.clamp(min=0))
