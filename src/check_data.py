@@ -103,7 +103,7 @@ def contact_sheet(path: Path, data: Any, pairs: Sequence[tuple[int, int]], capti
 
 def check(cfg: Any) -> int:
     from lockstep.data.report import log_contents, report_of, write_lists
-    from lockstep.training.build import prepared_data
+    from lockstep.training.build_data import prepared_data
 
     config = plain(cfg)
     loader = {"path": "loader"} if "path" in config["data"] else {}  # which opens no image before it is needed
