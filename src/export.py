@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.runs.config import model_name
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
-from lockstep.runs.old_configs import model_name
 from lockstep.runs.output import set_up
 from lockstep.runs.script import exit_code_of
 

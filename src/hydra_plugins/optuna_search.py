@@ -1,12 +1,13 @@
-"""Hydra's -m as an Optuna search: one study, one job a trial; a failed trial is told and passed over.
+"""Hydra's -m as an Optuna search: one study, one job a trial; a failed trial is recorded and skipped.
 
-    python src/train.py -m hydra/sweeper=optuna hydra.sweeper.study=night hydra.sweeper.num_trials=30 \\
-      'optimizer.lr=tag(log,interval(1e-4,1e-1))' 'classifier.label_smoothing=choice(0.0,0.1)' trainer=ddp_sim
+    python src/train.py -m experiment=quickstart hydra/sweeper=optuna hydra.sweeper.num_trials=30 \\
+      'optimizer.lr=tag(log,interval(1e-4,1e-1))' 'classifier.label_smoothing=choice(0.0,0.1)'
 
-The study lies in a journal file: the same command again goes on until num_trials have finished. (The sweeper plugin
-on the package index is held at Optuna 2, whose storage no longer works with today's SQLAlchemy.)
+The study is in a journal file, named by what is searched: the same command goes on until num_trials have finished. (The
+sweeper plugin on the package index requires Optuna 2, whose storage does not work with today's SQLAlchemy.)
 """
 
+import hashlib
 import logging
 import math
 from pathlib import Path
@@ -19,32 +20,40 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from lockstep.runs.errors import UserError
+from lockstep.runs.errors import EXIT_USER_ERROR, UserError
 
 log = logging.getLogger(__name__)
 
 
 class OptunaSearch(Sweeper):
-    """
+    """Search the ranges of the command line with TPE.
+
     Args:
-        study: names the search; the same name goes on with it.
-        num_trials: trials that shall have finished in the end, over all starts.
+        study: name of the search; None: one made of what is searched, so that another search has another study.
+        num_trials: trials that have finished in the end, over all starts.
         direction: maximize or minimize optimized_metric.
-        folder: where the journal lies.
-        seed: of Optuna's sampler (TPE).
+        folder: for the journal.
+        seed: of Optuna's sampler.
     """
 
-    def __init__(self, study: str, num_trials: int, direction: str, folder: str, seed: int | None) -> None:
+    def __init__(self, study: str | None, num_trials: int, direction: str, folder: str, seed: int | None) -> None:
         self.study, self.num_trials, self.direction, self.seed = study, num_trials, direction, seed
         self.folder = Path(folder)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.hydra_context, self.config = hydra_context, config
+        self.config = config
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
     def sweep(self, arguments: list[str]) -> None:
+        try:
+            self._search(arguments)
+        except UserError as error:  # Hydra would print a traceback
+            log.error(str(error))
+            raise SystemExit(EXIT_USER_ERROR) from None
+
+    def _search(self, arguments: list[str]) -> None:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -53,47 +62,67 @@ class OptunaSearch(Sweeper):
         if not searched:
             raise UserError("Nothing to search: give a key a range, as 'optimizer.lr=tag(log,interval(1e-4,1e-1))'.")
         fixed = [f"{o.get_key_element()}={o.get_value_element_as_str()}" for o in overrides if o not in searched]
-        study = self._open(optuna)
-        first = len(study.trials)
-        for job in range(2 * self.num_trials):  # as many again may fail
-            if len(study.get_trials(states=[optuna.trial.TrialState.COMPLETE])) >= self.num_trials:
-                break
-            self._run(optuna, study, searched, fixed, first + job)
+        study = self._open(optuna, sorted(str(override.input_line) for override in searched), sorted(fixed))
+        at_once = self.launcher.at_once()[0] if hasattr(self.launcher, "at_once") else 1
+        first, limit = len(study.trials), len(study.trials) + 2 * self.num_trials  # as many again may fail
+        while (left := self.num_trials - self._finished(study)) > 0 and first < limit:
+            trials = [study.ask() for _ in range(min(at_once, left))]
+            self._run(optuna, study, trials, searched, fixed, first)
+            first += len(trials)
         self._report(study)
 
-    def _open(self, optuna: Any) -> Any:
+    def _open(self, optuna: Any, searched: list[str], fixed: list[str]) -> Any:
+        metric = str(self.config.optimized_metric)
+        told = "\n".join([self.direction, metric, *searched, *fixed])
+        name = self.study or f"search-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        journal = optuna.storages.journal.JournalFileBackend(str(self.folder / f"{self.study}.journal"))
-        study = optuna.create_study(
-            storage=optuna.storages.JournalStorage(journal), study_name=self.study, direction=self.direction,
-            load_if_exists=True,
-        )  # fmt: skip
+        path = self.folder / f"{name}.journal"
+        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
+        asked = {"direction": self.direction, "metric": metric, "searched": searched}
+        known = next((s for s in optuna.get_all_study_summaries(storage) if s.study_name == name), None)
+        for key, value in known.user_attrs.items() if known else ():
+            if asked.get(key, value) != value:
+                raise UserError(
+                    f"The study {name} has another {key} ({value}, now {asked[key]}): give hydra.sweeper.study=NAME "
+                    f"for a new search, or remove {path}."
+                )
+        study = optuna.create_study(storage=storage, study_name=name, direction=self.direction, load_if_exists=True)
+        for key, value in asked.items():
+            study.set_user_attr(key, value)
+        log.info(f"study {name} in {path}: {len(study.trials)} trials so far")
         # The same seed in a second start would propose what the first one has tried.
         seed = None if self.seed is None else self.seed + len(study.trials)
         study.sampler = optuna.samplers.TPESampler(seed=seed)
         return study
 
-    def _run(self, optuna: Any, study: Any, searched: list[Override], fixed: list[str], number: int) -> None:
-        trial = study.ask()
-        chosen = [f"{override.get_key_element()}={suggest(trial, override)}" for override in searched]
-        (done,) = self.launcher.launch([tuple([*fixed, *chosen])], initial_job_idx=number)
-        value = float(done.return_value) if done.return_value is not None else math.nan
-        if math.isfinite(value):
-            study.tell(trial, value)
-        else:
-            study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        log.info(f"trial {trial.number}: {' '.join(chosen)} → {value if math.isfinite(value) else 'failed'}")
+    def _finished(self, study: Any) -> int:
+        return sum(trial.value is not None for trial in study.trials)
+
+    def _run(
+        self, optuna: Any, study: Any, trials: list[Any], searched: list[Override], fixed: list[str], number: int
+    ) -> None:
+        jobs = [
+            [f"{override.get_key_element()}={suggest(trial, override)}" for override in searched] for trial in trials
+        ]
+        done = self.launcher.launch([tuple([*fixed, *chosen]) for chosen in jobs], initial_job_idx=number)
+        for trial, chosen, result in zip(trials, jobs, done, strict=True):
+            value = float(result.return_value) if result.return_value is not None else math.nan
+            if math.isfinite(value):
+                study.tell(trial, value)
+            else:
+                study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            log.info(f"trial {trial.number}: {' '.join(chosen)} → {value if math.isfinite(value) else 'failed'}")
 
     def _report(self, study: Any) -> None:
-        if not any(trial.value is not None for trial in study.trials):
-            raise UserError(f"No trial of the study {self.study} has finished: look at their run.json.")
+        if not self._finished(study):
+            raise UserError(f"No trial of the study {study.study_name} has finished: look at their run.json.")
         best = study.best_trial
         words = " ".join(f"{key}={value}" for key, value in best.params.items())
         log.info(f"best of {len(study.trials)} trials: {best.value:.6g} with {words}")
 
 
 def suggest(trial: Any, override: Override) -> Any:
-    """The trial's value for one searched key.
+    """Return the trial's value for one searched key.
 
     Raises:
         UserError: a sweep that is no interval, range or choice.

@@ -13,12 +13,11 @@ from lockstep.distributed.cluster import Cluster, visible_gpus
 from lockstep.distributed.launchers import describe
 from lockstep.launch.validation import CHECKPOINTS, validates
 from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch, states_accumulation
-from lockstep.runs.config import Config, read_only, writable
+from lockstep.runs.config import Config, data_name, model_name, read_only, writable
 from lockstep.runs.durations import in_words, seconds_of
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import RunFolder, read_config
-from lockstep.runs.old_configs import data_name, model_name
 from lockstep.strategies.placement import place
 
 

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import locked_file
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, read_config
-from lockstep.runs.output import only_warnings
 
 log = logging.getLogger(__name__)
 
@@ -87,10 +85,9 @@ def _fetch(config: Config, folder: RunFolder, *, first: bool) -> None:
     from lockstep.storage.fetch import fetch_run
     from lockstep.storage.s3 import Bucket
 
-    with (
-        locked_file(folder.path.parent / f".{folder.run_id}.lock"),
-        nullcontext() if first else only_warnings("lockstep.storage"),
-    ):
+    if not first:
+        logging.getLogger("lockstep.storage").setLevel(logging.WARNING)  # the first rank of the node logs it
+    with locked_file(folder.path.parent / f".{folder.run_id}.lock"):
         fetch_run(Bucket.of(config["s3"]).at(folder.run_id), folder)
 
 

@@ -3,8 +3,7 @@
 from typing import Any
 
 from lockstep.logbook.render import render
-from lockstep.runs.config import Config
-from lockstep.runs.old_configs import data_name, model_name
+from lockstep.runs.config import Config, data_name, model_name
 from lockstep.runs.redact import redact_text
 
 

@@ -36,3 +36,16 @@ def writable(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: writable(child) for key, child in value.items()}
     return [writable(child) for child in value] if isinstance(value, list | tuple) else value
+
+
+def model_name(config: Config) -> str:
+    """What is built, in records and on pages: timm's own name, or the option of the group."""
+    model = config["model"]
+    if model["_target_"] == "models.timm.TimmModel" and model.get("name"):
+        return str(model["name"])
+    return str((config.get("choices") or {}).get("model") or model["_target_"].rpartition(".")[2])
+
+
+def data_name(config: Config) -> str:
+    """Return data.name, or the option of the group where the data config has no name."""
+    return str(config["data"].get("name") or (config.get("choices") or {}).get("data") or "data")

@@ -13,7 +13,6 @@ from typing import Any
 
 from lockstep.runs.errors import UserError
 from lockstep.runs.foreign_files import read_yaml
-from lockstep.runs.old_configs import today
 
 GROUPS = ("model", "classifier", "data", "optimizer", "scheduler", "trainer", "callbacks", "logger", "paths", "s3")
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -153,7 +152,7 @@ def read_config(path: Path) -> dict[str, Any]:
     for key in GROUPS:
         if not isinstance(config.get(key), dict | None):
             raise UserError(f"{path} is not a run's config: its {key} is a {type(config[key]).__name__}.")
-    return today(config)
+    return config
 
 
 def find_run(logs: Path, run_id: str) -> RunFolder:

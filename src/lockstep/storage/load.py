@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lockstep.runs.errors import UserError
-from lockstep.runs.old_configs import today
 
 Checkpoint = dict[str, Any]  # as Lightning saves it; what Lockstep adds is under "lockstep"
 
@@ -59,8 +58,6 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu", content: io.Byt
         if not isinstance(data.get(key, kind()), kind):
             raise not_safe(path, f"its data.{key} is {str(data[key])[:60]!r}")
     _check_plain(checkpoint, path)
-    if "config" in own:
-        own["config"] = today(own["config"])
     return {**checkpoint, "state_dict": dict(state)}  # without the module versions that torch attaches to it
 
 

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from lockstep.config.foreign import OF_DATA, config_of_checkpoint
 from lockstep.data.framing import Framing
-from lockstep.runs.config import Config
+from lockstep.runs.config import Config, model_name
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import sha256_of
 from lockstep.runs.folder import RUN_ID_PATTERN
-from lockstep.runs.old_configs import model_name
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import RunRecord, read_record
 from lockstep.storage.fetch import locate_checkpoint

@@ -95,10 +95,10 @@ def test_what_was_added_or_removed_stays_so_and_can_be_changed(tmp_path):
 def test_keys_that_only_the_older_version_had_are_left_out_and_new_ones_get_their_default(tmp_path):
     before = leave_run(tmp_path, "r", "model=small_cnn", "data=digits")
     before["trainer"].update(record_hashes=True), before["callbacks"]["checkpoints"].update(gone=1)
-    before["data"].update(gone=2), before.update(gone=3), before["trainer"].pop("memory_fraction")
+    before["data"].update(gone=2), before.update(gone=3), before["trainer"].pop("num_threads")
     (tmp_path / "train" / "runs" / "r" / "config.yaml").write_text(yaml.safe_dump(before))
     now = plain(resumed(tmp_path, "resume=r"))
-    assert "record_hashes" not in now["trainer"] and now["trainer"]["memory_fraction"] == 1.0
+    assert "record_hashes" not in now["trainer"] and now["trainer"]["num_threads"] == "auto"
     assert not {"gone"} & {*now, *now["data"], *now["callbacks"]["checkpoints"]}
 
 
