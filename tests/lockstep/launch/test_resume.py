@@ -131,8 +131,8 @@ def bucket_with(tmp_path, monkeypatch, *words, **other):
     config = {**plain(cfg), "choices": dict(chosen_options(cfg)), "overrides": ["paths.logbook_dir=/etc"], **other}
     fetched = []
 
-    def fetch_run(store, folder):
-        fetched.append((store.options.uri, folder.run_id))
+    def fetch_run(bucket, folder):
+        fetched.append(bucket.uri)
         folder.bucket_config.parent.mkdir(parents=True, exist_ok=True)
         folder.bucket_config.write_text(yaml.safe_dump(config))
 
@@ -147,7 +147,7 @@ def test_what_came_from_a_bucket_gives_names_and_values_and_nothing_of_this_mach
     words = ["resume=auto", "run_id=r", "s3.uri=s3://bucket/runs"]
     config = plain(resumed(tmp_path, *words))
     assert config["trainer"]["max_epochs"] == 5 and config["optimizer"]["lr"] == 0.5 and config["task_name"] == "train"
-    assert fetched == [("s3://bucket/runs", "r")]
+    assert fetched == ["s3://bucket/runs/r"]
     fresh = plain(compose("train", [f"paths.log_dir={tmp_path}", "s3.uri=s3://bucket/runs", "data=cifar10"]))
     assert all(config[part] == fresh[part] for part in ("paths", "data", "s3", "logger", "callbacks", "ckpt_path"))
     left = "Not taken from the bucket's config, give them again to have them: data.root, callbacks.x"
