@@ -53,7 +53,7 @@ def metric(value: Any, name: str) -> str:
 
 
 def percent(share: float | None, digits: int = 2) -> str:
-    return "–" if share is None else f"{share * 100:.{digits}f}{NB}%"
+    return f"{share * 100:.{digits}f}{NB}%" if isinstance(share, int | float) else "–"
 
 
 def number(value: float | None, unit: str = "") -> str:
@@ -65,7 +65,9 @@ def number(value: float | None, unit: str = "") -> str:
 
 
 def dollars(value: float | None) -> str:
-    return f"${value:.2f}" if value is not None and (value >= 0.1 or value == 0) else f"${value:.2g}" if value else "–"
+    if not isinstance(value, int | float):
+        return "–"
+    return f"${value:.2f}" if value >= 0.1 or value == 0 else f"${value:.2g}"
 
 
 def duration(seconds: float | None) -> str:

@@ -109,7 +109,8 @@ def _classes(path: Path) -> dict[str, Any]:
     """The scores of each class and, of few classes, the confusion matrix."""
     if not path.is_file():
         return {}
-    rows = list(csv.reader(path.read_text(errors="replace").splitlines()))
+    with path.open(newline="", errors="replace") as file:
+        rows = list(csv.reader(file))
     size = len(rows) - 1
     names, counts = rows[0][-size:], [[int(cell) for cell in row[-size:]] for row in rows[1:]]
     scores = zip(names, class_scores(counts), strict=True)

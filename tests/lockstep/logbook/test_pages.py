@@ -66,7 +66,8 @@ def test_the_report_of_the_data_is_printed_as_it_is_written(tmp_path):
 def test_a_record_with_nothing_but_its_status_has_a_page(tmp_path):
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "run.json").write_text('{"status": "failed", "unknown": [1], "throughput": null}')
-    text = write_run_page(tmp_path / "r").read_text()
+    text = keep_run(tmp_path / "r", tmp_path / "logbook").read_text()
+    assert "| ❌ failed [r](r/page.md) |" in (tmp_path / "logbook" / "README.md").read_text()
     assert "The run has no results." in text and "Too few points" in text and "None" not in text
 
 
