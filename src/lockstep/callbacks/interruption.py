@@ -1,7 +1,7 @@
-"""Puts Lightning's `_signal_connector`, `_broadcast_sigterm_tensor` and `_checkpoint_connector` out of the way.
+"""Replaces how Lightning handles signals: `_signal_connector`, `_broadcast_sigterm_tensor`, `_checkpoint_connector`.
 
-They save in mid-step, talk inside a signal handler or requeue behind the user's back, and have no public switch. Here
-SIGTERM, SIGUSR1 and Ctrl-C only set a flag; the ranks agree on it, save one checkpoint together, and stop.
+They save in mid-step, broadcast inside a signal handler or requeue, and have no public switch. Here a signal only sets
+a flag; the ranks agree on it, save one checkpoint together, and stop.
 """
 
 import signal
@@ -27,12 +27,9 @@ MOST_STEPS = 100  # between two votes: quick steps may be followed by slow ones
 def silence_lightning(trainer: pl.Trainer) -> None:
     """Take Lightning's handlers, per-step broadcast and hpc checkpoints out of this trainer.
 
-    Raises:
-        AttributeError: a release has renamed them; tests/lockstep/callbacks/test_interruption.py says so first.
+    tests/lockstep/callbacks/test_interruption.py fails if a release renames them.
     """
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    found = (connector.register_signal_handlers, loop._broadcast_sigterm_tensor, _CheckpointConnector._hpc_resume_path)
-    assert all(found)
     connector.register_signal_handlers = loop._broadcast_sigterm_tensor = lambda: None
     trainer._checkpoint_connector.__class__ = _NoHpcCheckpoints
 
@@ -46,10 +43,9 @@ class _NoHpcCheckpoints(_CheckpointConnector):
 
 
 class Vote:
-    """Agrees on a flag between ranks, with one small collective about once a second and none in other steps.
+    """Agree on a flag between ranks, with one small collective about once a second and none in other steps.
 
-    The steps at which ranks meet are equal everywhere: each vote also sets, as the largest wish of all ranks, how
-    many steps later the next one comes.
+    Each vote also decides how many steps later the next one comes: as many as the slowest rank makes in a second.
     """
 
     def __init__(self, world_size: int, group: Any = None, clock: Any = time.monotonic) -> None:
@@ -65,7 +61,6 @@ class Vote:
             return False
         elapsed = max(self.clock() - self.voted_at, 1e-4)
         steps = max(1, min(MOST_STEPS, int(VOTE_INTERVAL_S * (self.count - self.last_count) / elapsed)))
-        # A rank much faster than another would ask for more steps: everybody takes the smallest wish.
         ballot = torch.tensor([int(flag), -steps])
         torch.distributed.all_reduce(ballot, op=torch.distributed.ReduceOp.MAX, group=self.group)
         stop, wish = ballot.tolist()
@@ -75,10 +70,10 @@ class Vote:
 
 
 class Interruption(Callback):
-    """Turns a signal into: finish this step, save, `status: interrupted`, exit code 75.
+    """On a signal finish this step, save, and raise Interrupted on all ranks (exit code 75).
 
     Args:
-        timeout_s: bounds the votes, as every collective.
+        timeout_s: of a vote, as of every collective.
     """
 
     def __init__(self, timeout_s: float = 300.0) -> None:
@@ -107,29 +102,24 @@ class Interruption(Callback):
         self.votes = {stage: Vote(trainer.world_size, group) for stage in ("train", "evaluate")}
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.restore()
-
-    def restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if not ends_step(trainer):
-            return
-        if trainer.global_step == trainer.max_steps:
-            return  # Lightning would not validate it when the run goes on: the test is the next place to stop
-        if self.votes["train"](self.reason is not None):
-            self._stop(trainer)
+        if ends_step(trainer):
+            self._vote(trainer, "train")
 
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._vote(trainer, "evaluate")
+
+    on_test_batch_end = on_validation_batch_end
+
+    def _vote(self, trainer: pl.Trainer, kind: str) -> None:
+        """Stop if any rank was asked to; after the last step only in the test, as a resume would not validate it."""
         if trainer.state.fn == "fit" and trainer.global_step == trainer.max_steps:
             return
-        if self.votes["evaluate"](self.reason is not None):
-            self._stop(trainer)
-
-    def on_test_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if self.votes["evaluate"](self.reason is not None):
+        if self.votes[kind](self.reason is not None):
             self._stop(trainer)
 
     def _stop(self, trainer: pl.Trainer) -> None:

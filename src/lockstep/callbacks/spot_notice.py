@@ -1,4 +1,4 @@
-"""EC2's notice that a spot instance will be taken: save, upload, and be gone before it is."""
+"""EC2's notice that a spot instance will be taken: save, upload, and end before it is."""
 
 import http.client
 import logging
@@ -7,7 +7,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -17,33 +16,62 @@ from lockstep.runs.errors import EXIT_INTERRUPTED
 
 log = logging.getLogger(__name__)
 
-END_AFTER_S = 90.0  # of the two minutes that EC2 gives at best
-TOKEN_SECONDS = 21600
 METADATA = "http://169.254.169.254"  # the link-local address that every EC2 instance has
+TOKEN_SECONDS = 21600
 
 
-class MetadataService:
-    """Instance metadata with a session token (IMDSv2).
+class SpotNotice(Callback):
+    """Poll the metadata service (IMDSv2) from a thread and ask for an interruption when a notice comes.
 
     Source: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
+
+    Args:
+        address: of the metadata service.
+        interval_s: seconds between two polls; AWS recommends 5.
+        end_after_s: seconds from the notice to the end of this process, of the two minutes that EC2 gives at best.
     """
 
-    def __init__(self, address: str, timeout_s: float = 2.0) -> None:
-        self.address, self.timeout_s = address.rstrip("/"), timeout_s
+    def __init__(self, address: str = METADATA, interval_s: float = 5.0, end_after_s: float = 90.0) -> None:
+        self.address, self.interval_s, self.end_after_s = address.rstrip("/"), interval_s, end_after_s
         self.token: str | None = None
+        self.noticed_at: float | None = None
+        self.ended, self.has_complained = threading.Event(), False
 
-    def _ask(self, path: str, method: str = "GET", **headers: str) -> str:
-        request = urllib.request.Request(f"{self.address}/latest/{path}", method=method, headers=headers)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
-        with opener.open(request, timeout=self.timeout_s) as answer:
-            return answer.read(4096).decode()
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if trainer.local_rank == 0 and stage in ("fit", "test"):
+            self.ended = threading.Event()  # the thread of a stage before may still be asking
+            threading.Thread(target=self._poll, args=(trainer, self.ended), name="spot-notice", daemon=True).start()
 
-    def notice(self) -> str | None:
-        """The notice's text, or None while there is none.
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.ended.set()
 
-        Raises:
-            OSError: the service does not answer, or not in this way.
-        """
+    def record_fields(self) -> dict[str, object]:
+        return {} if self.noticed_at is None else {"spot_notice_at": self.noticed_at}
+
+    def _poll(self, trainer: pl.Trainer, ended: threading.Event) -> None:
+        notice = None
+        while not notice:
+            try:
+                notice = self._notice()
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                if not self.has_complained:
+                    log.info(f"No spot notices can be had ({error}); asking again every {self.interval_s:.0f} s.")
+                self.has_complained = True
+            if not notice and ended.wait(self.interval_s):
+                return
+        self.noticed_at = time.time()
+        log.info(f"Spot notice: {notice.strip()}")
+        for callback in trainer.callbacks:
+            if isinstance(callback, Interruption):
+                callback.ask("spot notice")
+            if hasattr(callback, "expect_end"):
+                callback.expect_end(self.end_after_s - 5)
+        if not ended.wait(self.end_after_s):  # a checkpoint or an upload that hangs must not hold this process
+            log.info(f"Not done {self.end_after_s:.0f} s after the spot notice: ending now.")
+            os._exit(EXIT_INTERRUPTED)
+
+    def _notice(self) -> str | None:
+        """Return the notice's text, or None while there is none; a token that has expired is replaced once."""
         for _attempt in range(2):
             if self.token is None:
                 seconds = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}
@@ -51,70 +79,15 @@ class MetadataService:
             try:
                 return self._ask("meta-data/spot/instance-action", **{"X-aws-ec2-metadata-token": self.token})
             except urllib.error.HTTPError as error:
+                if error.code not in (401, 404):
+                    raise
                 if error.code == 404:
                     return None
-                if error.code != 401:
-                    raise
-                self.token = None  # it has expired: once more with a new one
+                self.token = None
         return None
 
-
-class SpotNotice(Callback):
-    """Polls the metadata service from a thread and asks for an interruption when a notice comes.
-
-    Args:
-        address: of the metadata service; tests point it at a server of their own.
-        interval_s: seconds between two polls; AWS recommends 5.
-        end_after_s: seconds from the notice to the end of this process, whatever it still does.
-        fetch: asked instead of the service, where given.
-    """
-
-    def __init__(
-        self,
-        address: str = METADATA,
-        interval_s: float = 5.0,
-        end_after_s: float = END_AFTER_S,
-        fetch: Callable[[], str | None] | None = None,
-    ) -> None:
-        self.fetch = fetch or MetadataService(address).notice
-        self.interval_s, self.end_after_s = interval_s, end_after_s
-        self.ended = threading.Event()
-        self.noticed_at: float | None = None
-        self.complained = False
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.interruption = next(c for c in trainer.callbacks if isinstance(c, Interruption))
-        self.uploads = [c for c in trainer.callbacks if hasattr(c, "expect_end")]
-        if trainer.local_rank == 0 and stage in ("fit", "test"):
-            self.ended = threading.Event()  # the thread of a stage before may still be asking
-            threading.Thread(target=self._poll, name="spot-notice", daemon=True).start()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.ended.set()
-
-    def _poll(self) -> None:
-        ended = self.ended
-        while not ended.is_set():
-            try:
-                notice = self.fetch()
-            except (OSError, ValueError, http.client.HTTPException) as error:
-                if not self.complained:
-                    log.info(f"No spot notices can be had ({error}); asking again every {self.interval_s:.0f} s.")
-                self.complained, notice = True, None
-            if notice:
-                self.noticed_at = time.time()
-                log.info(f"Spot notice: {notice.strip()}")
-                self.interruption.ask("spot notice")
-                for upload in self.uploads:
-                    upload.expect_end(self.end_after_s - 5)
-                return self._end_in_time()
-            ended.wait(self.interval_s)
-
-    def _end_in_time(self) -> None:
-        """The machine goes soon: a checkpoint or an upload that hangs must not hold this process."""
-        if not self.ended.wait(self.end_after_s):
-            log.info(f"Not done {self.end_after_s:.0f} s after the spot notice: ending now.")
-            os._exit(EXIT_INTERRUPTED)
-
-    def record_fields(self) -> dict[str, object]:
-        return {} if self.noticed_at is None else {"spot_notice_at": self.noticed_at}
+    def _ask(self, path: str, method: str = "GET", **headers: str) -> str:
+        request = urllib.request.Request(f"{self.address}/latest/{path}", method=method, headers=headers)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
+        with opener.open(request, timeout=2.0) as answer:
+            return str(answer.read(4096).decode())
