@@ -17,7 +17,7 @@ from classifier import ImageClassifier
 from data.synthetic import SyntheticDataModule
 from local_ranks import local_cluster, meet
 from lockstep.data.augmentation import CropFlip
-from lockstep.distributed.cluster import Cluster
+from lockstep.launch.launchers import Cluster
 from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.data_parallel import DataParallel
 from lockstep.strategies.ddp import DDP

@@ -6,11 +6,6 @@ Options come from the checkpoint, or from the config in its run's folder; the co
 are matched by class name. Of other images all are tested, unless they come with a test split.
 """
 
-if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
-    from lockstep.runs.signals import end_on_signal
-
-    end_on_signal()
-
 import logging
 import sys
 from pathlib import Path
@@ -20,8 +15,7 @@ from lockstep.config.command_line import run_script
 from lockstep.config.compose import chosen_options, compose, plain
 from lockstep.config.foreign import stored_config
 from lockstep.config.schema import key_of
-from lockstep.distributed.cluster import plan_file
-from lockstep.launch.launcher import launch_config, run_supervised
+from lockstep.launch.launcher import launch_config
 from lockstep.launch.plan import RunPlan
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
@@ -122,8 +116,6 @@ def config_of(cfg: Any, path: Path, stored: Config, facts: Config, words: list[s
 
 
 def main(argv: list[str]) -> int:
-    if path := plan_file():
-        return run_supervised(path, evaluate)
     found: list[tuple[Path, Config, Config]] = []
 
     def find_stored(words: list[str]) -> Config:

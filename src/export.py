@@ -8,11 +8,6 @@ A timm model's safetensors load with timm.create_model(NAME, checkpoint_path="mo
 from the folder with timm.create_model("local-dir:" + out). ONNX needs onnx, onnxscript and onnxruntime.
 """
 
-if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
-    from lockstep.runs.signals import end_on_signal
-
-    end_on_signal()
-
 import json
 import logging
 import shutil

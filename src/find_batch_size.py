@@ -6,11 +6,6 @@
 data.global_batch_size=max in train.py does the same and trains with the batch that is found.
 """
 
-if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
-    from lockstep.runs.signals import end_on_signal
-
-    end_on_signal()
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,15 +17,17 @@ from lockstep.config.compose import chosen_options, plain
 def find(cfg: Any) -> int:
     """Search and print what was found; return the exit code."""
     from lockstep.batch_size.search import search
-    from lockstep.distributed.cluster import environment
     from lockstep.launch.plan import RunPlan, resolve_batch, resolve_cluster
     from lockstep.runs.config import read_only
+    from lockstep.runs.environment import environment
     from lockstep.runs.folder import RunFolder
 
     composed, choices, environ = plain(cfg), chosen_options(cfg), environment()
     composed["data"]["global_batch_size"] = "max"
     config, words = read_only(composed), tuple(cfg.hydra.overrides.task)
     cluster, accelerator = resolve_cluster(config, choices["trainer"], environ)
+    if not cluster.is_rank_zero:
+        return 0
     batch = resolve_batch(config, cluster)
     found = search(RunPlan(config, choices, words, cluster, accelerator, RunFolder(Path()), batch), environ)
     per_device, peak, limit = found["per_device"], found["peak_memory_gib"], found["limit_gib"]

@@ -12,11 +12,6 @@ RUN is a run id, a part of one that only one run has, a run folder, or the title
 own: logs/train/runs/<run_id>/page.md. It begins with what you write into note.md beside it; `build` takes it over.
 """
 
-if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
-    from lockstep.runs.signals import end_on_signal
-
-    end_on_signal()
-
 import argparse
 import csv
 import difflib

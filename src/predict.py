@@ -6,11 +6,6 @@ The contact sheet, a PNG beside the CSV, shows the first images; captions below 
 decoded has a row with the reason, and the exit code is then 1.
 """
 
-if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
-    from lockstep.runs.signals import end_on_signal
-
-    end_on_signal()
-
 import csv
 import logging
 import sys

@@ -6,11 +6,6 @@
 Exit code 0 only if all of it held. Needs Linux on x86-64, cc, and torch's build with CUDA; no GPU.
 """
 
-if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
-    from lockstep.runs.signals import end_on_signal
-
-    end_on_signal()
-
 import logging
 import sys
 

@@ -3,19 +3,13 @@
 python src/train.py [group=option …] [key=value …]      --help lists them all
 """
 
-if __name__ == "__main__":  # before anything else is imported: a Ctrl-C counts from here on
-    from lockstep.runs.signals import end_on_signal
-
-    end_on_signal()
-
 import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.command_line import run_script
-from lockstep.distributed.cluster import plan_file
-from lockstep.launch.launcher import launch, run_supervised
+from lockstep.launch.launcher import launch
 from lockstep.launch.plan import RunPlan
 
 if TYPE_CHECKING:
@@ -101,12 +95,10 @@ def _test(run: "Run", plan: RunPlan) -> None:
 
 
 def main(argv: list[str]) -> int:
-    if path := plan_file():
-        return run_supervised(path, train)
-    from lockstep.batch_size.search import find_largest
+    from lockstep.batch_size.search import search
     from lockstep.launch.resume import find_stored
 
-    return run_script("train", argv, lambda cfg: launch(cfg, train, find_largest), __doc__ or "", find_stored)
+    return run_script("train", argv, lambda cfg: launch(cfg, train, search), __doc__ or "", find_stored)
 
 
 if __name__ == "__main__":

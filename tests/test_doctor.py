@@ -5,8 +5,8 @@ import pytest
 import doctor
 from local_ranks import run_ranks
 from lockstep.config.compose import compose, plain
-from lockstep.distributed import preflight
-from lockstep.distributed.cluster import Cluster
+from lockstep.launch import preflight
+from lockstep.launch.launchers import Cluster
 from ranks import free_port
 
 
@@ -78,7 +78,7 @@ def diagnose_node(place, port):
 def test_two_nodes_find_each_other_equal_and_measure_their_network():
     for found in run_ranks(diagnose_node, 2, free_port()):
         assert all(fine for fine, _ in found), found
-        assert "same code, options and packages on all nodes." in [sentence for _, sentence in found]
+        assert found[-2][1].startswith("same code, options and packages on all nodes: ")
         assert found[-1][1].startswith("all-reduce: ") and "MiB/s" in found[-1][1]
 
 

@@ -12,7 +12,7 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src"
 FLOORS = (
     {"runs"},
-    {"distributed", "storage", "data"},
+    {"storage", "data"},
     {"config", "strategies", "callbacks", "logbook"},
     {"launch"},
     {"training"},
@@ -22,11 +22,12 @@ FLOORS = (
 FLOOR = {f"lockstep.{room}": number for number, rooms in enumerate(FLOORS) for room in rooms}
 YOURS, SCRIPTS = len(FLOORS), len(FLOORS) + 1
 SCRIPT_NAMES = {path.stem for path in SRC.glob("*.py")} - {"classifier"}
-WITHOUT_TORCH = ("runs", "distributed", "storage", "config", "launch", "logbook", "rehearsal")
+WITHOUT_TORCH = ("runs", "storage", "config", "launch", "logbook", "rehearsal")
 WITH_TORCH = {
-    "lockstep/distributed/process_group.py",
+    "lockstep/launch/process_group.py",
     "lockstep/storage/load.py",
-    "lockstep/distributed/first_error.py",
+    "lockstep/launch/first_error.py",
+    "lockstep/launch/agent.py",
     "lockstep/rehearsal/watch.py",  # runs in the ranks
 }
 TORCH_FREE = {"lockstep/strategies/placement.py"}  # the launcher asks it
@@ -105,9 +106,9 @@ def test_no_file_imports_itself_by_way_of_others():
         walk(name, ())
 
 
-def test_only_cluster_reads_the_environment():
+def test_one_file_reads_the_environment():
     readers = {name for name, path in FILES.items() if "os.environ" in path.read_text() or "getenv" in path.read_text()}
-    assert readers == {"lockstep/distributed/cluster.py"}
+    assert readers == {"lockstep/runs/environment.py"}
 
 
 def test_what_starts_a_run_comes_without_torch():

@@ -14,7 +14,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from lockstep.config import sweep
-from lockstep.distributed.cluster import environment, visible_gpus
+from lockstep.runs.environment import environment, visible_gpus
 
 log = logging.getLogger(__name__)
 

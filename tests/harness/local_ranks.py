@@ -14,7 +14,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from lockstep.distributed.cluster import Cluster, adopt
+from lockstep.launch.launchers import Cluster, set_rank_environment
 from lockstep.runs.output import set_up
 from ranks import free_port
 
@@ -88,7 +88,7 @@ def _collect(ranks: dict[Connection, tuple[int, Any]], timeout_s: float) -> list
 
 def _rank(connection: Connection, paths: list[str], function: Any, place: Cluster, arguments: Any) -> None:
     sys.path[:] = paths
-    adopt(place)
+    set_rank_environment(place)
     set_up()
     import torch
 

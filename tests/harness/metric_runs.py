@@ -19,7 +19,7 @@ from torchmetrics.classification import (
 from classifier import ImageClassifier
 from data.synthetic import SyntheticDataModule
 from local_ranks import meet
-from lockstep.distributed.cluster import Cluster
+from lockstep.launch.launchers import Cluster
 from lockstep.strategies.ddp import DDP
 from lockstep.training.rank import StartedRanks
 

@@ -18,9 +18,9 @@ from typing import Any
 from unittest.mock import patch
 
 PRELOAD = ["torch.utils.tensorboard", "lightning.pytorch", "torchvision", "timm", "hydra", "boto3",
-           "lockstep.launch.launcher", "lockstep.training.build", "lockstep.data.image_datamodule",
-           "lockstep.callbacks.throughput", "lockstep.logbook.build", "matplotlib.figure",
-           "omegaconf._impl"]  # fmt: skip
+           "lockstep.launch.launcher", "lockstep.launch.agent", "lockstep.training.build",
+           "lockstep.data.image_datamodule", "lockstep.callbacks.throughput", "lockstep.logbook.build",
+           "matplotlib.figure", "omegaconf._impl"]  # fmt: skip
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 SRC = Path(__file__).resolve().parents[2] / "src"

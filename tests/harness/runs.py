@@ -2,15 +2,17 @@
 
     done = run_door("train", "data=synthetic", logs=tmp_path)     # done.code, done.output, done.folder
 
-The process is as separate as one from the command line, but starts in 0.1 s instead of 5. A supervisor's ranks are
-forked from it too. Everything is written below `logs`.
+The process is as separate as one from the command line, but starts in 0.1 s instead of 5. The ranks that torch's agent
+starts are forked from it too. Everything is written below `logs`.
 """
 
 import importlib
 import io
+import math
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.runs import signals
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import read_json
 from ranks import SRC, new_process
@@ -29,31 +32,31 @@ PATHS = [str(SRC), str(Path(__file__).parent)]
 
 
 class ForkedRank:
-    """Looks like subprocess.Popen to the supervisor."""
+    """Stands in for subprocess.Popen where torch's agent starts a rank, and where a sweep starts a job."""
 
-    def __init__(
-        self, command: list[str], environment: dict[str, str], output: Path | None, inherits: tuple[int, ...] = ()
-    ) -> None:
-        self.returncode: int | None = None
+    def __init__(self, args: Any, env: dict[str, str], stdout: Any = None, stderr: Any = None, **_: Any) -> None:
+        self.args, self.returncode = list(args), None
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
             try:
+                os.setsid()
                 signal.set_wakeup_fd(-1)
                 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-                    signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+                    if signal.getsignal(number) != signal.SIG_IGN:
+                        signal.signal(number, signal.SIG_DFL)
+                signals.asked.clear()
                 os.environ.clear()
-                os.environ.update(environment)
-                if output is not None:
-                    handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                    os.dup2(handle, 1)
-                    os.dup2(handle, 2)
-                sys.argv = command[1:]
+                os.environ.update(env)
+                for number, file in ((1, stdout), (2, stderr)):
+                    if file is not None:
+                        os.dup2(file.fileno(), number)
+                sys.argv = self.args[1:]
                 if "hydra" in sys.modules:  # a sweep's own, inherited by the fork
                     from hydra.core.global_hydra import GlobalHydra
 
                     GlobalHydra.instance().clear()
-                code = _main(Path(command[1]).stem, command[2:])
+                code = _main(Path(self.args[1]).stem, self.args[2:])
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -68,8 +71,11 @@ class ForkedRank:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout)
             time.sleep(0.01)
         return self.returncode
 
@@ -82,7 +88,7 @@ def run_job(command: list[str], **_: Any) -> int:
     """Stands in for sweep.run_child."""
     from lockstep.config import sweep
 
-    job = ForkedRank(command, dict(os.environ), None)
+    job = ForkedRank(command, dict(os.environ))
     sweep.running.add(job)
     try:
         return job.wait()
@@ -91,11 +97,12 @@ def run_job(command: list[str], **_: Any) -> int:
 
 
 def _main(door: str, argv: list[str]) -> int:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
     from lockstep.config import sweep
-    from lockstep.distributed import supervisor
 
     sweep.run_child = run_job
-    supervisor.Supervisor._popen = staticmethod(ForkedRank)
+    subprocess_handler.Popen = ForkedRank
     return importlib.import_module(door).main(argv)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.distributed.supervisor import die_with_parent
+from lockstep.runs.environment import die_with_parent
 
 TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
 PLUGINS = Path(f"/usr/lib/{os.uname().machine}-linux-gnu/slurm-wlm")

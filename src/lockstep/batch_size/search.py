@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -41,35 +40,6 @@ LAUNCHER = (
     "LOCKSTEP_",
 )
 REPLACED = ("resume", "run_id", "debug", "logger", "logbook", "ckpt_path", "sweep_dir", "hydra")
-
-
-def find_largest(
-    plan: RunPlan, environ: Mapping[str, str], known: int | None = None
-) -> tuple[int, dict[str, Any] | None]:
-    """Return the largest global batch of a training, and what the record says of the search, on the first rank.
-
-    Every process that has called the launcher calls this: the first one searches, the others wait for its answer.
-
-    Args:
-        known: the batch of a run that is resumed; nothing is searched.
-    Raises:
-        UserError: not even the smallest batch fits, or an option is wrong.
-    """
-    cluster, found = plan.cluster, None
-    answer = str(known or "")
-    try:
-        if cluster.is_rank_zero and not known:
-            found = search(plan, environ)
-            answer = str(found["global"])
-    except BaseException as error:
-        answer = f"The search for the largest batch failed on node 0: {error}"
-        raise
-    finally:
-        parties = cluster.num_nodes if cluster.is_supervisor else cluster.world_size
-        answer = answer if parties == 1 else _broadcast(plan, parties, answer)
-    if not answer.isdigit():
-        raise UserError(answer)
-    return int(answer), found
 
 
 def search(plan: RunPlan, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -182,19 +152,3 @@ def _train_two_steps(plan: RunPlan, environ: Mapping[str, str], batch: int) -> d
     if code == EXIT_USER_ERROR:
         raise UserError(lines[-1].removeprefix("error: "))
     raise RuntimeError(f"train.py with {batch} images per device ended with exit code {code}:\n{said}")
-
-
-def _broadcast(plan: RunPlan, parties: int, answer: str) -> str:
-    """Return the answer of rank 0 in every process, by a store at the port after the run's own."""
-    from torch.distributed import TCPStore
-
-    first, port = plan.cluster.is_rank_zero, (plan.cluster.master_port or 0) + 1
-    store = TCPStore(plan.cluster.master_addr, port, None, first, timedelta(hours=1), wait_for_workers=False)
-    if first:
-        store.set("answer", answer)
-    answer = store.get("answer").decode()
-    if store.add("read", 1) == parties:
-        store.set("all", "")
-    if first:
-        store.get("all")  # this process serves the store
-    return answer

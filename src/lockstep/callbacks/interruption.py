@@ -16,10 +16,9 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.resume_point import ends_step
+from lockstep.runs import signals
 from lockstep.runs.errors import Interrupted
-from lockstep.runs.signals import note, take_over
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 VOTE_INTERVAL_S = 1.0
 MOST_STEPS = 100  # between two votes: quick steps may be followed by slow ones
 
@@ -86,14 +85,14 @@ class Interruption(Callback):
         self.reason = self.reason or reason
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        note(number)
+        signals.note(number)
         self.ask(signal.Signals(number).name)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if not self._previous:
-            taken = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup stays
-            self._previous = {number: signal.signal(number, self._on_signal) for number in taken}
-            self.reason = self.reason or take_over()  # of one that came before, and was lost in an import
+            self._previous = signals.on_stop(self._on_signal)
+            if signals.asked:  # before, in the middle of an import that went on
+                self.ask(signal.Signals(signals.asked[0]).name)
         group = None
         if trainer.world_size > 1 and torch.distributed.is_initialized():
             group = torch.distributed.new_group(  # of its own, so that a vote never waits for a GPU

@@ -24,8 +24,7 @@ from omegaconf import OmegaConf
 
 from lockstep.config.compose import CONFIGS, compose, is_choice, register_resolvers
 from lockstep.config.schema import key_of
-from lockstep.distributed.cluster import environment
-from lockstep.distributed.launchers import slurm_task
+from lockstep.runs.environment import environment, slurm_task
 from lockstep.runs.errors import EXIT_INTERRUPTED
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import read_record

@@ -1,152 +1,49 @@
-"""How a run ends: exceptions and signals become an exit code, a record, one error file a rank, and a page."""
+"""What is left when the ranks have ended: uploads, the run's page and the last line on the screen."""
 
-import faulthandler
+import contextlib
 import logging
 import os
 import shutil
 import signal
-import socket
-import sys
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.distributed.cluster import Cluster, adopt
-from lockstep.distributed.failures import RankError, record_end, recorded_collectives, report_failure
-from lockstep.distributed.launchers import launcher_named
-from lockstep.launch.plan import RunPlan
+from lockstep.launch.launchers import Cluster, launcher_named
 from lockstep.runs import signals
-from lockstep.runs.errors import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    EXIT_USER_ERROR,
-    Diverged,
-    Interrupted,
-    UserError,
-)
+from lockstep.runs.config import Config
+from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, Interrupted
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.foreign_files import read_yaml
-from lockstep.runs.full_disk import NoRoom, no_room
 from lockstep.runs.record import RunRecord, read_record
-from lockstep.runs.redact import redact_text
 from lockstep.runs.scores import as_read
+from lockstep.storage.finish import finish_upload
 
 log = logging.getLogger(__name__)
 
-AFTERMATH_S = 60.0
 MAX_METRICS = 3  # of the user's own in the last line
 
-Work = Callable[[RunPlan], int]  # what a rank does; its exit code
 
+def finish(config: Config, cluster: Cluster, folder: RunFolder, code: int) -> int:
+    """Send what is left to the bucket and write the page, once per node; return the exit code.
 
-def in_this_process(plan: RunPlan, work: Work) -> int:
-    """Call work and turn how it ends into an exit code, a record, and one error file a rank."""
-    folder, cluster = plan.folder, plan.cluster
-    adopt(cluster, unless_set=recorded_collectives(folder))
-    _dump_stack_on_signal(folder, cluster)
-    signals.at_the_end(lambda: _record_end_at_once(folder, cluster))
-    try:
-        try:
-            stop_at_once_on_signal()
-            return work(plan)
-        finally:
-            _ignore_signals()  # what is left is short, and a supervisor may ask again
-    except Interrupted as error:
-        record_end(folder, cluster, "interrupted", EXIT_INTERRUPTED, None)
-        if cluster.is_rank_zero:
-            log.info(f"Interrupted ({error}): resume={folder.run_id} goes on.")
-        if launcher_named(cluster.launcher).restarts_ranks and cluster.num_nodes > 1 and error.elsewhere:
-            return EXIT_FAILED  # this node's ranks shall be started again, beside those of a node that comes back
-        return EXIT_INTERRUPTED
-    except UserError as error:
-        return _failed(folder, cluster, error, EXIT_USER_ERROR)
-    except Diverged as error:
-        return _failed(folder, cluster, error, EXIT_FAILED)
-    except Exception as error:
-        if full := no_room(error, folder.path):
-            return _failed(folder, cluster, full, EXIT_FAILED)
-        culprit = getattr(error, "culprit", None) or {"rank": cluster.rank}
-        if culprit["rank"] == cluster.rank and not _is_full_elsewhere(folder):  # else this one only lost its peers
-            sys.stderr.write(redact_text(traceback.format_exc()))  # a library may quote a request
-        return _failed(folder, cluster, error, EXIT_FAILED)
-
-
-def _is_full_elsewhere(folder: RunFolder) -> bool:
-    """Whether another rank has just ended for want of room."""
-    errors = [path for path in folder.path.glob("error-rank*.json") if time.time() - path.stat().st_mtime < AFTERMATH_S]
-    return any('"kind": "NoRoom"' in path.read_text() for path in errors)
-
-
-STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
-
-def stop_at_once_on_signal() -> None:
-    """Before there is anything to save, a signal just ends the run; Interruption takes over in training."""
-    signals.raise_on_signal(Interrupted, *STOPS)
-
-
-def hold_signals() -> None:
-    """Until something takes over that can end the run in order."""
-    signals.asked.clear()
-    signals.remember_signals(*STOPS)
-
-
-def _ignore_signals() -> None:
-    signals.take_over()
-    signals.remember_signals(*STOPS)
-
-
-def signals_end_this_process() -> None:
-    """As in any program."""
-    signals.end_on_signal()
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-
-
-def code_of_stop(code: int, folder: RunFolder) -> int:
-    """75 promises a checkpoint to go on from; a Ctrl-C before there is one is that of any program."""
-    saved = any(folder.checkpoints.glob("*.json"))
-    return (
-        signals.INTERRUPTED_AT_ONCE
-        if code == EXIT_INTERRUPTED and signal.SIGINT in signals.asked and not saved
-        else code
-    )
-
-
-def _record_end_at_once(folder: RunFolder, cluster: Cluster) -> None:
-    if cluster.is_rank_zero and read_record(folder.record).status == "running":
-        record_end(folder, cluster, "interrupted", signals.INTERRUPTED_AT_ONCE, None)
-
-
-def _failed(folder: RunFolder, cluster: Cluster, error: Exception, code: int) -> int:
-    message = str(error) if isinstance(error, UserError | Diverged | NoRoom) else f"{type(error).__name__}: {error}"
-    phase = (read_record(folder.record).phase if folder.record.exists() else None) or "start"
-    failure: RankError = {
-        "rank": cluster.rank, "host": socket.gethostname(), "phase": phase, "message": message,
-        "kind": type(error).__name__, "time": time.time(),
-    }  # fmt: skip
-    report_failure(getattr(error, "culprit", None) or failure, folder, cluster, code)
-    return code
-
-
-def _dump_stack_on_signal(folder: RunFolder, cluster: Cluster) -> None:
-    """SIGUSR2 from the supervisor: this rank's Python stacks go to the run folder."""
-    if folder.path.is_dir():
-        for path in (folder.stack(cluster.rank), folder.nccl_trace(cluster.rank)):  # of an earlier start
-            path.unlink(missing_ok=True)
-        file = folder.stack(cluster.rank).open("a")  # the watch may write there too
-        faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
-
-
-def remove_empty_stacks(folder: RunFolder) -> None:
-    for path in folder.path.glob("stack-rank*.txt"):
-        try:
+    Args:
+        config: with `choices`.
+    """
+    for path in [*folder.path.glob("stack-rank*.txt"), *folder.path.glob("rank*.log")]:
+        with contextlib.suppress(FileNotFoundError):  # another rank that shares the folder was first
             if path.stat().st_size == 0:
                 path.unlink()
-        except FileNotFoundError:  # another rank that shares this folder (SLURM, one disk) was first
-            continue
+    if cluster.is_rank_zero and folder.record.exists():
+        code = finish_upload(config.get("s3"), folder, code)
+        debugs = config["choices"].get("debug")
+        keeps = config.get("logbook") == "keep" and not debugs
+        conclude(folder, Path(config["paths"]["logbook_dir"]) if keeps else None, code)
+    if launcher_named(cluster.launcher).restarts_ranks and code == EXIT_INTERRUPTED:
+        return EXIT_OK  # the ranks would be started again, although somebody asked them to stop
+    saved = any(folder.checkpoints.glob("*.json"))  # 75 promises a checkpoint to go on from
+    ctrl_c = code == EXIT_INTERRUPTED and signal.SIGINT in signals.asked and not saved
+    return signals.INTERRUPTED_AT_ONCE if ctrl_c else code
 
 
 def conclude(folder: RunFolder, keep_in: Path | None, code: int) -> None:

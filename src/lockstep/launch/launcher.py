@@ -1,274 +1,271 @@
-"""Composed config → plan and run folder → this node's supervisor, or training in this process.
+"""Composed config → this node's ranks, or the one rank that this process is.
 
-Imports no torch: a supervisor, and every error that can be found before work starts, come without it.
+Imports no torch before the first rank is needed, so that every early refusal is quick.
 """
 
+import faulthandler
 import logging
 import math
+import os
+import signal
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.compose import chosen_options, plain
-from lockstep.distributed.cluster import SUPERVISOR_PID, Cluster, Wanted, environment
-from lockstep.distributed.launchers import describe, launcher_named
-from lockstep.distributed.preflight import findings
-from lockstep.distributed.supervisor import Supervisor, die_with_parent
-from lockstep.launch.agree import agree_on_run
-from lockstep.launch.finish import (
-    Work,
-    code_of_stop,
-    conclude,
-    hold_signals,
-    in_this_process,
-    remove_empty_stacks,
-    signals_end_this_process,
-    stop_at_once_on_signal,
+from lockstep.launch.failures import (
+    end_of,
+    phase_of,
+    record_failure,
+    record_interruption,
+    recorded_collectives,
+    sentence_of,
+)
+from lockstep.launch.finish import finish
+from lockstep.launch.launchers import (
+    AGENT,
+    OUTPUT,
+    Cluster,
+    launcher_named,
+    named_run,
+    restart_run_id,
+    set_rank_environment,
 )
 from lockstep.launch.plan import (
+    ResumePoint,
     RunPlan,
-    asks_for_largest,
     headline,
-    joined_line,
     learning_rate_line,
-    read_plan,
     resolve_batch,
     resolve_cluster,
+    resolved,
     scaled_learning_rates,
     time_limit,
-    write_plan,
 )
-from lockstep.launch.resume import config_before
-from lockstep.launch.start import begin, check_writable, find_weights, finished_already, hold_run_lock, run_folder
+from lockstep.launch.preflight import findings
+from lockstep.launch.start import (
+    Search,
+    begin,
+    check_writable,
+    finished_already,
+    hold_run_lock,
+    make_plan,
+    run_folder,
+    write_config,
+)
 from lockstep.launch.validation import check_numbers, check_root, check_validation
 from lockstep.launch.without_gpu import refuse_days_on_cpu
+from lockstep.runs import provenance, signals
+from lockstep.runs.batch import Batch
 from lockstep.runs.config import Config, read_only
-from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, Interrupted, UserError
-from lockstep.runs.folder import RunFolder
+from lockstep.runs.environment import die_with_parent, environment, set_variables
+from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, Interrupted, UserError
+from lockstep.runs.folder import RunFolder, new_run_id
 from lockstep.runs.output import set_up
-from lockstep.runs.record import read_record, update_record
+from lockstep.runs.record import update_record
 from lockstep.runs.redact import refuse_secrets
-from lockstep.runs.signals import INTERRUPTED_AT_ONCE
-from lockstep.storage.finish import finish_upload, note
+from lockstep.storage.finish import note
 from lockstep.storage.s3 import Bucket
 
 log = logging.getLogger(__name__)
 
-FindLargest = Callable[..., Any]
+Work = Callable[[RunPlan], int]  # what a rank does; its exit code
 
 
-def launch(cfg: Any, work: Work, find_largest: FindLargest | None = None) -> int:
+def launch(cfg: Any, work: Work, search: Search | None = None) -> int:
     """Run `work(plan)` in every rank that the config and the environment ask for.
 
     Args:
         cfg: composed, with Hydra's own node.
-        find_largest: looks for the batch where data.global_batch_size=max.
+        search: finds the largest batch for data.global_batch_size=max.
+
     Returns:
         The exit code.
     """
     named = {"choices": chosen_options(cfg), "overrides": list(cfg.hydra.overrides.task)}
-    return launch_config({**plain(cfg), **named}, work, find_largest)
+    return launch_config({**plain(cfg), **named}, work, search)
 
 
-def launch_config(config: Config, work: Work, find_largest: FindLargest | None = None) -> int:
+def launch_config(config: Config, work: Work, search: Search | None = None) -> int:
     """The same from a plain config that also holds `choices` (option by group) and `overrides`."""
-    with ExitStack() as kept:
-        return _launch(read_only(config), work, kept, find_largest)
-
-
-def _launch(config: Config, work: Work, kept: ExitStack, find_largest: FindLargest | None) -> int:
-    """
-    Args:
-        kept: what lasts as long as the run.
-    """
+    config, environ = read_only(config), environment()
     set_up(verbose=config["verbose"], quiet=config["quiet"])
     refuse_secrets(config)
-    environ = environment()
     cluster, accelerator = resolve_cluster(config, config["choices"].get("trainer", "this trainer"), environ)
+    if cluster.has_agent:
+        die_with_parent(int(environ[AGENT].split()[0]))
+    if cluster.has_agent and environ[OUTPUT]:
+        with (Path(environ[OUTPUT]) / f"rank{cluster.rank}.log").open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+    _check(config, cluster, accelerator)
+    with ExitStack() as kept:
+        if done := finished_already(config, environ):
+            log.info(f"The run {done.run_id} has finished.")
+            if cluster.is_rank_zero:
+                kept.enter_context(hold_run_lock(done))
+                if (config.get("s3") or {}).get("uri"):  # the earlier start has used its time up
+                    note(done, deadline=None, left_s=None)
+            return finish(config, cluster, done, EXIT_OK) if cluster.local_rank in (0, None) else EXIT_OK
+        if cluster.starts_ranks:
+            return _start_ranks(config, cluster, environ, kept)
+        return _be_rank(config, cluster, accelerator, environ, work, search, kept)
+
+
+def _check(config: Config, cluster: Cluster, accelerator: str) -> None:
+    """
+    Raises:
+        UserError: an option that cannot work, before torch is imported.
+    """
     refuse_days_on_cpu(config, accelerator)
-    resolve_batch(config, cluster, limit=math.inf if _may_go_on(config, cluster) else None)
+    may_go_on = config.get("resume") or launcher_named(cluster.launcher).restarts_ranks
+    resolve_batch(config, cluster, limit=math.inf if may_go_on else None)
     check_validation(config)
     check_numbers(config)
     time_limit(config)
-    _check_bucket(config)
+    if (config.get("s3") or {}).get("uri"):
+        Bucket.of(config["s3"])
     if config.get("logbook") not in (None, "keep"):
         raise UserError(f"logbook={config['logbook']}: keep, or nothing.")
-    if done := finished_already(config, environ):
-        if _is_first(cluster):
-            kept.enter_context(hold_run_lock(done))
-        return send_what_is_left(config, done, cluster)
+    if config.get("resume") == "auto" and not named_run(config, environment()):
+        raise UserError("resume=auto needs to know which run: give run_id=… (or RUN_ID), or resume=<run_id>.")
     if cluster.num_nodes == 1:  # else the others would wait: all ranks end together where one finds no images
         check_root(config)
     if cluster.local_rank in (0, None):
         check_writable(Path(config["paths"]["log_dir"]))
-    try:
-        run_id = _meet_others(config, cluster, accelerator, environ)
-    except Interrupted as error:
-        log.info(f"Interrupted ({error}) before the run began.")
-        return INTERRUPTED_AT_ONCE if str(error) == "SIGINT" else EXIT_INTERRUPTED
-    finally:
-        signals_end_this_process()
-    folder, fresh = run_folder(config, run_id, cluster, environ)
-    plan, found = make_plan(config, cluster, accelerator, folder, environ, find_largest)
-    if cluster.local_rank in (0, None):
-        if cluster.node_rank == 0:
+    if cluster.world_size > 1 and cluster.local_rank in (0, None) and not cluster.has_agent:
+        for sentence in findings(cluster, environment(), Path(config["paths"]["log_dir"])):
+            log.warning(sentence)
+
+
+def _run_id(config: Config, environ: Mapping[str, str]) -> str:
+    return named_run(config, environ) or restart_run_id(environ) or new_run_id()
+
+
+def _start_ranks(config: Config, cluster: Cluster, environ: Mapping[str, str], kept: ExitStack) -> int:
+    """Start this node's ranks with torch's agent, and finish the run when they have ended."""
+    arguments, run_id = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:]], named_run(config, environ)
+    is_first = cluster.node_rank == 0
+    if is_first:
+        folder, _ = run_folder(config, run_id, environ)
+        run_id = folder.run_id
+        kept.enter_context(hold_run_lock(folder))
+    else:  # the ranks' first meeting tells which run it is
+        folder = RunFolder(Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-ranks-"))))
+    from lockstep.launch.agent import start_ranks
+
+    folder.path.mkdir(parents=True, exist_ok=True)
+    signals.before_the_end(partial(record_interruption, folder, signals.INTERRUPTED_AT_ONCE))
+    code, failure, callstack = start_ranks(cluster, run_id, folder.path, arguments, config["trainer"]["timeout_s"])
+    if failure:
+        failure["phase"] = failure["phase"] or phase_of(folder)
+    if is_first and failure:
+        record_failure(folder, failure, code)
+    elif is_first and code:
+        record_interruption(folder)
+    code = finish(config, cluster, folder, code) if is_first else code
+    if failure:
+        if failure["kind"] not in ("UserError", "Diverged", "NoRoom"):
+            sys.stderr.write(callstack)
+        log.error(sentence_of(failure))
+    return code
+
+
+def _be_rank(
+    config: Config, cluster: Cluster, accelerator: str, environ: Mapping[str, str], work: Work,
+    search: Search | None, kept: ExitStack,
+) -> int:  # fmt: skip
+    """Meet the other ranks, begin or resume the run on rank 0, and do the work of this one."""
+    logs, timeout_s = Path(config["paths"]["log_dir"]), config["trainer"]["timeout_s"]
+    plan: RunPlan | None = None
+    folder: RunFolder | None = None
+
+    def decide() -> dict[str, Any]:
+        """On rank 0: the run, where it begins, and its batch."""
+        nonlocal plan, folder
+        folder, fresh = run_folder(config, _run_id(config, environ), environ)
+        if not cluster.has_agent:
             kept.enter_context(hold_run_lock(folder))
-            fresh = fresh and not folder.record.exists()  # another may have begun it while this one waited
-        hold_signals()
-        plan = begin(plan, fresh)
-    if cluster.is_rank_zero:
+            fresh = fresh and not folder.record.exists()  # another process may have begun it meanwhile
+        decided, found = make_plan(config, cluster, accelerator, folder, environ, search)
+        plan = begin(decided, fresh)
         if found:
             with update_record(folder.record) as record:
                 record.take({"largest_batch": found})
         log.info(headline(plan))
         if plan.learning_rates:
             log.info(learning_rate_line(plan))
-    elif cluster.node_rank > 0 and cluster.local_rank in (0, None):
-        log.info(joined_line(plan))
-    code = run_ranks(plan, environ, work)
-    signals_end_this_process()
-    return code if code == INTERRUPTED_AT_ONCE else _finish(plan, code)  # a second Ctrl-C ends at once
+        return {
+            "folder": os.path.relpath(folder.path, logs), "batch": [plan.batch.global_size, plan.batch.accumulate],
+            "resume": plan.resume and [plan.resume.step, plan.resume.checkpoint], "weights": plan.initial_weights,
+        }  # fmt: skip
+
+    set_rank_environment(cluster)
+    signals.on_stop(signals.interrupt)
+    code = EXIT_FAILED
+    try:
+        try:
+            if cluster.world_size == 1:
+                decide()
+            else:
+                from lockstep.launch.process_group import meet
+
+                mine = provenance.fingerprint(resolved(config, cluster, accelerator))
+                answer = meet(cluster, timeout_s, mine, named_run(config, environ), decide)
+                folder = RunFolder((logs / answer["folder"]).resolve())
+                if plan is None:
+                    plan = _as_decided(config, cluster, accelerator, folder, answer)
+            assert plan is not None and folder is not None
+            if cluster.is_rank_zero:
+                signals.before_the_end(partial(record_interruption, folder, signals.INTERRUPTED_AT_ONCE))
+            folder.path.mkdir(parents=True, exist_ok=True)
+            set_variables(recorded_collectives(folder), unless_set=True)
+            _dump_stack_on_signal(folder, cluster)
+            code = work(plan)
+        finally:
+            signals.on_stop(signals.note)  # what is left is short
+    except Exception as error:
+        # An import that the signal broke raises anything. Ranks that have met know better: `culprit` names who failed.
+        stopped = signals.asked and not isinstance(error, Interrupted | UserError) and not hasattr(error, "culprit")
+        code = end_of(Interrupted(signal.Signals(signals.asked[0]).name) if stopped else error, cluster, folder)
+        is_restarted = launcher_named(cluster.launcher).restarts_ranks and cluster.num_nodes > 1
+        if getattr(error, "elsewhere", False) and is_restarted:
+            code = EXIT_FAILED  # torchrun shall start this node's ranks again, beside a node that comes back
+    if cluster.has_agent or folder is None or cluster.local_rank:
+        return code
+    return finish(config, cluster, folder, code)
 
 
-def _is_first(cluster: Cluster) -> bool:
-    return cluster.node_rank == 0 and cluster.local_rank in (0, None)
-
-
-def _meet_others(config: Config, cluster: Cluster, accelerator: str, environ: Mapping[str, str]) -> str | None:
-    """The run id that all have agreed on; a signal ends the wait."""
-    if cluster.world_size > 1 and cluster.local_rank in (0, None):
-        for sentence in findings(cluster, environ, Path(config["paths"]["log_dir"])):
-            log.info(f"MEND  {sentence}")
-    if cluster.num_nodes > 1 or launcher_named(cluster.launcher).restarts_ranks:
-        stop_at_once_on_signal()
-    return agree_on_run(config, cluster, accelerator, environ)
-
-
-def make_plan(
-    config: Config,
-    cluster: Cluster,
-    accelerator: str,
-    folder: RunFolder,
-    environ: Mapping[str, str],
-    find_largest: FindLargest | None,
-) -> tuple[RunPlan, Any]:
-    """The plan, and what a search for the largest batch has found; None where there was none.
-
-    Args:
-        config: with `choices` and `overrides`.
-    """
+def _as_decided(
+    config: Config, cluster: Cluster, accelerator: str, folder: RunFolder, answer: dict[str, Any]
+) -> RunPlan:
+    """Return the plan of a rank other than 0."""
     own = {key: value for key, value in config.items() if key not in ("choices", "overrides")}
-    limit = _limit_before(config, cluster, folder)
+    size, accumulate = answer["batch"]
     plan = RunPlan(
-        config=read_only(own),
-        choices=config["choices"],
-        overrides=tuple(config["overrides"]),
-        cluster=cluster,
-        accelerator=accelerator,
-        folder=folder,
-        batch=resolve_batch(config, cluster, limit),
-        initial_weights=config.get("ckpt_path"),
-    )
-    if not any(folder.checkpoints.glob("*.json")):  # else the run goes on from its own
-        plan = find_weights(plan)
-    found = None
-    if asks_for_largest(config):
-        size, found = largest_batch(plan, environ, find_largest)
-        plan = replace(plan, batch=resolve_batch(config, cluster, limit, size))
+        config=read_only(own), choices=config["choices"], overrides=tuple(config["overrides"]), cluster=cluster,
+        accelerator=accelerator, folder=folder, batch=Batch.cut(size, cluster.world_size, accumulate),
+        resume=answer["resume"] and ResumePoint(*answer["resume"]), initial_weights=answer["weights"],
+    )  # fmt: skip
     if config["task_name"] == "train":
         plan = replace(plan, learning_rates=scaled_learning_rates(config["optimizer"], plan.batch))
-    return plan, found
+    if cluster.local_rank == 0 and not folder.config.exists():  # on a disk of its own, for a later resume
+        write_config(plan)
+    if cluster.local_rank == 0:
+        log.info(
+            f"node {cluster.node_rank} of {cluster.num_nodes} (counted from 0) joined run {folder.run_id}; "
+            "output is on node 0"
+        )
+    return plan
 
 
-def largest_batch(plan: RunPlan, environ: Mapping[str, str], find_largest: FindLargest | None) -> tuple[int, Any]:
-    """The largest global batch that fits, and what a search has found; None where there was none.
-
-    A run that goes on keeps the size that it was started with, which any one of its nodes may know.
-    """
-    assert find_largest is not None, "this script cannot look for a batch"
-    cluster, size, found = plan.cluster, _batch_before(plan.folder), None
-    if size is None or cluster.num_nodes > 1 or not (cluster.is_supervisor or cluster.world_size == 1):
-        if cluster.is_rank_zero:
-            log.info("Looking for the largest batch …")
-        size, found = find_largest(plan, environ, known=size)
-    return size, found
-
-
-def _may_go_on(config: Config, cluster: Cluster) -> bool:
-    return bool(config.get("resume")) or launcher_named(cluster.launcher).restarts_ranks
-
-
-def _limit_before(config: Config, cluster: Cluster, folder: RunFolder) -> float | None:
-    """Images that a device of the run takes at a time; infinite where another node may know it, None of a new run."""
-    if folder.record.exists():
-        record = read_record(folder.record)
-        return record.per_device_batch_limit or record.per_device_batch_size
-    return math.inf if config.get("resume") and cluster.node_rank > 0 else None
-
-
-def _batch_before(folder: RunFolder) -> int | None:
-    size = ((config_before(folder) or {}).get("data") or {}).get("global_batch_size")
-    return size if isinstance(size, int) else None
-
-
-def _check_bucket(config: Config) -> None:
-    """Its settings, before anything is written."""
-    s3 = config.get("s3") or {}
-    if s3.get("uri"):
-        Bucket.of(s3)
-
-
-def run_ranks(plan: RunPlan, environ: Mapping[str, str], work: Work) -> int:
-    """Start this node's ranks and wait for them, or be the one rank that this process is; returns the exit code."""
-    if plan.cluster.is_supervisor:
-        write_plan(plan, plan.folder.plan(plan.cluster.node_rank))
-        command = [sys.executable, str(Path(sys.argv[0]).resolve())]
-        timeout_s = plan.trainer["timeout_s"]
-        return Supervisor(plan.cluster, plan.folder, command, dict(environ), timeout_s=timeout_s).run()
-    return in_this_process(plan, work)
-
-
-def run_supervised(path: Path, work: Work) -> int:
-    """What a rank does that our supervisor started: everything is decided already.
-
-    Args:
-        path: of its node's plan.
-    """
-    environ = environment()
-    die_with_parent(int(environ[SUPERVISOR_PID]))
-    plan = replace(read_plan(path), cluster=describe(environ, Wanted()))
-    set_up(verbose=plan.config["verbose"], quiet=plan.config["quiet"])
-    return in_this_process(plan, work)
-
-
-def _finish(plan: RunPlan, code: int) -> int:
-    cluster, folder = plan.cluster, plan.folder
-    remove_empty_stacks(folder)
-    if cluster.is_rank_zero:
-        code = finish_upload(plan.config.get("s3"), folder, code)
-        conclude(folder, _keep_in(plan.config, plan.choices), code)
-    if launcher_named(cluster.launcher).restarts_ranks and code == EXIT_INTERRUPTED:
-        return EXIT_OK  # the ranks would be started again, which somebody has just asked to stop
-    return code_of_stop(code, folder)
-
-
-def _keep_in(config: Config, choices: Config) -> Path | None:
-    """The logbook for logbook=keep, where no debugging run belongs."""
-    return (
-        Path(config["paths"]["logbook_dir"]) if config.get("logbook") == "keep" and not choices.get("debug") else None
-    )
-
-
-def send_what_is_left(config: Config, folder: RunFolder, cluster: Cluster) -> int:
-    """Of a run that an earlier start has finished; whoever started it again (systemd, torchrun) may leave it now."""
-    code = EXIT_OK
-    if cluster.is_rank_zero:
-        if (config.get("s3") or {}).get("uri"):  # the earlier start has used its time up
-            note(folder, deadline=None, left_s=None)
-        code = finish_upload(config.get("s3"), folder, code)
-        log.info(f"The run {folder.run_id} has finished.")
-        conclude(folder, _keep_in(config, config["choices"]), code)
-    return code
+def _dump_stack_on_signal(folder: RunFolder, cluster: Cluster) -> None:
+    """Let SIGUSR2 write this rank's Python stacks into the run folder."""
+    for path in (folder.stack(cluster.rank), folder.nccl_trace(cluster.rank)):  # of an earlier start
+        path.unlink(missing_ok=True)
+    faulthandler.register(signal.SIGUSR2, file=folder.stack(cluster.rank).open("a"), all_threads=True)

@@ -5,19 +5,17 @@ replace(plan, resume=…).
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.distributed.cluster import Cluster, visible_gpus
-from lockstep.distributed.launchers import describe
+from lockstep.launch.launchers import Cluster, describe
 from lockstep.launch.validation import CHECKPOINTS, validates
 from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch, states_accumulation
-from lockstep.runs.config import Config, data_name, model_name, read_only, writable
+from lockstep.runs.config import Config, data_name, model_name, writable
 from lockstep.runs.durations import in_words, seconds_of
+from lockstep.runs.environment import visible_gpus
 from lockstep.runs.errors import UserError
-from lockstep.runs.files import write_atomically
-from lockstep.runs.folder import RunFolder, read_config
+from lockstep.runs.folder import RunFolder
 from lockstep.strategies.placement import place
 
 
@@ -151,30 +149,6 @@ def as_run(plan: RunPlan) -> dict[str, Any]:
     return {**own, "choices": dict(plan.choices), "overrides": list(plan.overrides)}
 
 
-def write_plan(plan: RunPlan, path: Path) -> None:
-    """For this node's ranks."""
-    import yaml
-
-    tree = {**asdict(plan), "config": plan.config, "folder": str(plan.folder.path)}
-    write_atomically(path, lambda file: yaml.safe_dump(writable(tree), file, sort_keys=False))
-
-
-def read_plan(path: Path) -> RunPlan:
-    tree = read_config(path)
-    return RunPlan(
-        config=read_only(tree["config"]),
-        choices=tree["choices"],
-        overrides=tuple(tree["overrides"]),
-        cluster=Cluster(**tree["cluster"]),
-        accelerator=tree["accelerator"],
-        folder=RunFolder(Path(tree["folder"])),
-        batch=Batch(**tree["batch"]),
-        learning_rates=tree["learning_rates"],
-        resume=ResumePoint(**tree["resume"]) if tree["resume"] else None,
-        initial_weights=tree["initial_weights"],
-    )
-
-
 def headline(plan: RunPlan) -> str:
     batch, trainer = plan.batch, plan.choices["trainer"]
     where = f"{trainer} ({plan.accelerator})" if trainer == "default" else trainer
@@ -190,15 +164,6 @@ def headline(plan: RunPlan) -> str:
 def time_limit(config: Config) -> str:
     stated = config["trainer"].get("max_time") if config["task_name"] == "train" else None
     return f" · at most {in_words(seconds_of(stated, 'trainer.max_time'))}" if stated else ""
-
-
-def joined_line(plan: RunPlan) -> str:
-    """What every node but the first says, once all have agreed on the run."""
-    cluster = plan.cluster
-    return (
-        f"node {cluster.node_rank} of {cluster.num_nodes} (counted from 0) joined run {plan.folder.run_id}; "
-        "output is on node 0"
-    )
 
 
 def chosen_how(config: Config) -> str:

@@ -8,10 +8,9 @@ from typing import Any
 from lockstep.config.compose import compose, plain
 from lockstep.config.foreign import OF_RUN, accepted
 from lockstep.config.schema import key_of
-from lockstep.distributed.cluster import environment
-from lockstep.distributed.launchers import launcher_of
-from lockstep.launch.agree import named_run
+from lockstep.launch.launchers import launcher_of, named_run
 from lockstep.runs.config import Config
+from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import locked_file
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, read_config

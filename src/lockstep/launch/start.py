@@ -3,20 +3,26 @@
 import logging
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from lockstep.config.compose import chosen_options, compose, plain
-from lockstep.distributed.cluster import Cluster, environment
-from lockstep.distributed.launchers import agent_id, launcher_named
-from lockstep.launch.agree import named_run
-from lockstep.launch.plan import ResumePoint, RunPlan, as_run
+from lockstep.launch.launchers import Cluster, agent_id, launcher_named, named_run
+from lockstep.launch.plan import (
+    ResumePoint,
+    RunPlan,
+    as_run,
+    asks_for_largest,
+    resolve_batch,
+    scaled_learning_rates,
+)
 from lockstep.launch.resume import config_before, runs_folder
 from lockstep.runs import provenance
-from lockstep.runs.config import Config
+from lockstep.runs.config import Config, read_only
 from lockstep.runs.durations import seconds_of
+from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import lock, sha256_of, utc_now, write_atomically
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, new_run_id
@@ -29,10 +35,10 @@ from lockstep.strategies.placement import gpus_sharing_batch
 
 log = logging.getLogger(__name__)
 
+Search = Callable[[RunPlan, Mapping[str, str]], dict[str, Any]]  # for the largest batch
 
-def run_folder(
-    config: Config, run_id: str | None, cluster: Cluster, environ: Mapping[str, str]
-) -> tuple[RunFolder, bool]:
+
+def run_folder(config: Config, run_id: str | None, environ: Mapping[str, str]) -> tuple[RunFolder, bool]:
     """The folder of this run, not yet made, and whether the run is new.
 
     Args:
@@ -45,14 +51,10 @@ def run_folder(
     if resume == "auto":
         folder = RunFolder(runs_folder(config, logs) / checked_run_id(run_id or ""))
         return folder, not folder.record.exists()
-    if resume and cluster.node_rank == 0:
+    if resume:
         return find_run(logs, resume), False
-    if resume:  # this node may never have had the folder, or share node 0's
-        folder = RunFolder(runs_folder(config, logs) / checked_run_id(resume))
-        return folder, not folder.record.exists()
     folder = RunFolder(runs_folder(config, logs) / checked_run_id(run_id or new_run_id()))
-    makes_it = cluster.local_rank in (0, None) and cluster.node_rank == 0  # others may share its disk
-    if makes_it and folder.record.exists():
+    if folder.record.exists():
         if _restarted_from_outside(folder, environ):
             return folder, False
         raise UserError(
@@ -137,6 +139,60 @@ def _restarted_from_outside(folder: RunFolder, environ: Mapping[str, str]) -> bo
     return agent is not None and read_record(folder.record).agent == agent
 
 
+def make_plan(
+    config: Config,
+    cluster: Cluster,
+    accelerator: str,
+    folder: RunFolder,
+    environ: Mapping[str, str],
+    search: Search | None,
+) -> tuple[RunPlan, Any]:
+    """The plan, and what a search for the largest batch has found; None where there was none.
+
+    Args:
+        config: with `choices` and `overrides`.
+    """
+    own = {key: value for key, value in config.items() if key not in ("choices", "overrides")}
+    limit = _limit_before(folder)
+    plan = RunPlan(
+        config=read_only(own),
+        choices=config["choices"],
+        overrides=tuple(config["overrides"]),
+        cluster=cluster,
+        accelerator=accelerator,
+        folder=folder,
+        batch=resolve_batch(config, cluster, limit),
+        initial_weights=config.get("ckpt_path"),
+    )
+    if not any(folder.checkpoints.glob("*.json")):  # else the run goes on from its own
+        plan = find_weights(plan)
+    found = None
+    if asks_for_largest(config):
+        size = _batch_before(folder)
+        if size is None:
+            assert search is not None, "this script cannot look for a batch"
+            log.info("Looking for the largest batch …")
+            found = search(plan, environ)
+            size = int(found["global"])
+        plan = replace(plan, batch=resolve_batch(config, cluster, limit, size))
+    if config["task_name"] == "train":
+        plan = replace(plan, learning_rates=scaled_learning_rates(config["optimizer"], plan.batch))
+    return plan, found
+
+
+def _limit_before(folder: RunFolder) -> float | None:
+    """Return how many images a device of the run takes at a time; None for a new run."""
+    if not folder.record.exists():
+        return None
+    record = read_record(folder.record)
+    return record.per_device_batch_limit or record.per_device_batch_size
+
+
+def _batch_before(folder: RunFolder) -> int | None:
+    size = ((config_before(folder) or {}).get("data") or {}).get("global_batch_size")
+    return size if isinstance(size, int) else None
+
+
 def find_weights(plan: RunPlan) -> RunPlan:
     """The plan with the user's ckpt_path, from whose weights a run starts, as a file of this machine.
 
@@ -166,10 +222,10 @@ def begin(plan: RunPlan, fresh: bool) -> RunPlan:
     Returns:
         The plan, of a run that goes on with the point where it does.
     """
-    folder, node_rank = plan.folder, plan.cluster.node_rank
+    folder = plan.folder
     previous = None if fresh else read_record(folder.record)
     if previous is not None:
-        _check_resumable(plan, previous)
+        check_resumable(plan, previous)
     if previous is not None or plan.config.get("resume") == "auto":
         plan = _at_newest_checkpoint(plan, is_told=previous is not None)
     if plan.initial_weights:
@@ -178,9 +234,8 @@ def begin(plan: RunPlan, fresh: bool) -> RunPlan:
     if plan.config["task_name"] == "train":
         recipe = compose("train", [word for word in plan.overrides if word.startswith("experiment=")])
         _write_yaml({**plain(recipe), "choices": chosen_options(recipe)}, folder.defaults)
-    _write_config(plan, folder.config_of(node_rank))
-    if node_rank == 0:
-        _write_first_record(plan, previous)
+    write_config(plan)
+    _write_first_record(plan, previous)
     return plan
 
 
@@ -197,10 +252,10 @@ def _at_newest_checkpoint(plan: RunPlan, *, is_told: bool) -> RunPlan:
     return replace(plan, resume=ResumePoint(step, str(checkpoint.resolve())))
 
 
-def _write_config(plan: RunPlan, path: Path) -> None:
+def write_config(plan: RunPlan) -> None:
     import yaml
 
-    write_atomically(path, lambda file: yaml.safe_dump(as_run(plan), file, sort_keys=False))
+    write_atomically(plan.folder.config, lambda file: yaml.safe_dump(as_run(plan), file, sort_keys=False))
 
 
 def _write_yaml(tree: Config, path: Path) -> None:
@@ -225,7 +280,7 @@ IGNORED_ON_RESUME = (
 )  # fmt: skip
 
 
-def _check_resumable(plan: RunPlan, previous: RunRecord) -> None:
+def check_resumable(plan: RunPlan, previous: RunRecord) -> None:
     folder, stored, config = plan.folder, config_before(plan.folder) or {}, as_run(plan)
     if is_over(config, folder, previous):
         by_steps = previous.steps == (stored.get("trainer") or {}).get("max_steps")

@@ -21,17 +21,13 @@ from lockstep.rehearsal.starts import (
     variables_of_null_gpus,
 )
 from lockstep.rehearsal.words import RUN_ID, STEPS, Rehearsal, rehearsal_of, without
+from lockstep.runs import signals
 from lockstep.runs.config import read_only
-from lockstep.runs.errors import EXIT_FAILED, EXIT_OK
-from lockstep.runs.signals import raise_on_signal
+from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, Interrupted
 
 log = logging.getLogger(__name__)
 
 DIVERGED = "became nan"
-
-
-class Stopped(Exception):
-    """By a signal, which it names."""
 
 
 def rehearse(cfg: Any, mfu: float, gbit_s: float) -> int:
@@ -57,14 +53,14 @@ def rehearse(cfg: Any, mfu: float, gbit_s: float) -> int:
         log.info(f"        {note}")
     held = True
     try:
-        raise_on_signal(Stopped, signal.SIGINT, signal.SIGTERM)
+        signals.on_stop(signals.interrupt)
         with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
             for line in lines(rehearsal, variables, Path(folder), mfu, gbit_s):
                 log.info(str(line))
                 held = held and line.held is not False
         if largest := estimated_largest(rehearsal.words) if held else None:
             log.info(str(Line(None, largest)))
-    except Stopped as stopped:
+    except Interrupted as stopped:
         log.error(f"stopped by {stopped}: the rehearsal's processes have ended, nothing of theirs is left.")
         return 128 + signal.Signals[str(stopped)]
     log.info("All held." if held else "NOT all held.")

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from lockstep.distributed.cluster import environment
-from lockstep.distributed.supervisor import die_with_parent
 from lockstep.rehearsal.faults import Fault, fault_in
 from lockstep.rehearsal.words import RUN_ID, Rehearsal
 from lockstep.runs.config import Config
+from lockstep.runs.environment import die_with_parent, environment
 from lockstep.runs.errors import EXIT_USER_ERROR, UserError
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import read_json

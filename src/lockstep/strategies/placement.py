@@ -3,10 +3,11 @@
 A process computes on one device but under trainer=dp (num_gpus) and trainer=model_parallel (stage_devices).
 """
 
+from dataclasses import dataclass
 from typing import Any
 
-from lockstep.distributed.cluster import Wanted, environment, visible_gpus
 from lockstep.runs.config import Config
+from lockstep.runs.environment import environment, visible_gpus
 from lockstep.runs.errors import UserError
 
 SEVERAL_IN_ONE_PROCESS = ("num_gpus", "stage_devices")
@@ -14,7 +15,24 @@ OF_ONE_STRATEGY = {*SEVERAL_IN_ONE_PROCESS, "micro_batches", "cut"}
 WITHOUT_GPUS = {"ddp": "ddp_sim", "fsdp": "fsdp_sim", "allreduce": "allreduce_sim", "dp": "ddp_sim"}
 
 
-def place(trainer: Config, name: str, gpus: int) -> tuple[str, Wanted]:
+@dataclass(frozen=True)
+class RequestedDevices:
+    """What the options of a trainer ask for.
+
+    Args:
+        devices: trainer.devices if the user stated it.
+        num_nodes: trainer.num_nodes if the user stated it.
+        several_processes: one process for each device; else one process, whatever it computes on.
+        machine: the default number of devices of this machine.
+    """
+
+    devices: int | None = None
+    num_nodes: int | None = None
+    several_processes: bool = True
+    machine: int = 1
+
+
+def place(trainer: Config, name: str, gpus: int) -> tuple[str, RequestedDevices]:
     """("cpu" or "gpu", what is asked of the launcher).
 
     Args:
@@ -32,7 +50,7 @@ def place(trainer: Config, name: str, gpus: int) -> tuple[str, Wanted]:
         raise UserError(f"trainer.devices={stated!r}: give a number from 1 on, or auto.")
     if accelerator == "gpu":
         _check_gpus(trainer, name, gpus, stated)
-    return accelerator, Wanted(
+    return accelerator, RequestedDevices(
         devices=stated,
         num_nodes=None if trainer["num_nodes"] == "auto" else trainer["num_nodes"],
         several_processes=trainer["launch"] == "process_per_device",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lockstep.callbacks.ranks import gather_objects
-from lockstep.distributed.cluster import Cluster
+from lockstep.launch.launchers import Cluster
 from lockstep.runs import provenance
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder

@@ -1,15 +1,11 @@
 """The ranks of a run from the moment they meet until they part: hosts, heartbeats, signals."""
 
 import contextlib
-import functools
 import logging
-import os
-import socket
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -18,21 +14,16 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 
 from lockstep.callbacks.hang_dump import HangDump
 from lockstep.callbacks.interruption import Interruption
-from lockstep.callbacks.ranks import broadcast_object
-from lockstep.distributed.cluster import Cluster, environment
-from lockstep.distributed.failures import RankError, report_failure
-from lockstep.distributed.first_error import explained
-from lockstep.distributed.launchers import launcher_named
-from lockstep.distributed.process_group import be_alone, check_all_equal, join
-from lockstep.launch.plan import ResumePoint, RunPlan, as_run
+from lockstep.callbacks.ranks import gather_objects
+from lockstep.launch.first_error import explained
+from lockstep.launch.launchers import Cluster, launcher_named
+from lockstep.launch.plan import RunPlan
+from lockstep.launch.process_group import be_alone, join
 from lockstep.runs import provenance
-from lockstep.runs.batch import Batch
-from lockstep.runs.errors import EXIT_FAILED
+from lockstep.runs.environment import environment
 from lockstep.runs.provenance import Host, available_cores
 from lockstep.strategies.placement import devices_of_process
 
-MEETINGS = 3  # the store's port, the other ranks, their process group: each may take the timeout
-MEETING_GRACE_S = 10.0
 EXPECTED_WARNINGS = (
     ".*recommended to use `self.log.*sync_dist=True.*",  # the module reduces its counts before it logs them
     ".*smaller than the logging interval.*",  # every epoch's last step is a log point too
@@ -130,60 +121,17 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
                 alone.callback(torch.distributed.destroy_process_group)
             yield RankSession(plan, [provenance.host(cluster.node_rank)])
         return
-    report = functools.partial(report_failure, folder=folder, cluster=cluster)
-    with ended_after(MEETINGS * timeout_s + MEETING_GRACE_S, cluster, report):
-        store = join(cluster, device_of(plan), timeout_s)
+    store = join(cluster, device_of(plan), timeout_s)
     patient_group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
-    hosts: list[str] = []
-
-    def explain(error: BaseException) -> BaseException:
-        return explained(error, store, cluster, hosts)
-
+    hosts = gather_objects(provenance.host(cluster.node_rank))
+    names = [str(host["host"]) for host in hosts]
+    dump = HangDump(folder.path, timeout_s, lambda error: explained(error, store, cluster, names))
     try:
-        all_hosts = check_all_equal(provenance.fingerprint(as_run(plan)), cluster)
-        hosts = [str(host["host"]) for host in all_hosts]
-        yield RankSession(
-            _as_on_rank_zero(plan), all_hosts[:: cluster.devices], Interruption(timeout_s),
-            HangDump(folder.path, timeout_s, explain), patient_group,
-        )  # fmt: skip
+        yield RankSession(plan, hosts[:: cluster.devices], Interruption(timeout_s), dump, patient_group)
         torch.distributed.barrier()
     except BaseException as error:
-        raise explain(error)  # noqa: B904 it names its cause itself
+        raise explained(error, store, cluster, names)  # noqa: B904 it names its cause itself
     torch.distributed.destroy_process_group()
-
-
-def _as_on_rank_zero(plan: RunPlan) -> RunPlan:
-    """Take the checkpoint, the step and the accumulation of rank 0, which reads the file and broadcasts it."""
-    here = [plan.resume_step, plan.checkpoint, plan.batch.accumulate]
-    step, checkpoint, accumulate = broadcast_object(here)
-    batch = Batch.cut(plan.batch.global_size, plan.cluster.world_size, accumulate)
-    if step:
-        return replace(plan, batch=batch, resume=ResumePoint(step, checkpoint))
-    resume = None if step is None else ResumePoint(0)
-    return replace(plan, batch=batch, resume=resume, initial_weights=checkpoint)
-
-
-@contextlib.contextmanager
-def ended_after(seconds: float, cluster: Cluster, report: Callable[[RankError], None]) -> Iterator[None]:
-    """End this process where the block takes longer: a question to a store that no longer answers has no timeout."""
-
-    def end() -> None:
-        where = f"{cluster.master_addr}:{cluster.master_port}"
-        try:
-            report({
-                "rank": cluster.rank, "host": socket.gethostname(), "phase": "start", "time": time.time(),
-                "kind": "silence", "message": f"the ranks' store at {where} did not answer within {seconds:.0f} s",
-            })  # fmt: skip
-        finally:
-            os._exit(EXIT_FAILED)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def devices_of(plan: RunPlan) -> list[torch.device]:

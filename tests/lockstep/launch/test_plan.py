@@ -1,27 +1,22 @@
 """The plan: what is decided from the config, frozen, and the same again from its file."""
 
 from dataclasses import FrozenInstanceError, replace
-from pathlib import Path
 
 import pytest
 import yaml
 
 from lockstep.config.compose import chosen_options, compose, plain
-from lockstep.distributed.cluster import Cluster
-from lockstep.launch.launcher import make_plan
+from lockstep.launch.launchers import Cluster
 from lockstep.launch.plan import (
     ResumePoint,
     RunPlan,
     as_run,
     headline,
-    joined_line,
     learning_rate_line,
-    read_plan,
-    resolve_batch,
     resolve_cluster,
     scaled_learning_rates,
-    write_plan,
 )
+from lockstep.launch.start import make_plan
 from lockstep.runs.batch import Batch
 from lockstep.runs.config import read_only, writable
 from lockstep.runs.errors import UserError
@@ -36,10 +31,10 @@ def config_of(*words):
     return read_only({**plain(cfg), "choices": chosen_options(cfg), "overrides": list(words)})
 
 
-def plan_of(folder, *words, find_largest=None) -> RunPlan:
+def plan_of(folder, *words, search=None) -> RunPlan:
     config = config_of(*WORDS, *words)
     cluster, accelerator = resolve_cluster(config, "ddp_sim", {})
-    return make_plan(config, cluster, accelerator, RunFolder(folder), {}, find_largest)[0]
+    return make_plan(config, cluster, accelerator, RunFolder(folder), {}, search)[0]
 
 
 def test_a_plan_holds_what_was_decided_and_the_config_as_it_was(tmp_path):
@@ -60,17 +55,6 @@ def test_nothing_in_a_plan_can_be_changed(tmp_path):
         plan.batch.per_device = 1
     with pytest.raises(TypeError, match="read-only"):
         plan.config["trainer"]["devices"] = 3
-
-
-@pytest.mark.parametrize("resume", [None, ResumePoint(0), ResumePoint(40, "/r/checkpoints/last-step00000040.ckpt")])
-def test_a_plan_comes_back_from_its_file(tmp_path, resume):
-    words = ["optimizer.scale_lr_with_batch=true", "trainer=model_parallel", "trainer.stage_devices=[cpu,cpu]"]
-    plan = replace(plan_of(tmp_path, *words), resume=resume, initial_weights="/w.ckpt")
-    write_plan(plan, tmp_path / "plan-node0.yaml")
-    again = read_plan(tmp_path / "plan-node0.yaml")
-    assert again == plan and again.learning_rates and again.config["trainer"]["stage_devices"] == ("cpu", "cpu")
-    with pytest.raises(TypeError, match="read-only"):
-        again.config["trainer"]["devices"] = 3
 
 
 def test_weights_come_from_the_runs_own_checkpoint_before_those_that_it_began_with(tmp_path):
@@ -120,23 +104,19 @@ def test_the_lines_that_a_run_says_of_its_plan(tmp_path):
 def test_the_largest_batch_takes_the_place_of_max(tmp_path):
     asked = []
 
-    def find_largest(plan, environ, known):
-        asked.append((plan.batch, known))
-        return (known, None) if known else (512, {"global": 512})
+    def search(plan, environ):
+        asked.append(plan.batch)
+        return {"global": 512}
 
     config = config_of(*WORDS, "data.global_batch_size=max", "trainer.accumulate_grad_batches=2")
     cluster, accelerator = resolve_cluster(config, "ddp_sim", {})
-    assert resolve_batch(config, cluster) == Batch(4, 1, 2)
     folder = RunFolder(tmp_path / "r")
-    plan, found = make_plan(config, cluster, accelerator, folder, {}, find_largest)
-    assert plan.batch == Batch(512, 128, 2) and found == {"global": 512} and asked == [(Batch(4, 1, 2), None)]
+    plan, found = make_plan(config, cluster, accelerator, folder, {}, search)
+    assert plan.batch == Batch(512, 128, 2) and found == {"global": 512} and asked == [Batch(4, 1, 2)]
     folder.path.mkdir()
     folder.config.write_text(yaml.safe_dump(as_run(plan)))
-    again, found = make_plan(config, cluster, accelerator, folder, {}, find_largest)
+    again, found = make_plan(config, cluster, accelerator, folder, {}, search)
     assert again.batch == plan.batch and found is None and len(asked) == 1, "a run that goes on keeps its size"
-    two_nodes = replace(cluster, num_nodes=2)
-    again, found = make_plan(config, two_nodes, accelerator, folder, {}, find_largest)
-    assert again.batch == Batch(512, 64, 2) and found is None and asked[1][1] == 512, "the other node may not know it"
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
@@ -145,16 +125,6 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
              "SLURM_NODEID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "a"}  # fmt: skip
     with pytest.raises(UserError, match="4 ranks on this node see 1 GPU: "):
         resolve_cluster(config_of("trainer=ddp"), "ddp", slurm)
-
-
-def test_a_file_that_is_no_plan_is_refused(tmp_path):
-    with pytest.raises(UserError, match="cannot be read"):
-        read_plan(Path(tmp_path / "nothing.yaml"))
-
-
-def test_a_node_that_has_joined_says_where_the_output_is(tmp_path):
-    plan = replace(plan_of(tmp_path / "r"), cluster=Cluster("none", 2, 1, 1, None, "10.0.0.1", 29500))
-    assert joined_line(plan) == "node 1 of 2 (counted from 0) joined run r; output is on node 0"
 
 
 def leave_record(folder, **fields):
@@ -185,20 +155,8 @@ def test_ranks_that_do_not_divide_the_batch_of_a_run_are_refused(tmp_path):
         plan_of(folder, "resume=auto", "run_id=r", "trainer.devices=4", "trainer.accumulate_grad_batches=3")
 
 
-def test_another_node_that_does_not_know_the_run_waits_for_what_node_0_says(tmp_path):
-    words = [*WORDS, "resume=auto", "run_id=r"]
-    config = config_of(*words)
-    cluster = Cluster("nodes", 2, 2, 1, None, "127.0.0.1", 29500)
-    config = read_only({**writable(config), "trainer": {**writable(config)["trainer"], "accumulate_grad_batches": 3}})
-    assert make_plan(config, cluster, "cpu", RunFolder(tmp_path), {}, None)[0].batch == Batch(64, 16, 1)
-    with pytest.raises(UserError, match="does not divide"):
-        make_plan(config, replace(cluster, node_rank=0), "cpu", RunFolder(tmp_path), {}, None)
-
-
 def test_the_largest_batch_that_a_run_was_started_with_is_cut_for_the_ranks_of_now(tmp_path):
     leave_record(tmp_path, per_device_batch_size=24)
     (tmp_path / "config.yaml").write_text("data: {global_batch_size: 96}\nmodel: {}\ntrainer: {}\n")
-    plan = plan_of(
-        tmp_path, "data.global_batch_size=max", "trainer.devices=1", "resume=auto", "run_id=r", find_largest=print
-    )
+    plan = plan_of(tmp_path, "data.global_batch_size=max", "trainer.devices=1", "resume=auto", "run_id=r", search=print)
     assert plan.batch == Batch(96, 24, 4)

@@ -82,7 +82,7 @@ def test_a_class_of_ones_own_may_make_its_root():
     ("script", "words", "said"),
     [
         ("train", ["data=image_folder", "data.root=nowhere", "trainer=cpu"], "data.root=nowhere does not exist"),
-        ("eval", [], "eval needs to know which checkpoint"),
+        ("eval", [], "eval needs a checkpoint"),
         ("eval", ["ckpt_path=c11"], "No run 'c11'"),
     ],
 )

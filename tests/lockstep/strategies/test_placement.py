@@ -3,10 +3,9 @@
 import pytest
 
 from lockstep.config.compose import compose, plain
-from lockstep.distributed.cluster import Wanted
 from lockstep.runs.errors import UserError
 from lockstep.strategies import placement
-from lockstep.strategies.placement import devices_of_process, in_one_process, place
+from lockstep.strategies.placement import RequestedDevices, devices_of_process, in_one_process, place
 
 
 def options(*words):
@@ -16,14 +15,14 @@ def options(*words):
 @pytest.mark.parametrize(
     ("words", "gpus", "accelerator", "wanted"),
     [
-        (["trainer=default"], 0, "cpu", Wanted(None, None, True, 1)),
-        (["trainer=default"], 3, "gpu", Wanted(None, None, True, 3)),
-        (["trainer=ddp_sim"], 3, "cpu", Wanted(2, None, True, 1)),
-        (["trainer=fsdp", "trainer.devices=2", "trainer.num_nodes=4"], 2, "gpu", Wanted(2, 4, True, 2)),
-        (["trainer=dp"], 4, "gpu", Wanted(1, 1, False, 4)),
-        (["trainer=model_parallel", "trainer.stage_devices=[cpu,cpu]"], 4, "cpu", Wanted(1, 1, False, 1)),
-        (["trainer=model_parallel", "trainer.stage_devices=[cuda:0,cpu]"], 1, "gpu", Wanted(1, 1, False, 1)),
-        (["trainer=hivemind"], 0, "cpu", Wanted(1, 1, False, 1)),
+        (["trainer=default"], 0, "cpu", RequestedDevices(None, None, True, 1)),
+        (["trainer=default"], 3, "gpu", RequestedDevices(None, None, True, 3)),
+        (["trainer=ddp_sim"], 3, "cpu", RequestedDevices(2, None, True, 1)),
+        (["trainer=fsdp", "trainer.devices=2", "trainer.num_nodes=4"], 2, "gpu", RequestedDevices(2, 4, True, 2)),
+        (["trainer=dp"], 4, "gpu", RequestedDevices(1, 1, False, 4)),
+        (["trainer=model_parallel", "trainer.stage_devices=[cpu,cpu]"], 4, "cpu", RequestedDevices(1, 1, False, 1)),
+        (["trainer=model_parallel", "trainer.stage_devices=[cuda:0,cpu]"], 1, "gpu", RequestedDevices(1, 1, False, 1)),
+        (["trainer=hivemind"], 0, "cpu", RequestedDevices(1, 1, False, 1)),
     ],
 )
 def test_what_is_asked_of_the_launcher(words, gpus, accelerator, wanted):
@@ -69,5 +68,5 @@ def test_every_device_of_a_process_is_named_once_its_datas_first(own, accelerato
 def test_an_evaluation_runs_in_one_process_whatever_trained():
     for trainer in ("fsdp", "dp", "model_parallel", "hivemind"):
         own = in_one_process(options(f"trainer={trainer}"), "cpu")
-        assert place(own, "some", 0) == ("cpu", Wanted(1, 1, False, 1)), trainer
+        assert place(own, "some", 0) == ("cpu", RequestedDevices(1, 1, False, 1)), trainer
         assert own["strategy"] is None and not placement.OF_ONE_STRATEGY & own.keys()

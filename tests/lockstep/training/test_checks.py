@@ -7,8 +7,8 @@ import torch
 
 from local_ranks import run_ranks
 from lockstep.config.compose import chosen_options, compose, plain
-from lockstep.distributed.process_group import join
 from lockstep.launch.plan import RunPlan, resolve_batch, resolve_cluster
+from lockstep.launch.process_group import join
 from lockstep.runs.config import read_only
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder

@@ -3,7 +3,7 @@
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lockstep.distributed.cluster import Cluster
+from lockstep.launch.launchers import Cluster
 from lockstep.launch.plan import ResumePoint, RunPlan
 from lockstep.runs.batch import Batch
 from lockstep.runs.folder import RunFolder

@@ -2,19 +2,23 @@
 
 import pytest
 
-from lockstep.distributed.cluster import PLAN_FILE, Cluster, Wanted
-from lockstep.distributed.launchers import (
-    LAUNCHERS,
+from lockstep.launch.launchers import (
+    AGENT,
+    Cluster,
     agent_id,
-    agent_run_id,
     describe,
     first_host,
     launcher_named,
     launcher_of,
     outside_run_id,
+    restart_run_id,
+    set_rank_environment,
 )
+from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError
+from lockstep.strategies.placement import RequestedDevices
 
+ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none", "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4",
     "GROUP_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
@@ -26,24 +30,29 @@ SLURM = {
 }  # fmt: skip
 
 
+MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+       "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}  # fmt: skip
+
+
 def ask(environ, devices=None, num_nodes=None, several=True, machine=1):
-    return describe(environ, Wanted(devices, num_nodes, several, machine))
+    return describe(environ, RequestedDevices(devices, num_nodes, several, machine))
 
 
 def test_nothing_set_is_one_rank_on_this_machine():
     alone = ask({}, several=False)
-    assert (alone.world_size, alone.rank, alone.is_supervisor, alone.launcher) == (1, 0, False, "none")
+    assert (alone.world_size, alone.rank, alone.starts_ranks, alone.launcher) == (1, 0, False, "none")
 
 
-def test_two_devices_here_make_this_process_the_supervisor():
+def test_two_devices_here_need_ranks_that_this_process_starts():
     node = ask({}, devices=2)
-    assert (node.world_size, node.is_supervisor, node.is_rank_zero) == (2, True, True)
+    assert (node.world_size, node.starts_ranks, node.is_rank_zero) == (2, True, True)
 
 
 def test_one_command_per_node_gives_rank_zero_to_node_zero_only():
     second = ask(NODES, devices=1, num_nodes=2)
     assert (second.rank, second.node_rank, second.world_size, second.is_rank_zero) == (1, 1, 2, False)
-    assert second.is_supervisor and second.launcher == "nodes"
+    assert second.launcher == "nodes" and not second.starts_ranks, "one device: this process is the rank"
+    assert ask({**NODES, "WORLD_SIZE": "4"}, devices=2, num_nodes=2).starts_ranks
     assert ask({**NODES, "NODE_RANK": "0"}, devices=1, num_nodes=2).is_rank_zero
 
 
@@ -58,13 +67,29 @@ def test_a_ranks_environment_is_what_torchrun_sets():
 def test_torchrun_states_devices_and_nodes():
     rank = ask(TORCHRUN)
     assert (rank.rank, rank.local_rank, rank.node_rank, rank.devices, rank.num_nodes) == (5, 1, 1, 4, 2)
-    assert rank.launcher == "torchrun" and not rank.is_supervisor
+    assert rank.launcher == "torchrun" and not rank.starts_ranks
 
 
 def test_slurm_states_tasks_and_nodes():
     rank = ask(SLURM)
     assert (rank.rank, rank.local_rank, rank.node_rank, rank.devices, rank.num_nodes) == (3, 1, 1, 2, 2)
     assert rank.master_addr == "gpu03" and rank.master_port == 20028
+
+
+@pytest.mark.parametrize(
+    ("environ", "options", "wanted"),
+    [
+        (MPI, {}, ("mpi", 3, 1, 2, 2)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, {}, ("mpi", 1, 1, 2, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "2", **ADDRESS}, {}, ("env", 1, 0, 1, 2)),  # PyTorchJob: one pod, one process
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **ADDRESS}, {"devices": 2}, ("env", 3, 1, 2, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, {}, ("env", 1, 1, 2, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, {"several": False}, ("env", 0, 0, 1, 1)),
+    ],
+)
+def test_ranks_of_mpirun_and_of_any_launcher_that_sets_rank_and_world_size(environ, options, wanted):
+    found = ask(environ, **options)
+    assert (found.launcher, found.rank, found.local_rank, found.devices, found.num_nodes) == wanted
 
 
 @pytest.mark.parametrize(
@@ -84,6 +109,11 @@ def test_first_host_of_a_slurm_list(nodes, host):
         ({**NODES, "WORLD_SIZE": "3"}, {"devices": 1, "num_nodes": 2}, "WORLD_SIZE=3"),
         ({**NODES, "MASTER_PORT": "x"}, {"devices": 1, "num_nodes": 2}, "no whole number"),
         (TORCHRUN, {"devices": 2}, "torchrun started 4"),
+        ({"RANK": "0", "WORLD_SIZE": "2", **ADDRESS}, {"devices": 4}, "2, 4 on each node: .*unset RANK and WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "2", **ADDRESS}, {"several": False}, "unset RANK and WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, {}, "set MASTER_ADDR and MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, {}, "give trainer.devices=N"),
+        ({"RANK": "5", "WORLD_SIZE": "2", **ADDRESS}, {}, "rank 5 of 2"),
         (TORCHRUN, {"several": False}, "runs in one"),
         (SLURM, {"devices": 4}, "SLURM started 4 tasks"),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "5"}, {}, "every node as many"),
@@ -113,8 +143,7 @@ def test_who_would_start_this_process_again():
     assert agent_id(SLURM) == "slurm-7-0"
     mine = agent_id(TORCHRUN)
     assert mine.startswith("torchrun-") and mine == agent_id({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"})
-    assert agent_id({**TORCHRUN, PLAN_FILE: "c"}) is None
-    assert agent_run_id(TORCHRUN) == agent_run_id(TORCHRUN)
+    assert restart_run_id(TORCHRUN) == restart_run_id(TORCHRUN) and restart_run_id(SLURM) is None
 
 
 def test_torchruns_agent_serves_the_store_where_it_says_so():
@@ -123,14 +152,13 @@ def test_torchruns_agent_serves_the_store_where_it_says_so():
 
 
 def test_neighbouring_jobs_and_steps_of_one_have_ports_of_their_own():
-    """Of each the batch search takes the three after its first."""
     taken = set()
     for job, step in ((100, 0), (101, 0), (102, 0), (100, 1), (100, 2)):
         environment = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
                        "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}  # fmt: skip
-        port = describe(environment, Wanted(machine=2)).master_port
-        assert not taken & set(range(port, port + 4)) and 1024 < port < 32768
-        taken |= set(range(port, port + 4))
+        port = describe(environment, RequestedDevices(machine=2)).master_port
+        assert port not in taken and 1024 < port < 32768
+        taken.add(port)
 
 
 ALONE = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
@@ -146,19 +174,20 @@ ALONE = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
         (TORCHRUN, True, "torchrun"),
         ({**TORCHRUN, **SLURM}, True, "torchrun"),
         (SLURM, True, "slurm"),
-        ({**TORCHRUN, **SLURM, PLAN_FILE: "p"}, True, "supervisor"),
-        ({PLAN_FILE: "p"}, True, "none"),
+        ({**TORCHRUN, **SLURM, AGENT: "1 none 1 0 h 1"}, True, "agent"),
+        ({AGENT: "1 none 1 0 h 1"}, True, "none"),
+        ({"RANK": "1"}, True, "none"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, True, "env"),
+        (MPI, True, "mpi"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, True, "mpi"),
     ],
 )
 def test_each_launcher_is_recognised_by_its_environment(environ, several, name):
-    found = launcher_of(environ, Wanted(several_processes=several))
-    assert found.name == name and launcher_named(name) is found
+    found = launcher_of(environ, RequestedDevices(several_processes=several))
+    assert found.name == name
 
 
 def test_what_each_launcher_does_for_its_ranks():
-    starts = {launcher.name for launcher in LAUNCHERS if launcher.starts_ranks}
-    assert starts == {"supervisor", "torchrun", "slurm"}
-    assert {launcher.name for launcher in LAUNCHERS if launcher.restarts_ranks} == {"torchrun"}
     first = {name: launcher_named(name).is_first_on_node for name in ("none", "torchrun", "slurm")}
     assert first["none"]({}) and first["torchrun"]({"LOCAL_RANK": "0"}) and first["slurm"]({"SLURM_LOCALID": "0"})
     assert not first["torchrun"]({"LOCAL_RANK": "1"}) and not first["slurm"]({"SLURM_LOCALID": "1"})
@@ -178,7 +207,6 @@ TYPED = ["src/train.py", "trainer=ddp", "tags=[a b]"]
 @pytest.mark.parametrize(
     ("cluster", "gpus", "wanted"),
     [
-        (Cluster("supervisor", 1, 4, 0, 0, "127.0.0.1", 7), True, "python src/train.py trainer=ddp 'tags=[a b]'"),
         (Cluster("none", 1, 4, 0, None, "127.0.0.1", None), True, "python src/train.py trainer=ddp 'tags=[a b]'"),
         (
             Cluster("slurm", 2, 4, 0, 0, "node0", 29511), True,
@@ -206,3 +234,28 @@ TYPED = ["src/train.py", "trainer=ddp", "tags=[a b]"]
 )  # fmt: skip
 def test_the_command_names_what_launched_the_ranks(cluster, gpus, wanted):
     assert launcher_named(cluster.launcher).command_line(TYPED, cluster, gpus) == wanted
+
+
+def test_gloo_takes_the_interface_towards_the_master_unless_the_user_chose(monkeypatch):
+    monkeypatch.setattr("lockstep.launch.launchers.network_interface", lambda address: f"towards {address}")
+    several = Cluster("torchrun", 2, 4, 1, 1, "10.0.0.1", 29500)
+    for cluster, stated, wanted in (
+        (several, None, "towards 10.0.0.1"),
+        (several, "mine", "mine"),
+        (Cluster("none", 1, 2, 0, 1, "10.0.0.1", 29500), None, "towards 127.0.0.1"),
+        (Cluster("none", 1, 1, 0, 0, "127.0.0.1", None), None, None),
+    ):
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        if stated:
+            monkeypatch.setenv("GLOO_SOCKET_IFNAME", stated)
+        set_rank_environment(cluster)
+        assert environment().get("GLOO_SOCKET_IFNAME") == wanted and environment()["RANK"] == str(cluster.rank)
+
+
+@pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_segments_expand_unless_the_user_says_otherwise(name, monkeypatch):
+    if name:
+        monkeypatch.setenv(name, "backend:native")
+    set_rank_environment(Cluster("none", 1, 1, 0, 0, "127.0.0.1", None))
+    found = {key: value for key, value in environment().items() if "ALLOC_CONF" in key}
+    assert found == ({name: "backend:native"} if name else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.distributed.cluster import Cluster
-from lockstep.distributed.failures import RankError
+from lockstep.launch.failures import RankError
+from lockstep.launch.launchers import Cluster
 from lockstep.runs.errors import Diverged, Interrupted, UserError
 
 ANSWER_S = 6.0  # for the other ranks to publish their error, or that they have lost a peer

@@ -1,20 +1,20 @@
-"""Checks of one node without torch: the doctor's, and those of the first second of every distributed run."""
+"""Checks of this node before a run of several ranks, without torch: a warning for each finding."""
 
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from lockstep.distributed.cluster import Cluster, network_interface
-from lockstep.distributed.launchers import launcher_of
+from lockstep.launch.launchers import Cluster, launcher_of
+from lockstep.runs.environment import network_interface
 
 FREE_DISK_GIB = 5.0
 STALE = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-Finding = tuple[bool, str]  # fine or not, and one sentence with the mend
+Finding = tuple[bool, str]  # fine or not, and one sentence with what to do
 
 
 def findings(cluster: Cluster, environment: Mapping[str, str], log_dir: Path) -> Iterator[str]:
-    """What a distributed run says of this node before it starts; nothing where all is well."""
+    """Yield what is not right for a run on this node."""
     checks = [*stale_ranks(environment), own_address(cluster, environment), free_disk(log_dir)]
     yield from (sentence for fine, sentence in checks if not fine)
 
@@ -22,14 +22,11 @@ def findings(cluster: Cluster, environment: Mapping[str, str], log_dir: Path) ->
 def stale_ranks(environment: Mapping[str, str]) -> Iterator[Finding]:
     stale = [name for name in STALE if name in environment]
     if stale and not launcher_of(environment).starts_ranks:
-        yield (
-            False,
-            f"{' and '.join(stale)} set, but nothing that starts ranks is at work: unset {' '.join(stale)}.",
-        )
+        yield False, f"{' and '.join(stale)} set, but no launcher has started this process: unset {' '.join(stale)}."
 
 
 def own_address(cluster: Cluster, environment: Mapping[str, str]) -> Finding:
-    """Other nodes reach this one's ranks by the address of the interface towards the master."""
+    """Check the interface by which this node reaches node 0, and by which the others reach its ranks."""
     name = socket.gethostname()
     if cluster.num_nodes == 1:
         return True, f"host {name}, one node."
@@ -39,7 +36,7 @@ def own_address(cluster: Cluster, environment: Mapping[str, str]) -> Finding:
         return False, f"host {name} has no interface {stated}: correct GLOO_SOCKET_IFNAME, or unset it."
     if interface is None:
         return False, f"host {name} has no way to {cluster.master_addr}: correct MASTER_ADDR, or the network."
-    if interface == "lo" and not cluster.master_addr.startswith(("127.", "localhost")):
+    if interface == "lo" and not cluster.master_addr.startswith(("127.", "localhost", "::1")):
         return False, (
             f"{cluster.master_addr} is this host by its loopback interface, which other nodes cannot reach: "
             "give the address of node 0 in MASTER_ADDR, or correct /etc/hosts."

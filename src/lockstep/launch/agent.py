@@ -1,0 +1,155 @@
+"""Start one rank for each device of this node with torch's elastic agent, the engine of torchrun.
+
+Each rank runs the same command line and composes its own config. The agent's rendezvous is of this node alone: the
+ranks of all nodes meet at MASTER_ADDR by themselves (process_group.py), where a node that is missing can be named.
+"""
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+from lockstep.launch.failures import RankError
+from lockstep.launch.launchers import AGENT, OUTPUT, Cluster
+from lockstep.runs import signals
+from lockstep.runs.environment import set_variables
+from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR
+
+log = logging.getLogger(__name__)
+
+GRACE_AFTER_STOP_S = 100  # for a coordinated checkpoint and its upload after SIGTERM or Ctrl-C
+STOPPED = (EXIT_INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+class RankLogs(LogsSpecs):
+    """Local rank 0 writes to the terminal, the others into rank<N>.log, which they open themselves."""
+
+    def __init__(self, folder: Path, errors: Path) -> None:
+        super().__init__(str(folder))
+        self.folder, self.errors = folder, errors
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self.folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        terminal, errors = dict.fromkeys(envs, ""), {local: str(self.errors / f"{local}.json") for local in envs}
+        for local, variables in envs.items():
+            variables["TORCHELASTIC_ERROR_FILE"] = errors[local]
+            variables[OUTPUT] = str(self.folder) if local else ""
+        return LogsDest(stdouts=terminal, stderrs=terminal, error_files=errors)
+
+
+def start_ranks(
+    cluster: Cluster, run_id: str | None, folder: Path, arguments: list[str], timeout_s: float
+) -> tuple[int, RankError | None, str]:
+    """Start this node's ranks and wait until all have ended; none of them is left afterwards.
+
+    Args:
+        run_id: handed to the ranks; None if only node 0 knows it.
+        folder: for the output of local ranks other than 0.
+        arguments: of this Python program.
+
+    Returns:
+        The exit code, how the rank that failed first ended, and its traceback.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    listener = socket.create_server(("127.0.0.1", 0))  # torch's own would listen on every interface
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
+        multi_tenant=True, master_listen_fd=listener.detach(),
+    )  # fmt: skip
+    where = f"{cluster.num_nodes} {cluster.node_rank} {cluster.master_addr} {cluster.master_port or port}"
+    set_variables({AGENT: f"{os.getpid()} {cluster.launcher} {where}", **({"RUN_ID": run_id} if run_id else {})})
+    stopped_at: list[float] = []
+
+    def stop(number: int, _frame: Any) -> None:
+        if number == signal.SIGINT and signal.SIGINT in signals.asked:
+            for child in psutil.Process().children(recursive=True):
+                child.kill()
+        signals.note(number)
+        if not stopped_at:
+            stopped_at.append(time.monotonic())
+            raise SignalException(f"{signal.Signals(number).name}", signal.SIGTERM)
+
+    previous = signals.on_stop(stop)
+    with tempfile.TemporaryDirectory(prefix="lockstep-errors-") as errors:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=cluster.devices,
+            run_id=run_id or "lockstep",
+            rdzv_backend="static",
+            rdzv_endpoint=f"127.0.0.1:{port}",
+            rdzv_configs={"rank": 0, "timeout": int(timeout_s) + 1},
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=RankLogs(folder, Path(errors)),
+            signals_to_handle="SIGQUIT",  # the others raise the same exception here
+            shutdown_timeout=GRACE_AFTER_STOP_S,
+        )
+        try:
+            launch_agent(config, sys.executable, arguments)
+            return EXIT_OK, None, ""
+        except ChildFailedError as error:
+            return _first_failure(error.failures, cluster)
+        except SignalException:
+            if time.monotonic() > stopped_at[0] + GRACE_AFTER_STOP_S:
+                text = f"did not stop within {GRACE_AFTER_STOP_S} s of the signal, killed"
+                return EXIT_FAILED, _killed(cluster.rank, text), ""
+            written = min(Path(errors).glob("*.json"), key=lambda path: path.stat().st_mtime, default=None)
+            return _read(written) if written else (EXIT_INTERRUPTED, None, "")
+        finally:
+            del store
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -> tuple[int, RankError | None, str]:
+    """Tell which rank failed first: the agent ends the others then, and lists them too."""
+
+    def came(item: tuple[int, ProcessFailure]) -> tuple[bool, float]:
+        failure = item[1]
+        killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+        return failure.exitcode in STOPPED, failure.timestamp - 2 * killed  # error files know whole seconds only
+
+    local_rank, first = min(failures.items(), key=came)
+    if first.exitcode in STOPPED:
+        return EXIT_INTERRUPTED, None, ""
+    if Path(first.error_file).is_file() and first.exitcode > 0:
+        return _read(Path(first.error_file))
+    text = f"killed by {first.signal_name()}" if first.exitcode < 0 else f"ended with exit code {first.exitcode}"
+    return EXIT_FAILED, _killed(cluster.rank + local_rank, text), ""
+
+
+def _read(error_file: Path) -> tuple[int, RankError | None, str]:
+    message = json.loads(error_file.read_text())["message"]
+    failure: RankError = json.loads(message["message"].partition(": ")[2])
+    code = EXIT_USER_ERROR if failure["kind"] == "UserError" else EXIT_FAILED
+    return code, failure, message["extraInfo"]["py_callstack"]
+
+
+def _killed(rank: int, text: str) -> RankError:
+    return {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "phase": "",
+        "message": text,
+        "kind": "killed",
+        "time": time.time(),
+    }

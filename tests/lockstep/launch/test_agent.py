@@ -1,0 +1,155 @@
+"""torch's agent with ranks that are tiny scripts: they import no torch, so each test takes a fraction of a second."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch import agent
+from lockstep.launch.agent import start_ranks
+from lockstep.launch.launchers import Cluster, launcher_of
+from ranks import SRC
+
+RANK = """
+import json, os, signal, sys, time
+rank = int(os.environ["RANK"])
+folder = sys.argv[1]
+open(f"{folder}/pid-{rank}", "w").write(str(os.getpid()))
+def fail(message, kind="ValueError", code=1, at=None):
+    failure = dict(rank=rank, host="h", phase="training", message=message, kind=kind, time=0.0)
+    own = dict(message=f"RankFailed: {json.dumps(failure)}",
+               extraInfo=dict(py_callstack="the traceback", timestamp=str(int(at or time.time()))))
+    json.dump(dict(message=own), open(os.environ["TORCHELASTIC_ERROR_FILE"], "w"))
+    sys.exit(code)
+"""
+CLUSTER = Cluster("none", 1, 2, 0, None, "127.0.0.1", None)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(agent, "GRACE_AFTER_STOP_S", 2)
+
+    def start(body: str, *, once_ready: signal.Signals | None = None):
+        (tmp_path / "rank.py").write_text(RANK + body)
+        if once_ready:
+            threading.Thread(target=send, args=(tmp_path, once_ready)).start()
+        arguments = ["-S", str(tmp_path / "rank.py"), str(tmp_path)]
+        ended = start_ranks(CLUSTER, "r", tmp_path, arguments, 30.0)
+        assert not any(Path(f"/proc/{path.read_text()}").exists() for path in tmp_path.glob("pid-*"))
+        return ended
+
+    return start
+
+
+def send(folder, number):
+    """Signal this process when both ranks have written their ready files."""
+    while not all((folder / f"ready-{rank}").exists() for rank in (0, 1)):
+        time.sleep(0.02)
+    os.kill(os.getpid(), number)
+
+
+def test_ranks_get_torchruns_variables(run, tmp_path):
+    code, failure, _ = run('json.dump(dict(os.environ), open(f"{folder}/env-{rank}", "w"))')
+    assert (code, failure) == (0, None)
+    first, second = (json.loads((tmp_path / f"env-{rank}").read_text()) for rank in (0, 1))
+    assert first["MASTER_PORT"] == second["MASTER_PORT"] and second["WORLD_SIZE"] == "2" == second["LOCAL_WORLD_SIZE"]
+    assert (second["LOCAL_RANK"], second["RUN_ID"]) == ("1", "r")
+    assert (first["LOCKSTEP_OUTPUT"], second["LOCKSTEP_OUTPUT"]) == ("", str(tmp_path))
+    cluster = launcher_of(second).cluster(second, None)
+    assert (cluster.launcher, cluster.rank, cluster.world_size, cluster.has_agent) == ("none", 1, 2, True)
+    assert cluster.agent_store and cluster.master_port == int(first["MASTER_PORT"])
+
+
+def test_a_rank_that_is_killed_ends_the_others_and_is_named(run):
+    began = time.monotonic()
+    code, failure, _ = run("os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)")
+    assert code == 1 and time.monotonic() - began < 10
+    assert (failure["rank"], failure["message"]) == (1, "killed by SIGKILL")
+
+
+def test_the_rank_that_failed_first_is_named_not_the_one_that_noticed(run):
+    code, failure, callstack = run(
+        'fail("connection reset", at=time.time() + 20) if rank == 0 else fail("the culprit", at=time.time() - 10)'
+    )
+    assert (code, failure["rank"], failure["message"], callstack) == (1, 1, "the culprit", "the traceback")
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "message"),
+    [
+        ('fail("no such folder", "UserError", 2)', 2, "no such folder"),
+        ("sys.exit(7)", 1, "ended with exit code 7"),
+        ("sys.exit(75)", 75, None),
+    ],
+)
+def test_exit_codes_are_kept(run, body, code, message):
+    ended = run(body)
+    assert ended[0] == code and (ended[1] or {"message": None})["message"] == message
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_reaches_the_ranks_and_75_comes_back(run, number):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    body = 'signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); open(f"{folder}/ready-{rank}", "w"); time.sleep(60)'
+    assert run(body, once_ready=number) == (75, None, "")
+
+
+def test_under_nohup_a_lost_terminal_ends_nothing(run):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run('open(f"{folder}/ready-{rank}", "w"); time.sleep(1)', once_ready=signal.SIGHUP)[0] == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_rank_that_ignores_the_stop_is_killed_in_the_end(run):
+    began = time.monotonic()
+    code, failure, _ = run(
+        'signal.signal(signal.SIGTERM, signal.SIG_IGN if rank else lambda *_: sys.exit(75))\n'
+        'open(f"{folder}/ready-{rank}", "w"); time.sleep(60)', once_ready=signal.SIGTERM,
+    )  # fmt: skip
+    assert code == 1 and "did not stop within 2 s" in failure["message"] and time.monotonic() - began < 10
+
+
+def test_a_failure_while_the_ranks_stop_is_a_failure(run):
+    code, failure, _ = run(
+        'signal.signal(signal.SIGTERM, lambda *_: fail("no room", "NoRoom") if rank else sys.exit(75))\n'
+        'open(f"{folder}/ready-{rank}", "w"); time.sleep(60)', once_ready=signal.SIGTERM,
+    )  # fmt: skip
+    assert (code, failure["rank"], failure["message"]) == (1, 1, "no room")
+
+
+def test_ranks_die_with_a_killed_agent(tmp_path):
+    (tmp_path / "rank.py").write_text(
+        f"import sys; sys.path.insert(0, {str(SRC)!r})\n" + RANK
+        + "from lockstep.runs.environment import die_with_parent\n"
+        + 'die_with_parent(int(os.environ["LOCKSTEP_AGENT"].split()[0]))\n'
+        + 'open(f"{folder}/ready-{rank}", "w"); time.sleep(60)'
+    )  # fmt: skip
+    arguments = [str(tmp_path / "rank.py"), str(tmp_path)]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"""
+import sys; sys.path.insert(0, {str(SRC)!r})
+from pathlib import Path
+from lockstep.launch.agent import start_ranks
+from lockstep.launch.launchers import Cluster
+start_ranks(Cluster("none", 1, 2, 0, None, "127.0.0.1", None), "r", Path({str(tmp_path)!r}), {arguments!r}, 30.0)
+"""])  # fmt: skip
+    try:
+        while not all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)):
+            assert parent.poll() is None
+            time.sleep(0.05)
+    finally:
+        parent.kill()
+        parent.wait()
+    deadline = time.monotonic() + 5
+    pids = [path.read_text() for path in tmp_path.glob("pid-*")]
+    while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(pids) == 2 and not left

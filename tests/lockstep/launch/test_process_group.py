@@ -1,0 +1,124 @@
+"""Ranks that meet, each in a thread: missing ones and differences named, rank 0's decisions given to all."""
+
+import socket
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from lockstep.launch import process_group
+from lockstep.launch.launchers import Cluster
+from lockstep.launch.process_group import meet
+from lockstep.runs.errors import UserError
+from lockstep.runs.provenance import Fingerprint
+from ranks import free_port
+
+SAME = Fingerprint("t", "c", {"torch": "2"})
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(process_group, "SPEAK_INTERVAL_S", 0.3)
+    monkeypatch.setattr(process_group, "_met", [])
+
+
+class Ranks:
+    """Starts ranks one after the other, and keeps what each was told."""
+
+    def __init__(self, world_size, timeout_s=10.0, port=None, address="127.0.0.1"):
+        self.address, self.world_size, self.timeout_s, self.port = address, world_size, timeout_s, port or free_port()
+        self.answers, self.threads, self.agent_store = {}, [], port is not None
+
+    def start(self, rank, *, port=None, mine=SAME, run_id=None, decide=dict):
+        cluster = Cluster("nodes", self.world_size, 1, rank, 0, self.address, port or self.port, self.agent_store)
+
+        def run():
+            try:
+                self.answers[rank] = meet(cluster, self.timeout_s, mine, run_id, decide)
+            except UserError as error:
+                self.answers[rank] = str(error)
+
+        self.threads.append(threading.Thread(target=run))
+        self.threads[-1].start()
+        time.sleep(0.1)
+        return self
+
+    def end(self):
+        for thread in self.threads:
+            thread.join(30)
+        return self.answers
+
+
+def test_all_get_rank_zeros_decision_in_whatever_order_they_come():
+    answers = Ranks(3).start(2).start(0, decide=lambda: {"folder": "r"}).start(1).end()
+    assert {answer["folder"] for answer in answers.values()} == {"r"}
+    assert answers[2] == answers[0] and answers[0]["hosts"] == [socket.gethostname()] * 3
+
+
+def test_a_restart_in_the_same_store_never_meets_its_past():
+    """torchrun keeps its store; whoever comes first finds the earlier start's keys, complete."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for number, order in enumerate(([0, 1, 2], [2, 1, 0], [1, 0, 2])):
+        ranks = Ranks(3, port=store.port)
+        for rank in order:
+            ranks.start(rank, decide=lambda number=number: {"start": number})
+        assert {answer["start"] for answer in ranks.end().values()} == {number}
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"mine": Fingerprint("x", "c", {"torch": "2"})}, "runs with other code"),
+        ({"mine": Fingerprint("t", "x", {"torch": "2"})}, "runs with other options"),
+        ({"mine": Fingerprint("t", "c", {"torch": "3"})}, "has torch 3, rank 0 on"),
+        ({"run_id": "other"}, "was given run_id=other, rank 0 on"),
+    ],
+)
+def test_what_differs_is_named_to_every_rank(other, sentence):
+    answers = Ranks(2).start(0, run_id="r").start(1, **other).end()
+    assert answers[0] == answers[1] and answers[0].startswith("rank 1 on ") and sentence in answers[0]
+
+
+def refuse():
+    raise UserError("The run r is finished.")
+
+
+def test_what_rank_zero_refuses_ends_every_rank():
+    assert Ranks(2).start(0, decide=refuse).start(1).end() == dict.fromkeys(range(2), "The run r is finished.")
+
+
+def test_a_node_that_never_comes_is_named_while_the_others_wait_and_at_the_end(capsys):
+    began = time.monotonic()
+    answers = Ranks(3, timeout_s=1.5).start(0).start(1).end()
+    assert (
+        answers[0] == answers[1]
+        and answers[0].startswith("node rank 2 did not arrive at 127.0.0.1:")
+        and "within 2 s" in answers[0]
+    )
+    assert time.monotonic() - began < 5 and "Waiting for node rank 2 (ranks 2) …" in capsys.readouterr().out
+
+
+def test_a_rank_zero_that_never_comes_is_named_too(capsys):
+    answers = Ranks(2, timeout_s=1.0).start(1).end()
+    assert answers[1].startswith("rank 1 cannot reach rank 0 at 127.0.0.1:") and "MASTER_PORT is wrong" in answers[1]
+    assert "Waiting for node rank 0 at 127.0.0.1:" in capsys.readouterr().out
+
+
+def test_a_port_that_another_program_uses():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ranks = Ranks(2)
+        ranks.port = taken.getsockname()[1]
+        answer = ranks.start(0).end()[0]
+    assert answer.startswith("rank 0 cannot serve at 127.0.0.1:") and "Address already in use" in answer
+
+
+def test_an_ipv6_address():
+    assert Ranks(2, address="::1").start(1).start(0, decide=lambda: {"folder": "r"}).end()[1]["folder"] == "r"
+
+
+def test_rank_zero_listens_at_master_addr_alone():
+    ranks = Ranks(2, timeout_s=3.0).start(0)
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", ranks.port), timeout=1).close()
+    assert isinstance(ranks.start(1).end()[0], dict)
