@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from local_ranks import local_cluster, meet, run_ranks
 from lockstep.callbacks.checkpoint_io import CheckpointFiles
-from lockstep.strategies.base import capabilities
 from lockstep.launch.launchers import Cluster
+from lockstep.strategies.base import capabilities
 from lockstep.training.rank import StartedRanks
 
 CLASSES, FEATURES = 7, 12
