@@ -133,11 +133,14 @@ def _first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -> tup
         return EXIT_INTERRUPTED, None, ""
     if Path(first.error_file).is_file() and first.exitcode > 0:
         return _read(Path(first.error_file))
+    for other in failures.values():  # the ranks that waited for one that hangs have killed it, and written so
+        if Path(other.error_file).is_file() and (ended := _read(Path(other.error_file)))[1]["kind"] == "hangs":
+            return ended
     text = f"killed by {first.signal_name()}" if first.exitcode < 0 else f"ended with exit code {first.exitcode}"
     return EXIT_FAILED, _killed(cluster.rank + local_rank, text), ""
 
 
-def _read(error_file: Path) -> tuple[int, RankError | None, str]:
+def _read(error_file: Path) -> tuple[int, RankError, str]:
     message = json.loads(error_file.read_text())["message"]
     failure: RankError = json.loads(message["message"].partition(": ")[2])
     code = EXIT_USER_ERROR if failure["kind"] == "UserError" else EXIT_FAILED

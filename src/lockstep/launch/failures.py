@@ -1,7 +1,10 @@
 """How a rank ends: its error file, the run record and the last line on the screen. Imports no torch."""
 
+import contextlib
 import json
 import logging
+import os
+import signal
 import socket
 import sys
 import time
@@ -62,6 +65,9 @@ def end_of(error: Exception, cluster: Cluster, folder: RunFolder | None) -> int:
         from lockstep.launch.process_group import write_error_file
 
         write_error_file(RankFailed(json.dumps(failure)))
+        if pid := getattr(error, "hung_pid", None):  # the agent would give it 30 s
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         return code
     if not known and failure["rank"] == cluster.rank:  # else this one only lost its peers
         sys.stderr.write(redact_text(traceback.format_exc()))  # a library may quote a request

@@ -56,7 +56,7 @@ def first_error(error: BaseException, store: dist.Store, cluster: Cluster, hosts
             if silent:
                 what = "hangs: the other ranks waited for it" if timed_out else "died or was cut off without an error"
                 stack = f"; see stack-rank{silent[0]}.txt" if timed_out else ""
-                own = facts(silent[0], what + stack, "lost")
+                own = facts(silent[0], what + stack, "hangs" if timed_out else "lost")
         return json.loads(store.compare_set(ERROR, "", json.dumps(own)))
     except (RuntimeError, dist.DistError):
         return facts(0, "died or was stopped, or its host or network: its store is gone", "lost")

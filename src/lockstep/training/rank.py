@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -124,13 +125,18 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
     store = join(cluster, device_of(plan), timeout_s)
     patient_group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
     hosts = gather_objects(provenance.host(cluster.node_rank))
+    pids = gather_objects(os.getpid())
     names = [str(host["host"]) for host in hosts]
     dump = HangDump(folder.path, timeout_s, lambda error: explained(error, store, cluster, names))
     try:
         yield RankSession(plan, hosts[:: cluster.devices], Interruption(timeout_s), dump, patient_group)
         torch.distributed.barrier()
     except BaseException as error:
-        raise explained(error, store, cluster, names)  # noqa: B904 it names its cause itself
+        reason: Any = explained(error, store, cluster, names)
+        culprit = getattr(reason, "culprit", None)
+        if culprit and culprit["kind"] == "hangs" and names[culprit["rank"]] == names[cluster.rank]:
+            reason.hung_pid = pids[culprit["rank"]]
+        raise reason  # noqa: B904 it names its cause itself
     torch.distributed.destroy_process_group()
 
 
