@@ -123,20 +123,23 @@ def start_ranks(
 def _first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -> tuple[int, RankError | None, str]:
     """Tell which rank failed first: the agent ends the others then, and lists them too."""
 
-    def came(item: tuple[int, ProcessFailure]) -> tuple[bool, float]:
-        failure = item[1]
-        killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
-        return failure.exitcode in STOPPED, failure.timestamp - 2 * killed  # error files know whole seconds only
-
-    local_rank, first = min(failures.items(), key=came)
-    if first.exitcode in STOPPED:
-        return EXIT_INTERRUPTED, None, ""
-    if Path(first.error_file).is_file() and first.exitcode > 0:
-        return _read(Path(first.error_file))
-    for other in failures.values():  # the ranks that waited for one that hangs have killed it, and written so
-        if Path(other.error_file).is_file() and (ended := _read(Path(other.error_file)))[1]["kind"] == "hangs":
+    written = {local: Path(each.error_file) for local, each in failures.items() if Path(each.error_file).is_file()}
+    for path in written.values():  # the ranks that waited for one that hangs have killed it
+        if (ended := _read(path))[1]["kind"] == "hangs":
             return ended
-    text = f"killed by {first.signal_name()}" if first.exitcode < 0 else f"ended with exit code {first.exitcode}"
+
+    def came(local: int) -> tuple[bool, float]:
+        code = failures[local].exitcode
+        killed = code < 0 and code not in STOPPED
+        return code in STOPPED and local not in written, failures[local].timestamp - 2 * killed  # of whole seconds
+
+    local_rank = min(failures, key=came)
+    code = failures[local_rank].exitcode
+    if code in STOPPED and local_rank not in written:
+        return EXIT_INTERRUPTED, None, ""
+    if local_rank in written and (code > 0 or code in STOPPED):
+        return _read(written[local_rank])
+    text = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return EXIT_FAILED, _killed(cluster.rank + local_rank, text), ""
 
 
