@@ -39,6 +39,8 @@ def finish(config: Config, cluster: Cluster, folder: RunFolder, code: int) -> in
         debugs = config["choices"].get("debug")
         keeps = config.get("logbook") == "keep" and not debugs
         conclude(folder, Path(config["paths"]["logbook_dir"]) if keeps else None, code)
+    elif cluster.is_rank_zero and code == EXIT_USER_ERROR and not any(folder.checkpoints.glob("*")):
+        shutil.rmtree(folder.path, ignore_errors=True)  # rank 0 refused the run before it began
     if launcher_named(cluster.launcher).restarts_ranks and code == EXIT_INTERRUPTED:
         return EXIT_OK  # the ranks would be started again, although somebody asked them to stop
     saved = any(folder.checkpoints.glob("*.json"))  # 75 promises a checkpoint to go on from
