@@ -1,7 +1,7 @@
 """Draw README's pictures from real runs.    python docs/make_pictures.py   (Debian's chromium for page and report)
 
-docs/pictures/terminal.svg: what `make train` prints. page.png: the page that the run left. report.png: the report of
-that run and of one with another learning rate.
+docs/pictures/terminal.svg: what `make train` prints. page.png, comparison.png and report.png: a page, a comparison and
+a report of the logbook.
 """
 
 import os
@@ -51,22 +51,14 @@ def draw_terminal(said: str) -> None:
     console.save_svg(str(PICTURES / "terminal.svg"), title="Lockstep")
 
 
-def draw_page(page: Path) -> None:
-    """The upper part of the page, as a git host shows markdown."""
+def draw_page(page: Path, picture: str) -> None:
+    """Draw the upper part of a page of the logbook as a git host shows markdown."""
     html = MarkdownIt("commonmark", {"html": True}).enable("table").render(page.read_text())
     html = html.replace("✅", "<span style='color: #1a7f37'>✔</span>")  # which every font has
     copy = page.parent / ".picture.html"
     copy.write_text(f"<meta charset='utf-8'><style>{STYLE}</style>{html}")
-    photograph(copy, "page.png")
+    photograph(copy, picture)
     copy.unlink()
-
-
-def draw_report(runs: list[str]) -> None:
-    """The upper part of the HTML report that compares these runs."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.html")
-        subprocess.run([sys.executable, "src/logbook.py", "compare", *runs, "--html", report], check=True)
-        photograph(report, "report.png")
 
 
 def photograph(html: Path, picture: str) -> None:
@@ -78,16 +70,14 @@ def photograph(html: Path, picture: str) -> None:
 
 def main() -> None:
     PICTURES.mkdir(exist_ok=True)
-    runs = [REPOSITORY / "logs" / "train" / "runs" / name for name in ("first_run", "smaller_steps")]
-    for folder in runs:
-        shutil.rmtree(folder, ignore_errors=True)
+    folder, logbook = REPOSITORY / "logs" / "train" / "runs" / "first_run", REPOSITORY / "logbook"
+    shutil.rmtree(folder, ignore_errors=True)
     draw_terminal(output_on_a_terminal([sys.executable, *COMMAND, "run_id=first_run"]))
+    shutil.rmtree(folder, ignore_errors=True)
     if shutil.which("chromium"):
-        subprocess.run([sys.executable, *COMMAND, "run_id=smaller_steps", "optimizer.lr=1e-4"], check=True)
-        draw_page(runs[0] / "page.md")
-        draw_report([folder.name for folder in runs])
-    for folder in runs:
-        shutil.rmtree(folder, ignore_errors=True)
+        draw_page(logbook / "vit_cifar10-two-cores-ddp_sim" / "page.md", "page.png")
+        draw_page(logbook / "ddp-beside-fsdp-26-epochs.md", "comparison.png")
+        photograph(logbook / "ddp-beside-fsdp.html", "report.png")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ PANELS = {
     "train/loss": ("Training loss", ""), "val/loss": ("Validation loss", ""),
     "val/acc": ("Validation accuracy", "share"), "val/acc_top5": ("Validation accuracy, top 5", "share"),
     "train/acc": ("Training accuracy", "share"), "lr": ("Learning rate", ""),
+    "images_per_s": ("Images per second", ""),
 }  # fmt: skip
 DEVICES = {  # title, unit, and what the names of its samples begin and end with
     "gpu": ("GPU utilisation, mean of all devices", "percent", "gpu", "utilisation_percent"),
@@ -94,7 +95,7 @@ def _device_mean(run: Run, kind: str) -> curves.Curve | None:
 def _panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Known curves first, then whatever else was logged and changes, then the hardware."""
     changing = {name for run in runs for name, (_, values) in run.metrics.items() if len(set(values)) > 1}
-    others = sorted(changing - PANELS.keys() - {"epoch", "time_s"})[:MAX_PANELS]
+    others = sorted(changing - PANELS.keys() - {"epoch", "time_s", "val/correct", "val/images"})[:MAX_PANELS]
     logged = [name for name in PANELS if any(name in run.metrics for run in runs)] + others
     devices = [kind for kind in DEVICES if any(_device_mean(run, kind) for run in runs)]
     panels = [(name, *PANELS.get(name, (name, ""))) for name in logged] + [
