@@ -1,18 +1,18 @@
-"""Give a trained model away: safetensors, ONNX, torch.export and a model card, each compared with the net itself.
+"""Export a trained model: safetensors, ONNX, torch.export and a model card; each is compared with the net itself.
 
     python src/export.py ckpt_path=<run_id | FILE | s3://…> [out=exports/<run_id>] [formats=safetensors,onnx,pt2]
 
-Without formats= it makes those whose packages are here.
-
-A timm model's safetensors load with timm.create_model(NAME, checkpoint_path="model.safetensors", num_classes=N, …), or
-from the folder with timm.create_model("local-dir:" + out). ONNX needs onnx, onnxscript and onnxruntime.
+By default it makes every format whose packages are installed. A timm model is loaded from the folder by
+timm.create_model("local-dir:FOLDER", pretrained=True). ONNX needs onnx, onnxscript and onnxruntime.
 """
 
 import json
 import logging
 import shutil
 import sys
+import warnings
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,130 +24,115 @@ from lockstep.runs.script import exit_code_of
 log = logging.getLogger(__name__)
 
 USAGE = "python src/export.py ckpt_path=…"
-FORMATS = ("safetensors", "onnx", "pt2")
 OPTIONS: dict[str, str | None] = {
     "ckpt_path": None, "out": "", "formats": "", "log_dir": "", "endpoint_url": "",
 }  # fmt: skip
 TOLERANCE = 1e-4  # of the largest logit: kernels of another runtime sum in another order
-NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "safetensors": ("safetensors",), "pt2": ()}
-
-
-class Differs(Exception):
-    """An exported model does not say what the net says."""
+NEEDED = {"safetensors": ("safetensors",), "onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": ()}
 
 
 def chosen_formats(text: str) -> list[str]:
-    """Those that are named; where none is, those that can be made here, and a line says what others need.
+    """Return the formats that are named, or else those that can be made here.
 
     Raises:
         UserError: an unknown format, or a named one whose packages are missing.
     """
-    formats = [name.strip() for name in text.split(",") if name.strip()]
-    if unknown := [name for name in formats if name not in FORMATS]:
-        raise UserError(f"formats={text}: there is no {unknown[0]}, but {', '.join(FORMATS)}.")
-    for name in formats or FORMATS:
-        if missing := missing_packages(name):
-            needs = f"needs {', '.join(missing)}: .venv/bin/pip install {' '.join(missing)}"
-            if formats:
+    named = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in named if name not in NEEDED]:
+        raise UserError(f"formats={text}: {unknown[0]} is not one of {', '.join(NEEDED)}.")
+    missing = {name: [each for each in NEEDED[name] if not find_spec(each)] for name in named or NEEDED}
+    for name, packages in missing.items():
+        if packages:
+            needs = f"needs {', '.join(packages)}: .venv/bin/pip install {' '.join(packages)}"
+            if named:
                 raise UserError(f"formats={name} {needs}.")
-            log.info(f"{name} left out, it {needs}")
-    return formats or [name for name in FORMATS if not missing_packages(name)]
-
-
-def missing_packages(name: str) -> list[str]:
-    from importlib.util import find_spec
-
-    return [package for package in NEEDED[name] if find_spec(package) is None]
+            log.info(f"{name} skipped, it {needs}")
+    return [name for name, packages in missing.items() if not packages]
 
 
 def example_images(facts: Mapping[str, Any], num: int) -> Any:
-    """(num, C, H, W) float32 of the size of normalised pixels; always the same."""
+    """Return (num, C, H, W) float32 of the size of normalised pixels, always the same."""
     import torch
 
-    generator = torch.Generator().manual_seed(0)
-    size = facts["image_size"]
-    return torch.randn((num, facts["channels"], size, size), generator=generator)
+    shape = (num, facts["channels"], facts["image_size"], facts["image_size"])
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def largest_difference(model: Any, answer: Any) -> float:
-    """Largest |difference| of the logits over the largest |logit|, for batches of 1 and 3 images.
+def largest_difference(model: Any, exported: Any) -> float:
+    """Return the largest |difference| of the logits over the largest |logit|, for batches of 1 and 3 images.
 
     Args:
-        answer: images → logits by the exported model.
+        exported: images → logits.
     """
     import torch
 
     worst = 0.0
     with torch.inference_mode():
-        for num in (1, 3):
-            images = example_images(model.facts, num)
+        for images in (example_images(model.facts, num) for num in (1, 3)):
             wanted = model.net(images)
-            worst = max(worst, float((answer(images) - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6)))
+            worst = max(worst, float((exported(images) - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6)))
     return worst
 
 
 def timm_backbone(model: Any) -> Any:
-    """The timm model inside, or None for a net of our own."""
+    """Return the timm model inside, or None for a net of the user's own."""
     backbone = getattr(model.net, "backbone", None)
     return backbone if hasattr(backbone, "pretrained_cfg") else None
 
 
-def export_safetensors(model: Any, out: Path) -> Any:
-    """model.safetensors and config.json in timm's form; a net of our own keeps its own names of weights."""
-    import copy
+def write_config(model: Any, out: Path) -> dict[str, Any]:
+    """Write config.json and model.safetensors; a net that is not timm's has its class and arguments in config.json."""
+    from safetensors.torch import save_file
+    from timm.models import save_for_hf
 
-    from safetensors.torch import load_file, save_file
-
-    net = timm_backbone(model) if timm_backbone(model) is not None else model.net
-    state = {name: value.detach().clone().contiguous() for name, value in net.state_dict().items()}
-    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(timm_config(model), indent=2) + "\n")
-    shutil.copymode(out / "config.json", out / "model.safetensors")  # safetensors writes for its owner alone
-    again = copy.deepcopy(net)
-    again.load_state_dict(load_file(out / "model.safetensors"))
-    return again
-
-
-def timm_config(model: Any) -> dict[str, Any]:
-    """config.json as timm writes it for the hub; of a net of our own the model's arguments in place of timm's."""
-    facts, framing = model.facts, model.framing
-    backbone = timm_backbone(model)
-    size = [facts["channels"], facts["image_size"], facts["image_size"]]
-    config = {
-        "architecture": model.net.name if backbone is not None else model_name(model.config),
-        "num_classes": facts["num_classes"],
-        "num_features": int(getattr(backbone, "num_features", 0)),
-        "label_names": facts["class_names"],
-        "pretrained_cfg": {
-            "tag": model.record.run_id or "local", "custom_load": False, "input_size": size,
-            "fixed_input_size": True, "interpolation": framing.interpolation,
-            "crop_mode": "squash" if framing.fit == "squash" else "center",
-            "crop_pct": framing.crop_pct, "mean": facts["mean"], "std": facts["std"],
-            "num_classes": facts["num_classes"],
-        },
+    facts, framing, backbone = model.facts, model.framing, timm_backbone(model)
+    images = {
+        "input_size": (facts["channels"], facts["image_size"], facts["image_size"]),
+        "interpolation": framing.interpolation, "crop_mode": "squash" if framing.fit == "squash" else "center",
+        "crop_pct": framing.crop_pct, "mean": tuple(facts["mean"]), "std": tuple(facts["std"]),
     }  # fmt: skip
+    tag = {"tag": model.record.run_id or "local"}
     if backbone is not None:
-        arguments = {key: value for key, value in model.net.timm_arguments.items() if value is not None}
-        for key in ("first_conv", "classifier"):
-            config["pretrained_cfg"][key] = backbone.pretrained_cfg.get(key)
-        config["model_args"] = {"img_size": facts["image_size"], "in_chans": facts["channels"], **arguments}
+        config = {"label_names": facts["class_names"], "pretrained_cfg": tag}
+        save_for_hf(backbone, str(out), config, safe_serialization=True, data_config=images)
     else:
-        config["model"] = model_arguments(model)
-    return config
+        config = {
+            "architecture": model_name(model.config), "num_classes": facts["num_classes"],
+            "label_names": facts["class_names"], "model": model_arguments(model),
+            "pretrained_cfg": {**tag, **images, "num_classes": facts["num_classes"]},
+        }  # fmt: skip
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        save_file(model.net.state_dict(), out / "model.safetensors", metadata={"format": "pt"})
+    shutil.copymode(out / "config.json", out / "model.safetensors")  # safetensors writes for its owner alone
+    found: dict[str, Any] = json.loads((out / "config.json").read_text())
+    return found
 
 
 def model_arguments(model: Any) -> dict[str, Any]:
-    """Class and arguments that the net was built with. For a reader: nothing here builds what a file names."""
+    """Return the class and arguments of the net, for a reader: nothing here builds what a file names."""
     from lockstep.config.instantiate import options_of, resolve_target
 
     own = {key: value for key, value in model.config["model"].items() if key not in ("freeze", "weights", "pretrained")}
     taken, _ = options_of(resolve_target(own["_target_"], "model._target_"))
-    said = {key: model.facts[key] for key in ("num_classes", "image_size", "channels") if key in taken}
-    return {**said, **own}
+    return {**{key: model.facts[key] for key in ("num_classes", "image_size", "channels") if key in taken}, **own}
+
+
+def export_safetensors(model: Any, out: Path) -> Any:
+    """Load model.safetensors as its user does; a net of the user's own keeps its own names of weights."""
+    import copy
+
+    import timm
+    from safetensors.torch import load_file
+
+    if timm_backbone(model) is not None:
+        return timm.create_model(f"local-dir:{out}", pretrained=True).eval()
+    again = copy.deepcopy(model.net)
+    again.load_state_dict(load_file(out / "model.safetensors"))
+    return again
 
 
 def export_pt2(model: Any, out: Path) -> Any:
-    """model.pt2: torch.export, any batch size from 1."""
+    """Write model.pt2 by torch.export, for any batch size from 1."""
     import torch
 
     batch = torch.export.Dim("batch", min=1, max=4096)
@@ -157,8 +142,7 @@ def export_pt2(model: Any, out: Path) -> Any:
 
 
 def export_onnx(model: Any, out: Path) -> Any:
-    """model.onnx: input `images`, output `logits`, any batch size."""
-    import numpy as np
+    """Write model.onnx with the input `images` and the output `logits`, for any batch size."""
     import onnxruntime
     import torch
 
@@ -168,12 +152,10 @@ def export_onnx(model: Any, out: Path) -> Any:
         input_names=["images"], output_names=["logits"], dynamic_shapes=({0: batch},), external_data=False,
     )  # fmt: skip
     session = onnxruntime.InferenceSession(str(out / "model.onnx"), providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(np.asarray(session.run(["logits"], {"images": images.numpy()})[0]))
+    return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 
 
-def export(argv: list[str]) -> None:
-    import warnings
-
+def export(argv: list[str]) -> int:
     from lockstep.logbook.model_card import card_text
     from lockstep.runs.provenance import REPOSITORY
     from lockstep.training.inference import load_finished, read_words
@@ -184,20 +166,21 @@ def export(argv: list[str]) -> None:
     model = load_finished(options["ckpt_path"], logs, {"endpoint_url": options["endpoint_url"] or None})
     out = Path(options["out"] or Path("exports") / model.name)
     out.mkdir(parents=True, exist_ok=True)
+    config, compared = write_config(model, out), {}
     makers = {"safetensors": export_safetensors, "onnx": export_onnx, "pt2": export_pt2}
-    compared = {}
     for name in formats:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the exporters' own, about their internals
             compared[name] = largest_difference(model, makers[name](model, out))
         log.info(f"{name}: logits within {compared[name]:.1e} of the net's")
-    worst = max(compared, key=lambda name: compared[name])
-    if not compared[worst] <= TOLERANCE:
-        raise Differs(
-            f"{worst} differs from the net by {compared[worst]:.1e} of the largest logit; nothing in {out} is good."
-        )
-    (out / "README.md").write_text(card_text(model, timm_config(model), compared))
+        if not compared[name] <= TOLERANCE:
+            log.error(f"{name} differs from the net by {compared[name]:.1e} of the largest logit; do not use {out}.")
+            return EXIT_FAILED
+    if "safetensors" not in formats:
+        (out / "model.safetensors").unlink()
+    (out / "README.md").write_text(card_text(model, config, compared))
     log.info(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+    return EXIT_OK
 
 
 def main(argv: list[str]) -> int:
@@ -205,11 +188,7 @@ def main(argv: list[str]) -> int:
     if not argv or "--help" in argv or "-h" in argv:
         print(__doc__)
         return EXIT_OK
-    try:
-        return exit_code_of(lambda: export(argv))
-    except Differs as error:
-        log.error(f"{error}")
-        return EXIT_FAILED
+    return exit_code_of(lambda: export(argv))
 
 
 if __name__ == "__main__":

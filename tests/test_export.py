@@ -9,8 +9,11 @@ import torch
 
 import export
 from export import chosen_formats, example_images, main
+from lockstep.logbook.model_card import card_text
 from lockstep.runs.errors import UserError
-from lockstep.training.inference import load_finished
+from lockstep.runs.record import RunRecord
+from lockstep.training.inference import FinishedModel, load_finished
+from models.timm import TimmModel
 from runs import run_door
 
 HAS_ONNX = all(find_spec(name) for name in export.NEEDED["onnx"])
@@ -48,8 +51,7 @@ def test_timm_loads_the_safetensors(exported, answers):
 
     config = json.loads((exported / "config.json").read_text())
     net = timm.create_model(
-        config["architecture"], checkpoint_path=str(exported / "model.safetensors"), num_classes=config["num_classes"],
-        **config["model_args"],
+        config["architecture"], checkpoint_path=str(exported / "model.safetensors"), **config["model_args"]
     ).eval()  # fmt: skip
     images, wanted = answers
     with torch.inference_mode():
@@ -64,6 +66,40 @@ def test_timm_loads_the_folder(exported, answers):
     images, wanted = answers
     with torch.inference_mode():
         assert torch.equal(net(images), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "arguments"),
+    [
+        ("resnet10t", 48, {}),
+        ("convnext_atto", 64, {"drop_path_rate": 0.1}),
+        ("vit_tiny_patch16_224", 32, {"patch_size": 8, "embed_dim": 48, "depth": 2}),
+        ("mobilenetv3_small_050", 48, {}),
+        ("swin_tiny_patch4_window7_224", 56, {"embed_dim": 24, "depths": [1, 1, 1, 1]}),
+        ("mixer_s32_224", 64, {}),
+    ],
+)
+def test_timm_loads_any_of_its_models_as_the_card_says(tmp_path, monkeypatch, name, size, arguments):
+    net = TimmModel(num_classes=3, image_size=size, channels=3, name=name, pretrained=False, **arguments).eval()
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    facts = {"class_names": ["a", "b", "c"], "num_classes": 3, "image_size": size, "channels": 3, "mean": [0.5] * 3,
+             "std": [0.2] * 3, "resize": size, "fit": "crop", "interpolation": "bicubic",
+             "data_hash": "0" * 64}  # fmt: skip
+    config = {"model": {"_target_": "models.timm.TimmModel", "name": name}, "data": {"name": "d"}, "classifier": {}}
+    path = tmp_path / "best.ckpt"
+    path.write_bytes(b"")
+    model = FinishedModel(net, torch.nn.CrossEntropyLoss(), config, facts, path, RunRecord())
+    written = export.write_config(model, tmp_path)
+    assert export.largest_difference(model, export.export_safetensors(model, tmp_path)) == 0
+    (lines,) = re.findall("```python\n(.*?)```", card_text(model, written, {"safetensors": 0.0}), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    found = {}
+    exec(lines, found)
+    images = example_images(facts, 2)
+    with torch.inference_mode():
+        assert torch.equal(found["net"](images), net(images))
+    assert written["pretrained_cfg"]["mean"] == [0.5] * 3 and written["label_names"] == ["a", "b", "c"]
 
 
 def test_torch_export_takes_any_batch(exported, answers):
@@ -138,8 +174,8 @@ def test_missing_packages_are_named_with_what_works_here(monkeypatch, caplog):
         chosen_formats("safetensors,onnx,pt2")
     caplog.set_level("INFO")
     assert chosen_formats("") == ["safetensors", "pt2"], "without a word: what can be made here"
-    assert caplog.messages == ["onnx left out, it needs no_such_package: .venv/bin/pip install no_such_package"]
-    with pytest.raises(UserError, match="there is no tflite, but safetensors, onnx, pt2"):
+    assert caplog.messages == ["onnx skipped, it needs no_such_package: .venv/bin/pip install no_such_package"]
+    with pytest.raises(UserError, match="formats=tflite: tflite is not one of safetensors, onnx, pt2"):
         chosen_formats("tflite")
 
 

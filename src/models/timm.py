@@ -1,8 +1,10 @@
-"""Any model of timm by its name (uses `_pos_embed` of its VisionTransformer, which nothing public stands for).
+"""Any model of timm by its name (uses `_pos_embed` of its VisionTransformer, which has no public counterpart).
 
 python src/train.py model=timm model.name=vit_small_patch16_224 model.pretrained=false
+python src/train.py model=timm model.name=hf-hub:timm/resnet18.a1_in1k       (or local-dir:FOLDER)
 """
 
+import argparse
 import difflib
 import logging
 import socket
@@ -13,25 +15,31 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from lockstep.runs.errors import UserError
-from lockstep.storage.load import load_plain
+
+log = logging.getLogger(__name__)
 
 HEAD_NAMES = ("attn_pool", "fc_norm", "head_drop", "head", "head_dist")  # what VisionTransformer.forward_head uses
+STATES = ("state_dict_ema", "model_ema", "state_dict", "model")  # of a training checkpoint; timm takes averages first
+PREFIXES = ("module.", "_orig_mod.", "net.", "model.", "backbone.")  # of DDP, torch.compile, LightningModules
 
 
 class TimmModel(nn.Module):
-    """timm's model `name` built for the data's classes, image size and channels.
+    """timm's model `name`, built for the classes, image size and channels of the data.
 
-    weights: a local safetensors or pth file, which stands in for the download; its head is kept where it fits.
-    A new head on trained weights starts at zero: every class is equally likely, and the loss that of chance.
-    Further arguments go to timm.create_model: patch_size, embed_dim, depth, num_heads, drop_path_rate, …
-    Nothing is fetched unless `pretrained` is true and `weights` is not given.
+    A new head on trained weights starts at zero: every class is equally likely, and the loss is that of chance.
 
+    Args:
+        name: of timm.list_models(), with a tag for its weights or without, hf-hub:OWNER/NAME or local-dir:FOLDER.
+        pretrained: load timm's weights, which may download them.
+        weights: a local .safetensors or .pth file in place of the download; its head is kept if it fits.
+        timm_arguments: for timm.create_model: patch_size, embed_dim, depth, num_heads, drop_path_rate, …
     Raises:
-        UserError: a name that timm lacks, an argument or image size that the model cannot take, weights that do not fit
-            or cannot be had.
+        UserError: timm has no such model, it does not take an argument or the image size, or the weights do not fit or
+            cannot be loaded.
     """
 
     def __init__(
@@ -45,17 +53,17 @@ class TimmModel(nn.Module):
         **timm_arguments: Any,
     ) -> None:
         super().__init__()
-        _check_name(name)
-        self.name, self.timm_arguments = name, timm_arguments
-        settings = {"num_classes": num_classes, "in_chans": channels, **timm_arguments}
-        from_hub = pretrained and weights is None
-        self.backbone = _create(name, image_size, {**settings, "pretrained": from_hub})
-        is_head_new = from_hub and self.backbone.pretrained_cfg.get("num_classes") != num_classes
+        from_timm = pretrained and weights is None
+        config = pretrained_config(name)
+        settings = {"num_classes": num_classes, "in_chans": channels, "pretrained": from_timm, **timm_arguments}
+        self.backbone = _create(str(name), image_size, channels, settings)
+        is_head_new = from_timm and config.get("num_classes") != num_classes
         if weights is not None:
-            is_head_new = _load(self.backbone, Path(weights), name, channels)
+            is_head_new = _load(self.backbone, Path(weights), str(name), channels)
         if is_head_new:
-            _zero(self.backbone, _names(self.backbone.pretrained_cfg.get("classifier")))
-        _check_image_size(self.backbone, name, image_size, channels)
+            for head in _classifiers(self.backbone):
+                for parameter in self.backbone.get_submodule(head).parameters():
+                    nn.init.zeros_(parameter)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.backbone(images)
@@ -64,64 +72,47 @@ class TimmModel(nn.Module):
     def wanted_images(
         cls, name: str | None = None, pretrained: bool = True, weights: str | None = None, **_: Any
     ) -> dict[str, Any]:
-        """mean, std, crop_pct and interpolation, as timm says of these weights; {} without pretrained weights.
-
-        Raises:
-            UserError: a name that timm lacks.
-        """
-        if not pretrained and weights is None:
-            return {}
-        import timm
-
-        _check_name(name)
-        own = timm.get_pretrained_cfg(name)
-        found = {key: getattr(own, key) for key in ("mean", "std", "crop_pct", "interpolation")} if own else {}
+        """Return mean, std, crop_pct and interpolation of the pretrained weights; {} without pretrained weights."""
+        config = pretrained_config(name) if pretrained or weights is not None else {}
+        found = {key: config[key] for key in ("mean", "std", "crop_pct", "interpolation") if key in config}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
 
     def shard_units(self) -> list[nn.Module]:
-        """The members of the outermost sequences: a ViT's blocks, a ResNet's or ConvNeXt's stages."""
+        """Return the members of the outermost sequences: a ViT's blocks, a ResNet's or ConvNeXt's stages."""
         sequences = [child for child in self.backbone.children() if isinstance(child, nn.Sequential | nn.ModuleList)]
         units = [unit for sequence in sequences for unit in sequence]
         return [unit for unit in units if len(list(unit.children())) > 0 and len(list(unit.parameters())) > 0]
 
     def head_names(self) -> list[str]:
-        return [f"backbone.{name}" for name in _names(self.backbone.pretrained_cfg.get("classifier"))]
+        return [f"backbone.{name}" for name in _classifiers(self.backbone)]
 
     def layer_numbers(self) -> dict[str, int]:
-        """timm's own."""
+        """Return timm's layer of each parameter."""
         from timm.models import group_parameters
 
         found = group_parameters(self.backbone, self.backbone.group_matcher(coarse=False), reverse=True)
         return {f"backbone.{name}": number for name, number in found.items()}
 
     def undecayed_names(self) -> set[str]:
-        """timm's own."""
+        """Return timm's names of parameters that weight decay harms."""
         return {f"backbone.{name}" for name in getattr(self.backbone, "no_weight_decay", set)()}
 
     def adapted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A state dict of this net built for another image size: position embeddings resampled, as timm does it.
+        """Return a state dict of this net for another image size with its position embeddings resampled by timm.
 
-        Returns:
-            The same dict where there is nothing to do.
+        It is the same dict if there is nothing to do.
         """
-        adapt = getattr(sys.modules[type(self.backbone).__module__], "checkpoint_filter_fn", None)
         own, prefix = self.state_dict(), "backbone."
         place, patch = f"{prefix}pos_embed", f"{prefix}patch_embed.proj.weight"
-        held = all(name in own and name in state for name in (place, patch))
-        if (
-            adapt is None
-            or not held
-            or own[place].shape == state[place].shape
-            or own[patch].shape != state[patch].shape
-        ):
+        if not all(name in own and name in state for name in (place, patch)):
             return state
-        return {
-            f"{prefix}{key}": value
-            for key, value in adapt({key.removeprefix(prefix): v for key, v in state.items()}, self.backbone).items()
-        }
+        if own[place].shape == state[place].shape or own[patch].shape != state[patch].shape:
+            return state
+        filtered = _filtered({key.removeprefix(prefix): value for key, value in state.items()}, self.backbone)
+        return {f"{prefix}{key}": value for key, value in filtered.items()}
 
     def stages(self) -> list[nn.Module]:
-        """Patch embedding, each block, norm, head.
+        """Return patch embedding, each block, norm and head.
 
         Raises:
             UserError: the model is not a plain VisionTransformer.
@@ -138,7 +129,7 @@ class TimmModel(nn.Module):
 
 
 class _PatchEmbedding(nn.Module):
-    """What VisionTransformer does before its blocks. Holds the same parameter objects, so it can be moved by itself."""
+    """The part of VisionTransformer before its blocks, with the same parameter objects, so that it can be moved."""
 
     def __init__(self, vit: nn.Module) -> None:
         super().__init__()
@@ -155,7 +146,7 @@ class _PatchEmbedding(nn.Module):
 
 
 class _Head(nn.Module):
-    """What VisionTransformer does after its norm."""
+    """The part of VisionTransformer after its norm."""
 
     def __init__(self, vit: nn.Module) -> None:
         super().__init__()
@@ -187,106 +178,133 @@ def vit_tiny_32(
     )  # fmt: skip
 
 
-def _check_name(name: str | None) -> None:
+def pretrained_config(name: str | None) -> dict[str, Any]:
+    """Return what timm says of the weights that a model name stands for.
+
+    Raises:
+        UserError: there is no such model or tag, or its config cannot be read.
+    """
     import timm
+    from timm.models import resolve_model_input_args
 
     if name is None:
-        raise UserError("model=timm builds what model.name says, e.g. model.name=resnet18: any of timm.list_models().")
-    if timm.is_model(name.partition(".")[0]):
-        return
-    close = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
-    advice = f"closest: {', '.join(close)}" if close else "see timm.list_models()"
-    raise UserError(f"timm has no model named {name} (model.name); {advice}.")
+        raise UserError("model=timm needs model.name, e.g. model.name=resnet18: any of timm.list_models().")
+    if ":" not in name and not timm.is_model(name.partition(".")[0]):
+        close = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
+        advice = f"closest: {', '.join(close)}" if close else "see timm.list_models()"
+        raise UserError(f"timm has no model named {name} (model.name); {advice}.")
+    offline = _without_network() if name.startswith("hf") else ""
+    try:
+        config: dict[str, Any] = resolve_model_input_args(name)["pretrained_cfg"]
+        return config
+    except Exception as error:  # timm's, the hub client's and its HTTP library's
+        architecture, _, tag = name.partition(".")
+        if tag and ":" not in name:
+            tags = ", ".join(known.partition(".")[2] for known in timm.list_pretrained(f"{architecture}.*"))
+            raise UserError(f"{architecture} has no weights with the tag {tag} (model.name); it has {tags}.") from None
+        raise UserError(f"model.name={name} cannot be used ({offline or _one_line(error)}).") from error
 
 
-def _create(name: str, image_size: int, settings: dict[str, Any]) -> nn.Module:
-    """With img_size where the model takes one: convolutional ones refuse the argument and take every size."""
+def _create(name: str, image_size: int, channels: int, settings: dict[str, Any]) -> nn.Module:
+    """Build the model and try it: with img_size if that works, otherwise at the size that it has by default."""
     import timm
 
-    logging.getLogger("huggingface_hub").handlers.clear()  # what it says is shown by ours, once
-    nowhere = _unknown_hub() if settings["pretrained"] else None
-    try:
+    logging.getLogger("huggingface_hub").handlers.clear()  # Lockstep's handler shows its messages
+    offline, problem = _without_network() if settings["pretrained"] else "", ""
+    for size in ({"img_size": image_size}, {}):
         try:
-            return timm.create_model(name, img_size=image_size, **settings)
-        except TypeError as error:
-            if "img_size" not in str(error):
-                raise
-            return timm.create_model(name, **settings)
-    except Exception as error:  # the hub's client raises many kinds: OSError, its own, its HTTP library's
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        if isinstance(error, TypeError):
-            raise UserError(f"{name} does not take one of the model's arguments ({said}).") from error
-        if settings["pretrained"]:
-            said = f"no network: {nowhere} is not found from here, and they are not in its cache" if nowhere else said
-            raise UserError(
-                f"the pretrained weights of {name} cannot be had ({said}): give a local file with "
-                "model.weights=FILE, or train from scratch with model.pretrained=false."
-            ) from error
-        raise UserError(f"{name} cannot be built for data.image_size={image_size} ({said}).") from error
+            backbone = timm.create_model(name, **size, **settings)
+        except Exception as error:  # timm's, the hub client's and its HTTP library's
+            if size and isinstance(error, TypeError) and "img_size" in str(error):
+                continue
+            if problem:
+                break
+            if isinstance(error, TypeError):
+                raise UserError(f"{name} does not take one of the model's arguments ({_one_line(error)}).") from error
+            if settings["pretrained"]:
+                raise UserError(
+                    f"the pretrained weights of {name} cannot be loaded ({offline or _one_line(error)}): give a local "
+                    "file with model.weights=FILE, or train from scratch with model.pretrained=false."
+                ) from error
+            raise UserError(f"{name} cannot be built for data.image_size={image_size} ({_one_line(error)}).") from error
+        found = _problem(backbone, image_size, channels)
+        if not found:
+            return backbone
+        problem = problem or found
+    raise UserError(f"{name} cannot take data.image_size={image_size} ({problem}).")
 
 
-def _unknown_hub() -> str | None:
-    """The hub's host where its name is not found: its client then uses its cache alone, instead of a minute's retries.
+@torch.no_grad()
+def _problem(backbone: nn.Module, image_size: int, channels: int) -> str:
+    """Return why a forward of this image size fails; warn if it ignores a part of the image."""
+    from timm.layers import PatchEmbed
 
-    None where it is found, or a proxy looks for it.
+    parameter = next(backbone.parameters())
+    if parameter.is_meta:
+        return ""
+    backbone.eval()
+    try:
+        backbone(torch.zeros(1, channels, image_size, image_size, dtype=parameter.dtype))
+    except Exception as error:  # assertions, shapes and indices of any model
+        return _one_line(error)
+    finally:
+        backbone.train()
+    patches = getattr(backbone, "patch_embed", None)
+    if isinstance(patches, PatchEmbed) and not patches.dynamic_img_pad and image_size % patches.patch_size[0]:
+        side, lost = patches.patch_size[0], image_size % patches.patch_size[0]
+        log.warning(
+            f"The model cuts images into patches of {side} px and ignores the last {lost} px of data.image_size="
+            f"{image_size}; {image_size - lost} and {image_size - lost + side} px lose nothing."
+        )
+    return ""
+
+
+def _without_network() -> str:
+    """Make the hub's client use its cache alone if the hub's name is not found: it would try again for a minute.
+
+    Returns:
+        A sentence for errors; empty if the name is found, or a proxy looks for it.
     """
     from huggingface_hub import constants
 
     host = urlsplit(constants.ENDPOINT).hostname or ""
-    if getproxies():
-        return None
     try:
-        socket.getaddrinfo(host, 443)
+        if not getproxies():
+            socket.getaddrinfo(host, 443)
+        return ""
     except OSError:
         constants.HF_HUB_OFFLINE = True
-        return host
-    return None
+        return f"no network: {host} is not found, and its cache lacks them"
 
 
-@torch.no_grad()
-def _zero(backbone: nn.Module, names: tuple[str, ...]) -> None:
-    for name in names:
-        for parameter in backbone.get_submodule(name).parameters():
-            parameter.zero_()
+def _load(backbone: nn.Module, path: Path, name: str, channels: int) -> bool:
+    """Load a file, with position embeddings and input channels adapted as timm does; return whether the head is new.
 
-
-def _load(backbone: nn.Module, path: Path, model_name: str, channels: int) -> bool:
-    """Adapt position embedding and channels as timm does; keep the head where its shape fits.
-
-    Returns:
-        Whether the head is new.
     Raises:
         UserError: a weight is missing, left over or of another shape.
     """
     from timm.models import adapt_input_conv
 
-    state = _read_weights(path)
-    adapt = getattr(sys.modules[type(backbone).__module__], "checkpoint_filter_fn", None)
-    config, own = backbone.pretrained_cfg, backbone.state_dict()
-    problem = ""
+    own = backbone.state_dict()
+    state = _read_weights(path, own)
+    head = [f"{layer}.{kind}" for layer in _classifiers(backbone) for kind in ("weight", "bias")]
     try:
-        state = dict(adapt(state, backbone)) if adapt else state
-        for name in _names(config.get("first_conv")):
-            if f"{name}.weight" in state and state[f"{name}.weight"].shape[1] != channels:
-                state[f"{name}.weight"] = adapt_input_conv(channels, state[f"{name}.weight"])
+        state = _filtered(state, backbone)
+        first = backbone.pretrained_cfg.get("first_conv") or ()
+        for weight in [f"{layer}.weight" for layer in ((first,) if isinstance(first, str) else first)]:
+            if weight in state and weight in own and state[weight].shape[1] != own[weight].shape[1]:
+                state[weight] = adapt_input_conv(channels, state[weight])
+        if any(key in state and key in own and state[key].shape != own[key].shape for key in head):
+            state = {key: value for key, value in state.items() if key not in head}
     except Exception as error:  # timm's filters index what they expect to find
-        problem = f"{type(error).__name__}: {error}"
-    head = [f"{name}.{kind}" for name in _names(config.get("classifier")) for kind in ("weight", "bias")]
-    if any(name in state and name in own and state[name].shape != own[name].shape for name in head):
-        state = {name: value for name, value in state.items() if name not in head}
-    problem = problem or _difference(own, state, may_lack=set(head))
-    if problem:
-        raise UserError(f"model.weights={path} does not fit {model_name}: {problem}.")
+        raise UserError(f"model.weights={path} does not fit {name}: {_one_line(error)}.") from error
+    if problem := _difference(own, state, set(head)):
+        raise UserError(f"model.weights={path} does not fit {name}: {problem}.")
     backbone.load_state_dict(state, strict=False)
-    return any(name in own and name not in state for name in head)
-
-
-def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value or ())
+    return not all(key in state for key in head if key in own)
 
 
 def _difference(own: dict[str, Tensor], state: dict[str, Tensor], may_lack: set[str]) -> str:
-    """The first of what a state dict lacks, has too much or in another shape; empty where it fits."""
     lacking = [name for name in own if name not in state and name not in may_lack]
     extra = [name for name in state if name not in own]
     shapes = [name for name in own if name in state and own[name].shape != state[name].shape]
@@ -297,52 +315,53 @@ def _difference(own: dict[str, Tensor], state: dict[str, Tensor], may_lack: set[
     return f"it has {len(extra)} weights too many, {extra[0]} first" if extra else ""
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    """The state dict of a local file, without running anything that it contains.
+def _read_weights(path: Path, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state dict in a local file, averaged weights first, without running anything that it contains.
 
     Raises:
-        UserError: no such file, or not a file of tensors by name.
+        UserError: there is no such file, or it holds no tensors by name.
     """
     if not path.is_file():
-        raise UserError(f"model.weights={path} is no file: it takes a local .safetensors or .pth file.")
+        raise UserError(f"model.weights={path} is not a file: give a local .safetensors or .pth file.")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            return load_file(path)
-        content = load_plain(path, path)
-    except Exception as error:  # both libraries raise many kinds; every one means that this is no file of weights
+            content = load_file(path)
+        else:
+            with torch.serialization.safe_globals([argparse.Namespace]):  # the options in timm's checkpoints
+                content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # both libraries raise many kinds
         raise UserError(
-            f"model.weights={path} cannot be read as weights ({' '.join(str(error).split())[:300]}): "
-            "it takes a .safetensors file or a .pth file of tensors by name."
+            f"model.weights={path} cannot be read as weights ({_one_line(error)}): give a .safetensors file or a .pth "
+            "file of tensors by name. If you trust the file, this converts it: torch.save(torch.load(FILE, "
+            "weights_only=False)['state_dict'], 'weights.pth')."
         ) from error
-    state = content
-    if isinstance(content, dict):
-        state = next((content[key] for key in ("state_dict", "model") if key in content), content)
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise UserError(f"model.weights={path} holds no state dict: it takes tensors by name.")
+    held: dict[str, Any] = content if isinstance(content, dict) else {}
+    key = next((key for key in STATES if isinstance(held.get(key), dict)), "")
+    state: dict[str, Tensor] = held[key] if key else held
+    if not state or not all(isinstance(value, Tensor) for value in state.values()):
+        raise UserError(f"model.weights={path} holds no state dict: give a file of tensors by name.")
+    notes = [key] if key else []
+    while prefix := next(
+        (p for p in PREFIXES if any(k.startswith(p) for k in state) and not any(k.startswith(p) for k in own)), ""
+    ):
+        state = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        notes.append(f"prefix {prefix} removed")
+    rank_zero_only(log.info)(f"model.weights={path}: {len(state)} tensors{''.join(f', {note}' for note in notes)}")
     return state
 
 
-@torch.no_grad()
-def _check_image_size(backbone: nn.Module, name: str, image_size: int, channels: int) -> None:
-    """By the patch size where there is one (timm would drop the rest of the image), else by a trial run."""
-    patch = getattr(getattr(backbone, "patch_embed", None), "patch_size", None)
-    if patch is not None:
-        side = patch[0] if isinstance(patch, tuple) else patch
-        if image_size % side:
-            sizes = sorted({max(side, image_size // side * side), (image_size // side + 1) * side})
-            raise UserError(
-                f"{name} cuts images into patches of {side} px and cannot take data.image_size={image_size}; "
-                f"{' or '.join(map(str, sizes))} works."
-            )
-        return
-    if next(backbone.parameters()).is_meta:
-        return
-    backbone.eval()
-    try:
-        backbone(torch.zeros(1, channels, image_size, image_size, dtype=next(backbone.parameters()).dtype))
-    except (RuntimeError, ValueError, AssertionError) as error:
-        raise UserError(f"{name} cannot take data.image_size={image_size}: {str(error).splitlines()[0]}") from error
-    finally:
-        backbone.train()
+def _filtered(state: dict[str, Tensor], backbone: nn.Module) -> dict[str, Tensor]:
+    """Return a state dict with the names and position embeddings of this model, by timm's filter for its family."""
+    adapt = getattr(sys.modules[type(backbone).__module__], "checkpoint_filter_fn", None)
+    return dict(adapt(state, backbone)) if adapt else dict(state)
+
+
+def _classifiers(backbone: nn.Module) -> tuple[str, ...]:
+    names = backbone.pretrained_cfg.get("classifier") or ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,4 +1,5 @@
 import math
+from argparse import Namespace
 
 import pytest
 import torch
@@ -72,10 +73,54 @@ def test_unknown_name_is_answered_with_the_closest():
         tiny(name="vit_bass_patch32_224")
 
 
-@pytest.mark.parametrize(("size", "works"), [(18, "16 or 20 works"), (2, "4 works")])
-def test_image_size_that_patches_do_not_divide(size, works):
-    with pytest.raises(UserError, match=works):
-        tiny(image_size=size)
+def test_an_image_size_that_patches_do_not_divide_is_warned_of(caplog):
+    assert tiny(image_size=18)(torch.zeros(1, 3, 18, 18)).shape == (1, 10)
+    assert "ignores the last 2 px of data.image_size=18; 16 and 20 px lose nothing" in caplog.text
+    with pytest.raises(UserError, match="vit_tiny_patch16_224 cannot take data.image_size=2 "):
+        tiny(image_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "arguments"),
+    [
+        ("pvt_v2_b0", 96, {}),
+        ("pit_ti_224", 72, {}),
+        ("mvitv2_tiny", 98, {}),
+        ("swin_tiny_patch4_window7_224", 98, {}),
+        ("vit_tiny_patch16_224", 100, {"dynamic_img_pad": True, "dynamic_img_size": True}),
+    ],
+)
+def test_an_image_size_that_timm_takes_is_taken(name, size, arguments):
+    net = TimmModel(num_classes=3, image_size=size, channels=3, name=name, pretrained=False, **arguments)
+    assert net.eval()(torch.zeros(1, 3, size, size)).shape == (1, 3)
+
+
+def test_an_unknown_tag_is_answered_with_those_there_are():
+    for call in (TimmModel.wanted_images, lambda name: TimmModel(10, 32, 3, name)):
+        with pytest.raises(UserError, match="resnet18 has no weights with the tag nope .*it has a1_in1k, a2_in1k"):
+            call(name="resnet18.nope")
+
+
+def test_a_folder_that_timm_exported(tmp_path, monkeypatch):
+    from timm.models import save_for_hf
+
+    source = tiny(num_classes=10).eval()
+    images = {"mean": (0.1, 0.2, 0.3), "input_size": (3, 16, 16), "crop_pct": 0.8}
+    save_for_hf(source.backbone, str(tmp_path), safe_serialization=True, data_config=images)
+    name = f"local-dir:{tmp_path}"
+    wanted = TimmModel.wanted_images(name=name)
+    assert (wanted["mean"], wanted["crop_pct"]) == ([0.1, 0.2, 0.3], 0.8)
+    loaded = TimmModel(num_classes=10, image_size=16, channels=3, name=name).eval()
+    pixels = torch.randn(2, 3, 16, 16)
+    assert torch.equal(loaded(pixels), source(pixels))
+    other = TimmModel(num_classes=4, image_size=16, channels=3, name=name).eval()
+    assert not other(pixels).any(), "a new head starts at zero"
+    with pytest.raises(UserError, match="model.name=local-dir:/nowhere cannot be used .*config.json"):
+        TimmModel(num_classes=10, image_size=16, channels=3, name="local-dir:/nowhere")
+    with pytest.raises(
+        UserError, match="model.name=hf-hub:a/b cannot be used .no network: huggingface.co is not found"
+    ):
+        TimmModel(num_classes=10, image_size=16, channels=3, name="hf-hub:a/b")
 
 
 def test_unknown_argument():
@@ -97,7 +142,7 @@ def test_without_a_network_nothing_is_tried_again(monkeypatch, tmp_path, capfd):
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waited"))
-    with pytest.raises(UserError, match=r"\(no network: huggingface.co is not found .*model.weights=FILE"):
+    with pytest.raises(UserError, match=r"\(no network: huggingface.co is not found, .*model.weights=FILE"):
         TimmModel(num_classes=10, image_size=224, channels=3, name="vit_tiny_patch16_224")
     assert capfd.readouterr().err == ""
 
@@ -141,6 +186,32 @@ def test_weights_from_a_file(tmp_path, suffix):
     assert torch.equal(loaded(images), source(images))
 
 
+@pytest.mark.parametrize(
+    ("wrap", "taken"),
+    [
+        (lambda state: {"state_dict": other(state), "state_dict_ema": state, "args": Namespace()}, "state_dict_ema"),
+        (lambda state: {"model": other(state), "model_ema": state}, "model_ema"),
+        (lambda state: {"model": state, "epoch": 3}, "model"),
+        (lambda state: {f"module.{key}": value for key, value in state.items()}, "prefix module. removed"),
+        (lambda state: {f"_orig_mod.module.{key}": value for key, value in state.items()}, "prefix module. removed"),
+        (lambda state: {"state_dict": {**{f"net.backbone.{k}": v for k, v in state.items()}, "loss.w": torch.ones(2)}},
+         "state_dict, prefix net. removed, prefix backbone. removed"),
+        (lambda state: {"state_dict": {f"model.{key}": value for key, value in state.items()}}, "prefix model."),
+    ],
+)  # fmt: skip
+def test_weights_of_other_trainings_load_as_timm_loads_them(tmp_path, wrap, taken, caplog):
+    caplog.set_level("INFO")
+    source = tiny().eval()
+    torch.save(wrap(source.backbone.state_dict()), tmp_path / "last.pth.tar")
+    images = torch.randn(2, 3, 16, 16)
+    loaded = tiny(weights=str(tmp_path / "last.pth.tar")).eval()
+    assert torch.equal(loaded(images), source(images)) and taken in caplog.text
+
+
+def other(state):
+    return {key: value + 1 for key, value in state.items()}
+
+
 def test_a_new_head_on_trained_weights_starts_at_the_loss_of_chance(tmp_path):
     save_file(tiny(num_classes=10).backbone.state_dict(), tmp_path / "weights.safetensors")
     images = 30 * torch.randn(8, 3, 32, 32)
@@ -170,8 +241,8 @@ class Trap:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "is no file"),
-        ({"trap": Trap()}, "cannot be read as weights"),
+        (None, "is not a file"),
+        ({"trap": Trap()}, "cannot be read as weights.*this converts it: torch.save"),
         (["a"], "holds no state dict"),
         ({"other.weight": torch.zeros(3)}, "does not fit .*it lacks"),
     ],

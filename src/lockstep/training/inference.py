@@ -103,7 +103,8 @@ def load_finished(address: str, logs: Path = REPOSITORY / "logs", s3: Config | N
     module.load_state_dict(checkpoint["state_dict"])
     run_file = path.parent.parent / "run.json"
     record = read_record(run_file) if run_file.exists() else RunRecord()
-    return FinishedModel(module.net.eval().float(), module.loss.eval(), config, facts, path, record)
+    net = module.net.eval().float().to(memory_format=torch.contiguous_format)
+    return FinishedModel(net, module.loss.eval(), config, facts, path, record)
 
 
 def load_data(address: str, logs: Path = REPOSITORY / "logs", s3: Config | None = None, **options: Any) -> Any:

@@ -53,6 +53,9 @@ def test_a_net_with_another_number_of_outputs_is_refused(shape, said):
     with pytest.raises(UserError, match=said):
         check_logits(torch.zeros(shape), 3)
     check_logits(torch.zeros(4, 3), 3)
+    for outputs in ((torch.zeros(4, 3), torch.zeros(4, 3)), {"logits": torch.zeros(4, 3)}):
+        with pytest.raises(UserError, match=f"The model returns a {type(outputs).__name__}: let its forward return"):
+            check_logits(outputs, 3)
 
 
 @pytest.mark.parametrize("trainer", ["cpu", pytest.param("fsdp_sim", marks=pytest.mark.slow)])
