@@ -9,7 +9,6 @@ logs/check_data/<data.name>/. The exit code is 1 if a test image is identical to
 
 import logging
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ import numpy as np
 from lockstep.config.command_line import run_script
 from lockstep.config.compose import plain
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK
-from lockstep.runs.output import printable
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +25,7 @@ SIDE, NEIGHBOURS = 8, 10
 RATIO = 0.3  # of the distance to the tenth neighbour: finds 279 of CIFAR-10's test images, where ciFAIR counts 286
 ALIKE, SAME = 0.9, 0.9995  # the least similarity of a pair; above the second it counts, however many copies there are
 EVERY_PAIR = 100_000  # of more images, only those of validation and test are compared with all others
-SHOWN_PAIRS, TILE = 40, 128
+SHOWN_PAIRS = 40
 SPLITS = ("train", "val", "test")
 
 
@@ -86,23 +84,8 @@ def near_duplicates(thumbs: np.ndarray, rows: np.ndarray) -> list[tuple[int, int
     return sorted(pairs, key=lambda pair: pairs[pair])
 
 
-def contact_sheet(path: Path, data: Any, pairs: Sequence[tuple[int, int]], captions: Sequence[str]) -> None:
-    """Write the two images of each pair side by side."""
-    from PIL import Image, ImageDraw
-
-    opened, columns = data.image_opener(), 4
-    sheet = Image.new("RGB", (columns * (2 * TILE + 24), -(-len(pairs) // columns) * (TILE + 28)), "white")
-    draw = ImageDraw.Draw(sheet)
-    for i, (pair, caption) in enumerate(zip(pairs, captions, strict=True)):
-        x, y = i % columns * (2 * TILE + 24) + 8, i // columns * (TILE + 28) + 4
-        for k, position in enumerate(pair):
-            sheet.paste(opened(position).convert("RGB").resize((TILE, TILE)), (x + k * (TILE + 4), y))
-        draw.text((x, y + TILE + 4), printable(caption[:44]), fill="black")
-    sheet.save(path)
-
-
 def check(cfg: Any) -> int:
-    from lockstep.data.report import log_contents, report_of, write_lists
+    from lockstep.data.report import contact_sheet, log_contents, report_of, write_lists
     from lockstep.training.build_data import prepared_data
 
     config = plain(cfg)
@@ -130,9 +113,12 @@ def check(cfg: Any) -> int:
     write_lists(folder, lists)
     shown = sorted(pairs, key=lambda pair: "same label" in kinds[pair] and "test" not in kinds[pair])[:SHOWN_PAIRS]
     if shown:
-        names = [[data.class_names[data.labels[i]] for i in pair] for pair in shown]
-        captions = [f"{kinds[pair].split(',')[0]}: {' | '.join(dict.fromkeys(two))}" for pair, two in zip(shown, names)]
-        contact_sheet(folder / "pairs.png", data, shown, captions)
+        opened, tiles = data.image_opener(), []
+        for pair in shown:
+            names = dict.fromkeys(data.class_names[data.labels[i]] for i in pair)
+            lines = [kinds[pair].split(",")[0], " | ".join(names)]
+            tiles.append(([opened(i) for i in pair], lines, "black"))
+        contact_sheet(folder / "pairs.png", tiles, columns=4)
     if any(lists.values()):
         log.info(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     return EXIT_FAILED if any("test images are identical" in sentence for sentence in lists) else EXIT_OK

@@ -18,14 +18,13 @@ from typing import Any
 
 from lockstep.runs.config import model_name
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
-from lockstep.runs.output import set_up
-from lockstep.runs.script import exit_code_of
+from lockstep.runs.provenance import REPOSITORY
+from lockstep.runs.script import run_with_options
 
 log = logging.getLogger(__name__)
 
-USAGE = "python src/export.py ckpt_path=…"
 OPTIONS: dict[str, str | None] = {
-    "ckpt_path": None, "out": "", "formats": "", "log_dir": "", "endpoint_url": "",
+    "ckpt_path": None, "out": "", "formats": "", "log_dir": str(REPOSITORY / "logs"), "endpoint_url": "",
 }  # fmt: skip
 TOLERANCE = 1e-4  # of the largest logit: kernels of another runtime sum in another order
 NEEDED = {"safetensors": ("safetensors",), "onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": ()}
@@ -155,15 +154,13 @@ def export_onnx(model: Any, out: Path) -> Any:
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 
 
-def export(argv: list[str]) -> int:
+def export(options: dict[str, str]) -> int:
     from lockstep.logbook.model_card import card_text
-    from lockstep.runs.provenance import REPOSITORY
-    from lockstep.training.inference import load_finished, read_words
+    from lockstep.training.inference import load_finished
 
-    options = read_words(argv, OPTIONS, USAGE)
     formats = chosen_formats(options["formats"])
-    logs = Path(options["log_dir"] or REPOSITORY / "logs")
-    model = load_finished(options["ckpt_path"], logs, {"endpoint_url": options["endpoint_url"] or None})
+    s3 = {"endpoint_url": options["endpoint_url"] or None}
+    model = load_finished(options["ckpt_path"], Path(options["log_dir"]), s3)
     out = Path(options["out"] or Path("exports") / model.name)
     out.mkdir(parents=True, exist_ok=True)
     config, compared = write_config(model, out), {}
@@ -184,11 +181,7 @@ def export(argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    set_up()
-    if not argv or "--help" in argv or "-h" in argv:
-        print(__doc__)
-        return EXIT_OK
-    return exit_code_of(lambda: export(argv))
+    return run_with_options(argv, __doc__ or "", OPTIONS, export)
 
 
 if __name__ == "__main__":

@@ -14,37 +14,30 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
-from lockstep.runs.output import printable, set_up
-from lockstep.runs.script import exit_code_of
+from lockstep.runs.provenance import REPOSITORY
+from lockstep.runs.script import run_with_options
 
 log = logging.getLogger(__name__)
 
-USAGE = "python src/predict.py ckpt_path=… images=DIR"
 OPTIONS: dict[str, str | None] = {
-    "ckpt_path": None, "images": None, "out": "predictions.csv", "top": "1", "batch": "64", "log_dir": "",
-    "endpoint_url": "",
+    "ckpt_path": None, "images": None, "out": "predictions.csv", "top": "1", "batch": "64",
+    "log_dir": str(REPOSITORY / "logs"), "endpoint_url": "",
 }  # fmt: skip
-SHEET_COLUMNS, SHEET_IMAGES, TILE = 6, 48, 128
-UNSURE = 0.5  # below it a caption is red
+SHEET_IMAGES, UNSURE = 48, 0.5  # below this probability a caption is red
 Answer = list[tuple[str, float]]  # (class, probability), the likeliest first
 
 
 def image_files(folder: Path) -> list[Path]:
-    """Return all images under `folder` in alphabetical order, without hidden files and folders.
-
-    Raises:
-        UserError: there is no such folder, or no image in it.
-    """
-    from lockstep.data.decoding import SUFFIXES
+    """Return all images at any depth below `folder` in natural order, without hidden ones."""
+    from lockstep.data.folders import FolderScan
 
     if not folder.is_dir():
         raise UserError(f"images={folder} is not a folder. Pass the folder that contains the images.")
-    found = [
-        path for path in sorted(folder.rglob("*"))
-        if path.suffix.lower() in SUFFIXES and path.is_file() and "/." not in f"/{path.relative_to(folder)}"
-    ]  # fmt: skip
+    scan = FolderScan(folder)
+    found = [folder / name for name, *_ in scan.images(".")]
     if not found:
-        raise UserError(f"images={folder} holds no image ({', '.join(sorted(SUFFIXES))}).")
+        others = ", ".join(f"{len(names)} {reason}" for reason, names in scan.left_out.items())
+        raise UserError(f"images={folder} holds no image{f' (left out: {others})' if others else ''}.")
     return found
 
 
@@ -65,16 +58,14 @@ def classify(model: Any, files: list[Path], top: int, batch: int) -> dict[Path, 
     found: dict[Path, Answer | str] = {}
     with ThreadPoolExecutor() as pool, torch.inference_mode():
         for start in range(0, len(files), batch):
-            part = files[start : start + batch]
-            pixels = dict(zip(part, pool.map(decoded, part), strict=True))
-            found.update({path: reason for path, reason in pixels.items() if isinstance(reason, str)})
-            good = [path for path in part if path not in found]
-            if not good:
-                continue
-            shares = model.probabilities(model.prepared(torch.from_numpy(np.stack([pixels[path] for path in good]))))
-            values, places = shares.topk(min(top, len(names)), dim=1)
-            for path, row, indices in zip(good, values.tolist(), places.tolist(), strict=True):
-                found[path] = [(names[i], value) for i, value in zip(indices, row, strict=True)]
+            pixels = dict(zip(files[start : start + batch], pool.map(decoded, files[start : start + batch])))
+            found |= {path: reason for path, reason in pixels.items() if isinstance(reason, str)}
+            good = [path for path in pixels if path not in found]
+            if good:
+                images = torch.from_numpy(np.stack([pixels[path] for path in good]))
+                values, places = model.probabilities(model.prepared(images)).topk(min(top, len(names)), dim=1)
+                for path, row, indices in zip(good, values.tolist(), places.tolist(), strict=True):
+                    found[path] = [(names[i], value) for i, value in zip(indices, row, strict=True)]
     return {path: found[path] for path in files}
 
 
@@ -101,47 +92,30 @@ def write_csv(path: Path, folder: Path, found: dict[Path, Answer | str]) -> None
     write_atomically(path, write)
 
 
-def write_contact_sheet(path: Path, answers: dict[Path, Answer]) -> None:
-    from PIL import Image, ImageDraw
-
+def predict(options: dict[str, str]) -> int:
     from lockstep.data.decoding import open_image
+    from lockstep.data.report import contact_sheet
+    from lockstep.training.inference import load_finished
 
-    rows, columns = -(-len(answers) // SHEET_COLUMNS), min(SHEET_COLUMNS, len(answers))
-    sheet = Image.new("RGB", (columns * (TILE + 8) + 8, rows * (TILE + 40) + 8), "white")
-    draw = ImageDraw.Draw(sheet)
-    for i, (file, [(label, share), *_]) in enumerate(answers.items()):
-        x, y = 8 + i % SHEET_COLUMNS * (TILE + 8), 8 + i // SHEET_COLUMNS * (TILE + 40)
-        picture = open_image(file, 3)
-        small = max(picture.size) < TILE
-        picture = picture.resize((TILE, TILE), Image.Resampling.NEAREST if small else Image.Resampling.BILINEAR)
-        sheet.paste(picture, (x, y))
-        colour = "black" if share >= UNSURE else "#c22745"
-        draw.text((x, y + TILE + 2), f"{printable(label[:16])} {share:.0%}", fill=colour)
-        draw.text((x, y + TILE + 16), printable(file.name[:20]), fill="#777777")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path)
-
-
-def predict(argv: list[str]) -> int:
-    from lockstep.runs.provenance import REPOSITORY
-    from lockstep.training.inference import load_finished, read_words
-
-    options = read_words(argv, OPTIONS, USAGE)
     for key in ("top", "batch"):
         if not options[key].isdecimal() or int(options[key]) < 1:
             raise UserError(f"{key}={options[key]} must be a whole number from 1.")
     folder, out = Path(options["images"]), Path(options["out"])
     files = image_files(folder)
-    logs = Path(options["log_dir"] or REPOSITORY / "logs")
-    model = load_finished(options["ckpt_path"], logs, {"endpoint_url": options["endpoint_url"] or None})
+    s3 = {"endpoint_url": options["endpoint_url"] or None}
+    model = load_finished(options["ckpt_path"], Path(options["log_dir"]), s3)
     found = classify(model, files, int(options["top"]), int(options["batch"]))
     broken = [answer for answer in found.values() if isinstance(answer, str)]
     if len(broken) == len(files):
         raise UserError(f"images={folder} holds no image that can be decoded: {broken[0]}.")
     write_csv(out, folder, found)
-    shown = [(path, answer) for path, answer in found.items() if not isinstance(answer, str)][:SHEET_IMAGES]
-    write_contact_sheet(out.with_suffix(".png"), dict(shown))
-    red = sum(answer[0][1] < UNSURE for _, answer in shown)
+    shown = [(path, answer[0]) for path, answer in found.items() if not isinstance(answer, str)][:SHEET_IMAGES]
+    tiles = [
+        ([open_image(path, 3)], [f"{label[:16]} {share:.0%}", path.name], "black" if share >= UNSURE else "#c22745")
+        for path, (label, share) in shown
+    ]
+    contact_sheet(out.with_suffix(".png"), tiles, columns=6)
+    red = sum(share < UNSURE for _, (_, share) in shown)
     notes = [f"{red} captions in red: below {UNSURE:.0%}"] if red else []
     log.info(" · ".join([f"{len(files)} images", str(out), str(out.with_suffix(".png")), *notes]))
     if broken:
@@ -150,11 +124,7 @@ def predict(argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    set_up()
-    if not argv or "--help" in argv or "-h" in argv:
-        print(__doc__)
-        return EXIT_OK
-    return exit_code_of(lambda: predict(argv))
+    return run_with_options(argv, __doc__ or "", OPTIONS, predict)
 
 
 if __name__ == "__main__":

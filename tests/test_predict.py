@@ -103,6 +103,19 @@ def test_a_broken_image_has_a_row_and_the_others_are_classified(trained, tmp_pat
     assert (rows[1]["class"], rows[2]["class"]) == (of_a["class"], of_b["class"])
 
 
+def test_transparent_images_are_classified_as_on_white(trained, tmp_path):
+    done, root = trained
+    digit = Image.open(next((root / "images").rglob("*.png"))).convert("L")
+    hidden = Image.merge("LA", [Image.new("L", digit.size, 0), digit])  # black everywhere, the shape is the alpha
+    (tmp_path / "new").mkdir()
+    hidden.save(tmp_path / "new" / "transparent.png")
+    Image.eval(digit, lambda value: 255 - value).save(tmp_path / "new" / "white.png")
+    ask = [f"ckpt_path={done.record['run_id']}", f"log_dir={done.logs}", f"images={tmp_path / 'new'}"]
+    assert main([*ask, f"out={tmp_path / 'p.csv'}"]) == 0
+    first, second = read(tmp_path / "p.csv")
+    assert (first["class"], first["probability"]) == (second["class"], second["probability"])
+
+
 def test_what_is_missing_is_named(capsys):
     assert main(["images=x"]) == 2
     assert "ckpt_path= is missing" in capsys.readouterr().err

@@ -1,16 +1,21 @@
 """Describe the images of a run before its first step: in the log, in run.json, and in a file of the run folder."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.runs.files import write_atomically
+from lockstep.runs.output import printable
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 log = logging.getLogger(__name__)
 
 LISTS = "data_report.txt"
 SHOWN_CLASSES = 10
+TILE = 128  # side of a picture in a contact sheet
 
 
 def report_of(data: Any, *, compare_all: bool = False) -> tuple[dict[str, Any], dict[str, list[str]]]:
@@ -94,3 +99,26 @@ def write_lists(folder: Path, lists: Mapping[str, list[str]]) -> None:
     lines = [f"{name}  # {reason}\n" for reason, names in lists.items() for name in names]
     if lines:
         write_atomically(folder / LISTS, lambda file: file.write("".join(lines)))
+
+
+def contact_sheet(path: Path, tiles: Sequence[tuple[list["Image.Image"], list[str], str]], columns: int) -> None:
+    """Write a PNG of pictures with captions.
+
+    Args:
+        tiles: pictures that stand side by side, the lines of their caption, and the colour of its first line.
+    """
+    from PIL import Image, ImageDraw
+
+    width, height = TILE * max(len(pictures) for pictures, _, _ in tiles) + 8, TILE + 40
+    sheet = Image.new("RGB", (min(columns, len(tiles)) * width + 8, -(-len(tiles) // columns) * height + 8), "white")
+    draw = ImageDraw.Draw(sheet)
+    for i, (pictures, lines, colour) in enumerate(tiles):
+        x, y = 8 + i % columns * width, 8 + i // columns * height
+        for k, picture in enumerate(pictures):
+            filter_ = Image.Resampling.NEAREST if max(picture.size) < TILE else Image.Resampling.BILINEAR
+            sheet.paste(picture.convert("RGB").resize((TILE, TILE), filter_), (x + k * TILE, y))
+        for k, line in enumerate(lines):
+            text = printable(line[: 20 * len(pictures)])
+            draw.text((x, y + TILE + 2 + 14 * k), text, fill=colour if k == 0 else "#777777")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(path)

@@ -3,11 +3,12 @@
 import errno
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.runs.full_disk import no_room
+from lockstep.runs.output import set_up
 
 log = logging.getLogger(__name__)
 
@@ -40,3 +41,31 @@ def exit_code_of(task: Callable[[], int | None], *refusals: type[Exception]) -> 
             log.error(f"{error.filename} cannot be written or read: {error.strerror}.")
             return EXIT_USER_ERROR
         raise
+
+
+def run_with_options(
+    argv: list[str], doc: str, known: Mapping[str, str | None], task: Callable[[dict[str, str]], int | None]
+) -> int:
+    """Hand the options key=value of a command line to a task, or print the script's help; return the exit code.
+
+    Args:
+        known: the default of each option; None marks one that must be given.
+    """
+    set_up()
+    if not argv or "--help" in argv or "-h" in argv:
+        print(doc)
+        return EXIT_OK
+    return exit_code_of(lambda: task(_options(argv, known)))
+
+
+def _options(argv: list[str], known: Mapping[str, str | None]) -> dict[str, str]:
+    given = dict(known)
+    for word in argv:
+        key, sign, value = word.partition("=")
+        if not sign or key not in known:
+            raise UserError(f"{word!r} is not understood; it takes {', '.join(f'{name}=' for name in known)}.")
+        given[key] = value
+    missing = [key for key, default in known.items() if default is None and not given[key]]
+    if missing:
+        raise UserError(f"{missing[0]}= is missing; it takes {', '.join(f'{name}=' for name in known)}.")
+    return {key: value for key, value in given.items() if value is not None}

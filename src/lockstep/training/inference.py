@@ -128,23 +128,3 @@ def _found(address: str, logs: Path, s3: Config | None) -> tuple[Path, Checkpoin
     if not isinstance(own, dict) or not {"config", "data"} <= own.keys():
         raise UserError(f"{path} carries no config: it was not written by this project.")
     return path, checkpoint
-
-
-def read_words(argv: list[str], known: dict[str, str | None], usage: str) -> dict[str, str]:
-    """key=value words over defaults; None marks a key that must be given.
-
-    Raises:
-        UserError: an unknown key, or one that is missing.
-    """
-    given = dict(known)
-    for word in argv:
-        key, sign, value = word.partition("=")
-        if not sign or key not in known:
-            raise UserError(
-                f"{word!r} is not understood; it takes {', '.join(f'{name}=' for name in known)} ({usage})."
-            )
-        given[key] = value
-    missing = [key for key, default in known.items() if default is None and not given[key]]
-    if missing:
-        raise UserError(f"{missing[0]}= is missing: {usage}.")
-    return {key: value for key, value in given.items() if value is not None}
