@@ -9,7 +9,6 @@ A lost node is waited for: Ray grants the nodes anew once it has as many. SIGTER
 
 import argparse
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -72,8 +71,8 @@ def train_once(nodes: int, gpus: int, words: list[str], asked: list[int]) -> lis
         make = ray.remote(max_concurrency=2, num_cpus=1, num_gpus=gpus)(Node)
         actors = [make.options(scheduling_strategy=place).remote() for place in places]
         settings = {
-            "MASTER_PORT": "29500", "LOCKSTEP_SECRET": secrets.token_hex(32), "MASTER_ADDR": master_of(actors),
-            **{name: os.environ[name] for name in ("MASTER_PORT", "LOCKSTEP_SECRET", "RUN_ID") if name in os.environ},
+            "MASTER_PORT": "29500", "MASTER_ADDR": master_of(actors),
+            **{name: os.environ[name] for name in ("MASTER_PORT", "RUN_ID") if name in os.environ},
         }  # fmt: skip
         runs = [actor.train.remote(words, {**settings, "NODE_RANK": str(rank)}) for rank, actor in enumerate(actors)]
         waiting = runs
