@@ -126,9 +126,13 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for part in parts for key, value in part.items()}
 
 
+def _is_compared(key: str) -> bool:
+    return key.partition(".")[0] not in NOT_COMPARED and not key.endswith(("cache_dir", "download_dir"))
+
+
 def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """Return {option: [value in each flat config]} for the options that differ; None where a config lacks one."""
-    keys = sorted({key for config in configs for key in config if key.partition(".")[0] not in NOT_COMPARED})
+    keys = sorted({key for config in configs for key in config if _is_compared(key)})
     found = {key: [config.get(key) for config in configs] for key in keys}
     return {key: values for key, values in found.items() if len(set(map(json.dumps, values))) > 1}
 
