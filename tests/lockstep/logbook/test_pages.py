@@ -59,7 +59,9 @@ def test_any_metric_may_be_monitored(tmp_path):
 def test_the_report_of_the_data_is_printed_as_it_is_written(tmp_path):
     report = {"duplicates": 12, "skipped": ["a.gif", "b.txt"], "images_per_class": {"cat": {"train": 5, "test": 2}}}
     text = write_run_page(write_run(tmp_path, "r", data_report=report)).read_text()
-    assert "| Hash | `17ca19f1db5a` |\n| duplicates | 12 |\n| skipped |" in text and "| skipped | a.gif, b.txt |" in text
+    assert (
+        "| Hash | `17ca19f1db5a` |\n| duplicates | 12 |\n| skipped |" in text and "| skipped | a.gif, b.txt |" in text
+    )
     assert "|  | train | test |\n|---|--:|--:|\n| cat | 5 | 2 |\n" in text
 
 
