@@ -93,7 +93,7 @@ def start_ranks(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=cluster.devices,
-            run_id=run_id or "lockstep",
+            run_id=run_id or "none",
             rdzv_backend="static",
             rdzv_endpoint=f"127.0.0.1:{port}",
             rdzv_configs={"rank": 0, "timeout": int(timeout_s) + 1},

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.compose import chosen_options, plain
+from lockstep.launch.checks import check_numbers, check_root, check_validation, check_writable, refuse_days_on_cpu
 from lockstep.launch.failures import (
     end_of,
     phase_of,
@@ -31,7 +32,6 @@ from lockstep.launch.launchers import (
     AGENT,
     OUTPUT,
     Cluster,
-    launcher_named,
     named_run,
     restart_run_id,
     set_rank_environment,
@@ -48,18 +48,7 @@ from lockstep.launch.plan import (
     time_limit,
 )
 from lockstep.launch.preflight import findings
-from lockstep.launch.start import (
-    Search,
-    begin,
-    check_writable,
-    finished_already,
-    hold_run_lock,
-    make_plan,
-    run_folder,
-    write_config,
-)
-from lockstep.launch.validation import check_numbers, check_root, check_validation
-from lockstep.launch.without_gpu import refuse_days_on_cpu
+from lockstep.launch.start import Search, begin, finished_already, hold_run_lock, make_plan, run_folder, write_config
 from lockstep.runs import provenance, signals
 from lockstep.runs.batch import Batch
 from lockstep.runs.config import Config, read_only
@@ -123,7 +112,7 @@ def _check(config: Config, cluster: Cluster, accelerator: str) -> None:
         UserError: an option that cannot work, before torch is imported.
     """
     refuse_days_on_cpu(config, accelerator)
-    may_go_on = config.get("resume") or launcher_named(cluster.launcher).restarts_ranks
+    may_go_on = config.get("resume") or cluster.is_restarted
     resolve_batch(config, cluster, limit=math.inf if may_go_on else None)
     check_validation(config)
     check_numbers(config)
@@ -233,7 +222,7 @@ def _be_rank(
         # An import that the signal broke raises anything. Ranks that have met know better: `culprit` names who failed.
         stopped = signals.asked and not isinstance(error, Interrupted | UserError) and not hasattr(error, "culprit")
         code = end_of(Interrupted(signal.Signals(signals.asked[0]).name) if stopped else error, cluster, folder)
-        is_restarted = launcher_named(cluster.launcher).restarts_ranks and cluster.num_nodes > 1
+        is_restarted = cluster.is_restarted and cluster.num_nodes > 1
         if getattr(error, "elsewhere", False) and is_restarted:
             code = EXIT_FAILED  # torchrun shall start this node's ranks again, beside a node that comes back
     if cluster.has_agent or folder is None or cluster.local_rank:

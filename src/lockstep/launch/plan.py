@@ -1,15 +1,11 @@
-"""What a run does: the user's config, which nobody changes, and beside it everything that was decided from it.
-
-The launch makes one RunPlan and hands it to the ranks, our supervisor by a file. A later decision makes a new plan:
-replace(plan, resume=…).
-"""
+"""The plan of a run: the user's config, which nobody changes, and everything that was decided from it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.launch.checks import CHECKPOINTS, validates
 from lockstep.launch.launchers import Cluster, describe
-from lockstep.launch.validation import CHECKPOINTS, validates
 from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch, states_accumulation
 from lockstep.runs.config import Config, data_name, model_name, writable
 from lockstep.runs.durations import in_words, seconds_of

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from lockstep.launch.launchers import Cluster, launcher_of
+from lockstep.launch.launchers import Cluster, is_started_rank
 from lockstep.runs.environment import network_interface
 
 FREE_DISK_GIB = 5.0
@@ -21,7 +21,7 @@ def findings(cluster: Cluster, environment: Mapping[str, str], log_dir: Path) ->
 
 def stale_ranks(environment: Mapping[str, str]) -> Iterator[Finding]:
     stale = [name for name in STALE if name in environment]
-    if stale and not launcher_of(environment).starts_ranks:
+    if stale and not is_started_rank(environment):
         yield False, f"{' and '.join(stale)} set, but no launcher has started this process: unset {' '.join(stale)}."
 
 

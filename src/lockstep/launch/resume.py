@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.config.compose import compose, plain
 from lockstep.config.foreign import OF_RUN, accepted
 from lockstep.config.schema import key_of
-from lockstep.launch.launchers import launcher_of, named_run
+from lockstep.launch.launchers import is_first_on_node, is_started_rank, named_run
 from lockstep.runs.config import Config
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError
@@ -33,7 +33,6 @@ def find_stored(overrides: list[str]) -> Config | None:
         return None
     config = plain(compose("train", [word for word in overrides if key_of(word).partition(".")[0] in FINDERS]))
     environ = environment()
-    launcher = launcher_of(environ)
     folder = _folder_of_run(config, environ) if config["resume"] else None
     before = config_before(folder) if folder else None
     if folder is None or before is None:
@@ -41,9 +40,9 @@ def find_stored(overrides: list[str]) -> Config | None:
     if folder.any_config() is None:  # it came from the bucket
         before, rejected = accepted(before, OF_RUN, f"The config of the run {folder.run_id} in its bucket")
         named = {key_of(word) for word in overrides}
-        if (left := [key for key in rejected if key not in named]) and launcher.is_first_on_node(environ):
+        if (left := [key for key in rejected if key not in named]) and is_first_on_node(environ):
             log.info(f"Not taken from the bucket's config, give them again to have them: {', '.join(left)}")
-    if launcher.starts_ranks:
+    if is_started_rank(environ):
         words = [word for word in before.get("overrides") or () if key_of(str(word)) not in RANKS]
         before = {**before, "overrides": words}
     return before
@@ -60,7 +59,7 @@ def _folder_of_run(config: Config, environ: Mapping[str, str]) -> RunFolder | No
         return None
     folder = RunFolder(runs_folder(config, logs) / checked_run_id(named))
     if (config.get("s3") or {}).get("uri"):
-        _fetch(config, folder, first=launcher_of(environ).is_first_on_node(environ))
+        _fetch(config, folder, first=is_first_on_node(environ))
     return folder
 
 

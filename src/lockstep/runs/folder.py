@@ -32,14 +32,6 @@ class RunFolder:
     def config(self) -> Path:
         return self.path / "config.yaml"
 
-    def plan(self, node_rank: int) -> Path:
-        """What this node's ranks are to do: nodes may share the folder."""
-        return self.path / f"plan-node{node_rank}.yaml"
-
-    def config_of(self, node_rank: int) -> Path:
-        """This node's: nodes may share the folder, and must not write over each other's."""
-        return self.path / f"config-node{node_rank}.yaml" if node_rank else self.config
-
     def any_config(self) -> Path | None:
         """config.yaml, or on a machine that never held node 0 its own node's."""
         found = [self.config, *sorted(self.path.glob("config-node*.yaml"))]
@@ -49,11 +41,6 @@ class RunFolder:
     def bucket_config(self) -> Path:
         """config.yaml as the run's bucket has it: from outside, where others may write."""
         return self.path / "from-bucket" / "config.yaml"
-
-    @property
-    def defaults(self) -> Path:
-        """The config that no override would have composed: what differs from it is what the user chose."""
-        return self.path / "defaults.yaml"
 
     @property
     def record(self) -> Path:
@@ -117,10 +104,6 @@ class RunFolder:
     def nccl_trace(self, rank: int) -> Path:
         """NCCL's last collectives on this rank where a run on GPUs failed, for torchfrtrace."""
         return self.path / f"nccl-trace-rank{rank}"
-
-    def rank_error(self, rank: int) -> Path:
-        """JSON {rank, host, phase, message, time}: what ended this rank."""
-        return self.path / f"error-rank{rank}.json"
 
 
 def new_run_id() -> str:

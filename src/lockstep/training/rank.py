@@ -17,7 +17,7 @@ from lockstep.callbacks.hang_dump import HangDump
 from lockstep.callbacks.interruption import Interruption
 from lockstep.callbacks.ranks import gather_objects
 from lockstep.launch.first_error import explained
-from lockstep.launch.launchers import Cluster, launcher_named
+from lockstep.launch.launchers import Cluster
 from lockstep.launch.plan import RunPlan
 from lockstep.launch.process_group import be_alone, join
 from lockstep.runs import provenance
@@ -154,8 +154,9 @@ def device_of(plan: RunPlan) -> torch.device:
 def prepare_process(plan: RunPlan) -> None:
     threads = plan.trainer["num_threads"]
     if threads == "auto":
-        cores, launcher = available_cores(), launcher_named(plan.cluster.launcher)
-        threads = cores if launcher.binds_cores(environment(), cores) else max(1, cores // plan.cluster.devices)
+        cores, bound = available_cores(), int(environment().get("SLURM_CPUS_PER_TASK") or 0)
+        is_bound = plan.cluster.launcher == "slurm" and cores <= bound  # these cores belong to this rank alone
+        threads = cores if is_bound else max(1, cores // plan.cluster.devices)
     torch.set_num_threads(threads)
     torch.manual_seed(plan.config["seed"])
     if plan.accelerator == "gpu":

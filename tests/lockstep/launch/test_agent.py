@@ -13,7 +13,8 @@ import pytest
 
 from lockstep.launch import agent
 from lockstep.launch.agent import start_ranks
-from lockstep.launch.launchers import Cluster, launcher_of
+from lockstep.launch.launchers import Cluster, describe
+from lockstep.strategies.placement import RequestedDevices
 from ranks import SRC
 
 RANK = """
@@ -61,7 +62,7 @@ def test_ranks_get_torchruns_variables(run, tmp_path):
     assert first["MASTER_PORT"] == second["MASTER_PORT"] and second["WORLD_SIZE"] == "2" == second["LOCAL_WORLD_SIZE"]
     assert (second["LOCAL_RANK"], second["RUN_ID"]) == ("1", "r")
     assert (first["LOCKSTEP_OUTPUT"], second["LOCKSTEP_OUTPUT"]) == ("", str(tmp_path))
-    cluster = launcher_of(second).cluster(second, None)
+    cluster = describe(second, RequestedDevices())
     assert (cluster.launcher, cluster.rank, cluster.world_size, cluster.has_agent) == ("none", 1, 2, True)
     assert cluster.agent_store and cluster.master_port == int(first["MASTER_PORT"])
 

@@ -6,11 +6,12 @@ from lockstep.launch.launchers import (
     AGENT,
     Cluster,
     agent_id,
+    command_line,
     describe,
     first_host,
-    launcher_named,
+    is_first_on_node,
     launcher_of,
-    outside_run_id,
+    named_run,
     restart_run_id,
     set_rank_environment,
 )
@@ -56,14 +57,6 @@ def test_one_command_per_node_gives_rank_zero_to_node_zero_only():
     assert ask({**NODES, "NODE_RANK": "0"}, devices=1, num_nodes=2).is_rank_zero
 
 
-def test_a_ranks_environment_is_what_torchrun_sets():
-    node = ask({**NODES, "WORLD_SIZE": "8"}, devices=4, num_nodes=2)
-    assert node.rank_environment(3, 29501) == {
-        "RANK": "7", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
-        "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501",
-    }  # fmt: skip
-
-
 def test_torchrun_states_devices_and_nodes():
     rank = ask(TORCHRUN)
     assert (rank.rank, rank.local_rank, rank.node_rank, rank.devices, rank.num_nodes) == (5, 1, 1, 4, 2)
@@ -73,14 +66,14 @@ def test_torchrun_states_devices_and_nodes():
 def test_slurm_states_tasks_and_nodes():
     rank = ask(SLURM)
     assert (rank.rank, rank.local_rank, rank.node_rank, rank.devices, rank.num_nodes) == (3, 1, 1, 2, 2)
-    assert rank.master_addr == "gpu03" and rank.master_port == 20028
+    assert rank.master_addr == "gpu03" and rank.master_port == 20007
 
 
 @pytest.mark.parametrize(
     ("environ", "options", "wanted"),
     [
-        (MPI, {}, ("mpi", 3, 1, 2, 2)),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, {}, ("mpi", 1, 1, 2, 1)),
+        (MPI, {}, ("mpirun", 3, 1, 2, 2)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, {}, ("mpiexec", 1, 1, 2, 1)),
         ({"RANK": "1", "WORLD_SIZE": "2", **ADDRESS}, {}, ("env", 1, 0, 1, 2)),  # PyTorchJob: one pod, one process
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **ADDRESS}, {"devices": 2}, ("env", 3, 1, 2, 2)),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, {}, ("env", 1, 1, 2, 1)),
@@ -125,12 +118,12 @@ def test_contradictions_end_in_one_sentence(environ, options, said):
 
 
 def test_run_id_from_outside():
-    assert outside_run_id({}) is None
-    assert outside_run_id(TORCHRUN) is None
-    assert outside_run_id({**TORCHRUN, "TORCHELASTIC_RUN_ID": "night/3"}) == "night-3"
-    assert outside_run_id(SLURM) == "slurm-7-0"
-    assert outside_run_id({"SLURM_JOB_ID": "7"}) is None
-    assert outside_run_id({**SLURM, "RUN_ID": "mine"}) == "mine"
+    assert named_run({}, {}) is None and named_run({"run_id": "r"}, SLURM) == "r"
+    assert named_run({}, TORCHRUN) is None
+    assert named_run({}, {**TORCHRUN, "TORCHELASTIC_RUN_ID": "night/3"}) == "night-3"
+    assert named_run({}, SLURM) == "slurm-7-0"
+    assert named_run({}, {"SLURM_JOB_ID": "7"}) is None
+    assert named_run({}, {**SLURM, "RUN_ID": "mine"}) == "mine"
 
 
 def test_a_batch_script_without_srun_is_a_plain_machine():
@@ -178,27 +171,24 @@ ALONE = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
         ({AGENT: "1 none 1 0 h 1"}, True, "none"),
         ({"RANK": "1"}, True, "none"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, True, "env"),
-        (MPI, True, "mpi"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, True, "mpi"),
+        (MPI, True, "mpirun"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, True, "mpiexec"),
     ],
 )
 def test_each_launcher_is_recognised_by_its_environment(environ, several, name):
     found = launcher_of(environ, RequestedDevices(several_processes=several))
-    assert found.name == name
+    assert found == name
 
 
-def test_what_each_launcher_does_for_its_ranks():
-    first = {name: launcher_named(name).is_first_on_node for name in ("none", "torchrun", "slurm")}
-    assert first["none"]({}) and first["torchrun"]({"LOCAL_RANK": "0"}) and first["slurm"]({"SLURM_LOCALID": "0"})
-    assert not first["torchrun"]({"LOCAL_RANK": "1"}) and not first["slurm"]({"SLURM_LOCALID": "1"})
-    slurm = launcher_named("slurm")
-    assert slurm.binds_cores({"SLURM_CPUS_PER_TASK": "4"}, 4) and not slurm.binds_cores({"SLURM_CPUS_PER_TASK": "4"}, 8)
-    assert not slurm.binds_cores({}, 1) and not launcher_named("none").binds_cores({"SLURM_CPUS_PER_TASK": "4"}, 4)
+def test_one_rank_of_each_node_prepares_what_the_others_read():
+    assert is_first_on_node({}) and is_first_on_node({**TORCHRUN, "LOCAL_RANK": "0"})
+    assert is_first_on_node({**SLURM, "SLURM_LOCALID": "0"}) and not is_first_on_node(SLURM)
+    assert not is_first_on_node(TORCHRUN) and not is_first_on_node(MPI)
 
 
 def test_torchrun_inside_an_srun_step_goes_by_slurms_job_where_it_has_no_id_of_its_own():
-    assert outside_run_id({**TORCHRUN, **SLURM}) == "slurm-7-0"
-    assert outside_run_id({**TORCHRUN, **SLURM, "TORCHELASTIC_RUN_ID": "mine"}) == "mine"
+    assert named_run({}, {**TORCHRUN, **SLURM}) == "slurm-7-0"
+    assert named_run({}, {**TORCHRUN, **SLURM, "TORCHELASTIC_RUN_ID": "mine"}) == "mine"
 
 
 TYPED = ["src/train.py", "trainer=ddp", "tags=[a b]"]
@@ -233,7 +223,7 @@ TYPED = ["src/train.py", "trainer=ddp", "tags=[a b]"]
     ],
 )  # fmt: skip
 def test_the_command_names_what_launched_the_ranks(cluster, gpus, wanted):
-    assert launcher_named(cluster.launcher).command_line(TYPED, cluster, gpus) == wanted
+    assert command_line(TYPED, cluster, gpus) == wanted
 
 
 def test_gloo_takes_the_interface_towards_the_master_unless_the_user_chose(monkeypatch):
@@ -250,6 +240,7 @@ def test_gloo_takes_the_interface_towards_the_master_unless_the_user_chose(monke
             monkeypatch.setenv("GLOO_SOCKET_IFNAME", stated)
         set_rank_environment(cluster)
         assert environment().get("GLOO_SOCKET_IFNAME") == wanted and environment()["RANK"] == str(cluster.rank)
+        assert environment()["GROUP_RANK"] == str(cluster.node_rank)
 
 
 @pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.start import check_writable, hold_run_lock
+from lockstep.launch.checks import check_writable
+from lockstep.launch.start import hold_run_lock
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 from runs import Started, run_door

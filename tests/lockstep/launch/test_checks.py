@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from lockstep.config.compose import compose, plain
+from lockstep.launch.checks import check_numbers, check_root, check_validation, refuse_days_on_cpu, validates
 from lockstep.launch.plan import chosen_how
-from lockstep.launch.validation import check_numbers, check_root, check_validation, validates
 from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import REPOSITORY
 
@@ -104,3 +104,27 @@ def test_numbers_that_none_can_be_are_refused(word):
     check_numbers(config_of("optimizer.lr=0", "trainer.max_epochs=1"))
     with pytest.raises(UserError, match=f"^{word}: give a"):
         check_numbers(config_of(word))
+
+
+def refused(*words, accelerator="cpu"):
+    try:
+        refuse_days_on_cpu({**plain(compose("train", list(words))), "overrides": list(words)}, accelerator)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("words", [[], ["seed=3"], ["trainer.max_epochs=1"], ["ckpt_path=r"]])
+def test_nothing_that_makes_it_small(words):
+    said = refused(*words)
+    assert "vit_base_patch32_224 on cifar10 at 224 pixels" in said and "make train (experiment=quickstart)" in said
+    assert refused(*words, accelerator="gpu") is None
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["trainer=cpu", "trainer=ddp_sim", "experiment=vit_ddp", "model=small_cnn", "data=digits", "debug=fast_dev_run",
+     "resume=r", "trainer.max_steps=2", "trainer.accelerator=cpu"],
+)  # fmt: skip
+def test_somebody_chose(word):
+    assert refused(word) is None

@@ -1,0 +1,85 @@
+"""Early refusals, before torch is imported: options that cannot work, and places that are not there."""
+
+import tempfile
+from pathlib import Path
+
+from lockstep.config.schema import key_of
+from lockstep.runs.config import Config
+from lockstep.runs.errors import UserError
+from lockstep.runs.full_disk import is_full
+
+CHECKPOINTS = "lockstep.callbacks.checkpoints.Checkpoints"
+DEFAULT_MONITOR = "val/acc"  # of the checkpoints, which do without it if nothing validates
+# Modules of src/data whose root is there or is an address; a class of the user's own may make its root
+READERS = ("data.cifar10", "data.csv", "data.image_folder", "data.mnist", "data.parquet", "data.webdataset")
+CHOSEN = ("experiment", "debug", "data", "model", "trainer", "trainer.accelerator", "trainer.max_steps",
+          "trainer.limit_train_batches", "resume")  # fmt: skip
+
+
+def refuse_days_on_cpu(config: Config, accelerator: str) -> None:
+    """Refuse the default training, which takes GPUs, on a machine without one, unless somebody chose what to train."""
+    chosen = any(key_of(word) in CHOSEN for word in config["overrides"])
+    if accelerator == "gpu" or config["task_name"] != "train" or chosen:
+        return
+    data, epochs = config["data"], config["trainer"]["max_epochs"]
+    raise UserError(
+        f"This would train {config['model']['name']} on {data['name']} at {data['image_size']} pixels for {epochs} "
+        "epochs, days on a machine without a GPU: make train (experiment=quickstart) takes a minute, and trainer=cpu "
+        "begins all the same."
+    )
+
+
+def check_writable(logs: Path) -> None:
+    """Refuse a folder for runs that cannot be made or written."""
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=logs):
+            pass
+    except OSError as error:
+        if is_full(error):
+            raise
+        reason = f"{logs} cannot be written ({error.strerror})"
+        raise UserError(f"{reason}: give another place with paths.log_dir=.") from None
+
+
+def validates(config: Config) -> bool:
+    """Return False for data.val_fraction=0, data.num_val=0 or trainer.limit_val_batches=0."""
+    data = config["data"]
+    stated = data.get("val_fraction", 0.1) if data.get("num_val") is None else data["num_val"]
+    return stated != 0 and config["trainer"].get("limit_val_batches", 1.0) != 0
+
+
+def check_root(config: Config) -> None:
+    """Refuse a data.root that is no place of this machine."""
+    data = config["data"]
+    root, reader = str(data.get("root") or ""), str(data.get("_target_")).rpartition(".")[0]
+    if root and "://" not in root and reader in READERS and not Path(root).exists():
+        raise UserError(
+            f"data.root={root} does not exist: give a folder or file of this machine, or s3://bucket/prefix."
+        )
+
+
+def check_numbers(config: Config) -> None:
+    """Refuse a number of epochs, a learning rate or a weight decay that none can be."""
+    epochs = config["trainer"].get("max_epochs")
+    if isinstance(epochs, int) and epochs < 1:
+        raise UserError(f"trainer.max_epochs={epochs}: give a whole number from 1 on; trainer.max_time ends a run too.")
+    for key, value in (config.get("optimizer") or {}).items():
+        if isinstance(value, int | float) and value < 0 and (key.endswith("lr") or key == "weight_decay"):
+            raise UserError(f"optimizer.{key}={value}: give a number from 0 on.")
+
+
+def check_validation(config: Config) -> None:
+    """Refuse an option that waits for a value of a validation if nothing validates."""
+    if config["task_name"] != "train" or validates(config):
+        return
+    without = "This run validates nothing (data.val_fraction=0, data.num_val=0 or trainer.limit_val_batches=0)"
+    nodes = {f"callbacks.{name}": node for name, node in (config.get("callbacks") or {}).items()}
+    for name, node in {**nodes, "scheduler": config.get("scheduler")}.items():
+        metric = str((node or {}).get("monitor") or "")
+        chooses = (node or {}).get("_target_") == CHECKPOINTS
+        if metric and (metric != DEFAULT_MONITOR if chooses else metric.startswith("val/")):
+            raise UserError(f"{without}, and {name}.monitor={metric} waits for a validation: leave one of the two out.")
+    metric = str(config.get("optimized_metric"))
+    if config.get("sweep_dir") and metric.startswith("val/"):
+        raise UserError(f"{without}: give the sweep another optimized_metric than {metric}, as train/loss.")
