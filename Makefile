@@ -31,14 +31,16 @@ test-beside: install-dev
 test-alone: install-dev
 	$(PY) -m pytest -m slow $(addprefix --ignore=,$(UNTIMED))
 # No test of these waits for something to happen within seconds
-UNTIMED := $(addprefix tests/,nullgpu callbacks data hydra_plugins models lockstep/config lockstep/data lockstep/logbook \
+UNTIMED := $(addprefix tests/,callbacks data hydra_plugins models lockstep/config lockstep/data lockstep/logbook \
   lockstep/strategies lockstep/training lockstep/batch_size/test_estimate.py \
   lockstep/callbacks/test_weight_average.py test_attacks.py test_docs.py test_eval.py test_export.py \
   test_howto.py test_parity.py test_pickles.py test_predict.py test_project.py test_recipes.py \
   test_rehearse.py test_run_pages.py test_s3_data.py)
 
-test-nullgpu: install-dev  ## of both, what runs torch's CUDA code on null GPUs (nullgpu)
-	$(PY) -m pytest tests/nullgpu -m "slow or not slow"
+test-gpu-sim: install-dev  ## PyTorch's CUDA code on a simulated driver (nullgpu/): all trainers, and rehearse.py
+	$(VENV)/bin/uv pip install -q --python $(PY) --no-deps ./nullgpu
+	$(PY) -m pytest nullgpu/tests
+	$(PY) -m pytest tests/test_rehearse.py -m "slow or not slow"
 
 install: $(VENV)/.installed  ## make .venv with the pinned, hash-checked requirements; DEVICE=cpu: without CUDA
 

@@ -8,7 +8,6 @@ in float64, if a loss does not fall by 20 %, or if a seeded fault goes unnoticed
 
 import argparse
 import json
-import os
 import platform
 import sys
 import tempfile
@@ -24,13 +23,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "harness"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "nullgpu"))
 
-from parity_runs import FAULTS, GLOBAL_BATCH, MODELS, STEPS, Case, bare_loop, lightning_run, run_with_gpu
+from parity_runs import FAULTS, GLOBAL_BATCH, MODELS, STEPS, Case, bare_loop, lightning_run
 
-import nullgpu_build
 from local_ranks import local_cluster, run_ranks
-from null_gpus import call_on_null_gpus, ranks_on_null_gpus
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-9  # relative, in float64
@@ -46,7 +42,6 @@ class Row:
     accumulate: int = 1
     fine_tuning: bool = False
     mixup: bool = False
-    device_type: str = "cpu"
 
 
 ROWS = (
@@ -65,19 +60,6 @@ ROWS = (
     Row("one process, mixup", "one_process", mixup=True),
     Row("ddp_sim, 2 ranks, 4-step accumulation, mixup", "ddp", 2, 4, mixup=True),
     Row("fsdp_sim, 2 ranks, mixup", "fsdp", 2, mixup=True),
-)
-ON_NULL_GPUS = (  # float64 alone: what rounds in float32 there is the CPU's arithmetic again
-    Row("gpu, one", "one_process", device_type="cuda"),
-    Row("ddp, 2 ranks", "ddp", 2, device_type="cuda"),
-    Row("ddp, 2 ranks, 4-step accumulation", "ddp", 2, 4, device_type="cuda"),
-    Row("fsdp, 2 ranks", "fsdp", 2, device_type="cuda"),
-    Row("fsdp, 2 ranks, 4-step accumulation", "fsdp", 2, 4, device_type="cuda"),
-    Row("fsdp, 4 ranks", "fsdp", 4, device_type="cuda"),
-    Row("allreduce, 2 ranks", "allreduce", 2, device_type="cuda"),
-    Row("model_parallel [cuda:0,cuda:1]", "model_parallel", device_type="cuda"),
-    Row("dp on 2", "dp", device_type="cuda"),
-    Row("ddp, 2 ranks, fine-tuning", "ddp", 2, fine_tuning=True, device_type="cuda"),
-    Row("fsdp, 2 ranks, fine-tuning", "fsdp", 2, fine_tuning=True, device_type="cuda"),
 )
 
 
@@ -98,11 +80,7 @@ class Result:
 
 def run(case: Case, ranks: int) -> tuple[list[float], dict[str, np.ndarray]]:
     """The loss of each global batch, and the final weights."""
-    if case.device_type == "cuda" and ranks > 1:
-        parts = ranks_on_null_gpus(run_with_gpu, ranks, case)
-    elif case.device_type == "cuda":
-        parts = [call_on_null_gpus(run_with_gpu, case, devices=2)]
-    elif ranks > 1:
+    if ranks > 1:
         parts = run_ranks(lightning_run, ranks, case, preload=PRELOAD)
     elif case.strategy == "bare":
         parts = [bare_loop(case)]
@@ -125,27 +103,20 @@ def compare(model: str, cache_dir: str) -> tuple[list[Result], dict[str, float]]
     """The rows of a model, and how far float32 by itself takes the bare loop from float64."""
     results: dict[str, Result] = {}
     bare: dict[str, Any] = {}
-    null_gpus = () if nullgpu_build.missing() else ON_NULL_GPUS
-    for precision, rows in (("64-true", ROWS + null_gpus), ("32-true", ROWS)):
+    for precision in ("64-true", "32-true"):
         expected: dict[tuple[int, bool, bool], Any] = {}
-        for row in rows:
-            if (model, row.strategy) == ("alexnet_bn", "dp"):
-                continue  # each device normalises with its own part, and only the first's statistics are kept
+        for row in ROWS:
             # BatchNorm sees micro-batches: only one process with the same ones can agree.
             accumulate = row.accumulate if model == "alexnet_bn" else 1
-            case = Case(
-                model, precision, row.strategy, row.accumulate, row.fine_tuning, row.mixup,
-                cache_dir=cache_dir, device_type=row.device_type,
-            )  # fmt: skip
+            case = Case(model, precision, row.strategy, row.accumulate, row.fine_tuning, row.mixup, cache_dir=cache_dir)
             kind = (accumulate, row.fine_tuning, row.mixup)
             if kind not in expected:
-                alone = replace(case, strategy="bare", accumulate=accumulate, device_type="cpu")
+                alone = replace(case, strategy="bare", accumulate=accumulate)
                 expected[kind] = run(alone, 1)
             started = time.perf_counter()
             found = run(case, row.ranks)
             label = "bare loop" if accumulate == 1 else f"bare loop, {accumulate} micro-batches"
-            name = row.name if row.device_type == "cpu" else f"null GPUs: {row.name}"
-            result = results.setdefault(name, Result(model, name, label))
+            result = results.setdefault(row.name, Result(model, row.name, label))
             result.difference[precision] = differences(found, expected[kind])
             if precision == "64-true":
                 result.first_loss, result.last_loss = found[0][0], float(np.mean(found[0][-3:]))
@@ -191,16 +162,13 @@ def page(content: dict[str, Any]) -> str:
             f"| {r['model']} | {r['row']} | {r['compared_with']} | {' | '.join(cells)} | "
             f"{r['first_loss']:.3f} → {r['last_loss']:.3f} | {'equal' if r['passed'] else '**differs**'} |"
         )
-    if without := content.get("no_null_gpus"):
-        lines.append(f"| all | on CUDA tensors | – | – | – | – | – | – | not exercised: {without} |")
     rows = " ".join(f"{r['row']} {r['compared_with']}" for r in content["rows"])
     lines += [
         "",
         f"float32 alone takes the bare loop this far from the bare loop in float64: {own}.",
         "",
         "alexnet_bn runs with synchronised BatchNorm; under accumulation its statistics are those of a micro-batch by "
-        "nature, so it is compared with a bare loop over the same micro-batches. Under dp each device would normalise "
-        "with its own part: no row. The last loss is the mean of three.",
+        "nature, so it is compared with a bare loop over the same micro-batches. The last loss is the mean of three.",
     ]
     if "fine-tun" in rows:
         lines.append(
@@ -210,11 +178,6 @@ def page(content: dict[str, Any]) -> str:
     if "mixup" in rows:
         lines.append(
             "Mixup: half of the pairs of neighbours mixed, by mixup or by cutmix; the loss is that of soft labels."
-        )
-    if "model_parallel [cuda" in rows:
-        lines.append(
-            "Null GPUs are no GPUs: torch's own CUDA code, allocator, streams and NCCL process groups ran, over a "
-            "driver that computes on the CPU (nullgpu/README.md). The arithmetic of GPU kernels is not compared here."
         )
     lines += [
         "",
@@ -233,7 +196,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="folder for page and results, instead of the repository's own")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))  # null GPUs'
     started = time.perf_counter()
     results: list[Result] = []
     rounding: dict[str, dict[str, float]] = {}
@@ -254,7 +216,6 @@ def main(argv: list[str]) -> int:
     content = {
         **facts, "passed": passed, "tolerance": TOLERANCE, "rows": [{**asdict(r), "passed": r.passed} for r in results],
         "float32_against_float64": rounding, "faults": faults,
-        "no_null_gpus": nullgpu_build.missing(),
     }  # fmt: skip
     (place / "parity.json").write_text(json.dumps(content, indent=1) + "\n")
     text = page(content)
@@ -264,8 +225,7 @@ def main(argv: list[str]) -> int:
 
 
 def machine() -> str:
-    gpus = torch.cuda.device_count()
-    return f"{platform.machine()}, {torch.get_num_threads()} thread a rank, {gpus} GPUs"
+    return f"{platform.machine()}, {torch.get_num_threads()} thread a rank"
 
 
 if __name__ == "__main__":

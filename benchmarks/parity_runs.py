@@ -1,7 +1,6 @@
 """One training run of the parity table, in a rank or in this process: 20 steps on the same images in the same order."""
 
 import logging
-import os
 import warnings
 from dataclasses import dataclass
 from functools import partial
@@ -15,11 +14,10 @@ from torch.nn import functional as F
 
 from classifier import ImageClassifier
 from data.synthetic import SyntheticDataModule
-from local_ranks import local_cluster, meet
+from local_ranks import meet
 from lockstep.data.augmentation import CropFlip
 from lockstep.launch.launchers import Cluster
 from lockstep.strategies.allreduce import AllReduce
-from lockstep.strategies.data_parallel import DataParallel
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.model_parallel import ModelParallel
 from lockstep.strategies.sharded import Sharded
@@ -55,7 +53,6 @@ class Case:
     mixup: bool = False  # and cutmix, of half of the pairs
     fault: str = ""
     cache_dir: str = ""
-    device_type: str = "cpu"
 
 
 def net_of(case: Case) -> nn.Module:
@@ -96,8 +93,7 @@ def build_data(case: Case, rank: int = 0, world_size: int = 1) -> SyntheticDataM
     data.prepare()
     if case.fault == "one rank's batch repeated":
         rank = 0
-    device = "cpu" if case.device_type == "cpu" else f"cuda:{rank}"
-    data.place(rank=rank, world_size=world_size, accumulate_grad_batches=case.accumulate, device=device)
+    data.place(rank=rank, world_size=world_size, accumulate_grad_batches=case.accumulate, device="cpu")
     return data
 
 
@@ -167,9 +163,7 @@ def build_strategy(case: Case, cluster: Cluster) -> Any:
     if case.strategy == "one_process":
         return "auto"
     if case.strategy == "model_parallel":
-        return ModelParallel(stage_devices=["cpu", "cpu"] if case.device_type == "cpu" else ["cuda:0", "cuda:1"])
-    if case.strategy == "dp":
-        return DataParallel(2)
+        return ModelParallel(stage_devices=["cpu", "cpu"])
     cls = {"ddp": DDP, "fsdp": Sharded, "allreduce": FaultyAllReduce if case.fault else AllReduce}[case.strategy]
     strategy = cls()
     if isinstance(strategy, FaultyAllReduce):
@@ -185,16 +179,16 @@ def lightning_run(cluster: Cluster, case: Case) -> dict[str, Any]:
     data = build_data(case, cluster.rank, cluster.world_size)
     rules = FINE_TUNING if case.fine_tuning else None
     net = ImageClassifier(net_of(case), sgd(case), num_classes=CLASSES, rules=rules)
-    meet(cluster, case.device_type)
+    meet(cluster, "cpu")
     if case.model == "alexnet_bn" and cluster.world_size > 1:
-        synchronise(net.net, case.device_type)
+        synchronise(net.net, "cpu")
     strategy, losses = build_strategy(case, cluster), Losses()
     plugins: list[Any] = [StartedRanks(cluster)]
     given = {"precision": case.precision}
     if isinstance(strategy, Sharded):
-        plugins.append(strategy.precision_for(given.pop("precision"), case.device_type))
+        plugins.append(strategy.precision_for(given.pop("precision"), "cpu"))
     trainer = pl.Trainer(
-        accelerator=case.device_type, devices=cluster.devices, strategy=strategy, plugins=plugins, callbacks=[losses],
+        accelerator="cpu", devices=cluster.devices, strategy=strategy, plugins=plugins, callbacks=[losses],
         max_epochs=EPOCHS, accumulate_grad_batches=case.accumulate, limit_val_batches=0, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False, **given,
@@ -204,12 +198,6 @@ def lightning_run(cluster: Cluster, case: Case) -> dict[str, Any]:
     state = trainer.strategy.lightning_module_state_dict()
     weights = {name.removeprefix("net."): value for name, value in state.items()}
     return {"losses": losses.values, "weights": as_arrays(weights)}
-
-
-def run_with_gpu(case: Case) -> dict[str, Any]:
-    """The same in a process that null_gpus has started, as one of its ranks or alone."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return lightning_run(local_cluster(rank, world_size, int(os.environ["MASTER_PORT"])), case)
 
 
 def as_arrays(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:

@@ -17,18 +17,16 @@ FLOORS = (
     {"launch"},
     {"training"},
     {"batch_size"},
-    {"rehearsal"},
 )
 FLOOR = {f"lockstep.{room}": number for number, rooms in enumerate(FLOORS) for room in rooms}
 YOURS, SCRIPTS = len(FLOORS), len(FLOORS) + 1
 SCRIPT_NAMES = {path.stem for path in SRC.glob("*.py")} - {"classifier"}
-WITHOUT_TORCH = ("runs", "storage", "config", "launch", "logbook", "rehearsal")
+WITHOUT_TORCH = ("runs", "storage", "config", "launch", "logbook")
 WITH_TORCH = {
     "lockstep/launch/process_group.py",
     "lockstep/storage/load.py",
     "lockstep/launch/first_error.py",
     "lockstep/launch/agent.py",
-    "lockstep/rehearsal/watch.py",  # runs in the ranks
 }
 TORCH_FREE = {"lockstep/strategies/placement.py"}  # the launcher asks it
 HEAVY = {"torch", "lightning", "hydra", "torchvision", "timm"}

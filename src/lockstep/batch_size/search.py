@@ -18,6 +18,7 @@ from typing import Any
 
 from lockstep.config.schema import key_of
 from lockstep.launch.plan import RunPlan
+from lockstep.runs import signals
 from lockstep.runs.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 
 log = logging.getLogger(__name__)
@@ -26,33 +27,18 @@ START, MAX_RUNS = 8, 6  # images per device of the first run
 USABLE = 0.95  # of a device: the training that follows allocates in another order and leaves other gaps
 CLOSE = 0.97  # of what is predicted: nearer is not worth another run
 GIB = 2**30
+TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 OUT_OF_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory", "sigkill")  # in an error, in lower case
-LAUNCHER = (
-    "RANK",
-    "LOCAL_",
-    "WORLD_SIZE",
-    "GROUP_",
-    "ROLE_",
-    "NODE_RANK",
-    "MASTER_",
-    "TORCHELASTIC_",
-    "SLURM_",
-    "LOCKSTEP_",
-)
+LAUNCHER = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "NODE_RANK", "MASTER_", "TORCHELASTIC_", "SLURM_",
+            "LOCKSTEP_")  # fmt: skip
 REPLACED = ("resume", "run_id", "debug", "logger", "logbook", "ckpt_path", "sweep_dir", "hydra")
 
 
 def search(plan: RunPlan, environ: Mapping[str, str]) -> dict[str, Any]:
     """Run train.py with several batches; return the fields of `largest_batch` in the record."""
-    began, augmentation, parts = (
-        time.monotonic(),
-        plan.config["augmentation"],
-        plan.cluster.world_size * plan.batch.accumulate,
-    )
-    pairs = (
-        max(augmentation.get("mixup_alpha", 0), augmentation.get("cutmix_alpha", 0)) > 0
-    )  # images are mixed in pairs
-    unit = math.lcm(2 if pairs else 1, plan.trainer.get("micro_batches") or 1)
+    began, parts = time.monotonic(), plan.cluster.world_size * plan.batch.accumulate
+    mixes = any(plan.config["augmentation"].get(key, 0) for key in ("mixup_alpha", "cutmix_alpha"))  # pairs of images
+    unit = math.lcm(2 if mixes else 1, plan.trainer.get("micro_batches") or 1)
     limit = bound = math.inf
     tried: dict[int, float | None] = {}
     batch: int | None = START
@@ -94,20 +80,14 @@ def next_batch(tried: Mapping[int, float | None], limit: float, bound: float, un
         aim = min(large + (limit - high) * (large - small) / max(high - low, 1e-9), 8 * fit)
     if aim >= failed:
         failures = sum(not peak or peak > limit for peak in tried.values())
-        back = (
-            0.9 if len(points) == 2 and failures == 1 else 0
-        )  # a line's first prediction is a little too high at most
+        back = 0.9 if len(points) == 2 and failures == 1 else 0  # a first prediction is a little too high at most
         aim = bound if failed > bound else max(back * failed, (fit + failed) / 2)
     aim = int(max(aim, unit) // unit * unit)
     return aim if fit < CLOSE * aim and aim not in tried and len(tried) < MAX_RUNS else None
 
 
 def fitting(tried: Mapping[int, float | None], limit: float) -> int:
-    """Return the largest batch within the limit.
-
-    Raises:
-        UserError: none is.
-    """
+    """Return the largest batch within the limit; raise UserError if none is."""
     if largest := max((batch for batch, peak in tried.items() if peak and peak <= limit), default=0):
         return largest
     raise UserError(
@@ -120,35 +100,46 @@ def _train_two_steps(plan: RunPlan, environ: Mapping[str, str], batch: int) -> d
     """Return the record of a run of two steps and one validation batch; its peak is None if memory ran out."""
     devices, accumulate = plan.cluster.devices, plan.batch.accumulate
     one_process = plan.trainer["launch"] == "one_process"
-    with tempfile.TemporaryDirectory(prefix="lockstep-batch-") as folder, open(f"{folder}/output", "w+") as output:
+    with tempfile.TemporaryDirectory(prefix="lockstep-batch-") as name:
+        folder = Path(name)
         overrides = [
             *(word for word in plan.overrides if key_of(word).split(".")[0] not in REPLACED),
             f"data.global_batch_size={batch * devices * accumulate}", f"trainer.accumulate_grad_batches={accumulate}",
-            *(() if one_process else (f"trainer.devices={devices}", "trainer.num_nodes=1")),
-            *("model.pretrained=false" for key in plan.config["model"] if key == "pretrained"),
+            *([] if one_process else [f"trainer.devices={devices}", "trainer.num_nodes=1"]),
+            *(["model.pretrained=false"] if "pretrained" in plan.config["model"] else []),
             "trainer.max_steps=2", f"trainer.limit_train_batches={2 * accumulate}", "trainer.limit_val_batches=1",
             "test=false", "logbook=null", "s3.uri=null", "callbacks.checkpoints=null", "run_id=probe",
             f"paths.log_dir={folder}",
         ]  # fmt: skip
-        command = [sys.executable, str(Path(__file__).resolve().parents[2] / "train.py"), *overrides]
-        own = {name: value for name, value in environ.items() if not name.startswith(LAUNCHER)}
-        before = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-        child = subprocess.Popen(command, env=own, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            code = child.wait()
-        finally:
-            child.terminate()
-            child.wait()
-            signal.signal(signal.SIGTERM, before)
-        path = Path(folder, "train/runs/probe/run.json")
+        code = run_train(overrides, environ, folder / "output")
+        path = folder / "train/runs/probe/run.json"
         record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        if code == EXIT_OK:
-            return record
-        output.seek(0)
-        lines = output.read().splitlines()
+        lines = (folder / "output").read_text().splitlines()
+    if code == EXIT_OK:
+        return record
     said = "\n".join([*lines[-30:], str(record.get("error"))])
     if any(sign in said.lower() for sign in OUT_OF_MEMORY):
         return {**record, "peak_memory_gib": None}
     if code == EXIT_USER_ERROR:
         raise UserError(lines[-1].removeprefix("error: "))
     raise RuntimeError(f"train.py with {batch} images per device ended with exit code {code}:\n{said}")
+
+
+def run_train(overrides: list[str], environ: Mapping[str, str], output: Path) -> int:
+    """Run train.py in a process that ends with this one; return its exit code.
+
+    Args:
+        environ: of this process; what a launcher has set in it is left out.
+        output: file for what it prints.
+    """
+    own = {name: value for name, value in environ.items() if not name.startswith(LAUNCHER)}
+    before = signals.on_stop(signals.interrupt)
+    with output.open("w") as file:
+        child = subprocess.Popen([sys.executable, str(TRAIN), *overrides], env=own, stdout=file, stderr=file)
+    try:
+        return child.wait()
+    finally:
+        child.terminate()
+        child.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -2,11 +2,12 @@
 
 import errno
 import logging
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, Interrupted, UserError
 from lockstep.runs.full_disk import no_room
 from lockstep.runs.output import set_up
 
@@ -28,6 +29,8 @@ def exit_code_of(task: Callable[[], int | None], *refusals: type[Exception]) -> 
     except refused as error:
         log.error(f"{error}")
         return EXIT_USER_ERROR
+    except Interrupted as error:
+        return 128 + signal.Signals[str(error)]
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] not in INSTALLED:
             raise

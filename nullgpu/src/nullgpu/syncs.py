@@ -1,12 +1,15 @@
 """Counts every synchronisation of host and device that torch reports, by the line of Python that asked for it.
 
 The counts go as JSON {"src/train.py:12 < …": n} to $NULLGPU_SYNCS/rank<RANK>.json, anew after each: a rank may end by
-os._exit. Those within a training step go to steps-rank<RANK>.json likewise.
+os._exit. Those within a training step go to steps-rank<RANK>.json likewise. Where collectives of the ranks differ, each
+rank's stack goes to stack-rank<RANK>.txt.
 """
 
 import collections
+import faulthandler
 import json
 import os
+import signal
 import traceback
 import warnings
 from pathlib import Path
@@ -14,8 +17,8 @@ from pathlib import Path
 import torch
 
 SEEN, IN_STEPS = collections.Counter(), collections.Counter()
-REPOSITORY = str(Path(__file__).resolve().parents[1])
-NOT_CALLERS = ("/nullgpu/nullgpu_", "/torch/", "/warnings.py", "/contextlib.py")
+REPOSITORY = os.getcwd()
+NOT_CALLERS = ("/nullgpu/syncs.py", "/nullgpu/compute.py", "/torch/", "/warnings.py", "/contextlib.py")
 STEP = "lightning/pytorch/loops/training_epoch_loop.py"
 
 
@@ -37,15 +40,19 @@ def start():
             show_others(message, category, filename, lineno, file, line)
 
     warnings.showwarning = show
+    stack = Path(os.environ["NULLGPU_SYNCS"]) / f"stack-rank{os.environ.get('RANK', 0)}.txt"
+    stack.parent.mkdir(parents=True, exist_ok=True)
+    faulthandler.register(signal.SIGRTMIN + 5, stack.open("w"), all_threads=True)
     torch.cuda.set_sync_debug_mode("warn")
 
 
 def where(stack):
-    """The innermost line that is not torch's own, and the innermost of this repository."""
+    """Return the innermost line that is not torch's own, and the innermost below the working directory."""
     frames = [f for f in stack if not any(part in f.filename for part in NOT_CALLERS)]
     ours = [f for f in frames if f.filename.startswith(REPOSITORY) and "/.venv/" not in f.filename][-1:]
     chosen = dict.fromkeys(f"{short(f.filename)}:{f.lineno}" for f in [frames[-1], *ours])
-    return " < ".join(chosen)
+    scaler = any(f.filename.endswith("torch/amp/grad_scaler.py") for f in stack)  # fp16's check for overflow
+    return " < ".join(["GradScaler"] * scaler + [*chosen])
 
 
 def short(filename):

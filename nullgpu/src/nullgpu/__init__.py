@@ -1,24 +1,22 @@
-"""Builds the null GPU with cc: nullgpu.c, and a stub for every other function of CUDA that torch's libraries import.
+"""A simulated CUDA driver: a subprocess with `environment(devices=2)` sees two GPUs that compute on the CPU.
 
-As a script it prints JSON: {"missing": why there can be none here}, or {"variables": {name: value}} for a process.
+Built with cc at first use: nullgpu.c, and a stub for every other function of CUDA that torch's libraries import.
 """
 
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep" / "nullgpu"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nullgpu"
 MADE_FOR = "2.14.1+cu130"  # the layouts of CUDA's structs, and which operators have kernels, follow from it
-SOURCES = ("nullgpu_build.py", "nullgpu.c", "nccl.inc")
+SOURCES = ("__init__.py", "nullgpu.c", "nccl.inc")
 FLAGS = ("-O2", "-fPIC", "-fvisibility=hidden", "-w", "-std=gnu11")
 CUDA = re.compile(r"(cuda|__cuda|cublas|cudnn|cusparse|cusolver|cufft|curand|nccl|cuFile|cu[A-Z]|nvml)")
 WORKS_ALONE = re.compile(r"(nvrtc|nvshmem|cudnnGetVersion|cudnnGetCudart|cudnnGetErr|cudnnGetLast|cudnnGetProp)")
@@ -40,17 +38,17 @@ NOT_SUPPORTED = {
 
 
 def missing() -> str | None:
-    """Why there can be no null GPU here, as a sentence; None where there can."""
+    """Return why the driver cannot be built here, as a sentence; None if it can."""
     if os.uname().sysname != "Linux" or os.uname().machine != "x86_64":
-        return "null GPUs need Linux on x86-64"
+        return "nullgpu needs Linux on x86-64"
     for tool in ("cc", "nm", "strings"):
         if not shutil.which(tool):
-            return f"null GPUs need {tool}: apt-get install gcc binutils"
+            return f"nullgpu needs {tool}: apt-get install gcc binutils"
     version = importlib.metadata.version("torch")
     if not any(torch_libraries("libtorch_cuda.so")):
         return f"torch {version} is a build without CUDA"
     if built_as() != MADE_FOR:
-        return f"null GPUs are made for torch {MADE_FOR}, and this is {built_as()}"
+        return f"nullgpu is made for torch {MADE_FOR}, and this is {built_as()}"
     return None
 
 
@@ -71,21 +69,40 @@ def torch_libraries(pattern: str = "lib*.so") -> list[Path]:
     return [*(packages() / "torch/lib").glob(pattern)]
 
 
-def variables(*code: Path) -> dict[str, str]:
-    """The environment variables by which a process finds null GPUs; what it is to have of them is said beside.
+def environment(
+    devices: int = 1,
+    memory_gib: float = 16.0,
+    compute: bool = True,
+    capability: str = "8.0",
+    syncs: Path | None = None,
+    forgets: bool = False,
+    nccl_timeout_s: int = 60,
+) -> dict[str, str]:
+    """Return the environment variables of a subprocess that sees simulated GPUs; add them to your own.
 
     Args:
-        code: folders that stand first on its path of Python modules.
+        memory_gib: of each device; more is an out-of-memory error.
+        compute: results are right; without, kernels do nothing and take no time.
+        capability: of the GPU that is simulated: 8.0 has bf16, 7.5 has not.
+        syncs: a folder for rank<RANK>.json, the synchronisations by line.
+        forgets: large contents are not kept, so that many devices need little memory of this machine.
+        nccl_timeout_s: after this a rank that waits in a collective gets an error.
     """
     library = built(CACHE)
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH")}
-    first = {"PYTHONPATH": [HERE / "site", HERE, *code], "LD_LIBRARY_PATH": [library], "PATH": [HERE / "bin"]}
+    first = {"PYTHONPATH": [HERE / "site", HERE.parent], "LD_LIBRARY_PATH": [library], "PATH": [HERE / "bin"]}
     paths = {name: ":".join([*map(str, first[name]), *filter(None, [value])]) for name, value in before.items()}
-    return {
-        **paths,
+    return paths | {
         "LD_PRELOAD": str(library / "libnullgpu.so"),
         "TRITON_LIBCUDA_PATH": str(library),
         "OMP_NUM_THREADS": "1",
+        "NULLGPU_DEVICES": str(devices),
+        "NULLGPU_MEMORY_GIB": str(memory_gib),
+        "NULLGPU_COMPUTE": str(int(compute)),
+        "NULLGPU_CAPABILITY": capability,
+        "NULLGPU_SYNCS": str(syncs or ""),
+        "NULLGPU_FORGETS": str(int(forgets)),
+        "NULLGPU_NCCL_TIMEOUT_S": str(nccl_timeout_s),
     }
 
 
@@ -163,8 +180,3 @@ def output(*command: str | Path) -> str:
 
 def cc(*options: str | Path) -> None:
     subprocess.run(["cc", *FLAGS, *options], check=True)
-
-
-if __name__ == "__main__":
-    sentence = missing()
-    json.dump({"missing": sentence} if sentence else {"variables": variables()}, sys.stdout)

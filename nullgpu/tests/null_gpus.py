@@ -22,53 +22,27 @@ from typing import Any
 
 import pytest
 
-import nullgpu_build
+import nullgpu
 import ranks
 import runs
 
-TESTS = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
 TIMEOUT_S = 280.0
 
-needs_null_gpus = pytest.mark.skipif(bool(nullgpu_build.missing()), reason=str(nullgpu_build.missing()))
+needs_null_gpus = pytest.mark.skipif(bool(nullgpu.missing()), reason=str(nullgpu.missing()))
 
 
 def null_gpus(**options: Any) -> dict[str, str]:
-    """The environment of a subprocess that sees null GPUs.
-
-    Args:
-        options: of `settings`.
-    """
-    code = (ranks.SRC, TESTS / "harness", TESTS.parent)
-    return {**os.environ, **nullgpu_build.variables(*code), **settings(**options)}
+    """Return the environment of a subprocess; `options` are those of nullgpu.environment."""
+    own = nullgpu.environment(**options)
+    code = (ranks.SRC, REPOSITORY / "tests/harness", HERE)
+    return {**os.environ, **own, "PYTHONPATH": ":".join([own["PYTHONPATH"], *map(str, code)])}
 
 
-def settings(
-    devices: int = 1,
-    memory_gib: float = 16.0,
-    compute: bool = True,
-    capability: str = "8.0",
-    syncs: Path | None = None,
-    forgets: bool = False,
-) -> dict[str, str]:
-    """What the driver reads when a process first asks for a device.
-
-    Args:
-        devices: their number.
-        memory_gib: of each; more is an out-of-memory.
-        compute: results are right; without, kernels do nothing and run in no time.
-        capability: of the GPU that they stand for: 8.0 has bf16, 7.5 has not.
-        syncs: a folder for rank<RANK>.json, the synchronisations by line.
-        forgets: large contents are not kept: many devices need little memory of this machine.
-    """
-    return {
-        "NULLGPU_DEVICES": str(devices),
-        "NULLGPU_MEMORY_GIB": str(memory_gib),
-        "NULLGPU_COMPUTE": str(int(compute)),
-        "NULLGPU_CAPABILITY": capability,
-        "NULLGPU_SYNCS": str(syncs or ""),
-        "NULLGPU_FORGETS": str(int(forgets)),
-        "NULLGPU_NCCL_TIMEOUT_S": "60",
-    }
+def settings(**options: Any) -> dict[str, str]:
+    """Return the variables that the driver reads when a process first asks for a device."""
+    return {name: value for name, value in nullgpu.environment(**options).items() if name.startswith("NULLGPU_")}
 
 
 def run_on_null_gpus(
@@ -100,7 +74,7 @@ def _nodes(argv: tuple[str, ...], logs: Path, num_nodes: int, devices: int) -> l
             "NODE_RANK": str(node),
             "CUDA_VISIBLE_DEVICES": gpus,
         }
-        environment = {**settings(num_nodes * devices), **own}
+        environment = {**settings(devices=num_nodes * devices), **own}
         options = (f"trainer.num_nodes={num_nodes}", f"trainer.devices={devices}")
         started.append(runs.start_door("train", *argv, *options, logs=logs / f"node{node}", environment=environment))
     return [one.done() for one in started]
@@ -114,7 +88,7 @@ def call_on_null_gpus(function: Callable[..., Any], *arguments: Any, **options: 
 
 def ranks_on_null_gpus(function: Callable[..., Any], world_size: int, *arguments: Any, **options: Any) -> list[Any]:
     """`function(*arguments)` in each of several ranks, each with its device, in an NCCL group; the results in order."""
-    inner = functools.partial(_in_nccl_group, settings(world_size, **options), function)
+    inner = functools.partial(_in_nccl_group, settings(devices=world_size, **options), function)
     return _server().call(ranks.run_ranks, inner, world_size, *arguments, distributed=False)
 
 

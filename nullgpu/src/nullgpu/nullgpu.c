@@ -4,6 +4,7 @@
 // code that touches device memory crashes, as it would with a GPU), copies go through the second mapping. Kernels do
 // nothing. Streams are always idle. NCCL is real: ranks of one machine read each other's memfd.
 #define _GNU_SOURCE
+#include <signal.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>

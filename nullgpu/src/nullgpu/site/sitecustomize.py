@@ -30,13 +30,13 @@ class AfterTorch:
 
 def start():
     if os.environ.get("NULLGPU_COMPUTE") == "1":
-        import nullgpu_compute
+        from nullgpu import compute
 
-        nullgpu_compute.install()
+        compute.install()
     if os.environ.get("NULLGPU_SYNCS"):
-        import nullgpu_syncs
+        from nullgpu import syncs
 
-        nullgpu_syncs.start()
+        syncs.start()
 
 
 if os.environ.get("NULLGPU_DEVICES"):

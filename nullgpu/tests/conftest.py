@@ -1,0 +1,10 @@
+"""The lines of a run on stdout, warnings and errors on stderr, as a script shows them."""
+
+import pytest
+
+from lockstep.runs.output import set_up
+
+
+@pytest.fixture(autouse=True)
+def console():
+    set_up()

@@ -1,0 +1,149 @@
+"""Lockstep on simulated GPUs: the losses of one CPU process, no synchronisation in a step, faults by name."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from null_gpus import REPOSITORY, needs_null_gpus, nodes_on_null_gpus, null_gpus, run_on_null_gpus
+from runs import run_door
+
+pytestmark = needs_null_gpus
+SMALL = ("model=vit_tiny_32", "model.depth=2", "model.embed_dim=48", "data=synthetic", "data.num_images=160",
+         "data.num_test_images=40", "data.image_size=16", "data.global_batch_size=32",
+         "trainer.max_epochs=1")  # fmt: skip
+FLOAT32 = "trainer.precision=32-true"
+TOLERANCE = 1e-4  # float32, summed in another order
+TRAINERS = {
+    "gpu": 1, "ddp": 2, "fsdp": 2, "allreduce": 2, "dp": 2, "model_parallel": 2,
+    "ddp trainer.devices=8": 8, "fsdp trainer.devices=8": 8, "ddp trainer.accumulate_grad_batches=2": 2,
+    "fsdp trainer.cpu_offload=true": 2, "fsdp trainer.activation_checkpointing=true": 2,
+    "ddp trainer.channels_last=true": 2, "ddp data.device_cache_gib=0": 2,
+}  # fmt: skip
+QUICK = ("gpu", "ddp", "fsdp")
+ROUGH = {"bf16-mixed": 0.02, "16-mixed": 0.01, "bf16-true": 0.05, "64-true": TOLERANCE}
+slow = pytest.mark.slow
+
+
+def losses(record):
+    return [record["metrics"][name] for name in ("val/loss", "test/loss")]
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory):
+    done = run_door("train", *SMALL, FLOAT32, "trainer=cpu", logs=tmp_path_factory.mktemp("cpu"))
+    assert done.code == 0, done.output
+    return losses(done.record)
+
+
+def trained(words, devices, logs, **options):
+    done = run_on_null_gpus("train", *SMALL, *f"trainer={words}".split(), logs=logs, devices=devices, **options)
+    assert done.code == 0 and "nullgpu:" not in done.output, done.output
+    return done
+
+
+@pytest.mark.parametrize("words", [pytest.param(n, marks=[] if n in QUICK else [slow]) for n in TRAINERS])
+def test_losses_are_those_of_one_cpu_process(words, on_cpu, tmp_path):
+    done = trained(f"{words} {FLOAT32}", TRAINERS[words], tmp_path)
+    assert losses(done.record) == pytest.approx(on_cpu, rel=TOLERANCE)
+
+
+@slow
+@pytest.mark.parametrize("precision", ROUGH)
+@pytest.mark.parametrize("trainer", QUICK)
+def test_every_precision(trainer, precision, on_cpu, tmp_path):
+    done = trained(f"{trainer} trainer.precision={precision}", TRAINERS[trainer], tmp_path)
+    assert losses(done.record) == pytest.approx(on_cpu, rel=ROUGH[precision])
+
+
+@slow
+@pytest.mark.parametrize("trainer", ["ddp", "fsdp", "fsdp trainer.shard_within_node=true"])
+def test_two_nodes_of_two_have_the_losses_of_one_process_and_statistics_of_both(trainer, on_cpu, tmp_path):
+    first, second = nodes_on_null_gpus(*SMALL, FLOAT32, *f"trainer={trainer}".split(), logs=tmp_path)
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    assert first.record["world_size"] == 4 and losses(first.record) == pytest.approx(on_cpu, rel=TOLERANCE)
+    assert all("gpu1/memory_gib" in node["stats"] for node in first.record["hardware"]["nodes"])
+
+
+@slow
+@pytest.mark.parametrize("writer", ["ddp", "fsdp"])
+def test_a_run_is_resumed_by_another_trainer_and_evaluated_by_any(writer, tmp_path):
+    first = trained(f"{writer} {FLOAT32} run_id=r", 2, tmp_path)
+    assert first.code == 0
+    again = ["resume=r", "trainer=gpu", "trainer.max_epochs=2", FLOAT32]
+    second = run_on_null_gpus("train", *again, logs=tmp_path, devices=2)
+    assert second.code == 0 and second.record["epochs"] == 2, second.output
+    for reader in ("gpu", "fsdp", "cpu"):
+        done = run_on_null_gpus("eval", "ckpt_path=r", f"trainer={reader}", FLOAT32, logs=tmp_path, devices=2)
+        assert done.code == 0, done.output
+        assert done.record["metrics"]["test/correct"] == second.record["metrics"]["test/correct"]
+
+
+@slow
+@pytest.mark.parametrize(
+    ("words", "devices"),
+    [("gpu", 1), ("ddp", 2), ("fsdp", 2), ("ddp trainer.accumulate_grad_batches=2", 2),
+     ("ddp trainer.gradient_clip_val=1.0", 2), ("ddp trainer.ema_decay=0.9", 2), ("gpu trainer.precision=16-mixed", 1)],
+)  # fmt: skip
+def test_no_line_synchronises_in_every_step_but_the_scaler_of_fp16(words, devices, tmp_path):
+    def by_line(steps):
+        logs = tmp_path / str(steps)
+        own = f"{words} trainer.log_every_n_steps=1000 data.num_images=600 trainer.limit_train_batches={2 * steps}"
+        own += " data.global_batch_size=16 trainer.max_steps=" + str(2 * steps)
+        trained(own, devices, logs, syncs=logs / "syncs", capability="7.5" if "=16-" in words else "8.0")
+        counts = Counter()
+        for path in sorted((logs / "syncs").glob("rank*.json")):
+            counts.update(json.loads(path.read_text()))
+        return counts
+
+    few, many = by_line(2), by_line(4)
+    assert few, "the validation reads its counts"
+    assert [line for line in many - few if not line.startswith("GradScaler")] == []
+
+
+@slow
+@pytest.mark.parametrize(
+    ("how", "said"), [("runs_out_of_memory", "CUDA out of memory"), ("NULLGPU_LOST", "unspecified launch failure")]
+)
+def test_the_rank_that_fails_is_named(how, said, tmp_path):
+    flag = tmp_path / "flag"
+    function = "goes_on" if how.isupper() else how
+    callback = f"+callbacks.harm={{_target_: rank_faults.Harmed, how: {function}, flag: {flag}}}"
+    environment = {how: f"1:{flag}"} if how.isupper() else {}
+    words = [*SMALL, FLOAT32, "trainer=ddp", "trainer.timeout_s=8", callback]
+    done = run_on_null_gpus("train", *words, logs=tmp_path, devices=2, environment=environment)
+    assert done.code == 1 and done.record["error"]["rank"] == 1 and said in done.record["error"]["message"], done.output
+
+
+@slow
+def test_the_largest_batch_fills_the_device_and_trains(tmp_path):
+    words = ["data=synthetic", "data.num_images=40000", "model=small_cnn", "data.global_batch_size=max", "test=false",
+             "callbacks.checkpoints=null", "trainer.limit_train_batches=2", "trainer.max_epochs=1", "trainer=gpu",
+             "trainer.limit_val_batches=1"]  # fmt: skip
+    options = {"memory_gib": 2, "compute": False}
+    command = [sys.executable, "src/train.py", *words, f"paths.log_dir={tmp_path}", "run_id=r"]
+    done = subprocess.run(command, env=null_gpus(**options), cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "train/runs/r/run.json").read_text())["largest_batch"]
+    assert found["bounded_by"] == "memory" and 0.85 < found["peak_memory_gib"] / found["limit_gib"] <= 1
+
+
+@slow
+def test_doctor_and_compilation(tmp_path):
+    command = [sys.executable, "src/doctor.py", "trainer=ddp"]
+    done = subprocess.run(command, env=null_gpus(devices=2), cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0 and "GPU 1 NVIDIA A100-SXM4-80GB: 16 of 16 GiB free" in done.stdout, done.stdout
+    words = ["trainer=gpu", "trainer.compile=true", "callbacks.checkpoints=null"]  # Triton's kernels compute nothing
+    done = run_on_null_gpus("train", *SMALL, *words, logs=tmp_path, compute=False)
+    assert done.code == 0, done.output
+
+
+@slow
+@pytest.mark.parametrize("name", ["test_gpu.py", "test_data_parallel.py"])
+def test_tests_that_need_a_gpu_pass(name):
+    path = REPOSITORY / "tests/lockstep/strategies" / name
+    command = [sys.executable, "-m", "pytest", str(path), "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, env=null_gpus(devices=2), cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout
