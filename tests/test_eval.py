@@ -50,9 +50,9 @@ def test_a_key_of_the_checkpoints_data_is_taken_as_typed(trained, tmp_path):
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("data.rooot=x", "take data.root."),
-        ("+data.rooot=x", "take data.root."),
-        ("batch_size=3", "take data.global_batch_size."),
+        ("data.rooot=x", "use data.root."),
+        ("+data.rooot=x", "unexpected keyword argument 'rooot'"),
+        ("batch_size=3", "use data.global_batch_size."),
         ("experiment=quickstart", "leave experiment= out"),
     ],
 )
