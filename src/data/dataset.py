@@ -4,7 +4,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from lockstep.data.listed_datamodule import ListedDataModule
@@ -54,7 +53,7 @@ class DatasetDataModule(ListedDataModule):
             splits += [split] * len(found)
             names += [f"item {i} of the {SPLITS[split]} dataset" for i in range(len(found))]
             self._items += [(dataset, i) for i in range(len(found))]
-        none = np.zeros(len(names), np.int64)
+        none = [0] * len(names)
         return make_list(Path(), names, labels, splits, none, none)
 
     def _choose_path(self, side: int | None) -> tuple[str, str]:

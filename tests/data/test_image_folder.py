@@ -96,7 +96,7 @@ def test_a_folder_beside_train_that_is_no_split_is_named(tmp_path):
     Image.new("RGB", (9, 9)).save(tmp_path / "set" / "test" / "unlabelled.png")
     dm = prepared(tmp_path, tmp_path / "set", test_fraction=0.2)
     assert sorted(dm.left_out["folders that are no split"]) == ["extra", "test"]
-    assert any("extra is left out: no split is named so" in note for note in dm.notes)
+    assert any("extra is left out: splits are named" in note for note in dm.notes)
     assert any("test is left out: it holds no class folders" in note for note in dm.notes)
     assert dm.num_test == 2
 
@@ -133,7 +133,7 @@ def test_hidden_and_system_folders_links_and_other_endings(tmp_path, root):
     dm = prepared(tmp_path, root, path="loader")
     assert dm.class_names == ["cat", "dog", "fox"] and dm.num_train + dm.num_val + dm.num_test == 60
     assert {reason: len(names) for reason, names in dm.left_out.items()} == {
-        "hidden images": 1, ".heic files": 2, ".txt files": 1, "files without an ending": 1,
+        "hidden images": 1, ".heic files": 2, ".txt files": 1, "nameless files": 1,
         "images outside of class folders": 1, "links to a folder above": 2,
     }  # fmt: skip
     assert "cat/._3.jpg" in dm.left_out["hidden images"]

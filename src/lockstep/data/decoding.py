@@ -34,7 +34,7 @@ class CorruptImage(Exception):
 
 def is_image(name: str) -> bool:
     """Whether a file name has an ending that Pillow can decode."""
-    return os.path.splitext(name)[1].lower() in SUFFIXES
+    return name[name.rfind(".") :].lower() in SUFFIXES
 
 
 def open_image(file: Path | bytes, channels: int, *, name: object = None) -> Image.Image:

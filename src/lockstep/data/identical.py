@@ -19,19 +19,15 @@ def identical_arrays(images: np.ndarray, index: np.ndarray) -> list[list[int]]:
     """
     flat = images.reshape(len(images), -1)
     columns = np.linspace(0, flat.shape[1] - 1, min(SAMPLE_BYTES, flat.shape[1])).astype(int)
-    samples = np.ascontiguousarray(flat[index][:, columns] if len(index) < len(flat) else flat[:, columns])
-    keys = samples.view(f"V{samples.shape[1]}").ravel().tolist()
-    return _groups(zip(index.tolist(), keys), lambda i: flat[i].tobytes())
+    samples = np.ascontiguousarray(flat[index[:, None], columns])
+    return _groups(zip(index.tolist(), samples.view(f"V{len(columns)}").ravel().tolist()), lambda i: flat[i].tobytes())
 
 
-def identical_files(images: ImageList, index: np.ndarray, limit: int | None = MAX_COMPARED) -> list[list[int]] | None:
-    """Return groups of positions (out of `index`) whose files are equal; None: there are more than `limit` to compare.
-
-    Only images of equal size are read, and of those at first only the end.
-    """
+def identical_files(images: ImageList, index: np.ndarray) -> list[list[int]] | None:
+    """Return groups of positions (out of `index`) whose files are equal; None: too many have the same size."""
     sizes, counts = np.unique(images.size[index], return_counts=True)
     index = index[np.isin(images.size[index], sizes[counts > 1])]
-    if limit is not None and len(index) > limit:
+    if len(index) > MAX_COMPARED:
         return None
     return _groups(((i, (int(images.size[i]), images.read(i)[-SAMPLE_BYTES:])) for i in index.tolist()), images.read)
 
@@ -40,14 +36,11 @@ def _groups(keyed: Iterable[tuple[int, Hashable]], content: Callable[[int], byte
     same_key: dict[Hashable, list[int]] = {}
     for i, key in keyed:
         same_key.setdefault(key, []).append(i)
-    found = []
-    for candidates in same_key.values():
-        if len(candidates) > 1:
-            same: dict[bytes, list[int]] = {}
-            for i in candidates:
-                same.setdefault(hashlib.blake2b(content(i)).digest(), []).append(i)
-            found += [group for group in same.values() if len(group) > 1]
-    return found
+    same: dict[Hashable, list[int]] = {}
+    for key, candidates in same_key.items():
+        for i in candidates if len(candidates) > 1 else ():
+            same.setdefault((key, hashlib.blake2b(content(i)).digest()), []).append(i)
+    return [group for group in same.values() if len(group) > 1]
 
 
 def describe(
@@ -56,20 +49,21 @@ def describe(
     """Return sentences for the log, each with the pairs of images that it counts, "a = b".
 
     Args:
-        labels: (n,) the label of each image; splits: (n,) 0 train, 1 val, 2 test.
+        labels, splits: (n,), of all images; splits are 0 train, 1 val, 2 test.
     """
-    pairs: dict[str, list[str]] = {"test": [], "validation": [], "labels": []}
+    pairs: dict[str, list[tuple[int, int]]] = {"test": [], "validation": [], "labels": []}
     for group in groups:
         trained = [i for i in group if splits[i] == TRAIN]
-        for i in group if trained else ():
-            if splits[i] in (VAL, TEST):
-                pairs["test" if splits[i] == TEST else "validation"].append(f"{name(i)} = {name(trained[0])}")
-        other = next((i for i in group if labels[i] != labels[group[0]]), None)
-        if other is not None:
-            pairs["labels"].append(f"{name(group[0])} = {name(other)}")
-    found = {
-        f"{len(pairs[kind])} {kind} images are identical to training images": pairs[kind]
-        for kind in ("test", "validation")
+        for kind, split in (("test", TEST), ("validation", VAL)) if trained else ():
+            pairs[kind] += [(i, trained[0]) for i in group if splits[i] == split]
+        pairs["labels"] += [(group[0], i) for i in group if labels[i] != labels[group[0]]][:1]
+    sentences = {
+        "test": "{} test images are identical to training images",
+        "validation": "{} validation images are identical to training images",
+        "labels": "{} images occur under two labels",
     }
-    found[f"{len(pairs['labels'])} images occur under two labels"] = pairs["labels"]
-    return {sentence: lines for sentence, lines in found.items() if lines}
+    return {
+        sentence.format(len(pairs[kind])): [f"{name(a)} = {name(b)}" for a, b in pairs[kind]]
+        for kind, sentence in sentences.items()
+        if pairs[kind]
+    }

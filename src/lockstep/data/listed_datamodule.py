@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from lockstep.data.decoding import CorruptImage, decode_all, open_image, pixels_of
-from lockstep.data.identical import MAX_COMPARED, identical_arrays, identical_files
+from lockstep.data.identical import identical_arrays, identical_files
 from lockstep.data.image_datamodule import IMAGES, ImageDataModule
 from lockstep.data.image_set import hash_of_pixels
 from lockstep.data.listing import ImageList
@@ -19,13 +18,13 @@ from lockstep.data.node_cache import Content, cached, require_space
 from lockstep.data.streaming import OpenImage
 from lockstep.runs.errors import UserError
 
-SAMPLE = 64  # images whose sizes are looked at before all are
+SAMPLE = 64  # images whose sizes are looked at before the path is chosen
 DAMAGED = "damaged images"
 WHOLE_IMAGES = "the augmentation needs whole images, and in an array they would be resized to {} px already"
 TOO_MANY = "too many files of equal size to look for identical images: `python src/check_data.py` does"
 
 
-class _OtherSize(Exception):
+class _OtherSizeError(Exception):
     """Not all images are squares of one size."""
 
 
@@ -49,16 +48,9 @@ class ListedDataModule(ImageDataModule):
     array_limit_gib = 16.0  # beyond this size images stay in their files
 
     def __init__(
-        self,
-        *,
-        image_size: int = 224,
-        channels: int = 3,
-        test_fraction: float = 0.1,
-        fit: str = "crop",
-        skip_corrupt: bool = False,
-        group: str | None = None,
-        **options: Any,
-    ) -> None:
+        self, *, image_size: int = 224, channels: int = 3, test_fraction: float = 0.1, fit: str = "crop",
+        skip_corrupt: bool = False, group: str | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         if channels not in (1, 3):
             raise UserError(f"data.channels={channels} must be 3 (colour) or 1 (grey).")
         self.channels, self.fit, self.group, self._skip_corrupt = channels, fit, group, skip_corrupt
@@ -79,33 +71,27 @@ class ListedDataModule(ImageDataModule):
         self.class_names, self._labels = images.class_names, images.labels
         self._given, self._groups = images.splits, images.groups
         self.left_out, self.notes = dict(images.left_out), list(images.notes)
-        side = self._common_side() if self.requested_path != "loader" else None
+        side = None if self.requested_path == "loader" else self._common_side()
         self._taken = self._choose_path(side)
         failures: dict[str, str] = {}
         if self._taken[0] == "array":
-            folder = self.cache_folder(
-                [images.identity, self.channels, self.resize, self.fit, self.framing.interpolation, not self._pipeline]
-            )
+            decoding = [self.channels, self.resize, self.fit, self.framing.interpolation, self._pipeline is None]
+            folder = self.cache_folder([images.identity, decoding])
             facts = cached(folder, partial(self._write_array, side))
             self._array, failures = np.load(folder / IMAGES, mmap_mode="c"), facts["failures"]
         elif self._skip_corrupt:
             failures = cached(self.cache_folder(["damaged", images.identity]), self._find_damaged)["failures"]
+        if failures and not self._skip_corrupt:
+            raise UserError(f"{next(iter(failures.values()))}: repair it, or give data.skip_corrupt=true.")
         if failures:
-            self._leave_out_damaged(failures)
+            self.left_out[DAMAGED] = list(failures.values())
+            self._given = self._given.copy()
+            self._given[[int(position) for position in failures]] = -1  # in no split
         kept = np.flatnonzero(self._given >= 0)
         self.data_hash = facts["data_hash"] if self._taken[0] == "array" else images.content_hash(kept)
 
-    def _leave_out_damaged(self, failures: dict[str, str]) -> None:
-        if not self._skip_corrupt:
-            first = next(iter(failures.values()))
-            raise UserError(f"{first}: repair or remove it, or leave out such images with data.skip_corrupt=true.")
-        self.left_out[DAMAGED] = list(failures.values())
-        self._given = self._given.copy()
-        self._given[[int(position) for position in failures]] = -1  # in no split
-
     def _choose_path(self, side: int | None) -> tuple[str, str]:
-        size = side or self.resize
-        gib = len(self._labels) * size**2 * self.channels / 2**30
+        gib = len(self._labels) * (side or self.resize) ** 2 * self.channels / 2**30
         if self._pipeline is not None and side is None and self.requested_path != "loader":
             why = WHOLE_IMAGES.format(self.resize)
             if self.requested_path == "array":
@@ -119,50 +105,48 @@ class ListedDataModule(ImageDataModule):
         return self._taken
 
     def _common_side(self) -> int | None:
-        """The side of a sample of the images if all are squares of one size up to `resize`: an array then holds them
-        as they are."""
-        sides = set(self.image_sizes())
-        width, height = sides.pop() if len(sides) == 1 else (0, 1)
-        return width if width == height <= self.resize else None
-
-    def image_sizes(self) -> list[tuple[int, int]]:
-        found = []
+        """The side of a sample of the images if all are squares of one size, which an array can hold as they are."""
+        sides: set[tuple[int, int]] = set()
         for i in np.linspace(0, len(self._list) - 1, min(len(self._list), SAMPLE)).astype(int).tolist():
             try:
-                with Image.open(BytesIO(self._list.read(i))) as image:
-                    found.append(image.size)
-            except Exception:  # a damaged file makes Pillow raise nearly anything; decoding names it
+                sides.add(self._open_image()(i).size)
+            except CorruptImage:  # decoding names it
                 continue
-        return found
+            if len(sides) > 1:
+                return None
+        width, height = sides.pop() if sides else (0, 1)
+        return width if width == height <= self.resize else None
 
     def _write_array(self, side: int | None, folder: Path) -> Content:
         """
         Args:
-            side: of a sample of the images, where they are small squares of one size.
+            side: as of `_common_side`.
         """
-        size, open_one = side or self.resize, self.image_opener()
-        shape = (len(self._list), size, size, self.channels)
-        require_space(folder, int(np.prod(shape)))
+        size, open_one, n = side or self.resize, self._open_image(), len(self._list)
+        require_space(folder, n * size * size * self.channels)
+        shape = (n, size, size, self.channels)
         out = np.lib.format.open_memmap(folder / IMAGES, mode="w+", dtype=np.uint8, shape=shape)
 
         def decode_one(i: int) -> np.ndarray:
             image = open_one(i)
             if side is not None and image.size != (side, side):
-                raise _OtherSize(f"{self.image_name(i)} has {image.width}×{image.height} pixels, others {side}×{side}")
+                raise _OtherSizeError(
+                    f"{self.image_name(i)} has {image.width}×{image.height} pixels, others {side}×{side}"
+                )
             return pixels_of(image if side else self.framing.square(image))
 
         try:
-            failures = decode_all(len(self._list), decode_one, out, skip_corrupt=self._skip_corrupt)
-        except _OtherSize as error:
+            failures = decode_all(n, decode_one, out, skip_corrupt=self._skip_corrupt)
+        except _OtherSizeError as error:
             if self._pipeline is not None:
                 raise UserError(f"{error}: give data.path=loader.") from None
             return self._write_array(None, folder)
-        kept = np.delete(np.arange(len(self._list)), list(failures))
+        kept = np.delete(np.arange(n), list(failures))
         data_hash = hash_of_pixels(out, self._labels, self.class_names, self._given, kept)
         return {"failures": failures, "data_hash": data_hash}
 
     def _find_damaged(self, folder: Path) -> Content:
-        open_one = self.image_opener()
+        open_one = self._open_image()
         return {"failures": decode_all(len(self._list), lambda i: pixels_of(open_one(i)), None, skip_corrupt=True)}
 
     def _check(self) -> None:
@@ -176,19 +160,17 @@ class ListedDataModule(ImageDataModule):
     def image_name(self, position: int) -> str:
         return self._list.names[position]
 
-    def identical_images(self, compare_all: bool = False) -> dict[str, list[str]]:
+    def identical_images(self) -> dict[str, list[str]]:
         if self._array is not None:
             return self._describe(identical_arrays(self._array, self._used()))
         try:
-            groups = identical_files(self._list, self._used(), None if compare_all else MAX_COMPARED)
+            groups = identical_files(self._list, self._used())
         except CorruptImage:  # the loader names it
             return {}
         return {TOO_MANY: []} if groups is None else self._describe(groups)
 
-    def image_opener(self) -> OpenImage:
-        if self._array is not None:
-            return super().image_opener()
-        return partial(_open_listed, self._list, self.channels)
+    def _open_image(self) -> OpenImage:
+        return partial(_open_listed, self._list, self.channels) if self._array is None else super()._open_image()
 
 
 def _open_listed(images: ImageList, channels: int, position: int) -> Image.Image:

@@ -1,6 +1,6 @@
 """A list of labelled images in files, tables or shards, made before any image is opened.
 
-Every source uses the same rules for names of splits, for class names and for their order.
+Every source uses the same names of splits and the same order of classes.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +28,17 @@ SPLIT_OF = {  # the names that Hugging Face's datasets know, in any case
 GROUPS = {".csv": "csv", ".parquet": "parquet", ".tar": "webdataset"}  # the option of data= for each kind of file
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.0*)?")
 DIGITS = re.compile("([0-9]+)")
+LeftOut = dict[str, list[str]]
+"""Names of what was not taken, by reason: `{"hidden images": ["cat/._1.jpg"]}`."""
 
 
 class Names:
-    """Many strings in one array of bytes, so that worker processes share them and never copy them.
-
-    Args:
-        strings: in order.
-    """
+    """Strings in one array of bytes, which worker processes share without copying."""
 
     def __init__(self, strings: Iterable[str]) -> None:
         encoded = [os.fsencode(string) for string in strings]
         self.ends = np.cumsum([len(each) for each in encoded], dtype=np.int64)
         self.text = np.frombuffer(b"".join(encoded), np.uint8)
-
-    def __len__(self) -> int:
-        return len(self.ends)
 
     def __getitem__(self, i: int) -> str:
         first = int(self.ends[i - 1]) if i else 0
@@ -51,22 +47,17 @@ class Names:
 
 @dataclass(frozen=True)
 class ImageList:
-    """n images, first those to train on, then those to validate on, then those to test on.
+    """n images: first those to train on, then those to validate on, then those to test on.
 
     Args:
         folder: what `files` are relative to.
-        names: what messages call each image; relative to `folder`, so that a copy of the data has the same.
-        files: the paths that hold images.
-        file: (n,) int64, the position in `files`.
-        start: (n,) int64, the first byte in that file.
-        size: (n,) int64, bytes.
-        mtime: (n,) int64, when the file was changed, in nanoseconds.
-        class_names: all classes, in the order of their labels.
-        labels: (n,) int64.
-        splits: (n,) int8, ascending: 0 train, 1 val, 2 test. A source without splits has only train.
-        groups: (n,) int64; images of one group stay in one split. None: every image is its own group.
-        left_out: names of what was not taken, by reason; "3 hidden images" is `len` and key.
-        notes: sentences about the data that the log shows.
+        names: what messages call each image, relative to `folder`.
+        files: the paths that hold images; `file`: (n,) the position of each image in `files`.
+        start, size, mtime: (n,) int64, first byte, bytes, and when the file was changed (ns).
+        class_names: in the order of the labels.
+        labels: (n,) int64; splits: (n,) int8, ascending: 0 train, 1 val, 2 test.
+        groups: (n,) int64, images that stay in one split together; None: each image is alone.
+        notes: sentences for the log.
     """
 
     folder: Path
@@ -80,7 +71,7 @@ class ImageList:
     labels: np.ndarray
     splits: np.ndarray
     groups: np.ndarray | None = None
-    left_out: dict[str, list[str]] = field(default_factory=dict)
+    left_out: LeftOut = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -115,82 +106,56 @@ class ImageList:
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
-    def content_hash(self, kept: Iterable[int]) -> str:
-        """Return a hash of names and sizes, for images that nobody has opened."""
-        kept = list(kept)
-        return fingerprint([[self.names[i] for i in kept], self.size[kept].tolist()])
+    def content_hash(self, kept: np.ndarray) -> str:
+        """A hash of names and sizes, for images that nobody has opened."""
+        return fingerprint([[self.names[i] for i in kept.tolist()], self.size[kept].tolist()])
 
 
 def make_list(
-    folder: Path,
-    names: Sequence[str],
-    labels: Sequence[str],
-    splits: Sequence[int] | np.ndarray,
-    size: Sequence[int] | np.ndarray,
-    mtime: Sequence[int] | np.ndarray,
-    *,
-    files: Sequence[str] | None = None,
-    file: np.ndarray | None = None,
-    start: np.ndarray | None = None,
-    groups: Sequence[str] | None = None,
-    left_out: dict[str, list[str]] | None = None,
-    notes: list[str] | None = None,
-) -> ImageList:
-    """Return the list of n images, ordered by split; within a split the order given stays.
+    folder: Path, names: Sequence[str], labels: Sequence[str], splits: Sequence[int], size: Sequence[int],
+    mtime: Sequence[int], *, files: Sequence[str] | None = None, file: Sequence[int] = (), start: Sequence[int] = (),
+    groups: Sequence[str] | None = None, left_out: LeftOut | None = None, notes: Sequence[str] = (),
+) -> ImageList:  # fmt: skip
+    """Return the list of n images; within a split they keep their order.
 
     Args:
-        labels: the class of each image.
-        splits: 0 train, 1 val, 2 test.
-        files, file, start: as of ImageList; None: each image is the file of its name.
-        groups: the group of each image.
+        labels, groups: by name; the other arguments are those of ImageList.
+        files: None: each image is the file of its name.
     Raises:
         UserError: there is no image.
     """
     if not len(names):
-        found = "; ".join(f"{len(each)} {reason}" for reason, each in (left_out or {}).items())
+        found = ", ".join(f"{len(each)} {reason}" for reason, each in (left_out or {}).items())
         raise UserError(f"{folder} has no images{f' (left out: {found})' if found else ''}.")
     order = np.argsort(np.asarray(splits, np.int8), kind="stable")
     tidy = tidy_labels(set(labels))
     class_names = ordered_classes(tidy.values())
     number_of = {name: number for number, name in enumerate(class_names)}
-    packed = Names([names[i] for i in order])
-    n = len(order)
-    return ImageList(
-        folder=folder,
-        names=packed,
-        files=packed if files is None else Names(files),
-        file=np.arange(n) if file is None else file[order],
-        start=np.zeros(n, np.int64) if start is None else start[order],
-        size=np.asarray(size, np.int64)[order],
-        mtime=np.asarray(mtime, np.int64)[order],
-        class_names=class_names,
-        labels=np.array([number_of[tidy[labels[i]]] for i in order], np.int64),
-        splits=np.asarray(splits, np.int8)[order],
-        groups=None if groups is None else np.unique([groups[i] for i in order], return_inverse=True)[1],
-        left_out=left_out or {},
-        notes=notes or [],
+    packed = Names(names[i] for i in order.tolist())
+    sizes, mtimes, number = (
+        np.asarray(values, np.int64)[order] for values in (size, mtime, [number_of[tidy[label]] for label in labels])
     )
+    return ImageList(
+        folder, packed, packed if files is None else Names(files),
+        np.arange(len(order)) if files is None else np.asarray(file, np.int64)[order],
+        np.zeros(len(order), np.int64) if files is None else np.asarray(start, np.int64)[order],
+        sizes, mtimes, class_names, number, np.asarray(splits, np.int8)[order],
+        None if groups is None else np.unique(groups, return_inverse=True)[1][order], left_out or {}, list(notes),
+    )  # fmt: skip
 
 
 def tidy_labels(labels: Iterable[str]) -> dict[str, str]:
-    """Return the class name for each spelling: without blanks around it, printable, and "1" for "1.0"."""
-    tidy = {label: printable(label).strip() for label in labels}
+    r"""Return the class name for each spelling: without blanks around it, "1" for "1.0", and "\xff" for no UTF-8."""
+    tidy = {label: os.fsencode(label).decode("utf-8", "backslashreplace").strip() for label in labels}
     if all(WHOLE_NUMBER.fullmatch(name) for name in tidy.values()):
         return {label: name.partition(".")[0] for label, name in tidy.items()}
-    return tidy
-
-
-def printable(text: str) -> str:
-    r"""Return the text in composed Unicode; bytes that are no UTF-8 become "\xff"."""
-    return unicodedata.normalize("NFC", os.fsencode(text).decode("utf-8", "backslashreplace"))
+    return {label: unicodedata.normalize("NFC", name) for label, name in tidy.items()}
 
 
 def ordered_classes(names: Iterable[str]) -> list[str]:
     """Sort class names: whole numbers as numbers, anything else as torchvision's ImageFolder does."""
-    distinct = set(names)
-    if all(WHOLE_NUMBER.fullmatch(name) for name in distinct):
-        return sorted(distinct, key=lambda name: (int(name), name))
-    return sorted(distinct)
+    distinct = sorted(set(names))
+    return sorted(distinct, key=float) if all(WHOLE_NUMBER.fullmatch(name) for name in distinct) else distinct
 
 
 def natural_key(name: str) -> list[str | int]:
@@ -201,10 +166,10 @@ def natural_key(name: str) -> list[str | int]:
 
 
 def group_of(pattern: str, name: str) -> str:
-    """Return the part of a path that a regular expression matches: its first group, or else the whole match.
+    """Return what a regular expression finds in a path: its first group, or else the whole match.
 
     Raises:
-        UserError: the pattern is invalid, or does not match.
+        UserError: the pattern is invalid, or finds nothing.
     """
     try:
         found = re.search(pattern, name)
@@ -223,14 +188,14 @@ def fingerprint(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def local_root(root: str | Path | None, group: str, example: str) -> Path:
+def local_root(root: str | Path | None, option: str, example: str) -> Path:
     """Return data.root as an absolute path.
 
     Raises:
         UserError: it is not given, or is a remote address.
     """
     if not root:
-        raise UserError(f"data={group} needs data.root={example}.")
+        raise UserError(f"data={option} needs data.root={example}.")
     if "://" in str(root):
         raise UserError(
             f"data.root={root} is an address, and images are read from a disk: copy them first, as train.py and "
@@ -240,21 +205,16 @@ def local_root(root: str | Path | None, group: str, example: str) -> Path:
 
 
 def suggestion(root: Path, mine: str) -> str:
-    """Return the end of an error message of data=`mine`: the option that reads what is in `root`, if another does."""
-    inner = [*_some_of(root), *_some_of(root / "train")]
-    for path in (root, *inner, *_some_of(root / "data")):
-        group = GROUPS.get(path.suffix.lower(), mine)
-        if group != mine and path.is_file():
-            return f" Did you mean data={group} data.root={path if group == 'csv' else root}?"
+    """Return the end of an error of data=`mine`: the option that reads what is in `root`, if another does."""
+    inner = [*_some_of(root), *_some_of(root / "train"), *_some_of(root / "data")]
+    for path in (root, *inner):
+        option = GROUPS.get(path.suffix.lower(), mine)
+        if option != mine and path.is_file():
+            return f" Did you mean data={option} data.root={path if option == 'csv' else root}?"
     if mine != "image_folder" and any(is_image(path.name) for each in inner for path in _some_of(each)):
         return f" Did you mean data=image_folder data.root={root}?"
     return ""
 
 
-def _some_of(folder: Path, limit: int = 1000) -> list[Path]:
-    """The first entries of a folder, which may hold millions."""
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(Path(entry.path) for entry, _ in zip(entries, range(limit)))
-    except OSError:
-        return []
+def _some_of(folder: Path) -> list[Path]:
+    return sorted(islice(folder.iterdir(), 1000)) if folder.is_dir() else []

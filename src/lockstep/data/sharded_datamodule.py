@@ -6,11 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lockstep.data.decoding import CorruptImage
 from lockstep.data.listed_datamodule import ListedDataModule
-from lockstep.data.listing import SPLIT_OF, SPLITS, TRAIN, ImageList, group_of, local_root, make_list, suggestion
+from lockstep.data.listing import SPLIT_OF, SPLITS, ImageList, LeftOut, group_of, local_root, make_list, suggestion
 from lockstep.data.node_cache import Content, cached, file_identity
 from lockstep.data.progress import progress
 from lockstep.runs.errors import UserError
@@ -25,8 +23,7 @@ class ShardedDataModule(ListedDataModule):
         root: a folder that holds the files at any depth, or one file.
         train: pattern, with * and ?, of the paths of files to train on; None: by names such as train-0 or training/0.
             Where no file is of any split, all train.
-        val: likewise.
-        test: likewise.
+        val, test: likewise.
         options: as of ListedDataModule.
     """
 
@@ -34,24 +31,18 @@ class ShardedDataModule(ListedDataModule):
     kind: str
 
     def __init__(
-        self,
-        *,
-        root: str | Path | None = None,
-        train: str | None = None,
-        val: str | None = None,
-        test: str | None = None,
-        **options: Any,
-    ) -> None:
+        self, *, root: str | Path | None = None, train: str | None = None, val: str | None = None,
+        test: str | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(**options)
         self._root = local_root(root, self.kind, f"FOLDER, with {self.suffix} files")
         self._patterns = (train, val, test)
 
     def read_shard(self, path: Path, folder: Path) -> Content:
-        """Return what a file holds, as JSON values, an entry for each image.
+        """Return what a file holds, as JSON values.
 
-        names: of the images within the file; labels; start and size: in bytes; groups: if `group` is a column;
-        left_out: as of ImageList, with names within the file. `data`: the name of a file in `folder` that the bytes
-        are in, or None for `path` itself.
+        names (within the file), labels, start, size, and groups if `group` is a column: a list with an entry for each
+        image; left_out; data: the file in `folder` that holds the images' bytes, None for `path` itself.
 
         Args:
             folder: of the cache, for encoded images that cannot be read in place.
@@ -66,17 +57,16 @@ class ShardedDataModule(ListedDataModule):
         raise NotImplementedError
 
     def list_images(self) -> ImageList:
-        shards, left_out = self._find()
+        left_out: LeftOut = {}
+        shards = self._find(left_out)
         folder = self._root if self._root.is_dir() else self._root.parent
-        columns: dict[str, list[Any]] = {name: [] for name in ("names", "labels", "start", "size", "groups")}
+        columns: dict[str, list[Any]] = {
+            name: [] for name in ("names", "labels", "start", "size", "groups", "file", "split", "mtime")
+        }
         files: list[str] = []
-        file: list[int] = []
-        splits: list[int] = []
-        mtimes: list[int] = []
         with progress(f"Reading what {len(shards)} files hold", len(shards)) as advance:
             for path, split in shards:
-                title = str(path.relative_to(folder))
-                identity = file_identity(path)
+                title, identity = str(path.relative_to(folder)), file_identity(path)
                 kept = self.cache_folder([identity, self.shard_options()])
                 try:
                     shard = cached(kept, partial(self.read_shard, path))
@@ -86,49 +76,44 @@ class ShardedDataModule(ListedDataModule):
                         raise UserError(f"{path} {error}: {hint}.") from None
                     left_out.setdefault(DAMAGED_FILES, []).append(f"{path} {error}")
                     continue
-                n = len(shard["labels"])
-                columns["names"] += [f"{title}: {name}" for name in shard["names"]]
                 for name in ("labels", "start", "size"):
                     columns[name] += shard[name]
+                columns["names"] += [f"{title}: {name}" for name in shard["names"]]
                 if self.group:
                     columns["groups"] += shard.get("groups") or [group_of(self.group, name) for name in shard["names"]]
+                for name, value in (("file", len(files)), ("split", split), ("mtime", identity[2])):
+                    columns[name] += [value] * len(shard["labels"])
                 for reason, names in shard["left_out"].items():
                     left_out.setdefault(reason, []).extend(f"{title}: {name}" for name in names)
-                file += [len(files)] * n
-                splits += [split] * n
-                mtimes += [identity[2]] * n
                 files.append(str(kept / shard["data"] if shard["data"] else path))
                 advance(1)
         return make_list(
-            folder, columns["names"], columns["labels"], splits, columns["size"], mtimes, files=files,
-            file=np.array(file, np.int64), start=np.array(columns["start"], np.int64),
+            folder, columns["names"], columns["labels"], columns["split"], columns["size"], columns["mtime"],
+            files=files, file=columns["file"], start=columns["start"],
             groups=columns["groups"] if self.group else None, left_out=left_out,
         )  # fmt: skip
 
-    def _find(self) -> tuple[list[tuple[Path, int]], dict[str, list[str]]]:
+    def _find(self, left_out: LeftOut) -> list[tuple[Path, int]]:
         """The files with their splits, in the order of their paths."""
         if self._root.is_file() and self._root.suffix.lower() == self.suffix:
-            return [(self._root, TRAIN)], {}
+            return [(self._root, 0)]
         found = (path.relative_to(self._root) for path in self._root.rglob("*") if path.suffix.lower() == self.suffix)
         paths = sorted(path for path in found if not any(part.startswith(".") for part in path.parts))
         if not paths:
             hint = suggestion(self._root, self.kind)
             raise UserError(f"data.root={self._root} holds no {self.suffix} file, as data={self.kind} reads.{hint}")
-        splits = [self._split_of(str(path)) for path in paths]
-        if all(split is None for split in splits):
-            return [(self._root / path, TRAIN) for path in paths], {}
-        of_none = [str(path) for path, split in zip(paths, splits) if split is None]
-        taken = [(self._root / path, split) for path, split in zip(paths, splits) if split is not None]
-        return taken, {f"{self.suffix} files of no split": of_none} if of_none else {}
+        splits = {path: self._split_of(str(path)) for path in paths}
+        taken = [(self._root / path, split) for path, split in splits.items() if split is not None]
+        if taken and len(taken) < len(paths):
+            left_out[f"{self.suffix} files of no split"] = [str(path) for path in paths if splits[path] is None]
+        return taken or [(self._root / path, 0) for path in paths]
 
     def _split_of(self, name: str) -> int | None:
         fits = [i for i, pattern in enumerate(self._patterns) if pattern and fnmatchcase(name.lower(), pattern.lower())]
         if len(fits) > 1:
             both = " and ".join(f"data.{SPLITS[i]}={self._patterns[i]}" for i in fits)
             raise UserError(f"{self._root / name} fits {both}: give patterns of which one fits, or null.")
-        if fits:
-            return fits[0]
         parts = reversed(Path(name.lower()).parts)  # the file's own name first
         words = [re.sub("(set|data|split)$", "", word) for part in parts for word in re.split("[^a-z]+", part)]
-        named = (SPLIT_OF[word] for word in words if word in SPLIT_OF)
-        return next((split for split in named if self._patterns[split] is None), None)
+        named = [SPLIT_OF[word] for word in words if word in SPLIT_OF]
+        return next((split for split in [*fits, *named] if split in fits or self._patterns[split] is None), None)

@@ -17,10 +17,7 @@ TEST_IS_VAL = "no test images: the validation images are tested"
 
 @dataclass(frozen=True)
 class Splits:
-    """Positions of the images of each split, ascending.
-
-    notes: sentences about what was drawn, for the log.
-    """
+    """Positions of the images of each split, ascending; notes: sentences for the log."""
 
     train: np.ndarray
     val: np.ndarray
@@ -55,24 +52,24 @@ class Split:
             return
         if self.fold is None or self.num_folds is None:
             raise UserError("data.fold and data.num_folds go together, as data.fold=0 data.num_folds=5.")
-        if not _is_whole(self.num_folds) or self.num_folds < 2:
+        if type(self.num_folds) is not int or self.num_folds < 2:
             raise UserError(f"data.num_folds={self.num_folds}: give a whole number from 2 on.")
-        if not _is_whole(self.fold) or not 0 <= self.fold < self.num_folds:
+        if type(self.fold) is not int or not 0 <= self.fold < self.num_folds:
+            last = self.num_folds - 1
             raise UserError(
-                f"data.fold={self.fold}: with data.num_folds={self.num_folds} give a whole number from 0 to "
-                f"{self.num_folds - 1}."
+                f"data.fold={self.fold}: with data.num_folds={self.num_folds} give a whole number from 0 to {last}."
             )
-        key, value, unset = self._stated()
+        key, value = self._stated
+        unset = VAL_FRACTION if key == "val_fraction" else None
         if value != unset:
             raise UserError(
                 f"data.{key}={value} and data.fold={self.fold} both select the validation images: leave one of them "
                 f"out (data.{key}={'null' if unset is None else unset})."
             )
 
-    def _stated(self) -> tuple[str, float | None, float | None]:
-        if self.num_val is None:
-            return "val_fraction", self.val_fraction, VAL_FRACTION
-        return "num_val", self.num_val, None
+    @property
+    def _stated(self) -> tuple[str, float]:
+        return ("val_fraction", self.val_fraction) if self.num_val is None else ("num_val", self.num_val)
 
     def assign(
         self, labels: np.ndarray, given: np.ndarray, groups: np.ndarray | None = None, *, training: bool = True
@@ -81,7 +78,7 @@ class Split:
 
         Args:
             labels: (n,) int64.
-            given: (n,) 0 train, 1 val, 2 test; without any 1 or 2 the test images are drawn.
+            given: (n,) 0 train, 1 val, 2 test, −1 unused; without any 1 or 2 the test images are drawn.
             groups: (n,) int64; images of one group stay together.
             training: False: where the images cannot be split, all are tested.
         Raises:
@@ -99,48 +96,30 @@ class Split:
         train, val, test = (np.flatnonzero(given == split) for split in (TRAIN, VAL, TEST))
         if groups is not None:
             _check_groups(groups, given)
+        if len(val) and self.fold is not None:
+            raise UserError(
+                f"data.fold={self.fold}: the data have validation images of their own, so there is nothing to fold."
+            )
+        used_val = val[:0] if self._stated[1] == 0 else val
         if len(val) and not len(test):
-            kept_val = val[:0] if self._stated()[1] == 0 else val
-            return Splits(train, kept_val, val, notes=(TEST_IS_VAL,))
+            return Splits(train, used_val, val, notes=(TEST_IS_VAL,))
         drew_test = not len(test)
         if drew_test:
-            num_test = round(self.test_fraction * len(train))
-            if not 1 <= num_test < len(train):
-                raise UserError(
-                    f"data.test_fraction={self.test_fraction} of {len(train)} images leaves {len(train) - num_test} to "
-                    f"train and {num_test} to test on: both need one at least."
-                )
-            stream = random_stream(TEST_SEED, TEST_STREAM)
+            num_test, stream = round(self.test_fraction * len(train)), random_stream(TEST_SEED, TEST_STREAM)
             train, test = self._draw(train, labels, groups, num_test, stream, "test_fraction", self.test_fraction)
-        if len(val):
-            if self.fold is not None:
-                raise UserError(
-                    f"data.fold={self.fold}: the data have validation images of their own, so there is nothing to fold."
-                )
-            return Splits(train, val[:0] if self._stated()[1] == 0 else val, test, drew_test)
-        if not len(train):
-            return Splits(train, val, test)
-        train, val = self._validation(train, labels, groups)
-        return Splits(train, val, test, drew_test)
+        if not len(val) and len(train):
+            train, used_val = self._validation(train, labels, groups)
+        return Splits(train, used_val, test, drew_test)
 
     def _validation(
         self, train: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        stream = random_stream(self.seed, SPLIT)
+        stream, (key, value) = random_stream(self.seed, SPLIT), self._stated
         if self.fold is not None and self.num_folds is not None:
-            if groups is not None:
-                return self._folded_groups(train, labels, groups)
-            order = train[stream.permutation(len(train))]
-            return self._folded(order[np.argsort(labels[order], kind="stable")], self.fold, self.num_folds)
-        key, value, _ = self._stated()
-        num_val = round(self.val_fraction * len(train)) if self.num_val is None else self.num_val
-        if num_val == 0 and value == 0:
+            return self._folded(train, labels, groups, self.fold, self.num_folds, stream)
+        if value == 0:
             return train, train[:0]
-        if not 1 <= num_val < len(train):
-            raise UserError(
-                f"data.{key}={value} leaves {len(train) - num_val} of {len(train)} images to train on and {num_val} to "
-                f"validate on: both need one at least; data.{key}=0 trains on all of them and validates nothing."
-            )
+        num_val = round(value * len(train)) if key == "val_fraction" else int(value)
         return self._draw(train, labels, groups, num_val, stream, key, value)
 
     def _draw(
@@ -148,43 +127,43 @@ class Split:
         stream: np.random.Generator, key: str, value: Any,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
         """Return (rest, drawn), of which `drawn` has `count` images as far as classes and groups allow."""
+        if not 1 <= count < len(index):
+            purpose, off = ("test", "") if key == "test_fraction" else ("validate", f"; data.{key}=0 validates nothing")
+            raise UserError(
+                f"data.{key}={value} of {len(index)} images leaves {len(index) - count} to train and {count} to "
+                f"{purpose} on: both need one at least{off}."
+            )
         order = index[stream.permutation(len(index))]
         if groups is not None:
             drawn = _drawn_groups(order, labels, groups, count)
-        elif self.stratify:
-            drawn = _drawn_per_class(order, labels, count)
         else:
-            drawn = order[:count]
+            drawn = _drawn_per_class(order, labels, count) if self.stratify else order[:count]
         if not len(drawn):
-            what = "class has a second image" if groups is None else "group can be spared"
             raise UserError(
-                f"data.{key}={value} would draw {count} of {len(index)} images, but no {what}: each class keeps one "
-                f"to train on. Add images, or give data.{key}=0."
+                f"data.{key}={value} would draw {count} of {len(index)} images, but no "
+                f"{'class has a second image' if groups is None else 'group can be spared'}: each class keeps one to "
+                f"train on. Add images, or give data.{key}=0."
             )
         return np.setdiff1d(index, drawn), np.sort(drawn)
 
-    @staticmethod
-    def _folded(by_class: np.ndarray, fold: int, num_folds: int) -> tuple[np.ndarray, np.ndarray]:
-        """Deal the images out like cards, class by class: folds differ by at most one image, also within a class."""
-        if num_folds > len(by_class):
-            raise UserError(
-                f"data.num_folds={num_folds} exceeds the {len(by_class)} images to train and validate on: give at "
-                f"most {len(by_class)}."
-            )
-        validates = np.arange(len(by_class)) % num_folds == fold
-        return np.sort(by_class[~validates]), np.sort(by_class[validates])
-
-    def _folded_groups(
-        self, index: np.ndarray, labels: np.ndarray, groups: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _folded(
+        self, index: np.ndarray, labels: np.ndarray, groups: np.ndarray | None, fold: int, num_folds: int,
+        stream: np.random.Generator,
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        if num_folds > len(index):
+            raise UserError(f"data.num_folds={num_folds} exceeds the {len(index)} images: give at most {len(index)}.")
+        if groups is None:  # dealt out like cards, class by class: folds differ by at most one image, also in a class
+            order = index[stream.permutation(len(index))]
+            by_class = order[np.argsort(labels[order], kind="stable")]
+            validates = np.arange(len(index)) % num_folds == fold
+            return np.sort(by_class[~validates]), np.sort(by_class[validates])
         from sklearn.model_selection import StratifiedGroupKFold
 
-        folds = StratifiedGroupKFold(self.num_folds, shuffle=True, random_state=self.seed)
+        folds = StratifiedGroupKFold(num_folds, shuffle=True, random_state=self.seed)
         try:
-            parts = list(folds.split(index, labels[index], groups[index]))
+            train, val = list(folds.split(index, labels[index], groups[index]))[fold]
         except ValueError as error:
-            raise UserError(f"data.num_folds={self.num_folds} does not fit the groups: {error}.") from None
-        train, val = parts[self.fold or 0]
+            raise UserError(f"data.num_folds={num_folds} does not fit the groups: {error}.") from None
         return index[train], index[val]
 
 
@@ -194,46 +173,38 @@ def _drawn_per_class(order: np.ndarray, labels: np.ndarray, count: int) -> np.nd
     Args:
         order: positions in random order.
     """
-    classes, position, sizes = np.unique(labels[order], return_inverse=True, return_counts=True)
-    room = sizes - 1
-    shares = sizes * count / len(order)
+    _, first_seen, of_class, sizes = np.unique(labels[order], True, True, True)
+    room, shares = sizes - 1, sizes * count / len(order)
     take = np.minimum(np.floor(shares).astype(int), room)
-    first_seen = np.unique(position, return_index=True)[1]  # breaks ties at random, as the order is
-    for number in np.lexsort((first_seen, take - shares)):
-        if take.sum() < count and take[number] < room[number]:
-            take[number] += 1
-    while take.sum() < count and (take < room).any():  # classes of one image gave none: the largest make up for it
+    for number in np.lexsort((first_seen, take - shares)):  # first_seen breaks ties at random, as the order is
+        take[number] += take.sum() < count and take[number] < room[number]
+    while take.sum() < count and (take < room).any():  # classes of one image give none: the largest make up for it
         take[np.argmax(room - take)] += 1
-    drawn = [order[position == number][: take[number]] for number in range(len(classes))]
-    return np.concatenate(drawn)
+    by_class = np.argsort(of_class, kind="stable")
+    rank = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of an image within its class
+    return order[by_class[rank < np.repeat(take, sizes)]]
 
 
 def _drawn_groups(order: np.ndarray, labels: np.ndarray, groups: np.ndarray, count: int) -> np.ndarray:
     """Take whole groups in random order while they fit, and leave each class an image of another group."""
-    left = np.bincount(labels[order])
+    left, missing, taken = np.bincount(labels[order]), count, [order[:0]]
     _, first_seen, of_group = np.unique(groups[order], return_index=True, return_inverse=True)
     by_group = np.split(order[np.argsort(of_group, kind="stable")], np.cumsum(np.bincount(of_group))[:-1])
-    taken: list[np.ndarray] = []
-    missing = count
     for number in np.argsort(first_seen):  # random, as the order is
         members = by_group[number]
         classes, counts = np.unique(labels[members], return_counts=True)
-        if missing > 0 and (len(members) <= missing or not taken) and (left[classes] > counts).all():
+        if missing > 0 and (len(members) <= missing or missing == count) and (left[classes] > counts).all():
             taken.append(members)
             left[classes] -= counts
             missing -= len(members)
-    return np.concatenate(taken) if taken else order[:0]
+    return np.concatenate(taken)
 
 
 def _check_groups(groups: np.ndarray, given: np.ndarray) -> None:
     pairs = np.unique(np.stack([groups, given.astype(np.int64)]), axis=1)
-    values, counts = np.unique(pairs[0], return_counts=True)
+    counts = np.unique(pairs[0], return_counts=True)[1]
     if (counts > 1).any():
         raise UserError(
-            f"data.group: {(counts > 1).sum()} of {len(values)} groups have images in several of train, val and test, "
+            f"data.group: {(counts > 1).sum()} of {len(counts)} groups have images in several of train, val and test, "
             "which the source assigns: give all images of a group the same split, or leave the splits out."
         )
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

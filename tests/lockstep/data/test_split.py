@@ -82,8 +82,8 @@ def test_a_group_in_two_given_splits_and_groups_that_are_too_few():
         ({"fold": 0, "num_folds": 94}, "data.num_folds=94 exceeds the 93 images.*at most 93"),
         ({"fold": 0, "num_folds": 5, "num_val": 20}, "num_val=20 and data.fold=0 both select.*data.num_val=null"),
         ({"fold": 0, "num_folds": 5, "val_fraction": 0}, "val_fraction=0 and data.fold=0 both.*data.val_fraction=0.1"),
-        ({"num_val": 93}, "num_val=93 leaves 0 of 93 images to train on"),
-        ({"val_fraction": 0.001}, "val_fraction=0.001 leaves 93 of 93 images to train on and 0 to validate on"),
+        ({"num_val": 93}, "num_val=93 of 93 images leaves 0 to train and 93 to validate on"),
+        ({"val_fraction": 0.001}, "val_fraction=0.001 of 93 images leaves 93 to train and 0 to validate on"),
     ],
 )
 def test_options_that_contradict_themselves(options, message):
