@@ -23,11 +23,11 @@ def identical_arrays(images: np.ndarray, index: np.ndarray) -> list[list[int]]:
     return _groups(zip(index.tolist(), samples.view(f"V{len(columns)}").ravel().tolist()), lambda i: flat[i].tobytes())
 
 
-def identical_files(images: ImageList, index: np.ndarray) -> list[list[int]] | None:
-    """Return groups of positions (out of `index`) whose files are equal; None: too many have the same size."""
+def identical_files(images: ImageList, index: np.ndarray, limit: int | None = MAX_COMPARED) -> list[list[int]] | None:
+    """Return groups of positions (out of `index`) whose files are equal; None: more than `limit` have equal sizes."""
     sizes, counts = np.unique(images.size[index], return_counts=True)
     index = index[np.isin(images.size[index], sizes[counts > 1])]
-    if len(index) > MAX_COMPARED:
+    if limit is not None and len(index) > limit:
         return None
     return _groups(((i, (int(images.size[i]), images.read(i)[-SAMPLE_BYTES:])) for i in index.tolist()), images.read)
 

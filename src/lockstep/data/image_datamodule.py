@@ -7,8 +7,7 @@ the array path resizes whole batches on the device.
 """
 
 import inspect
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,18 @@ from PIL import Image
 from torch import Tensor
 
 from lockstep.data.augmentation import Augmentation, CropFlip, Operation
+from lockstep.data.batch_loading import BatchLoader, LoadedBatch
 from lockstep.data.batch_transforms import BatchTransforms
-from lockstep.data.batches import EvalBatches, Selection, TrainBatches
+from lockstep.data.batches import EvalBatches, TrainBatches
 from lockstep.data.framing import Framing, resize_of
 from lockstep.data.identical import describe, identical_arrays
 from lockstep.data.image_set import ImageSet, hash_of_pixels
-from lockstep.data.listing import fingerprint
+from lockstep.data.listing import SPLITS, LeftOut, fingerprint
 from lockstep.data.mixing import check_pairs, mix
 from lockstep.data.node_cache import Content, cached
 from lockstep.data.settings import settle
 from lockstep.data.split import VAL_FRACTION, Split, Splits
-from lockstep.data.streaming import MakeImage, OpenImage, augmented, squares, stream
+from lockstep.data.streaming import OpenImage
 from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch
 from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import REPOSITORY
@@ -39,17 +39,13 @@ from lockstep.runs.provenance import REPOSITORY
 CACHE_VERSION = 4
 PATHS = ("auto", "array", "loader")
 IMAGES, LABELS = "images.npy", "labels.npy"
-LoadedBatch = dict[str, Any]
-"""labels, and `images` (n, side, side, channels) uint8 or `index` into the array on the device; `draws` (3, n) unless
-the images are augmented already; `mixing` where images are mixed."""
 
 
 class ImageDataModule(LightningDataModule):
     """Labelled square images in memory; a subclass returns them from `read`.
 
-    Works in a bare Trainer: `setup` calls `prepare` and `place` where nobody has. Attributes after `prepare`:
-    class_names, num_classes, num_train, num_val, num_test, class_counts, data_hash, splits, left_out (names of what was
-    not taken, by reason), notes (sentences for the log).
+    Works in a bare Trainer: `setup` calls `prepare` and `place` if nobody has. Attributes after `prepare`: class_names,
+    num_classes, num_train, num_val, num_test, data_hash, splits, left_out, notes (sentences for the log).
 
     Args:
         name: of the cache folder, and shown in the logbook; None: from the class.
@@ -61,13 +57,12 @@ class ImageDataModule(LightningDataModule):
         interpolation: bilinear, bicubic, or auto: the pretrained weights' value, else bilinear.
         crop_padding: width of the black border that random training crops may reach into.
         flip: mirror half of the training images.
-        mean: for pixels from 0 to 1, a number or one per channel; None: the data set's own; auto: the pretrained
+        mean, std: for pixels from 0 to 1, a number or one per channel; None: the data set's own; auto: the pretrained
             weights' value, else the data set's own.
-        std: likewise.
-        path: array, loader, or auto: array where the images fit.
-        num_workers: processes per rank that load single images, at most one per core.
         val_fraction, num_val, fold, num_folds, stratify: as of `split.Split`.
         cache_dir: folder for decoded images, shared by all ranks of a node.
+        path: array, loader, or auto: array where the images fit.
+        num_workers: processes per rank that load single images, at most one per core.
         seed: for split, order and augmentation.
     """
 
@@ -79,41 +74,25 @@ class ImageDataModule(LightningDataModule):
     device_array_gib = 4.0  # the largest array that is kept on a GPU
 
     def __init__(
-        self,
-        *,
-        image_size: int,
-        name: str | None = None,
-        global_batch_size: int = DEFAULT_GLOBAL_BATCH_SIZE,
-        eval_batch_size: int = DEFAULT_EVAL_BATCH_SIZE,
-        resize: int | None = None,
-        crop_pct: float | str = "auto",
-        interpolation: str = "auto",
-        crop_padding: int = 0,
-        flip: bool = False,
-        mean: float | Sequence[float] | str | None = None,
-        std: float | Sequence[float] | str | None = None,
-        val_fraction: float = VAL_FRACTION,
-        num_val: int | None = None,
-        fold: int | None = None,
-        num_folds: int | None = None,
-        stratify: bool = True,
-        cache_dir: str | Path = REPOSITORY / "data" / "cache",
-        path: str = "auto",
-        num_workers: int = 4,
-        seed: int = 0,
-    ) -> None:
+        self, *, image_size: int, name: str | None = None, global_batch_size: int = DEFAULT_GLOBAL_BATCH_SIZE,
+        eval_batch_size: int = DEFAULT_EVAL_BATCH_SIZE, resize: int | None = None, crop_pct: float | str = "auto",
+        interpolation: str = "auto", crop_padding: int = 0, flip: bool = False,
+        mean: float | Sequence[float] | str | None = None, std: float | Sequence[float] | str | None = None,
+        val_fraction: float = VAL_FRACTION, num_val: int | None = None, fold: int | None = None,
+        num_folds: int | None = None, stratify: bool = True, cache_dir: str | Path = REPOSITORY / "data" / "cache",
+        path: str = "auto", num_workers: int = 4, seed: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__()
         name = type(self).__name__.removesuffix("DataModule").lower() if name is None else name
         if not isinstance(name, str):
             raise UserError(f"data.name={name} was read as a number: type data.name=\"'{name}'\" with both quotes.")
         if not name or Path(name).name != name or name.startswith("."):
             raise UserError(f"data.name={name!r} names a cache folder: give a name without slashes.")
-        if seed < 0:
-            raise UserError(f"seed={seed} must not be negative.")
+        for key, value in (("seed", seed), ("data.num_workers", num_workers)):
+            if value < 0:
+                raise UserError(f"{key}={value} must not be negative.")
         if path not in PATHS:
             raise UserError(f"data.path={path} must be one of {', '.join(PATHS)}.")
-        if num_workers < 0:
-            raise UserError(f"data.num_workers={num_workers} must not be negative.")
         self.name: str = name
         self.image_size, self.seed, self.cache_dir = image_size, seed, Path(cache_dir)
         self.global_batch_size, self.eval_batch_size = global_batch_size, eval_batch_size
@@ -121,14 +100,15 @@ class ImageDataModule(LightningDataModule):
         self.split = Split(seed, val_fraction, num_val, fold, num_folds, stratify=stratify)
         self.stated = {"mean": mean, "std": std, "crop_pct": crop_pct, "interpolation": interpolation}
         self.requested_resize, self.crop_padding, self.flip = resize, crop_padding, flip
-        self.left_out: dict[str, list[str]] = {}
+        self.left_out: LeftOut = {}
         self.notes: list[str] = []
-        self.splits: Splits | None = None  # None: not prepared yet
+        self.class_names: list[str] = []
+        self.data_hash, self._is_prepared = "", False
         self._array: np.ndarray | None = None  # (n, side, side, channels) uint8; None on the loader's path
         self._groups: np.ndarray | None = None
         self._given = self._labels = np.zeros(0, np.int64)  # the splits that the source names; the labels
-        self.data_hash = ""
-        self._placed: dict[str, int] = {}  # empty: not placed yet
+        self._set_splits(Splits(self._given, self._given, self._given))
+        self._placed: dict[str, int] = {}  # rank and world_size; empty: not placed yet
         self.use()
 
     def use(self, augmentation: Augmentation | None = None, wanted: Mapping[str, Any] | None = None) -> None:
@@ -145,15 +125,9 @@ class ImageDataModule(LightningDataModule):
         self.mean, self.std = self.settings.mean, self.settings.std
         self.resize = resize_of(self.image_size, self.requested_resize, self.settings.crop_pct)
         self.framing = Framing(
-            image_size=self.image_size,
-            resize=self.resize,
-            fit=self.fit,
-            interpolation=self.settings.interpolation,
-            crop_padding=self.crop_padding,
-            flip=self.flip,
-            channels=self.channels,
-            mean=tuple(self.mean),
-        )
+            self.image_size, self.resize, self.fit, self.settings.interpolation, self.crop_padding, self.flip,
+            self.channels, tuple(self.mean),
+        )  # fmt: skip
         self.augmentation = augmentation or CropFlip()
         self._crop_flip: CropFlip | None = None  # where the device augments whole batches; else a pipeline per image
         self._pipeline: Operation | None = None
@@ -161,8 +135,6 @@ class ImageDataModule(LightningDataModule):
             self._crop_flip = self.augmentation
         else:
             self._pipeline = self.augmentation.pipeline(self.framing)
-
-    # What a subclass defines
 
     def identity(self) -> Any:
         """Return what the images depend on, as JSON values; None: they are read anew by every process.
@@ -183,10 +155,10 @@ class ImageDataModule(LightningDataModule):
         Raises:
             UserError: the source is missing or damaged, or does not fit the options.
         """
-        if self.splits is not None:
+        if self._is_prepared:
             return
         self._load()
-        self.num_classes = len(self.class_names)
+        self.num_classes, self._is_prepared = len(self.class_names), True
         splits = self.split.assign(self._labels, self._given, self._groups, training=self.stage != "test")
         if splits.drew_test:
             self.data_hash = fingerprint([self.data_hash, splits.test.tolist()])
@@ -196,25 +168,23 @@ class ImageDataModule(LightningDataModule):
 
     def _set_splits(self, splits: Splits) -> None:
         self.splits, self.test_is_drawn = splits, splits.drew_test
-        self.num_train, self.num_val, self.num_test = (len(index) for index in (splits.train, splits.val, splits.test))
+        self.num_train, self.num_val, self.num_test = len(splits.train), len(splits.val), len(splits.test)
 
     def _load(self) -> None:
-        """Set class_names, data_hash, _labels, _given (the splits that the source names) and _array."""
+        """Set class_names, data_hash, _labels, _given and _array."""
         identity = self.identity()
         if identity is None:
             images = self._checked_set()
-            self._array, self._labels, facts = images.images, images.labels, _facts_of(images)
+            self._array, labels, facts = images.images, images.labels, _facts_of(images)
         else:
             folder = self.cache_folder([_code_of(type(self)), self.resize, self.image_size, identity])
             facts = cached(folder, self._write)
-            self._array, self._labels = np.load(folder / IMAGES, mmap_mode="c"), np.load(folder / LABELS)
+            self._array, labels = np.load(folder / IMAGES, mmap_mode="c"), np.load(folder / LABELS)
         self.class_names, self.data_hash = facts["class_names"], facts["data_hash"]
-        self._labels = np.asarray(self._labels, np.int64)
-        self._given = np.repeat([0, 1, 2], facts["counts"])
+        self._labels, self._given = np.asarray(labels, np.int64), np.repeat([0, 1, 2], facts["counts"])
 
     def cache_folder(self, identity: Any) -> Path:
-        key = fingerprint([CACHE_VERSION, type(self).__name__, identity])
-        return self.cache_dir / f"{self.name}-{key[:16]}"
+        return self.cache_dir / f"{self.name}-{fingerprint([CACHE_VERSION, type(self).__name__, identity])[:16]}"
 
     def _checked_set(self) -> ImageSet:
         images = self.read()
@@ -253,11 +223,9 @@ class ImageDataModule(LightningDataModule):
     def _check(self) -> None:
         if self.eval_batch_size < 1:
             raise UserError(f"data.eval_batch_size={self.eval_batch_size} must be at least 1.")
-        if self.stage == "test":
-            return
-        if not self.num_train:
+        if self.stage != "test" and not self.num_train:
             raise UserError(f"{self.name} has no images to train on: all are for validation or test.")
-        if not 1 <= self.global_batch_size <= self.num_train:
+        if self.stage != "test" and not 1 <= self.global_batch_size <= self.num_train:
             raise UserError(
                 f"data.global_batch_size={self.global_batch_size}, but {self.name} has {self.num_train} training "
                 f"images: give a size from 1 to {self.num_train}."
@@ -274,18 +242,15 @@ class ImageDataModule(LightningDataModule):
         return self.num_train % self.global_batch_size
 
     @property
+    def counts_per_split(self) -> dict[str, list[int]]:
+        """For train, val and test the number of images of each class."""
+        parts = zip(SPLITS, (self.splits.train, self.splits.val, self.splits.test))
+        return {name: np.bincount(self._labels[part], minlength=self.num_classes).tolist() for name, part in parts}
+
+    @property
     def class_counts(self) -> list[int]:
         """Training images of each class, before augmentation."""
         return self.counts_per_split["train"]
-
-    @property
-    def counts_per_split(self) -> dict[str, list[int]]:
-        """For train, val and test the number of images of each class."""
-        assert self.splits is not None
-        parts = {"train": self.splits.train, "val": self.splits.val, "test": self.splits.test}
-        return {
-            name: np.bincount(self._labels[index], minlength=self.num_classes).tolist() for name, index in parts.items()
-        }
 
     @property
     def skipped(self) -> list[str]:
@@ -294,9 +259,9 @@ class ImageDataModule(LightningDataModule):
 
     def path_taken(self) -> tuple[str, str]:
         """Return array or loader, and why; after `prepare`."""
-        if self.requested_path != "auto":
-            return self.requested_path, f"data.path={self.requested_path}"
-        return "array", "they fit in memory"
+        if self.requested_path == "auto":
+            return "array", "they fit in memory"
+        return self.requested_path, f"data.path={self.requested_path}"
 
     def image_name(self, position: int) -> str:
         return f"image {position}"
@@ -313,38 +278,30 @@ class ImageDataModule(LightningDataModule):
     def identical_images(self, compare_all: bool = False) -> dict[str, list[str]]:
         """Return sentences on images that are in two splits or under two labels, each with the pairs it counts.
 
-        Takes a second per 10,000 images; call it on one rank.
-
         Args:
             compare_all: of files, however many there are.
         """
         return self._describe(identical_arrays(self._array, self._used())) if self._array is not None else {}
 
     def _used(self) -> np.ndarray:
-        assert self.splits is not None
         return np.unique(np.concatenate([self.splits.train, self.splits.val, self.splits.test]))
 
     def _describe(self, groups: list[list[int]]) -> dict[str, list[str]]:
         return describe(groups, self._labels, self.split_of_each(), self.image_name)
 
     def split_of_each(self) -> np.ndarray:
-        """Return (n,) 0 train, 1 val, 2 test, -1 none."""
-        assert self.splits is not None
+        """Return (n,) 0 train, 1 val, 2 test, −1 none."""
         split_of = np.full(len(self._labels), -1, np.int8)
         for number, index in enumerate((self.splits.train, self.splits.val, self.splits.test)):
             split_of[index] = number
         return split_of
 
-    # Placement
+    # Placement and loaders
 
     def place(
-        self,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        accumulate_grad_batches: int = 1,
+        self, *, rank: int = 0, world_size: int = 1, accumulate_grad_batches: int = 1,
         device: torch.device | str = "cpu",
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Set which rank this is and where batches are made; may be called again.
 
         Raises:
@@ -353,34 +310,28 @@ class ImageDataModule(LightningDataModule):
         self.prepare()
         self._check()
         self.per_device_batch_size = Batch.cut(self.global_batch_size, world_size, accumulate_grad_batches).per_device
-        self._placed = {"rank": rank, "world_size": world_size}
-        self._accumulate, self._device = accumulate_grad_batches, torch.device(device)
-        flip = self._crop_flip is not None and self._crop_flip.flips(self.framing)
-        padding = self.crop_padding if self._crop_flip is not None and self._crop_flip.random_crop else 0
+        self._placed, self._accumulate = {"rank": rank, "world_size": world_size}, accumulate_grad_batches
+        crop_flip = self._crop_flip
         self._transforms = BatchTransforms(
-            image_size=self.image_size, resize=self.resize, crop_padding=padding, flip=flip, mean=self.mean,
-            std=self.std, interpolation=self.framing.interpolation,
-        ).to(self._device)  # fmt: skip
-        self._images: Tensor | None = None  # the array, on the device where there is room
-        if self._array is not None and self.path_taken()[0] == "array":
-            self._images = torch.from_numpy(self._array)
-            self._is_resident = self._device.type == "cpu" or self._images.nbytes <= self.device_array_gib * 2**30
-            if self._is_resident:
-                self._images = self._images.to(self._device)
+            image_size=self.image_size, resize=self.resize, mean=self.mean, std=self.std,
+            crop_padding=self.crop_padding if crop_flip and crop_flip.random_crop else 0,
+            flip=bool(crop_flip and crop_flip.flips(self.framing)), interpolation=self.framing.interpolation,
+        )  # fmt: skip
+        self._loader = BatchLoader(
+            self._transforms, self.framing, self._labels, torch.device(device),
+            array=self._array if self.path_taken()[0] == "array" else None, open_image=self.image_opener(),
+            device_array_gib=self.device_array_gib, num_workers=self.num_workers,
+        )  # fmt: skip
 
     def setup(self, stage: str | None = None) -> None:
-        if not self._placed and self.trainer is None:  # in a notebook
+        trainer = self.trainer
+        if not self._placed and trainer is None:  # in a notebook
             self.place()
         elif not self._placed:
-            trainer = self.trainer
             self.place(
-                rank=trainer.global_rank,
-                world_size=trainer.world_size,
-                accumulate_grad_batches=trainer.accumulate_grad_batches,
-                device=trainer.strategy.root_device,
-            )
-
-    # Loaders
+                rank=trainer.global_rank, world_size=trainer.world_size,
+                accumulate_grad_batches=trainer.accumulate_grad_batches, device=trainer.strategy.root_device,
+            )  # fmt: skip
 
     def train_dataloader(self) -> TrainBatches:
         """
@@ -388,11 +339,10 @@ class ImageDataModule(LightningDataModule):
             UserError: images are to be mixed in pairs, and a device gets an odd number at a time.
         """
         self.setup()
-        assert self.splits is not None
         if self.augmentation.mixing:
             check_pairs(self.per_device_batch_size, self.global_batch_size)
         return TrainBatches(
-            partial(self._load_augmented, self._pipeline) if self._pipeline else self._load_whole,
+            partial(self._loader.augmented, self._pipeline) if self._pipeline else self._loader.whole,
             self.splits.train,
             self._draw,
             draw_mixing=self._draw_mixing if self.augmentation.mixing else None,
@@ -420,88 +370,46 @@ class ImageDataModule(LightningDataModule):
 
     def val_dataloader(self) -> EvalBatches:
         self.setup()
-        assert self.splits is not None
         return self._eval_batches(self.splits.val, **self._placed)
 
     def test_dataloader(self) -> EvalBatches:
         self.setup()
-        assert self.splits is not None
         return self._eval_batches(self.splits.test, **self._placed)
 
     def _eval_batches(self, index: np.ndarray, **placed: int) -> EvalBatches:
         centre = self._transforms.centre()
-        return EvalBatches(self._load_whole, index, centre, batch_size=self.eval_batch_size, **placed)
+        return EvalBatches(self._loader.whole, index, centre, batch_size=self.eval_batch_size, **placed)
 
     def sample_images(self, count: int) -> Tensor:
         """Return the first training images, not augmented: (count, channels, image_size, image_size) on the CPU."""
         self.setup()
-        assert self.splits is not None
-        index = self.splits.train[:count]
-        batches = [self._pixels(move_data_to_device(batch, self._device)) for batch in self._eval_batches(index)]
+        index, loader = self.splits.train[:count], self._loader
+        batches = [loader.pixels(move_data_to_device(batch, loader.device)) for batch in self._eval_batches(index)]
         return torch.cat(batches)[: len(index)].cpu()
-
-    # Batches
-
-    def image_opener(self) -> OpenImage:
-        """What opens a single image in a worker process."""
-        assert self._array is not None
-        return partial(_image_of_array, self._array)
-
-    def _load_whole(self, selections: Iterable[Selection]) -> Iterator[LoadedBatch]:
-        """For evaluation, and for an augmentation of whole batches: images that the device crops."""
-        if self._images is None:
-            for selection, images in self._stream(selections, squares(self.image_opener(), self.framing)):
-                yield {"images": images, "draws": torch.from_numpy(selection.draws), **self._labels_of(selection)}
-            return
-        for selection in selections:
-            index = torch.from_numpy(selection.positions)
-            batch = {"draws": torch.from_numpy(selection.draws), **self._labels_of(selection)}
-            if self._is_resident:
-                yield {"index": index, **batch}
-            else:
-                yield {"images": self._images[index].pin_memory(), **batch}
-
-    def _load_augmented(self, pipeline: Operation, selections: Iterable[Selection]) -> Iterator[LoadedBatch]:
-        for selection, images in self._stream(selections, augmented(self.image_opener(), pipeline)):
-            yield {"images": images, **self._labels_of(selection)}
-
-    def _stream(self, selections: Iterable[Selection], make: MakeImage) -> Iterator[tuple[Selection, Tensor]]:
-        workers = min(self.num_workers, len(os.sched_getaffinity(0)))
-        return stream(selections, make, num_workers=workers, pin_memory=self._device.type == "cuda")
-
-    def _labels_of(self, selection: Selection) -> LoadedBatch:
-        labels = self._labels[selection.positions]
-        if selection.counted is not None:
-            labels = np.where(selection.counted, labels, -1)
-        mixing = {} if selection.mixing is None else {"mixing": torch.from_numpy(selection.mixing)}
-        return {"labels": torch.from_numpy(labels), **mixing}
-
-    def _pixels(self, batch: LoadedBatch) -> Tensor:
-        """(n, channels, image_size, image_size) float32, normalised, of a batch that is on the device."""
-        if "draws" not in batch:
-            return self._transforms.normalise(batch["images"])
-        images = batch["images"] if "images" in batch else self._images[batch["index"]]  # type: ignore[index]
-        return self._transforms(images, batch["draws"])
 
     def on_after_batch_transfer(self, batch: LoadedBatch, dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Return images (n, channels, image_size, image_size) float, and labels (n,), −1 where not counted.
 
         Mixed images have soft labels: (n, num_classes) float.
         """
-        images, labels = self._pixels(batch), batch["labels"]
+        images, labels = self._loader.pixels(batch), batch["labels"]
         if "mixing" in batch:
             images, labels = mix(images, labels, batch["mixing"], self.num_classes)
         if self.trainer is not None:  # float64 and half of the "true" precisions; whole numbers stay
             images, labels = self.trainer.precision_plugin.convert_input((images, labels))
         return images, labels
 
+    def image_opener(self) -> OpenImage:
+        """What opens a single image in a worker process."""
+        assert self._array is not None
+        return partial(_image_of_array, self._array)
+
 
 def _facts_of(images: ImageSet) -> Content:
-    splits = images.splits
     return {
         "class_names": images.class_names,
-        "counts": np.bincount(splits, minlength=3).tolist(),
-        "data_hash": hash_of_pixels(images.images, images.labels, images.class_names, splits),
+        "counts": np.bincount(images.splits, minlength=3).tolist(),
+        "data_hash": hash_of_pixels(images.images, images.labels, images.class_names, images.splits),
     }
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,10 +60,6 @@ def hash_of_pixels(
     counts = [int((splits[kept] == split).sum()) for split in (TRAIN, VAL)]
     digest = hashlib.sha256(json.dumps([class_names, *counts]).encode())
     digest.update(np.ascontiguousarray(labels[kept], np.int64).data)
-    for some in _blocks(kept):
-        digest.update(np.ascontiguousarray(images[some]).data)
+    for start in range(0, len(kept), 4096):
+        digest.update(np.ascontiguousarray(images[kept[start : start + 4096]]).data)
     return digest.hexdigest()
-
-
-def _blocks(index: np.ndarray, size: int = 4096) -> Iterable[np.ndarray]:
-    return (index[start : start + size] for start in range(0, len(index), size))

@@ -1,6 +1,7 @@
 """The base of data modules whose encoded images lie in files, tables or shards and are listed before they are read."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from lockstep.data.decoding import CorruptImage, decode_all, open_image, pixels_of
-from lockstep.data.identical import identical_arrays, identical_files
+from lockstep.data.identical import MAX_COMPARED, identical_arrays, identical_files
 from lockstep.data.image_datamodule import IMAGES, ImageDataModule
 from lockstep.data.image_set import hash_of_pixels
 from lockstep.data.listing import ImageList
@@ -106,23 +107,23 @@ class ListedDataModule(ImageDataModule):
 
     def _common_side(self) -> int | None:
         """The side of a sample of the images if all are squares of one size, which an array can hold as they are."""
-        sides: set[tuple[int, int]] = set()
-        for i in np.linspace(0, len(self._list) - 1, min(len(self._list), SAMPLE)).astype(int).tolist():
-            try:
-                sides.add(self._open_image()(i).size)
-            except CorruptImage:  # decoding names it
-                continue
-            if len(sides) > 1:
-                return None
-        width, height = sides.pop() if sides else (0, 1)
+        sides = set(self.image_sizes())
+        width, height = sides.pop() if len(sides) == 1 else (0, 1)
         return width if width == height <= self.resize else None
+
+    def image_sizes(self) -> list[tuple[int, int]]:
+        found = []
+        for i in np.linspace(0, len(self._list) - 1, min(len(self._list), SAMPLE)).astype(int).tolist():
+            with suppress(CorruptImage):  # decoding names it
+                found.append(self.image_opener()(i).size)
+        return found
 
     def _write_array(self, side: int | None, folder: Path) -> Content:
         """
         Args:
             side: as of `_common_side`.
         """
-        size, open_one, n = side or self.resize, self._open_image(), len(self._list)
+        size, open_one, n = side or self.resize, self.image_opener(), len(self._list)
         require_space(folder, n * size * size * self.channels)
         shape = (n, size, size, self.channels)
         out = np.lib.format.open_memmap(folder / IMAGES, mode="w+", dtype=np.uint8, shape=shape)
@@ -146,7 +147,7 @@ class ListedDataModule(ImageDataModule):
         return {"failures": failures, "data_hash": data_hash}
 
     def _find_damaged(self, folder: Path) -> Content:
-        open_one = self._open_image()
+        open_one = self.image_opener()
         return {"failures": decode_all(len(self._list), lambda i: pixels_of(open_one(i)), None, skip_corrupt=True)}
 
     def _check(self) -> None:
@@ -160,17 +161,17 @@ class ListedDataModule(ImageDataModule):
     def image_name(self, position: int) -> str:
         return self._list.names[position]
 
-    def identical_images(self) -> dict[str, list[str]]:
+    def identical_images(self, compare_all: bool = False) -> dict[str, list[str]]:
         if self._array is not None:
             return self._describe(identical_arrays(self._array, self._used()))
         try:
-            groups = identical_files(self._list, self._used())
+            groups = identical_files(self._list, self._used(), None if compare_all else MAX_COMPARED)
         except CorruptImage:  # the loader names it
             return {}
         return {TOO_MANY: []} if groups is None else self._describe(groups)
 
-    def _open_image(self) -> OpenImage:
-        return partial(_open_listed, self._list, self.channels) if self._array is None else super()._open_image()
+    def image_opener(self) -> OpenImage:
+        return partial(_open_listed, self._list, self.channels) if self._array is None else super().image_opener()
 
 
 def _open_listed(images: ImageList, channels: int, position: int) -> Image.Image:
