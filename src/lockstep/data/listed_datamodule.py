@@ -115,7 +115,7 @@ class ListedDataModule(ImageDataModule):
         found = []
         for i in np.linspace(0, len(self._list) - 1, min(len(self._list), SAMPLE)).astype(int).tolist():
             with suppress(CorruptImage):  # decoding names it
-                found.append(self.image_opener()(i).size)
+                found.append(self.source_opener()(i).size)
         return found
 
     def _write_array(self, side: int | None, folder: Path) -> Content:
@@ -170,8 +170,12 @@ class ListedDataModule(ImageDataModule):
             return {}
         return {TOO_MANY: []} if groups is None else self._describe(groups)
 
+    def source_opener(self) -> OpenImage:
+        """What opens an image where it lies."""
+        return partial(_open_listed, self._list, self.channels)
+
     def image_opener(self) -> OpenImage:
-        return partial(_open_listed, self._list, self.channels) if self._array is None else super().image_opener()
+        return self.source_opener() if self._array is None else super().image_opener()
 
 
 def _open_listed(images: ImageList, channels: int, position: int) -> Image.Image:
