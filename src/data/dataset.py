@@ -62,7 +62,7 @@ class DatasetDataModule(ListedDataModule):
     def identical_images(self, compare_all: bool = False) -> dict[str, list[str]]:
         return {}
 
-    def image_opener(self) -> OpenImage:
+    def source_opener(self) -> OpenImage:
         return partial(_open_item, self._items, self.channels)
 
 
