@@ -55,7 +55,7 @@ def list_folder(root: Path, group: str | None = None) -> ImageList:
     for part, split in sorted(splits.items(), key=lambda item: (item[1], item[0])) or [("", TRAIN)]:
         for label in ordered_classes(_folders(root, part, left_out) if part else folders):
             name = f"{part}/{label}" if part else label
-            found = _images(root, name, left_out)
+            found = images_below(root, name, left_out)
             if not found and split == TRAIN:
                 other = {why: sum(each.startswith(f"{name}/") for each in names) for why, names in left_out.items()}
                 said = ", ".join(f"{count} {why}" for why, count in other.items() if count)
@@ -84,13 +84,13 @@ def _folders(root: Path, part: str, left_out: LeftOut) -> list[str]:
     return sorted(found)
 
 
-def _images(root: Path, name: str, left_out: LeftOut) -> list[Found]:
-    """All images at any depth below root/name, in natural order of their names; no file is opened."""
+def images_below(root: Path, name: str, left_out: LeftOut) -> list[Found]:
+    """Return all images at any depth below root/name, in natural order of their names; no file is opened."""
     found: list[Found] = []
 
     def collect(name: str, above: set[tuple[int, int]]) -> None:
         for entry in _entries(root, name, left_out):
-            inner = f"{name}/{entry.name}"
+            inner = f"{name}/{entry.name}" if name else entry.name
             try:
                 if entry.is_dir():
                     if (identity := _identity(entry.path)) in above:

@@ -207,10 +207,8 @@ IGNORED_ON_RESUME = (
 )  # fmt: skip
 
 
-OF_MACHINE = (  # options of the data that may differ: data_hash tells what the data are
-    "root", "cache_dir", "download_dir", "eval_batch_size", "cache_gib", "device_cache_gib", "num_workers", "path",
-    "memory_limit_gib", "max_pixels",
-)  # fmt: skip
+# Options of the data that may differ: data_hash tells what the data are.
+OF_MACHINE = {"root", "cache_dir", "download_dir", "eval_batch_size", "num_workers", "path"}
 
 
 def check_resumable(plan: RunPlan, previous: RunRecord) -> None:
@@ -231,8 +229,9 @@ def check_resumable(plan: RunPlan, previous: RunRecord) -> None:
             f"trainer.max_epochs was {longest[0]}, now {longest[1]}: the learning rate's schedule is stretched over "
             "the new length, and may jump."
         )
+    compared = {*(before.get("data") or {})} & {*now["data"]} - OF_MACHINE  # an option may have come or gone since
     for tree in (before, now):
-        tree["data"] = {key: value for key, value in (tree.get("data") or {}).items() if key not in OF_MACHINE}
+        tree["data"] = {key: (tree.get("data") or {}).get(key) for key in compared}
     for key in sorted({*before, *now} - {*IGNORED_ON_RESUME}, key=str):
         if differs := _difference(before.get(key), now.get(key)):
             raise UserError(
