@@ -12,10 +12,11 @@ from lightning.pytorch.callbacks import Callback
 from lockstep.runs.errors import Interrupted, UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import Upload
+from lockstep.storage.checkpoint_files import complete
 from lockstep.storage.errors import S3Error
-from lockstep.storage.finish import note
+from lockstep.storage.pointer import KINDS
 from lockstep.storage.s3 import Bucket
-from lockstep.storage.uploader import FILES_INTERVAL_S, LAST_INTERVAL_S, Uploader
+from lockstep.storage.uploader import FILES_INTERVAL_S, LAST_INTERVAL_S, Uploader, note
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +52,10 @@ class S3Upload(Callback):
         files_interval_s: float = FILES_INTERVAL_S,
         **storage: Any,
     ) -> None:
-        self.folder, self.required = RunFolder(Path(run_folder)), required
+        self.folder, self.required, self.flush_timeout_s = RunFolder(Path(run_folder)), required, flush_timeout_s
         self.bucket = Bucket.of({"uri": uri, "endpoint_url": endpoint_url, **storage})
-        self.left_s, self.last_interval_s, self.files_interval_s = flush_timeout_s, last_interval_s, files_interval_s
-        self.deadline: float | None = None
+        self.intervals_s = last_interval_s, files_interval_s
+        self.until: float | None = None  # when this machine goes, or the end of the run has waited long enough
         self.uploader: Uploader | None = None
         self.stalled_s = 0.0
 
@@ -69,10 +70,11 @@ class S3Upload(Callback):
         if fault:
             log.info(f"s3: {self.bucket.uri} cannot be used now: {fault}; training starts, uploads are tried again.")
         start = time.time()
-        note(self.folder, start=start, deadline=self.deadline, left_s=self.left_s)
-        self.uploader = Uploader(
-            self.bucket.at(self.folder.run_id), self.folder, start, self.last_interval_s, self.files_interval_s
-        )
+        note(self.folder, start=start, until=None)
+        self.uploader = Uploader(self.bucket.at(self.folder.run_id), self.folder, start, *self.intervals_s)
+        for kind in KINDS:  # what an earlier start could not send
+            for path, _ in list(complete(self.folder.checkpoints, kind))[:1]:
+                self.uploader.offer(path, kind, only_forward=True)
         self.uploader.start()
 
     def _fault(self) -> str | None:
@@ -92,34 +94,28 @@ class S3Upload(Callback):
 
     def expect_end(self, seconds: float) -> None:
         """Send the next `last` first and wait for nothing longer, because this machine goes in so many seconds."""
-        self.deadline = min(self.deadline or float("inf"), time.time() + seconds)
+        self.until = min(self.until or float("inf"), time.time() + seconds)
         if self.uploader is not None:
-            note(self.folder, deadline=self.deadline)
+            note(self.folder, until=self.until)
             self.uploader.hurry()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if isinstance(exception, Interrupted):
             self.expect_end(FLUSH_WHEN_INTERRUPTED_S)
-            self.flush(FLUSH_WHEN_INTERRUPTED_S)
-        else:
-            self.flush(FLUSH_AFTER_FAILURE_S if trainer.world_size > 1 else self.left_s)
+        self.flush(FLUSH_AFTER_FAILURE_S if trainer.world_size > 1 and not self.until else self.flush_timeout_s)
         if self.uploader is not None:
             self.uploader.stop()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.flush(FLUSH_BESIDE_OTHER_RANKS_S if trainer.world_size > 1 else self.left_s)
+        self.flush(FLUSH_BESIDE_OTHER_RANKS_S if trainer.world_size > 1 else self.flush_timeout_s)
         if self.uploader is not None:
             self.uploader.stop()
 
     def flush(self, timeout_s: float) -> None:
-        if self.uploader is None:
-            return
-        if self.deadline is not None:
-            timeout_s = min(timeout_s, self.deadline - time.time())
-        started = time.monotonic()
-        self.uploader.flush(max(0.0, min(timeout_s, self.left_s)))
-        self.left_s = max(0.0, self.left_s - (time.monotonic() - started))
-        note(self.folder, start=self.uploader.start_time, left_s=self.left_s)
+        if self.uploader is not None:
+            self.until = self.until or time.time() + self.flush_timeout_s
+            note(self.folder, until=self.until)
+            self.uploader.flush(max(0.0, min(timeout_s, self.until - time.time())))
 
     def record_fields(self) -> dict[str, object]:
         if self.uploader is None:

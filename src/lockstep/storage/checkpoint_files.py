@@ -71,10 +71,6 @@ def finite(metric: object) -> dict[str, float]:
     return {str(name): float(v) for name, v in values if isinstance(v, int | float) and -1e300 < v < 1e300}
 
 
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and -1e300 < value < 1e300
-
-
 def checkpoint_name(kind: str, step: int) -> str:
     return f"{kind}-step{step:08d}.ckpt"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import UserError
-from lockstep.runs.files import checksum_of, locked_file, sha256_of
+from lockstep.runs.files import checksum_of, locked_file
 from lockstep.runs.folder import RUN_ID_PATTERN, RunFolder, find_run
 from lockstep.runs.foreign_files import NotReadable, parse_json
 from lockstep.storage.checkpoint_files import (
@@ -68,35 +68,29 @@ def _best_of(run: RunFolder) -> Path:
 
 
 def _fetch_address(address: str, s3: Mapping[str, Any], cache: Path) -> Path:
-    uri = address.rstrip("/")
+    above, _, name = address.rstrip("/").rpartition("/")
     try:
-        if not uri.endswith(".ckpt"):
-            stem, _, name = uri.rpartition("/")
-            kind = name.removesuffix(".json")
-            run = Bucket.of(s3, stem if kind in KINDS and name.endswith(".json") else uri)
-            return _fetch_named(run, kind if kind in KINDS else "best", cache)
-        stem, _, name = uri.rpartition("/")
-        bucket = Bucket.of(s3, stem)
-        num_bytes, sha256 = bucket.head(name)
-        step = int((STEP.findall(name) or [0])[-1])
-        folder = cache / (sha256 or name)[:16]
-        return fetch(bucket, Pointer(name, num_bytes, sha256, step, 0, {}, ""), folder, checkpoint_name("best", step))
+        if name.endswith(".ckpt"):
+            bucket = Bucket.of(s3, above)
+            head = bucket.call("head_object", name)
+            step, sha256 = int((STEP.findall(name) or [0])[-1]), head["Metadata"].get("sha256", "")
+            named = Pointer(name, head["ContentLength"], sha256, step, 0, {}, "")
+            return fetch(bucket, named, cache / (sha256 or head["ETag"].strip('"'))[:16], checkpoint_name("best", step))
+        kind = name.removesuffix(".json") if name in ("best.json", "last.json") else ""
+        run = Bucket.of(s3, above if kind else address.rstrip("/"))
+        for attempt in range(TRIES):
+            pointer, _ = read_pointer(run, kind or "best")
+            if pointer is None:
+                raise S3Error("there is no readable best.json: give the address of a run, or of a .ckpt file")
+            try:
+                folder = cache / pointer.sha256[:16]
+                return fetch(run, pointer, folder, checkpoint_name(kind or "best", pointer.step))
+            except S3Error as error:
+                if error.code != "NoSuchKey" or attempt + 1 == TRIES:
+                    raise
+        raise AssertionError
     except S3Error as error:
         raise UserError(f"The checkpoint {address} cannot be used: {error}.") from None
-
-
-def _fetch_named(run: Bucket, kind: str, cache: Path) -> Path:
-    for attempt in range(TRIES):
-        pointer, _ = read_pointer(run, kind)
-        if pointer is None:
-            raise S3Error(f"there is no readable {kind}.json: give the address of a run, or of a .ckpt file")
-        try:
-            name = checkpoint_name(kind, pointer.step)
-            return fetch(run, pointer, cache / pointer.sha256[:16], name)
-        except S3Error as error:
-            if error.code != "NoSuchKey" or attempt + 1 == TRIES:
-                raise
-    raise AssertionError
 
 
 def fetch(bucket: Bucket, pointer: Pointer, folder: Path, name: str) -> Path:
@@ -105,20 +99,21 @@ def fetch(bucket: Bucket, pointer: Pointer, folder: Path, name: str) -> Path:
     Raises:
         S3Error: code Damaged if the object is not what was uploaded.
     """
-    path = folder / name
+    path, address = folder / name, bucket.address(pointer.key)
     with locked_file(folder / f".{name}.lock"):
-        if fault_of(path) is None and (not pointer.sha256 or sha256_of(path) == pointer.sha256):
+        known = read_sidecar(path)
+        if known and pointer.sha256 in ("", known.sha256) and fault_of(path) is None:
             return path
         part = path.with_name(f".{name}.part")
-        log.info(f"Fetching {bucket.address(pointer.key)} ({pointer.bytes / 1e6:,.0f} MB) …")
+        log.info(f"Fetching {address} ({pointer.bytes / 1e6:,.0f} MB) …")
         bucket.download(pointer.key, part, Progress(f"fetching {name}", pointer.bytes))
         found = checksum_of(part)
-        if found.bytes != pointer.bytes or (pointer.sha256 and found.sha256 != pointer.sha256):
+        if found.bytes != pointer.bytes or pointer.sha256 not in ("", found.sha256):
             part.unlink()
-            raise S3Error(f"{bucket.address(pointer.key)} is not what was uploaded (its sha256 differs)", "Damaged")
+            raise S3Error(f"{address} is not what was uploaded (its sha256 differs)", "Damaged")
         part.replace(path)
-        known = {"epoch": pointer.epoch, "metric": pointer.metric, "s3_uri": bucket.address(pointer.key)}
-        write_sidecar(path, Sidecar.of(found, step=pointer.step, **known))
+        more = {"epoch": pointer.epoch, "metric": pointer.metric, "s3_uri": address}
+        write_sidecar(path, Sidecar.of(found, step=pointer.step, **more))
         return path
 
 

@@ -79,11 +79,9 @@ def take_over(run: Bucket, start: float) -> float:
     return start
 
 
-def move(run: Bucket, kind: str, wanted: Pointer, *, only_forward: bool = False) -> Pointer | None:
+def move(run: Bucket, kind: str, wanted: Pointer) -> Pointer | None:
     """Let the pointer name a complete object; return what it named before.
 
-    Args:
-        only_forward: leave it if it names an equal or later step.
     Raises:
         Superseded: a newer start of the run has taken over.
     """
@@ -91,9 +89,7 @@ def move(run: Bucket, kind: str, wanted: Pointer, *, only_forward: bool = False)
         current, etag = read_pointer(run, kind)
         if current and current.start > wanted.start:
             raise Superseded
-        if current == wanted or (current and only_forward and current.step >= wanted.step):
-            return None
-        if _put(run, kind, wanted, etag):
+        if current == wanted or _put(run, kind, wanted, etag):
             return current
     raise S3Error(f"{kind}.json is rewritten all the time by another process", "PreconditionFailed")
 

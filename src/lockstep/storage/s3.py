@@ -1,7 +1,7 @@
 """A place in an S3 bucket, through boto3's client and its transfer manager.
 
-boto3's own configuration counts: AWS_PROFILE, AWS_ENDPOINT_URL(_S3), regions, addressing style, credential processes,
-AWS_MAX_ATTEMPTS, AWS_REQUEST_CHECKSUM_CALCULATION. Imports boto3 when a client is first needed.
+boto3's own configuration counts: profiles, AWS_ENDPOINT_URL(_S3), regions, addressing style, credential processes,
+AWS_MAX_ATTEMPTS, AWS_REQUEST_CHECKSUM_CALCULATION. boto3 is imported when a client is first needed.
 """
 
 import logging
@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 
 BUCKET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 KEY = re.compile(r"[^\x00-\x1f\x7f?#\\]*")
-OPTIONS = ("uri", "endpoint_url", "storage_class", "server_side_encryption", "sse_kms_key_id")
 MAX_SMALL_BYTES = 2**20
 PART_BYTES = 16 * 2**20  # larger files are sent in parts of this size, four at once
 
@@ -38,12 +37,11 @@ def parse_uri(uri: str) -> tuple[str, str]:
     Raises:
         UserError: it is no such address.
     """
-    bucket, _, key = str(uri).removeprefix("s3://").partition("/")
+    bucket, _, key = str(uri).removeprefix("s3://").rstrip("/").partition("/")
     if not str(uri).startswith("s3://") or "@" in bucket or "?" in str(uri):
         raise UserError("An S3 address is s3://bucket/prefix without credentials or a query: boto3 finds the keys.")
     if not BUCKET_NAME.fullmatch(bucket):
         raise UserError(f"{bucket!r} cannot name a bucket: an S3 address is s3://bucket/prefix.")
-    key = key.rstrip("/")
     if not KEY.fullmatch(key) or (key and any(part in ("", ".", "..") for part in key.split("/"))):
         raise UserError(f"{key!r} cannot be a key: no empty, '.' or '..' parts, no control characters, no ?, # or \\.")
     return bucket, key
@@ -56,8 +54,7 @@ class Bucket:
     Args:
         uri: s3://bucket/prefix; the prefix may be empty.
         endpoint_url: the address of a store other than Amazon's; None: as boto3's configuration says.
-        storage_class: as S3 names it, such as STANDARD_IA.
-        server_side_encryption: AES256 or aws:kms.
+        storage_class, server_side_encryption, sse_kms_key_id: as S3 names them.
     Raises:
         UserError: an address that is none, or that carries credentials.
     """
@@ -70,17 +67,16 @@ class Bucket:
 
     def __post_init__(self) -> None:
         parse_uri(self.uri)
-        if self.endpoint_url is not None:
-            parts = urlsplit(self.endpoint_url)
-            if parts.username or parts.password or parts.query:
-                raise UserError("s3.endpoint_url holds credentials or a query: give http(s)://host:port.")
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise UserError(f"s3.endpoint_url={self.endpoint_url!r} is no web address: give http(s)://host:port.")
+        parts = urlsplit(self.endpoint_url or "http://host")
+        if parts.username or parts.query:
+            raise UserError("s3.endpoint_url holds credentials or a query: give http(s)://host:port.")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f"s3.endpoint_url={self.endpoint_url!r} is no web address: give http(s)://host:port.")
 
     @classmethod
     def of(cls, s3: Mapping[str, Any], uri: str | None = None) -> "Bucket":
         """Take the config group `s3`, with `uri` in place of its own."""
-        given = {key: s3[key] for key in OPTIONS if s3.get(key) is not None}
+        given = {field.name: s3[field.name] for field in fields(cls) if s3.get(field.name) is not None}
         return cls(**{**given, **({"uri": uri} if uri else {})})
 
     def at(self, name: str) -> "Bucket":
@@ -121,10 +117,9 @@ class Bucket:
 
     def call(self, method: str, key: str | None = None, **arguments: Any) -> Any:
         """Return the answer of a method of boto3's client, such as `put_object`."""
-        if key is not None:
-            arguments["Key"] = self.prefix + key
+        where = {"Bucket": self.name, **({} if key is None else {"Key": self.prefix + key})}
         with self.translated():
-            return getattr(self.client, method)(Bucket=self.name, **arguments)
+            return getattr(self.client, method)(**where, **arguments)
 
     def read(self, key: str) -> tuple[bytes | None, str | None]:
         """Return (content, ETag) of a small object; (None, None) if there is none."""
@@ -137,15 +132,11 @@ class Bucket:
                 raise
             return None, None
         if len(data) > MAX_SMALL_BYTES:
-            raise S3Error(f"{self.address(key)} is far larger than what is written there", "TooLarge")
+            raise S3Error(f"{self.address(key)} is far larger than what is written there")
         return data, answer["ETag"]
 
     def write(self, key: str, data: bytes, **arguments: str) -> None:
-        """Write a small object.
-
-        Args:
-            arguments: of boto3's put_object: IfMatch=etag, IfNoneMatch="*", ContentType=….
-        """
+        """Write a small object; the arguments are put_object's, such as IfMatch=etag and IfNoneMatch="*"."""
         self.call("put_object", key, Body=data, **self._storage(), **arguments)
 
     def upload(self, key: str, path: Path, sha256: str = "", progress: Callable[[int], None] | None = None) -> None:
@@ -158,7 +149,7 @@ class Bucket:
         from boto3.s3.transfer import TransferConfig
 
         extra: dict[str, Any] = {**self._storage(), **({"Metadata": {"sha256": sha256}} if sha256 else {})}
-        if self.client.meta.config.request_checksum_calculation != "when_required":  # what older stores need
+        if self.client.meta.config.request_checksum_calculation != "when_required":  # as older stores need it
             extra["ChecksumAlgorithm"] = "CRC32"
         config = TransferConfig(PART_BYTES, max_concurrency=4, multipart_chunksize=PART_BYTES)
         with self.translated():
@@ -169,22 +160,12 @@ class Bucket:
         with self.translated():
             self.client.download_file(self.name, self.prefix + key, str(path), Callback=progress)
 
-    def head(self, key: str) -> tuple[int, str]:
-        """Return (bytes, sha256) of an object; the sha256 is empty if `upload` did not put it there.
-
-        Raises:
-            S3Error: code NoSuchKey if there is none.
-        """
-        answer = self.call("head_object", key)
-        return answer["ContentLength"], answer["Metadata"].get("sha256", "")
-
     def list(self, below: str = "") -> Iterator[tuple[str, int, str]]:
         """Yield (key, bytes, ETag) of every object whose key begins with `below`, in the order of the keys."""
         with self.translated():
-            pages = self.client.get_paginator("list_objects_v2")
-            for page in pages.paginate(Bucket=self.name, Prefix=self.prefix + below):
-                for entry in page.get("Contents", []):
-                    yield entry["Key"].removeprefix(self.prefix), entry["Size"], entry["ETag"].strip('"')
+            pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=self.prefix + below)
+            for entry in (entry for page in pages for entry in page.get("Contents", [])):
+                yield entry["Key"].removeprefix(self.prefix), entry["Size"], entry["ETag"].strip('"')
 
     def delete(self, key: str) -> None:
         self.call("delete_object", key)
@@ -200,13 +181,11 @@ class Bucket:
         self.write(key, b"1")
         try:
             self.write(key, b"2", IfNoneMatch="*")
-            return False
         except S3Error as error:
-            if error.code != "PreconditionFailed":
-                raise
-            return True
+            return error.code == "PreconditionFailed"
         finally:
             self.delete(key)
+        return False
 
     def web_url(self, key: str) -> str:
         """Return the address under which a browser finds an object that everybody may read."""
@@ -222,11 +201,10 @@ class Bucket:
 
 
 class Progress:
-    """Count transferred bytes and log, every few seconds, how many there are and how long the rest takes.
+    """Count transferred bytes, and log every few seconds how many there are and how long the rest takes.
 
     Args:
         what: the noun that the line begins with.
-        total: bytes.
         done: bytes that were there at the start.
     """
 
@@ -237,18 +215,13 @@ class Progress:
 
     def __call__(self, num_bytes: int) -> None:
         with self._lock:
-            self.done += num_bytes
-            now = time.monotonic()
+            self.done, now = self.done + num_bytes, time.monotonic()
             if now < self._next:
                 return
             self._next = now + self.interval_s
         log.info(self.line())
 
     def line(self) -> str:
-        seconds = max(time.monotonic() - self._started, 1e-3)
-        rate = max((self.done - self._before) / seconds, 1.0)
-        left = (self.total - self.done) / rate
-        return (
-            f"{self.what}: {self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB, {rate / 1e6:,.1f} MB/s, "
-            f"about {left:,.0f} s left"
-        )
+        rate = max((self.done - self._before) / max(time.monotonic() - self._started, 1e-3), 1.0)
+        done = f"{self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB"
+        return f"{self.what}: {done}, {rate / 1e6:,.1f} MB/s, about {(self.total - self.done) / rate:,.0f} s left"

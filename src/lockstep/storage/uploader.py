@@ -5,18 +5,24 @@ second name in `<run folder>/upload/`, so that training may delete its own. Afte
 each time, and is tried again. Imports no torch.
 """
 
+import itertools
+import json
 import logging
+import os
+import shutil
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import RunFolder
+from lockstep.runs.foreign_files import read_json
 from lockstep.runs.record import Upload
-from lockstep.storage.checkpoint_files import Sidecar, complete, link, read_sidecar, remove
+from lockstep.storage.checkpoint_files import Sidecar, read_sidecar
 from lockstep.storage.errors import S3Error
 from lockstep.storage.pointer import KINDS, Pointer, Superseded, move, read_pointer, take_over
 from lockstep.storage.s3 import Bucket, Progress
@@ -27,36 +33,33 @@ RETRY_DELAYS_S = (1, 2, 4, 8, 15, 30, 60)
 RETRY_DELAY_AT_END_S = 5.0
 LAST_INTERVAL_S = 600.0
 FILES_INTERVAL_S = 60.0
-ORDER = {"best": 0, "last": 1, "files": 2}
+ORDER = ("last", "best", "files")  # what a machine that is about to go has to send first
 SUFFIXES = (".yaml", ".json", ".csv", ".md", ".svg", ".png", ".txt", ".diff", ".log")
 
 
 class _Stopped(Exception):
-    """The upload is broken off; the checkpoint stays in the folder."""
+    pass
 
 
-@dataclass
-class _Slot:
-    """What waits: a checkpoint under its second name, or the small files (path is None).
+@dataclass(frozen=True)
+class _Item:
+    """A checkpoint under its second name; or the run's small files, whose path is the run folder.
 
     Args:
-        not_before: time.monotonic().
-        adopted: an earlier process left it, and it must not replace a later step in the bucket.
+        only_forward: an earlier process saved it, and it must not replace a later step in the bucket.
     """
 
     kind: str
-    path: Path | None = None
+    path: Path
     sidecar: Sidecar | None = None
-    not_before: float = 0.0
-    adopted: bool = False
-
-    @property
-    def key(self) -> str:
-        assert self.sidecar is not None
-        return f"checkpoints/{self.kind}-step{self.sidecar.step:08d}-{self.sidecar.sha256[:8]}.ckpt"
+    only_forward: bool = False
 
     def __str__(self) -> str:
-        return "the run's files" if self.sidecar is None else f"{self.kind} checkpoint of step {self.sidecar.step}"
+        return f"the {self.kind} checkpoint of step {self.sidecar.step}" if self.sidecar else "the run's files"
+
+    def drop(self) -> None:
+        if self.sidecar:
+            self.path.unlink(missing_ok=True)
 
 
 class Uploader:
@@ -66,7 +69,7 @@ class Uploader:
         start: the time at which the run was started, by which an older process knows that it is superseded.
         last_interval_s: at least so long between two uploads of `last`.
         files_interval_s: between two looks at record, metrics and TensorBoard files.
-        takes_over: this is a new start of the run; false to send what a start has left.
+        takes_over: this is a new start of the run; false to send what an earlier process has left.
     """
 
     def __init__(
@@ -79,73 +82,57 @@ class Uploader:
         retry_delays_s: Sequence[float] = RETRY_DELAYS_S,
         takes_over: bool = True,
     ) -> None:
-        self.run, self.folder, self.start_time = run, folder, start
-        self.last_interval_s, self.files_interval_s = last_interval_s, files_interval_s
-        self.retry_delays_s, self.takes_over = retry_delays_s, takes_over
-        self.outbox = folder.path / "upload"
-        self.record = Upload()
+        self.run, self.folder, self.start_time, self.takes_over = run, folder, start, takes_over
+        self.intervals_s = {"last": last_interval_s, "files": files_interval_s}
+        self.retry_delays_s, self.outbox, self._numbers = retry_delays_s, folder.path / "upload", itertools.count()
         self.errors: dict[str, str] = {}  # why a kind is not in the bucket
-        self._slots: dict[str, _Slot] = {}
-        self._current: _Slot | None = None
+        self._record, self._files = Upload(), _Item("files", folder.path)
+        self._waiting: dict[str, _Item] = {"files": self._files}
+        self._due = {"last": time.monotonic() + last_interval_s}
+        self._sending: _Item | None = None
         self._sent_files: dict[str, tuple[int, int]] = {}
         self._wake, self._thread = threading.Condition(), threading.Thread(target=self._work, name="s3", daemon=True)
-        self._failures, self._retry_at, self._last_sent_at = 0, 0.0, time.monotonic()
-        self._began = self._flushing = self._stopped = self._urgent = False
-        self._progress: Progress | None = None
-        for kind in KINDS:
-            for path, sidecar in list(complete(self.outbox, kind)):
-                if kind in self._slots:
-                    remove(path)
-                else:
-                    self._slots[kind] = _Slot(kind, path, sidecar, adopted=True)
-                    self.errors[kind] = "not uploaded yet"
+        self._failures, self._retry_at, self._progress = 0, 0.0, Progress("", 0)
+        self._began = self._flushing = self._stopped = False
+        for path in self.outbox.glob("*.ckpt"):  # of a process that was killed; checkpoints/ has what counts
+            path.unlink()
 
     def start(self) -> None:
-        self._slots["files"] = _Slot("files")
         self._thread.start()
 
-    def offer(self, path: Path, kind: str, adopted: bool = False) -> None:
-        """Take a complete checkpoint for upload; the caller may delete its own name for it afterwards.
-
-        Args:
-            kind: best; or last, which goes at most every `last_interval_s` until `hurry` or `flush`.
-        """
+    def offer(self, path: Path, kind: str, only_forward: bool = False) -> None:
+        """Take a complete checkpoint for upload; the caller may delete its own name for it afterwards."""
         with self._wake:
-            if self._stopped:
-                return
-            if (waiting := self._slots.pop(kind, None)) and waiting.path:
-                remove(waiting.path)
             sidecar = read_sidecar(path)
-            if sidecar is None or (kind == "last" and self._is_best(sidecar.sha256)):
+            if self._stopped or sidecar is None or (kind == "last" and self._is_best(sidecar.sha256)):
                 return
-            second = self.outbox / path.name
-            if second.exists():  # the thread may be sending it
-                second = second.with_name(path.name.replace("-step", "-before-step"))
+            item = _Item(kind, self.outbox / f"{kind}-{next(self._numbers)}.ckpt", sidecar, only_forward)
+            self.errors[kind] = "not uploaded yet"
             try:
                 self.outbox.mkdir(parents=True, exist_ok=True)
-                link(path, second)
+                try:
+                    os.link(path, item.path)
+                except OSError:  # a file system without hard links
+                    shutil.copyfile(path, item.path)
             except OSError as error:
+                item.drop()
                 self.errors[kind] = f"{path.name} cannot be kept for the upload ({error.strerror})"
                 log.info(f"s3: {self.errors[kind]}; training goes on without this upload.")
                 return
-            self.errors[kind] = "not uploaded yet"
-            waits = kind == "last" and not (self._urgent or self._flushing)
-            not_before = self._last_sent_at + self.last_interval_s if waits else 0.0
-            self._slots[kind] = _Slot(kind, second, sidecar, not_before, adopted)
+            if before := self._waiting.pop(kind, None):
+                before.drop()
+            self._waiting[kind] = item
             self._wake.notify_all()
 
     def _is_best(self, sha256: str) -> bool:
         """The last checkpoint is often a second name for the best, which is uploaded once."""
-        slots = (self._slots.get("best"), self._current)
-        waiting = [slot.sidecar.sha256 for slot in slots if slot and slot.kind == "best" and slot.sidecar]
-        return sha256 in (*waiting, self.record.sha256)
+        best = [item.sidecar.sha256 for item in (self._waiting.get("best"), self._sending) if item and item.sidecar]
+        return sha256 in (self._record.sha256, *best)
 
     def hurry(self) -> None:
-        """Send `last` at once and first from now on, because this machine is about to go."""
+        """Send every checkpoint at once from now on, because this machine is about to go."""
         with self._wake:
-            self._urgent, self._retry_at = True, 0.0
-            for slot in self._slots.values():
-                slot.not_before = 0.0
+            self.intervals_s["last"] = self._due["last"] = self._retry_at = 0.0
             self._wake.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
@@ -154,17 +141,16 @@ class Uploader:
         with self._wake:
             if self._stopped or not self._thread.is_alive():
                 return not self.errors
-            self._flushing, self._retry_at = True, 0.0
-            self._slots["files"] = _Slot("files")
-            for slot in self._slots.values():
-                slot.not_before = 0.0
+            self._flushing, self._retry_at, self._waiting["files"] = True, 0.0, self._files
+            self._due.clear()
             self._wake.notify_all()
-            if self._progress:
+            if self._sending and self._progress.total:
                 log.info(f"s3: {self._progress.line()}")
-            while (self._slots or self._current) and not self._stopped and time.monotonic() < deadline:
+            while (self._waiting or self._sending) and not self._stopped and time.monotonic() < deadline:
                 self._wake.wait(min(1.0, max(0.0, deadline - time.monotonic())))
             self._flushing = False
-            return not (self._slots or self._current or self._stopped)
+            self._due = {kind: time.monotonic() + seconds for kind, seconds in self.intervals_s.items()}
+            return not (self._waiting or self._sending or self._stopped)
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the thread; what is being sent is broken off and stays in the folder."""
@@ -177,89 +163,105 @@ class Uploader:
     def status(self) -> Upload:
         """Return what is known of the best checkpoint in the bucket, and which kinds still wait."""
         with self._wake:
-            waiting = {slot.kind for slot in (*self._slots.values(), self._current) if slot}
-            known = {**vars(self.record), "error": self.errors.get("best"), "left": sorted(waiting - {"files"})}
-            return Upload(**known)
+            left = {item.kind for item in (*self._waiting.values(), self._sending) if item and item.sidecar}
+            return Upload(**{**vars(self._record), "error": self.errors.get("best"), "left": sorted(left)})
 
     # --- the thread
 
     def _work(self) -> None:
-        while (slot := self._next()) is not None:
-            started = time.monotonic()
+        while (item := self._next()) is not None:
             try:
-                self._send(slot)
+                self._send(item)
             except Superseded as error:
-                self._give_up(str(error))
+                self._give_up(item, str(error))
             except _Stopped:
-                pass
+                self._put_back(item)
             except S3Error as error:
-                self._failed(slot, str(error))
+                self._failed(item, str(error))
             except Exception as error:  # a mistake in this code must not end the uploads of the run
                 where = traceback.extract_tb(error.__traceback__)[-1]
-                self._failed(slot, f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}")
-            else:
-                self._done(slot, round(time.monotonic() - started, 3))
+                self._failed(item, f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}")
             with self._wake:
-                self._current = self._progress = None
+                self._sending, self._progress = None, Progress("", 0)
                 self._wake.notify_all()
 
-    def _next(self) -> _Slot | None:
-        """Wait for the most important slot that is due; return None to stop."""
+    def _next(self) -> _Item | None:
+        """Wait for the most important kind that is due; return None to stop."""
         with self._wake:
             while not self._stopped:
                 now = time.monotonic()
-                times = {kind: max(slot.not_before, self._retry_at) for kind, slot in self._slots.items()}
-                due = [kind for kind, when in times.items() if when <= now]
-                if due:
-                    kind = min(due, key=lambda kind: (not (self._urgent and kind == "last"), ORDER[kind]))
-                    self._current = self._slots.pop(kind)
-                    return self._current
+                times = {kind: max(self._due.get(kind, 0.0), self._retry_at) for kind in self._waiting}
+                if due := [kind for kind in ORDER if times.get(kind, now + 1) <= now]:
+                    self._sending = self._waiting.pop(due[0])
+                    return self._sending
                 self._wake.wait(min(times.values(), default=now + 60.0) - now)
             return None
 
-    def _send(self, slot: _Slot) -> None:
+    def _send(self, item: _Item) -> None:
         if not self._began and self.takes_over:
-            self.start_time = take_over(self.run, self.start_time)
-            best = read_pointer(self.run, "best")[0]
-            if best:  # of an earlier start
-                self.record = Upload(uri=self.run.address(best.key), sha256=best.sha256, step=best.step)
-            named = {pointer.key for kind in KINDS if (pointer := read_pointer(self.run, kind)[0])}
-            for key in [key for key, _, _ in self.run.list("checkpoints/") if key not in named]:
-                self._delete(key)  # an earlier start was killed before its pointer named it
-            self._abort_unfinished()
+            self._begin()
         self._began = True
-        if slot.path is None or slot.sidecar is None:
-            return self.send_files()
-        known = slot.sidecar
-        pointer = Pointer(slot.key, known.bytes, known.sha256, known.step, known.epoch, known.metric,
-                          self.folder.run_id, self.start_time)  # fmt: skip
-        self._progress = Progress(f"uploading {slot}", known.bytes)
-        self.run.upload(pointer.key, slot.path, known.sha256, self._count)
-        before = move(self.run, slot.kind, pointer, only_forward=slot.adopted)
-        if before and before.key != pointer.key:
-            self._delete(before.key)
+        if item.sidecar:
+            self._send_checkpoint(item, item.sidecar)
+            item.drop()
+        else:
+            self._send_files()
+        with self._wake:
+            self._failures = 0
+            if not self._flushing:
+                self._due[item.kind] = time.monotonic() + self.intervals_s.get(item.kind, 0.0)
+            if item.kind not in self._waiting:
+                self.errors.pop(item.kind, None)
+            if item == self._files and not self._flushing:
+                self._waiting["files"] = item
+
+    def _send_checkpoint(self, item: _Item, known: Sidecar) -> None:
+        started, (current, _) = time.monotonic(), read_pointer(self.run, item.kind)
+        if current and current.start > self.start_time:
+            raise Superseded
+        if current and item.only_forward and current.step > known.step:
+            return
+        key = f"checkpoints/{item.kind}-step{known.step:08d}-{known.sha256[:8]}.ckpt"
+        if current and current.sha256 == known.sha256:
+            key = current.key
+        else:
+            self._progress = Progress(f"uploading {item}", known.bytes)
+            self.run.upload(key, item.path, known.sha256, self._count)
+        wanted = Pointer(key, known.bytes, known.sha256, known.step, known.epoch, known.metric, self.folder.run_id,
+                         self.start_time)  # fmt: skip
+        before = move(self.run, item.kind, wanted)
         if not self.takes_over:
-            self._abort_unfinished()
+            self._tidy(self.run.abort_unfinished)  # of the process that was killed
+        if before and before.key != key:
+            self._tidy(self.run.delete, before.key)
+        if item.kind == "best":
+            seconds = round(time.monotonic() - started, 3)
+            self._record = Upload(uri=self.run.address(key), sha256=known.sha256, step=known.step, seconds=seconds)
+
+    def _begin(self) -> None:
+        """Become the newest start of the run, and clear away what a killed one left in the bucket."""
+        self.start_time = take_over(self.run, self.start_time)
+        note(self.folder, start=self.start_time)
+        pointers = {kind: pointer for kind in KINDS if (pointer := read_pointer(self.run, kind)[0])}
+        if best := pointers.get("best"):
+            self._record = Upload(uri=self.run.address(best.key), sha256=best.sha256, step=best.step)
+        named = {pointer.key for pointer in pointers.values()}
+        for key in [key for key, _, _ in self.run.list("checkpoints/") if key not in named]:
+            self._tidy(self.run.delete, key)
+        self._tidy(self.run.abort_unfinished)
 
     def _count(self, num_bytes: int) -> None:
         if self._stopped:
             raise _Stopped
-        if self._progress:
-            self._progress(num_bytes)
+        self._progress(num_bytes)
 
-    def _abort_unfinished(self) -> None:
+    def _tidy(self, delete: Callable[..., None], *arguments: str) -> None:
         try:
-            self.run.abort_unfinished()
-        except S3Error as error:
-            log.debug(f"s3: {error}")  # a rule of the bucket may do it instead
+            delete(*arguments)
+        except S3Error as error:  # a rule of the bucket may do it instead
+            log.debug(f"s3: {error}")
 
-    def _delete(self, key: str) -> None:
-        try:
-            self.run.delete(key)
-        except S3Error as error:
-            log.info(f"s3: {self.run.address(key)} could not be deleted: {error}.")
-
-    def send_files(self) -> None:
+    def _send_files(self) -> None:
         """Send those small files of the run folder that changed since they were last sent."""
         for relative, path in small_files(self.folder):
             try:
@@ -271,57 +273,52 @@ class Uploader:
                 continue
             self._sent_files[relative] = state
 
-    def _done(self, slot: _Slot, seconds: float) -> None:
+    def _put_back(self, item: _Item) -> None:
         with self._wake:
-            self._failures = 0
-            if slot.path is None or slot.sidecar is None:
-                self.errors.pop("files", None)
-                if not self._flushing:
-                    self._slots.setdefault("files", _Slot("files", not_before=time.monotonic() + self.files_interval_s))
-                return
-            remove(slot.path)
-            if slot.kind == "best":
-                known = slot.sidecar
-                self.record = Upload(
-                    uri=self.run.address(slot.key), sha256=known.sha256, seconds=seconds, step=known.step
-                )
-            else:
-                self._last_sent_at = time.monotonic()
-            if slot.kind not in self._slots:
-                self.errors.pop(slot.kind, None)
+            if self._waiting.setdefault(item.kind, item) != item:  # a newer one has come meanwhile
+                item.drop()
 
-    def _failed(self, slot: _Slot, error: str) -> None:
+    def _failed(self, item: _Item, error: str) -> None:
+        self._put_back(item)
         with self._wake:
+            self.errors.update(dict.fromkeys(self._waiting, error))
             if self._stopped:
                 return
             delay_s = self.retry_delays_s[min(self._failures, len(self.retry_delays_s) - 1)]
             delay_s = min(delay_s, RETRY_DELAY_AT_END_S) if self._flushing else delay_s
-            self._failures += 1
-            self._retry_at = time.monotonic() + delay_s
-            self.errors.update(dict.fromkeys([slot.kind, *self._slots], error))
-            if slot.kind in self._slots and slot.path:  # a newer one has come meanwhile
-                remove(slot.path)
-            self._slots.setdefault(slot.kind, slot)
+            self._failures, self._retry_at = self._failures + 1, time.monotonic() + delay_s
         at = datetime.now() + timedelta(seconds=delay_s)
-        log.info(f"s3: {slot} not uploaded: {error}; next try in {delay_s:g} s, at {at:%H:%M:%S}.")
+        log.info(f"s3: {item} could not be uploaded: {error}; next try in {delay_s:g} s, at {at:%H:%M:%S}.")
         self.run.forget_client()  # the next one reads credentials that may have been renewed
 
-    def _give_up(self, error: str) -> None:
+    def _give_up(self, item: _Item, error: str) -> None:
         log.info(f"s3: {error}; this process uploads nothing more.")
         with self._wake:
-            for slot in (*self._slots.values(), self._current):
-                if slot and slot.path:
-                    remove(slot.path)
-                    self.errors[slot.kind] = error
-            self._slots.clear()
-            self._stopped = True
+            for waiting in (*self._waiting.values(), item):
+                waiting.drop()
+                if waiting.sidecar:
+                    self.errors[waiting.kind] = error
+            self._waiting, self._stopped = {}, True
 
 
 def small_files(folder: RunFolder) -> Iterator[tuple[str, Path]]:
     """Yield (name in the bucket, path) of record, config, metrics, pages and TensorBoard files."""
-    pointers = [f"{kind}.json" for kind in KINDS]
     for path in sorted([*folder.path.glob("*"), *folder.tensorboard.rglob("*")]):
         below = path.relative_to(folder.path).as_posix()
-        wanted = below.startswith("tensorboard/") or (path.suffix in SUFFIXES and below not in pointers)
+        wanted = below.startswith("tensorboard/") or path.suffix in SUFFIXES
         if wanted and path.is_file() and not path.is_symlink() and not path.name.startswith("."):
             yield below, path
+
+
+def note(folder: RunFolder, **known: float | None) -> None:
+    """Keep for whoever sends the rest: `start` of the run, and `until` when its end may wait for that."""
+    text = json.dumps({**notes(folder), **known})
+    write_atomically(folder.path / "upload" / "start.json", lambda file: file.write(text))
+
+
+def notes(folder: RunFolder) -> dict[str, float]:
+    try:
+        held = read_json(folder.path / "upload" / "start.json")
+        return {str(name): float(value) for name, value in held.items() if isinstance(value, int | float)}
+    except (OSError, ValueError, AttributeError):
+        return {}

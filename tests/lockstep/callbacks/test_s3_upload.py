@@ -16,10 +16,10 @@ from lockstep.callbacks.s3_upload import S3Upload
 from lockstep.config.compose import CONFIGS
 from lockstep.runs.errors import Interrupted, UserError
 from lockstep.runs.files import checksum_of
-from lockstep.storage.checkpoint_files import Sidecar, complete, write_sidecar
-from lockstep.storage.finish import notes
+from lockstep.storage.checkpoint_files import Sidecar, write_sidecar
 from lockstep.storage.pointer import read_pointer
 from lockstep.storage.s3 import Bucket
+from lockstep.storage.uploader import notes
 from object_store import shared_store
 
 SRC = Path(__file__).resolve().parents[3] / "src"
@@ -91,7 +91,7 @@ def test_without_required_it_trains_on(make, caplog):
     started = time.monotonic()
     callback.teardown(trainer(), None, "fit")
     assert time.monotonic() - started < 10 and "does not exist" in callback.upload_status().error
-    assert [sidecar.step for _, sidecar in complete(callback.folder.path / "upload")] == [10]
+    assert callback.upload_status().left == ["best"]
 
 
 def test_an_interrupted_run_sends_its_last_at_once_and_the_next_start_has_its_whole_time_again(make):
@@ -99,9 +99,9 @@ def test_an_interrupted_run_sends_its_last_at_once_and_the_next_start_has_its_wh
     callback.setup(trainer(), None, "fit")
     callback.on_checkpoint_complete(*checkpoint(callback, 10, "last"))
     callback.on_exception(trainer(world_size=2), None, Interrupted("spot notice"))
-    assert step_of(callback, "last") == 10 and 0 < notes(callback.folder)["deadline"] - time.time() < 61
+    assert step_of(callback, "last") == 10 and 0 < notes(callback.folder)["until"] - time.time() < 61
     make(flush_timeout_s=77.0).setup(trainer(), None, "fit")
-    assert "deadline" not in notes(callback.folder) and notes(callback.folder)["left_s"] == 77.0
+    assert "until" not in notes(callback.folder)
 
 
 def test_the_config_group_says_what_the_signature_says():

@@ -22,10 +22,10 @@ from lockstep.runs.record import BestCheckpoint, RunRecord, read_record, update_
 from lockstep.storage import checkpoint_files
 from lockstep.storage.checkpoint_files import Sidecar, complete, fault_of, read_sidecar, write_sidecar
 from lockstep.storage.fetch import fetch_run, locate_checkpoint
-from lockstep.storage.finish import finish_upload, note, upload_left
+from lockstep.storage.finish import finish_upload, upload_left
 from lockstep.storage.pointer import read_pointer
 from lockstep.storage.s3 import Bucket
-from lockstep.storage.uploader import Uploader
+from lockstep.storage.uploader import Uploader, note
 from object_store import KEY_IDS, SECRETS, object_store, shared_store
 
 MIB = 2**20
@@ -100,7 +100,7 @@ def test_the_newest_of_each_kind_arrives_and_the_one_before_it_goes(setting):
     status = uploader.status()
     assert (status.step, status.error, status.left) == (30, None, [])
     assert status.uri == f"{setting.run.uri}/{setting.objects()[0]}"
-    assert list(complete(setting.folder.path / "upload")) == []
+    assert list((setting.folder.path / "upload").glob("*.ckpt")) == []
     uploader.stop()
 
 
@@ -175,7 +175,6 @@ def test_a_stopped_upload_ends_soon_and_leaves_nothing_unfinished(tmp_path, monk
         assert time.monotonic() - started < 10
         gc.collect()  # the transfer manager leaves its files open
     assert not server.client().list_multipart_uploads(Bucket=setting.run.name).get("Uploads")
-    assert [sidecar.step for _, sidecar in complete(setting.folder.path / "upload")] == [10]
 
 
 # Two starts of one run
