@@ -66,7 +66,7 @@ def find_checkpoint(words: list[str]) -> tuple[Path, Config, Config]:
     Raises:
         UserError: none is named, it cannot be found or read, or it carries no config.
     """
-    composed = plain(compose("train", [word for word in words if key_of(word).split(".")[0] in FINDERS]))
+    composed = plain(compose("train", [word for word in words if key_of(word).split(".")[0] in (*FINDERS, "hydra")]))
     if not composed["ckpt_path"]:
         raise UserError("eval needs a checkpoint: ckpt_path=FILE, ckpt_path=<run_id> or ckpt_path=s3://….")
     logs = Path(composed["paths"]["log_dir"])
@@ -116,15 +116,15 @@ def config_of(cfg: Any, path: Path, stored: Config, facts: Config, words: list[s
 
 
 def main(argv: list[str]) -> int:
-    found: list[tuple[Path, Config, Config]] = []
+    found: list[Any] = []
 
     def find_stored(words: list[str]) -> Config:
-        found.append(find_checkpoint(words))
-        return for_evaluation(found[0][1])
+        path, stored, facts = find_checkpoint(words)
+        found[:] = [path, stored, facts, words]
+        return for_evaluation(stored)
 
     def task(cfg: Any) -> int:
-        path, stored, facts = found[0]
-        words = [word for word in argv if not word.startswith("-")]
+        path, stored, facts, words = found
         return launch_config(config_of(cfg, path, stored, facts, words), evaluate)
 
     return run_script("train", argv, task, __doc__ or "", find_stored)

@@ -23,16 +23,10 @@ def _parse(config_name: str, argv: list[str]) -> tuple[argparse.Namespace, list[
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
-    for names in (
-        ("--help", "-h"),
-        ("--multirun", "-m"),
-        ("--resolve",),
-        ("--shell-completion", "-sc"),
-        ("--run", "-r"),
-    ):
-        parser.add_argument(*names, action="store_true")
-    for names in (("--package", "-p"), ("--config-dir", "-cd")):
-        parser.add_argument(*names)
+    for names in ("--help -h", "--multirun -m", "--resolve", "--shell-completion -sc", "--run -r"):
+        parser.add_argument(*names.split(), action="store_true")
+    for names in ("--package -p", "--config-dir -cd"):
+        parser.add_argument(*names.split())
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     parser.add_argument("--info", "-i", nargs="?", const="all")
     options, unknown = parser.parse_known_intermixed_args(argv)
@@ -86,7 +80,9 @@ def run_script(
             import hydra
 
             register_resolvers()
-            sys.argv[1:] = [word for word in argv if word.startswith("-")] + overrides
+            named = {"--info": options.info, "--cfg": options.cfg, "--package": options.package}
+            flags = [word for name, value in named.items() if value for word in (name, value)]
+            sys.argv[1:] = [*flags, *["-sc"] * options.shell_completion, "--", *overrides]
             hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(lambda cfg: None)()
             return 0
         cfg = compose(config_name, overrides, find_stored(overrides))

@@ -51,21 +51,19 @@ def accepted(stored: object, roots: tuple[str, ...], whose: str) -> tuple[dict[s
     """
     if not isinstance(stored, Mapping):
         raise UserError(f"{whose} carries no config: it was not written by Lockstep.")
-    choices, named, rejected = {}, stored.get("choices"), []
+    choices: dict[str, str] = {}
+    rejected: list[str] = []
+    named = stored.get("choices") if isinstance(stored.get("choices"), Mapping) else {}
     for group in (group for group in GROUPS if group in roots):
-        name = named.get(group) if isinstance(named, Mapping) else None
-        if isinstance(name, str) and WORD.fullmatch(name) and not missing_option(group, name, (CONFIGS,)):
-            choices[group] = name
+        if _is_option(group, name := named.get(group)):
+            choices[group] = str(name)
         elif group in NEEDED or (group in NET and stored.get(group)):
             there = ", ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
             raise UserError(f"{whose} names {group}={name!r:.60}, which is not here: there is {there}.")
     if choices.get("trainer") == "hivemind":  # the config would name the swarm to talk to
         rejected.append(f"trainer={choices.pop('trainer')}")
     metrics = stored.get("metrics") if isinstance(stored.get("metrics"), Mapping) else {}
-    chosen = [
-        name for name in metrics or () if WORD.fullmatch(name) and not missing_option("metrics", name, (CONFIGS,))
-    ]
-    if chosen:
+    if chosen := [name for name in metrics if _is_option("metrics", name)]:
         choices["metrics"] = f"[{','.join(chosen)}]"
     here = plain(compose("train", [f"{group}={name}" for group, name in choices.items()]))
     values = {key: stored[key] for key in roots if key in stored and (key not in GROUPS or key in choices)}
@@ -76,6 +74,10 @@ def accepted(stored: object, roots: tuple[str, ...], whose: str) -> tuple[dict[s
             value = stored[root].get(name) if isinstance(stored[root], Mapping) else stored[root]
             raise UserError(f"{whose} has {key}={value!r:.60}, which cannot be built here.")
     return {**found, "choices": choices}, rejected
+
+
+def _is_option(group: str, name: object) -> bool:
+    return isinstance(name, str) and bool(WORD.fullmatch(name)) and not missing_option(group, name, (CONFIGS,))
 
 
 def _accepted_values(there: Config, here: Config, place: str, rejected: list[str]) -> dict[str, Any]:
@@ -96,21 +98,17 @@ def _accepted_values(there: Config, here: Config, place: str, rejected: list[str
 
 
 def _is_accepted(key: str, value: object, own: object, *, known: bool) -> bool:
+    """Return whether a value may stand in place of this clone's own, for a key that it may not know."""
     if isinstance(value, list | tuple):
-        words = key == "tags"
-        items = [not isinstance(item, list | tuple) and isinstance(item, str) == words for item in value]
+        items = [not isinstance(item, list | tuple) and isinstance(item, str) == (key == "tags") for item in value]
         return len(value) <= 64 and all(items) and all(_is_accepted(key, item, "", known=known) for item in value)
     if isinstance(value, str):  # a word takes the place of a word, or of nothing unless the key is for a place
-        pattern = NAMES.get(key, WORD)
-        is_word = (
-            key in NAMES or (isinstance(own, str) and WORD.fullmatch(own)) or (own is None and not PLACE.search(key))
-        )
-        return bool(known and is_word and pattern.fullmatch(value))
-    if isinstance(own, Mapping) or not (known or key.startswith("model.")) or key.endswith("pretrained"):
-        return value is False and key.endswith("pretrained")
-    if isinstance(value, bool) or value is None:
-        return True
-    return isinstance(value, int | float) and math.isfinite(value) and abs(value) <= LARGEST
+        is_word = WORD.fullmatch(own) if isinstance(own, str) else own is None and not PLACE.search(key)
+        return bool(known and (key in NAMES or is_word) and NAMES.get(key, WORD).fullmatch(value))
+    if key.endswith("pretrained"):
+        return value is False
+    is_number = isinstance(value, int | float) and math.isfinite(value) and abs(value) <= LARGEST
+    return (value is None or is_number) and not isinstance(own, Mapping) and (known or key.startswith("model."))
 
 
 def stored_config(path: Path, stored: object, logs: Path, roots: tuple[str, ...] = OF_CHECKPOINT) -> Config:

@@ -59,8 +59,8 @@ def values_of(stored: Config, named: Mapping[str, str], fresh: Config) -> list[s
         old = values.pop(group, None) or {}
         if group == "trainer":
             values[group] = {key: value for key, value in old.items() if key in fresh[group] and key not in PLACEMENT}
-    for group in FREE_GROUPS:  # an entry that the run had removed stays so
-        if isinstance(values.get(group), Mapping):
+    for group in FREE_GROUPS:  # an entry that the run had removed stays so; an accepted foreign config is incomplete
+        if "overrides" in stored and isinstance(values.get(group), Mapping):
             values[group] = {**dict.fromkeys(fresh.get(group) or ()), **values[group]}
     node = _kept(values, fresh, typed, "")
     if (node.get("optimizer") or {}).get("scale_lr_with_batch"):

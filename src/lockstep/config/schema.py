@@ -19,55 +19,37 @@ from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 
 FREE_GROUPS = ("callbacks", "logger", "metrics")  # the user names their entries
-SET_BY_RUN = "Lockstep sets it"
+SET_BY_RUN = ("plugins", "enable_checkpointing", "enable_progress_bar", "enable_model_summary",
+              "use_distributed_sampler", "reload_dataloaders_every_n_epochs")  # fmt: skip
 REFUSED_TRAINER_KEYS = {
-    "callbacks": "use callbacks=", "logger": "use logger=", "plugins": SET_BY_RUN, "default_root_dir":
-    "use paths.log_dir", "enable_checkpointing": SET_BY_RUN, "enable_progress_bar": SET_BY_RUN,
-    "enable_model_summary": SET_BY_RUN, "use_distributed_sampler": SET_BY_RUN, "fast_dev_run":
-    "use debug=fast_dev_run", "reload_dataloaders_every_n_epochs": SET_BY_RUN,
+    "callbacks": "use callbacks=", "logger": "use logger=", "default_root_dir": "use paths.log_dir",
+    "fast_dev_run": "use debug=fast_dev_run", **dict.fromkeys(SET_BY_RUN, "Lockstep sets it"),
 }  # fmt: skip
 NUMBER_WORDS = {"data.global_batch_size": ("max",), "trainer.devices": ("auto",), "trainer.num_nodes": ("auto",)}
 
-# Names from other programs, and the key to use here.
+# Names from other programs: `key: names` each.
 SYNONYMS = {
-    synonym: line.split(": ")[0]
-    for line in """\
-data.global_batch_size: batch_size batch bs train_batch_size global_batch
-data.eval_batch_size: val_batch_size test_batch_size
-data.num_workers: workers num_workers n_workers
-data.root: root data_dir data_path dataset_dir dataset_path data_root
-data.image_size: img_size size input_size resolution
-trainer.devices: gpus gpu num_gpus n_gpus ngpus num_devices nproc_per_node world_size
-trainer.num_nodes: nodes nnodes num_machines
-trainer.max_epochs: epochs epoch num_epochs n_epochs max_epoch
-trainer.max_steps: steps num_steps iterations max_iters max_steps
-trainer.precision: fp16 bf16 amp dtype
-trainer.accelerator: device cuda cpu
-trainer.accumulate_grad_batches: accumulate grad_accum accumulation_steps gradient_accumulation_steps
-trainer.gradient_clip_val: clip grad_clip clip_grad max_grad_norm clip_grad_norm
-trainer.ema_decay: ema
-trainer=ddp: distributed parallel
-optimizer.lr: lr learning_rate base_lr
-optimizer.weight_decay: wd decay
-optimizer.layer_decay: layer_decay lr_layer_decay
-scheduler.warmup_epochs: warmup warmup_steps
-classifier.label_smoothing: smoothing label_smooth
-model.freeze: freeze frozen freeze_backbone
-model=: arch architecture net network backbone
-data=: dataset
-loss=: criterion loss_fn
-optimizer=: optim opt
-scheduler=: sched lr_scheduler schedule
-experiment=: recipe
-paths.log_dir: output_dir out_dir save_dir log_dir output
-ckpt_path: checkpoint ckpt weights init_from finetune
-resume: resume_from continue_from
-run_id: run_name
-experiment_name: exp exp_name
-s3.uri: bucket s3_uri
-debug=fast_dev_run: fast_dev_run
-debug=profiler: profile""".splitlines()
-    for synonym in line.split(": ")[1].split()
+    name: key
+    for key, names in re.findall(
+        r"(\S+): ([^;]+)",
+        """
+data.global_batch_size: batch_size batch bs train_batch_size global_batch; data.num_workers: workers num_workers;
+data.eval_batch_size: val_batch_size test_batch_size; data.image_size: img_size size input_size resolution;
+data.root: root data_dir data_path dataset_dir dataset_path data_root; trainer.precision: fp16 bf16 amp dtype;
+trainer.devices: gpus gpu num_gpus n_gpus ngpus num_devices nproc_per_node world_size; trainer.ema_decay: ema;
+trainer.num_nodes: nodes nnodes num_machines; trainer.max_epochs: epochs epoch num_epochs n_epochs max_epoch;
+trainer.max_steps: steps num_steps iterations max_iters; trainer.accelerator: device cuda cpu; trainer=ddp: distributed;
+trainer.accumulate_grad_batches: accumulate grad_accum accumulation_steps gradient_accumulation_steps;
+trainer.gradient_clip_val: clip grad_clip clip_grad max_grad_norm clip_grad_norm; optimizer.lr: learning_rate base_lr;
+optimizer.weight_decay: wd decay; optimizer.layer_decay: lr_layer_decay; scheduler.warmup_epochs: warmup warmup_steps;
+classifier.label_smoothing: smoothing label_smooth; model.freeze: frozen freeze_backbone; data=: dataset;
+model=: arch architecture net network backbone; loss=: criterion loss_fn; optimizer=: optim opt; experiment=: recipe;
+scheduler=: sched lr_scheduler schedule; paths.log_dir: output_dir out_dir save_dir output; resume: resume_from;
+ckpt_path: checkpoint ckpt weights init_from finetune; run_id: run_name; experiment_name: exp exp_name;
+s3.uri: bucket s3_uri; debug=fast_dev_run: fast_dev_run; debug=profiler: profile;
+""",
+    )
+    for name in names.split()
 }
 ANY_OTHER = {
     "model": "any model of timm is model=timm model.name={name}; ",

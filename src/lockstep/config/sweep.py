@@ -22,7 +22,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 
-from lockstep.config.compose import CONFIGS, compose, is_choice, register_resolvers
+from lockstep.config.compose import CONFIGS, as_typed, compose, is_choice, register_resolvers
 from lockstep.config.schema import key_of
 from lockstep.runs.environment import environment, slurm_task
 from lockstep.runs.errors import EXIT_INTERRUPTED
@@ -66,20 +66,17 @@ def _check_first_jobs(config_name: str, words: list[str]) -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Glob, IntervalSweep
 
-    from lockstep.config.compose import as_typed
-
     choices = []
     for word, override in zip(words, OverridesParser.create().parse_overrides(list(map(as_typed, words))), strict=True):
         key, value = word.partition("=")[0], override.value()
         if not override.is_sweep_override() or key.startswith("hydra"):
             choices.append([word])
-        elif isinstance(value, IntervalSweep):
-            choices.append([f"{key}={value.start}"])
-        elif isinstance(value, Glob):
-            choices.append([f"{key}={name}" for name in value.filter([p.stem for p in CONFIGS.glob(f"{key}/*.yaml")])])
+            continue
+        if isinstance(value, Glob):
+            found = value.filter([path.stem for path in CONFIGS.glob(f"{key}/*.yaml")])
         else:
-            found = [f"{key}={item}" for item in override.sweep_string_iterator()]
-            choices.append(found if is_choice(word, (CONFIGS,)) else found[:1])
+            found = [str(value.start)] if isinstance(value, IntervalSweep) else list(override.sweep_string_iterator())
+        choices.append([f"{key}={item}" for item in (found if is_choice(word, (CONFIGS,)) else found[:1])])
     for job in itertools.product(*choices):
         compose(config_name, list(job))
 
@@ -175,9 +172,8 @@ def ranking(jobs: list[Job], name: str, metric: str, *, minimize: bool) -> list[
     """Return lines of jobs by their metric, each with what tells it from the others; failed ones last."""
     common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     ranked = sorted((job for job in jobs if math.isfinite(job.value)), key=lambda job: job.value, reverse=not minimize)
-    failed = [job for job in jobs if not math.isfinite(job.value)]
     lines = [f"{len(jobs)} jobs by {metric}{', the lowest first' if minimize else ''}:"]
-    for part in (ranked, failed):
+    for part in (ranked, [job for job in jobs if not math.isfinite(job.value)]):
         for job in part[:SHOWN]:
             result = f"{as_read(metric, job.value):<12}" if math.isfinite(job.value) else f"exit code {job.code:<2}"
             lines.append(f"  {result}  {' '.join(w for w in job.overrides if w not in common)}  {name}_{job.number}")
@@ -190,14 +186,13 @@ def means(jobs: list[Job], metric: str) -> list[str]:
     groups: dict[tuple[str, ...], list[Job]] = {}
     for job in jobs:
         groups.setdefault(tuple(w for w in job.overrides if key_of(w) not in REPEATED), []).append(job)
-    common = set.intersection(*map(set, groups))
-    lines = []
+    common, lines = set.intersection(*map(set, groups)), ["mean ± standard deviation over folds and seeds:"]
     for words, group in groups.items():
         found = [(metric, *spread([job.value for job in group])), ("test/acc", *spread([job.tested for job in group]))]
         shown = [f"{name} {as_read(name, mean)} ± {as_read(name, by)}" for name, mean, by in found if mean == mean]
         own = " ".join(word for word in words if word not in common)
         lines += ["  " + " · ".join(filter(None, [*shown, f"{len(group)} jobs", own]))] if shown else []
-    return ["mean ± standard deviation over folds and seeds:", *lines] if lines else []
+    return lines if len(lines) > 1 else []
 
 
 class Ranking(Callback):
