@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 def train(plan: RunPlan) -> int:
     """One rank's whole run: fit, test the best checkpoint, finish the record."""
+    from lockstep.launch.start import write_config
     from lockstep.runs.files import utc_now
     from lockstep.training.build import build_run
     from lockstep.training.rank import joined_ranks
@@ -29,6 +30,8 @@ def train(plan: RunPlan) -> int:
         run = build_run(plan, session)
         _take_weights(run, plan)
         if is_rank_zero:
+            if plan.resume:  # what a failed resume asked for is forgotten
+                write_config(plan)
             run.recorder.write(**_known_at_start(run, plan), hosts=session.hosts)
         resume_from = plan.checkpoint if plan.resume_step else None
         run.trainer.fit(run.module, datamodule=run.data, ckpt_path=resume_from, weights_only=True)

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+import yaml
 
 from faults import signal_at_step
 from lockstep.storage.checkpoint_files import complete, fault_of
@@ -372,3 +373,30 @@ def test_without_validation_the_last_checkpoint_is_the_best(tmp_path, trainer):
     assert "1,437 training, none to validate, 360 test images" in done.folder.page.read_text()
     tested = run_door("eval", "ckpt_path=r", logs=tmp_path)
     assert tested.code == 0 and tested.record["metrics"]["test/acc"] == record["metrics"]["test/acc"] > 0.8
+
+
+def test_a_run_that_early_stopping_ended_is_over_at_every_further_start(tmp_path):
+    stopping = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, min_delta: 100, patience: 1}"
+    early = f"+callbacks.early={stopping}"
+    words = ["experiment=quickstart", "trainer.limit_train_batches=2", early, "run_id=r", "resume=auto"]
+    first = run_door("train", *words, logs=tmp_path)
+    assert first.code == 0 and first.record["epochs"] == 2, first.output
+    for _ in range(2):
+        again = run_door("train", *words, logs=tmp_path)
+        assert again.code == 0 and again.record["epochs"] == 2 and "has finished" in again.output, again.output
+    longer = run_door("train", *words, "trainer.max_epochs=21", logs=tmp_path)
+    assert longer.code == 0 and longer.record["epochs"] == 3, longer.output
+
+
+def test_a_resume_that_fails_changes_nothing_of_the_run_also_in_a_renamed_folder(tmp_path):
+    words = ["experiment=quickstart", "trainer.limit_train_batches=2", "trainer.max_epochs=1", "optimizer.lr=0.5"]
+    done = run_door("train", *words, "run_id=r", logs=tmp_path)
+    folder = done.folder.path.rename(done.folder.path.with_name("renamed"))
+    before = (folder / "config.yaml").read_text()
+    failed = run_door(
+        "train", "resume=renamed", "trainer.max_epochs=2", "+callbacks.x={_target_: no.Such}", logs=tmp_path
+    )
+    assert failed.code == 2 and (folder / "config.yaml").read_text() == before, failed.output
+    again = run_door("train", "resume=renamed", "trainer.max_epochs=2", logs=tmp_path)
+    assert again.code == 0 and again.record["epochs"] == 2, again.output
+    assert yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["lr"] == 0.5

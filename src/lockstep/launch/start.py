@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from lockstep.config.schema import key_of
 from lockstep.launch.launchers import Cluster, agent_id, command_line, named_run
 from lockstep.launch.plan import (
     ResumePoint,
@@ -95,6 +96,9 @@ def is_over(config: Config, folder: RunFolder, previous: RunRecord) -> bool:
     own = config["trainer"]
     if previous.ended_by == "max_time":
         return bool(own["max_time"]) and seconds_of(own["max_time"], "trainer.max_time") <= (previous.fit_seconds or 0)
+    stored = (config_before(folder) or {}).get("trainer") or {}
+    if all(own.get(key) == stored.get(key) for key in ("max_epochs", "max_steps", "max_time")):
+        return True  # also if a callback, as EarlyStopping, ended it
     if _ended_by_steps(folder, previous):
         return bool(0 <= own["max_steps"] <= (previous.steps or 0))
     return bool(own["max_epochs"] <= (previous.epochs or 0))
@@ -184,11 +188,12 @@ def begin(plan: RunPlan, fresh: bool) -> RunPlan:
         else:  # anew, from the weights that the user named
             plan = replace(find_weights(plan), resume=ResumePoint(0))
     folder.path.mkdir(parents=True, exist_ok=True)
-    write_config(plan)
     record = first_record(plan)
-    if previous is not None:
+    if previous is None:  # a resume writes it when its ranks are built: one that fails leaves what ran before
+        write_config(plan)
+    else:
         record = continued(previous, record, step=plan.resume_step or 0, checkpoint=plan.checkpoint)
-    elif diff := provenance.code_diff(REPOSITORY) if record.code.dirty else "":
+    if previous is None and (diff := provenance.code_diff(REPOSITORY) if record.code.dirty else ""):
         write_atomically(folder.code_diff, lambda file: file.write(redact_text(diff)))
     write_record(folder.record, record)
     return plan
@@ -207,8 +212,9 @@ IGNORED_ON_RESUME = (
 )  # fmt: skip
 
 
-# Options of the data that may differ: data_hash tells what the data are.
-OF_MACHINE = {"root", "cache_dir", "download_dir", "eval_batch_size", "num_workers", "path"}
+# Options that may differ: data_hash tells what the data are, and config.yaml has the scaled learning rates.
+MAY_DIFFER = {"data.root", "data.cache_dir", "data.download_dir", "data.eval_batch_size", "data.num_workers",
+              "data.path", "optimizer.scale_lr_with_batch"}  # fmt: skip
 
 
 def check_resumable(plan: RunPlan, previous: RunRecord) -> None:
@@ -229,26 +235,24 @@ def check_resumable(plan: RunPlan, previous: RunRecord) -> None:
             f"trainer.max_epochs was {longest[0]}, now {longest[1]}: the learning rate's schedule is stretched over "
             "the new length, and may jump."
         )
-    compared = {*(before.get("data") or {})} & {*now["data"]} - OF_MACHINE  # an option may have come or gone since
-    for tree in (before, now):
-        tree["data"] = {key: (tree.get("data") or {}).get(key) for key in compared}
-    for key in sorted({*before, *now} - {*IGNORED_ON_RESUME}, key=str):
-        if differs := _difference(before.get(key), now.get(key)):
+    typed = {key_of(word) for word in plan.overrides}
+    for key in sorted(before.keys() & now.keys() - {*IGNORED_ON_RESUME}, key=str):
+        if differs := _difference(before[key], now[key], key, typed):
             raise UserError(
                 f"The run {folder.run_id} was started with another {key} ({differs}): "
                 "resume it with the same options, or start a new run with ckpt_path=."
             )
 
 
-def _difference(before: Any, now: Any, path: str = "") -> str:
-    if before == now:
-        return ""
+def _difference(before: Any, now: Any, path: str, typed: set[str]) -> str | None:
+    """Return the first value that differs; a key that another version lacks counts only if an override names it."""
+    if before == now or path in MAY_DIFFER:
+        return None
     if isinstance(before, dict) and isinstance(now, dict):
-        found = (
-            _difference(before.get(key), now.get(key), f"{path}.{key}") for key in sorted({*before, *now}, key=str)
-        )
-        return next(filter(None, found))
-    return f"{path.lstrip('.')} was {before!r}, now {now!r}"
+        keys = sorted((key for key in now if key in before or f"{path}.{key}" in typed), key=str)
+        found = (_difference(before.get(key), now[key], f"{path}.{key}", typed) for key in keys)
+        return next(filter(None, found), None)
+    return f"{path.partition('.')[2] or path} was {before!r}, now {now!r}"
 
 
 def first_record(plan: RunPlan) -> RunRecord:
