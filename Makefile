@@ -23,19 +23,18 @@ SIDE_BY_SIDE := -n 3 --dist worksteal
 test-contract: install-dev  ## what users rely on, through the command line: CONTRIBUTING.md has the list
 	$(PY) -m pytest -m contract
 
-test-all: test-beside test-alone  ## the rest of the tests: more launchers, lost nodes, stores that die
+test-all: test-beside test-alone  ## the slow tests: SLURM, two hosts, real S3 servers, killed runs, every recipe
 
 test-beside: install-dev
-	$(PY) -m pytest -m slow $(SIDE_BY_SIDE) $(UNTIMED)
+	$(PY) -m pytest -m slow $(SIDE_BY_SIDE) tests $(addprefix --ignore=,$(ALONE))
 
 test-alone: install-dev
-	$(PY) -m pytest -m slow $(addprefix --ignore=,$(UNTIMED))
-# No test of these waits for something to happen within seconds
-UNTIMED := $(addprefix tests/,callbacks data hydra_plugins models lockstep/config lockstep/data lockstep/logbook \
-  lockstep/strategies lockstep/training lockstep/batch_size/test_estimate.py \
-  lockstep/callbacks/test_weight_average.py test_attacks.py test_docs.py test_eval.py test_export.py \
-  test_howto.py test_parity.py test_pickles.py test_predict.py test_project.py test_recipes.py \
-  test_rehearse.py test_run_pages.py test_s3_data.py)
+	$(PY) -m pytest -m slow $(ALONE)
+# Tests that wait for something to happen within seconds, or that start many processes
+ALONE := $(wildcard $(addprefix tests/,test_two_hosts.py test_slurm.py test_torchrun.py test_train.py test_kills.py \
+  test_ctrl_c.py test_nodes.py test_local_ranks.py test_s3_runs.py test_ray.py test_install.py test_doctor.py \
+  test_object_store.py test_asynchronous_checkpoints.py test_vit_exercise.py test_project.py test_rehearse.py \
+  lockstep/callbacks lockstep/launch lockstep/storage lockstep/batch_size))
 
 test-gpu-sim: install-dev  ## PyTorch's CUDA code on a simulated driver (nullgpu/): all trainers, and rehearse.py
 	$(VENV)/bin/uv pip install -q --python $(PY) --no-deps ./nullgpu
