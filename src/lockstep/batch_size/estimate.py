@@ -24,7 +24,6 @@ from lockstep.training.build_module import build_module
 log = logging.getLogger(__name__)
 
 MARGIN = 1.1  # the allocator's gaps and cuDNN's workspaces: 4 % for ViT-B/32, 9 % for ResNet-18
-RUNTIME_GIB = 0.6  # the CUDA context and NCCL, which lie beside the allocator's memory
 MOST = 65536  # images per device that are tried: the data are not read
 KNOWN = ("DDP", "Sharded", "AllReduce", "")
 TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.bfloat16, "64-true": torch.float64}
@@ -42,16 +41,16 @@ class Shapes(FakeTensorMode):
 def estimate(cfg: Any) -> int:
     """Log the memory of each batch that is tried and the largest one; return the exit code."""
     config = plain(cfg)
-    trainer, hardware = config["trainer"], config.get("hardware") or {}
+    trainer = config["trainer"]
     if (trainer["strategy"] or {}).get("_target_", "").rpartition(".")[2] not in KNOWN:
         raise UserError(
             "--estimate knows one process, DDP, FSDP and all-reduce: use trainer=gpu, ddp, fsdp or allreduce."
         )
-    limit = trainer["memory_limit_gib"] or (hardware.get("gpu_memory_gib") or 0) - RUNTIME_GIB
-    if limit < 0:
+    limit = trainer["memory_limit_gib"]
+    if not limit:
         raise UserError("--estimate needs the memory of a device: pass trainer.memory_limit_gib=16.")
     one_process = trainer["launch"] == "one_process"
-    devices = trainer["devices"] if trainer["devices"] != "auto" else hardware.get("gpus") or 1
+    devices = trainer["devices"] if trainer["devices"] != "auto" else 1
     nodes = trainer["num_nodes"] if trainer["num_nodes"] != "auto" else 1
     ranks, accumulate = 1 if one_process else devices * nodes, trainer["accumulate_grad_batches"]
     tried: dict[int, float | None] = {}
