@@ -104,9 +104,8 @@ class TimmModel(nn.Module):
         """
         own, prefix = self.state_dict(), "backbone."
         place, patch = f"{prefix}pos_embed", f"{prefix}patch_embed.proj.weight"
-        if not all(name in own and name in state for name in (place, patch)):
-            return state
-        if own[place].shape == state[place].shape or own[patch].shape != state[patch].shape:
+        shapes = [{name: each[name].shape for name in (place, patch) if name in each} for each in (own, state)]
+        if not all(len(each) == 2 for each in shapes) or shapes[0] == shapes[1] or shapes[0][patch] != shapes[1][patch]:
             return state
         filtered = _filtered({key.removeprefix(prefix): value for key, value in state.items()}, self.backbone)
         return {f"{prefix}{key}": value for key, value in filtered.items()}
@@ -298,21 +297,19 @@ def _load(backbone: nn.Module, path: Path, name: str, channels: int) -> bool:
             state = {key: value for key, value in state.items() if key not in head}
     except Exception as error:  # timm's filters index what they expect to find
         raise UserError(f"model.weights={path} does not fit {name}: {_one_line(error)}.") from error
-    if problem := _difference(own, state, set(head)):
+    lacking = [key for key in own if key not in state and key not in head]
+    shapes = [key for key in own if key in state and own[key].shape != state[key].shape]
+    extra = [key for key in state if key not in own]
+    if lacking or shapes or extra:
+        if lacking:
+            problem = f"it lacks {len(lacking)} of {len(own)} weights, {lacking[0]} first"
+        elif shapes:
+            problem = f"{shapes[0]} is {tuple(state[shapes[0]].shape)}, the model's {tuple(own[shapes[0]].shape)}"
+        else:
+            problem = f"it has {len(extra)} weights too many, {extra[0]} first"
         raise UserError(f"model.weights={path} does not fit {name}: {problem}.")
     backbone.load_state_dict(state, strict=False)
     return not all(key in state for key in head if key in own)
-
-
-def _difference(own: dict[str, Tensor], state: dict[str, Tensor], may_lack: set[str]) -> str:
-    lacking = [name for name in own if name not in state and name not in may_lack]
-    extra = [name for name in state if name not in own]
-    shapes = [name for name in own if name in state and own[name].shape != state[name].shape]
-    if lacking:
-        return f"it lacks {len(lacking)} of {len(own)} weights, {lacking[0]} first"
-    if shapes:
-        return f"{shapes[0]} is {tuple(state[shapes[0]].shape)}, the model's {tuple(own[shapes[0]].shape)}"
-    return f"it has {len(extra)} weights too many, {extra[0]} first" if extra else ""
 
 
 def _read_weights(path: Path, own: dict[str, Tensor]) -> dict[str, Tensor]:
