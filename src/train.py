@@ -55,7 +55,8 @@ def _take_weights(run: "Run", plan: RunPlan) -> None:
     if path and plan.resume_step:
         checkpoint = load_on_all_ranks(path)
         check_fits(run.module, checkpoint["state_dict"], path, model_name)
-        check_data_of_run(checkpoint, run.facts, plan.folder)
+        if run.facts:
+            check_data_of_run(checkpoint, run.facts, plan.folder)
     elif path:
         said = start_from(run.module, path, model_name, plan.config["data"], run.facts)
         if plan.cluster.is_rank_zero:
@@ -65,11 +66,16 @@ def _take_weights(run: "Run", plan: RunPlan) -> None:
 def _known_at_start(run: "Run", plan: RunPlan) -> dict[str, Any]:
     from lockstep.data.report import settings_of
 
-    net: Any = run.module.net
-    return {
+    net: Any = getattr(run.module, "net", run.module)
+    of_module = {
         "precision": str(run.trainer.precision),  # what `auto` came to
         "num_parameters": sum(p.numel() for p in net.parameters()),
         "num_trained_parameters": sum(p.numel() for p in net.parameters() if p.requires_grad),
+    }
+    if not run.facts:
+        return of_module
+    return {
+        **of_module,
         "num_train": run.data.num_train,
         "num_val": run.data.num_val,
         "num_test": run.data.num_test,
@@ -84,12 +90,17 @@ def _test(run: "Run", plan: RunPlan) -> None:
     """Test the best checkpoint (the last weights where nothing was validated) and keep the confusion matrix."""
     best: Path | None = run.checkpoints.best_path if run.checkpoints else None
     from lightning.pytorch.callbacks import WeightAveraging
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    if not is_overridden("test_step", run.module) or not is_overridden("test_dataloader", run.data):
+        log.info("Nothing is tested: the task has no test_step, or the data no test_dataloader.")
+        return
 
     # A checkpoint's weights are the averaged ones where there is an average; the callback would swap them away.
     trainer: Any = run.trainer
     trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, WeightAveraging)]
     trainer.test(run.module, datamodule=run.data, ckpt_path=best, weights_only=True, verbose=False)
-    counts: Any = run.module.test_counts
+    counts: Any = getattr(run.module, "test_counts", None)
     if run.trainer.is_global_zero and counts is not None:  # limit_test_batches=0 tests nothing
         from lockstep.callbacks.confusion import write_counts
 

@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.data import extract_batch_size
 
 from lockstep.callbacks.resume_point import ends_epoch, ends_step
 from lockstep.runs.errors import Diverged, UserError
@@ -21,10 +22,10 @@ class TrainingLog(Callback):
     """Log what a step returns as its loss; end the run if it becomes nan or inf.
 
     Args:
-        global_batch_size: images per optimizer step over all ranks.
+        global_batch_size: images per optimizer step over all ranks; None: taken from the first batch.
     """
 
-    def __init__(self, global_batch_size: int) -> None:
+    def __init__(self, global_batch_size: int | None = None) -> None:
         self.global_batch_size = global_batch_size
         self.started_at, self.seconds_before = time.monotonic(), 0.0  # and seconds in earlier starts of this run
         self.latest: dict[str, float] = {}  # for the progress line and the record
@@ -69,6 +70,8 @@ class TrainingLog(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self.global_batch_size is None:
+            self.global_batch_size = extract_batch_size(batch) * trainer.world_size * trainer.accumulate_grad_batches
         if isinstance(outputs, dict) and outputs.get("loss") is not None:
             accumulated = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             loss = outputs["loss"].detach().double() * accumulated  # Lightning has divided it
@@ -81,7 +84,8 @@ class TrainingLog(Callback):
             self._log(trainer, pl_module, epoch_ends)
 
     def _log(self, trainer: pl.Trainer, module: Any, epoch_ends: bool) -> None:
-        images_per_s = (self.step - self.marked_step) * self.global_batch_size / (time.monotonic() - self.marked_at)
+        images = (self.step - self.marked_step) * (self.global_batch_size or 0)
+        images_per_s = images / (time.monotonic() - self.marked_at)
         self.latest = {**self._means(trainer, module, epoch_ends), "images_per_s": images_per_s}
         for group in trainer.optimizers[0].param_groups[:1] if trainer.optimizers else ():
             self.latest["lr"] = group["lr"] / group.get("lr_scale", 1.0)  # the optimizer's, not that of one layer

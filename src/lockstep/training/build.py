@@ -18,11 +18,15 @@ from lockstep.runs.config import Config
 from lockstep.runs.durations import seconds_of
 from lockstep.runs.errors import UserError
 from lockstep.strategies.base import capabilities
+from lockstep.strategies.data_parallel import DataParallel
+from lockstep.strategies.model_parallel import ModelParallel
 from lockstep.strategies.recompute import recompute_activations
+from lockstep.strategies.sharded import Sharded
 from lockstep.strategies.sync_batchnorm import check_batch_norm, synchronise
 from lockstep.training.build_data import build_data, data_facts
 from lockstep.training.build_module import build_module
 from lockstep.training.checks import DataFacts, check_same_data, validation_interval, whole_steps
+from lockstep.training.plain import build_plain_data, has_plain_data
 from lockstep.training.rank import RankSession, device_of
 from lockstep.training.trainer import build_strategy, build_trainer
 
@@ -52,19 +56,25 @@ def build_run(plan: RunPlan, session: RankSession, *, trained_on: DataFacts | No
     """
     config, cluster, trainable = plan.config, plan.cluster, trained_on is None
     strategy = build_strategy(plan)
-    data = build_data(plan, trained_on)
-    facts = data_facts(data)
+    plain_data = has_plain_data(config)
+    data = build_plain_data(plan) if plain_data else build_data(plan, trained_on)
+    facts = {} if plain_data else data_facts(data)
     if trained_on and "class_counts" in trained_on:  # the weights of a weighted loss
         facts["class_counts"] = trained_on["class_counts"]
     module: Any = build_module(
         config, facts, trainable=trainable, has_checkpoint=bool(plan.checkpoint), learning_rates=plan.learning_rates
     )
     session.wait_for_all()
-    check_same_data(facts, data, cluster)
-    limits = _limits(plan, data) if trainable else {}
+    if plain_data:
+        limits = {"val_check_interval": plan.trainer["val_check_interval"]}
+        if cluster.is_rank_zero and cluster.world_size > 1:
+            log.info("Lightning's samplers spread the data: in an evaluation some samples may count twice.")
+    else:
+        check_same_data(facts, data, cluster)
+        limits = _limits(plan, data) if trainable else {}
     if trainable:
         _prepare_net(module, plan, strategy, data)
-    if cluster.is_rank_zero:
+    if cluster.is_rank_zero and not plain_data:
         data.report, lists = report.report_of(data) if trainable else ({}, {})
         report.log_contents(data, data.report)
         report.log_settings(data, plan.choices.get("augmentation") if trainable else None)
@@ -73,9 +83,11 @@ def build_run(plan: RunPlan, session: RankSession, *, trained_on: DataFacts | No
     recorder = RunRecorder(plan.folder.record)
     callbacks = _callbacks(plan, session, recorder, facts, limits, trainable=trainable)
     loggers = build_loggers(plan) if trainable else []
-    if not data.num_val:
+    if not plain_data and not data.num_val:
         limits["limit_val_batches"] = 0.0
-    trainer = build_trainer(plan, strategy, callbacks, loggers, plan.folder.path, limits)
+    trainer = build_trainer(
+        plan, strategy, callbacks, loggers, plan.folder.path, limits, use_distributed_sampler=plain_data
+    )
     checkpoints = next((callback for callback in callbacks if isinstance(callback, Checkpoints)), None)
     return Run(trainer, module, data, facts, recorder, checkpoints)
 
@@ -93,17 +105,25 @@ def _limits(plan: RunPlan, data: Any) -> dict[str, float]:
 
 def _prepare_net(module: Any, plan: RunPlan, strategy: Any, data: Any) -> None:
     own, cluster = plan.trainer, plan.cluster
+    if not hasattr(module, "net") and isinstance(strategy, Sharded | ModelParallel | DataParallel):
+        raise UserError(
+            f"trainer={plan.choices.get('trainer')} spreads the attribute `net` of a LightningModule, which "
+            f"{type(module).__name__} lacks: name its network self.net, or choose trainer=ddp (on CPUs ddp_sim)."
+        )
+    net = getattr(module, "net", module)
     if own["sync_batchnorm"] and cluster.world_size > 1:
-        synchronise(module.net, "cuda" if plan.accelerator == "gpu" else "cpu")
+        synchronise(net, "cuda" if plan.accelerator == "gpu" else "cpu")
     if own.get("activation_checkpointing"):
-        recompute_activations(module.net)
+        recompute_activations(net)
     if own["compile"]:
-        module.net.compile()
-    if hasattr(module.net, "init_from_images"):
-        module.net.init_from_images(data.sample_images(5000))
+        net.compile()
+    if isinstance(data, pl.LightningDataModule) and not hasattr(data, "sample_images"):
+        return  # its batch size is not known
+    if hasattr(net, "init_from_images"):
+        net.init_from_images(data.sample_images(5000))
     parts = plan.batch.accumulate * capabilities(strategy).micro_batches
     for sentence in check_batch_norm(
-        module.net, images=plan.batch.global_size // (cluster.world_size * parts), world_size=cluster.world_size,
+        net, images=plan.batch.global_size // (cluster.world_size * parts), world_size=cluster.world_size,
         micro_batches=parts, synchronised=own["sync_batchnorm"],
     ):  # fmt: skip
         if cluster.is_rank_zero:
@@ -133,11 +153,11 @@ def _callbacks(
 ) -> list[Any]:
     """Return Lockstep's callbacks and the config's, in the order in which they are called."""
     folder, own, config = plan.folder, plan.trainer, as_run(plan)
-    config["data"].update({key: facts[key] for key in ("mean", "std", "crop_pct", "interpolation")})
+    config["data"].update({key: facts[key] for key in ("mean", "std", "crop_pct", "interpolation") if key in facts})
     config["trainer"].update({key: limits[key] for key in ("limit_train_batches",) if key in limits})
     given = {
         "folder": folder.checkpoints, "contents": {"config": config, "data": facts}, "run_folder": folder.path,
-        "run_id": folder.run_id, "global_batch_size": plan.batch.global_size,
+        "run_id": folder.run_id, "global_batch_size": plan.batch.global_size if facts else None,
     }  # fmt: skip
     chosen = [build(node, given) for node in (plan.config["callbacks"] or {}).values() if node]
     for callback in chosen:
@@ -165,4 +185,4 @@ def _callbacks(
         first.append(WeightAverage(own["ema_decay"], device_of(plan)))
     if session.hang_dump is not None:
         first.append(session.hang_dump)
-    return [*first, TrainingLog(plan.batch.global_size), *chosen, session.interruption, recorder]
+    return [*first, TrainingLog(given["global_batch_size"]), *chosen, session.interruption, recorder]

@@ -13,6 +13,7 @@ from lockstep.training.checks import DataFacts
 from lockstep.training.freeze import freeze
 from lockstep.training.metrics import build_metrics
 from lockstep.training.parameter_groups import RULES, GroupRules
+from lockstep.training.plain import build_plain_task, has_plain_task
 
 CLASSIFIER = "classifier.ImageClassifier"  # of checkpoints that do not name theirs
 OPTIONS_OF_LOSSES = {"label_smoothing": 0.0, "class_weights": None, "gamma": 2.0, "target_threshold": None}
@@ -35,6 +36,10 @@ def build_module(
         learning_rates: in place of the optimizer's own, by option.
     """
     torch.manual_seed(config["seed"])
+    if has_plain_task(config):
+        return build_plain_task(config)
+    if not facts:
+        raise UserError("The classifier needs Lockstep's data: add a LightningModule with task._target_=package.Class.")
     shape = {name: facts[name] for name in ("num_classes", "image_size", "channels")}
     own = dict(config["model"])
     frozen = own.pop("freeze", None)
@@ -58,7 +63,8 @@ def build_module(
         "metrics": build_metrics(config, facts["num_classes"]), "num_classes": facts["num_classes"],
         "scheduler": build(schedule) if trainable and "_target_" in schedule else None,
     }  # fmt: skip
-    return build({"_target_": CLASSIFIER, **config["classifier"]}, parts)
+    task = config.get("task") or {}
+    return build(task if task.get("_target_") else {"_target_": CLASSIFIER, **config["classifier"]}, parts)
 
 
 def pays_channels_last(net: nn.Module, stated: bool | str) -> bool:

@@ -26,6 +26,7 @@ from lockstep.runs.provenance import Host, available_cores
 from lockstep.strategies.placement import devices_of_process
 
 EXPECTED_WARNINGS = (
+    ".*Using `DistributedSampler` with the dataloaders.*",  # build.py logs what it means
     ".*recommended to use `self.log.*sync_dist=True.*",  # the module reduces its counts before it logs them
     ".*smaller than the logging interval.*",  # every epoch's last step is a log point too
     ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6 on torch 2.14

@@ -51,6 +51,7 @@ def build_trainer(
     loggers: list[Any],
     root: Path,
     limits: Mapping[str, float] | None = None,
+    use_distributed_sampler: bool = False,
 ) -> pl.Trainer:
     """
     Args:
@@ -89,7 +90,7 @@ def build_trainer(
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            use_distributed_sampler=False,
+            use_distributed_sampler=use_distributed_sampler,
             **arguments,
         )
     except MisconfigurationException as error:

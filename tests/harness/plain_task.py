@@ -1,0 +1,53 @@
+"""A LightningModule and a LightningDataModule as any other project has them: nothing here knows Lockstep."""
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Regression(pl.LightningModule):
+    """Two optimizers' worth of habits: a loss in a dict, metrics by self.log, a scheduler."""
+
+    def __init__(self, width: int = 16, lr: float = 0.05) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 1))
+
+    def forward(self, x):
+        return self.layers(x).squeeze(1)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return {"loss": nn.functional.mse_loss(self(x), y)}
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", nn.functional.mse_loss(self(x), y), sync_dist=True)
+
+    def test_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("test_loss", nn.functional.mse_loss(self(x), y), sync_dist=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.hparams.lr)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+
+class Numbers(pl.LightningDataModule):
+    def __init__(self, batch_size: int = 16, rows: int = 160) -> None:
+        super().__init__()
+        self.batch_size, self.rows = batch_size, rows
+
+    def setup(self, stage):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(self.rows, 4, generator=generator)
+        self.parts = TensorDataset(x, x.sum(1)), TensorDataset(x[:32], x[:32].sum(1))
+
+    def train_dataloader(self):
+        return DataLoader(self.parts[0], self.batch_size, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.parts[1], self.batch_size)
+
+    test_dataloader = val_dataloader

@@ -1,0 +1,44 @@
+"""A plain LightningModule and a plain LightningDataModule run by config alone, with checkpoints, record and resume."""
+
+import csv
+
+import pytest
+
+from runs import run_door
+
+PLAIN = ("task._target_=plain_task.Regression", "data._target_=plain_task.Numbers", "trainer.max_epochs=3",
+         "callbacks.checkpoints.monitor=val_loss", "callbacks.checkpoints.mode=min", "trainer.num_threads=1",
+         "trainer.log_every_n_steps=5", "run_id=r")  # fmt: skip
+
+
+@pytest.mark.parametrize("trainer", ["cpu", "ddp_sim"])
+def test_they_train_test_and_leave_checkpoints_a_record_and_a_page(trainer, tmp_path):
+    done = run_door("train", *PLAIN, f"trainer={trainer}", "+task.width=8", "+data.rows=320", logs=tmp_path)
+    assert done.code == 0, done.output
+    record = done.record
+    ranks = 2 if trainer == "ddp_sim" else 1
+    assert record["status"] == "finished" and record["steps"] == 3 * 320 // (16 * ranks)
+    assert record["num_parameters"] == 4 * 8 + 8 + 8 + 1
+    assert 0 < record["metrics"]["val_loss_best"] < 4 and 0 < record["metrics"]["test_loss"] < 4
+    assert (done.folder.path / record["best_checkpoint"]["path"]).exists() and done.folder.page.exists()
+    with done.folder.metrics.open() as file:
+        rows = list(csv.DictReader(file))
+    assert int(rows[-1]["step"]) == record["steps"] and float(rows[-1]["train/loss"]) < float(rows[0]["train/loss"])
+    assert rows[-1]["val_loss"]
+
+
+def test_they_go_on_from_a_checkpoint(tmp_path):
+    assert run_door("train", *PLAIN, "trainer=cpu", logs=tmp_path).code == 0
+    done = run_door("train", "resume=r", "trainer.max_epochs=5", logs=tmp_path)
+    assert done.code == 0 and done.record["steps"] == 50, done.output
+    assert done.record["restarts"][0]["resumed_step"] == 30
+
+
+def test_what_cannot_work_is_one_sentence(tmp_path):
+    for words, said in (
+        (["trainer=fsdp_sim"], "name its network self.net, or choose trainer=ddp"),
+        (["trainer=cpu", "callbacks.checkpoints.monitor=val_los"], "there are val_loss"),
+        (["trainer=cpu", "task._target_=collections.Counter"], "is no LightningModule"),
+    ):
+        done = run_door("train", *PLAIN, *words, logs=tmp_path / said[:5])
+        assert done.code == 2 and said in done.output.strip().splitlines()[-1], done.output
