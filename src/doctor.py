@@ -19,7 +19,7 @@ from lockstep.launch.launchers import Cluster, set_rank_environment
 from lockstep.launch.plan import resolve_batch, resolve_cluster, resolved
 from lockstep.launch.preflight import Finding, free_disk, own_address, stale_ranks
 from lockstep.runs import provenance
-from lockstep.runs.config import Config, read_only
+from lockstep.runs.config import Config
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
 
@@ -121,7 +121,7 @@ def _other_nodes(config: Config, cluster: Cluster) -> Iterator[Finding]:
 
 def diagnose(cfg: Any) -> int:
     bad = 0
-    for fine, sentence in examine(read_only(plain(cfg)), chosen_options(cfg)["trainer"], environment()):
+    for fine, sentence in examine(plain(cfg), chosen_options(cfg)["trainer"], environment()):
         log.info(f"{'ok  ' if fine else 'FIX '}  {sentence}")
         bad += not fine
     return EXIT_FAILED if bad else EXIT_OK

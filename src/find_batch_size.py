@@ -18,13 +18,12 @@ def find(cfg: Any) -> int:
     """Search and print what was found; return the exit code."""
     from lockstep.batch_size.search import search
     from lockstep.launch.plan import RunPlan, resolve_batch, resolve_cluster
-    from lockstep.runs.config import read_only
     from lockstep.runs.environment import environment
     from lockstep.runs.folder import RunFolder
 
     composed, choices, environ = plain(cfg), chosen_options(cfg), environment()
     composed["data"]["global_batch_size"] = "max"
-    config, words = read_only(composed), tuple(cfg.hydra.overrides.task)
+    config, words = composed, tuple(cfg.hydra.overrides.task)
     cluster, accelerator = resolve_cluster(config, choices["trainer"], environ)
     if not cluster.is_rank_zero:
         return 0

@@ -51,7 +51,7 @@ from lockstep.launch.preflight import findings
 from lockstep.launch.start import Search, begin, finished_already, hold_run_lock, make_plan, run_folder, write_config
 from lockstep.runs import provenance, signals
 from lockstep.runs.batch import Batch
-from lockstep.runs.config import Config, read_only
+from lockstep.runs.config import Config
 from lockstep.runs.environment import die_with_parent, environment, set_variables
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, Interrupted, UserError
 from lockstep.runs.folder import RunFolder, new_run_id
@@ -82,7 +82,7 @@ def launch(cfg: Any, work: Work, search: Search | None = None) -> int:
 
 def launch_config(config: Config, work: Work, search: Search | None = None) -> int:
     """The same from a plain config that also holds `choices` (option by group) and `overrides`."""
-    config, environ = read_only(config), environment()
+    environ = environment()
     set_up(verbose=config["verbose"], quiet=config["quiet"])
     refuse_secrets(config)
     cluster, accelerator = resolve_cluster(config, config["choices"].get("trainer", "this trainer"), environ)
@@ -237,7 +237,7 @@ def _as_decided(
     own = {key: value for key, value in config.items() if key not in ("choices", "overrides")}
     size, accumulate = answer["batch"]
     plan = RunPlan(
-        config=read_only(own), choices=config["choices"], overrides=tuple(config["overrides"]), cluster=cluster,
+        config=own, choices=config["choices"], overrides=tuple(config["overrides"]), cluster=cluster,
         accelerator=accelerator, folder=folder, batch=Batch.cut(size, cluster.world_size, accumulate),
         resume=answer["resume"] and ResumePoint(*answer["resume"]), initial_weights=answer["weights"],
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """The plan of a run: the user's config, which nobody changes, and everything that was decided from it."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from lockstep.launch.checks import CHECKPOINTS, validates
 from lockstep.launch.launchers import Cluster, describe
 from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch, states_accumulation
-from lockstep.runs.config import Config, data_name, model_name, writable
+from lockstep.runs.config import Config, data_name, model_name
 from lockstep.runs.durations import in_words, seconds_of
 from lockstep.runs.environment import visible_gpus
 from lockstep.runs.errors import UserError
@@ -132,7 +133,7 @@ def scaled_learning_rates(optimizer: Config, batch: Batch) -> dict[str, float]:
 
 def resolved(config: Config, cluster: Cluster, accelerator: str) -> dict[str, Any]:
     """A copy of the config with what `auto` came to."""
-    own = writable(config)
+    own = copy.deepcopy(dict(config))
     own["trainer"].update(accelerator=accelerator, devices=cluster.devices, num_nodes=cluster.num_nodes)
     return own
 

@@ -37,7 +37,7 @@ def find_stored(overrides: list[str]) -> Config | None:
     before = config_before(folder) if folder else None
     if folder is None or before is None:
         return None
-    if folder.any_config() is None:  # it came from the bucket
+    if not folder.config.exists():  # it came from the bucket
         before, rejected = accepted(before, OF_RUN, f"The config of the run {folder.run_id} in its bucket")
         named = {key_of(word) for word in overrides}
         if (left := [key for key in rejected if key not in named]) and is_first_on_node(environ):
@@ -69,7 +69,7 @@ def config_before(folder: RunFolder) -> dict[str, Any] | None:
     Raises:
         UserError: it is no run's config.
     """
-    path = folder.any_config() or folder.bucket_config
+    path = folder.config if folder.config.exists() else folder.bucket_config
     if not path.exists():
         return None
     config = read_config(path)

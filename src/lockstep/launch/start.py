@@ -19,7 +19,7 @@ from lockstep.launch.plan import (
 )
 from lockstep.launch.resume import config_before, runs_folder
 from lockstep.runs import provenance
-from lockstep.runs.config import Config, read_only
+from lockstep.runs.config import Config
 from lockstep.runs.durations import seconds_of
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError
@@ -132,7 +132,7 @@ def make_plan(
     record = read_record(folder.record) if folder.record.exists() else None
     limit = (record.per_device_batch_limit or record.per_device_batch_size) if record else None
     plan = RunPlan(
-        config=read_only(own), choices=config["choices"], overrides=tuple(config["overrides"]), cluster=cluster,
+        config=own, choices=config["choices"], overrides=tuple(config["overrides"]), cluster=cluster,
         accelerator=accelerator, folder=folder, batch=resolve_batch(config, cluster, limit),
         initial_weights=config.get("ckpt_path"),
     )  # fmt: skip

@@ -32,14 +32,9 @@ class RunFolder:
     def config(self) -> Path:
         return self.path / "config.yaml"
 
-    def any_config(self) -> Path | None:
-        """config.yaml, or on a machine that never held node 0 its own node's."""
-        found = [self.config, *sorted(self.path.glob("config-node*.yaml"))]
-        return next((path for path in found if path.exists()), None)
-
     @property
     def bucket_config(self) -> Path:
-        """config.yaml as the run's bucket has it: from outside, where others may write."""
+        """The untrusted config.yaml of the run's bucket, where others may write."""
         return self.path / "from-bucket" / "config.yaml"
 
     @property

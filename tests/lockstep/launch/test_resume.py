@@ -11,16 +11,15 @@ from lockstep.launch.resume import find_stored
 from lockstep.runs.errors import UserError
 
 
-def leave_run(logs, run_id, *words, of_node=0, **other):
+def leave_run(logs, run_id, *words):
     """Leave the folder of a run that was started with these words, and return its config."""
     cfg = compose("train", list(words))
     folder = logs / "train" / "runs" / run_id
     folder.mkdir(parents=True)
-    config = {**plain(cfg), "choices": dict(chosen_options(cfg)), "overrides": list(words), **other}
+    config = {**plain(cfg), "choices": dict(chosen_options(cfg)), "overrides": list(words)}
     config["trainer"].update(devices=3, num_nodes=5)  # what `auto` came to
-    if not of_node:
-        (folder / "run.json").write_text("{}")
-    (folder / (f"config-node{of_node}.yaml" if of_node else "config.yaml")).write_text(yaml.safe_dump(config))
+    (folder / "run.json").write_text("{}")
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
     return config
 
 

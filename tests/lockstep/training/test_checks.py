@@ -9,7 +9,6 @@ from local_ranks import run_ranks
 from lockstep.config.compose import chosen_options, compose, plain
 from lockstep.launch.plan import RunPlan, resolve_batch, resolve_cluster
 from lockstep.launch.process_group import join
-from lockstep.runs.config import read_only
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.training.checks import check_data_of_run, check_logits, check_same_data, whole_steps
@@ -119,7 +118,7 @@ def test_a_compiled_net_is_asked_for_and_refused_where_one_process_has_several_d
 
     def planned(overrides, folder):
         cfg = compose("train", [*overrides, f"paths.data_dir={folder}/data", f"paths.log_dir={folder}/logs"])
-        config, choices = read_only(plain(cfg)), chosen_options(cfg)
+        config, choices = plain(cfg), chosen_options(cfg)
         cluster, accelerator = resolve_cluster(config, choices["trainer"], {})
         batch = resolve_batch(config, cluster)
         return RunPlan(config, choices, tuple(overrides), cluster, accelerator, RunFolder(folder), batch)
