@@ -109,9 +109,8 @@ parity: install-dev  ## every strategy against one process, in float64, with see
 bench: install-dev  ## measure this machine against peers and goals (about an hour), into benchmarks/results
 	$(PY) benchmarks/step_time.py
 	$(PY) benchmarks/start.py
-	$(PY) benchmarks/input_path.py $(if $(CIFAR),--root $(CIFAR))
+	$(if $(CIFAR),$(PY) benchmarks/input_path.py --root $(CIFAR))
 	$(PY) benchmarks/speedrun.py $(if $(CIFAR),--root $(CIFAR))
-	$(if $(CIFAR),$(PY) benchmarks/alexnet.py --root $(CIFAR) trainer.precision=bf16-mixed)
 	$(if $(MNIST),$(PY) benchmarks/template.py --root $(MNIST),$(if $(FASHION),$(PY) benchmarks/template.py --fashion-root $(FASHION)))
 CIFAR ?=# make bench CIFAR=folder that holds cifar-10-batches-py
 MNIST ?=# make bench MNIST=folder in torchvision's layout

@@ -33,7 +33,7 @@ def main() -> None:
             found = figures[name] = record["throughput"]
             share = found["data_wait_share"]
             goals.append(goal_row(
-                16, f"{label} at 224 px from JPEG files: a step's wait for images", "≤ 2 %", round(100 * share, 2),
+                f"{label} at 224 px from JPEG files: a step's wait for images", "≤ 2 %", round(100 * share, 2),
                 share <= GOAL, unit="%", detail=f"{options.steps} steps of {options.batch} images",
             ))  # fmt: skip
     save("loader_wait", goals, throughput=figures)

@@ -162,24 +162,14 @@ def page(content: dict[str, Any]) -> str:
             f"| {r['model']} | {r['row']} | {r['compared_with']} | {' | '.join(cells)} | "
             f"{r['first_loss']:.3f} → {r['last_loss']:.3f} | {'equal' if r['passed'] else '**differs**'} |"
         )
-    rows = " ".join(f"{r['row']} {r['compared_with']}" for r in content["rows"])
     lines += [
         "",
         f"float32 alone takes the bare loop this far from the bare loop in float64: {own}.",
         "",
         "alexnet_bn runs with synchronised BatchNorm; under accumulation its statistics are those of a micro-batch by "
         "nature, so it is compared with a bare loop over the same micro-batches. The last loss is the mean of three.",
-    ]
-    if "fine-tun" in rows:
-        lines.append(
-            "Fine-tuning: first layers frozen, layer decay 0.8, 1.5 times the learning rate for the head, weight decay "
-            "on matrices alone; compared with a bare loop that does the same."
-        )
-    if "mixup" in rows:
-        lines.append(
-            "Mixup: half of the pairs of neighbours mixed, by mixup or by cutmix; the loss is that of soft labels."
-        )
-    lines += [
+        "Fine-tuning: first layers frozen, layer decay 0.8, 1.5 times the learning rate for the head, weight decay on "
+        "matrices alone; compared with a bare loop that does the same. Mixup: half of the pairs of neighbours mixed.",
         "",
         "| seeded fault (small_cnn, allreduce_sim, float64) | losses | weights | noticed |",
         "|---|---|---|---|",

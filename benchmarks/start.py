@@ -2,22 +2,23 @@
 
     python benchmarks/start.py
 
-Whole processes, in turns. The first step's second counts from the process's start; "bare imports" is a process that
-imports what the run needs (torch, lightning.pytorch, hydra, numpy) and does nothing else.
+Whole processes, in turns. The first step counts from the start of the process to the end of its first optimizer step;
+"bare imports" is a process that imports torch, lightning.pytorch, hydra and numpy and does nothing else.
 """
 
 import argparse
+import os
 import re
 import sys
 import tempfile
 import time
-from pathlib import Path
+from functools import partial
 
-from measuring import HERE, TRAIN, goal_row, in_turns, median, output_of, paired_ratio, places, save, seconds_of
+from measuring import TRAIN, goal_row, in_turns, median, output_of, paired_ratio, places, save, seconds_of
 
 TORCH = [sys.executable, "-c", "import torch"]
 IMPORTS = [sys.executable, "-c", "import torch, lightning.pytorch, hydra, numpy"]
-FIRST_STEP = [sys.executable, str(HERE / "first_step.py")]
+FIRST_STEP = "--first-step"
 
 
 def main() -> None:
@@ -25,15 +26,15 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     repetitions = parser.parse_args().repetitions
     with tempfile.TemporaryDirectory() as scratch:
-        first_step(Path(scratch), "trainer=cpu")  # decodes the images once, and warms the disk
+        first_step(scratch, "trainer=cpu")  # decodes the images once, and warms the disk
         torch, help_s, cfg_s, imports, one, two = in_turns(
             repetitions,
-            lambda: seconds_of(TORCH),
-            lambda: seconds_of([*TRAIN, "--help"]),
-            lambda: seconds_of([*TRAIN, "--cfg", "job"]),
-            lambda: seconds_of(IMPORTS),
-            lambda: first_step(Path(scratch), "trainer=cpu"),
-            lambda: first_step(Path(scratch), "trainer=ddp_sim"),
+            partial(seconds_of, TORCH),
+            partial(seconds_of, [*TRAIN, "--help"]),
+            partial(seconds_of, [*TRAIN, "--cfg", "job"]),
+            partial(seconds_of, IMPORTS),
+            partial(first_step, scratch, "trainer=cpu"),
+            partial(first_step, scratch, "trainer=ddp_sim"),
         )
     ratios = [
         ("--help ÷ import torch", paired_ratio(help_s, torch), 0.3),
@@ -43,24 +44,37 @@ def main() -> None:
     ]
     named = {"import_torch": torch, "help": help_s, "cfg_job": cfg_s, "imports": imports, "first_step": one,
              "first_step_two_ranks": two}  # fmt: skip
-    save(
-        "start",
-        [goal_row(7, f"start: {what}", f"≤ {limit}", ratio, ratio <= limit) for what, ratio, limit in ratios],
-        seconds={name: median(values, 3) for name, values in named.items()},
-        all_seconds={name: [round(value, 3) for value in values] for name, values in named.items()},
-        bytecode=not sys.flags.dont_write_bytecode,
-    )
+    goals = [goal_row(f"start: {what}", f"≤ {limit}", ratio, ratio <= limit) for what, ratio, limit in ratios]
+    medians = {name: median(values, 3) for name, values in named.items()}
+    save("start", goals, seconds=medians, all_seconds=named, bytecode=not sys.flags.dont_write_bytecode)
 
 
-def first_step(scratch: Path, trainer: str) -> float:
-    """Seconds from starting the process to the end of its first optimizer step (on rank 0, with all its ranks)."""
+def first_step(scratch: str, trainer: str) -> float:
+    """Return the seconds from starting the process to the end of its first optimizer step, on rank 0."""
     words = ["experiment=quickstart", trainer, "trainer.max_steps=1", "test=false", *places(scratch)]
     started = time.time()
-    said = output_of([*FIRST_STEP, *words])
+    said = output_of([sys.executable, __file__, FIRST_STEP, *words])
     at = re.search(r"first_step_at (\S+)", said)
     assert at, said
     return float(at.group(1)) - started
 
 
+def train_and_print_first_step(words: list[str]) -> int:
+    """Run train.py with a hook after the first optimizer step; a process that starts ranks imports no torch for it."""
+    import train
+
+    if "trainer=ddp_sim" not in words or "LOCKSTEP_AGENT" in os.environ:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        def tell(*_: object) -> None:
+            handle.remove()
+            print(f"first_step_at {time.time()!r}", flush=True)
+
+        handle = register_optimizer_step_post_hook(tell)
+    return train.main(words)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == [FIRST_STEP]:
+        sys.exit(train_and_print_first_step(sys.argv[2:]))
     main()

@@ -104,12 +104,12 @@ def main() -> None:
         ratio = paired_ratio(seconds["timm"], seconds["ours"])
         text = f"whole process from JPEG files at {options.size} px, images/s ÷ timm's script"
         detail = f"{images:,} images, ours {rate['ours']} images/s, timm's {rate['timm']}"
-        goal = goal_row(15, text, f"≥ {SPEED_GOAL}", ratio, ratio >= SPEED_GOAL, detail=detail)
+        goal = goal_row(text, f"≥ {SPEED_GOAL}", ratio, ratio >= SPEED_GOAL, detail=detail)
     else:
         apart, spread = abs(median(ours, 2) - median(theirs, 2)), max(theirs) - min(theirs)
         text = "fine-tuning, test accuracy apart from timm's script, medians of the seeds"
         detail = f"ours {ours}, timm's {theirs} %, spread {spread:.2f}; {options.epochs} epochs at {options.size} px"
-        goal = goal_row(15, text, "within its spread", round(apart, 2), apart <= spread, unit="points", detail=detail)
+        goal = goal_row(text, "within its spread", round(apart, 2), apart <= spread, unit="points", detail=detail)
     save(f"timm_{options.what}", [goal], seconds=seconds, accuracies={"ours": ours, "timm": theirs}, images=images)
 
 
