@@ -45,17 +45,6 @@ def test_lightning_neither_takes_signals_nor_looks_for_its_own_checkpoints(tmp_p
     assert trainer._checkpoint_connector._hpc_resume_path is None
 
 
-def test_lightning_calls_what_is_overridden_and_nothing_else_takes_signals():
-    """The names must not only exist: fit has to go through them."""
-    import inspect
-
-    from lightning.pytorch.loops import training_epoch_loop
-    from lightning.pytorch.trainer import trainer as trainer_module
-
-    assert "register_signal_handlers()" in inspect.getsource(trainer_module)
-    assert "_broadcast_sigterm_tensor()" in inspect.getsource(training_epoch_loop)
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_fit_leaves_our_handlers_in_place():
     seen = []
@@ -112,11 +101,6 @@ def test_votes_are_rare_where_steps_are_quick():
     found = run_ranks(vote_many, 2, [(0.01, 0.01), (0.01, 0.01)], 1000, 0)
     step, votes = found[0]
     assert 1000 <= step <= 1000 + module.MOST_STEPS and votes < 1000 / 50
-
-
-def test_one_process_needs_no_vote():
-    vote = Vote(1)
-    assert [vote(False), vote(True)] == [False, True]
 
 
 def stop_of_nodes(place, asked):

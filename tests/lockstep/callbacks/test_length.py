@@ -109,12 +109,6 @@ def test_a_run_goes_on_with_another_interval_and_accumulation(whole, tmp_path):
     assert done.record["steps"] == 40
 
 
-@pytest.mark.slow
-def test_two_ranks_validate_within_an_epoch_as_one_does(whole, tmp_path):
-    done = run_door("train", *WORDS, "trainer.val_check_interval=0.4", "trainer=ddp_sim", logs=tmp_path)
-    assert done.code == 0 and [step for step, *_ in validated(done)] == AT, done.output
-
-
 EARLY = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, patience: 2, min_delta: 9}"
 
 

@@ -118,13 +118,6 @@ def test_devices_that_one_process_uses_count(strategy, world_size, devices):
     assert devices_in_use(strategy, world_size) == devices
 
 
-def test_a_rate_per_device_is_of_all_devices_of_the_process():
-    strategy = pl.strategies.SingleDeviceStrategy("cpu")
-    strategy.process_devices = [torch.device("cpu", index) for index in range(4)]
-    throughput = fit(Throughput(20), Slow(0.001), SlowLoader(0, 10), strategy=strategy)["throughput"]
-    assert throughput["images_per_s_per_device"] == pytest.approx(throughput["images_per_s"] / 4, rel=1e-3)
-
-
 def test_counting_operations_changes_neither_weights_nor_draws():
     net = nn.Sequential(
         nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8 * 36, 10)

@@ -69,11 +69,6 @@ def test_a_training_that_stops_within_an_epoch_has_a_row(tmp_path, stop_at, step
     assert float(row["train/loss"]) == sum(range(stop_at + 1)) / (stop_at + 1)
 
 
-def test_a_training_that_ends_at_max_steps_has_a_row(tmp_path):
-    (row,) = fit(tmp_path, Net(), max_steps=7)
-    assert (row["step"], row["train/loss"]) == ("7", "3.0")
-
-
 def test_the_seconds_of_a_resumed_run_go_on(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,epoch,time_s,train/loss\n2,0,40.5,1.0\n4,0,81.25,0.9\n9,0,200.0,0.8\n")
     started = time.monotonic()

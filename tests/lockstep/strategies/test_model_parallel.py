@@ -8,7 +8,6 @@ from torch import nn
 
 from classifier import ImageClassifier
 from local_ranks import local_cluster
-from lockstep.config.compose import compose, plain
 from lockstep.runs.errors import UserError
 from lockstep.strategies.model_parallel import (
     ModelParallel,
@@ -93,15 +92,6 @@ def test_the_split_net_gives_the_logits_of_the_whole_one(name):
         torch.testing.assert_close(pipeline(images), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("costs", "parts", "ends"),
-    [([1, 1, 1, 9, 1, 1], 2, [3, 6]), ([5, 5], 2, [1, 2]), ([9, 1, 1, 1], 3, [1, 2, 4]), ([0, 0, 7], 2, [1, 3])],
-)
-def test_balanced_cut(costs, parts, ends):
-    found = balanced_cut(costs, parts)
-    assert found[-1] == len(costs) and dearest(costs, found) == dearest(costs, ends)
-
-
 def dearest(costs, ends):
     return max(sum(costs[a:b]) for a, b in zip([0, *ends], ends, strict=False))
 
@@ -151,15 +141,6 @@ def test_a_stated_cut_is_made_where_it_is_stated():
     features, head = net.__dict__["forward"].groups
     assert {id(p) for p in features.parameters()} == {id(p) for p in net.features.parameters()}
     assert {id(p) for p in head.parameters()} == {id(p) for p in net.classifier.parameters()}
-
-
-def test_the_experiment_cuts_between_features_and_head():
-    config = plain(compose("train", ["experiment=alexnet_model_parallel"]))
-    assert config["trainer"]["strategy"]["cut"] == [5] and config["model"]["_target_"].endswith("AlexNetBN")
-
-
-def test_a_stated_cut_trains_as_the_whole_net_does():
-    assert difference([split(own={"cut": [1]})], one(), 1) < 1e-12
 
 
 @pytest.mark.parametrize("cut", [[], [0], [4], [2, 1], [1, 2], [-1], ["a"], [1.5], [True, 2]])

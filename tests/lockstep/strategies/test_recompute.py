@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from local_ranks import local_cluster
-from lockstep.config.compose import compose, plain
 from lockstep.runs.errors import UserError
 from lockstep.strategies.recompute import recompute_activations
 from strategy_runs import difference, fit, one, ranks_all, worst
@@ -81,9 +80,3 @@ def test_what_cannot_be_computed_again_is_refused():
         recompute_activations(Norms())
     with pytest.raises(UserError, match="Linear names no shard_units"):
         recompute_activations(nn.Linear(1, 1))
-
-
-@pytest.mark.parametrize("trainer", ["cpu", "ddp", "fsdp", "allreduce", "dp", "model_parallel", "hivemind"])
-def test_every_trainer_has_the_option(trainer):
-    config = plain(compose("train", [f"trainer={trainer}", "trainer.activation_checkpointing=true"]))
-    assert config["trainer"]["activation_checkpointing"] is True

@@ -90,15 +90,6 @@ def test_names_and_layers_stay():
     assert list(net.state_dict()) == names and kept[0] is net[1]
 
 
-def test_alone_it_is_batchnorm():
-    layer, batch, weights = layer_and_batch(torch.float64)
-    expected = run(layer, batch, weights)[0]
-    other, _, _ = layer_and_batch(torch.float64)
-    synchronise(other, "cpu")
-    assert isinstance(other, SyncBatchNorm)
-    torch.testing.assert_close(run(other, batch, weights)[0], expected, rtol=1e-12, atol=1e-12)
-
-
 def test_on_a_gpu_it_is_torch_s_layer():
     net = nn.Sequential(nn.BatchNorm2d(2))
     x = torch.randn(4, 2, 3, 3)
