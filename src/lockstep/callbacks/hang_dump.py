@@ -1,8 +1,6 @@
-"""Stacks of a rank that hangs, and of those that wait for it.
+"""Stacks of a rank that hangs, and of those that wait for it, as faulthandler writes them into stack-rank<N>.txt.
 
-faulthandler writes them into stack-rank<N>.txt once no batch has begun or ended for `timeout_s`, also where a C
-function hangs. The collective of the ranks that wait fails at about the same time and ends the run. For GPUs
-distributed/failures.py sets the variables of NCCL's flight recorder, which shows the collective that a rank missed.
+The collective of the ranks that wait fails at about the same time, after `timeout_s`, and ends the run.
 """
 
 import faulthandler
@@ -21,15 +19,11 @@ class HangDump(pl.Callback):
     Args:
         folder: the folder for the stacks; None: the trainer's default_root_dir.
         timeout_s: seconds without a batch; the timeout of the collectives.
-        on_error: called early with an exception of this rank, which has got the attribute `phase`: other ranks may
-            already wait in a collective for this one.
+        on_error: called early with an exception of this rank, whose attribute `phase` is set: other ranks may wait.
     """
 
     def __init__(
-        self,
-        folder: str | Path | None = None,
-        timeout_s: float = 300.0,
-        on_error: Callable[[BaseException], Any] | None = None,
+        self, folder: Path | None = None, timeout_s: float = 300.0, on_error: Callable[..., Any] | None = None
     ) -> None:
         self.folder, self.timeout_s, self.on_error = folder, timeout_s, on_error
 
