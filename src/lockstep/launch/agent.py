@@ -67,7 +67,9 @@ def start_ranks(
     Returns:
         The exit code, how the rank that failed first ended, and its traceback.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # what counts is said by this project's own lines
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     listener = socket.create_server(("127.0.0.1", 0))  # torch's own would listen on every interface
     port = listener.getsockname()[1]
     store = TCPStore(
@@ -87,23 +89,17 @@ def start_ranks(
             stopped_at.append(time.monotonic())
             raise SignalException(f"{signal.Signals(number).name}", signal.SIGTERM)
 
-    previous = signals.on_stop(stop)
     with tempfile.TemporaryDirectory(prefix="lockstep-errors-") as errors:
         config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=cluster.devices,
-            run_id=run_id or "none",
-            rdzv_backend="static",
-            rdzv_endpoint=f"127.0.0.1:{port}",
-            rdzv_configs={"rank": 0, "timeout": int(timeout_s) + 1},
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=RankLogs(folder, Path(errors)),
-            signals_to_handle="SIGQUIT",  # the others raise the same exception here
+            min_nodes=1, max_nodes=1, nproc_per_node=cluster.devices, run_id=run_id or "none", max_restarts=0,
+            rdzv_backend="static", rdzv_endpoint=f"127.0.0.1:{port}", monitor_interval=0.1,
+            rdzv_configs={"rank": 0, "timeout": int(timeout_s) + 1}, logs_specs=RankLogs(folder, Path(errors)),
+            signals_to_handle="SIGQUIT",  # the others raise the same exception in `stop`
             shutdown_timeout=GRACE_AFTER_STOP_S,
-        )
+        )  # fmt: skip
+        previous: dict[int, Any] = {}
         try:
+            previous = signals.on_stop(stop)
             launch_agent(config, sys.executable, arguments)
             return EXIT_OK, None, ""
         except ChildFailedError as error:
@@ -151,11 +147,5 @@ def _read(error_file: Path) -> tuple[int, RankError, str]:
 
 
 def _killed(rank: int, text: str) -> RankError:
-    return {
-        "rank": rank,
-        "host": socket.gethostname(),
-        "phase": "",
-        "message": text,
-        "kind": "killed",
-        "time": time.time(),
-    }
+    place = {"rank": rank, "host": socket.gethostname(), "phase": ""}
+    return RankError(**place, message=text, kind="killed", time=time.time())  # type: ignore[typeddict-item]

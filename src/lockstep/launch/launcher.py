@@ -3,7 +3,6 @@
 Imports no torch before the first rank is needed, so that every early refusal is quick.
 """
 
-import faulthandler
 import logging
 import math
 import os
@@ -18,24 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.compose import chosen_options, plain
+from lockstep.launch import failures
 from lockstep.launch.checks import check_numbers, check_root, check_validation, check_writable, refuse_days_on_cpu
-from lockstep.launch.failures import (
-    end_of,
-    phase_of,
-    record_failure,
-    record_interruption,
-    recorded_collectives,
-    sentence_of,
-)
+from lockstep.launch.failures import record_interruption
 from lockstep.launch.finish import finish
-from lockstep.launch.launchers import (
-    AGENT,
-    OUTPUT,
-    Cluster,
-    named_run,
-    restart_run_id,
-    set_rank_environment,
-)
+from lockstep.launch.launchers import AGENT, OUTPUT, Cluster, named_run, restart_run_id, set_rank_environment
 from lockstep.launch.plan import (
     ResumePoint,
     RunPlan,
@@ -46,14 +32,14 @@ from lockstep.launch.plan import (
     resolved,
     scaled_learning_rates,
     time_limit,
-)
+)  # fmt: skip
 from lockstep.launch.preflight import findings
 from lockstep.launch.start import Search, begin, finished_already, hold_run_lock, make_plan, run_folder, write_config
 from lockstep.runs import provenance, signals
 from lockstep.runs.batch import Batch
 from lockstep.runs.config import Config
 from lockstep.runs.environment import die_with_parent, environment, set_variables
-from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, Interrupted, UserError
+from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Interrupted, UserError
 from lockstep.runs.folder import RunFolder, new_run_id
 from lockstep.runs.output import set_up
 from lockstep.runs.record import update_record
@@ -146,22 +132,28 @@ def _start_ranks(config: Config, cluster: Cluster, environ: Mapping[str, str], k
         kept.enter_context(hold_run_lock(folder))
     else:  # the ranks' first meeting tells which run it is
         folder = RunFolder(Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-ranks-"))))
-    from lockstep.launch.agent import start_ranks
-
     folder.path.mkdir(parents=True, exist_ok=True)
     signals.before_the_end(partial(record_interruption, folder, signals.INTERRUPTED_AT_ONCE))
-    code, failure, callstack = start_ranks(cluster, run_id, folder.path, arguments, config["trainer"]["timeout_s"])
+    try:
+        signals.on_stop(signals.interrupt)
+        from lockstep.launch.agent import start_ranks
+
+        code, failure, callstack = start_ranks(cluster, run_id, folder.path, arguments, config["trainer"]["timeout_s"])
+    except Exception:  # an import that a signal broke raises anything
+        if not signals.asked:
+            raise
+        code, failure, callstack = EXIT_INTERRUPTED, None, ""
     if failure:
-        failure["phase"] = failure["phase"] or phase_of(folder)
+        failure["phase"] = failure["phase"] or failures.phase_of(folder)
     if is_first and failure:
-        record_failure(folder, failure, code)
+        failures.record_failure(folder, failure, code)
     elif is_first and code:
         record_interruption(folder)
     code = finish(config, cluster, folder, code) if is_first else code
     if failure:
         if failure["kind"] not in ("UserError", "Diverged", "NoRoom"):
             sys.stderr.write(callstack)
-        log.error(sentence_of(failure))
+        log.error(failures.sentence_of(failure))
     return code
 
 
@@ -213,15 +205,16 @@ def _be_rank(
             if cluster.is_rank_zero:
                 signals.before_the_end(partial(record_interruption, folder, signals.INTERRUPTED_AT_ONCE))
             folder.path.mkdir(parents=True, exist_ok=True)
-            set_variables(recorded_collectives(folder), unless_set=True)
-            _dump_stack_on_signal(folder, cluster)
+            set_variables(failures.recorded_collectives(folder), unless_set=True)
             code = work(plan)
         finally:
             signals.on_stop(signals.note)  # what is left is short
     except Exception as error:
         # An import that the signal broke raises anything. Ranks that have met know better: `culprit` names who failed.
         stopped = signals.asked and not isinstance(error, Interrupted | UserError) and not hasattr(error, "culprit")
-        code = end_of(Interrupted(signal.Signals(signals.asked[0]).name) if stopped else error, cluster, folder)
+        code = failures.end_of(
+            Interrupted(signal.Signals(signals.asked[0]).name) if stopped else error, cluster, folder
+        )
         is_restarted = cluster.is_restarted and cluster.num_nodes > 1
         if getattr(error, "elsewhere", False) and is_restarted:
             code = EXIT_FAILED  # torchrun shall start this node's ranks again, beside a node that comes back
@@ -251,10 +244,3 @@ def _as_decided(
             "output is on node 0"
         )
     return plan
-
-
-def _dump_stack_on_signal(folder: RunFolder, cluster: Cluster) -> None:
-    """Let SIGUSR2 write this rank's Python stacks into the run folder."""
-    for path in (folder.stack(cluster.rank), folder.nccl_trace(cluster.rank)):  # of an earlier start
-        path.unlink(missing_ok=True)
-    faulthandler.register(signal.SIGUSR2, file=folder.stack(cluster.rank).open("a"), all_threads=True)
