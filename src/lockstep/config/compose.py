@@ -49,13 +49,15 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
     if own and stored:
         cfg.hydra.overrides.task = [*merge.overrides_of(stored, words, named), *cfg.hydra.overrides.task[len(own) :]]
     if words or own:
-        options = _of_choices(config_name, (*_search_path(words), *_choices(cfg)))
+        search = [word for word in words if word.startswith("hydra.searchpath=")]
+        options = _of_choices(config_name, (*search, *_choices(cfg)))
         schema.check(unresolved(cfg), unresolved(options), words, folders)
     for word in words:
         if word.startswith("~") and (key := key_of(word)).partition(".")[0] not in MAY_LACK:
             raise UserError(f"{word}: a run needs {key}. Give it another value, {key}=VALUE.")
-    for key in ("run_id", "experiment_name", "data.name"):
-        if isinstance(name := _select(cfg, key), bool | int | float):
+    names = {"run_id": cfg.run_id, "experiment_name": cfg.experiment_name, "data.name": cfg.data.get("name")}
+    for key, name in names.items():
+        if isinstance(name, bool | int | float):
             raise UserError(f"{key}={name} is read as a number. Quote it where it is written: '{name}'.")
     return cfg
 
@@ -103,10 +105,6 @@ def _config_folders(words: list[str]) -> tuple[Path, ...]:
     return (CONFIGS, *(Path(path.replace("\\'", "'")) for path in re.findall(r"file://(.*?)(?<!\\)'", found)))
 
 
-def _search_path(words: list[str]) -> list[str]:
-    return [word for word in words if word.startswith("hydra.searchpath=")]
-
-
 def as_typed(word: str) -> str:
     """Quote a name that Hydra would read as a number, a switch or not at all, and expand ~ in it."""
     key, sign, value = word.partition("=")
@@ -119,17 +117,21 @@ def as_typed(word: str) -> str:
 
 
 def _quoted(value: str) -> str:
+    if value.startswith(("'", '"', "$")) or "," in value:  # a comma may separate the values of a sweep
+        return value
+    override = parse(f"x={value}")
+    return value if override and isinstance(override.value(), str | None) else quoted(value)
+
+
+def parse(word: str) -> Any:
+    """Return Hydra's reading of an override; None if it cannot be read."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    if value.startswith(("'", '"', "$")) or "," in value:  # a comma may separate the values of a sweep
-        return value
     try:
-        if isinstance(OverridesParser.create().parse_override(f"x={value}").value(), str | None):
-            return value
+        return OverridesParser.create().parse_override(word)
     except HydraException:
-        pass
-    return quoted(value)
+        return None
 
 
 def quoted(value: str) -> str:
@@ -178,23 +180,13 @@ def one_sentence(error: Exception, words: list[str], folders: tuple[Path, ...]) 
     if "/" in group or "appears more than once" in text or "Multiple values for" in text:
         return f"{text.rstrip('.')}. The defaults of a yaml choose another option by `- override /GROUP: NAME`."
     if type(error).__name__ == "OverrideParseException" or "Ambiguous value" in text:
-        word = next((word for word in words if not _can_be_read(word)), "")
+        word = next((word for word in words if not (read := parse(word)) or read.is_sweep_override()), "")
         key, _, value = word.partition("=")
         several = ", or sweep over its values with -m" if "Ambiguous" in text else ""
         return redact_text(f"""{word} cannot be read: quote the value, '{key}="{value}"'{several}.""")
     text = re.sub(r" ?(full_key:|object_type=|reference_type=)\S*", "", text)
     said = f" (from the overrides: {' '.join(words)})" if words else ""
     return redact_text(f"{text}{said}. {HELP}.")
-
-
-def _can_be_read(word: str) -> bool:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        return not OverridesParser.create().parse_override(word).is_sweep_override()
-    except HydraException:
-        return False
 
 
 def unresolved(cfg: Any) -> Config:
@@ -208,12 +200,6 @@ def without_hydra(cfg: Any) -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.create({key: value for key, value in cfg.items_ex(resolve=False) if key != "hydra"})
-
-
-def _select(cfg: Any, key: str) -> Any:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.select(cfg, key)
 
 
 def register_resolvers() -> None:
