@@ -41,13 +41,13 @@ def example_record(run_id: str, **changes: Any) -> dict[str, Any]:
                        "step_seconds": {"p50": 0.205, "p95": 0.223}, "mfu": 0.31,
                        "slowest_rank": {"rank": 1, "host": "node-a", "own_seconds": 0.21},
                        "fastest_rank": {"rank": 0, "host": "node-a", "own_seconds": 0.198}},
-        "goodput": {"steps": 1.0, "wall": 0.9513},
         "hardware": {"nodes": [{"node_rank": 0, "host": "node-a", "cpu": "Xeon Platinum 8259CL", "cores": 8,
                                 "memory_gib": 31.0, "gpus": [{"name": "Tesla T4"}] * 2, "stats": {}}]},
         "cost": {"usd": 0.126, "usd_per_epoch": 0.0105, "price_per_hour": 1.052, "instance": "2 × g4dn.xlarge"},
         "largest_batch": {"per_device": 412, "global": 824, "probes": 11, "seconds": 41.0, "peak_memory_gib": 14.2,
                           "limit_gib": 14.6, "bounded_by": "memory"},
         "restarts": [], "resumed_from": None,
+        "summary": {"changed": [["trainer.devices", 1, 2]], "changed_along": [["optimizer.lr", 0.001, 0.0005]]},
         "best_checkpoint": {"path": "checkpoints/best-step00001925.ckpt", "bytes": 64_910_233, "epoch": 11,
                             "sha256": "b5bb9d8014a0f9b1d61e21e796d78dccdf1352f23cd32812f4850b878ae4944c", "step": 1925,
                             "metric": {"val/acc": 0.871}, "s3_uri": f"s3://models/vit/{run_id}/best-step00001925.ckpt"},
@@ -83,7 +83,6 @@ def write_run(
     record = example_record(run_id, epochs=epochs, **changes)
     (folder / "run.json").write_text(json.dumps(record, indent=1))
     (folder / "config.yaml").write_text(yaml.safe_dump(config or example_config()))
-    (folder / "defaults.yaml").write_text(yaml.safe_dump(example_config(trainer__devices=1, optimizer__lr=0.001)))
     (folder / "tensorboard").mkdir()
     chance = random.Random(run_id)
     write_metrics(folder, epochs, speed, chance)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from lockstep.config.compose import chosen_options, compose, plain
 from lockstep.config.schema import key_of
 from lockstep.launch.launchers import Cluster, agent_id, command_line, named_run
 from lockstep.launch.plan import (
@@ -18,6 +19,7 @@ from lockstep.launch.plan import (
     scaled_learning_rates,
 )
 from lockstep.launch.resume import config_before, runs_folder
+from lockstep.logbook.folders import changes
 from lockstep.runs import provenance
 from lockstep.runs.config import Config
 from lockstep.runs.durations import seconds_of
@@ -189,6 +191,7 @@ def begin(plan: RunPlan, fresh: bool) -> RunPlan:
             plan = replace(find_weights(plan), resume=ResumePoint(0))
     folder.path.mkdir(parents=True, exist_ok=True)
     record = first_record(plan)
+    record.summary = _changes_of_recipe(plan)
     if previous is None:  # a resume writes it when its ranks are built: one that fails leaves what ran before
         write_config(plan)
     else:
@@ -197,6 +200,18 @@ def begin(plan: RunPlan, fresh: bool) -> RunPlan:
         write_atomically(folder.code_diff, lambda file: file.write(redact_text(diff)))
     write_record(folder.record, record)
     return plan
+
+
+def _changes_of_recipe(plan: RunPlan) -> dict[str, Any]:
+    """Return what the options change in the recipe that they choose, for the page; {} for an evaluation."""
+    if plan.config["task_name"] != "train":
+        return {}
+    kept = ("experiment=", "+experiment=", "hydra.searchpath=")
+    recipe = compose("train", [word for word in plan.overrides if word.startswith(kept)])
+    try:
+        return changes({**plain(recipe), "choices": chosen_options(recipe)}, as_run(plan), plan.overrides)
+    except UserError:  # it needs an option, as data.root
+        return {}
 
 
 def write_config(plan: RunPlan) -> None:

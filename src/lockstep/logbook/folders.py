@@ -13,6 +13,7 @@ from lockstep.runs.errors import UserError
 from lockstep.runs.foreign_files import read_yaml
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import RunRecord, read_record, status_of
+from lockstep.runs.redact import redact
 
 # Options that differ between any two runs, or that say where and not how a run trained
 NOT_COMPARED = (
@@ -135,6 +136,18 @@ def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     keys = sorted({key for config in configs for key in config if _is_compared(key)})
     found = {key: [config.get(key) for config in configs] for key in keys}
     return {key: values for key, values in found.items() if len(set(map(json.dumps, values))) > 1}
+
+
+def changes(recipe: dict[str, Any], config: dict[str, Any], overrides: Sequence[str]) -> dict[str, list[list[Any]]]:
+    """Return rows of [option, recipe's value, value here]: `changed` by the command line, `changed_along` with it."""
+    here = flatten(redact(config))
+    found = differences([flatten(redact(recipe)), here])
+    typed = []
+    for word in overrides:
+        key = word.partition("=")[0].lstrip("+~").partition("@")[0]
+        names = [f"choices.{key}"] if f"choices.{key}" in here else [n for n in found if f"{n}.".startswith(f"{key}.")]
+        typed += [[name.removeprefix("choices."), *found.pop(name)] for name in names if name in found]
+    return {"changed": typed, "changed_along": [[name, *values] for name, values in found.items()]}
 
 
 def folders_under(root: Path) -> list[Path]:

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.logbook.folders import Run, differences, flatten, read_config, read_run
+from lockstep.logbook.folders import Run, read_run
 from lockstep.runs.record import RunRecord, save_record
-from lockstep.runs.redact import redact
 from lockstep.runs.scores import class_scores
 
 MAX_CONFUSION = 50  # classes whose confusion matrix goes into the record
@@ -34,7 +33,8 @@ def summarise(folder: Path) -> Run:
         "cpu_percent": _mean_of_medians(record, "cpu", "percent"),
         "lost_steps": sum(restart.lost_steps or 0 for restart in record.restarts),
         "downtime_s": sum(restart.downtime_s or 0 for restart in record.restarts),
-        **_changes(run),
+        "changed": record.summary.get("changed"),
+        "changed_along": record.summary.get("changed_along"),
         **_classes(folder / "confusion_matrix.csv"),
     }
     record.summary = {key: value for key, value in summary.items() if value not in (None, {}, [])}
@@ -94,19 +94,6 @@ def _statistics(record: RunRecord, device: str, what: str, which: str) -> list[f
 def _mean_of_medians(record: RunRecord, device: str, what: str) -> float | None:
     found = _statistics(record, device, what, "p50")
     return round(sum(found) / len(found), 1) if found else None
-
-
-def _changes(run: Run) -> dict[str, list[list[Any]]]:
-    """Rows of [option, recipe's value, value here] for the options on the command line, and for all others."""
-    configs = [flatten(redact(read_config(run.folder / name))) for name in ("defaults.yaml", "config.yaml")]
-    found = differences(configs) if configs[0] else {}
-    typed = []
-    for word in run.record.overrides:
-        key = word.partition("=")[0].lstrip("+~").partition("@")[0]
-        is_choice = f"choices.{key}" in run.config
-        names = [f"choices.{key}"] if is_choice else [name for name in found if f"{name}.".startswith(f"{key}.")]
-        typed += [[name.removeprefix("choices."), *found.pop(name)] for name in names if name in found]
-    return {"changed": typed, "changed_along": [[name, *values] for name, values in found.items()]}
 
 
 def _classes(path: Path) -> dict[str, Any]:

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from example_runs import example_config, write_run
+from example_runs import write_run
+from lockstep.logbook.folders import changes
 from lockstep.logbook.summary import summarise
 
 
@@ -43,17 +44,17 @@ def test_devices_count_over_all_starts_and_the_fullest_has_the_peak(tmp_path):
     assert (record.summary["lost_steps"], record.summary["downtime_s"]) == (12, 2.0)
 
 
-def test_what_differs_from_the_recipe_is_told_apart_from_what_changed_with_it(folders):
-    summary = summarise(folders[0]).record.summary
-    assert summary["changed"] == [["trainer.devices", 1, 2]]
-    assert summary["changed_along"] == [["optimizer.lr", 0.001, 0.0005]]
+def test_what_differs_from_the_recipe_is_told_apart_from_what_changed_with_it():
+    recipe = {"model": {"name": "vit"}, "optimizer": {"lr": 0.1}, "choices": {"model": "vit"}, "seed": 1, "run_id": "a"}
+    here = {"model": {"dropout": 0.5}, "optimizer": {"lr": 0.2}, "choices": {"model": "cnn"}, "seed": 1, "run_id": "b"}
+    found = changes(recipe, here, ["model=cnn", "optimizer.lr=0.2", "run_id=b", "seed=1"])
+    assert found["changed"] == [["model", "vit", "cnn"], ["optimizer.lr", 0.1, 0.2]]
+    assert found["changed_along"] == [["model.dropout", None, 0.5], ["model.name", "vit", None]]
 
 
-def test_secrets_of_options_do_not_reach_the_record(tmp_path):
-    overrides = ["optimizer.token=hf_abcdefghijklmnopqrstuvwxyz"]
-    config = example_config(optimizer={"token": "hf_abcdefghijklmnopqrstuvwxyz"})
-    record = summarise(write_run(tmp_path, "r", config=config, overrides=overrides)).record
-    assert record.summary["changed"] == [["optimizer.token", None, "[redacted]"]]
+def test_secrets_of_options_do_not_reach_the_record():
+    found = changes({}, {"optimizer": {"token": "hf_abcdefghijklmnopqrstuvwxyz"}}, ["+optimizer.token=x"])
+    assert found["changed"] == [["optimizer.token", None, "[redacted]"]]
 
 
 def test_each_class_has_its_scores(folders):
