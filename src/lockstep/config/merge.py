@@ -33,7 +33,8 @@ def options_of(stored: Config, named: Mapping[str, str], folders: tuple[Path, ..
 
     words = []
     for group, name in (stored.get("choices") or {}).items():
-        if not name or group in named or group in ("paths", "hydra"):
+        exists = any((folder / group.partition("/")[0]).is_dir() for folder in folders)  # version 1 had `hardware=`
+        if not name or not exists or group in named or group in ("paths", "hydra"):
             continue
         if missing_option(group, str(name), folders):  # its yaml is gone, or in a folder of --config-dir
             if not isinstance(stored.get(group), Mapping):

@@ -10,7 +10,7 @@ from pathlib import Path
 from lockstep.launch.launchers import Cluster
 from lockstep.runs import signals
 from lockstep.runs.config import Config
-from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, Interrupted
+from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, Interrupted, UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.foreign_files import read_yaml
 from lockstep.runs.record import RunRecord, read_record
@@ -49,7 +49,10 @@ def conclude(folder: RunFolder, keep_in: Path | None, code: int) -> None:
     Args:
         keep_in: the logbook that the run goes into; None: it stays in its folder.
     """
-    record = read_record(folder.record) if folder.record.exists() else RunRecord()
+    try:
+        record = read_record(folder.record) if folder.record.exists() else RunRecord()
+    except UserError as error:
+        return log.warning(f"The run's page was not written ({error})")
     began = record.steps or record.restarts or any(folder.checkpoints.glob("*"))
     if code == EXIT_USER_ERROR and not began:  # its input was refused: there is nothing to look at
         return shutil.rmtree(folder.path, ignore_errors=True)
