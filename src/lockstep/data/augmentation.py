@@ -1,6 +1,6 @@
-"""What training does to images: the base of src/augmentations/, and the random stream that belongs to one image.
+"""The base of src/augmentations/, and the random stream that belongs to one image.
 
-torchvision is imported where an image is worked on alone: a run that needs it not starts a third of a second sooner.
+torchvision is imported where single images are augmented: other runs start a third of a second sooner.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,32 +21,23 @@ JITTERS = ("brightness", "contrast", "saturation", "hue")
 
 
 class Augmentation:
-    """Operations on one image after the other, and mixing of neighbours; a subclass says `operations`.
+    """Operations on single images, and mixing of pairs; a subclass returns `operations`.
 
     Args:
         flip: mirror half of the images left to right; None: as data.flip says.
-        color_jitter: by how much at most brightness, contrast, saturation and hue change: up to four numbers; None: not
-            at all.
+        color_jitter: up to four numbers, the largest change of brightness, contrast, saturation and hue; None: none.
         erasing_prob: share of the images in which a rectangle becomes the mean colour.
-        mixup_alpha: of mixup's Beta distribution; 0: no mixup.
-        cutmix_alpha: of cutmix's; 0: no cutmix.
+        mixup_alpha, cutmix_alpha: of the Beta distributions; 0: no mixup, no cutmix.
         mix_prob: share of the pairs that are mixed.
-        switch_prob: where both are on, the share of cutmix.
-        mix_epochs: the first so many epochs mix; None: all.
+        switch_prob: with both, the share of cutmix.
+        mix_epochs: mix in the first so many epochs; None: in all.
     """
 
     def __init__(
-        self,
-        *,
-        flip: bool | None = None,
-        color_jitter: Sequence[float] | None = None,
-        erasing_prob: float = 0.0,
-        mixup_alpha: float = 0.0,
-        cutmix_alpha: float = 0.0,
-        mix_prob: float = 1.0,
-        switch_prob: float = 0.5,
+        self, *, flip: bool | None = None, color_jitter: Sequence[float] | None = None, erasing_prob: float = 0.0,
+        mixup_alpha: float = 0.0, cutmix_alpha: float = 0.0, mix_prob: float = 1.0, switch_prob: float = 0.5,
         mix_epochs: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         for key, value in (("erasing_prob", erasing_prob), ("mix_prob", mix_prob), ("switch_prob", switch_prob)):
             if not 0 <= value <= 1:
                 raise UserError(f"augmentation.{key}={value} must be from 0 to 1.")
@@ -58,9 +49,9 @@ class Augmentation:
         self.mixing = Mixing(*alphas, mix_prob, switch_prob, mix_epochs) if max(alphas) > 0 else None
 
     def operations(self, framing: Framing) -> list[Operation]:
-        """From a Pillow image of any size, RGB or L, to one of image_size × image_size.
+        """Return operations from a Pillow image of any size, RGB or L, to one of image_size × image_size.
 
-        They draw from torch's generator alone, which stands elsewhere for each image.
+        They draw from torch's generator alone, which is seeded for each image.
         """
         raise NotImplementedError
 
@@ -68,10 +59,10 @@ class Augmentation:
         return framing.flip if self.flip is None else self.flip
 
     def pipeline(self, framing: Framing) -> "v2.Compose":
-        """All operations on one image, in order.
+        """Return all operations on one image, in order.
 
         Raises:
-            UserError: it has neither one channel nor three.
+            UserError: the images have neither one channel nor three.
         """
         from torchvision.transforms import v2
 
@@ -89,7 +80,7 @@ class Augmentation:
 
 
 class CropFlip(Augmentation):
-    """A crop of image_size at a random place, mirrored or not: as the data's crop_padding and flip say.
+    """A crop of image_size at a random position, mirrored or not, as data.crop_padding and data.flip say.
 
     Args:
         random_crop: false: the centre crop of evaluation.
@@ -101,7 +92,7 @@ class CropFlip(Augmentation):
 
     @property
     def on_whole_batches(self) -> bool:
-        """Whether the device does it all (BatchTransforms), so that no image is worked on alone."""
+        """Whether the device augments whole batches (BatchTransforms)."""
         return not self.color_jitter and not self.erasing_prob
 
     def operations(self, framing: Framing) -> list[Operation]:
@@ -124,9 +115,9 @@ def _jitter(values: Sequence[float] | None) -> list[float]:
 
 @contextmanager
 def own_stream(seed: int) -> Iterator[None]:
-    """torch's generator on the CPU stands where `seed` puts it, and afterwards where it was.
+    """Seed torch's generator on the CPU for the block, and restore it afterwards.
 
-    Not torch.manual_seed, which in the training process would seed the GPU's as well.
+    torch.manual_seed would seed the GPU's generator as well.
     """
     before = torch.default_generator.get_state()
     torch.default_generator.manual_seed(seed)

@@ -1,9 +1,9 @@
-"""Which images, in which order and with which augmentation, each rank gets: the train and evaluation loaders.
+"""The train and evaluation loaders: which images, in which order and with which augmentation, each rank gets.
 
-Everything follows from (seed, epoch, step): one process and N ranks see the same pixels. The order and the
-augmentation are drawn for the whole epoch at once (a generator for each step costs more than a batch of crops) and
-global batch s takes its images [s·G, (s+1)·G); micro-batch j of k covers its positions [j·G/k, (j+1)·G/k), and rank r
-of W takes the r-th of W equal contiguous parts of that.
+Everything follows from (seed, epoch, step), so that one process and N ranks see the same pixels. Order and augmentation
+are drawn for a whole epoch at once, as a generator for each step would cost more than a batch of crops. Global batch s
+takes images [s·G, (s+1)·G) of the epoch; micro-batch j of k covers its positions [j·G/k, (j+1)·G/k), and rank r of W
+takes the r-th of W equal contiguous parts of that.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,11 +19,13 @@ SPLIT, ORDER, AUGMENTATION, TEST, MIXING = 0, 1, 2, 3, 4  # keep the random stre
 
 
 class Selection(NamedTuple):
-    """What one rank takes next.
+    """What one rank loads next.
 
-    positions: (n,) int64 places in the image array; draws: (3, n) int64 rows dy, dx, flip, or (1, n) a seed for each
-    image; counted: (n,) bool, False where an image only fills the batch up, or None where all count;
-    mixing: (6, n/2) float64 as Mixing.draw gives it, or None where nothing is mixed.
+    Args:
+        positions: (n,) int64, of the images.
+        draws: (3, n) int64, the rows dy, dx and flip, or (1, n), a seed for each image.
+        counted: (n,) bool, False where an image only fills the batch; None: all count.
+        mixing: (6, n/2) float64 as of Mixing.draw; None: nothing is mixed.
     """
 
     positions: np.ndarray
@@ -33,7 +35,7 @@ class Selection(NamedTuple):
 
 
 Deliver = Callable[[Iterable[Selection]], Iterator[Any]]
-"""Turns selections into batches, in order; may read ahead."""
+"""Turns selections into batches, in order; it may read ahead."""
 
 
 def random_stream(seed: int, *purpose: int) -> np.random.Generator:
@@ -41,16 +43,16 @@ def random_stream(seed: int, *purpose: int) -> np.random.Generator:
 
 
 class TrainBatches:
-    """An epoch's complete global batches, as this rank's micro-batches; the remainder is left out.
+    """This rank's micro-batches of an epoch's complete global batches; the remainder is dropped.
 
-    `len()` counts micro-batches, `state_dict()` counts global batches, so accumulation and world size may differ
+    `len()` counts micro-batches, and `state_dict()` global batches, so that accumulation and world size may differ
     between saving and loading. Lightning finds `set_epoch` through `sampler`.
 
     Args:
-        indices: positions of the training images in the image array.
-        draw: draw(generator, n) → (3, n) or (1, n) int64 augmentation of an epoch.
-        draw_mixing: draw_mixing(generator, epoch, pairs) → (6, pairs) float64 of an epoch, or None.
-        fixed: the order and augmentation of epoch 0 in every epoch (Lightning's overfit_batches).
+        indices: positions of the training images.
+        draw: draw(generator, n) → (3, n) or (1, n) int64, the augmentation of an epoch.
+        draw_mixing: draw_mixing(generator, epoch, pairs) → (6, pairs) float64, or None.
+        fixed: repeat the order and augmentation of epoch 0 (Lightning's overfit_batches).
     """
 
     def __init__(
@@ -99,15 +101,14 @@ class TrainBatches:
     def load_state_dict(self, state: dict[str, int]) -> None:
         done = state["global_batches"]
         finished = done >= state["steps_per_epoch"]
-        same_steps = (state["steps_per_epoch"], state["global_batch_size"]) == (
-            self.steps_per_epoch,
-            self._global_batch_size,
+        before, now = (
+            (state["steps_per_epoch"], state["global_batch_size"]),
+            (self.steps_per_epoch, self._global_batch_size),
         )
-        if not same_steps and done > 0 and not finished:
+        if before != now and 0 < done < before[0]:
             raise UserError(
-                f"The checkpoint stands at step {done} of {state['steps_per_epoch']} within an epoch at "
-                f"data.global_batch_size={state['global_batch_size']}: go on with the same batch and data "
-                f"(now {self.steps_per_epoch} steps at {self._global_batch_size})."
+                f"The checkpoint is at step {done} of {before[0]} within an epoch at data.global_batch_size={before[1]}"
+                f": resume with the same batch and data (now {now[0]} steps at {now[1]})."
             )
         self._epoch = state["epoch"]
         self._first_step = self.steps_per_epoch if finished else done
@@ -137,10 +138,10 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """Every image once over all ranks, in order, and as many batches of one size on every rank.
+    """Every image once over all ranks, in order, with as many batches of one size on every rank.
 
-    The batch is the largest up to `batch_size` (per device) that spreads the images evenly; what is left to fill
-    is marked as not counted.
+    The batch is the largest up to `batch_size` (per device) that spreads the images evenly; images that only fill the
+    last batches are marked as not counted.
 
     Args:
         draws: (3,) int64 dy, dx, flip for every image: the centre crop.

@@ -1,7 +1,7 @@
-"""Mixup and cutmix of neighbours in the epoch's order: images 2i and 2i + 1 of it, whatever ranks they fall to.
+"""Mixup and cutmix of images 2i and 2i + 1 of an epoch's order, on whatever rank they are.
 
-mixup: https://arxiv.org/abs/1710.09412, cutmix: https://arxiv.org/abs/1905.04899. What a pair becomes depends on (seed,
-epoch, its place in the order) alone, as it is drawn for the whole epoch at once.
+mixup: https://arxiv.org/abs/1710.09412, cutmix: https://arxiv.org/abs/1905.04899. The mixing of a pair depends only on
+(seed, epoch, position), as it is drawn for the whole epoch at once.
 """
 
 from dataclasses import dataclass
@@ -20,11 +20,10 @@ ROWS = 6  # share, blend, top, bottom, left, right
 class Mixing:
     """
     Args:
-        mixup_alpha: of the Beta distribution; 0: no mixup.
-        cutmix_alpha: likewise.
+        mixup_alpha, cutmix_alpha: of the Beta distributions; 0: no mixup, no cutmix.
         prob: share of the pairs that are mixed.
-        switch_prob: where both are on, the share of cutmix.
-        epochs: the first so many mix; None: all.
+        switch_prob: with both, the share of cutmix.
+        epochs: mix in the first so many epochs; None: in all.
     """
 
     mixup_alpha: float
@@ -37,7 +36,7 @@ class Mixing:
         return self.epochs is None or epoch < self.epochs
 
     def draw(self, generator: np.random.Generator, num_pairs: int, image_size: int) -> np.ndarray:
-        """(6, num_pairs) float64: an image's share of its own label, its blend outside the box, the box in pixels."""
+        """Return (6, num_pairs) float64: an image's share of its label, its blend outside the box, the box."""
         mixed, cuts = generator.random((2, num_pairs))
         own = _shares(generator, self.mixup_alpha, num_pairs)
         outside = _shares(generator, self.cutmix_alpha, num_pairs)
@@ -57,7 +56,7 @@ def _shares(generator: np.random.Generator, alpha: float, n: int) -> np.ndarray:
 
 
 def mix(images: Tensor, labels: Tensor, drawn: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Images mixed in pairs, and soft targets (B, num_classes) float32.
+    """Return images mixed in pairs, and soft targets (B, num_classes) float32.
 
     Args:
         images: (B, C, H, W) float, B even.
@@ -80,10 +79,9 @@ def mix(images: Tensor, labels: Tensor, drawn: Tensor, num_classes: int) -> tupl
 
 
 def check_pairs(per_device_batch_size: int, global_batch_size: int) -> None:
-    """Raises UserError where a micro-batch of a rank cannot be cut into pairs."""
+    """Raise UserError if a micro-batch of a rank cannot be cut into pairs."""
     if per_device_batch_size % 2:
         raise UserError(
             f"augmentation.mixup_alpha and cutmix_alpha mix images in pairs, and data.global_batch_size="
-            f"{global_batch_size} gives each device {per_device_batch_size} at a time: choose one that gives an even "
-            "number."
+            f"{global_batch_size} gives each device {per_device_batch_size} at a time: give one that makes it even."
         )

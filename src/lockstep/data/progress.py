@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def progress(what: str, total: int | None, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """Gives advance(n), which several threads may call."""
+    """Yield advance(n), which several threads may call."""
     from rich.console import Console
     from rich.progress import Progress
 
