@@ -38,14 +38,9 @@ class CIFAR10DataModule(ImageDataModule):
     own_mean, own_std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
     def __init__(
-        self,
-        *,
-        name: str = "cifar10",
-        image_size: int = 32,
-        root: str | Path | None = None,
-        download_dir: str | Path = REPOSITORY / "data" / "cifar10",
-        **options: Any,
-    ) -> None:
+        self, *, name: str = "cifar10", image_size: int = 32, root: str | Path | None = None, download_dir: str | Path
+        = REPOSITORY / "data" / "cifar10", **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(name=name, image_size=image_size, **options)
         self._root, self._download_dir = Path(root).expanduser() if root else None, Path(download_dir)
 

@@ -6,19 +6,10 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.data.listed_datamodule import ListedDataModule
-from lockstep.data.listing import (
-    SPLIT_OF,
-    SPLITS,
-    TRAIN,
-    ImageList,
-    group_of,
-    local_root,
-    make_list,
-    suggestion,
-)
+from lockstep.data.listing import SPLIT_OF, SPLITS, ImageList, LeftOut, group_of, local_root, make_list, suggestion
 from lockstep.runs.errors import UserError
 
 DELIMITERS = ",;\t|"
@@ -30,81 +21,75 @@ ALIASES = {  # tried where the table has no column of the option's name
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
+class Row(NamedTuple):
+    line: int
+    path: str
+    label: str
+    split: str
+    group: str
+
+
 class CSVDataModule(ListedDataModule):
     """Columns may be separated by commas, semicolons, tabs or bars; names of columns may be in any case.
 
     Args:
         root: the CSV file, whose first line names the columns.
         images: the folder that paths are relative to; None: the folder of the file.
-        path_column: name of the column of image files.
-        label_column: name of the column of classes.
+        path_column, label_column: names of the columns of image files and classes.
         split_column: name of the column of train, val or test; a file may do without it.
         options: as of ListedDataModule; `group` may name a column.
     """
 
     def __init__(
-        self,
-        *,
-        root: str | Path | None = None,
-        images: str | Path | None = None,
-        path_column: str = "path",
-        label_column: str = "label",
-        split_column: str = "split",
-        name: str = "csv",
-        **options: Any,
-    ) -> None:
+        self, *, root: str | Path | None = None, images: str | Path | None = None, path_column: str = "path",
+        label_column: str = "label", split_column: str = "split", name: str = "csv", **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(name=name, **options)
         self._table = local_root(root, "csv", "FILE.csv, with the columns path and label")
         self._folder = local_root(images or self._table.parent, "csv", "FILE.csv")
         self._columns = {"path": path_column, "label": label_column, "split": split_column}
 
     def list_images(self) -> ImageList:
-        lines: dict[str, tuple[int, str, str, str | None]] = {}  # by path: line, label, split, group
-        left_out: dict[str, list[str]] = {}
-        for number, path, label, split, group in self._lines():
-            if path not in lines:
-                lines[path] = (number, label, split or "", group)
-                continue
-            first, *before = lines[path]
-            for what, old, new in zip(("split", "label"), (before[1], before[0]), (split or "", label)):
-                if old != new:
-                    raise UserError(
-                        f"{self._table}, lines {first} and {number}: {path} has the {what}s {old} and {new}: give one."
-                    )
-            left_out.setdefault("repeated lines", []).append(f"line {number}: {path}")
-        stats = [self._stat(path, number) for path, (number, *_) in lines.items()]
-        rows = list(lines.values())
-        groups = [group or group_of(self.group, path) for path, (*_, group) in lines.items()] if self.group else None
+        rows: dict[str, Row] = {}
+        left_out: LeftOut = {}
+        for row in self._rows():
+            first = rows.setdefault(row.path, row)
+            for what in ("split", "label"):
+                if (old := getattr(first, what)) != (new := getattr(row, what)):
+                    where = f"{self._table}, lines {first.line} and {row.line}"
+                    raise UserError(f"{where}: {row.path} has the {what}s {old} and {new}: give one.")
+            if row is not first:
+                left_out.setdefault("repeated lines", []).append(f"line {row.line}: {row.path}")
+        stats = [self._stat(row) for row in rows.values()]
         return make_list(
-            self._folder, list(lines), [label for _, label, _, _ in rows],
-            [SPLIT_OF[split] if split else TRAIN for _, _, split, _ in rows],
-            [each.st_size for each in stats], [each.st_mtime_ns for each in stats],
-            groups=groups, left_out=left_out,
+            self._folder, list(rows), [row.label for row in rows.values()],
+            [SPLIT_OF[row.split] for row in rows.values()], [each.st_size for each in stats],
+            [each.st_mtime_ns for each in stats], left_out=left_out,
+            groups=[row.group or group_of(self.group, row.path) for row in rows.values()] if self.group else None,
         )  # fmt: skip
 
-    def _stat(self, path: str, number: int) -> os.stat_result:
-        full = self._folder / path
+    def _stat(self, row: Row) -> os.stat_result:
+        full, where = self._folder / row.path, f"{self._table}, line {row.line}"
         try:
             found = os.stat(full)
         except OSError as error:
-            raise UserError(f"{self._table}, line {number}: {full} cannot be read ({error.strerror}).") from None
+            raise UserError(f"{where}: {full} cannot be read ({error.strerror}).") from None
         if not stat.S_ISREG(found.st_mode):
-            raise UserError(f"{self._table}, line {number}: {full} is no regular file.")
+            raise UserError(f"{where}: {full} is no regular file.")
         return found
 
-    def _lines(self) -> Iterator[tuple[int, str, str, str | None, str | None]]:
-        """Line number, path, label, split and group of each image."""
+    def _rows(self) -> Iterator[Row]:
         try:
             data = self._table.read_bytes()
             text = data.decode("utf-16" if data.startswith(UTF_16) else "utf-8-sig")
-            header, _, _ = text.partition("\n")
+            header = text.partition("\n")[0]
             rows = csv.reader(text.splitlines(keepends=True), delimiter=max(DELIMITERS, key=header.count), strict=True)
             names = [name.strip() for name in next(rows, [])]
             at = {what: self._position(what, names) for what in self._columns}
-            of_group = _find(names, self.group) if self.group else None
-            for row in rows:
-                if any(cell.strip() for cell in row):
-                    yield (rows.line_num, *self._parsed(row, rows.line_num, len(names), at, of_group))
+            at["group"] = _find(names, self.group) if self.group else None
+            for cells in rows:
+                if any(cell.strip() for cell in cells):
+                    yield self._row(cells, rows.line_num, len(names), at)
         except OSError as error:
             hint = suggestion(self._table, "csv")
             raise UserError(f"data.root={self._table} cannot be read ({error.strerror}).{hint}") from None
@@ -114,30 +99,26 @@ class CSVDataModule(ListedDataModule):
 
     def _position(self, what: str, names: list[str]) -> int | None:
         wanted = self._columns[what]
-        for name in (wanted, *(ALIASES[what] if wanted == what else ())):
-            if (place := _find(names, name)) is not None:
-                return place
-        if what == "split":
-            return None
-        raise UserError(
-            f"{self._table} has no column {wanted}: it has {', '.join(names[:20]) or 'none'}; give data.{what}_column=."
-        )
+        tried = (wanted, *(ALIASES[what] if wanted == what else ()))
+        found = next((place for name in tried if (place := _find(names, name)) is not None), None)
+        if found is None and what != "split":
+            has = ", ".join(names[:20]) or "none"
+            raise UserError(f"{self._table} has no column {wanted}: it has {has}; give data.{what}_column=.")
+        return found
 
-    def _parsed(
-        self, row: list[str], number: int, width: int, at: dict[str, int | None], of_group: int | None
-    ) -> tuple[str, str, str | None, str | None]:
-        where = f"{self._table}, line {number}"
-        if len(row) != width:
-            raise UserError(f"{where}: {len(row)} values for {width} columns.")
-        path, label, split = (row[place].strip() if place is not None else "" for place in at.values())
+    def _row(self, cells: list[str], line: int, width: int, at: dict[str, int | None]) -> Row:
+        where = f"{self._table}, line {line}"
+        if len(cells) != width:
+            raise UserError(f"{where}: {len(cells)} values for {width} columns.")
+        path, label, split, group = (cells[place].strip() if place is not None else "" for place in at.values())
         if not label or not path:
             raise UserError(f"{where}: a path and a label are needed.")
-        if at["split"] is not None and split.lower() not in SPLIT_OF:
+        split = split.lower() if at["split"] is not None else "train"
+        if split not in SPLIT_OF:
             raise UserError(f"{where}: the split is {split or 'empty'}: give one of {', '.join(SPLITS)}.")
         if "\\" in path and not (self._folder / path).exists():  # written on Windows
             path = path.replace("\\", "/")
-        group = row[of_group].strip() if of_group is not None else None
-        return path, label, SPLITS[SPLIT_OF[split.lower()]] if split else None, group
+        return Row(line, path, label, SPLITS[SPLIT_OF[split]], group)
 
 
 def _find(names: list[str], wanted: str) -> int | None:

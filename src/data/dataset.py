@@ -26,14 +26,9 @@ class DatasetDataModule(ListedDataModule):
     """
 
     def __init__(
-        self,
-        *,
-        dataset: Any = None,
-        val_dataset: Any = None,
-        test_dataset: Any = None,
-        name: str = "dataset",
+        self, *, dataset: Any = None, val_dataset: Any = None, test_dataset: Any = None, name: str = "dataset",
         **options: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(name=name, **options)
         if dataset is None or not hasattr(dataset, "__getitem__"):
             raise UserError(

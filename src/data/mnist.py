@@ -32,14 +32,9 @@ class MNISTDataModule(ImageDataModule):
     known_places: tuple[str, ...] = ()
 
     def __init__(
-        self,
-        *,
-        name: str = "mnist",
-        image_size: int = 28,
-        root: str | Path | None = None,
-        download_dir: str | Path = REPOSITORY / "data" / "mnist",
-        **options: Any,
-    ) -> None:
+        self, *, name: str = "mnist", image_size: int = 28, root: str | Path | None = None, download_dir: str | Path =
+        REPOSITORY / "data" / "mnist", **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(name=name, image_size=image_size, **options)
         self._root, self._download_dir = root, Path(download_dir)
 
@@ -81,12 +76,9 @@ class FashionMNISTDataModule(MNISTDataModule):
     known_places = ("/usr/share/datasets/fashion-mnist",)  # Debian's package dataset-fashion-mnist
 
     def __init__(
-        self,
-        *,
-        name: str = "fashion_mnist",
-        download_dir: str | Path = REPOSITORY / "data" / "fashion_mnist",
+        self, *, name: str = "fashion_mnist", download_dir: str | Path = REPOSITORY / "data" / "fashion_mnist",
         **options: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(name=name, download_dir=download_dir, **options)
 
 

@@ -32,14 +32,9 @@ class ParquetDataModule(ShardedDataModule):
     suffix, kind = ".parquet", "parquet"
 
     def __init__(
-        self,
-        *,
-        root: str | Path | None = None,
-        image_column: str | None = None,
-        label_column: str | None = None,
-        name: str = "parquet",
-        **options: Any,
-    ) -> None:
+        self, *, root: str | Path | None = None, image_column: str | None = None, label_column: str | None = None,
+        name: str = "parquet", **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(root="." if str(root).startswith(HUB) else root, name=name, **options)
         self._image_column, self._label_column = image_column, label_column
         if str(root).startswith(HUB):

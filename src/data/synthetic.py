@@ -24,18 +24,9 @@ class SyntheticDataModule(ImageDataModule):
     own_mean, own_std = (0.5,), (0.18,)
 
     def __init__(
-        self,
-        *,
-        name: str = "synthetic",
-        image_size: int = 32,
-        num_images: int = 4000,
-        num_test_images: int = 1000,
-        num_classes: int = 10,
-        channels: int = 3,
-        stored_size: int | None = None,
-        noise: float = 1.0,
-        **options: Any,
-    ) -> None:
+        self, *, name: str = "synthetic", image_size: int = 32, num_images: int = 4000, num_test_images: int = 1000,
+        num_classes: int = 10, channels: int = 3, stored_size: int | None = None, noise: float = 1.0, **options: Any,
+    ) -> None:  # fmt: skip
         for key, value, least in (
             ("num_images", num_images, 2),
             ("num_test_images", num_test_images, 1),

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from lockstep.data.augmentation import Operation
 from lockstep.data.batch_transforms import BatchTransforms
 from lockstep.data.batches import Selection
 from lockstep.data.framing import Framing
-from lockstep.data.streaming import MakeImage, OpenImage, augmented, squares, stream
+from lockstep.data.streaming import MakeImage, OpenImage, augmented, square, stream
 
 LoadedBatch = dict[str, Any]
 """labels; `images` (n, side, side, channels) uint8, or `index` into the array on the device; `draws` (3, n) unless the
@@ -43,7 +44,7 @@ class BatchLoader:
     def whole(self, selections: Iterable[Selection]) -> Iterator[LoadedBatch]:
         """Yield images that the device crops: for evaluation, and for an augmentation of whole batches."""
         if self.array is None:
-            for selection, images in self._stream(selections, squares(self.open_image, self.framing)):
+            for selection, images in self._stream(selections, partial(square, self.open_image, self.framing)):
                 yield {"images": images, "draws": torch.from_numpy(selection.draws), **self._labels_of(selection)}
             return
         for selection in selections:
@@ -53,7 +54,7 @@ class BatchLoader:
 
     def augmented(self, pipeline: Operation, selections: Iterable[Selection]) -> Iterator[LoadedBatch]:
         """Yield images that workers have augmented one by one."""
-        for selection, images in self._stream(selections, augmented(self.open_image, pipeline)):
+        for selection, images in self._stream(selections, partial(augmented, self.open_image, pipeline)):
             yield {"images": images, **self._labels_of(selection)}
 
     def _stream(self, selections: Iterable[Selection], make: MakeImage) -> Iterator[tuple[Selection, Tensor]]:
@@ -70,5 +71,8 @@ class BatchLoader:
         """Return (n, channels, image_size, image_size) float32, normalised, of a batch that is on the device."""
         if "draws" not in batch:
             return self.transforms.normalise(batch["images"])
-        images = batch["images"] if self.array is None or "images" in batch else self.array[batch["index"]]
-        return self.transforms(images, batch["draws"])
+        if self.array is None or "images" in batch:
+            return self.transforms(batch["images"], batch["draws"])
+        if self.device.type == "cpu":  # in one thread, as in BatchTransforms
+            return self.transforms(torch.from_numpy(self.array.numpy()[batch["index"].numpy()]), batch["draws"])
+        return self.transforms(self.array[batch["index"]], batch["draws"])

@@ -29,16 +29,9 @@ class BatchTransforms(nn.Module):
     row_shift: Tensor
 
     def __init__(
-        self,
-        *,
-        image_size: int,
-        mean: Sequence[float],
-        std: Sequence[float],
-        resize: int | None = None,
-        crop_padding: int = 0,
-        flip: bool = False,
-        interpolation: str = "bilinear",
-    ) -> None:
+        self, *, image_size: int, mean: Sequence[float], std: Sequence[float], resize: int | None = None,
+        crop_padding: int = 0, flip: bool = False, interpolation: str = "bilinear",
+    ) -> None:  # fmt: skip
         super().__init__()
         self.image_size, self.resize, self.interpolation = image_size, resize or image_size, interpolation
         self.crop_padding, self.flip = crop_padding, flip
@@ -79,7 +72,7 @@ class BatchTransforms(nn.Module):
             draws = torch.from_numpy(self.centre())[:, None].expand(3, len(images)).to(images.device)
         dy, dx, flip = draws
         if self.flip:  # before the resize, where images are small; the crop then starts at the other end
-            images = torch.where((flip > 0).view(-1, 1, 1, 1), images.flip(2), images)
+            images = _mirrored(images, flip)
             dx = dx + flip * (self.num_starts - 1 - 2 * dx)
         return self.normalise(self.crop(self.resized(images), dy, dx))
 
@@ -98,14 +91,19 @@ class BatchTransforms(nn.Module):
         if self.num_starts == 1:
             return images
         border, crop = self.crop_padding, self.image_size
-        images = F.pad(images, (0, 0, border, border, border, border)).contiguous()
         n, side, _, channels = images.shape
-        row = side * channels
+        row = (side + 2 * border) * channels
         # Every window of every image as a view, which costs nothing; the index then copies one window per image.
-        windows = images.as_strided(
-            (n, self.num_starts, self.num_starts, crop, crop * channels), (side * row, row, channels, row, 1)
-        )
-        return windows[torch.arange(n, device=images.device), dy, dx].view(n, crop, crop, channels)
+        shape = (n, self.num_starts, self.num_starts, crop, crop * channels)
+        strides = (row * (side + 2 * border), row, channels, row, 1)
+        if images.device.type == "cpu":  # NumPy copies in one thread: torch's would wait for each other at each step
+            padded = np.zeros((n, side + 2 * border, side + 2 * border, channels), np.uint8)
+            padded[:, border : border + side, border : border + side] = images.numpy()
+            windows = np.lib.stride_tricks.as_strided(padded, shape, strides)
+            return torch.from_numpy(windows[np.arange(n), dy.numpy(), dx.numpy()]).view(n, crop, crop, channels)
+        images = F.pad(images, (0, 0, border, border, border, border)).contiguous()
+        chosen = images.as_strided(shape, strides)[torch.arange(n, device=images.device), dy, dx]
+        return chosen.view(n, crop, crop, channels)
 
     def normalise(self, images: Tensor) -> Tensor:
         """Return (n, channels, side, side) float32 of (n, side, side, channels) uint8."""
@@ -113,3 +111,12 @@ class BatchTransforms(nn.Module):
         out = images.flatten(2).float()
         torch.addcmul(self.row_shift, out, self.row_scale, out=out)
         return out.view(n, side, side, channels).permute(0, 3, 1, 2)
+
+
+def _mirrored(images: Tensor, flip: Tensor) -> Tensor:
+    """Mirror images (n, height, width, channels) left to right where flip (n,) is 1."""
+    if images.device.type != "cpu":
+        return torch.where((flip > 0).view(-1, 1, 1, 1), images.flip(2), images)
+    found, chosen = images.numpy().copy(), flip.numpy() > 0
+    found[chosen] = found[chosen, :, ::-1]
+    return torch.from_numpy(found)

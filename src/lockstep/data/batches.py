@@ -56,19 +56,10 @@ class TrainBatches:
     """
 
     def __init__(
-        self,
-        deliver: Deliver,
-        indices: np.ndarray,
-        draw: Callable[[np.random.Generator, int], np.ndarray],
-        *,
-        draw_mixing: Callable[[np.random.Generator, int, int], np.ndarray | None] | None = None,
-        global_batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        accumulate_grad_batches: int = 1,
-        seed: int = 0,
-        fixed: bool = False,
-    ) -> None:
+        self, deliver: Deliver, indices: np.ndarray, draw: Callable[[np.random.Generator, int], np.ndarray], *,
+        draw_mixing: Callable[[np.random.Generator, int, int], np.ndarray | None] | None = None, global_batch_size:
+        int, rank: int = 0, world_size: int = 1, accumulate_grad_batches: int = 1, seed: int = 0, fixed: bool = False,
+    ) -> None:  # fmt: skip
         self.per_device_batch_size = Batch.cut(global_batch_size, world_size, accumulate_grad_batches).per_device
         self.steps_per_epoch = len(indices) // global_batch_size
         self._deliver, self._indices, self._draw, self._draw_mixing = deliver, indices, draw, draw_mixing
@@ -148,15 +139,9 @@ class EvalBatches:
     """
 
     def __init__(
-        self,
-        deliver: Deliver,
-        indices: np.ndarray,
-        draws: np.ndarray,
-        *,
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
+        self, deliver: Deliver, indices: np.ndarray, draws: np.ndarray, *, batch_size: int, rank: int = 0, world_size:
+        int = 1,
+    ) -> None:  # fmt: skip
         if batch_size < 1:
             raise UserError(f"data.eval_batch_size={batch_size} must be at least 1.")
         share = -(-len(indices) // world_size)

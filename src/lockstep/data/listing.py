@@ -130,6 +130,7 @@ def make_list(
     order = np.argsort(np.asarray(splits, np.int8), kind="stable")
     tidy = tidy_labels(set(labels))
     class_names = ordered_classes(tidy.values())
+    one_class = [f"all images are of one class, {class_names[0]}: is data.root right?"] if len(class_names) == 1 else []
     number_of = {name: number for number, name in enumerate(class_names)}
     packed = Names(names[i] for i in order.tolist())
     sizes, mtimes, number = (
@@ -140,13 +141,15 @@ def make_list(
         np.arange(len(order)) if files is None else np.asarray(file, np.int64)[order],
         np.zeros(len(order), np.int64) if files is None else np.asarray(start, np.int64)[order],
         sizes, mtimes, class_names, number, np.asarray(splits, np.int8)[order],
-        None if groups is None else np.unique(groups, return_inverse=True)[1][order], left_out or {}, list(notes),
+        None if groups is None else np.unique(groups, return_inverse=True)[1][order],
+        left_out or {}, [*notes, *one_class],
     )  # fmt: skip
 
 
 def tidy_labels(labels: Iterable[str]) -> dict[str, str]:
-    r"""Return the class name for each spelling: without blanks around it, "1" for "1.0", and "\xff" for no UTF-8."""
-    tidy = {label: os.fsencode(label).decode("utf-8", "backslashreplace").strip() for label in labels}
+    r"""Return the class name for each spelling: one line, no blanks around it, "1" for "1.0", "\xff" for no UTF-8."""
+    tidy = {label: os.fsencode(label).decode("utf-8", "backslashreplace") for label in labels}
+    tidy = {label: re.sub(r"[\x00-\x1f\x7f]", " ", name).strip() for label, name in tidy.items()}
     if all(WHOLE_NUMBER.fullmatch(name) for name in tidy.values()):
         return {label: name.partition(".")[0] for label, name in tidy.items()}
     return {label: unicodedata.normalize("NFC", name) for label, name in tidy.items()}

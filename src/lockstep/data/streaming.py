@@ -6,7 +6,6 @@ import signal
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,21 +28,13 @@ MakeImage = Callable[[int, int], np.ndarray]
 _workers: set[multiprocessing.process.BaseProcess] = set()
 
 
-def squares(open_image: OpenImage, framing: Framing) -> MakeImage:
-    """Images as an array holds them: resize × resize."""
-    return partial(_square, open_image, framing)
-
-
-def _square(open_image: OpenImage, framing: Framing, position: int, _draw: int) -> np.ndarray:
+def square(open_image: OpenImage, framing: Framing, position: int, _draw: int) -> np.ndarray:
+    """Return an image as an array holds it: resize × resize."""
     return pixels_of(framing.square(open_image(position)))
 
 
-def augmented(open_image: OpenImage, pipeline: Operation) -> MakeImage:
-    """Images as training sees them."""
-    return partial(_augmented, open_image, pipeline)
-
-
-def _augmented(open_image: OpenImage, pipeline: Operation, position: int, draw: int) -> np.ndarray:
+def augmented(open_image: OpenImage, pipeline: Operation, position: int, draw: int) -> np.ndarray:
+    """Return an image as training sees it."""
     with own_stream(draw):
         return pixels_of(pipeline(open_image(position)))
 
@@ -94,10 +85,7 @@ def stream(
     try:
         for images in batches:
             if isinstance(images, CorruptImage):
-                raise UserError(
-                    f"{images}: repair or remove it, or start with data.skip_corrupt=true, which looks at all images "
-                    "first and leaves such out."
-                )
+                raise UserError(f"{images}: repair or remove it, or leave out such images with data.skip_corrupt=true.")
             if isinstance(images, Exception):
                 raise images
             yield waiting.popleft(), images
