@@ -9,6 +9,7 @@ import torch
 
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.length import MaxTime, ValidationInterval
+from lockstep.callbacks.progress import Progress
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.config.instantiate import build
@@ -33,7 +34,6 @@ from lockstep.training.trainer import build_strategy, build_trainer
 log = logging.getLogger(__name__)
 
 TENSORBOARD = "lightning.pytorch.loggers.TensorBoardLogger"
-REFUSED_CALLBACKS = (pl.callbacks.ModelCheckpoint, pl.callbacks.ProgressBar)
 
 
 @dataclass
@@ -163,11 +163,8 @@ def _callbacks(
     for callback in chosen:
         if not isinstance(callback, pl.Callback):
             raise UserError(f"callbacks: {type(callback).__name__} is no callback of Lightning's.")
-        if isinstance(callback, REFUSED_CALLBACKS):
-            raise UserError(
-                f"callbacks: {type(callback).__name__} cannot be added: checkpoints (callbacks.checkpoints.…) and the "
-                "progress line are here already."
-            )
+    if any(isinstance(callback, pl.callbacks.ProgressBar) for callback in chosen):
+        chosen = [callback for callback in chosen if not isinstance(callback, Progress)]
     chosen.sort(key=lambda callback: isinstance(callback, Checkpoints))  # last: it saves the states of the others
     if trainable and (plan.config.get("s3") or {}).get("uri"):
         from lockstep.callbacks.s3_upload import S3Upload

@@ -163,5 +163,6 @@ def prepare_process(plan: RunPlan) -> None:
     if plan.accelerator == "gpu":
         torch.set_float32_matmul_precision(plan.trainer.get("matmul_precision", "high"))
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.callbacks.model_summary").setLevel(logging.INFO)  # who adds it wants to see it
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message)

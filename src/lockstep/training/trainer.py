@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -87,9 +88,9 @@ def build_trainer(
             logger=loggers,
             deterministic=plan.accelerator == "cpu" if own["deterministic"] == "auto" else own["deterministic"],
             default_root_dir=str(root),
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+            enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
+            enable_model_summary=any(isinstance(callback, ModelSummary) for callback in callbacks),
             use_distributed_sampler=use_distributed_sampler,
             **arguments,
         )

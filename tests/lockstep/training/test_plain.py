@@ -34,6 +34,20 @@ def test_they_go_on_from_a_checkpoint(tmp_path):
     assert done.record["restarts"][0]["resumed_step"] == 30
 
 
+@pytest.mark.parametrize("trainer", ["cpu", pytest.param("ddp_sim", marks=pytest.mark.slow)])
+def test_callbacks_of_lightning_work_beside_lockstep_s(trainer, tmp_path):
+    """Its own checkpoints, progress bar, summary, learning rates and early stopping."""
+    own = "{_target_: lightning.pytorch.callbacks.ModelCheckpoint, monitor: val/acc, mode: max, "
+    own += f"dirpath: {tmp_path}/own}}"
+    done = run_door(
+        "train", "experiment=quickstart", "trainer.max_epochs=2", "trainer.log_every_n_steps=5", f"trainer={trainer}",
+        "callbacks=[early_stopping,lr_monitor,model_summary,rich_progress_bar]", f"+callbacks.own={own}", logs=tmp_path,
+    )  # fmt: skip
+    assert done.code == 0 and done.record["status"] == "finished", done.output
+    assert len(list((tmp_path / "own").glob("*.ckpt"))) == 1 and done.record["best_checkpoint"]["path"]
+    assert "Total params" in done.output and "lr-" in done.folder.metrics.read_text().splitlines()[0]
+
+
 def test_what_cannot_work_is_one_sentence(tmp_path):
     for words, said in (
         (["trainer=fsdp_sim"], "name its network self.net, or choose trainer=ddp"),
