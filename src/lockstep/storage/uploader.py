@@ -231,7 +231,7 @@ class Uploader:
                          self.start_time)  # fmt: skip
         before = move(self.run, item.kind, wanted)
         if not self.takes_over:
-            self._tidy(self.run.abort_unfinished)  # of the process that was killed
+            self._clear_away()
         if before and before.key != key:
             self._tidy(self.run.delete, before.key)
         if item.kind == "best":
@@ -239,13 +239,16 @@ class Uploader:
             self._record = Upload(uri=self.run.address(key), sha256=known.sha256, step=known.step, seconds=seconds)
 
     def _begin(self) -> None:
-        """Become the newest start of the run, and clear away what a killed one left in the bucket."""
+        """Become the newest start of the run."""
         self.start_time = take_over(self.run, self.start_time)
         note(self.folder, start=self.start_time)
-        pointers = {kind: pointer for kind in KINDS if (pointer := read_pointer(self.run, kind)[0])}
-        if best := pointers.get("best"):
+        if best := read_pointer(self.run, "best")[0]:
             self._record = Upload(uri=self.run.address(best.key), sha256=best.sha256, step=best.step)
-        named = {pointer.key for pointer in pointers.values()}
+        self._clear_away()
+
+    def _clear_away(self) -> None:
+        """Delete what a killed start left in the bucket: objects that no pointer names, and unfinished uploads."""
+        named = {pointer.key for kind in KINDS if (pointer := read_pointer(self.run, kind)[0])}
         for key in [key for key, _, _ in self.run.list("checkpoints/") if key not in named]:
             self._tidy(self.run.delete, key)
         self._tidy(self.run.abort_unfinished)

@@ -223,7 +223,7 @@ from lockstep.runs.files import checksum_of
 from lockstep.runs.folder import RunFolder
 from lockstep.storage import s3, uploader as module
 from lockstep.storage.checkpoint_files import Sidecar, write_sidecar
-from lockstep.storage.finish import note
+from lockstep.storage.uploader import note
 
 uri, endpoint_url, path, first = sys.argv[1:]
 folder, start = RunFolder(Path(path)), time.time()
