@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import Callback
 
 from lockstep.runs.errors import Interrupted, UserError
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import Upload
 from lockstep.storage.checkpoint_files import complete
 from lockstep.storage.errors import S3Error
 from lockstep.storage.pointer import KINDS
@@ -120,8 +119,4 @@ class S3Upload(Callback):
     def record_fields(self) -> dict[str, object]:
         if self.uploader is None:
             return {}
-        return {"upload": asdict(self.upload_status()), "upload_stall_s": round(self.stalled_s, 4)}
-
-    def upload_status(self) -> Upload:
-        """Return what is known of the best checkpoint in the bucket."""
-        return self.uploader.status() if self.uploader is not None else Upload()
+        return {"upload": asdict(self.uploader.status()), "upload_stall_s": round(self.stalled_s, 4)}

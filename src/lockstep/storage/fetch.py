@@ -33,7 +33,7 @@ RECORDED = re.compile(
     r"|hardware-node\d{1,5}(\.\d{1,3})?\.csv|nvidia-smi-node\d{1,5}-(start|peak|end)\.txt"
     r"|tensorboard/([A-Za-z0-9_-][A-Za-z0-9._-]*/)?[A-Za-z0-9_][A-Za-z0-9._=@+-]{0,199}"
 )
-MAX_FILE_BYTES, MAX_FILES = 64 * 2**20, 1000
+MAX_FILE_BYTES = 64 * 2**20
 
 
 def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None, cache: Path) -> Path:
@@ -164,14 +164,12 @@ def _restore_files(run: Bucket, folder: RunFolder) -> None:
     Its config.yaml goes to a place of its own, because others may write to the bucket.
     """
     here = folder.record.read_bytes() if folder.record.exists() else None
-    overwrite, num_files = _updated_at(run.read("run.json")[0]) > _updated_at(here), 0
+    is_older = _updated_at(run.read("run.json")[0]) > _updated_at(here)
     for key, size, _ in list(run.list()):
-        if not RECORDED.fullmatch(key) or size > MAX_FILE_BYTES or num_files == MAX_FILES:
-            continue
         target = folder.bucket_config if key == folder.config.name else folder.path / key
-        if overwrite or not target.exists() or target == folder.bucket_config:
+        wanted = RECORDED.fullmatch(key) and size <= MAX_FILE_BYTES
+        if wanted and (is_older or not target.exists() or target == folder.bucket_config):
             run.download(key, target)
-            num_files += 1
 
 
 def _updated_at(record: bytes | None) -> str:

@@ -11,7 +11,7 @@ from lockstep.runs.errors import UserError
 
 Checkpoint = dict[str, Any]  # as Lightning saves it; what Lockstep adds is under "lockstep"
 
-PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 DATA_FACTS = {"class_names": list, "num_classes": int, "image_size": int, "channels": int, "mean": list, "std": list}
 
 

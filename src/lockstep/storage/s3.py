@@ -189,10 +189,7 @@ class Bucket:
 
     def web_url(self, key: str) -> str:
         """Return the address under which a browser finds an object that everybody may read."""
-        endpoint = self.client.meta.endpoint_url.rstrip("/")
-        if "amazonaws.com" in endpoint and "." not in self.name:
-            return f"https://{self.name}.s3.amazonaws.com/{self.prefix}{key}"
-        return f"{endpoint}/{self.name}/{self.prefix}{key}"
+        return f"{self.client.meta.endpoint_url.rstrip('/')}/{self.name}/{self.prefix}{key}"
 
     def _storage(self) -> dict[str, str]:
         chosen = {"StorageClass": self.storage_class, "ServerSideEncryption": self.server_side_encryption,

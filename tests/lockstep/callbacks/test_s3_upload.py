@@ -90,8 +90,8 @@ def test_without_required_it_trains_on(make, caplog):
     callback.on_checkpoint_complete(*checkpoint(callback, 10))
     started = time.monotonic()
     callback.teardown(trainer(), None, "fit")
-    assert time.monotonic() - started < 10 and "does not exist" in callback.upload_status().error
-    assert callback.upload_status().left == ["best"]
+    assert time.monotonic() - started < 10 and "does not exist" in callback.uploader.status().error
+    assert callback.uploader.status().left == ["best"]
 
 
 def test_an_interrupted_run_sends_its_last_at_once_and_the_next_start_has_its_whole_time_again(make):
