@@ -35,7 +35,10 @@ def finish(config: Config, cluster: Cluster, folder: RunFolder, code: int) -> in
     if cluster.is_rank_zero:
         code = finish_upload(config.get("s3"), folder, code)
         keeps = config.get("logbook") == "keep" and not config["choices"].get("debug")
-        conclude(folder, Path(config["paths"]["logbook_dir"]) if keeps else None, code)
+        if folder.record.exists():
+            conclude(folder, Path(config["paths"]["logbook_dir"]) if keeps else None, code)
+        elif code == EXIT_USER_ERROR:  # rank 0 refused the run before it began
+            shutil.rmtree(folder.path, ignore_errors=True)
     if cluster.is_restarted and code == EXIT_INTERRUPTED:
         return EXIT_OK  # the ranks would be started again, although somebody asked them to stop
     saved = any(folder.checkpoints.glob("*.json"))  # 75 promises a checkpoint to go on from
@@ -49,17 +52,13 @@ def conclude(folder: RunFolder, keep_in: Path | None, code: int) -> None:
     Args:
         keep_in: the logbook that the run goes into; None: it stays in its folder.
     """
-    try:
-        record = read_record(folder.record) if folder.record.exists() else RunRecord()
-    except UserError as error:
-        return log.warning(f"The run's page was not written ({error})")
-    began = record.steps or record.restarts or any(folder.checkpoints.glob("*"))
-    if code == EXIT_USER_ERROR and not began:  # its input was refused: there is nothing to look at
-        return shutil.rmtree(folder.path, ignore_errors=True)
-    if record.run_id is None:
-        return None
     pages: list[Path] = []
+    record = RunRecord()
     try:
+        record = read_record(folder.record)
+        began = record.steps or record.restarts or any(folder.checkpoints.glob("*"))
+        if code == EXIT_USER_ERROR and not began:  # its input was refused: there is nothing to look at
+            return shutil.rmtree(folder.path, ignore_errors=True)
         from lockstep.logbook.build import keep_run, write_run_page
 
         pages.append(write_run_page(folder.path))
