@@ -10,7 +10,7 @@ from pathlib import Path
 from lockstep.launch.launchers import Cluster
 from lockstep.runs import signals
 from lockstep.runs.config import Config
-from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, Interrupted, UserError
+from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, Interrupted
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.foreign_files import read_yaml
 from lockstep.runs.record import RunRecord, read_record
