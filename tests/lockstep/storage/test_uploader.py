@@ -29,6 +29,8 @@ from lockstep.storage.uploader import Uploader, note
 from object_store import KEY_IDS, SECRETS, object_store, shared_store
 
 MIB = 2**20
+# The transfer manager of boto3 leaves the file of a broken-off upload open until it is collected.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 SRC = Path(__file__).resolve().parents[3] / "src"
 
 
@@ -70,6 +72,12 @@ class Setting:
 
     def objects(self) -> list[str]:
         return [key for key, _, _ in self.run.list("checkpoints/")]
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    yield
+    gc.collect()
 
 
 @pytest.fixture
@@ -159,7 +167,6 @@ def test_credentials_are_renewed_between_two_tries(setting, monkeypatch):
     uploader.stop()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_stopped_upload_ends_soon_and_leaves_nothing_unfinished(tmp_path, monkeypatch):
     server = shared_store()
     for variable, value in server.environment().items():
@@ -173,7 +180,6 @@ def test_a_stopped_upload_ends_soon_and_leaves_nothing_unfinished(tmp_path, monk
         started = time.monotonic()
         uploader.stop(20)
         assert time.monotonic() - started < 10
-        gc.collect()  # the transfer manager leaves its files open
     assert not server.client().list_multipart_uploads(Bucket=setting.run.name).get("Uploads")
 
 
