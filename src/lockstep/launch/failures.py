@@ -28,6 +28,9 @@ NO_MEMORY = (
 )
 
 
+PLAIN = (UserError, Diverged, NoRoom)  # whose message is a sentence
+
+
 class RankError(TypedDict):
     """How a rank ended.
 
@@ -52,11 +55,9 @@ def end_of(error: Exception, cluster: Cluster, folder: RunFolder | None) -> int:
         return _interrupted(error, cluster, folder)
     if full := no_room(error, folder.path if folder else Path()):
         error = full
-    known = isinstance(error, UserError | Diverged | NoRoom)
-    message = str(error) if known else f"{type(error).__name__}: {error}"
     own: RankError = {
         "rank": cluster.rank, "host": socket.gethostname(), "phase": getattr(error, "phase", None) or phase_of(folder),
-        "message": message, "kind": type(error).__name__, "time": time.time(),
+        "message": message_of(error), "kind": type(error).__name__, "time": time.time(),
     }  # fmt: skip
     failure: RankError = getattr(error, "culprit", None) or own
     failure["message"] = redact_text(failure["message"])
@@ -69,12 +70,16 @@ def end_of(error: Exception, cluster: Cluster, folder: RunFolder | None) -> int:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return code
-    if not known and failure["rank"] == cluster.rank:  # else this one only lost its peers
+    if not isinstance(error, PLAIN) and failure["rank"] == cluster.rank:  # else this one only lost its peers
         sys.stderr.write(redact_text(traceback.format_exc()))  # a library may quote a request
     if cluster.is_rank_zero and folder is not None:
         record_failure(folder, failure, code)
     log.error(sentence_of(failure))
     return code
+
+
+def message_of(error: BaseException) -> str:
+    return str(error) if isinstance(error, PLAIN) else f"{type(error).__name__}: {error}"
 
 
 def _interrupted(error: Interrupted, cluster: Cluster, folder: RunFolder | None) -> int:

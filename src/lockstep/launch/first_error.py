@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.launch.failures import RankError
+from lockstep.launch.failures import RankError, message_of
 from lockstep.launch.launchers import Cluster
 from lockstep.runs.errors import Diverged, Interrupted, UserError
 
@@ -41,7 +41,7 @@ def first_error(error: BaseException, store: dist.Store, cluster: Cluster, hosts
         host = hosts[rank] if hosts else socket.gethostname()
         return {"rank": rank, "host": host, "phase": phase, "message": message, "kind": kind, "time": time.time()}
 
-    own = facts(cluster.rank, str(error) or type(error).__name__, type(error).__name__)
+    own = facts(cluster.rank, message_of(error), type(error).__name__)
     others = [rank for rank in range(cluster.world_size) if rank != cluster.rank]
     try:
         store.set_timeout(timedelta(seconds=ANSWER_S))
