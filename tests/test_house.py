@@ -143,7 +143,7 @@ def test_each_config_group_builds_what_lies_in_its_folder():
 # Names with a leading underscore of the libraries, which may go in any release. Each file says in its first line which
 # and why, and a test beside it fails when the name goes.
 PRIVATE = {
-    "lockstep/batch_size/estimate.py": {"_local_scalar_dense", "_subclasses", "_tools"},
+    "lockstep/batch_size/estimate.py": {"_subclasses", "_tools"},
     "lockstep/callbacks/interruption.py": {
         "_broadcast_sigterm_tensor", "_checkpoint_connector", "_CheckpointConnector", "_hpc_resume_path",
         "_signal_connector",

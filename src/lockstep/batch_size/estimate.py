@@ -6,6 +6,7 @@ Estimate the largest batch by two steps on fake tensors, which have shapes and n
 """
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,40 +30,26 @@ KNOWN = ("DDP", "Sharded", "AllReduce", "")
 TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.bfloat16, "64-true": torch.float64}
 
 
-class Shapes(FakeTensorMode):
-    """Fake tensors that answer 1 where an optimizer reads a value, such as its count of steps."""
-
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].dtype.is_floating_point else 1
-        return super().dispatch(func, types, args, kwargs)
-
-
 def estimate(cfg: Any) -> int:
     """Log the memory of each batch that is tried and the largest one; return the exit code."""
     config = plain(cfg)
     trainer = config["trainer"]
     if (trainer["strategy"] or {}).get("_target_", "").rpartition(".")[2] not in KNOWN:
-        raise UserError(
-            "--estimate knows one process, DDP, FSDP and all-reduce: use trainer=gpu, ddp, fsdp or allreduce."
-        )
-    limit = trainer["memory_limit_gib"]
-    if not limit:
+        raise UserError("--estimate does not know this trainer: use trainer=gpu, ddp, fsdp or allreduce.")
+    if not (limit := trainer["memory_limit_gib"]):
         raise UserError("--estimate needs the memory of a device: pass trainer.memory_limit_gib=16.")
-    one_process = trainer["launch"] == "one_process"
-    devices = trainer["devices"] if trainer["devices"] != "auto" else 1
-    nodes = trainer["num_nodes"] if trainer["num_nodes"] != "auto" else 1
-    ranks, accumulate = 1 if one_process else devices * nodes, trainer["accumulate_grad_batches"]
+    devices, nodes = (trainer[key] if trainer[key] != "auto" else 1 for key in ("devices", "num_nodes"))
+    ranks = 1 if trainer["launch"] == "one_process" else devices * nodes
     tried: dict[int, float | None] = {}
     batch: int | None = 8
     while batch is not None:
         tried[batch] = peak = MARGIN * peak_bytes(config, batch, ranks, devices) / GIB
         log.info(f"{batch} images per device: {peak:.3g} of {limit:.3g} GiB")
         batch = next_batch(tried, limit, MOST)
-    fit = fitting(tried, limit)
+    fit, accumulate = fitting(tried, limit), trainer["accumulate_grad_batches"]
     log.info(
         f"estimated largest batch {fit} per device, {fit * ranks * accumulate} global = {fit} × {ranks} × {accumulate}"
-        f" · {tried[fit]:.3g} of {limit:.3g} GiB, of which {MARGIN - 1:.0%} for the allocator · nothing was run"
+        f" · {tried[fit]:.3g} of {limit:.3g} GiB, {MARGIN - 1:.0%} of it for the allocator · nothing was run"
     )
     return EXIT_OK
 
@@ -71,16 +58,13 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> 
     """Return the bytes of tensors at the peak of two training steps on one device.
 
     Args:
-        config: of train.py, with plain values.
-        batch: images of one micro-batch on one device.
         ranks: of the training; FSDP shards over them, or over the `devices` of a node.
     """
     trainer, data, strategy = config["trainer"], config["data"], config["trainer"]["strategy"] or {}
     size = data["image_size"]
     channels = data.get("channels") or resolve_target(data["_target_"], "data._target_").channels
-    precision = trainer["precision"]
-    if precision == "auto":
-        precision = "32-true" if trainer["accelerator"] == "cpu" else "bf16-mixed"
+    auto = "32-true" if trainer["accelerator"] == "cpu" else "bf16-mixed"
+    precision = trainer["precision"] if trainer["precision"] != "auto" else auto
     sharded = "Sharded" in strategy.get("_target_", "")
     dtype = torch.bfloat16 if sharded and "mixed" in precision else TRUE_DTYPES.get(precision, torch.float32)
     mixed = torch.autocast("cpu", torch.bfloat16, enabled="mixed" in precision and not sharded)
@@ -88,7 +72,7 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> 
     with torch.device("meta"):  # timm reads values of fake tensors, so the net is built without any
         module: Any = build_module(config, facts, has_checkpoint=True)
         net = module.net.to(dtype)
-    with Shapes(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True):
         for owner in net.modules():
             for name, weight in list(owner.named_parameters(recurse=False)):
                 setattr(owner, name, nn.Parameter(torch.empty_like(weight, device="cpu"), weight.requires_grad))
@@ -96,27 +80,26 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> 
                 setattr(owner, name, torch.empty_like(value, device="cpu"))
         if trainer["activation_checkpointing"]:
             recompute_activations(net)
-        optimizer = module.optimizer_factory([weight for weight in net.parameters() if weight.requires_grad])
+        module.scheduler_factory, module.trainer = None, SimpleNamespace(precision=precision)
+        optimizer = module.configure_optimizers()
         tracker, moments = MemTracker(), []
         tracker.track_external(net, optimizer)
         with tracker:
             for _ in range(2):
-                images, labels = (
-                    torch.empty(batch, channels, size, size, dtype=dtype),
-                    torch.zeros(batch, dtype=torch.int64),
-                )
+                images = torch.empty(batch, channels, size, size, dtype=dtype)
                 with mixed:
-                    loss = nn.functional.cross_entropy(net(images), labels)
+                    loss = nn.functional.cross_entropy(net(images), torch.zeros(batch, dtype=torch.int64))
                 moments.append(tracker.get_tracker_snapshot("current"))
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                del images, labels, loss
+                del images, loss
                 tracker.reset_mod_stats()
         moments.append(tracker.get_tracker_snapshot("peak"))
     weights, trained = _bytes(net), sum(weight.nbytes for weight in net.parameters() if weight.requires_grad)
     shards = 1 if not sharded else devices if strategy["shard_within_node"] else ranks
-    gathered = 3 * max(map(_bytes, net.shard_units() or [net])) if shards > 1 else 0  # two units and their gradients
+    units = getattr(net, "shard_units", list)() or [net]
+    gathered = 3 * max(map(_bytes, units)) if shards > 1 else 0  # two units and the gradients of one
     copies = 2 if sharded and "mixed" in precision else 1  # FSDP keeps its shards in 32 bits, the net here has 16
 
     def on_one_device(moment: Any) -> float:
