@@ -25,7 +25,6 @@ from lockstep.training.build_module import build_module
 log = logging.getLogger(__name__)
 
 MARGIN = 1.1  # the allocator's gaps and cuDNN's workspaces: 4 % for ViT-B/32, 9 % for ResNet-18
-MOST = 65536  # images per device that are tried: the data are not read
 KNOWN = ("DDP", "Sharded", "AllReduce", "")
 TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.bfloat16, "64-true": torch.float64}
 
@@ -45,7 +44,7 @@ def estimate(cfg: Any) -> int:
     while batch is not None:
         tried[batch] = peak = MARGIN * peak_bytes(config, batch, ranks, devices) / GIB
         log.info(f"{batch} images per device: {peak:.3g} of {limit:.3g} GiB")
-        batch = next_batch(tried, limit, MOST)
+        batch = next_batch(tried, limit, bound=65536)  # the data are not read
     fit, accumulate = fitting(tried, limit), trainer["accumulate_grad_batches"]
     log.info(
         f"estimated largest batch {fit} per device, {fit * ranks * accumulate} global = {fit} × {ranks} × {accumulate}"
@@ -55,11 +54,7 @@ def estimate(cfg: Any) -> int:
 
 
 def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> float:
-    """Return the bytes of tensors at the peak of two training steps on one device.
-
-    Args:
-        ranks: of the training; FSDP shards over them, or over the `devices` of a node.
-    """
+    """Return the peak bytes of tensors on one device; FSDP shards over all ranks, or over the `devices` of a node."""
     trainer, data, strategy = config["trainer"], config["data"], config["trainer"]["strategy"] or {}
     size = data["image_size"]
     channels = data.get("channels") or resolve_target(data["_target_"], "data._target_").channels
