@@ -131,7 +131,7 @@ CHECKPOINTS = {
     chain_of_allowed_names: "model.extra=",
     a_writer_that_deletes: None,
     an_interpolation: None,
-    an_option_that_climbs: "model='../../outside/evil', which this clone does not have",
+    an_option_that_climbs: "model='../../outside/evil', which is not here",
 }
 
 

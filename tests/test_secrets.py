@@ -101,10 +101,10 @@ def test_a_traceback_tells_no_secret(tmp_path):
 
 
 OVERRIDES = {
-    f"+data.password={canary(1)}": "no data.password",
+    f"+data.password={canary(1)}": "data.password holds a secret",
     f"+notes.api_key={canary(1)}": "no notes",
-    f"data.root=https://u:{canary(1)}@host/x": "data.root holds an address with credentials",
-    f"data.root='https://h/x?X-Amz-Signature={canary(1)}'": "data.root holds a signed address",
+    f"data.root=https://u:{canary(1)}@host/x": "data.root holds credentials",
+    f"data.root='https://h/x?X-Amz-Signature={canary(1)}'": "data.root holds credentials",
     "tags=[ghp_abcdefghijklmnopqrstuvwxyz0123]": "tags holds a token or key",
     f"s3.uri=s3://key:{canary(1)}@bucket/x": "credentials",
     f"s3.secret_key={canary(1)}": "s3.secret_key",
@@ -123,7 +123,7 @@ def test_an_override_with_a_secret_is_refused_and_not_repeated(word, tmp_path):
 def test_the_batch_search_writes_its_options_down_too(tmp_path):
     word = f"s3.endpoint_url=http://u:{canary(1)}@127.0.0.1:9"
     done = run_door("find_batch_size", *SMALL, "trainer=cpu", word, "trainer.memory_limit_gib=0.06", logs=tmp_path)
-    assert done.code == 2 and "s3.endpoint_url holds an address with credentials" in done.output, done.output
+    assert done.code == 2 and "s3.endpoint_url holds credentials" in done.output, done.output
     assert hits(done.output + everything_in(tmp_path)) == []
 
 
@@ -133,7 +133,7 @@ def test_harmless_options_are_no_secrets():
         "model": {"class_token": True, "num_tokens": 7}, "data": {"urls": ["https://h/x?raw=1", "http://h/a@b"]},
         "password": "", "paths": {"a": "/home/Alice/Projects/ImageNet2012/TrainPart1"},
     })  # fmt: skip
-    with pytest.raises(UserError, match=r"^a\.b holds an address"):
+    with pytest.raises(UserError, match=r"^a\.b holds credentials"):
         refuse_secrets({"a": {"b": [1, None, "http://u:p@h"]}})
 
 

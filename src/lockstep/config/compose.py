@@ -40,16 +40,17 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
     for word in words:
         _check_form(word, folders)
     named = {key_of(word): word.partition("=")[2] for word in words if is_choice(word, folders)}
+    search = [word for word in words if word.startswith("hydra.searchpath=")]
     own: list[str] = []
     if stored and not merge.is_another_recipe(stored, named):
         own = merge.options_of(stored, named, folders)
-        fresh = _compose(config_name, [*own, *(word for word in words if key_of(word) in named)], folders)
+        chosen = [word for word in words if key_of(word) in named]
+        fresh = _compose(config_name, [*search, *own, *chosen], folders)
         own += merge.values_of(stored, named, unresolved(fresh))
     cfg = _compose(config_name, [*own, *words], folders)
     if own and stored:
         cfg.hydra.overrides.task = [*merge.overrides_of(stored, words, named), *cfg.hydra.overrides.task[len(own) :]]
     if words or own:
-        search = [word for word in words if word.startswith("hydra.searchpath=")]
         options = _of_choices(config_name, (*search, *_choices(cfg)))
         schema.check(unresolved(cfg), unresolved(options), words, folders)
     for word in words:

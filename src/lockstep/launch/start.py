@@ -19,7 +19,6 @@ from lockstep.launch.plan import (
     scaled_learning_rates,
 )
 from lockstep.launch.resume import config_before, runs_folder
-from lockstep.logbook.folders import changes
 from lockstep.runs import provenance
 from lockstep.runs.config import Config
 from lockstep.runs.durations import seconds_of
@@ -204,6 +203,8 @@ def begin(plan: RunPlan, fresh: bool) -> RunPlan:
 
 def _changes_of_recipe(plan: RunPlan) -> dict[str, Any]:
     """Return what the options change in the recipe that they choose, for the page; {} for an evaluation."""
+    from lockstep.logbook.folders import changes  # with numpy, which an early refusal does without
+
     if plan.config["task_name"] != "train":
         return {}
     kept = ("experiment=", "+experiment=", "hydra.searchpath=")

@@ -229,3 +229,8 @@ def test_a_folder_of_more_yamls_counts_in_every_mode(tmp_path, capsys):
     assert "dropout: 0.125" in capsys.readouterr().out
     assert run_script("train", [*argv, "model.dropuot=1"], pytest.fail, "") == 2
     assert "use model.dropout" in capsys.readouterr().err
+    config = {**plain(compose("train", ["model=small_cnn"])), "choices": {"model": "mine"}, "overrides": []}
+    config["model"]["dropout"] = 0.25
+    for options in (argv[:2], []):  # a run goes on with the folder and without it
+        code = run_script("train", options, lambda cfg: seen.append(cfg.model.dropout) or 0, "", lambda _: config)
+        assert code == 0 and seen.pop() == 0.25

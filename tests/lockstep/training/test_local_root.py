@@ -12,10 +12,9 @@ def said(options, here, sentence):
     return str(error.value)
 
 
-def test_a_folder_is_named_by_its_address(tmp_path, monkeypatch):
+def test_a_folder_is_named_by_its_address(tmp_path):
     (tmp_path / "cache/files").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    here = {"root": "cache/files"}
+    here = {"root": str(tmp_path / "cache/files")}
     sentence = f"{tmp_path}/cache/files has no class folders: put the images into {tmp_path}/cache/files/<class>/."
     expected = "s3://b/p has no class folders: put the images into s3://b/p/<class>/."
     assert said({"root": "s3://b/p/"}, here, sentence) == expected
