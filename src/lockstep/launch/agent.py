@@ -28,6 +28,7 @@ from lockstep.launch.launchers import AGENT, OUTPUT, Cluster
 from lockstep.runs import signals
 from lockstep.runs.environment import set_variables
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR
+from lockstep.runs.redact import redact_text
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ def _read(error_file: Path) -> tuple[int, RankError, str]:
     message = json.loads(error_file.read_text())["message"]
     failure: RankError = json.loads(message["message"].partition(": ")[2])
     code = EXIT_USER_ERROR if failure["kind"] == "UserError" else EXIT_FAILED
-    return code, failure, message["extraInfo"]["py_callstack"]
+    return code, failure, redact_text(message["extraInfo"]["py_callstack"])  # a library may quote a request
 
 
 def _killed(rank: int, text: str) -> RankError:
