@@ -23,7 +23,8 @@ OWN_FILES = "launch/project"  # files that replace those of the template; {{name
 TAKEN = (
     ".devcontainer", ".dockerignore", ".github/workflows/checks.yml", ".gitignore", ".pre-commit-config.yaml",
     "LICENSE", "configs", "launch/Dockerfile", "launch/install.sh", "launch/project.py", "launch/ray_train.py",
-    "launch/sky.yaml", "launch/train.sbatch", "launch/uv.txt", "logs", "requirements-dev.txt", "requirements.txt", "src",
+    "launch/sky.yaml", "launch/train.sbatch", "launch/uv.txt", "logs", "requirements-dev.txt", "requirements.txt",
+    "src",
 )  # fmt: skip
 LEFT = ("src/lockstep", OWN_FILES)
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,49}")
