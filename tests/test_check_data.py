@@ -82,6 +82,7 @@ def test_similar_images_are_near_only_if_they_stand_out():
     assert near_duplicates(thumbs.astype(np.float32), np.array([0, 59])) == [(58, 59)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["array", "loader"])
 def test_a_run_logs_and_records_the_report_of_its_data(photos, tmp_path, path):
     words = ["data=image_folder", f"data.root={photos}", "data.image_size=16", "data.global_batch_size=8",

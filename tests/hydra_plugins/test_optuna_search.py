@@ -33,6 +33,7 @@ def test_a_search_survives_a_failing_trial_goes_on_and_finds_better(tmp_path):
     assert best == [(str(len(told)), f"{max(values):.6g}")] and max(values) > values[0], output
 
 
+@pytest.mark.slow
 def test_another_search_has_another_study_and_a_named_one_is_refused(tmp_path):
     words = [
         "-m",

@@ -34,6 +34,7 @@ def test_an_estimate_is_within_ten_percent_of_the_allocator(batch, words, ranks,
     assert peak_mib(batch, *words, ranks=ranks, devices=ranks) == pytest.approx(reserved_mib, rel=0.1)
 
 
+@pytest.mark.slow
 def test_more_ranks_hold_less_each_under_fsdp_unless_they_shard_within_a_node():
     def fsdp(ranks, *words):
         return peak_mib(8, "model=vit_tiny_32", "model.embed_dim=384", "trainer=fsdp", *words, ranks=ranks, devices=2)
@@ -41,6 +42,7 @@ def test_more_ranks_hold_less_each_under_fsdp_unless_they_shard_within_a_node():
     assert fsdp(2) > 1.2 * fsdp(8) and fsdp(8, "trainer.shard_within_node=true") == pytest.approx(fsdp(2))
 
 
+@pytest.mark.slow
 def test_recomputed_activations_take_less_and_an_average_of_the_weights_more():
     words = ("model=vit_tiny_32", "trainer=gpu")
     assert peak_mib(256, *words, "trainer.activation_checkpointing=true") < 0.6 * peak_mib(256, *words)

@@ -147,6 +147,7 @@ assert not any(name.startswith("lockstep") for name in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_plain_lightning_script_uploads_checkpoints_that_lightning_reads_without_lockstep(make, tmp_path):
     callback = make()
     server, uri = shared_store(), callback.bucket.uri

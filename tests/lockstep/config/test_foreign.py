@@ -52,6 +52,7 @@ def test_no_key_of_any_option_lets_a_target_a_path_or_an_address_through(group, 
             assert not part & set(found.get(group, {})), value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [key for key in OF_RUN if key not in GROUPS])
 def test_nor_does_any_other_key(key):
     for value in [*HOSTILE, {"a": 1}, {"a": {"_target_": "os.system"}}]:

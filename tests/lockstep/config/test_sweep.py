@@ -94,6 +94,7 @@ def test_there_is_a_job_for_each_gpu(gpus, visible, trainer, n_jobs, expected, m
     assert launcher.at_once() == expected
 
 
+@pytest.mark.slow
 def test_jobs_side_by_side_have_folders_and_logs_of_their_own_and_two_sweeps_too(tmp_path):
     words = ["-m", "experiment=quickstart", "trainer.max_epochs=1", "seed=1,2", "test=false"]
     command = [sys.executable, "train.py", *words, "hydra.launcher.n_jobs=2", f"paths.log_dir={tmp_path}"]

@@ -137,6 +137,7 @@ def test_training_may_delete_its_file_at_once_with_and_without_hard_links(settin
     uploader.stop()
 
 
+@pytest.mark.slow
 def test_an_outage_is_survived_and_said(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
     with object_store(tmp_path / "store") as server:
