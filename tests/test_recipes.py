@@ -56,7 +56,7 @@ def test_what_a_recipe_takes_from_its_source():
 
 
 @pytest.mark.slow
-def test_the_folds_of_a_sweep_are_averaged_at_its_end_and_on_its_page(tmp_path):
+def test_the_folds_of_a_sweep_are_averaged_at_its_end(tmp_path):
     done = run_door(
         "train", "-m", "experiment=kfold", "data.num_folds=3", "data.fold=0,1,2", "trainer.max_epochs=2",
         f"hydra.sweep.dir={tmp_path}/train/multiruns/s", "~callbacks.hardware", logs=tmp_path,
@@ -67,6 +67,3 @@ def test_the_folds_of_a_sweep_are_averaged_at_its_end_and_on_its_page(tmp_path):
     values = [record["metrics"]["test/acc"] for record in records]
     said = next(line for line in done.output.splitlines() if "test/acc" in line and "±" in line)
     assert f"test/acc {sum(values) / 3:.2%} ± " in said and "3 jobs" in said
-    page = (tmp_path / "logbook" / "kfold.md").read_text().replace("\N{NO-BREAK SPACE}", " ")
-    best = sum(record["metrics"]["val/acc_best"] for record in records) / 3
-    assert f"| kfold | 3 | 0, 1, 2 of 3 | 42 | {100 * best:.2f} ±" in page

@@ -47,9 +47,11 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
         chosen = [word for word in words if key_of(word) in named]
         fresh = _compose(config_name, [*search, *own, *chosen], folders)
         own += merge.values_of(stored, named, unresolved(fresh))
-    cfg = _compose(config_name, [*own, *words], folders)
+    before = (stored.get("overrides") or ()) if own and stored else ()
+    rest = [word for word in words if not (word.startswith("~") and word in before)]  # the run has removed it already
+    cfg = _compose(config_name, [*own, *rest], folders)
     if own and stored:
-        cfg.hydra.overrides.task = [*merge.overrides_of(stored, words, named), *cfg.hydra.overrides.task[len(own) :]]
+        cfg.hydra.overrides.task = [*merge.overrides_of(stored, rest, named), *cfg.hydra.overrides.task[len(own) :]]
     if words or own:
         options = _of_choices(config_name, (*search, *_choices(cfg)))
         schema.check(unresolved(cfg), unresolved(options), words, folders)

@@ -87,6 +87,8 @@ def test_what_was_added_or_removed_stays_so_and_can_be_changed(tmp_path):
     assert now["data"]["root"] == "/new" and now["callbacks"]["early"]["patience"] == 9
     assert not now["callbacks"]["progress"] and now["callbacks"]["checkpoints"] and now["optimizer"]["amsgrad"]
     assert "early" not in plain(resumed(tmp_path, "resume=r", "~callbacks.early"))["callbacks"]
+    once_more = resumed(tmp_path, "resume=r", "~callbacks.progress")  # as a job script types it at each start
+    assert not plain(once_more)["callbacks"]["progress"] and "~callbacks.progress" in once_more.hydra.overrides.task
     again = resumed(tmp_path, "resume=r", "data.root=/new").hydra.overrides.task
     assert early in again and "data.root=/new" in again and "data.root=/old" not in again
 
