@@ -85,6 +85,8 @@ def for_evaluation(stored: Config) -> Config:
     choices = {group: name for group, name in (stored.get("choices") or {}).items() if group != "trainer"}
     overrides = [word for word in map(str, stored.get("overrides") or ()) if not key_of(word).startswith("trainer")]
     kept = {key: value for key, value in stored.items() if key not in OF_THIS_EVALUATION}
+    if isinstance(kept.get("trainer"), dict):  # a training with limits is tested on all images
+        kept["trainer"] = {key: value for key, value in kept["trainer"].items() if not key.startswith("limit_")}
     return {**kept, "choices": choices, "overrides": overrides}
 
 

@@ -322,10 +322,10 @@ def test_bfloat16_is_clipped_also_where_one_kernel_steps_all_parameters(tmp_path
 
 
 def other_images():
-    from lockstep.training import build
+    from lockstep.training import weights
 
-    original = build.data_facts
-    build.data_facts = lambda data: {**original(data), "data_hash": "others"}
+    original = weights.facts_of
+    weights.facts_of = lambda checkpoint: {**original(checkpoint), "data_hash": "others"}
 
 
 @pytest.mark.slow
@@ -334,7 +334,7 @@ def test_a_test_of_no_batches_is_no_failure(tmp_path):
     done = run_door("train", *words, "trainer.limit_test_batches=0", logs=tmp_path)
     assert done.code == 0 and not done.folder.confusion_matrix.exists(), done.output
     done = run_door("eval", "ckpt_path=r", logs=tmp_path, before=other_images)
-    assert "it may have trained on some of this test" in done.output, done.output
+    assert "the training, which may have seen some of these test images" in done.output, done.output
     done = run_door("eval", "ckpt_path=r", "trainer.limit_test_batches=0", logs=tmp_path)
     assert done.code == 2 and "nothing to test" in done.output
 
@@ -369,7 +369,7 @@ def test_without_validation_the_last_checkpoint_is_the_best(tmp_path, trainer):
     assert_equal(weights(done.folder, "best"), weights(done.folder, "last"))
     assert fault_of(done.folder.path / best["path"]) is None
     assert not [name for name in record["metrics"] if name.startswith("val/")]
-    assert "1,437 training, none to validate, 360 test images" in done.folder.page.read_text()
+    assert "1,437 to train, 0 to validate, 360 to test" in done.folder.page.read_text()
     tested = run_door("eval", "ckpt_path=r", logs=tmp_path)
     assert tested.code == 0 and tested.record["metrics"]["test/acc"] == record["metrics"]["test/acc"] > 0.8
 
