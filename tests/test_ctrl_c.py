@@ -16,10 +16,8 @@ from lockstep.runs.record import read_record
 from ranks import SRC
 from runs import run_door
 
-SOAK = pytest.mark.slow
 WORDS = ["experiment=quickstart", "trainer.max_epochs=1000", "trainer.num_threads=1"]
-EARLY = (0.2, 6.0)
-MANY = tuple(0.05 * 1.12**i for i in range(48))  # to 10 s
+MOMENTS = (0.2, 6.0)
 
 
 def interrupt(after_s, logs, *words, number=signal.SIGINT):
@@ -44,22 +42,21 @@ def check(code, errors, folder):
         assert read_record(folder.record).status == "interrupted"
 
 
-@pytest.mark.parametrize("moments", [EARLY, pytest.param(MANY, marks=SOAK)])
-def test_ctrl_c_at_any_moment(moments, tmp_path):
+def test_ctrl_c_at_two_moments(tmp_path):
     with ThreadPoolExecutor(2) as pool:
-        ended = list(pool.map(lambda at: interrupt(at, tmp_path / f"{at:.2f}"), moments))
+        ended = list(pool.map(lambda at: interrupt(at, tmp_path / f"{at:.2f}"), MOMENTS))
     for one in ended:
         check(*one)
     *_, folder = ended[-1]
     steps = read_record(folder.record).steps
-    done = run_door("train", "resume=r", f"trainer.max_steps={steps + 3}", logs=tmp_path / f"{moments[-1]:.2f}")
+    done = run_door("train", "resume=r", f"trainer.max_steps={steps + 3}", logs=tmp_path / f"{MOMENTS[-1]:.2f}")
     assert done.code == 0 and done.record["steps"] == steps + 3, done.output
 
 
-@pytest.mark.parametrize("after_s", [pytest.param(0.1 * 1.5**i, marks=SOAK) for i in range(12)])
-@pytest.mark.parametrize("words", [["trainer=ddp_sim"], ["trainer=ddp_sim", "data.global_batch_size=max"]])
-def test_ctrl_c_to_the_agent_at_any_moment(after_s, words, tmp_path):
-    check(*interrupt(after_s, tmp_path, *words))
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [0.1, 2.0, 9.0])
+def test_ctrl_c_to_the_agent(after_s, tmp_path):
+    check(*interrupt(after_s, tmp_path, "trainer=ddp_sim"))
 
 
 def test_sigterm_before_the_run_begins(tmp_path):
