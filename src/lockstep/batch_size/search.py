@@ -134,6 +134,7 @@ def run_train(overrides: list[str], environ: Mapping[str, str], output: Path) ->
     """
     own = {name: value for name, value in environ.items() if not name.startswith(LAUNCHER)}
     before = signals.on_stop(signals.interrupt)
+    signals.check()
     with output.open("w") as file:
         child = subprocess.Popen([sys.executable, str(TRAIN), *overrides], env=own, stdout=file, stderr=file)
     try:

@@ -33,6 +33,7 @@ from lockstep.runs.redact import redact_text
 log = logging.getLogger(__name__)
 
 GRACE_AFTER_STOP_S = 100  # for a coordinated checkpoint and its upload after SIGTERM or Ctrl-C
+AGENT_KILLS_AFTER_S = 30  # torch's agent, from the end of the first rank on
 STOPPED = (EXIT_INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
@@ -130,7 +131,12 @@ def _first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -> tup
         killed = code < 0 and code not in STOPPED
         return code in STOPPED and local not in written, failures[local].timestamp - 2 * killed  # of whole seconds
 
-    local_rank = min(failures, key=came)
+    killed_from = min(each.timestamp for each in failures.values()) + AGENT_KILLS_AFTER_S - 1
+    by_agent = {
+        local for local, each in failures.items()
+        if each.exitcode == -signal.SIGKILL and each.timestamp >= killed_from
+    }  # fmt: skip
+    local_rank = min(failures.keys() - by_agent, key=came)
     code = failures[local_rank].exitcode
     if code in STOPPED and local_rank not in written:
         return EXIT_INTERRUPTED, None, ""

@@ -138,6 +138,7 @@ def _start_ranks(config: Config, cluster: Cluster, environ: Mapping[str, str], k
         signals.on_stop(signals.interrupt)
         from lockstep.launch.agent import start_ranks
 
+        signals.check()
         code, failure, callstack = start_ranks(cluster, run_id, folder.path, arguments, config["trainer"]["timeout_s"])
     except Exception:  # an import that a signal broke raises anything
         if not signals.asked:

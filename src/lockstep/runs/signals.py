@@ -35,13 +35,16 @@ def note(number: int, _frame: Any = None) -> None:
 
 
 def interrupt(number: int, _frame: Any = None) -> None:
-    """Raise Interrupted for the first signal.
-
-    An import in whose middle it is raised may fail in another way, or go on: the launch looks at `asked` too.
-    """
+    """Raise Interrupted for the first signal. In the middle of an import it may be lost: see `check`."""
     note(number)
     if len(asked) == 1:
-        raise Interrupted(signal.Signals(number).name)
+        check()
+
+
+def check() -> None:
+    """Raise Interrupted if a signal came, also one whose exception an import has caught."""
+    if asked:
+        raise Interrupted(signal.Signals(asked[0]).name)
 
 
 def before_the_end(action: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ from lockstep.launch.first_error import explained
 from lockstep.launch.launchers import Cluster
 from lockstep.launch.plan import RunPlan
 from lockstep.launch.process_group import be_alone, join
-from lockstep.runs import provenance
+from lockstep.runs import provenance, signals
 from lockstep.runs.environment import environment
 from lockstep.runs.provenance import Host, available_cores
 from lockstep.strategies.placement import devices_of_process
@@ -115,6 +115,7 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
     An exception that leaves the block carries `culprit`: which rank failed first, on which host, in which phase.
     """
     cluster, folder, timeout_s = plan.cluster, plan.folder, plan.trainer["timeout_s"]
+    signals.check()  # the imports of torch and Lightning are done
     prepare_process(plan)
     if cluster.world_size == 1:
         with contextlib.ExitStack() as alone:
@@ -133,6 +134,8 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
         yield RankSession(plan, hosts[:: cluster.devices], Interruption(timeout_s), dump, patient_group)
         torch.distributed.barrier()
     except BaseException as error:
+        if getattr(error, "agreed", False):  # the first to end leaves the others 30 s, too few for a large checkpoint
+            torch.distributed.barrier(patient_group)
         reason: Any = explained(error, store, cluster, names)
         culprit = getattr(reason, "culprit", None)
         if culprit and culprit["kind"] == "hangs" and names[culprit["rank"]] == names[cluster.rank]:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lockstep.launch import agent
 from lockstep.launch.agent import start_ranks
@@ -126,6 +127,15 @@ def test_a_failure_while_the_ranks_stop_is_a_failure(run):
         'open(f"{folder}/ready-{rank}", "w"); time.sleep(60)', once_ready=signal.SIGTERM,
     )  # fmt: skip
     assert (code, failure["rank"], failure["message"]) == (1, 1, "no room")
+
+
+def test_a_rank_that_the_agent_kills_after_its_grace_failed_because_of_the_first(tmp_path):
+    """One is stopped while the other waits for it inside of a collective, where no signal is handled."""
+    stopped, stuck = (ProcessFailure(local, 1, code, str(tmp_path / "none")) for local, code in ((0, 75), (1, -9)))
+    stuck.timestamp = stopped.timestamp + 30
+    assert agent._first_failure({1: stuck, 0: stopped}, CLUSTER) == (75, None, "")
+    stuck.timestamp = stopped.timestamp
+    assert agent._first_failure({1: stuck, 0: stopped}, CLUSTER)[0] == 1
 
 
 def test_ranks_die_with_a_killed_agent(tmp_path):
