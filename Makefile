@@ -116,6 +116,9 @@ CIFAR ?=# make bench CIFAR=folder that holds cifar-10-batches-py
 MNIST ?=# make bench MNIST=folder in torchvision's layout
 FASHION ?= $(wildcard /usr/share/datasets/fashion-mnist)# where Debian's package dataset-fashion-mnist puts it
 
+bench-gpu: install  ## measure one GPU in ten minutes, into benchmarks/results/gpu.json; what it measures: benchmarks/gpu.py
+	$(PY) benchmarks/gpu.py --out benchmarks/results
+
 soak: install-dev  ## kill runs at random moments and compare their weights; PIECE="kills sigterm uploads" COUNT=60 SEED=1
 	$(PY) benchmarks/soak.py $(PIECE) $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT))
 

@@ -140,6 +140,22 @@ def test_doctor_and_compilation(tmp_path):
     assert done.code == 0, done.output
 
 
+@pytest.mark.parametrize(
+    ("parts", "compute"),
+    [("machine,ceilings,step,synchronisations,data,strategies,checkpoints,losses,profile,drift", True),
+     ("compiled,memory", False)],  # Triton's kernels compute nothing, and a search only measures
+)  # fmt: skip
+def test_every_part_of_the_gpu_benchmark_reaches_its_figures(parts, compute, tmp_path):
+    command = [sys.executable, "benchmarks/gpu.py", "--out", str(tmp_path), "--small", "--only", parts]
+    done = subprocess.run(command, env=null_gpus(compute=compute), cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert [*found] == parts.split(",") and not any("error" in figures for figures in found.values())
+    if compute:
+        assert found["losses"]["fp32_largest_difference"] < TOLERANCE
+        assert found["synchronisations"]["bf16-mixed"] <= 1
+
+
 @slow
 @pytest.mark.parametrize("name", ["test_gpu.py", "test_data_parallel.py"])
 def test_tests_that_need_a_gpu_pass(name):

@@ -1,0 +1,464 @@
+"""Measure one GPU in ten minutes: ceilings, losses, a training step, data, strategies, memory, checkpoints.
+
+    python benchmarks/gpu.py --out results --budget 560      # make bench-gpu
+    python benchmarks/gpu.py --out results --only step,data
+    python benchmarks/gpu.py --out results --small           # tiny nets, few steps: a dry run on a simulated GPU
+
+Each part runs in a process of its own under a time limit. Its figures are in OUT/gpu.json as soon as it ends, so that a
+run that is cut short keeps them. Both sides of a ratio run in turns on the same card; a ratio is the median over the
+rounds, beside the smallest and the largest. The predictions for an H100 were written before any measurement.
+Needs neither a network nor git. Without internet access bring hydra-core, omegaconf and antlr4-python3-runtime.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from measuring import REPOSITORY, in_turns, median, places
+from step_time import Cached
+
+SMALL = "--small" in sys.argv
+BATCH = 8 if SMALL else 1024
+SMALL_BATCH = 4 if SMALL else 64  # the host launches kernels more slowly than the GPU runs them
+WARMUP, STEPS = (1, 2) if SMALL else (10, 40)
+ROUNDS = 2 if SMALL else 3
+SIZE = 32 if SMALL else 224
+CLASSES = 10
+NET = "model=vit_tiny_32 model.depth=2 model.embed_dim=48" if SMALL else "model=vit model.pretrained=false"
+QUIET = (
+    "test=false trainer.limit_val_batches=0 trainer.log_every_n_steps=1000 trainer.num_sanity_val_steps=0 quiet=true"
+)
+NO_CHECKPOINTS = "callbacks.checkpoints=null"
+PREDICTIONS = {
+    "ceilings/copy_tb_per_s": "3.0", "ceilings/bf16_tflops": "798", "step/lockstep_over_bare": "≤ 1.02",
+    "step/lockstep_images_per_s": "11,100 to 12,500", "step/share_of_ceiling": "0.36 to 0.41 (goal 0.45)",
+    "data/stored_at_32_over_cached": "≤ 1.02", "data/stored_at_224_over_cached": "1.02 to 1.05",
+    "synchronisations/bf16-mixed": "0", "synchronisations/16-mixed": "0 (goal), 1 a step from GradScaler",
+    "strategies/fsdp_over_ddp_large": "< 1.1", "strategies/fsdp_over_ddp_small": "1.5 to 2.6",
+    "compiled/over_eager": "0.8", "compiled/bf16_true_over_eager": "0.65",
+    "memory/over_bare": "≤ 1.05", "memory/search_over_estimate": "0.95 to 1.05",
+    "checkpoints/synchronous_over_copy": "5 to 20", "checkpoints/asynchronous_over_copy": "≤ 1.2",
+    "drift/over_first": "0.97 to 1.03",
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for gpu.json")
+    parser.add_argument("--budget", type=float, default=560, help="seconds for all parts together")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument("--skip", default="", help="parts to leave out")
+    parser.add_argument("--small", action="store_true", help="tiny nets and few steps; the figures mean nothing")
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # one part, in the process that is measured
+    options = parser.parse_args()
+    if options.part:
+        print("\n" + json.dumps(PARTS[options.part][0](options.out)))
+        return
+    chosen = [name for name in options.only.split(",") if name not in options.skip.split(",")]
+    if unknown := set(chosen) - set(PARTS):
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    ends = time.monotonic() + options.budget
+    results: dict[str, Any] = {"small": options.small, "parts": {}}
+    for name in chosen:
+        limit_s = min(PARTS[name][1], ends - time.monotonic())
+        results["parts"][name] = run_part(name, options.out, limit_s) if limit_s > 5 else {"skipped": "no time left"}
+        part = options.out / "gpu.json.part"
+        part.write_text(json.dumps(results, indent=1) + "\n")
+        part.replace(options.out / "gpu.json")
+        for figure, value in results["parts"][name].items():
+            predicted = PREDICTIONS.get(f"{name}/{figure}")
+            print(f"{name:18} {figure:36} {value}" + (f"   predicted {predicted}" if predicted else ""), flush=True)
+    if failed := [name for name, figures in results["parts"].items() if "error" in figures]:
+        sys.exit(f"Not measured: {', '.join(failed)}")
+
+
+def run_part(name: str, out: Path, limit_s: float) -> dict[str, Any]:
+    """Run one part in a process group of its own and return its figures, or how it failed."""
+    command = [sys.executable, __file__, "--part", name, "--out", str(out), *(["--small"] if SMALL else [])]
+    began = time.monotonic()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=REPOSITORY
+    )
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return {"error": f"stopped after {limit_s:.0f} s", "output": process.communicate()[0][-2000:]}
+    if process.returncode:
+        return {"error": f"exit code {process.returncode}", "output": output[-2000:]}
+    return {**json.loads(output.splitlines()[-1]), "seconds": round(time.monotonic() - began, 1)}
+
+
+def per_step(run: Callable[[], Any], count: int = 1) -> float:
+    """Return the seconds of one call on the GPU, from `count` calls after a warm-up."""
+    import torch
+
+    run()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(count):
+        run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / count
+
+
+def ratio(ours: list[float], theirs: list[float]) -> list[float]:
+    """Return the median, the smallest and the largest of ours ÷ theirs over the rounds."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return [median(ratios), round(min(ratios), 4), round(max(ratios), 4)]
+
+
+def random_batches(batch: int) -> list[Any]:
+    """Return four batches of noise in GPU memory: images of shape [batch, 3, SIZE, SIZE] and labels."""
+    import torch
+
+    made = torch.Generator("cuda").manual_seed(0)
+    shape = (batch, 3, SIZE, SIZE)
+    return [
+        (torch.randn(shape, device="cuda", generator=made), torch.randint(CLASSES, (batch,), device="cuda"))
+        for _ in range(4)
+    ]
+
+
+def bare_loop(batch: int) -> tuple[float, float]:
+    """Train timm's net in a loop of plain PyTorch, in bf16; return seconds per step and peak GiB."""
+    import timm
+    import torch
+    from torch.nn import functional as F
+
+    torch.cuda.reset_peak_memory_stats()
+    own = {"embed_dim": 48, "depth": 2, "num_heads": 3, "patch_size": 4, "img_size": SIZE} if SMALL else {}
+    net = timm.create_model("vit_base_patch32_224", num_classes=CLASSES, **own).cuda()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
+    batches = iter(Cached(random_batches(batch), WARMUP + STEPS + 1))
+
+    def step() -> None:
+        images, labels = next(batches)
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = F.cross_entropy(net(images), labels)
+        loss.backward()
+        optimizer.step()
+
+    for _ in range(WARMUP):
+        step()
+    return per_step(step, STEPS), torch.cuda.max_memory_allocated() / 2**30
+
+
+def lockstep_run(words: str, *, batch: int = BATCH, cached: bool = True, watch: Any = None) -> tuple[float, float]:
+    """Train as `python src/train.py WORDS` does, in this process; return seconds per step and peak GiB.
+
+    Args:
+        cached: replace the data by batches of noise in GPU memory.
+        watch: an object whose `begin()` is called after the warm-up and whose `end()` after the last step.
+    """
+    import lightning.pytorch as pl
+    import torch
+
+    from lockstep.config.compose import chosen_options, compose, plain
+    from lockstep.launch.launcher import launch_config
+    from lockstep.training.build import build_run
+    from lockstep.training.rank import joined_ranks
+
+    class Clock(pl.Callback):
+        seconds = 0.0
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == WARMUP:
+                torch.cuda.synchronize()
+                if watch:
+                    watch.begin()
+                self.began = time.perf_counter()
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == WARMUP + STEPS:
+                if watch:
+                    watch.end()
+                torch.cuda.synchronize()
+                self.seconds = (time.perf_counter() - self.began) / STEPS
+
+    torch.cuda.reset_peak_memory_stats()
+    clock, steps = Clock(), WARMUP + STEPS
+    with tempfile.TemporaryDirectory() as scratch:
+        overrides = [*NET.split(), "data=synthetic", f"data.image_size={SIZE}", f"data.num_images={4 * batch}",
+                     "data.num_test_images=40", f"data.global_batch_size={batch}", f"trainer.max_steps={steps}",
+                     *QUIET.split(), *words.split(), *places(scratch)]  # fmt: skip
+        cfg = compose("train", overrides)
+        config = {**plain(cfg), "choices": chosen_options(cfg), "overrides": overrides}
+
+        def fit(plan: Any) -> int:
+            with joined_ranks(plan) as session:
+                run = build_run(session.plan, session)
+                if cached:
+                    batches = random_batches(batch)
+                    run.data.train_dataloader = lambda: Cached(batches, steps)
+                    run.data.on_after_batch_transfer = lambda batch, dataloader_idx: batch
+                run.trainer.callbacks.append(clock)
+                run.trainer.fit(run.module, datamodule=run.data)
+            return 0
+
+        if launch_config(config, fit):
+            raise RuntimeError(f"train.py {words} failed")
+    return clock.seconds, torch.cuda.max_memory_allocated() / 2**30
+
+
+def seconds_of(words: str, **options: Any) -> Callable[[], float]:
+    """Return a measurement for in_turns: seconds per step of one training run."""
+    return lambda: lockstep_run(f"{NO_CHECKPOINTS} {words}", **options)[0]
+
+
+def machine(out: Path) -> dict[str, Any]:
+    import torch
+
+    fields = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,utilization.gpu,memory.used"
+    asked = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"], capture_output=True, text=True
+    )
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda}
+    return {
+        "nvidia_smi": asked.stdout.strip(), "device": torch.cuda.get_device_name(), "cores": os.cpu_count(),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability())), **versions,
+        "memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
+    }  # fmt: skip
+
+
+def ceilings(out: Path) -> dict[str, Any]:
+    import torch
+
+    side, size = (64, 2**20) if SMALL else (8192, 2**32)
+    seconds = 0.01 if SMALL else 10.0
+    a, b = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in "ab")
+    flop = 2 * side**3
+    burst = per_step(lambda: a @ b, 20)
+    sustained = per_step(lambda: a @ b, max(1, int(seconds / burst)))
+    tokens = BATCH * (SIZE // 32) ** 2
+    products = {}
+    for name, (n, k) in {"qkv": (2304, 768), "proj": (768, 768), "fc1": (3072, 768), "fc2": (768, 3072)}.items():
+        left, right = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((tokens, k), (k, n)))
+        products[name] = round(2 * tokens * k * n / per_step(lambda x=left, y=right: x @ y, 20) / 1e12, 1)
+    source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in "st")
+    copy = per_step(lambda: target.copy_(source), 10)
+    host = torch.empty(BATCH * 3 * SIZE * SIZE, dtype=torch.uint8).pin_memory()
+    device = host.cuda()
+    to_device, to_host = (
+        per_step(lambda: device.copy_(host, non_blocking=True), 10),
+        per_step(lambda: host.copy_(device, non_blocking=True), 10),
+    )
+    one = torch.zeros(1, device="cuda")
+    return {
+        "copy_tb_per_s": round(2 * size / copy / 1e12, 2), "bf16_tflops": round(flop / burst / 1e12, 1),
+        "bf16_tflops_sustained": round(flop / sustained / 1e12, 1), "vit_products_tflops": products,
+        "host_to_device_gb_per_s": round(host.numel() / to_device / 1e9, 1),
+        "device_to_host_gb_per_s": round(host.numel() / to_host / 1e9, 1),
+        "kernel_launches_per_s": round(1 / per_step(lambda: one.add_(1), 1000)),
+    }  # fmt: skip
+
+
+def losses(out: Path) -> dict[str, Any]:
+    """Losses of 20 steps of a small ViT on the GPU against the same steps on the CPU in fp32."""
+    import torch
+
+    words = (
+        "model=vit_tiny_32 model.depth=2 data=synthetic data.num_images=640 data.num_test_images=40 data.image_size=32"
+    )
+    words += f" data.global_batch_size=32 trainer.max_steps=20 {QUIET} {NO_CHECKPOINTS} trainer.log_every_n_steps=1"
+    found = {}
+    exact = "trainer.precision=32-true trainer.matmul_precision=highest"
+    for name, own in {
+        "cpu": f"trainer=cpu {exact}", "fp32": f"trainer=gpu {exact}",
+        "bf16": "trainer=gpu trainer.precision=bf16-mixed",
+    }.items():  # fmt: skip
+        with tempfile.TemporaryDirectory() as scratch:
+            command = [sys.executable, "src/train.py", *words.split(), *own.split(), *places(scratch), "run_id=r"]
+            done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(done.stdout + done.stderr)
+            rows = Path(scratch, "log/train/runs/r/metrics.csv").read_text().splitlines()
+        column = rows[0].split(",").index("train/loss")
+        values = [row.split(",")[column] for row in rows[1:]]
+        found[name] = torch.tensor([float(value) for value in values if value])
+    far = {name: ((found[name] - found["cpu"]).abs() / found["cpu"]).max().item() for name in ("fp32", "bf16")}
+    return {
+        "steps": len(found["cpu"]),
+        **{f"{name}_largest_difference": round(value, 7) for name, value in far.items()},
+    }
+
+
+def step(out: Path) -> dict[str, Any]:
+    """ViT-B/32 in bf16: a training step of Lockstep against a bare loop over timm's net."""
+    bare, ours = in_turns(ROUNDS, lambda: bare_loop(BATCH)[0], seconds_of("trainer=gpu"))
+    measured = json.loads((out / "gpu.json").read_text())["parts"] if (out / "gpu.json").exists() else {}
+    ceiling = measured.get("ceilings", {}).get("bf16_tflops")
+    tflops = 26.2e-3 * BATCH / median(ours)  # 26.2 GFLOP per image, forward and backward
+    return {
+        "bare_ms": round(1000 * median(bare), 2), "lockstep_ms": round(1000 * median(ours), 2),
+        "lockstep_over_bare": ratio(ours, bare), "lockstep_images_per_s": round(BATCH / median(ours)),
+        "share_of_ceiling": ceiling and round(tflops / ceiling, 3),
+    }  # fmt: skip
+
+
+def data(out: Path) -> dict[str, Any]:
+    """Images that come from Lockstep's data path against batches that lie on the GPU."""
+    cached, resized, stored = in_turns(
+        ROUNDS, seconds_of("trainer=gpu"),
+        seconds_of("trainer=gpu data.stored_size=32", cached=False),
+        seconds_of(f"trainer=gpu data.stored_size={SIZE}", cached=False),
+    )  # fmt: skip
+    return {"stored_at_32_over_cached": ratio(resized, cached), "stored_at_224_over_cached": ratio(stored, cached)}
+
+
+def synchronisations(out: Path) -> dict[str, Any]:
+    """Synchronisations of host and GPU per step, between two rows of the log."""
+    import torch
+
+    class Watch:
+        def begin(self) -> None:
+            self.caught = warnings.catch_warnings(record=True)
+            self.seen = self.caught.__enter__()
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+
+        def end(self) -> None:
+            torch.cuda.set_sync_debug_mode("default")
+            self.caught.__exit__(None, None, None)
+
+    found: dict[str, Any] = {}
+    for precision in ("bf16-mixed", "16-mixed"):
+        watch = Watch()
+        lockstep_run(f"{NO_CHECKPOINTS} trainer=gpu trainer.precision={precision}", batch=SMALL_BATCH, watch=watch)
+        lines = Counter(f"{Path(one.filename).name}:{one.lineno}" for one in watch.seen)
+        found[precision] = round(sum(lines.values()) / STEPS, 2)
+        found[f"{precision}_lines"] = dict(lines.most_common(5))
+    return found
+
+
+def strategies(out: Path) -> dict[str, Any]:
+    """DDP and FSDP on one device, where only their overhead shows."""
+    found: dict[str, Any] = {}
+    for size, batch in (("small", SMALL_BATCH), ("large", BATCH)):
+        names = ("gpu", "ddp", "fsdp")
+        measures = [seconds_of(f"trainer={name} trainer.devices=1", batch=batch) for name in names]
+        seconds = dict(zip(names, in_turns(2, *measures), strict=True))
+        found |= {f"{name}_ms_{size}": round(1000 * median(values), 2) for name, values in seconds.items()}
+        found[f"fsdp_over_ddp_{size}"] = ratio(seconds["fsdp"], seconds["ddp"])
+    return found
+
+
+def compiled(out: Path) -> dict[str, Any]:
+    """torch.compile against eager, in bf16-mixed and with weights in bf16."""
+    words = {
+        "eager": "",
+        "compiled": "trainer.compile=true",
+        "bf16": "trainer.compile=true trainer.precision=bf16-true",
+    }
+    began = time.perf_counter()
+    first = lockstep_run(f"{NO_CHECKPOINTS} trainer=gpu {words['compiled']}")[0]
+    cold = time.perf_counter() - began - first * (WARMUP + STEPS)
+    seconds = {name: lockstep_run(f"{NO_CHECKPOINTS} trainer=gpu {own}")[0] for name, own in words.items()}
+    return {
+        "cold_s": round(cold, 1), "over_eager": round(seconds["compiled"] / seconds["eager"], 3),
+        "bf16_true_over_eager": round(seconds["bf16"] / seconds["eager"], 3),
+    }  # fmt: skip
+
+
+def memory(out: Path) -> dict[str, Any]:
+    """Peak memory against the bare loop, and the largest batch that a search finds against the estimate."""
+    import torch
+
+    batch = 8 if SMALL else 256
+    bare = bare_loop(batch)[1]
+    ours = lockstep_run(f"{NO_CHECKPOINTS} trainer=gpu", batch=batch)[1]
+    torch.cuda.empty_cache()
+    largest: dict[str, int] = {}
+    for how in ("search", "estimate"):
+        words = [*NET.split(), "data=synthetic", f"data.image_size={SIZE}", "data.num_images=4000", "trainer=gpu"]
+        words += ["trainer.memory_limit_gib=1"] if SMALL else []
+        with tempfile.TemporaryDirectory() as scratch:
+            command = [sys.executable, "src/find_batch_size.py", *(["--estimate"] if how == "estimate" else [])]
+            done = subprocess.run([*command, *words, *places(scratch)], cwd=REPOSITORY, capture_output=True, text=True)
+        said = re.search(r"largest batch (\d+)", done.stdout)
+        if done.returncode or not said:
+            raise RuntimeError(done.stdout + done.stderr)
+        largest[how] = int(said[1])
+    return {
+        "bare_gib": round(bare, 2), "lockstep_gib": round(ours, 2), "over_bare": round(ours / bare, 3),
+        "search": largest["search"], "estimate": largest["estimate"],
+        "search_over_estimate": round(largest["search"] / largest["estimate"], 3),
+    }  # fmt: skip
+
+
+def checkpoints(out: Path) -> dict[str, Any]:
+    """Seconds that training waits for a checkpoint, against a copy of the same bytes to the host."""
+    import torch
+
+    def epochs(words: str) -> float:
+        began = time.perf_counter()
+        own = "trainer.max_epochs=3 trainer.max_steps=-1 trainer.limit_train_batches=2"
+        lockstep_run(f"trainer=gpu {own} {words}", batch=SMALL_BATCH, cached=False)
+        return time.perf_counter() - began
+
+    state = torch.empty((4 if SMALL else 1050) * 2**20, dtype=torch.uint8, device="cuda")  # weights and two moments
+    copy = per_step(state.cpu, 2)
+    kinds = ("callbacks.checkpoints.asynchronous=false", "callbacks.checkpoints.asynchronous=true", NO_CHECKPOINTS)
+    synchronous, asynchronous, without = in_turns(1 if SMALL else 2, *(lambda own=own: epochs(own) for own in kinds))
+    stalls = {
+        "synchronous": (median(synchronous) - median(without)) / 3,
+        "asynchronous": (median(asynchronous) - median(without)) / 3,
+    }
+    return {
+        "copy_s": round(copy, 3), **{f"{name}_s": round(value, 3) for name, value in stalls.items()},
+        **{f"{name}_over_copy": round(value / copy, 2) for name, value in stalls.items()},
+    }  # fmt: skip
+
+
+def profile(out: Path) -> dict[str, Any]:
+    """The kernels that take the most time in a step of Lockstep."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    class Watch:
+        def begin(self) -> None:
+            self.profiler = profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+            self.profiler.start()
+
+        def end(self) -> None:
+            self.profiler.stop()
+
+    watch = Watch()
+    seconds, _ = lockstep_run(f"{NO_CHECKPOINTS} trainer=gpu", watch=watch)
+    events = sorted(watch.profiler.key_averages(), key=lambda event: -event.self_device_time_total)
+    busy = sum(event.self_device_time_total for event in events) / STEPS / 1000
+    return {
+        "step_ms": round(1000 * seconds, 2), "kernels_ms": round(busy, 2),
+        "by_operator_ms": {e.key: round(e.self_device_time_total / STEPS / 1000, 2) for e in events[:15]},
+    }  # fmt: skip
+
+
+def drift(out: Path) -> dict[str, Any]:
+    """The bare loop once more: a card whose speed has changed makes the other figures doubtful."""
+    again = 1000 * bare_loop(BATCH)[0]
+    first = json.loads((out / "gpu.json").read_text())["parts"].get("step", {}).get("bare_ms")
+    return {"bare_ms": round(again, 2), "over_first": first and round(again / first, 3), **machine(out)}
+
+
+PARTS: dict[str, tuple[Callable[[Path], dict[str, Any]], float]] = {  # with the most seconds that each may take
+    "machine": (machine, 30), "ceilings": (ceilings, 60), "step": (step, 110),
+    "synchronisations": (synchronisations, 50), "data": (data, 90), "strategies": (strategies, 90),
+    "checkpoints": (checkpoints, 90), "compiled": (compiled, 150), "memory": (memory, 120), "losses": (losses, 120),
+    "profile": (profile, 60), "drift": (drift, 40),
+}  # fmt: skip
+
+if __name__ == "__main__":
+    main()
