@@ -19,8 +19,8 @@ from lockstep.data.augmentation import CropFlip
 from lockstep.launch.launchers import Cluster
 from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.ddp import DDP
+from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.model_parallel import ModelParallel
-from lockstep.strategies.sharded import Sharded
 from lockstep.strategies.sync_batchnorm import synchronise
 from lockstep.training.freeze import freeze
 from lockstep.training.parameter_groups import GroupRules, parameter_groups
@@ -164,7 +164,7 @@ def build_strategy(case: Case, cluster: Cluster) -> Any:
         return "auto"
     if case.strategy == "model_parallel":
         return ModelParallel(stage_devices=["cpu", "cpu"])
-    cls = {"ddp": DDP, "fsdp": Sharded, "allreduce": FaultyAllReduce if case.fault else AllReduce}[case.strategy]
+    cls = {"ddp": DDP, "fsdp": FSDP, "allreduce": FaultyAllReduce if case.fault else AllReduce}[case.strategy]
     strategy = cls()
     if isinstance(strategy, FaultyAllReduce):
         strategy.fault = case.fault
@@ -185,7 +185,7 @@ def lightning_run(cluster: Cluster, case: Case) -> dict[str, Any]:
     strategy, losses = build_strategy(case, cluster), Losses()
     plugins: list[Any] = [StartedRanks(cluster)]
     given = {"precision": case.precision}
-    if isinstance(strategy, Sharded):
+    if isinstance(strategy, FSDP):
         plugins.append(strategy.precision_for(given.pop("precision"), "cpu"))
     trainer = pl.Trainer(
         accelerator="cpu", devices=cluster.devices, strategy=strategy, plugins=plugins, callbacks=[losses],

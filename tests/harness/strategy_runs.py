@@ -127,9 +127,9 @@ def strategy_of(name: str, **own: Any) -> Any:
         return ModelParallel(**own)
     from lockstep.strategies.allreduce import AllReduce
     from lockstep.strategies.ddp import DDP
-    from lockstep.strategies.sharded import Sharded
+    from lockstep.strategies.fsdp import FSDP
 
-    cls = {"ddp": DDP, "fsdp": Sharded, "allreduce": AllReduce}[name]
+    cls = {"ddp": DDP, "fsdp": FSDP, "allreduce": AllReduce}[name]
     return cls(**own)
 
 

@@ -25,7 +25,7 @@ from lockstep.training.build_module import build_module
 log = logging.getLogger(__name__)
 
 MARGIN = 1.1  # the allocator's gaps and cuDNN's workspaces: 4 % for ViT-B/32, 9 % for ResNet-18
-KNOWN = ("DDP", "Sharded", "AllReduce", "")
+KNOWN = ("DDP", "FSDP", "AllReduce", "")
 TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.bfloat16, "64-true": torch.float64}
 
 
@@ -60,7 +60,7 @@ def peak_bytes(config: Config, batch: int, ranks: int = 1, devices: int = 1) -> 
     channels = data.get("channels") or resolve_target(data["_target_"], "data._target_").channels
     auto = "32-true" if trainer["accelerator"] == "cpu" else "bf16-mixed"
     precision = trainer["precision"] if trainer["precision"] != "auto" else auto
-    sharded = "Sharded" in strategy.get("_target_", "")
+    sharded = "FSDP" in strategy.get("_target_", "")
     dtype = torch.bfloat16 if sharded and "mixed" in precision else TRUE_DTYPES.get(precision, torch.float32)
     mixed = torch.autocast("cpu", torch.bfloat16, enabled="mixed" in precision and not sharded)
     facts: Any = {"num_classes": data.get("num_classes") or 10, "image_size": size, "channels": channels}

@@ -13,6 +13,9 @@ from typing import Any
 
 from lockstep.runs.errors import UserError
 
+# Classes that runs of 1.0 name in their config.yaml
+MOVED = {"lockstep.strategies.sharded.Sharded": "lockstep.strategies.fsdp.FSDP"}
+
 
 def resolve_target(target: Any, where: str) -> Any:
     """Return the class or function that a `_target_` names.
@@ -20,7 +23,7 @@ def resolve_target(target: Any, where: str) -> Any:
     Raises:
         UserError: it cannot be imported; names the key.
     """
-    module, _, name = str(target).rpartition(".")
+    module, _, name = MOVED.get(str(target), str(target)).rpartition(".")
     if not isinstance(target, str) or not module:
         raise UserError(f"{where}={target!r} names no class: write package.module.Class.")
     try:

@@ -63,7 +63,7 @@ class TrainBatches:
         self.per_device_batch_size = Batch.cut(global_batch_size, world_size, accumulate_grad_batches).per_device
         self.steps_per_epoch = len(indices) // global_batch_size
         self._deliver, self._indices, self._draw, self._draw_mixing = deliver, indices, draw, draw_mixing
-        self._global_batch_size, self._accumulate, self._seed = global_batch_size, accumulate_grad_batches, seed
+        self._global_batch_size, self._accumulate, self.seed = global_batch_size, accumulate_grad_batches, seed
         # Where this rank's part of micro-batch j lies within a global batch.
         first = np.arange(accumulate_grad_batches) * world_size + rank
         self._parts = [(f * self.per_device_batch_size, (f + 1) * self.per_device_batch_size) for f in first.tolist()]
@@ -116,11 +116,11 @@ class TrainBatches:
 
     def _selections(self, first_step: int) -> Iterator[Selection]:
         epoch, size, count = self._epoch, self._global_batch_size, self.steps_per_epoch * self._global_batch_size
-        order = random_stream(self._seed, ORDER, epoch).permutation(self._indices)
-        draws = self._draw(random_stream(self._seed, AUGMENTATION, epoch), count)
+        order = random_stream(self.seed, ORDER, epoch).permutation(self._indices)
+        draws = self._draw(random_stream(self.seed, AUGMENTATION, epoch), count)
         mixing = None
         if self._draw_mixing:
-            mixing = self._draw_mixing(random_stream(self._seed, MIXING, epoch), epoch, count // 2)
+            mixing = self._draw_mixing(random_stream(self.seed, MIXING, epoch), epoch, count // 2)
         for start in range(first_step * size, count, size):
             for first, end in self._parts:
                 part = slice(start + first, start + end)

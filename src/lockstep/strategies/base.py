@@ -1,27 +1,38 @@
-"""What strategies share: answers to what a strategy can do, the base of one process per device, moving tensors."""
+"""What strategies share: facts that the run asks for, the base of one process per device, broadcasts of tensors."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import ClusterEnvironment, Precision
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
-from lockstep.strategies.precision import BFloat16Mixed
+
+class BFloat16Mixed(MixedPrecision):
+    """Autocast in bfloat16. Lightning's own plugin refuses to clip with a fused optimizer, but nothing is scaled here.
+
+    Args:
+        device_type: "cpu" or "cuda".
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__("bf16-mixed", device_type)
+
+    clip_gradients = Precision.clip_gradients
 
 
 class Capabilities:
-    """What the run asks of a strategy; a base beside Lightning's class.
+    """Facts about a strategy; a base beside Lightning's class.
 
     Attributes:
-        no_ema: why trainer.ema_decay cannot average the weights; empty where it can.
+        no_ema: why trainer.ema_decay cannot average the weights; empty if it can.
         supports_compile: trainer.compile can compile the net.
         scales_losses: fp16 works, whose losses are scaled.
-        micro_batches: parts in which it sends a batch through the net.
-        process_devices: the devices of one process where it computes on several; one may come twice.
+        micro_batches: the number of parts in which a batch goes through the net.
+        process_devices: the devices of one process if it computes on several; one may occur twice.
     """
 
     no_ema = ""
@@ -32,12 +43,12 @@ class Capabilities:
 
     @staticmethod
     def precision_for(precision: str, device_type: str) -> Precision | None:
-        """Return a plugin for the Trainer in place of `precision=`; None where Lightning's own does."""
+        """Return a plugin for the Trainer in place of `precision=`; None if Lightning's own works."""
         return BFloat16Mixed(device_type) if precision == "bf16-mixed" else None
 
 
 def capabilities(strategy: Any) -> Capabilities:
-    """Return the answers of any strategy, Lightning's own too."""
+    """Return the facts about any strategy, Lightning's own too."""
     return strategy if isinstance(strategy, Capabilities) else Capabilities()
 
 
@@ -45,14 +56,7 @@ class Ranks(Capabilities, ParallelStrategy):
     """One process per device, over torch's default process group, which exists already."""
 
     is_distributed = True  # self.log(sync_dist=True) asks for it
-    num_nodes = 1  # Lightning sets it, where it is there
-
-    def __init__(
-        self,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-    ) -> None:
-        super().__init__(parallel_devices=parallel_devices, cluster_environment=cluster_environment)
+    num_nodes = 1  # Lightning sets it
 
     @property
     def root_device(self) -> torch.device:
@@ -71,41 +75,37 @@ class Ranks(Capabilities, ParallelStrategy):
         return values[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce in place, as Lightning's; anything but a tensor comes back as it is."""
+        """Reduce a tensor in place, as Lightning does; return anything else as it is."""
         if not isinstance(tensor, Tensor):
             return tensor
-        mean = reduce_op in ("mean", "avg")
-        op = dist.ReduceOp.SUM if mean else reduce_op
+        is_mean = reduce_op in ("mean", "avg")
+        op = dist.ReduceOp.SUM if is_mean else reduce_op
         dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op, group)
-        return tensor.copy_(tensor / dist.get_world_size(group)) if mean else tensor
+        return tensor.copy_(tensor / dist.get_world_size(group)) if is_mean else tensor
 
     def on_validation_start(self) -> None:
-        broadcast_buffers(self.lightning_module, self.root_device)
+        broadcast_from_rank_zero(self.lightning_module.buffers(), self.root_device)
 
     on_test_start = on_validation_start
 
 
 def broadcast_from_rank_zero(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Overwrite each tensor by rank 0's, one at a time, through `device` where it lies elsewhere (NCCL needs a GPU)."""
+    """Overwrite each tensor by rank 0's, one at a time, through `device` (NCCL needs a GPU).
+
+    Strategies call it once before an evaluation for the buffers, in place of DDP's broadcast in every forward:
+    BatchNorm that is not synchronised holds other running statistics on each rank, and checkpoints hold rank 0's.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     for tensor in tensors:
-        there = tensor.detach().to(device).contiguous()
-        dist.broadcast(there, src=0)
-        if there.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(there)
-
-
-def broadcast_buffers(module: nn.Module, device: torch.device) -> None:
-    """Give all ranks rank 0's buffers once before an evaluation, in place of DDP's broadcast in every forward.
-
-    BatchNorm that is not synchronised holds other running statistics on each rank. Rank 0's go into the checkpoint.
-    """
-    broadcast_from_rank_zero(module.buffers(), device)
+        sent = tensor.detach().to(device).contiguous()
+        dist.broadcast(sent, src=0)
+        if sent.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(sent)
 
 
 def move_all_but_net(module: nn.Module, device: torch.device) -> None:
-    """Move a LightningModule without its net, and its own `device`, for strategies that place the net themselves."""
+    """Move a LightningModule without its net, for strategies that place the net themselves."""
     net, module.net = module.net, nn.Identity()
     module.to(device)
     module.net = net

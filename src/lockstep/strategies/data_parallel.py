@@ -1,7 +1,7 @@
 """torch.nn.DataParallel: one process, every GPU of this machine (trainer=dp).
 
-The batch is cut over the GPUs in each forward, the weights are copied to all of them every time: simple, and slower
-than trainer=ddp, which is why DDP exists. The batch statistics of BatchNorm are those of each GPU's part.
+Each forward cuts the batch over the GPUs and copies the weights to all of them: simple, and slower than trainer=ddp.
+BatchNorm normalises with the part of each GPU.
 """
 
 import copy
@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
-from lockstep.runs.errors import UserError
 from lockstep.strategies.base import Capabilities
 
 
@@ -20,24 +19,14 @@ class DataParallel(Capabilities, SingleDeviceStrategy):
     """Weights, optimizer and checkpoints are those of the plain net on the first GPU.
 
     Args:
-        num_gpus: how many to use; None for all.
-    Raises:
-        UserError: fewer than two GPUs: torch's DataParallel would then do nothing, silently.
+        num_gpus: how many to use; None for all. placement.py checks that there are two or more.
     """
 
-    supports_compile = False  # its replicas are made anew in each step
+    supports_compile = False  # the replicas are made anew in each step
 
     def __init__(self, num_gpus: int | None = None) -> None:
-        found = torch.cuda.device_count()
-        wanted = found if num_gpus is None else num_gpus
-        if wanted < 2 or wanted > found:
-            works = {0: "trainer=ddp_sim", 1: "trainer=gpu"}.get(found, f"trainer.num_gpus={found}")
-            raise UserError(
-                f"trainer=dp spreads a batch over two or more GPUs of one machine, and {found} of "
-                f"{max(wanted, 2)} is here: {works} works."
-            )
         super().__init__(device=torch.device("cuda", 0))
-        self.process_devices = [torch.device("cuda", index) for index in range(wanted)]
+        self.process_devices = [torch.device("cuda", index) for index in range(num_gpus or torch.cuda.device_count())]
 
     def model_to_device(self) -> None:
         super().model_to_device()
@@ -53,7 +42,6 @@ def spread_forward(net: nn.Module, device_ids: list[int]) -> None:
 
     The replicas are made of a shallow copy, which shares every parameter but has the forward of the class.
     """
-    net.__dict__.pop("forward", None)
     parallel = _Spread(copy.copy(net), device_ids=device_ids)
 
     def forward(*inputs: Any, **named: Any) -> Any:
@@ -69,7 +57,7 @@ class _Spread(nn.DataParallel):
 
 
 def under_this_autocast(call: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """`call` for another thread: torch takes autocast along, but not its dtype, and would compute in float16."""
+    """Return `call` for another thread: torch takes autocast along, but not its dtype, and would compute in fp16."""
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
     def called(*inputs: Any, **named: Any) -> Any:

@@ -11,13 +11,12 @@ https://github.com/learning-at-home/hivemind
 
 import contextlib
 import ctypes
-import hashlib
 import importlib.util
 import logging
 import os
+import secrets
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -80,43 +79,25 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
         self.trainer = trainer
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._join()
+            with _children_end_with_this_process():
+                self._join()
 
     def _join(self) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*torch.jit.script.*", FutureWarning)
             import hivemind
         logging.getLogger("hivemind").setLevel(logging.WARNING)
-        data, trainer = self.trainer.datamodule, self.trainer
-        self.micro_batch_size = data.per_device_batch_size
+        trainer, [optimizer] = self.trainer, self.optimizers
+        self.micro_batch_size = trainer.datamodule.per_device_batch_size
         self.total_steps = int(trainer.estimated_stepping_batches)
-        [optimizer] = self.optimizers
         initialise_state(optimizer)
         if trainer.gradient_clip_val:
             clip_before_step(optimizer, trainer.gradient_clip_val)
         schedule = self.lr_scheduler_configs[0] if self.lr_scheduler_configs else None
         if schedule is not None:
             schedule.interval = "swarm step"  # hivemind steps it, Lightning never
-        # Below the matchmaking time, or rounds can lock each other out.
-        waits = {"request_timeout": min(3.0, 0.5 * self.matchmaking_time_s)}
-        with children_end_with_this_process():
-            self.dht = self._hash_table(hivemind)
-            self.swarm = hivemind.Optimizer(
-                dht=self.dht, run_id=self.swarm_name, optimizer=optimizer,
-                scheduler=schedule.scheduler if schedule else None,
-                target_batch_size=data.global_batch_size, batch_size_per_step=self.micro_batch_size,
-                matchmaking_time=self.matchmaking_time_s, averaging_timeout=AVERAGING_TIMEOUT_S,
-                client_mode=self.client_mode, delay_state_averaging=False, averager_opts=waits,
-                grad_averager_factory=partial(hivemind.optim.grad_averager.GradientAverager, **waits),
-                extra_tensors=[b for b in self.lightning_module.buffers() if b.is_floating_point()],
-            )  # fmt: skip
-        addresses = ",".join(str(address) for address in self.dht.get_visible_maddrs())
-        log.info(f"swarm {self.swarm_name}: peers join with 'trainer.initial_peers=[{addresses}]'")
-
-    def _hash_table(self, hivemind: Any) -> Any:
-        """Start this peer's node of the hash table through which peers find each other."""
         try:
-            return hivemind.DHT(
+            self.dht = hivemind.DHT(
                 start=True, initial_peers=self.initial_peers, host_maddrs=self.host_maddrs,
                 client_mode=self.client_mode, use_relay=False, use_auto_relay=False, auto_nat=False,
             )  # fmt: skip
@@ -125,6 +106,19 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
                 f"No peer of trainer.initial_peers={self.initial_peers} could be joined "
                 f"({str(error).splitlines()[0]}): give an address that a running peer printed."
             ) from error
+        # Below the matchmaking time, or rounds can lock each other out.
+        waits = {"request_timeout": min(3.0, 0.5 * self.matchmaking_time_s)}
+        self.swarm = hivemind.Optimizer(
+            dht=self.dht, run_id=self.swarm_name, optimizer=optimizer,
+            scheduler=schedule.scheduler if schedule else None,
+            target_batch_size=trainer.datamodule.global_batch_size, batch_size_per_step=self.micro_batch_size,
+            matchmaking_time=self.matchmaking_time_s, averaging_timeout=AVERAGING_TIMEOUT_S,
+            client_mode=self.client_mode, delay_state_averaging=False, averager_opts=waits,
+            grad_averager_factory=partial(hivemind.optim.grad_averager.GradientAverager, **waits),
+            extra_tensors=[b for b in self.lightning_module.buffers() if b.is_floating_point()],
+        )  # fmt: skip
+        addresses = ",".join(str(address) for address in self.dht.get_visible_maddrs())
+        log.info(f"swarm {self.swarm_name}: peers join with 'trainer.initial_peers=[{addresses}]'")
 
     def teardown(self) -> None:
         if self.swarm is not None:
@@ -164,10 +158,9 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Let each peer go through the images in an order of its own."""
-        if not hasattr(dataloader, "set_epoch"):
-            return dataloader
-        seed = str(time.time_ns()) if self.dht is None else str(self.dht.peer_id)
-        return OwnOrder(dataloader, int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "big"))
+        if hasattr(dataloader, "seed"):
+            dataloader.seed = secrets.randbits(32)
+        return dataloader
 
     # --- records and checkpoints: those of the plain net and optimizer
 
@@ -183,34 +176,8 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
         return {"swarm": {"name": self.swarm_name, "steps": self.steps, "peers": self.peers_seen}}
 
 
-class OwnOrder:
-    """A train loader whose epochs are other ones of the same images; to the outside they count from 0."""
-
-    def __init__(self, loader: Any, offset: int) -> None:
-        self.loader, self.offset, self.sampler = loader, offset, self
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.loader.set_epoch(epoch + self.offset)
-
-    def state_dict(self) -> dict[str, Any]:
-        state = self.loader.state_dict()
-        return {**state, "epoch": state["epoch"] - self.offset}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loader.load_state_dict({**state, "epoch": state["epoch"] + self.offset})
-
-
 @contextlib.contextmanager
-def children_end_with_this_process() -> Iterator[None]:
+def _children_end_with_this_process() -> Iterator[None]:
     """Let worker processes that hivemind forks in the block die when this process does (Linux)."""
     inside, parent = [True], os.getpid()
 
@@ -228,14 +195,14 @@ def children_end_with_this_process() -> Iterator[None]:
 
 
 def initialise_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer's state tensors exist, as sharing them needs, without moving the weights.
+    """Make the optimizer's state tensors exist, as sharing them needs, by a step with learning rate 0.
 
-    hivemind would do so by a step with its learning rate and weight decay.
+    hivemind would do so by a step with the learning rate and weight decay of the run.
     """
     if optimizer.state:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    rates, weights = [group["lr"] for group in optimizer.param_groups], [p.detach().clone() for p in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * 0
     for parameter in parameters:
@@ -243,13 +210,11 @@ def initialise_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for parameter, weight in zip(parameters, weights, strict=True):
-        parameter.data.copy_(weight)
+    for parameter in parameters:
         parameter.grad = None
-        state = optimizer.state.get(parameter, {})
-        for name, value in state.items():  # moments, and Adam's count of steps
+        for name, value in optimizer.state.get(parameter, {}).items():  # moments, and Adam's count of steps
             if isinstance(value, Tensor) or name == "step":
-                state[name] = value * 0
+                optimizer.state[parameter][name] = value * 0
 
 
 def clip_before_step(optimizer: torch.optim.Optimizer, largest_norm: float) -> None:

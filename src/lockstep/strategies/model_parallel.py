@@ -5,8 +5,9 @@ next one enters the first stage while the last stage still computes, on GPUs, wh
 `trainer.stage_devices=[cpu,cpu]` runs the same code without a GPU.
 """
 
+from collections import Counter
 from collections.abc import Mapping
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class ModelParallel(Capabilities, SingleDeviceStrategy):
     Args:
         stage_devices: one device for each stage, in order, as ["cuda:0", "cuda:1"]; None for all GPUs.
         micro_batches: parts in which a batch goes through the stages.
-        cut: the stages with which the second device, the third, … begin, as [5]; None: where it balances parameters.
+        cut: the stages with which the second device, the third, … begin, as [5]; None: balance the parameters.
     Raises:
         UserError: fewer than two devices, devices that are not here, a net with fewer stages than devices.
     """
@@ -34,33 +35,25 @@ class ModelParallel(Capabilities, SingleDeviceStrategy):
     def __init__(
         self, stage_devices: list[str] | None = None, micro_batches: int = 1, cut: list[int] | None = None
     ) -> None:
-        self.process_devices = checked_devices(stage_devices)
         if micro_batches < 1:
-            raise UserError(f"trainer.micro_batches={micro_batches}: a whole number from 1 on.")
+            raise UserError(f"trainer.micro_batches={micro_batches}: give a whole number from 1 on.")
+        self.process_devices = checked_devices(stage_devices)
         super().__init__(device=self.process_devices[0])
-        self.micro_batches, self.stated_cut = micro_batches, cut
+        self.micro_batches, self.cut = micro_batches, cut
 
     def model_to_device(self) -> None:
-        """The stages to their devices, and what the module has beside the net to the first."""
+        """Move each group of stages to its device, and what the module has beside the net to the first."""
         module = self.lightning_module
         if not hasattr(module.net, "stages"):
             raise UserError(f"{type(module.net).__name__} names no stages(): trainer=model_parallel cannot cut it.")
-        stages = module.net.stages()
-        check_cover(module.net, stages)
-        if self.stated_cut is None:
-            costs = [sum(p.numel() for p in stage.parameters()) for stage in stages]
-            ends = balanced_cut(costs, len(self.process_devices))
-        else:
-            ends = checked_cut(self.stated_cut, len(stages), len(self.process_devices))
-        self.cut = [list(range(start, end)) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-        groups = [nn.Sequential(*(stages[i] for i in part)) for part in self.cut]
+        groups = cut_into_groups(module.net, len(self.process_devices), self.cut)
         move_all_but_net(module, self.root_device)
         for group, device in zip(groups, self.process_devices, strict=True):
             group.to(device)
         module.net.__dict__["forward"] = Pipeline(groups, self.process_devices, self.micro_batches)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Each state to its parameter's device; Lightning would move all of them to the first."""
+        """Load each state to its parameter's device; Lightning would move all of them to the first."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 
@@ -70,102 +63,78 @@ class ModelParallel(Capabilities, SingleDeviceStrategy):
 
 
 class Pipeline:
-    """net's forward: micro-batches through the stages; the logits come back to the first device."""
+    """The net's forward: micro-batches go through the stages, and the logits return to the first device."""
 
     def __init__(self, groups: list[nn.Module], devices: list[torch.device], micro_batches: int) -> None:
         self.groups, self.devices, self.micro_batches = groups, devices, micro_batches
 
     def __call__(self, images: Tensor) -> Tensor:
-        parts = images.tensor_split(min(self.micro_batches, len(images)))
-        return torch.cat([self._through(part) for part in parts])
+        results = []
+        for x in images.tensor_split(min(self.micro_batches, len(images))):
+            for group, device in zip(self.groups, self.devices, strict=True):
+                x = group(moved(x, device, next(group.parameters(), None)))
+            results.append(moved(x, self.devices[0]))
+        return torch.cat(results)
 
-    def _through(self, x: Tensor) -> Tensor:
-        for group, device in zip(self.groups, self.devices, strict=True):
-            x = group(moved(x, device, group))
-        return moved(x, self.devices[0])
 
+def moved(x: Tensor, device: torch.device, weight: Tensor | None = None) -> Tensor:
+    """Return x on `device`; a copy to a GPU does not wait, but a CPU would read what has not arrived.
 
-def moved(x: Tensor, device: torch.device, group: nn.Module | None = None) -> Tensor:
-    """On `device`: to a GPU without waiting; a CPU would read what has not arrived.
-
-    On a CPU there is no autocast beside a GPU's: there x gets the type of the group's weights.
+    A GPU's autocast does not reach a CPU: x gets the type of the weights there.
     """
     if device.type != "cpu" or x.device.type == "cpu":
         return x.to(device, non_blocking=True)
-    weights = next(group.parameters(), None) if group is not None else None
-    return x.to(device, dtype=None if weights is None else weights.dtype)
+    return x.to(device, dtype=None if weight is None else weight.dtype)
+
+
+def cut_into_groups(net: nn.Module, count: int, cut: list[int] | None = None) -> list[nn.Module]:
+    """Return the net's stages in `count` groups.
+
+    Raises:
+        UserError: the stages do not hold each parameter once, or cannot be cut so.
+    """
+    stages = net.stages()
+    owners = Counter(id(parameter) for stage in stages for parameter in stage.parameters())
+    if wrong := [name for name, parameter in net.named_parameters() if owners[id(parameter)] != 1]:
+        raise UserError(f"{type(net).__name__}.stages() does not hold each parameter once: {', '.join(wrong[:3])}.")
+    if count > len(stages):
+        raise UserError(f"The model has {len(stages)} stages, fewer than trainer.stage_devices has devices: {count}.")
+    costs = [sum(parameter.numel() for parameter in stage.parameters()) for stage in stages]
+    bounds = [0, *(balanced_cut(costs, count) if cut is None else cut), len(stages)]
+    if len(bounds) != count + 1 or not all(isinstance(b, int) and a < b for a, b in pairwise(bounds)):
+        raise UserError(
+            f"trainer.cut={cut} does not cut {len(stages)} stages into {count}: give {count - 1} rising numbers from 1 "
+            f"to {len(stages) - 1}, as {balanced_cut(costs, count)}."
+        )
+    return [nn.Sequential(*stages[start:end]) for start, end in pairwise(bounds)]
 
 
 def balanced_cut(costs: list[int], parts: int) -> list[int]:
-    """The ends of `parts` runs of consecutive stages, none empty, whose most expensive one is as cheap as can be.
+    """Return where the second part of consecutive stages begins, the third, …: the dearest part is as cheap as can be.
 
     >>> balanced_cut([1, 1, 1, 9, 1, 1], 2)
-    [3, 6]
-
-    Raises:
-        UserError: more parts than stages.
+    [3]
     """
-    if parts > len(costs):
-        raise UserError(f"The model has {len(costs)} stages, trainer.stage_devices {parts}: give {len(costs)} at most.")
-    sums = [0, *accumulate(costs)]
-    # best[n] = (cost of the dearest run, ends) for the first n stages
-    best = {n: (sums[n], [n]) for n in range(1, len(costs) + 1)}
+    # best[n]: the cost of the dearest part and the cut of the first n stages
+    best: dict[int, tuple[int, list[int]]] = {n: (sum(costs[:n]), []) for n in range(1, len(costs) + 1)}
     for count in range(2, parts + 1):
         best = {
-            n: min((max(best[m][0], sums[n] - sums[m]), [*best[m][1], n]) for m in range(count - 1, n))
+            n: min((max(best[m][0], sum(costs[m:n])), [*best[m][1], m]) for m in range(count - 1, n))
             for n in range(count, len(costs) + 1)
         }
     return best[len(costs)][1]
 
 
-def checked_cut(cut: list[int], num_stages: int, parts: int) -> list[int]:
-    """Return the ends of the runs of stages that trainer.cut states.
-
-    >>> checked_cut([5], 8, 2)
-    [5, 8]
-
-    Raises:
-        UserError: it does not make `parts` runs, none of them empty.
-    """
-    ends = [*cut, num_stages]
-    rises = all(isinstance(end, int) and start < end for start, end in zip([0, *ends], ends, strict=False))
-    if len(ends) != parts or not rises:
-        example = [num_stages * part // parts for part in range(1, parts)]
-        raise UserError(
-            f"trainer.cut={list(cut)} does not cut {num_stages} stages into {parts}: give {parts - 1} rising "
-            f"numbers from 1 to {num_stages - 1}, as {example}."
-        )
-    return ends
-
-
-def check_cover(net: nn.Module, stages: list[nn.Module]) -> None:
-    """Every parameter in exactly one stage, or the cut would leave some of them behind on the wrong device."""
-    owners: dict[int, int] = {}
-    for stage in stages:
-        for parameter in stage.parameters():
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    wrong = [name for name, parameter in net.named_parameters() if owners.get(id(parameter)) != 1]
-    if wrong:
-        raise UserError(f"{type(net).__name__}.stages() does not hold each parameter once: {', '.join(wrong[:3])}.")
-
-
 def checked_devices(names: list[str] | None) -> list[torch.device]:
-    """The devices, each of them here."""
-    found = torch.cuda.device_count()
-    if names is None:
-        if found < 2:
-            raise UserError(
-                f"trainer=model_parallel needs two devices and {found} GPU{'' if found == 1 else 's'} is here: "
-                f"trainer.stage_devices=[{'cuda:0,cpu' if found else 'cpu,cpu'}] works."
-            )
-        return [torch.device("cuda", index) for index in range(found)]
+    """Return two devices of this machine or more, by default all GPUs."""
+    gpus = torch.cuda.device_count()
     try:
-        devices = [torch.device(name) for name in names]
+        devices = [torch.device(name) for name in (names or [f"cuda:{index}" for index in range(gpus)])]
     except (RuntimeError, TypeError) as error:
         raise UserError(f"trainer.stage_devices={names}: {str(error).splitlines()[0]}") from None
-    missing = [str(d) for d in devices if d.type == "cuda" and (d.index or 0) >= found]
-    if missing:
-        raise UserError(f"trainer.stage_devices names {missing[0]}, and {found} GPUs are here: [cpu,cpu] works.")
-    if len(devices) < 2:
-        raise UserError("trainer.stage_devices needs two devices or more; [cpu,cpu] works everywhere.")
+    if len(devices) < 2 or any(device.type == "cuda" and (device.index or 0) >= gpus for device in devices):
+        raise UserError(
+            f"trainer.stage_devices={names or 'null'} must name two devices or more of this machine, which has {gpus} "
+            f"GPUs: {'[cuda:0,cpu]' if gpus else '[cpu,cpu]'} works."
+        )
     return devices

@@ -15,29 +15,23 @@ from lockstep.strategies.sync_batchnorm import BATCH_NORMS
 
 
 def recompute_activations(net: nn.Module) -> None:
-    """Of the net's `shard_units()`; their names, parameters and values stay.
+    """Recompute the net's `shard_units()`; their names, parameters and values stay.
 
     Raises:
-        UserError: the net names no units, or one of them has BatchNorm.
+        UserError: the net names no units, or one of them has BatchNorm, whose statistics would count twice.
     """
     units: list[nn.Module] = getattr(net, "shard_units", list)()
-    if not units:
-        raise UserError(
-            f"trainer.activation_checkpointing=true: {type(net).__name__} names no shard_units() to compute again; "
-            "leave it off for this model."
-        )
-    if any(isinstance(layer, BATCH_NORMS) for unit in units for layer in unit.modules()):
-        raise UserError(
-            "trainer.activation_checkpointing=true computes forward twice, which would count BatchNorm's statistics "
-            "twice: leave it off for this model."
-        )
+    has_norm = any(isinstance(layer, BATCH_NORMS) for unit in units for layer in unit.modules())
+    if not units or has_norm:
+        why = "computes BatchNorm's statistics twice" if has_norm else f"needs shard_units() of {type(net).__name__}"
+        raise UserError(f"trainer.activation_checkpointing=true {why}: leave it off for this model.")
     for unit in units:
         unit.__class__ = _recomputed(type(unit))
 
 
 @cache
 def _recomputed(cls: type[nn.Module]) -> type[nn.Module]:
-    """A class and no forward of the one object: DataParallel's replicas and averaged copies have it too."""
+    """Return a subclass that recomputes; DataParallel's replicas and averaged copies have it too."""
 
     def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
         own = super(found, self).forward

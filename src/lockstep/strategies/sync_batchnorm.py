@@ -32,8 +32,8 @@ class SyncBatchNorm(nn.BatchNorm2d):  # not nn.SyncBatchNorm: DDP refuses that o
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        mean, variance = self.running_mean, self.running_var
         if not self.training:
-            mean, variance = self.running_mean, self.running_var
             return F.batch_norm(input, mean, variance, self.weight, self.bias, training=mean is None, eps=self.eps)
         x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         variance, mean = (value.double() for value in torch.var_mean(x, dim=[0, *range(2, x.dim())], correction=0))
@@ -43,32 +43,29 @@ class SyncBatchNorm(nn.BatchNorm2d):  # not nn.SyncBatchNorm: DDP refuses that o
         mean, square = (total[1:] / count).chunk(2)
         variance = (square - mean * mean).clamp_min(0.0)
         if self.track_running_stats:
-            self._update_running_statistics(count, mean.detach(), variance.detach())
+            with torch.no_grad():
+                self.num_batches_tracked.add_(1)
+                weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+                self.running_var.lerp_((variance * count / (count - 1)).to(self.running_var.dtype), weight)
         shape = (1, -1, *(1,) * (x.dim() - 2))
         normalised = (x - mean.to(x.dtype).view(shape)) * torch.rsqrt(variance + self.eps).to(x.dtype).view(shape)
         if self.affine:
             normalised = normalised * self.weight.to(x.dtype).view(shape) + self.bias.to(x.dtype).view(shape)
         return normalised.to(input.dtype)
 
-    @torch.no_grad()
-    def _update_running_statistics(self, count: Tensor, mean: Tensor, variance: Tensor) -> None:
-        self.num_batches_tracked.add_(1)
-        weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
-        self.running_var.lerp_((variance * count / (count - 1)).to(self.running_var.dtype), weight)
 
-
-class _ThenActs:
+class _ThenAct:
     """The activation within timm's BatchNormAct2d, after dropout of whole channels in some nets."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self.act(self.drop(super().forward(input)))  # type: ignore[attr-defined,misc]
 
 
-class SyncBatchNormAct(_ThenActs, SyncBatchNorm): ...
+class SyncBatchNormAct(_ThenAct, SyncBatchNorm): ...
 
 
-class TorchSyncBatchNormAct(_ThenActs, nn.SyncBatchNorm): ...
+class TorchSyncBatchNormAct(_ThenAct, nn.SyncBatchNorm): ...
 
 
 def synchronise(net: nn.Module, device_type: str) -> None:
@@ -77,16 +74,14 @@ def synchronise(net: nn.Module, device_type: str) -> None:
     Raises:
         UserError: a layer has a forward of its own, which would be lost.
     """
-    plain, with_act = (
-        (nn.SyncBatchNorm, TorchSyncBatchNormAct) if device_type == "cuda" else (SyncBatchNorm, SyncBatchNormAct)
-    )
+    on_gpu = device_type == "cuda"
     for layer in [layer for layer in net.modules() if isinstance(layer, BATCH_NORMS)]:
         if isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm):
             continue
         if type(layer).forward is nn.BatchNorm2d.forward:
-            layer.__class__ = plain
+            layer.__class__ = nn.SyncBatchNorm if on_gpu else SyncBatchNorm
         elif type(layer).__module__.startswith("timm.") and {"drop", "act"} <= dict(layer.named_children()).keys():
-            layer.__class__ = with_act
+            layer.__class__ = TorchSyncBatchNormAct if on_gpu else SyncBatchNormAct
         else:
             raise UserError(
                 f"trainer.sync_batchnorm=true cannot convert {type(layer).__name__}, which has a forward of its own: "
@@ -106,9 +101,9 @@ def check_batch_norm(
     Raises:
         UserError: one image at a time has no statistics; names the sizes that work.
     """
-    layers = [layer for layer in net.modules() if isinstance(layer, BATCH_NORMS) and layer.training]
-    over_ranks = world_size > 1 and synchronised
-    if layers and images < 2 and not over_ranks:
+    if not any(isinstance(layer, BATCH_NORMS) and layer.training for layer in net.modules()):
+        return []
+    if images < 2 and not (world_size > 1 and synchronised):
         options = [f"data.global_batch_size={2 * world_size * micro_batches} or more"]
         options += ["trainer.accumulate_grad_batches=1"] if micro_batches > 1 else []
         options += ["trainer.sync_batchnorm=true"] if world_size > 1 else []
@@ -117,12 +112,12 @@ def check_batch_norm(
             f" gives each device: {', '.join(options)}, or a net without BatchNorm works."
         )
     found = []
-    if layers and world_size > 1 and not synchronised:
+    if world_size > 1 and not synchronised:
         found.append(
             f"The model has BatchNorm, and each of the {world_size} ranks normalises with its own part of the batch: "
             "trainer.sync_batchnorm=true uses the whole batch, as one process does."
         )
-    if layers and micro_batches > 1:
+    if micro_batches > 1:
         found.append(
             f"The model has BatchNorm, and the batch comes in {micro_batches} micro-batches: the statistics are those "
             "of a micro-batch, so the result differs from that of the whole batch at once."

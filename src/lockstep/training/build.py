@@ -20,9 +20,9 @@ from lockstep.runs.durations import seconds_of
 from lockstep.runs.errors import UserError
 from lockstep.strategies.base import capabilities
 from lockstep.strategies.data_parallel import DataParallel
+from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.model_parallel import ModelParallel
 from lockstep.strategies.recompute import recompute_activations
-from lockstep.strategies.sharded import Sharded
 from lockstep.strategies.sync_batchnorm import check_batch_norm, synchronise
 from lockstep.training.build_data import build_data, data_facts
 from lockstep.training.build_module import build_module
@@ -105,7 +105,7 @@ def _limits(plan: RunPlan, data: Any) -> dict[str, float]:
 
 def _prepare_net(module: Any, plan: RunPlan, strategy: Any, data: Any) -> None:
     own, cluster = plan.trainer, plan.cluster
-    if not hasattr(module, "net") and isinstance(strategy, Sharded | ModelParallel | DataParallel):
+    if not hasattr(module, "net") and isinstance(strategy, FSDP | ModelParallel | DataParallel):
         raise UserError(
             f"trainer={plan.choices.get('trainer')} spreads the attribute `net` of a LightningModule, which "
             f"{type(module).__name__} lacks: name its network self.net, or choose trainer=ddp (on CPUs ddp_sim)."

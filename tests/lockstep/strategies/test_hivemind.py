@@ -9,12 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from lockstep.data.batches import TrainBatches
 from lockstep.runs.errors import UserError
 from lockstep.strategies import hivemind
-from lockstep.strategies.hivemind import Hivemind, OwnOrder, clip_before_step, initialise_state
+from lockstep.strategies.hivemind import Hivemind, clip_before_step, initialise_state
 
 ROOT = Path(__file__).resolve().parents[3]
 EPOCHS = 14  # of five steps of the swarm
@@ -55,23 +57,6 @@ def test_an_optimizers_state_appears_without_a_step(build):
         torch.testing.assert_close(a, b)
 
 
-class Loader:
-    def __init__(self):
-        self.epoch = 0
-
-    def __len__(self):
-        return 3
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def state_dict(self):
-        return {"epoch": self.epoch, "global_batches": 2}
-
-    def load_state_dict(self, state):
-        self.epoch = state["epoch"]
-
-
 @pytest.mark.parametrize("largest_norm", [0.5, 100.0])
 def test_what_the_swarm_steps_on_is_clipped(largest_norm):
     """A hook that returned the norm let no step happen at all."""
@@ -84,14 +69,16 @@ def test_what_the_swarm_steps_on_is_clipped(largest_norm):
     torch.testing.assert_close(weight.detach(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_each_peer_has_an_order_of_its_own_that_counts_from_zero():
-    loader = Loader()
-    own = OwnOrder(loader, 1000)
-    own.sampler.set_epoch(2)
-    assert loader.epoch == 1002 and len(own) == 3
-    assert own.state_dict() == {"epoch": 2, "global_batches": 2}
-    own.load_state_dict({"epoch": 5})
-    assert loader.epoch == 1005
+def test_each_peer_has_an_order_of_its_own(monkeypatch):
+    monkeypatch.setattr(hivemind.importlib.util, "find_spec", lambda name: object())
+    orders = []
+    for _ in range(2):
+        loader = TrainBatches(
+            lambda selections: (each.positions.tolist() for each in selections), np.arange(64),
+            lambda generator, count: np.zeros((1, count), np.int64), global_batch_size=32,
+        )  # fmt: skip
+        orders.append(sum(Hivemind("cpu").process_dataloader(loader), []))
+    assert orders[0] != orders[1] and sorted(orders[0]) == list(range(64))
 
 
 class Peer:

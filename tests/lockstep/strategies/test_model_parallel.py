@@ -9,14 +9,7 @@ from torch import nn
 from classifier import ImageClassifier
 from local_ranks import local_cluster
 from lockstep.runs.errors import UserError
-from lockstep.strategies.model_parallel import (
-    ModelParallel,
-    Pipeline,
-    balanced_cut,
-    check_cover,
-    checked_cut,
-    checked_devices,
-)
+from lockstep.strategies.model_parallel import ModelParallel, Pipeline, balanced_cut, checked_devices, cut_into_groups
 from models.alexnet import AlexNet, AlexNetBN
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
@@ -39,16 +32,6 @@ def test_equals_one_process_in_float64(settings):
     found = split(**settings)
     expected = one(clip=settings.get("clip"))
     assert difference([found], expected, settings.get("accumulate", 1)) < 1e-12
-
-
-def test_what_the_module_makes_comes_to_the_first_device():
-    """Lightning's own model_to_device would say so; a module that says "cpu" counts there what a GPU computes."""
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    net.stages = lambda: list(net)
-    strategy = ModelParallel(stage_devices=["meta", "meta"])
-    strategy._lightning_module = ImageClassifier(net, num_classes=2)
-    strategy.model_to_device()
-    assert strategy.lightning_module.device.type == "meta"
 
 
 def test_checkpoints_go_both_ways(tmp_path):
@@ -77,22 +60,18 @@ NETS = {
 @pytest.mark.parametrize("name", NETS)
 def test_the_split_net_gives_the_logits_of_the_whole_one(name):
     size, build = NETS[name]
-    net = build()
+    net = build().eval()
     images = torch.randn(4, 3, size, size)
-    net.eval()
-    stages = net.stages()
-    check_cover(net, stages)
-    ends = balanced_cut([sum(p.numel() for p in stage.parameters()) for stage in stages], 2)
-    groups = [nn.Sequential(*stages[: ends[0]]), nn.Sequential(*stages[ends[0] :])]
+    groups = cut_into_groups(net, 2)
     with torch.no_grad():
         expected = net(images)
-        pipeline = Pipeline(groups, [torch.device("cpu")] * 2, micro_batches=1)
-        torch.testing.assert_close(pipeline(images), expected)
-        pipeline.micro_batches = 3
-        torch.testing.assert_close(pipeline(images), expected, rtol=1e-4, atol=1e-5)
+        for micro_batches in (1, 3):
+            pipeline = Pipeline(groups, [torch.device("cpu")] * 2, micro_batches)
+            torch.testing.assert_close(pipeline(images), expected, rtol=1e-4, atol=1e-5)
 
 
-def dearest(costs, ends):
+def dearest(costs, cut):
+    ends = [*cut, len(costs)]
     return max(sum(costs[a:b]) for a, b in zip([0, *ends], ends, strict=False))
 
 
@@ -101,49 +80,45 @@ def test_balanced_cut_equals_exhaustive_search():
     for _ in range(50):
         costs = torch.randint(0, 20, (7,), generator=generator).tolist()
         for parts in (2, 3, 4):
-            every = [[*ends, 7] for ends in itertools.combinations(range(1, 7), parts - 1)]
+            every = [list(cut) for cut in itertools.combinations(range(1, 7), parts - 1)]
             found = balanced_cut(costs, parts)
             assert found in every
-            assert dearest(costs, found) == min(dearest(costs, ends) for ends in every)
+            assert dearest(costs, found) == min(dearest(costs, cut) for cut in every)
 
 
-class HalfNamed(nn.Module):
-    def __init__(self):
+class Stages(nn.Module):
+    def __init__(self, count=3, named=3):
         super().__init__()
-        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.layers, self.named = nn.ModuleList(nn.Linear(2, 2) for _ in range(count)), named
 
     def stages(self):
-        return [self.first]
+        return list(self.layers)[: self.named]
 
 
-def test_what_cannot_be_cut_is_said():
-    with pytest.raises(UserError, match="HalfNamed.*second.weight"):
-        check_cover(HalfNamed(), HalfNamed().stages())
-    with pytest.raises(UserError, match="3 stages.*4.*give 3 at most"):
-        balanced_cut([1, 1, 1], 4)
-    with pytest.raises(UserError, match=r"stage_devices=\[cpu,cpu\] works"):
-        checked_devices(None if torch.cuda.device_count() < 2 else ["cpu"])
-    with pytest.raises(UserError, match="two devices or more"):
-        checked_devices(["cpu"])
+def test_what_cannot_be_cut_is_refused():
+    with pytest.raises(UserError, match="Stages.*layers.1.weight"):
+        cut_into_groups(Stages(named=1), 2)
+    with pytest.raises(UserError, match="3 stages, fewer than .* 4"):
+        cut_into_groups(Stages(), 4)
+    for names in (["cpu"], ["cpu", "cuda:63"], *([None] if torch.cuda.device_count() < 2 else [])):
+        with pytest.raises(UserError, match="must name two devices or more of this machine"):
+            checked_devices(names)
     with pytest.raises(UserError, match="stage_devices"):
         checked_devices(["cpu", "toaster"])
-    with pytest.raises(UserError, match="cuda:63"):
-        checked_devices(["cpu", "cuda:63"])
 
 
-def test_a_stated_cut_is_made_where_it_is_stated():
-    """As the source has it: the features on one device, the head on the other."""
+@pytest.mark.parametrize("cut", [[], [0], [4], [2, 1], [-1], ["a"], [1.5]])
+def test_a_cut_that_leaves_a_device_empty_is_refused(cut):
+    with pytest.raises(UserError, match=r"does not cut 4 stages into 2: give 1 rising numbers from 1 to 3, as \[2\]"):
+        cut_into_groups(Stages(4, 4), 2, cut)
+
+
+def test_a_stated_cut_puts_the_features_on_one_device_and_the_head_on_the_other():
     net = AlexNetBN(10, 128, 3)
     strategy = ModelParallel(stage_devices=["meta", "meta"], cut=[5])
     strategy._lightning_module = ImageClassifier(net, num_classes=10)
     strategy.model_to_device()
-    assert strategy.cut == [[0, 1, 2, 3, 4], [5, 6, 7]]
+    assert strategy.lightning_module.device.type == "meta"  # its metrics count where the data lie
     features, head = net.__dict__["forward"].groups
     assert {id(p) for p in features.parameters()} == {id(p) for p in net.features.parameters()}
     assert {id(p) for p in head.parameters()} == {id(p) for p in net.classifier.parameters()}
-
-
-@pytest.mark.parametrize("cut", [[], [0], [4], [2, 1], [1, 2], [-1], ["a"], [1.5], [True, 2]])
-def test_a_cut_that_leaves_a_device_empty_is_refused(cut):
-    with pytest.raises(UserError, match=r"does not cut 4 stages into 2: give 1 rising numbers from 1 to 3, as \[2\]"):
-        checked_cut(cut, 4, 2)

@@ -1,0 +1,210 @@
+"""Fully sharded data parallelism (FSDP2): each rank keeps 1/N of weights, gradients and optimizer state.
+
+trainer=fsdp (GPUs), trainer=fsdp_sim (the same code in CPU processes over gloo). The weights of a block are gathered
+just before it computes, and freed after it. See https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from lockstep.runs.errors import UserError
+from lockstep.strategies.base import Ranks, broadcast_from_rank_zero, move_all_but_net
+from lockstep.strategies.sync_batchnorm import BATCH_NORMS
+
+log = logging.getLogger(__name__)
+
+State = dict[str, Any]
+LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+class ShardedPrecision(MixedPrecision):
+    """bf16, or fp16 with loss scaling: shards and reduced gradients are float32, gathered weights 16 bit wide.
+
+    The scaler's state has the name that it has under DDP, so that either resumes from the other.
+    """
+
+    def __init__(self, precision: str, device_type: str) -> None:
+        scaler = torch.amp.GradScaler(device_type) if precision == "16-mixed" else None
+        super().__init__(precision, device_type, scaler)
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        (MixedPrecision if self.scaler is not None else Precision).clip_gradients(self, *args, **kwargs)
+
+    def forward_context(self) -> Any:
+        """No autocast: fully_shard casts weights and inputs."""
+        return nullcontext()
+
+    def state_dict(self) -> State:
+        return {}
+
+    def on_save_checkpoint(self, checkpoint: State) -> None:
+        if self.scaler is not None:
+            checkpoint["MixedPrecision"] = self.scaler.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: State) -> None:
+        if self.scaler is not None and checkpoint.get("MixedPrecision"):
+            self.scaler.load_state_dict(checkpoint["MixedPrecision"])
+
+
+class FSDP(Ranks):
+    """fully_shard over the net's `shard_units()`, then over the net itself.
+
+    Args:
+        shard_within_node: shard over the ranks of a node and replicate over nodes (HSDP): the gathers stay inside a
+            node, which pays off if the network between nodes is slow and the model fits one node.
+        cpu_offload: keep shards and optimizer state in CPU memory, and step there: slow, for the largest models.
+        reshard_after_forward: free a unit's weights between forward and backward; false trades memory for time.
+    """
+
+    no_ema = "the average would be a second net in shards, which every validation and checkpoint would gather"
+
+    def __init__(
+        self, *, shard_within_node: bool = False, cpu_offload: bool = False, reshard_after_forward: bool = True
+    ) -> None:
+        super().__init__()
+        self.shard_within_node, self.cpu_offload = shard_within_node, cpu_offload
+        self.reshard_after_forward = reshard_after_forward
+
+    @staticmethod
+    def precision_for(precision: str, device_type: str) -> Precision:
+        """Return the precision plugin: Lightning refuses 16-mixed with a strategy that it does not know."""
+        if precision in LOW_PRECISION:
+            return ShardedPrecision(precision, device_type)
+        if precision in ("bf16-true", "16-true"):
+            return HalfPrecision(precision)
+        return DoublePrecision() if precision == "64-true" else Precision()
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        per_node = len(self.parallel_devices)
+        shape = (self.world_size // per_node, per_node) if self.shard_within_node else (self.world_size,)
+        names = ("replicate", "shard")[-len(shape) :]
+        self.device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+
+    def setup(self, trainer) -> None:
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        self.model = self.precision_plugin.convert_module(module)
+        if not isinstance(module.net, FSDPModule):
+            self._shard(module.net)
+        self.model_to_device()
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def model_to_device(self) -> None:
+        move_all_but_net(self.lightning_module, self.root_device)  # offloaded shards stay in CPU memory
+
+    def teardown(self) -> None:
+        """Tear down without Lightning's move of the shards to the CPU."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    def _shard(self, net: nn.Module) -> None:
+        units: list[nn.Module] = getattr(net, "shard_units", list)()
+        if not units and self.global_rank == 0:
+            log.info("The model names no shard_units(): FSDP gathers it as a whole, which saves little memory.")
+        if scalars := [name for name, parameter in net.named_parameters() if parameter.dim() == 0]:
+            raise UserError(f"The parameter {scalars[0]} is a scalar, which FSDP cannot shard: trainer=ddp works.")
+        broadcast_from_rank_zero([*net.parameters(), *net.buffers()], self.root_device)
+        for parameter in net.parameters():
+            parameter.data = parameter.data.contiguous()  # fully_shard refuses channels_last weights
+        block = root = MixedPrecisionPolicy()
+        offload = CPUOffloadPolicy() if self.cpu_offload and self.root_device.type != "cpu" else OffloadPolicy()
+        shard = partial(
+            fully_shard, mesh=self.device_mesh, offload_policy=offload, reshard_after_forward=self.reshard_after_forward
+        )
+        if isinstance(self.precision_plugin, ShardedPrecision):
+            dtype, full = LOW_PRECISION[self.precision_plugin.precision], torch.float32
+            block = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=full)
+            root = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=full, output_dtype=full)  # logits
+            for layer in [layer for layer in net.modules() if isinstance(layer, BATCH_NORMS)]:  # whose statistics
+                shard(layer, mp_policy=MixedPrecisionPolicy(full, full, output_dtype=dtype))  # need float32
+        for unit in units:
+            shard(unit, mp_policy=block)
+        shard(net, mp_policy=root)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning runs all micro-batches of an accumulated step but the last in here: nothing is reduced."""
+        net = self.lightning_module.net
+        net.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            net.set_requires_gradient_sync(True)
+
+    # --- checkpoints: whole on rank 0, so that any strategy and world size reads them. torch's own
+    # get_optimizer_state_dict is not used: it takes a step with an optimizer whose state is empty.
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> State:
+        """Return the full state dict on rank 0 and an empty one elsewhere; every rank must call it."""
+        return self._whole(self.lightning_module.state_dict())
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
+        """Return the full optimizer state on rank 0; every rank must call it."""
+        state = (optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
+        return {**state, "state": self._whole(state["state"])}
+
+    def _whole(self, state: Mapping[Any, Any]) -> State:
+        whole = {name: gathered(value, self.is_global_zero) for name, value in state.items()}
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()  # copies from a GPU are only queued
+        return whole if self.is_global_zero else {}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load full weights; names that the module lacks stay, so that a strict load names them."""
+        own = self.lightning_module.state_dict()
+        state = {name: sharded_like(value, own.get(name)) for name, value in checkpoint["state_dict"].items()}
+        self.lightning_module.load_state_dict(state, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+            states = {
+                number: {name: sharded_like(value, parameters.get(number)) for name, value in values.items()}
+                for number, values in state["state"].items()
+            }
+            optimizer.load_state_dict({**state, "state": states})
+
+
+def gathered(value: Any, keep: bool) -> Any:
+    """Return a copy of a sharded tensor in CPU memory if `keep`, else None; every rank must call it.
+
+    The tensors of a dict are gathered one after the other; anything that is no tensor comes back as it is.
+    """
+    if isinstance(value, dict):
+        return {name: gathered(part, keep) for name, part in value.items()}
+    if isinstance(value, DTensor):
+        value = value.detach().full_tensor()
+        return value.to("cpu", non_blocking=True) if keep else None
+    return value.detach().to("cpu", copy=True, non_blocking=True) if isinstance(value, Tensor) else value
+
+
+def sharded_like(value: Any, own: Any) -> Any:
+    """Return `value` (whole, equal on every rank) in the shards of `own`; unchanged if `own` has none."""
+    if not isinstance(own, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor) or value.dim() == 0:
+        return value
+    is_same = value.shape == own.shape  # factored states have another shape than the parameter: whole on every rank
+    placements = own.placements if is_same else [Replicate()] * own.device_mesh.ndim
+    whole = value.detach().to(torch.device(own.device_mesh.device_type))
+    shard = distribute_tensor(whole, own.device_mesh, placements, src_data_rank=None)
+    return shard.to(own.dtype) if is_same else shard

@@ -1,0 +1,208 @@
+"""ddp, allreduce and fsdp train as one process does; each keeps, sends and reduces what it says."""
+
+import functools
+import importlib
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from local_ranks import run_ranks
+from lockstep.runs.errors import UserError
+from lockstep.strategies.base import capabilities
+from lockstep.strategies.fsdp import FSDP
+from strategy_runs import (
+    Batches,
+    Classifier,
+    TinyNet,
+    adamw,
+    difference,
+    fit,
+    mean_losses,
+    one,
+    plain_sgd,
+    ranks,
+    ranks_all,
+    sgd,
+    trainer_of,
+    worst,
+)
+
+WITHIN = {"own": {"shard_within_node": True}}
+BASIC = [
+    (name, settings)
+    for name in ("ddp", "allreduce", "fsdp")
+    for settings in ({}, {"accumulate": 2}, {"clip": 0.5}, {"batch_norm": True, "sync_batchnorm": True})
+]
+FURTHER = [
+    ("fsdp", {"optimizer": partial(adamw, fused=True), "clip": 0.5}),
+    ("fsdp", {"optimizer": partial(adamw, foreach=True)}),
+    ("fsdp", {"optimizer": partial(sgd, foreach=True)}),
+    ("fsdp", {"recompute": True}),
+    ("fsdp", {"own": {"reshard_after_forward": False}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "nodes", "every"),
+    [
+        (2, 1, [*BASIC, ("fsdp", {"optimizer": adamw})]),
+        pytest.param(2, 1, FURTHER, marks=pytest.mark.slow),
+        pytest.param(4, 2, [("fsdp", {**WITHIN, "accumulate": 2, "clip": 0.5})], marks=pytest.mark.slow),
+    ],
+)
+def test_equals_one_process_in_float64(world_size, nodes, every):
+    for (name, settings), found in zip(every, ranks_all(world_size, every, nodes), strict=True):
+        same = {key: settings[key] for key in ("clip", "optimizer", "batch_norm") if key in settings}
+        assert difference(found, one(**same), settings.get("accumulate", 1)) < 1e-12, (name, settings)
+
+
+def scale(trainer):
+    return trainer.precision_plugin.scaler.get_scale()
+
+
+def test_low_precision_stays_close_keeps_float32_weights_and_skips_an_overflow_of_one_rank_on_all():
+    cases = [(precision, norm) for precision in ("bf16-mixed", "16-mixed") for norm in (False, True)]
+    runs = [("fsdp", {"precision": p, "batch_norm": norm, "sync_batchnorm": norm}) for p, norm in cases]
+    scaled = {"precision": "16-mixed", "inspect": scale}
+    overflow = [("fsdp", {**scaled, "steps": 6, "overflow_at": 5}), ("fsdp", {**scaled, "steps": 5})]
+    *close, skipped, without = ranks_all(2, [*runs, *overflow])
+    for (_, norm), found in zip(cases, close, strict=True):
+        expected = one(precision="32-true", batch_norm=norm)
+        np.testing.assert_allclose(mean_losses(found), expected["losses"], rtol=5e-3)
+        assert {str(w.dtype) for w in found[0]["weights"].values()} <= {"float32", "int64"}
+    assert worst(skipped[0]["weights"], without[0]["weights"]) == 0
+    assert [r["inspect"] for r in skipped] == [32768.0] * 2 and [r["inspect"] for r in without] == [65536.0] * 2
+
+
+def describe_shards(trainer):
+    parameters = list(trainer.lightning_module.net.parameters())
+    optimizer = trainer.optimizers[0]
+    momentum = [optimizer.state[p]["momentum_buffer"] for p in parameters]
+    mesh = trainer.strategy.device_mesh
+    return {
+        "own": sum(p.to_local().numel() for p in parameters),
+        "whole": sum(p.numel() for p in parameters),
+        "momentum": sum(m.to_local().numel() for m in momentum),
+        "mesh": {name: mesh[name].size() for name in mesh.mesh_dim_names},
+    }
+
+
+def test_each_rank_keeps_its_part_of_weights_and_optimizer_state():
+    parts = [r["inspect"] for r in ranks("fsdp", 2, steps=1, inspect=describe_shards)]
+    assert sum(part["own"] for part in parts) == parts[0]["whole"]
+    assert max(part["own"] for part in parts) < 0.55 * parts[0]["whole"]
+    assert [part["momentum"] for part in parts] == [part["own"] for part in parts]
+
+
+def test_shard_within_node_replicates_over_nodes():
+    parts = [r["inspect"] for r in ranks("fsdp", 4, 2, steps=1, inspect=describe_shards, **WITHIN)]
+    assert parts[0]["mesh"] == {"replicate": 2, "shard": 2}
+    assert [part["own"] for part in parts[:2]] == [part["own"] for part in parts[2:]]
+    assert parts[0]["own"] + parts[1]["own"] == parts[0]["whole"]
+
+
+def communication(cluster):
+    """Count reductions of gradients, broadcasts of buffers, and distances from rank 0's weights, in one start."""
+    reduced, broadcast = [], []
+
+    def counting(original, counted):
+        def call(*args, **kwargs):
+            counted.append([*args, *kwargs.values()][0])
+            return original(*args, **kwargs)
+
+        return call
+
+    dist.all_reduce = counting(dist.all_reduce, reduced)
+    dist.reduce_scatter_single = counting(dist.reduce_scatter_single, reduced)
+    dist.broadcast = counting(dist.broadcast, broadcast)
+    result = {}
+    for name in ("allreduce", "fsdp"):
+        for accumulate in (1, 4):
+            reduced.clear()
+            fit(cluster, name, steps=3, accumulate=accumulate)
+            result[name, accumulate] = sum(1 for tensor in reduced if tensor.dim() > 0)  # but the validation loss
+    trainer, module = trainer_of(cluster, "ddp"), Classifier(TinyNet(batch_norm=True), plain_sgd)
+    trainer.fit(module, Batches(1, cluster.rank, cluster.world_size, 1))
+    buffers = {buffer.data_ptr() for buffer in module.buffers()}
+    for batches in (1, 5):
+        broadcast.clear()
+        trainer.validate(module, Batches(batches, cluster.rank, cluster.world_size, 1), verbose=False)
+        result["buffers", batches] = sum(1 for tensor in broadcast if tensor.data_ptr() in buffers)
+    for name in ("ddp", "allreduce", "fsdp"):  # each rank begins with other weights, and no step changes them
+        torch.manual_seed(0)
+        expected = TinyNet().double().state_dict()
+        torch.manual_seed(cluster.rank)
+        module = Classifier(TinyNet(), functools.partial(torch.optim.SGD, lr=0.0))
+        trainer_of(cluster, name).fit(module, Batches(1, cluster.rank, cluster.world_size, 1))
+        for key, found in module.net.state_dict().items():
+            whole = found.full_tensor() if name == "fsdp" else found
+            assert torch.equal(whole, expected[key]), (name, key)
+        if name != "fsdp":
+            strategy = trainer_of(cluster, name).strategy
+            strategy.setup_environment()
+            result["sent", name] = [strategy.broadcast(x if cluster.rank == 1 else "another rank's", 1) for x in SENT]
+    return result
+
+
+SENT = ["words", None, True, 3, 0.5, Path("a/b"), ["a", 1], {"a": 1}]
+
+
+def test_ranks_exchange_each_gradient_once_a_step_buffers_once_an_evaluation_and_begin_with_rank_zeros_weights():
+    for found in run_ranks(communication, 2):
+        assert found["allreduce", 1] == found["allreduce", 4] == 3 * 17  # steps × parameters
+        assert found["fsdp", 1] == found["fsdp", 4] == 3 * 4  # steps × (three blocks and the root)
+        assert found["buffers", 1] == found["buffers", 5] == 3  # running mean, running variance, count of batches
+        assert found["sent", "ddp"] == found["sent", "allreduce"] == SENT
+
+
+def running_mean(trainer):
+    return trainer.lightning_module.net.embed[2].running_mean.numpy().copy()
+
+
+def test_batchnorm_of_rank_zero_is_evaluated_everywhere():
+    settings = {"batch_norm": True, "steps": 2, "inspect": running_mean}
+    for found in ranks_all(2, [(name, settings) for name in ("fsdp", "ddp", "allreduce")]):
+        np.testing.assert_array_equal(found[0]["inspect"], found[1]["inspect"])
+
+
+class Scalar(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def shard_units(self):
+        return [self]
+
+
+def test_a_scalar_parameter_is_refused_before_it_is_sharded():
+    with pytest.raises(UserError, match="temperature is a scalar.*trainer=ddp"):
+        FSDP()._shard(Scalar())
+
+
+def made(dotted):
+    """Return an object of a class whose constructor has not run."""
+    module, _, name = dotted.rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    return found.__new__(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "ema", "compile", "scales", "bf16"),
+    [
+        ("ddp.DDP", True, True, True, "BFloat16Mixed"),
+        ("fsdp.FSDP", False, True, True, "ShardedPrecision"),
+        ("model_parallel.ModelParallel", False, False, True, "BFloat16Mixed"),
+        ("data_parallel.DataParallel", True, False, True, "BFloat16Mixed"),
+        ("hivemind.Hivemind", False, True, False, "BFloat16Mixed"),
+        ("lightning.pytorch.strategies.SingleDeviceStrategy", True, True, True, "BFloat16Mixed"),
+    ],
+)
+def test_every_strategy_states_what_it_can(name, ema, compile, scales, bf16):
+    able = capabilities(made(name if name.startswith("lightning") else f"lockstep.strategies.{name}"))
+    assert (not able.no_ema, able.supports_compile, able.scales_losses) == (ema, compile, scales)
+    assert type(able.precision_for("bf16-mixed", "cpu")).__name__ == bf16
