@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from classifier import ImageClassifier
 from data.synthetic import SyntheticDataModule
 from local_ranks import meet
 from lockstep.data.augmentation import CropFlip
@@ -28,6 +27,7 @@ from lockstep.training.rank import StartedRanks
 from models.alexnet import AlexNet, AlexNetBN
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
+from tasks.classifier import ImageClassifier
 
 STEPS, EPOCHS, GLOBAL_BATCH, CLASSES, SEED = 20, 2, 16, 4, 5
 MODELS = ("vit", "alexnet", "alexnet_bn", "small_cnn")

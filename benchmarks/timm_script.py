@@ -45,7 +45,7 @@ class Work:
             f"augmentation={pictures[0]}", *pictures[1:],
             f"augmentation.mixup_alpha={MIXUP}", f"augmentation.erasing_prob={ERASING}",
             "optimizer=adamw", f"optimizer.lr={RATE}", f"optimizer.weight_decay={DECAY}", "optimizer.decay_norms=false",
-            "scheduler=cosine", "scheduler.warmup_epochs=0", f"classifier.label_smoothing={SMOOTHING}",
+            "scheduler=cosine", "scheduler.warmup_epochs=0", f"task.label_smoothing={SMOOTHING}",
             "trainer=cpu", f"trainer.max_epochs={options.epochs}", f"seed={seed}", *options.overrides,
         ])  # fmt: skip
         return 100 * record["metrics"]["test/acc"]

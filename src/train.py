@@ -55,7 +55,7 @@ def _take_weights(run: "Run", plan: RunPlan) -> None:
     if path and plan.resume_step:
         checkpoint = load_on_all_ranks(path)
         check_fits(run.module, checkpoint["state_dict"], path, model_name)
-        if run.facts:
+        if "data_hash" in run.facts:
             check_data_of_run(checkpoint, run.facts, plan.folder)
     elif path:
         said = start_from(run.module, path, model_name, plan.config["data"], run.facts)
@@ -72,7 +72,7 @@ def _known_at_start(run: "Run", plan: RunPlan) -> dict[str, Any]:
         "num_parameters": sum(p.numel() for p in net.parameters()),
         "num_trained_parameters": sum(p.numel() for p in net.parameters() if p.requires_grad),
     }
-    if not run.facts:
+    if "data_hash" not in run.facts:
         return of_module
     return {
         **of_module,

@@ -90,7 +90,7 @@ def target_by_alias(content, path, canary):
 
 def target_of_the_loss(content, path, canary):
     target = {"_target_": "torch.nn.modules.module.functools.partial", "command": f"touch '{canary}'"}
-    with_config(content, path, lambda config: config["classifier"].update(target))
+    with_config(content, path, lambda config: config["task"].update(target))
 
 
 def chain_of_allowed_names(content, path, canary):
@@ -127,7 +127,7 @@ CHECKPOINTS = {
     optimizer_state: "no checkpoint that can be loaded safely",
     lightning_instantiator: None,
     target_by_alias: "model._target_='models.timm.warnings.sys.modules'",
-    target_of_the_loss: "classifier._target_='torch.nn.modules.module.functools.partial'",
+    target_of_the_loss: "task._target_='torch.nn.modules.module.functools.partial'",
     chain_of_allowed_names: "model.extra=",
     a_writer_that_deletes: None,
     an_interpolation: None,

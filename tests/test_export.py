@@ -86,7 +86,7 @@ def test_timm_loads_any_of_its_models_as_the_card_says(tmp_path, monkeypatch, na
     facts = {"class_names": ["a", "b", "c"], "num_classes": 3, "image_size": size, "channels": 3, "mean": [0.5] * 3,
              "std": [0.2] * 3, "resize": size, "fit": "crop", "interpolation": "bicubic",
              "data_hash": "0" * 64}  # fmt: skip
-    config = {"model": {"_target_": "models.timm.TimmModel", "name": name}, "data": {"name": "d"}, "classifier": {}}
+    config = {"model": {"_target_": "models.timm.TimmModel", "name": name}, "data": {"name": "d"}, "task": {}}
     path = tmp_path / "best.ckpt"
     path.write_bytes(b"")
     model = FinishedModel(net, torch.nn.CrossEntropyLoss(), config, facts, path, RunRecord())

@@ -20,7 +20,7 @@ FLOORS = (
 )
 FLOOR = {f"lockstep.{room}": number for number, rooms in enumerate(FLOORS) for room in rooms}
 YOURS, SCRIPTS = len(FLOORS), len(FLOORS) + 1
-SCRIPT_NAMES = {path.stem for path in SRC.glob("*.py")} - {"classifier"}
+SCRIPT_NAMES = {path.stem for path in SRC.glob("*.py")}
 WITHOUT_TORCH = ("runs", "storage", "config", "launch", "logbook")
 WITH_TORCH = {
     "lockstep/launch/process_group.py",
@@ -31,7 +31,7 @@ WITH_TORCH = {
 TORCH_FREE = {"lockstep/strategies/placement.py"}  # the launcher asks it
 HEAVY = {"torch", "lightning", "hydra", "torchvision", "timm"}
 FOLDER_OF_GROUP = {
-    "model": ("models",), "data": ("data",), "augmentation": ("augmentations", "lockstep.data"),
+    "model": ("models",), "task": ("tasks",), "data": ("data",), "augmentation": ("augmentations", "lockstep.data"),
     "optimizer": ("optimizers", "torch"), "scheduler": ("schedulers", "torch"),
     "trainer": ("lockstep.strategies",), "callbacks": ("callbacks", "lockstep.callbacks", "lightning"),
     "loss": ("losses",), "metrics": ("metrics", "torchmetrics"), "logger": ("lockstep.callbacks", "lightning"),
@@ -117,7 +117,7 @@ def test_what_starts_a_run_comes_without_torch():
         )
         if without:
             assert not {used.split(".")[0] for used in imports(path, typing=False)} & {"torch", "lightning"}, name
-        elif len(parts) == 1 and name != "classifier.py":
+        elif len(parts) == 1:
             heavy = {used.split(".")[0] for used in imports(path, top_level=True)} & HEAVY
             assert not heavy, "a script imports torch inside main, so that --help is quick"
 

@@ -20,7 +20,7 @@ SMALL = ("experiment=quickstart", "data.global_batch_size=16", "callbacks.hardwa
 ONE, TWO = ("trainer=gpu",), ("trainer=ddp", "trainer.devices=2")
 NET = ("model._target_=own.Net",)
 LOSS = ("loss._target_=own.Loss",)
-STEP = ("classifier._target_=own.Classifier",)
+STEP = ("task._target_=own.Classifier",)
 CALLBACK = ("+callbacks.own._target_=own.Watcher",)
 METRIC = ("+metrics.own._target_=own.Share",)
 
@@ -31,7 +31,7 @@ OWN = """
     from torch import nn
     from torchmetrics import Metric
 
-    from classifier import ImageClassifier
+    from tasks.classifier import ImageClassifier
 
     class Net(nn.Module):
         def __init__(self, num_classes, channels=1, **_):

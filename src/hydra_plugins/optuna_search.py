@@ -1,7 +1,7 @@
 """Hydra's -m as an Optuna search: one study, one job a trial; a failed trial is recorded and skipped.
 
     python src/train.py -m experiment=quickstart hydra/sweeper=optuna hydra.sweeper.num_trials=30 \\
-      'optimizer.lr=tag(log,interval(1e-4,1e-1))' 'classifier.label_smoothing=choice(0.0,0.1)'
+      'optimizer.lr=tag(log,interval(1e-4,1e-1))' 'task.label_smoothing=choice(0.0,0.1)'
 
 The study is in a journal file, named by what is searched: the same command goes on until num_trials have finished. (The
 sweeper plugin on the package index requires Optuna 2, whose storage does not work with today's SQLAlchemy.)

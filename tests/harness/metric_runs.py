@@ -16,12 +16,12 @@ from torchmetrics.classification import (
     MulticlassRecall,
 )
 
-from classifier import ImageClassifier
 from data.synthetic import SyntheticDataModule
 from local_ranks import meet
 from lockstep.launch.launchers import Cluster
 from lockstep.strategies.ddp import DDP
 from lockstep.training.rank import StartedRanks
+from tasks.classifier import ImageClassifier
 
 CLASSES, IMAGES, BATCH = 5, 83, 7
 

@@ -12,10 +12,10 @@ def main(epochs: int, cache_dir: str, initial_peers: list[str]) -> None:
     import lightning.pytorch as pl
     import torch
 
-    from classifier import ImageClassifier
     from data.digits import DigitsDataModule
     from lockstep.strategies.hivemind import Hivemind
     from models.small_cnn import SmallCNN
+    from tasks.classifier import ImageClassifier
 
     warnings.filterwarnings("ignore", module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

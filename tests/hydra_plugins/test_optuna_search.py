@@ -13,7 +13,7 @@ from runs import run_door
 COMMAND = [
     "experiment=quickstart", "-m", "hydra/sweeper=optuna", "trainer=ddp_sim",
     "trainer.max_epochs=1", "optimizer.lr=tag(log,interval(1e-5,1e-1))",
-    "classifier.label_smoothing=choice(0.0,0.1,2.0)",
+    "task.label_smoothing=choice(0.0,0.1,2.0)",
 ]  # fmt: skip
 
 

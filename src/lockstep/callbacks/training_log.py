@@ -97,15 +97,15 @@ class TrainingLog(Callback):
         self._write(trainer, self.latest)
 
     def _means(self, trainer: pl.Trainer, module: Any, epoch_ends: bool) -> dict[str, float]:
-        """The mean loss since the last log point, and at an epoch's end the accuracy on the images as augmented."""
+        """The mean loss since the last log point, and at an epoch's end what the task has counted in it."""
         zero = torch.zeros((), dtype=torch.float64, device=trainer.strategy.root_device)
-        sums = [zero if self.loss_sum is None else self.loss_sum, torch.full_like(zero, self.num_losses)]
+        total = zero if self.loss_sum is None else self.loss_sum
+        sums = {"train/loss": torch.stack([total, torch.full_like(zero, self.num_losses)])}
         self.loss_sum, self.num_losses = None, 0
-        if epoch_ends and hasattr(module, "take_train_counts"):
-            sums += module.take_train_counts().double().unbind()
-        total, number, *counts = trainer.strategy.reduce(torch.stack(sums), reduce_op="sum").tolist()
-        means = {"train/loss": total / number} if number else {}
-        return {**means, "train/acc": counts[0] / counts[1]} if counts and counts[1] else means
+        if epoch_ends and hasattr(module, "take_sums"):
+            sums = {**module.take_sums("train"), **sums}  # a task may count a loss of its own, which this one replaces
+        found = trainer.strategy.reduce(torch.stack([*sums.values()]), reduce_op="sum").tolist()
+        return {name: total / number for name, (total, number) in zip(sums, found, strict=True) if number}
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":

@@ -22,6 +22,7 @@ TEXT = re.compile(
     r"run_id|resume|ckpt_path|experiment_name|tags|sweep_dir|optimized_metric|paths\.\w+|s3\.(uri|endpoint_url)"
     r"|data\.(name|group|root|images|cache_dir|download_dir)|model\.(name|weights)|hydra\.(sweeper\.study|sweep\.dir)"
 )
+OF_EVERY_TASK = ("monitor", "mode", "outputs")  # keys that any task has, whatever its class
 FUNCTION = re.compile(r"(choice|range|interval|glob|tag|sort|shuffle|str)\(.*\)")  # of Hydra's grammar
 
 
@@ -55,6 +56,7 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
     if words or own:
         options = _of_choices(config_name, (*search, *_choices(cfg)))
         schema.check(unresolved(cfg), unresolved(options), words, folders)
+        _drop_options_of_another_class(cfg, options)
     for word in words:
         if word.startswith("~") and (key := key_of(word)).partition(".")[0] not in MAY_LACK:
             raise UserError(f"{word}: a run needs {key}. Give it another value, {key}=VALUE.")
@@ -83,6 +85,25 @@ def _compose(config_name: str, words: list[str], folders: tuple[Path, ...]) -> A
         return _compose(config_name, [f"++{word}" if key_of(word) == key else word for word in words], folders)
     choices = [word for word in words if is_choice(word, folders) or word.startswith("hydra.searchpath")]
     raise UserError(unknown_key(key, unresolved(_compose(config_name, choices, folders)), folders))
+
+
+def _drop_options_of_another_class(cfg: Any, options: Any) -> None:
+    """Remove what the chosen option says of its class if task._target_= or data._target_= names another one."""
+    from omegaconf import OmegaConf, open_dict
+
+    typed = {key_of(word) for word in cfg.hydra.overrides.task}
+    for group in ("task", "data"):
+        target = cfg[group].get("_target_")
+        if not target or target == options[group].get("_target_"):
+            continue
+        default: Any = OmegaConf.to_container(options[group])
+        own: Any = OmegaConf.to_container(cfg[group])
+        for key in default:
+            if key not in ("_target_", *OF_EVERY_TASK) and f"{group}.{key}" not in typed and own[key] == default[key]:
+                with open_dict(cfg):
+                    del cfg[group][key]
+        with open_dict(cfg):
+            cfg.hydra.runtime.choices[group] = target.rpartition(".")[2]
 
 
 @functools.cache

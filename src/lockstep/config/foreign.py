@@ -14,9 +14,9 @@ from lockstep.config.compose import CONFIGS, chosen_options, compose, plain
 from lockstep.config.schema import missing_option
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
-from lockstep.runs.folder import RunFolder, read_config
+from lockstep.runs.folder import RunFolder, read_config, with_task
 
-OF_CHECKPOINT = ("data", "model", "loss", "metrics", "classifier", "trainer")
+OF_CHECKPOINT = ("data", "task", "model", "loss", "metrics", "trainer")
 OF_DATA = (*OF_CHECKPOINT, "augmentation", "seed")
 OF_RUN = (
     *OF_CHECKPOINT,
@@ -29,14 +29,16 @@ OF_RUN = (
     "experiment_name",
     "test",
 )
-NEEDED = ("data", "model")
-GROUPS = ("data", "augmentation", "model", "loss", "optimizer", "scheduler", "trainer")
-NET = ("model", "loss", "classifier")  # a value of theirs that is not accepted would build another net
+NEEDED = ("data", "task", "model")
+GROUPS = ("data", "task", "augmentation", "model", "loss", "optimizer", "scheduler", "trainer")
+NET = ("task", "model", "loss")  # a value of theirs that is not accepted would build another net
 WEIGHTS = ("weights", "pretrained", "freeze")  # a checkpoint brings its weights
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]{0,63}")  # without dot, slash and colon: no path, address or class
 KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")  # so no _target_
 NAMES = {"model.name": re.compile(r"[A-Za-z0-9][\w-]*(\.[\w-]+)?"), "experiment_name": WORD, "tags": WORD}
-PLACE = re.compile(r"root|dir|path|file|folder|images|weights|cache|ckpt|checkpoint|uri|url|address|peers|addr|cfg$")
+PLACE = re.compile(
+    r"root|dir|path|file|folder|images|weights|cache|teacher|ckpt|checkpoint|uri|url|address|peers|addr|cfg$"
+)
 LARGEST = 2**31
 
 
@@ -51,6 +53,7 @@ def accepted(stored: object, roots: tuple[str, ...], whose: str) -> tuple[dict[s
     """
     if not isinstance(stored, Mapping):
         raise UserError(f"{whose} carries no config: it was not written by Lockstep.")
+    stored = with_task(stored)
     choices: dict[str, str] = {}
     rejected: list[str] = []
     named = stored.get("choices") if isinstance(stored.get("choices"), Mapping) else {}
@@ -70,7 +73,7 @@ def accepted(stored: object, roots: tuple[str, ...], whose: str) -> tuple[dict[s
     found = _accepted_values(values, here, "", rejected)
     for key in rejected:
         root, _, name = key.partition(".")
-        if root in NET and name not in WEIGHTS:
+        if root in NET and name not in WEIGHTS and not (root == "task" and PLACE.search(name)):
             value = stored[root].get(name) if isinstance(stored[root], Mapping) else stored[root]
             raise UserError(f"{whose} has {key}={value!r:.60}, which cannot be built here.")
     return {**found, "choices": choices}, rejected

@@ -42,7 +42,7 @@ trainer.max_steps: steps num_steps iterations max_iters; trainer.accelerator: de
 trainer.accumulate_grad_batches: accumulate grad_accum accumulation_steps gradient_accumulation_steps;
 trainer.gradient_clip_val: clip grad_clip clip_grad max_grad_norm clip_grad_norm; optimizer.lr: learning_rate base_lr;
 optimizer.weight_decay: wd decay; optimizer.layer_decay: lr_layer_decay; scheduler.warmup_epochs: warmup warmup_steps;
-classifier.label_smoothing: smoothing label_smooth; model.freeze: frozen freeze_backbone; data=: dataset;
+task.label_smoothing: smoothing label_smooth; model.freeze: frozen freeze_backbone; data=: dataset;
 model=: arch architecture net network backbone; loss=: criterion loss_fn; optimizer=: optim opt; experiment=: recipe;
 scheduler=: sched lr_scheduler schedule; paths.log_dir: output_dir out_dir save_dir output; resume: resume_from;
 ckpt_path: checkpoint ckpt weights init_from finetune; run_id: run_name; experiment_name: exp exp_name;
@@ -135,6 +135,8 @@ def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
     if key.startswith("trainer.strategy."):
         return f"There is no {key} here: choose a trainer whose strategy has it, as trainer=ddp."
     group, _, rest = key.partition(".")
+    if group == "classifier":  # of version 1
+        return f"{key} is now task{key.removeprefix(group)}."
     if others := _options_with(key, folders):
         return f"There is no {key} here: {' or '.join(others[:4])} has it."
     known = list(dotted(options))

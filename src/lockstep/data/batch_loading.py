@@ -62,8 +62,6 @@ class BatchLoader:
 
     def _labels_of(self, selection: Selection) -> LoadedBatch:
         labels = self.labels[selection.positions]
-        if selection.counted is not None:
-            labels = np.where(selection.counted, labels, -1)
         mixing = {} if selection.mixing is None else {"mixing": torch.from_numpy(selection.mixing)}
         return {"labels": torch.from_numpy(labels), **mixing}
 

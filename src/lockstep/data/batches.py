@@ -24,13 +24,11 @@ class Selection(NamedTuple):
     Args:
         positions: (n,) int64, of the images.
         draws: (3, n) int64, the rows dy, dx and flip, or (1, n), a seed for each image.
-        counted: (n,) bool, False where an image only fills the batch; None: all count.
         mixing: (6, n/2) float64 as of Mixing.draw; None: nothing is mixed.
     """
 
     positions: np.ndarray
     draws: np.ndarray
-    counted: np.ndarray | None = None
     mixing: np.ndarray | None = None
 
 
@@ -129,10 +127,10 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """Every image once over all ranks, in order, with as many batches of one size on every rank.
+    """Every image once over all ranks, in order, with the same number of batches on every rank.
 
-    The batch is the largest up to `batch_size` (per device) that spreads the images evenly; images that only fill the
-    last batches are marked as not counted.
+    There are as few batches as `batch_size` (per device, at most) allows, and their sizes differ by one image at most.
+    With fewer images than ranks, some ranks get an empty batch.
 
     Args:
         draws: (3,) int64 dy, dx, flip for every image: the centre crop.
@@ -144,9 +142,7 @@ class EvalBatches:
     ) -> None:  # fmt: skip
         if batch_size < 1:
             raise UserError(f"data.eval_batch_size={batch_size} must be at least 1.")
-        share = -(-len(indices) // world_size)
-        self._num_batches = -(-share // batch_size)
-        self.batch_size = -(-share // self._num_batches) if share else batch_size
+        self._num_batches = -(-len(indices) // (batch_size * world_size))
         self._deliver, self._indices, self._draws = deliver, indices, draws
         self._rank, self._world_size = rank, world_size
 
@@ -157,8 +153,7 @@ class EvalBatches:
         return iter(self._deliver(self._selections()))
 
     def _selections(self) -> Iterator[Selection]:
-        size, last = self.batch_size, len(self._indices) - 1
-        draws = np.repeat(self._draws[:, None], size, axis=1)
+        parts = np.array_split(self._indices, max(self._num_batches * self._world_size, 1))
         for batch in range(self._num_batches):
-            position = (batch * self._world_size + self._rank) * size + np.arange(size)
-            yield Selection(self._indices[np.minimum(position, last)], draws, position <= last)
+            part = parts[batch * self._world_size + self._rank]
+            yield Selection(part, np.repeat(self._draws[:, None], len(part), axis=1))

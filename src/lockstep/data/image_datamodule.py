@@ -388,7 +388,7 @@ class ImageDataModule(LightningDataModule):
         return torch.cat(batches)[: len(index)].cpu()
 
     def on_after_batch_transfer(self, batch: LoadedBatch, dataloader_idx: int) -> tuple[Tensor, Tensor]:
-        """Return images (n, channels, image_size, image_size) float, and labels (n,), −1 where not counted.
+        """Return images (n, channels, image_size, image_size) float, and labels (n,).
 
         Mixed images have soft labels: (n, num_classes) float.
         """

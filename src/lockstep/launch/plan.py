@@ -141,7 +141,8 @@ def resolved(config: Config, cluster: Cluster, accelerator: str) -> dict[str, An
 def as_run(plan: RunPlan) -> dict[str, Any]:
     """The config with the values that the run has: what config.yaml and checkpoints carry, and what all ranks share."""
     own = resolved(plan.config, plan.cluster, plan.accelerator)
-    own["data"]["global_batch_size"] = plan.batch.global_size
+    if "global_batch_size" in own["data"]:
+        own["data"]["global_batch_size"] = plan.batch.global_size
     own["optimizer"].update(plan.learning_rates)
     return {**own, "choices": dict(plan.choices), "overrides": list(plan.overrides)}
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.logbook import curves
 from lockstep.runs.errors import UserError
+from lockstep.runs.folder import with_task
 from lockstep.runs.foreign_files import read_yaml
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import RunRecord, read_record, status_of
@@ -116,7 +117,7 @@ def read_config(path: Path) -> dict[str, Any]:
         config = read_yaml(path)
     except (OSError, ValueError):
         return {}
-    return config if isinstance(config, dict) else {}
+    return with_task(config) if isinstance(config, dict) else {}
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -6,6 +6,7 @@ A run folder is `logs/train/runs/<run_id>/` (a sweep's: `logs/train/multiruns/<s
 import difflib
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from lockstep.runs.errors import UserError
 from lockstep.runs.foreign_files import read_yaml
 
-GROUPS = ("model", "classifier", "data", "optimizer", "scheduler", "trainer", "callbacks", "logger", "paths", "s3")
+GROUPS = ("model", "task", "data", "optimizer", "scheduler", "trainer", "callbacks", "logger", "paths", "s3")
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -130,7 +131,24 @@ def read_config(path: Path) -> dict[str, Any]:
     for key in GROUPS:
         if not isinstance(config.get(key), dict | None):
             raise UserError(f"{path} is not a run's config: its {key} is a {type(config[key]).__name__}.")
-    return config
+    return with_task(config)
+
+
+def with_task(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's config whose `task` holds what version 1 wrote under `classifier`."""
+    found = dict(config)
+    before, choices = found.pop("classifier", None), found.get("choices")
+    if not isinstance(before, Mapping) or not isinstance(choices, Mapping):
+        return found
+    task: Any = found.get("task")
+    is_own = isinstance(task, Mapping) and task.get("_target_")
+    target = before.get("_target_", "classifier.ImageClassifier")
+    renamed = {"_target_": "tasks.classifier.ImageClassifier"} if target == "classifier.ImageClassifier" else {}
+    found["task"] = task if is_own else {**before, **renamed}
+    found["choices"] = {"task": str(task["_target_"]).rpartition(".")[2] if is_own else "classifier", **choices}
+    if isinstance(words := found.get("overrides"), list | tuple):
+        found["overrides"] = [re.sub(r"^([+~]*)classifier\b", r"\1task", str(word)) for word in words]
+    return found
 
 
 def find_run(logs: Path, run_id: str) -> RunFolder:

@@ -24,10 +24,9 @@ from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.model_parallel import ModelParallel
 from lockstep.strategies.recompute import recompute_activations
 from lockstep.strategies.sync_batchnorm import check_batch_norm, synchronise
-from lockstep.training.build_data import build_data, data_facts
+from lockstep.training.build_data import build_data, build_plain_data, data_facts, has_plain_data
 from lockstep.training.build_module import build_module
 from lockstep.training.checks import DataFacts, check_same_data, validation_interval, whole_steps
-from lockstep.training.plain import build_plain_data, has_plain_data
 from lockstep.training.rank import RankSession, device_of
 from lockstep.training.trainer import build_strategy, build_trainer
 
@@ -57,8 +56,8 @@ def build_run(plan: RunPlan, session: RankSession, *, trained_on: DataFacts | No
     config, cluster, trainable = plan.config, plan.cluster, trained_on is None
     strategy = build_strategy(plan)
     plain_data = has_plain_data(config)
-    data = build_plain_data(plan) if plain_data else build_data(plan, trained_on)
-    facts = {} if plain_data else data_facts(data)
+    data = build_plain_data(config) if plain_data else build_data(plan, trained_on)
+    facts = data_facts(data)
     if trained_on and "class_counts" in trained_on:  # the weights of a weighted loss
         facts["class_counts"] = trained_on["class_counts"]
     module: Any = build_module(
@@ -157,7 +156,7 @@ def _callbacks(
     config["trainer"].update({key: limits[key] for key in ("limit_train_batches",) if key in limits})
     given = {
         "folder": folder.checkpoints, "contents": {"config": config, "data": facts}, "run_folder": folder.path,
-        "run_id": folder.run_id, "global_batch_size": plan.batch.global_size if facts else None,
+        "run_id": folder.run_id, "global_batch_size": plan.batch.global_size if "data_hash" in facts else None,
     }  # fmt: skip
     chosen = [build(node, given) for node in (plan.config["callbacks"] or {}).values() if node]
     for callback in chosen:

@@ -3,16 +3,20 @@
 import logging
 from typing import Any
 
+import lightning.pytorch as pl
+
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.config.schema import key_of
 from lockstep.launch.plan import RunPlan
 from lockstep.runs.config import Config
+from lockstep.runs.errors import UserError
 from lockstep.training.checks import DataFacts
 from lockstep.training.local_root import on_this_node, said_by_address
 from lockstep.training.rank import device_of
 
 log = logging.getLogger(__name__)
 
+FACTS_OF_ANY = ("num_classes", "class_names", "image_size", "channels")  # attributes of any data module
 NEW_DATA = {"data", "data.root", "data.images"}  # overrides that name other images
 OF_ALL = ("fold", "num_folds", "stratify")  # in the config of any data set, which need not have them
 RETIRED = ("verify", "max_pixels", "memory_limit_gib", "device_cache_gib", "cache_gib")  # options of version 1
@@ -43,6 +47,24 @@ def build_data(plan: RunPlan, trained_on: DataFacts | None = None) -> Any:
     return data
 
 
+def has_plain_data(config: Config) -> bool:
+    """Return whether the data module is one of Lightning's own kind: it has no rank to be placed on."""
+    return not hasattr(resolve_target(config["data"]["_target_"], "data._target_"), "place")
+
+
+def build_plain_data(config: Config) -> pl.LightningDataModule:
+    """Return a data module of Lightning's own kind.
+
+    Raises:
+        UserError: it is no LightningDataModule.
+    """
+    node = {key: value for key, value in config["data"].items() if not (key in OF_ALL and value is None)}
+    data = build(node)
+    if not isinstance(data, pl.LightningDataModule):
+        raise UserError(f"data._target_={node['_target_']} is no LightningDataModule.")
+    return data
+
+
 def prepared_data(config: Config, stated: Config, stage: str = "fit") -> Any:
     """Return the data module of a config, prepared but not placed on a rank.
 
@@ -70,6 +92,8 @@ def prepared_data(config: Config, stated: Config, stage: str = "fit") -> Any:
 
 def data_facts(data: Any) -> DataFacts:
     """Return what a checkpoint says of the data that it was trained on, as plain values."""
+    if not hasattr(data, "place"):
+        return {key: getattr(data, key) for key in FACTS_OF_ANY if hasattr(data, key)}
     return {
         "class_names": list(data.class_names),
         "num_classes": int(data.num_classes),

@@ -1,4 +1,4 @@
-"""Build the LightningModule of a run: net, optimizer, schedule, loss and metrics from config and data."""
+"""Build the LightningModule of a run: what the constructor of task= asks for, from config and data."""
 
 from typing import Any
 
@@ -11,11 +11,10 @@ from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 from lockstep.training.checks import DataFacts
 from lockstep.training.freeze import freeze
-from lockstep.training.metrics import build_metrics
 from lockstep.training.parameter_groups import RULES, GroupRules
-from lockstep.training.plain import build_plain_task, has_plain_task
 
-CLASSIFIER = "classifier.ImageClassifier"  # of checkpoints that do not name theirs
+OF_EVERY_TASK = ("monitor", "mode", "outputs")  # keys of the config that a constructor need not know
+FACTS = ("num_classes", "class_names", "image_size", "channels", "class_counts")  # that a constructor may ask for
 OPTIONS_OF_LOSSES = {"label_smoothing": 0.0, "class_weights": None, "gamma": 2.0, "target_threshold": None}
 
 
@@ -26,45 +25,69 @@ def build_module(
     trainable: bool = True,
     has_checkpoint: bool = False,
     learning_rates: Config | None = None,
-) -> pl.LightningModule:
-    """Return the classifier for these data, with the same weights on every rank, whatever was drawn before.
+) -> Any:
+    """Return the LightningModule of a run, with the same weights on every rank, whatever was drawn before.
+
+    Its constructor is given by name what it asks for and its yaml does not state: net, optimizer, rules, scheduler,
+    loss, metrics, and facts of the data.
 
     Args:
-        facts: num_classes, image_size and channels.
+        facts: num_classes, class_names, image_size and channels, as far as the data module says them.
         trainable: build an optimizer and a schedule.
         has_checkpoint: all weights come from one, so that no pretrained ones are fetched.
         learning_rates: in place of the optimizer's own, by option.
+    Raises:
+        UserError: the class is no LightningModule, or asks for what the config and the data do not have.
     """
     torch.manual_seed(config["seed"])
-    if has_plain_task(config):
-        return build_plain_task(config)
-    if not facts:
-        raise UserError("The classifier needs Lockstep's data: add a LightningModule with task._target_=package.Class.")
-    shape = {name: facts[name] for name in ("num_classes", "image_size", "channels")}
+    node = dict(config["task"])
+    wanted, _ = options_of(resolve_target(node["_target_"], "task._target_"))
+    outputs = node.get("outputs") or facts.get("num_classes")
+    node = {key: value for key, value in node.items() if key in wanted or key not in OF_EVERY_TASK}
+    asked = wanted.keys() - node.keys()
+    parts: dict[str, Any] = {key: facts[key] for key in FACTS if key in facts}
+    if "net" in asked:
+        if not outputs:
+            raise UserError(
+                f"{node['_target_']} takes model=, which needs the number of classes: let the data module have an "
+                "attribute num_classes, or give task.outputs=NUMBER."
+            )
+        shape = {**{key: facts[key] for key in ("image_size", "channels") if key in facts}, "num_classes": outputs}
+        parts["net"] = build_net(config, shape, trainable=trainable, has_checkpoint=has_checkpoint)
+    if trainable and "optimizer" in asked:
+        of_all = ("scale_lr_with_batch", "base_batch_size", *RULES)  # options of train.yaml for every optimizer
+        stated = {key: value for key, value in config["optimizer"].items() if key not in of_all}
+        parts["optimizer"] = build({**stated, **(learning_rates or {})})
+    if "rules" in asked:
+        parts["rules"] = GroupRules.of(config["optimizer"])
+        parts["rules"].check(getattr(parts.get("optimizer"), "func", None))
+    if trainable and "scheduler" in asked and "_target_" in (config.get("scheduler") or {}):
+        parts["scheduler"] = build(config["scheduler"])
+    if "loss" in asked and "num_classes" in facts:
+        parts["loss"] = build_loss(config, facts)
+    if "metrics" in asked:
+        nodes = (config.get("metrics") or {}).items()
+        parts["metrics"] = {name: build(each, {"num_classes": outputs}) for name, each in nodes if each}
+    module = build(node, parts)
+    if not isinstance(module, pl.LightningModule):
+        raise UserError(f"task._target_={node['_target_']} is no LightningModule.")
+    if str(config["trainer"]["precision"]) in ("64-true", "64"):
+        module = module.double()  # Lightning restores weights before it converts the module, and would round them
+    return module
+
+
+def build_net(config: Config, shape: Config, *, trainable: bool, has_checkpoint: bool) -> nn.Module:
+    """Return model=, frozen as model.freeze says, in the memory format of trainer.channels_last."""
     own = dict(config["model"])
     frozen = own.pop("freeze", None)
     if not trainable or has_checkpoint:  # the checkpoint brings the weights: nothing is fetched
         own.update({key: value for key, value in (("pretrained", False), ("weights", None)) if key in own})
-    net = build(own, shape)
+    net: nn.Module = build(own, shape)
     if frozen and trainable:
         freeze(net, frozen)
     if pays_channels_last(net, config["trainer"].get("channels_last", False)):
         net = net.to(memory_format=torch.channels_last)
-    if str(config["trainer"]["precision"]) in ("64-true", "64"):
-        net = net.double()  # Lightning restores weights before it converts the module, and would round them
-    of_all = ("scale_lr_with_batch", "base_batch_size", *RULES)  # options of train.yaml for every optimizer
-    stated = {key: value for key, value in config["optimizer"].items() if key not in of_all}
-    optimizer = build({**stated, **(learning_rates or {})}) if trainable else None
-    rules = GroupRules.of(config["optimizer"])
-    rules.check(getattr(optimizer, "func", None))
-    schedule = config.get("scheduler") or {}
-    parts = {
-        "net": net, "optimizer": optimizer, "rules": rules, "loss": build_loss(config, facts),
-        "metrics": build_metrics(config, facts["num_classes"]), "num_classes": facts["num_classes"],
-        "scheduler": build(schedule) if trainable and "_target_" in schedule else None,
-    }  # fmt: skip
-    task = config.get("task") or {}
-    return build(task if task.get("_target_") else {"_target_": CLASSIFIER, **config["classifier"]}, parts)
+    return net
 
 
 def pays_channels_last(net: nn.Module, stated: bool | str) -> bool:

@@ -29,24 +29,6 @@ def check_fits(module: torch.nn.Module, found: dict[str, torch.Tensor], path: st
             )
 
 
-def check_logits(logits: Any, num_classes: int) -> None:
-    """
-    Raises:
-        UserError: the net does not give one number for each class and image.
-    """
-    if not isinstance(logits, torch.Tensor):
-        raise UserError(
-            f"The model returns a {type(logits).__name__}: let its forward return the logits, one tensor (images, "
-            f"{num_classes}), or compute a loss from the rest in a task of your own."
-        )
-    if logits.ndim != 2 or logits.shape[1] != num_classes:
-        found = f"{logits.shape[1]} logits" if logits.ndim == 2 else f"outputs of the shape {tuple(logits.shape[1:])}"
-        raise UserError(
-            f"The model gives {found} for an image and the data have {num_classes} classes: "
-            "let its last layer have num_classes outputs, a number that its constructor is told."
-        )
-
-
 def check_same_data(facts: DataFacts, data: Any, cluster: Cluster) -> None:
     """All ranks draw positions of one list of images.
 

@@ -75,7 +75,7 @@ class FinishedModel:
     def logits(self, images: Tensor) -> Tensor:
         """What the run's own test took for its answer: with test-time flip the mean over an image and its mirror."""
         logits = self.net(images)
-        if self.config["classifier"].get("test_time_flip"):
+        if self.config["task"].get("test_time_flip"):
             logits = (logits + self.net(images.flip(-1))) / 2
         return logits
 

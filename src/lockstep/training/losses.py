@@ -39,7 +39,7 @@ def _is_positive(value: Any) -> bool:
 
 def check_label_smoothing(value: float) -> None:
     if not 0 <= value <= 1:
-        raise UserError(f"loss.label_smoothing={value} (or classifier.label_smoothing): give a number from 0 to 1.")
+        raise UserError(f"loss.label_smoothing={value} (or task.label_smoothing): give a number from 0 to 1.")
 
 
 class WeightedLoss(nn.Module):

@@ -1,18 +1,15 @@
-"""torchmetrics of the user's own: built from the config, and computed without a score for classes that are absent."""
+"""torchmetrics of the user's own for classes: tried before training, without a score for classes that are absent."""
 
 import functools
 import logging
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAUROC, MulticlassAveragePrecision
 
-from lockstep.config.instantiate import build
-from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -20,19 +17,15 @@ log = logging.getLogger(__name__)
 OVER_PRESENT_CLASSES = (MulticlassAUROC, MulticlassAveragePrecision)  # their macro average takes an absent class as 0
 
 
-def build_metrics(config: Config, num_classes: int) -> dict[str, Any]:
-    """Return metrics= by name, each tried on made-up logits: one that gives no number would only fail after an epoch.
+def averaged_here(metrics: Mapping[str, Metric], num_classes: int) -> nn.ModuleDict:
+    """Try metrics on made-up logits; let those whose macro average counts absent classes give a value per class.
 
     Raises:
         UserError: a class is no torchmetrics metric of logits and classes that gives one number.
     """
-    built = {
-        name: build(node, {"num_classes": num_classes}) for name, node in (config.get("metrics") or {}).items() if node
-    }
-    logits, labels = torch.eye(num_classes), torch.arange(num_classes)
-    for name, metric in built.items():
+    for name, metric in metrics.items():
         try:
-            metric.update(logits, labels)
+            metric.update(torch.eye(num_classes), torch.arange(num_classes))
             float(metric.compute())
             metric.reset()
         except Exception as error:  # whatever a class makes of what it was not made for
@@ -41,12 +34,6 @@ def build_metrics(config: Config, num_classes: int) -> dict[str, Any]:
                 f"metrics.{name} gives no number for logits (B, {num_classes}) and classes (B,) "
                 f"({type(error).__name__}: {said}): take a multiclass metric of torchmetrics with an average."
             ) from error
-    return built
-
-
-def averaged_here(metrics: Mapping[str, Metric]) -> nn.ModuleDict:
-    """Let metrics whose macro average would count absent classes give a value per class instead."""
-    for metric in metrics.values():
         if isinstance(metric, OVER_PRESENT_CLASSES) and metric.average == "macro":
             metric.average = "none"
     return nn.ModuleDict(metrics)

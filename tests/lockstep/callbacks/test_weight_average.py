@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from classifier import ImageClassifier
 from faults import signal_at_step
 from kills import differences
 from lockstep.callbacks.weight_average import WeightAverage, update
 from lockstep.storage.checkpoint_files import newest_whole
 from lockstep.storage.load import read_checkpoint
 from runs import run_door
+from tasks.classifier import ImageClassifier
 
 WORDS = ["experiment=quickstart", "trainer.ema_decay=0.9", "trainer.max_epochs=3", "data.global_batch_size=128",
          "trainer.num_threads=1", "data.eval_batch_size=16", "test=false", "~callbacks.hardware",

@@ -49,7 +49,7 @@ WRONG = {
     "trainer.max_epochs": "write trainer.max_epochs=VALUE.",
     "=3": "names no key: write key=value",
     "+=adadelta": "names no key: write key=value",
-    "classifier=3": "give one of its keys, as classifier.label_smoothing=VALUE",
+    "classifier.label_smoothing=0.1": "classifier.label_smoothing is now task.label_smoothing.",
     "optimizer.lr=fast": "optimizer.lr='fast': give a number (the default is",
     "seed=abc": "seed='abc': give a whole number",
     "trainer.max_epochs=2.5": "give a whole number",

@@ -88,7 +88,7 @@ def test_an_experiments_own_config_comes_back(experiment):
         "optimizer",
         "scheduler",
         "trainer",
-        "classifier",
+        "task",
         "tags",
     )
     assert {part: now[part] for part in parts} == {part: before[part] for part in parts} and rejected == []

@@ -13,6 +13,9 @@ from lockstep.training.parameter_groups import RULES
 from models.small_cnn import SmallCNN
 
 OWN_KEYS = {
+    "monitor",
+    "mode",
+    "outputs",
     "_target_",
     "_partial_",
     "scale_lr_with_batch",

@@ -39,7 +39,7 @@ def test_a_run_goes_on_with_what_ran_by_its_id_by_auto_and_in_a_renamed_folder(t
         now = plain(cfg)
         assert now["trainer"]["max_epochs"] == 9 and now["trainer"]["devices"] == 2 and now["tags"] == ["a"]
         assert now["trainer"]["strategy"]["reshard_after_forward"] is False
-        same = ("data", "model", "optimizer", "scheduler", "classifier", "augmentation", "callbacks", "experiment_name")
+        same = ("data", "model", "optimizer", "scheduler", "task", "augmentation", "callbacks", "experiment_name")
         assert {key: now[key] for key in same} == {key: before[key] for key in same}
         assert chosen_options(cfg)["experiment"] == "quickstart" and now["paths"]["log_dir"] == str(tmp_path)
     assert plain(resumed(tmp_path, "run_id=r"))["trainer"]["max_epochs"] == 26

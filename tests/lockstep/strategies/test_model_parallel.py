@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from classifier import ImageClassifier
 from local_ranks import local_cluster
 from lockstep.runs.errors import UserError
 from lockstep.strategies.model_parallel import ModelParallel, Pipeline, balanced_cut, checked_devices, cut_into_groups
@@ -14,6 +13,7 @@ from models.alexnet import AlexNet, AlexNetBN
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
 from strategy_runs import difference, fit, one
+from tasks.classifier import ImageClassifier
 
 TWO = ["cpu", "cpu"]
 

@@ -11,8 +11,9 @@ from lockstep.launch.plan import RunPlan, resolve_batch, resolve_cluster
 from lockstep.launch.process_group import join
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
-from lockstep.training.checks import check_data_of_run, check_logits, check_same_data, whole_steps
+from lockstep.training.checks import check_data_of_run, check_same_data, whole_steps
 from runs import run_door
+from tasks.classifier import check_logits
 
 SMALL = ["experiment=quickstart", "trainer=cpu", "trainer.max_epochs=2", "trainer.num_threads=1", "run_id=r",
          "~callbacks.hardware"]  # fmt: skip

@@ -6,13 +6,13 @@ import pytest
 import timm.optim
 import torch
 
-from classifier import ImageClassifier
 from lockstep.runs.errors import UserError
 from lockstep.training.parameter_groups import GroupRules, head_names, layer_numbers, parameter_groups
 from models.alexnet import AlexNet
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
 from optimizers.muon import Muon
+from tasks.classifier import ImageClassifier
 
 VIT = {"patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 2}
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from classifier import ImageClassifier
 from optimizers.muon import Muon
+from tasks.classifier import ImageClassifier
 
 
 def module(optimizer, precision="32-true"):
@@ -93,8 +93,8 @@ def test_hits_of_training_are_counted_without_looking_at_them_and_taken_once():
     classifier.training_step((logits, torch.tensor([0, 1, 1, 2])), 0)
     mixed = 0.6 * torch.eye(3)[[0, 0, 0, 2]] + 0.4 * torch.eye(3)[[1, 1, 1, 1]]
     classifier.training_step((logits, mixed), 1)
-    assert classifier.take_train_counts().tolist() == [5, 8]
-    assert classifier.take_train_counts().tolist() == [0, 0]
+    assert classifier.take_sums("train")["train/acc"].tolist() == [5, 8]
+    assert classifier.take_sums("train") == {}
 
 
 def test_hits_before_a_checkpoint_in_mid_epoch_count_after_it():
@@ -104,9 +104,10 @@ def test_hits_before_a_checkpoint_in_mid_epoch_count_after_it():
     classifier.training_step((torch.eye(3).view(3, 1, 1, 3), torch.tensor([0, 1, 1])), 0)
     checkpoint = {}
     classifier.on_save_checkpoint(checkpoint)
-    assert checkpoint == {"train_counts": [4, 6]}
-    for is_zero, expected in ((True, [4, 6]), (False, [0, 0])):
+    assert checkpoint == {"train_sums": {"train/acc": [4, 6]}}
+    old = {"train_counts": [4, 6]}
+    for is_zero, expected, saved in ((True, [4, 6], checkpoint), (False, [0, 0], checkpoint), (True, [4, 6], old)):
         other = ImageClassifier(nn.Flatten(), num_classes=3)
         other._trainer = SimpleNamespace(strategy=strategy, is_global_zero=is_zero)
-        other.on_load_checkpoint(checkpoint)
-        assert other.take_train_counts().tolist() == expected
+        other.on_load_checkpoint(saved)
+        assert other.take_sums("train")["train/acc"].tolist() == expected

@@ -1,0 +1,156 @@
+"""The base class of a task: a LightningModule with the config's optimizer and schedule, and exact means."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lockstep.training.parameter_groups import GroupRules, parameter_groups
+
+FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)  # of torch 2.14's fused optimizers those that take DTensors
+
+
+class Task(pl.LightningModule):
+    """Train `net` by the config's optimizer and schedule.
+
+    A subclass adds the steps. Its constructor takes what it wants of the config and of the data by name: net,
+    optimizer, rules, scheduler, loss, metrics, num_classes, class_names, image_size, channels. Its other parameters
+    are options of its yaml.
+
+    Args:
+        net: any network; under FSDP the one that is sharded.
+        optimizer: partial that takes the parameters (named ones where it has `takes_named_parameters`).
+        scheduler: partial called with (optimizer, total_steps=, steps_per_epoch=), stepped every optimizer step.
+        rules: learning rates and weight decay of parts of the net; by default the optimizer's own for all.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        scheduler: Callable[..., Any] | None = None,
+        rules: GroupRules | None = None,
+    ) -> None:
+        super().__init__()
+        self.net, self.rules = net, rules or GroupRules()
+        self.optimizer_factory, self.scheduler_factory = optimizer, scheduler
+        self.sums: dict[str, Tensor] = {}  # (2,) float64 by metric: sum and number of the values of this rank
+
+    def forward(self, images: Tensor) -> Any:
+        return self.net(images)
+
+    # --- exact means
+
+    def count(self, **values: Tensor) -> None:
+        """Add to the exact means over all images and ranks, which are logged at the end of an epoch.
+
+        `self.count(loss=losses, acc=hits)` gives train/loss and train/acc, val/loss … or test/loss … by the step that
+        calls it. Nothing waits for the device. Every rank counts under the same names.
+
+        Args:
+            values: a tensor with one number for each image, or several (pixels).
+        """
+        stage = "train" if self.training else "test" if self.trainer.testing else "val"
+        for name, each in values.items():
+            total = each.detach().sum(dtype=torch.float64)
+            self._add(f"{stage}/{name}", torch.stack([total, torch.full_like(total, each.numel())]))
+
+    def _add(self, name: str, pair: Tensor) -> None:
+        self.sums[name] = self.sums[name] + pair if name in self.sums else pair
+
+    def take_sums(self, stage: str) -> dict[str, Tensor]:
+        """Return (2,) float64 by metric, sum and number of this rank since the last call, still on the device."""
+        names = sorted(name for name in self.sums if name.startswith(f"{stage}/"))
+        return {name: self.sums.pop(name) for name in names}
+
+    def totals(self, stage: str) -> dict[str, tuple[float, float]]:
+        """Return sum and number over all ranks by metric: a collective and a host-device synchronisation."""
+        if not (sums := self.take_sums(stage)):
+            return {}
+        summed = self.trainer.strategy.reduce(torch.stack([*sums.values()]), reduce_op="sum").tolist()
+        return {name: (total, number) for name, (total, number) in zip(sums, summed, strict=True)}
+
+    def log_exactly(self, values: dict[str, float]) -> None:
+        """Log values that are equal on all ranks, in float64."""
+        doubles = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+        self.log_dict(doubles, logger=False, on_step=False, on_epoch=True, rank_zero_only=False)
+
+    def _log_means(self, stage: str) -> None:
+        totals = self.totals(stage)
+        self.log_exactly({name: total / number for name, (total, number) in totals.items() if number})
+
+    def on_validation_epoch_start(self) -> None:
+        self.take_sums("val")  # of an evaluation that was cut short
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_means("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._log_means("test")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep what all ranks have counted in this epoch; a collective."""
+        names = sorted(name for name in self.sums if name.startswith("train/"))
+        reduce = self.trainer.strategy.reduce
+        checkpoint["train_sums"] = {name: reduce(self.sums[name].clone(), reduce_op="sum").tolist() for name in names}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        sums = checkpoint.get("train_sums") or {}
+        if "train_counts" in checkpoint:  # of version 1
+            sums = {"train/acc": checkpoint["train_counts"]}
+        for name, pair in sums.items():
+            found = torch.tensor(pair, dtype=torch.float64, device=self.trainer.strategy.root_device)
+            self.sums[name] = found if self.trainer.is_global_zero else torch.zeros_like(found)
+
+    # --- optimizer
+
+    def configure_optimizers(self) -> Any:
+        assert self.optimizer_factory is not None, "built for evaluation only"
+        trainable = [(name.removeprefix("net."), p) for name, p in self.named_parameters() if p.requires_grad]
+        parameters = [p for _, p in trainable]
+        given: Any = parameters
+        if hasattr(self.optimizer_factory.func, "takes_named_parameters"):
+            given = trainable
+        elif self.rules != GroupRules():
+            given = parameter_groups(self.net, trainable, self.rules, self._learning_rate())
+        optimizer = self.optimizer_factory(given, **self._kernel(parameters))
+        optimizer.register_load_state_dict_pre_hook(_keep_kernel)
+        if self.scheduler_factory is None:
+            return optimizer
+        total_steps = int(self.trainer.estimated_stepping_batches)
+        steps_per_epoch = max(1, int(self.trainer.num_training_batches) // self.trainer.accumulate_grad_batches)
+        schedule = self.scheduler_factory(optimizer, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _learning_rate(self) -> float:
+        """Return the stated learning rate, or the optimizer's default."""
+        options = inspect.signature(self.optimizer_factory.func).parameters
+        return float(self.optimizer_factory.keywords.get("lr", options["lr"].default))
+
+    def _kernel(self, parameters: list[nn.Parameter]) -> dict[str, bool]:
+        """Return the option that gives one kernel for all parameters, where torch has it.
+
+        fused, but not with scaled gradients, whose norm it hides. Shards take foreach at least, because DTensors are
+        dispatched one by one otherwise.
+        """
+        optimizer, stated = self.optimizer_factory.func, self.optimizer_factory.keywords.keys()
+        options = inspect.signature(optimizer).parameters.keys()
+        sharded = any(hasattr(parameter, "full_tensor") for parameter in parameters)
+        if stated & {"fused", "foreach", "differentiable"}:
+            return {}
+        is_supported = not sharded or optimizer in FUSED_ON_SHARDS
+        if "fused" in options and self.trainer.precision != "16-mixed" and is_supported:
+            return {"fused": True}
+        return {"foreach": True} if sharded and "foreach" in options else {}
+
+
+def _keep_kernel(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Keep this run's kernel: a checkpoint's groups name the one that its strategy used."""
+    groups = [
+        {**saved, **{name: own[name] for name in ("fused", "foreach") if name in own}}
+        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    return {**state, "param_groups": groups}
