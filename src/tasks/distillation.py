@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.runs.errors import UserError
 from tasks.classifier import ImageClassifier
 
 
@@ -26,11 +27,11 @@ class Distillation(ImageClassifier):
     """
 
     def __init__(
-        self, net: nn.Module, *, num_classes: int, image_size: int, channels: int, teacher: str, log_dir: str,
-        temperature: float = 4.0, teacher_share: float = 0.9, **parts: Any,
+        self, net: nn.Module, *, num_classes: int, channels: int, teacher: str, log_dir: str, temperature: float = 4.0,
+        teacher_share: float = 0.9, **parts: Any,
     ) -> None:  # fmt: skip
         super().__init__(net, num_classes=num_classes, **parts)
-        self.shape, self.address, self.log_dir = (num_classes, image_size, channels), teacher, Path(log_dir)
+        self.channels, self.address, self.log_dir = channels, teacher, Path(log_dir)
         self.temperature, self.teacher_share = temperature, teacher_share
         self.teacher: list[nn.Module] = []  # in a list: no child, so that no checkpoint holds it
 
@@ -42,11 +43,14 @@ class Distillation(ImageClassifier):
         import timm
 
         from lockstep.training.inference import load_finished
-        from models.timm import TimmModel
 
-        if timm.is_model(self.address.partition(".")[0]):
-            return TimmModel(*self.shape, name=self.address)
-        return load_finished(self.address, self.log_dir).net
+        num_classes, channels = self.num_classes, self.channels
+        if not timm.is_model(self.address.partition(".")[0]):
+            return load_finished(self.address, self.log_dir).net
+        teacher: nn.Module = timm.create_model(self.address, pretrained=True, in_chans=channels)
+        if teacher.num_classes != num_classes:
+            raise UserError(f"task.teacher={self.address} knows {teacher.num_classes} classes, the data {num_classes}.")
+        return teacher
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, targets = batch
