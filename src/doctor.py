@@ -6,6 +6,7 @@ On each node, with the variables and options of the run to come.
 """
 
 import logging
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -15,9 +16,8 @@ from typing import Any
 
 from lockstep.config.command_line import run_script
 from lockstep.config.compose import chosen_options, plain
-from lockstep.launch.launchers import Cluster, set_rank_environment
+from lockstep.launch.launchers import Cluster, faults, set_rank_environment
 from lockstep.launch.plan import resolve_batch, resolve_cluster, resolved
-from lockstep.launch.preflight import Finding, free_disk, own_address, stale_ranks
 from lockstep.runs import provenance
 from lockstep.runs.config import Config
 from lockstep.runs.environment import environment
@@ -25,10 +25,12 @@ from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
 
 log = logging.getLogger(__name__)
 
+Finding = tuple[bool, str]  # whether all is well, and one sentence with what to do
+FREE_DISK_GIB = 5.0
+
 
 def examine(config: Config, trainer_name: str, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yield (fine, sentence) for each check of this node, then of the network between the nodes."""
-    yield from stale_ranks(environ)
     try:
         cluster, accelerator = resolve_cluster(config, trainer_name, environ)
         resolve_batch(config, cluster)
@@ -37,8 +39,11 @@ def examine(config: Config, trainer_name: str, environ: Mapping[str, str]) -> It
         return
     where = f"{cluster.world_size} ranks on {cluster.num_nodes} nodes, this is node {cluster.node_rank}"
     yield True, f"settings: {where} ({cluster.launcher})."
-    yield own_address(cluster, environ)
-    yield free_disk(Path(config["paths"]["log_dir"]))
+    yield from ((False, sentence) for sentence in faults(cluster, environ))
+    folder = Path(config["paths"]["log_dir"]).resolve()
+    free_gib = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free / 2**30
+    mend = "" if free_gib > FREE_DISK_GIB else ": make room, or set paths.log_dir to another disk"
+    yield not mend, f"{free_gib:.0f} GiB free at {folder}{mend}."
     missing = [name for name, version in provenance.versions().items() if version == "missing"]
     yield not missing, f"{', '.join(missing)} not installed: run make install." if missing else "packages installed."
     yield True, _data(config)

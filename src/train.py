@@ -30,7 +30,7 @@ def train(plan: RunPlan) -> int:
         run = build_run(plan, session)
         _take_weights(run, plan)
         if is_rank_zero:
-            if plan.resume:  # what a failed resume asked for is forgotten
+            if plan.resume_step is not None:  # what a failed resume asked for is forgotten
                 write_config(plan)
             run.recorder.write(**_known_at_start(run, plan), hosts=session.hosts)
         resume_from = plan.checkpoint if plan.resume_step else None

@@ -5,7 +5,7 @@ import pytest
 import doctor
 from local_ranks import run_ranks
 from lockstep.config.compose import compose, plain
-from lockstep.launch import preflight
+from lockstep.launch import launchers
 from lockstep.launch.launchers import Cluster
 from ranks import free_port
 
@@ -82,31 +82,25 @@ def test_two_nodes_find_each_other_equal_and_measure_their_network():
         assert found[-1][1].startswith("all-reduce: ") and "MiB/s" in found[-1][1]
 
 
-def place(num_nodes=2, master="127.0.0.1"):
-    return Cluster("nodes", num_nodes, 1, 0, None, master, 29500)
-
-
-def test_an_interface_that_does_not_exist():
-    fine, sentence = preflight.own_address(place(), {"GLOO_SOCKET_IFNAME": "eth77"})
-    assert not fine and "no interface eth77" in sentence
-
-
-def test_a_master_name_that_means_this_hosts_loopback(monkeypatch):
-    monkeypatch.setattr(preflight, "network_interface", lambda _: "lo")
-    fine, sentence = preflight.own_address(place(master="node0"), {})
-    assert not fine and "/etc/hosts" in sentence
-
-
-def test_a_master_that_cannot_be_reached(monkeypatch):
-    monkeypatch.setattr(preflight, "network_interface", lambda _: None)
-    fine, sentence = preflight.own_address(place(master="10.9.9.9"), {})
-    assert not fine and "no way to 10.9.9.9" in sentence
+@pytest.mark.parametrize(
+    ("interface", "environ", "mend"),
+    [
+        (None, {"GLOO_SOCKET_IFNAME": "eth77"}, "no interface eth77"),
+        ("lo", {}, "/etc/hosts"),
+        (None, {}, "no way to node0"),
+        ("eth0", {"RANK": "0"}, "unset RANK"),
+    ],
+)
+def test_what_keeps_the_nodes_apart_is_named(interface, environ, mend, monkeypatch):
+    monkeypatch.setattr(launchers, "network_interface", lambda _: interface)
+    [sentence] = launchers.faults(Cluster("nodes", 2, 1, 0, None, "node0", 29500), environ)
+    assert mend in sentence
 
 
 def test_a_full_disk(monkeypatch, tmp_path):
-    monkeypatch.setattr(preflight, "FREE_DISK_GIB", 1e9)
-    assert list(preflight.findings(place(1), {}, tmp_path)) == [preflight.free_disk(tmp_path)[1]]
-    assert "make room" in preflight.free_disk(tmp_path)[1]
+    monkeypatch.setattr(doctor, "FREE_DISK_GIB", 1e9)
+    found = findings(config_of("trainer=cpu", f"paths.log_dir={tmp_path}"), {})
+    assert ["make room" in sentence for fine, sentence in found if not fine] == [True]
 
 
 def test_a_bucket_that_is_not_there_is_named(monkeypatch):

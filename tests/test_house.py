@@ -25,8 +25,8 @@ WITHOUT_TORCH = ("runs", "storage", "config", "launch", "logbook")
 WITH_TORCH = {
     "lockstep/launch/process_group.py",
     "lockstep/storage/load.py",
-    "lockstep/launch/first_error.py",
     "lockstep/launch/agent.py",
+    "lockstep/launch/failures.py",  # inside of functions: the launcher imports it
 }
 TORCH_FREE = {"lockstep/strategies/placement.py"}  # the launcher asks it
 HEAVY = {"torch", "lightning", "hydra", "torchvision", "timm"}

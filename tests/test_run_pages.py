@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from example_runs import write_run
-from lockstep.launch.finish import chosen_metrics
-from lockstep.runs.folder import RunFolder
 from runs import run_door
 
 SRC = Path(__file__).resolve().parents[1] / "src"
@@ -88,16 +86,6 @@ def test_a_failing_page_is_said_and_changes_no_exit_code(tmp_path):
     )
 
 
-def test_more_metrics_than_the_last_line_holds_are_left_to_the_page(tmp_path):
-    folder = RunFolder(tmp_path)
-    for names in ("abc", "abcd"):
-        folder.config.write_text(f"metrics: {{{', '.join(f'{name}: {{}}' for name in names)}}}\n")
-        assert chosen_metrics(folder) == ["test/a", "test/b", "test/c"] * (names == "abc")
-    for text in ("- a\n", "metrics: null\n", "model: {}\n"):
-        folder.config.write_text(text)
-        assert chosen_metrics(folder) == []
-
-
 CONCLUDE = """
 import sys
 from pathlib import Path
@@ -105,7 +93,7 @@ from lockstep.launch.finish import conclude
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.output import set_up
 set_up()
-conclude(RunFolder(Path(sys.argv[1])), None, 0)
+conclude(RunFolder(Path(sys.argv[1])), None, 0, [])
 sys.exit(7)
 """
 

@@ -115,7 +115,7 @@ def test_a_job_whose_node_goes_down_starts_again_in_the_same_run(slurm):
 def test_the_wrong_number_of_tasks_is_one_sentence(slurm):
     job = slurm.sbatch("--nodes=2", "--ntasks-per-node=1", "launch/train.sbatch", *SMALL, "trainer.devices=2")
     slurm.wait(job, "FAILED", seconds=60)
-    assert "SLURM started 2 tasks, but trainer.devices=2" in slurm.output(job)
+    assert "slurm started 2 processes, 1 on each of 2 nodes, but trainer.devices=2" in slurm.output(job)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from lockstep.launch.failures import RankError
+from lockstep.launch.failures import RankError, rank_error
 from lockstep.launch.launchers import AGENT, OUTPUT, Cluster
 from lockstep.runs import signals
 from lockstep.runs.environment import set_variables
@@ -109,7 +109,7 @@ def start_ranks(
         except SignalException:
             if time.monotonic() > stopped_at[0] + GRACE_AFTER_STOP_S:
                 text = f"did not stop within {GRACE_AFTER_STOP_S} s of the signal, killed"
-                return EXIT_FAILED, _killed(cluster.rank, text), ""
+                return EXIT_FAILED, rank_error(cluster.rank, text, "killed"), ""
             written = min(Path(errors).glob("*.json"), key=lambda path: path.stat().st_mtime, default=None)
             return _read(written) if written else (EXIT_INTERRUPTED, None, "")
         finally:
@@ -120,30 +120,26 @@ def start_ranks(
 
 def _first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -> tuple[int, RankError | None, str]:
     """Tell which rank failed first: the agent ends the others then, and lists them too."""
-
     written = {local: Path(each.error_file) for local, each in failures.items() if Path(each.error_file).is_file()}
     for path in written.values():  # the ranks that waited for one that hangs have killed it
         if (ended := _read(path))[1]["kind"] == "hangs":
             return ended
+    first = min(each.timestamp for each in failures.values())
 
-    def came(local: int) -> tuple[bool, float]:
-        code = failures[local].exitcode
+    def came(local: int) -> tuple[bool, bool, float]:
+        code, time = failures[local].exitcode, failures[local].timestamp
+        by_agent = code == -signal.SIGKILL and time >= first + AGENT_KILLS_AFTER_S - 1  # times are whole seconds
         killed = code < 0 and code not in STOPPED
-        return code in STOPPED and local not in written, failures[local].timestamp - 2 * killed  # of whole seconds
+        return by_agent, code in STOPPED and local not in written, time - 2 * killed
 
-    killed_from = min(each.timestamp for each in failures.values()) + AGENT_KILLS_AFTER_S - 1
-    by_agent = {
-        local for local, each in failures.items()
-        if each.exitcode == -signal.SIGKILL and each.timestamp >= killed_from
-    }  # fmt: skip
-    local_rank = min(failures.keys() - by_agent, key=came)
+    local_rank = min(failures, key=came)
     code = failures[local_rank].exitcode
     if code in STOPPED and local_rank not in written:
         return EXIT_INTERRUPTED, None, ""
     if local_rank in written and (code > 0 or code in STOPPED):
         return _read(written[local_rank])
     text = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return EXIT_FAILED, _killed(cluster.rank + local_rank, text), ""
+    return EXIT_FAILED, rank_error(cluster.rank + local_rank, text, "killed"), ""
 
 
 def _read(error_file: Path) -> tuple[int, RankError, str]:
@@ -151,8 +147,3 @@ def _read(error_file: Path) -> tuple[int, RankError, str]:
     failure: RankError = json.loads(message["message"].partition(": ")[2])
     code = EXIT_USER_ERROR if failure["kind"] == "UserError" else EXIT_FAILED
     return code, failure, redact_text(message["extraInfo"]["py_callstack"])  # a library may quote a request
-
-
-def _killed(rank: int, text: str) -> RankError:
-    place = {"rank": rank, "host": socket.gethostname(), "phase": ""}
-    return RankError(**place, message=text, kind="killed", time=time.time())  # type: ignore[typeddict-item]

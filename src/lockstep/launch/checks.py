@@ -1,19 +1,50 @@
 """Early refusals, before torch is imported: options that cannot work, and places that are not there."""
 
+import logging
+import math
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.config.schema import key_of
+from lockstep.launch.launchers import Cluster, faults, named_run
+from lockstep.launch.plan import CHECKPOINTS, resolve_batch, validates
 from lockstep.runs.config import Config
+from lockstep.runs.durations import seconds_of
 from lockstep.runs.errors import UserError
 from lockstep.runs.full_disk import is_full
+from lockstep.storage.s3 import Bucket
 
-CHECKPOINTS = "lockstep.callbacks.checkpoints.Checkpoints"
-DEFAULT_MONITOR = "val/acc"  # of the checkpoints, which do without it if nothing validates
+log = logging.getLogger(__name__)
+
 # Modules of src/data whose root is there or is an address; a class of the user's own may make its root
 READERS = ("data.cifar10", "data.csv", "data.image_folder", "data.mnist", "data.parquet", "data.webdataset")
 CHOSEN = ("experiment", "debug", "data", "model", "trainer", "trainer.accelerator", "trainer.max_steps",
           "trainer.limit_train_batches", "resume")  # fmt: skip
+
+
+def check(config: Config, cluster: Cluster, accelerator: str, environ: Mapping[str, str]) -> None:
+    """
+    Raises:
+        UserError: an option that cannot work, or a place that is not there.
+    """
+    refuse_days_on_cpu(config, accelerator)
+    may_go_on = config.get("resume") or cluster.is_restarted
+    resolve_batch(config, cluster, limit=math.inf if may_go_on else None)
+    check_numbers(config)
+    check_validation(config)
+    if (config.get("s3") or {}).get("uri"):
+        Bucket.of(config["s3"])
+    if config.get("logbook") not in (None, "keep"):
+        raise UserError(f"logbook={config['logbook']}: keep, or nothing.")
+    if config.get("resume") == "auto" and not named_run(config, environ):
+        raise UserError("resume=auto needs to know which run: give run_id=… (or RUN_ID), or resume=<run_id>.")
+    if cluster.num_nodes == 1:  # else the others would wait: all ranks end together where one finds no images
+        check_root(config)
+    if cluster.local_rank in (0, None):
+        check_writable(Path(config["paths"]["log_dir"]))
+        for sentence in faults(cluster, environ) if cluster.world_size > 1 and not cluster.has_agent else ():
+            log.warning(sentence)
 
 
 def refuse_days_on_cpu(config: Config, accelerator: str) -> None:
@@ -42,13 +73,6 @@ def check_writable(logs: Path) -> None:
         raise UserError(f"{reason}: give another place with paths.log_dir=.") from None
 
 
-def validates(config: Config) -> bool:
-    """Return False for data.val_fraction=0, data.num_val=0 or trainer.limit_val_batches=0."""
-    data = config["data"]
-    stated = data.get("val_fraction", 0.1) if data.get("num_val") is None else data["num_val"]
-    return stated != 0 and config["trainer"].get("limit_val_batches", 1.0) != 0
-
-
 def check_root(config: Config) -> None:
     """Refuse a data.root that is no place of this machine."""
     data = config["data"]
@@ -60,10 +84,12 @@ def check_root(config: Config) -> None:
 
 
 def check_numbers(config: Config) -> None:
-    """Refuse a number of epochs, a learning rate or a weight decay that none can be."""
-    epochs = config["trainer"].get("max_epochs")
+    """Refuse a length of the training, a learning rate or a weight decay that none can be."""
+    epochs, time = config["trainer"].get("max_epochs"), config["trainer"].get("max_time")
     if isinstance(epochs, int) and epochs < 1:
         raise UserError(f"trainer.max_epochs={epochs}: give a whole number from 1 on; trainer.max_time ends a run too.")
+    if time:
+        seconds_of(time, "trainer.max_time")
     for key, value in (config.get("optimizer") or {}).items():
         if isinstance(value, int | float) and value < 0 and (key.endswith("lr") or key == "weight_decay"):
             raise UserError(f"optimizer.{key}={value}: give a number from 0 on.")
@@ -74,11 +100,12 @@ def check_validation(config: Config) -> None:
     if config["task_name"] != "train" or validates(config):
         return
     without = "This run validates nothing (data.val_fraction=0, data.num_val=0 or trainer.limit_val_batches=0)"
-    nodes = {f"callbacks.{name}": node for name, node in (config.get("callbacks") or {}).items()}
-    for name, node in {**nodes, "scheduler": config.get("scheduler")}.items():
-        metric = str((node or {}).get("monitor") or "")
-        chooses = (node or {}).get("_target_") == CHECKPOINTS
-        if metric and (metric != DEFAULT_MONITOR if chooses else metric.startswith("val/")):
+    nodes = {f"callbacks.{name}": node or {} for name, node in (config.get("callbacks") or {}).items()}
+    for name, node in {**nodes, "scheduler": config.get("scheduler") or {}}.items():
+        metric = str(node.get("monitor") or "")
+        # The checkpoints do without their default if nothing validates
+        waits = metric != "val/acc" if node.get("_target_") == CHECKPOINTS else metric.startswith("val/")
+        if metric and waits:
             raise UserError(f"{without}, and {name}.monitor={metric} waits for a validation: leave one of the two out.")
     metric = str(config.get("optimized_metric"))
     if config.get("sweep_dir") and metric.startswith("val/"):

@@ -1,4 +1,8 @@
-"""How a rank ends: its error file, the run record and the last line on the screen. Imports no torch."""
+"""How a rank ends: which rank failed first, the error file, the run record and the last line on the screen.
+
+The ranks publish their errors in the run's store. A rank that dies or hangs publishes nothing, but breaks a collective
+of every other rank: whoever stays silent then is the one to name.
+"""
 
 import contextlib
 import json
@@ -9,8 +13,9 @@ import socket
 import sys
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from lockstep.launch.launchers import Cluster
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, Diverged, Interrupted, UserError
@@ -20,21 +25,25 @@ from lockstep.runs.full_disk import NoRoom, no_room
 from lockstep.runs.record import Failure, read_record, update_record
 from lockstep.runs.redact import redact_text
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 log = logging.getLogger(__name__)
 
 NO_MEMORY = (
     "A device takes half at a time with trainer.accumulate_grad_batches=2 (the same global batch), less with "
     "trainer.precision=bf16-mixed; data.global_batch_size=max finds what fits. What else is on the GPU: nvidia-smi."
 )
-
-
 PLAIN = (UserError, Diverged, NoRoom)  # whose message is a sentence
+ANSWER_S = 6.0  # for the other ranks to publish their error, or that they have lost a peer
+ERROR = "first-error"
+OF_THE_NETWORK = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "gloo", "nccl")
 
 
 class RankError(TypedDict):
     """How a rank ended.
 
-    kind: the class of the exception, or killed; time: seconds since 1970.
+    kind: the class of the exception, or killed, lost or hangs; time: seconds since 1970.
     """
 
     rank: int
@@ -49,23 +58,90 @@ class RankFailed(Exception):
     """Carries a RankError as JSON into the error file that torch's agent reads."""
 
 
+def rank_error(rank: int, message: str, kind: str, phase: str = "", host: str = "") -> RankError:
+    host = host or socket.gethostname()
+    return {"rank": rank, "host": host, "phase": phase, "message": message, "kind": kind, "time": time.time()}
+
+
+def message_of(error: BaseException) -> str:
+    return str(error) if isinstance(error, PLAIN) else f"{type(error).__name__}: {error}"
+
+
+def explained(error: BaseException, store: "Store", cluster: Cluster, hosts: list[str]) -> BaseException:
+    """Return what the exception of a rank means: itself, with `culprit`, or Interrupted if another rank was stopped.
+
+    Args:
+        store: of this start of the run.
+        hosts: the name of each rank's host.
+    """
+    if isinstance(error, Interrupted) and error.agreed or hasattr(error, "culprit"):
+        return error
+    culprit = _first_error(error, store, cluster, hosts)
+    if culprit["kind"] == "Interrupted" and not isinstance(error, Interrupted):
+        stop = Interrupted("another rank was asked to stop")
+        stop.elsewhere, stop.__cause__ = True, error
+        return stop
+    error.culprit = culprit  # type: ignore[attr-defined]
+    return error
+
+
+def _first_error(error: BaseException, store: "Store", cluster: Cluster, hosts: list[str]) -> RankError:
+    """Publish this rank's error, and return the first one of the run; of all ranks together it takes ANSWER_S."""
+    from torch.distributed import DistError
+
+    phase, timed_out = getattr(error, "phase", "start"), "time" in str(error).lower()
+    own = rank_error(cluster.rank, message_of(error), type(error).__name__, phase, hosts[cluster.rank])
+    others = [rank for rank in range(cluster.world_size) if rank != cluster.rank]
+    # A collective that broke because of another rank, by the words of gloo, NCCL and the store
+    is_broken = isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OF_THE_NETWORK)
+    try:
+        store.set_timeout(timedelta(seconds=ANSWER_S))
+        if not (is_broken or isinstance(error, DistError)):
+            own = json.loads(store.compare_set(ERROR, "", json.dumps(own)))
+            if cluster.rank == 0:  # this process may hold the store: the others read it first
+                _wait(store, [f"lost-peer/{rank}" for rank in others])
+            return own
+        store.set(f"lost-peer/{cluster.rank}", "")
+        if not _wait(store, [ERROR]):
+            silent = [rank for rank in others if not store.check([f"lost-peer/{rank}"])]
+            if silent and timed_out:
+                text = f"hangs: the other ranks waited for it; see stack-rank{silent[0]}.txt"
+                own = rank_error(silent[0], text, "hangs", phase, hosts[silent[0]])
+            elif silent:
+                text = "died or was cut off without an error"
+                own = rank_error(silent[0], text, "lost", phase, hosts[silent[0]])
+        return json.loads(store.compare_set(ERROR, "", json.dumps(own)))
+    except (RuntimeError, DistError):
+        text = "died or was stopped, or its host or network: its store is gone"
+        return rank_error(0, text, "lost", phase, hosts[0])
+
+
+def _wait(store: "Store", keys: list[str]) -> bool:
+    deadline = time.monotonic() + ANSWER_S
+    while not (found := store.check(keys)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
 def end_of(error: Exception, cluster: Cluster, folder: RunFolder | None) -> int:
     """Report the exception that ended this rank; return the exit code."""
     if isinstance(error, Interrupted):
-        return _interrupted(error, cluster, folder)
-    if full := no_room(error, folder.path if folder else Path()):
-        error = full
-    own: RankError = {
-        "rank": cluster.rank, "host": socket.gethostname(), "phase": getattr(error, "phase", None) or phase_of(folder),
-        "message": message_of(error), "kind": type(error).__name__, "time": time.time(),
-    }  # fmt: skip
+        if cluster.is_rank_zero and folder is not None and folder.record.exists():
+            if not cluster.has_agent:
+                record_interruption(folder)
+            if error.agreed or not cluster.has_agent:  # else another rank may have failed
+                log.info(f"Interrupted ({error}): resume={folder.run_id} goes on.")
+        return EXIT_INTERRUPTED
+    error = no_room(error, folder.path if folder else Path()) or error
+    phase = getattr(error, "phase", None) or phase_of(folder)
+    own = rank_error(cluster.rank, message_of(error), type(error).__name__, phase)
     failure: RankError = getattr(error, "culprit", None) or own
     failure["message"] = redact_text(failure["message"])
     code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
     if cluster.has_agent:
-        from lockstep.launch.process_group import write_error_file
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        write_error_file(RankFailed(json.dumps(failure)))
+        get_error_handler().record_exception(RankFailed(json.dumps(failure)))
         if pid := getattr(error, "hung_pid", None):  # the agent would give it 30 s
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -76,19 +152,6 @@ def end_of(error: Exception, cluster: Cluster, folder: RunFolder | None) -> int:
         record_failure(folder, failure, code)
     log.error(sentence_of(failure))
     return code
-
-
-def message_of(error: BaseException) -> str:
-    return str(error) if isinstance(error, PLAIN) else f"{type(error).__name__}: {error}"
-
-
-def _interrupted(error: Interrupted, cluster: Cluster, folder: RunFolder | None) -> int:
-    if cluster.is_rank_zero and folder is not None and folder.record.exists():
-        if not cluster.has_agent:
-            record_interruption(folder)
-        if error.agreed or not cluster.has_agent:  # else another rank may have failed
-            log.info(f"Interrupted ({error}): resume={folder.run_id} goes on.")
-    return EXIT_INTERRUPTED
 
 
 def phase_of(folder: RunFolder | None) -> str:
@@ -105,25 +168,15 @@ def sentence_of(failure: RankError) -> str:
 
 
 def record_failure(folder: RunFolder, failure: RankError, code: int) -> None:
-    if folder.record.exists() and read_record(folder.record).status in ("running", "failed"):
-        error = Failure(message=failure["message"], rank=failure["rank"], host=failure["host"], phase=failure["phase"])
-        with update_record(folder.record) as record:
-            record.status, record.exit_code, record.finished_at, record.error = "failed", code, utc_now(), error
+    error = Failure(message=failure["message"], rank=failure["rank"], host=failure["host"], phase=failure["phase"])
+    _record_end(folder, ("running", "failed"), "failed", code, error)
 
 
 def record_interruption(folder: RunFolder, code: int = EXIT_INTERRUPTED) -> None:
-    if folder.record.exists() and read_record(folder.record).status in ("running", "failed", "interrupted"):
+    _record_end(folder, ("running", "failed", "interrupted"), "interrupted", code, Failure())
+
+
+def _record_end(folder: RunFolder, before: tuple[str, ...], status: str, code: int, error: Failure) -> None:
+    if folder.record.exists() and read_record(folder.record).status in before:
         with update_record(folder.record) as record:
-            record.status, record.exit_code, record.finished_at = "interrupted", code, utc_now()
-            record.error = Failure()
-
-
-def recorded_collectives(folder: RunFolder) -> dict[str, str]:
-    """Return the variables by which NCCL's flight recorder keeps the last collectives for the run folder."""
-    return {
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        # The step that meets a lost GPU raises an exception: NCCL's watchdog would abort the process before that
-        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-        "TORCH_FR_DUMP_TEMP_FILE": str(folder.path / folder.nccl_trace(0).name.removesuffix("0")),
-    }
+            record.status, record.exit_code, record.finished_at, record.error = status, code, utc_now(), error

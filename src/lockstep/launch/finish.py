@@ -12,7 +12,6 @@ from lockstep.runs import signals
 from lockstep.runs.config import Config
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, Interrupted
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.foreign_files import read_yaml
 from lockstep.runs.record import RunRecord, read_record
 from lockstep.runs.scores import as_read
 from lockstep.storage.finish import finish_upload
@@ -35,8 +34,9 @@ def finish(config: Config, cluster: Cluster, folder: RunFolder, code: int) -> in
     if cluster.is_rank_zero:
         code = finish_upload(config.get("s3"), folder, code)
         keeps = config.get("logbook") == "keep" and not config["choices"].get("debug")
+        metrics = [f"test/{name}" for name in config.get("metrics") or {}]
         if folder.record.exists():
-            conclude(folder, Path(config["paths"]["logbook_dir"]) if keeps else None, code)
+            conclude(folder, Path(config["paths"]["logbook_dir"]) if keeps else None, code, metrics)
         elif code == EXIT_USER_ERROR:  # rank 0 refused the run before it began
             shutil.rmtree(folder.path, ignore_errors=True)
     if cluster.is_restarted and code == EXIT_INTERRUPTED:
@@ -46,11 +46,12 @@ def finish(config: Config, cluster: Cluster, folder: RunFolder, code: int) -> in
     return signals.INTERRUPTED_AT_ONCE if ctrl_c else code
 
 
-def conclude(folder: RunFolder, keep_in: Path | None, code: int) -> None:
+def conclude(folder: RunFolder, keep_in: Path | None, code: int, metrics: list[str]) -> None:
     """Write the run's page and log the last line; what goes wrong here is a warning and changes no exit code.
 
     Args:
         keep_in: the logbook that the run goes into; None: it stays in its folder.
+        metrics: names of the user's own, for the last line unless they would fill it.
     """
     pages: list[Path] = []
     record = RunRecord()
@@ -70,25 +71,13 @@ def conclude(folder: RunFolder, keep_in: Path | None, code: int) -> None:
         reason = f"{type(error).__name__}: {error}"
         log.warning(f"The run's page was not written ({reason}); python src/logbook.py build tries again.")
     if code == EXIT_OK and record.status == "finished":
-        log.info(_last_line(record, chosen_metrics(folder), pages or [folder.path]))
+        own = metrics if len(metrics) <= MAX_METRICS else []
+        shown = {name: record.metrics.get(name) for name in (f"{record.monitor}_best", "test/acc", *own)}
+        words = [f"{name} {as_read(name, value)}" for name, value in shown.items() if isinstance(value, float)]
+        images, there = record.metrics.get("test/images"), record.num_test
+        if isinstance(images, float) and there is not None and images < there:
+            words.append(f"on {images:.0f} of {there} test images")
+        log.info(" · ".join(["finished", *words, *map(os.path.relpath, pages or [folder.path])]))
     if record.upload.error:
         reason = f"The best checkpoint is NOT in the bucket: {record.upload.error}"
         log.info(f"{reason}; python src/upload.py {folder.run_id} sends it.")
-
-
-def chosen_metrics(folder: RunFolder) -> list[str]:
-    """Return the names of the config's own metrics in a test; none if they would fill the line."""
-    try:
-        names = list(read_yaml(folder.config).get("metrics") or {})
-    except (OSError, ValueError, AttributeError):  # gone, or no mapping
-        return []
-    return [f"test/{name}" for name in names] if len(names) <= MAX_METRICS else []
-
-
-def _last_line(record: RunRecord, chosen: list[str], pages: list[Path]) -> str:
-    shown = {name: record.metrics.get(name) for name in (f"{record.monitor}_best", "test/acc", *chosen)}
-    words = [f"{name} {as_read(name, value)}" for name, value in shown.items() if isinstance(value, float)]
-    images, there = record.metrics.get("test/images"), record.num_test
-    if isinstance(images, float) and there is not None and images < there:
-        words.append(f"on {images:.0f} of {there} test images")
-    return " · ".join(["finished", *words, *map(os.path.relpath, pages)])

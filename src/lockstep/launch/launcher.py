@@ -4,7 +4,6 @@ Imports no torch before the first rank is needed, so that every early refusal is
 """
 
 import logging
-import math
 import os
 import signal
 import sys
@@ -18,23 +17,13 @@ from typing import Any
 
 from lockstep.config.compose import chosen_options, plain
 from lockstep.launch import failures
-from lockstep.launch.checks import check_numbers, check_root, check_validation, check_writable, refuse_days_on_cpu
+from lockstep.launch.checks import check
 from lockstep.launch.failures import record_interruption
 from lockstep.launch.finish import finish
-from lockstep.launch.launchers import AGENT, OUTPUT, Cluster, named_run, restart_run_id, set_rank_environment
-from lockstep.launch.plan import (
-    ResumePoint,
-    RunPlan,
-    headline,
-    learning_rate_line,
-    resolve_batch,
-    resolve_cluster,
-    resolved,
-    scaled_learning_rates,
-    time_limit,
-)  # fmt: skip
-from lockstep.launch.preflight import findings
-from lockstep.launch.start import Search, begin, finished_already, hold_run_lock, make_plan, run_folder, write_config
+from lockstep.launch.launchers import AGENT, OUTPUT, Cluster, agent_id, named_run, set_rank_environment
+from lockstep.launch.plan import RunPlan, headlines, new_plan, resolve_cluster, resolved
+from lockstep.launch.resume import finished_already
+from lockstep.launch.start import Search, begin, hold_run_lock, make_plan, run_folder, write_config
 from lockstep.runs import provenance, signals
 from lockstep.runs.batch import Batch
 from lockstep.runs.config import Config
@@ -42,9 +31,7 @@ from lockstep.runs.environment import die_with_parent, environment, set_variable
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Interrupted, UserError
 from lockstep.runs.folder import RunFolder, new_run_id
 from lockstep.runs.output import set_up
-from lockstep.runs.record import update_record
 from lockstep.runs.redact import refuse_secrets
-from lockstep.storage.s3 import Bucket
 from lockstep.storage.uploader import note
 
 log = logging.getLogger(__name__)
@@ -74,11 +61,11 @@ def launch_config(config: Config, work: Work, search: Search | None = None) -> i
     cluster, accelerator = resolve_cluster(config, config["choices"].get("trainer", "this trainer"), environ)
     if cluster.has_agent:
         die_with_parent(int(environ[AGENT].split()[0]))
-    if cluster.has_agent and environ[OUTPUT]:
-        with (Path(environ[OUTPUT]) / f"rank{cluster.rank}.log").open("ab") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-    _check(config, cluster, accelerator)
+        if environ[OUTPUT]:
+            with (Path(environ[OUTPUT]) / f"rank{cluster.rank}.log").open("ab") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+    check(config, cluster, accelerator, environ)
     with ExitStack() as kept:
         if done := finished_already(config, environ):
             log.info(f"The run {done.run_id} has finished.")
@@ -92,36 +79,6 @@ def launch_config(config: Config, work: Work, search: Search | None = None) -> i
         return _be_rank(config, cluster, accelerator, environ, work, search, kept)
 
 
-def _check(config: Config, cluster: Cluster, accelerator: str) -> None:
-    """
-    Raises:
-        UserError: an option that cannot work, before torch is imported.
-    """
-    refuse_days_on_cpu(config, accelerator)
-    may_go_on = config.get("resume") or cluster.is_restarted
-    resolve_batch(config, cluster, limit=math.inf if may_go_on else None)
-    check_validation(config)
-    check_numbers(config)
-    time_limit(config)
-    if (config.get("s3") or {}).get("uri"):
-        Bucket.of(config["s3"])
-    if config.get("logbook") not in (None, "keep"):
-        raise UserError(f"logbook={config['logbook']}: keep, or nothing.")
-    if config.get("resume") == "auto" and not named_run(config, environment()):
-        raise UserError("resume=auto needs to know which run: give run_id=… (or RUN_ID), or resume=<run_id>.")
-    if cluster.num_nodes == 1:  # else the others would wait: all ranks end together where one finds no images
-        check_root(config)
-    if cluster.local_rank in (0, None):
-        check_writable(Path(config["paths"]["log_dir"]))
-    if cluster.world_size > 1 and cluster.local_rank in (0, None) and not cluster.has_agent:
-        for sentence in findings(cluster, environment(), Path(config["paths"]["log_dir"])):
-            log.warning(sentence)
-
-
-def _run_id(config: Config, environ: Mapping[str, str]) -> str:
-    return named_run(config, environ) or restart_run_id(environ) or new_run_id()
-
-
 def _start_ranks(config: Config, cluster: Cluster, environ: Mapping[str, str], kept: ExitStack) -> int:
     """Start this node's ranks with torch's agent, and finish the run when they have ended."""
     arguments, run_id = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:]], named_run(config, environ)
@@ -132,7 +89,6 @@ def _start_ranks(config: Config, cluster: Cluster, environ: Mapping[str, str], k
         kept.enter_context(hold_run_lock(folder))
     else:  # the ranks' first meeting tells which run it is
         folder = RunFolder(Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-ranks-"))))
-    folder.path.mkdir(parents=True, exist_ok=True)
     signals.before_the_end(partial(record_interruption, folder, signals.INTERRUPTED_AT_ONCE))
     try:
         signals.on_stop(signals.interrupt)
@@ -163,29 +119,25 @@ def _be_rank(
     search: Search | None, kept: ExitStack,
 ) -> int:  # fmt: skip
     """Meet the other ranks, begin or resume the run on rank 0, and do the work of this one."""
-    logs, timeout_s = Path(config["paths"]["log_dir"]), config["trainer"]["timeout_s"]
+    logs = Path(config["paths"]["log_dir"])
     plan: RunPlan | None = None
     folder: RunFolder | None = None
 
     def decide() -> dict[str, Any]:
         """On rank 0: the run, where it begins, and its batch."""
         nonlocal plan, folder
-        folder, fresh = run_folder(config, _run_id(config, environ), environ)
+        folder, fresh = run_folder(config, named_run(config, environ) or agent_id(environ) or new_run_id(), environ)
         if not cluster.has_agent:
             kept.enter_context(hold_run_lock(folder))
             fresh = fresh and not folder.record.exists()  # another process may have begun it meanwhile
-        decided, found = make_plan(config, cluster, accelerator, folder, environ, search)
-        plan = begin(decided, fresh)
-        if found:
-            with update_record(folder.record) as record:
-                record.take({"largest_batch": found})
-        log.info(headline(plan))
-        if plan.learning_rates:
-            log.info(learning_rate_line(plan))
-        return {
-            "folder": os.path.relpath(folder.path, logs), "batch": [plan.batch.global_size, plan.batch.accumulate],
-            "resume": plan.resume and [plan.resume.step, plan.resume.checkpoint], "weights": plan.initial_weights,
-        }  # fmt: skip
+        planned, largest_batch = make_plan(config, cluster, accelerator, folder, environ, search)
+        plan = begin(planned, fresh, largest_batch)
+        for line in headlines(plan):
+            log.info(line)
+        decided = {"resume_step": plan.resume_step, "resume_checkpoint": plan.resume_checkpoint,
+                   "initial_weights": plan.initial_weights}  # fmt: skip
+        batch = [plan.batch.global_size, plan.batch.accumulate]
+        return {"folder": os.path.relpath(folder.path, logs), "batch": batch, "decided": decided}
 
     set_rank_environment(cluster)
     signals.on_stop(signals.interrupt)
@@ -198,15 +150,20 @@ def _be_rank(
                 from lockstep.launch.process_group import meet
 
                 mine = provenance.fingerprint(resolved(config, cluster, accelerator))
-                answer = meet(cluster, timeout_s, mine, named_run(config, environ), decide)
+                answer = meet(cluster, config["trainer"]["timeout_s"], mine, named_run(config, environ), decide)
                 folder = RunFolder((logs / answer["folder"]).resolve())
-                if plan is None:
-                    plan = _as_decided(config, cluster, accelerator, folder, answer)
+                size, accumulate = answer["batch"]
+                batch = Batch.cut(size, cluster.world_size, accumulate)
+                plan = plan or replace(new_plan(config, cluster, accelerator, folder, batch), **answer["decided"])
             assert plan is not None and folder is not None
             if cluster.is_rank_zero:
                 signals.before_the_end(partial(record_interruption, folder, signals.INTERRUPTED_AT_ONCE))
-            folder.path.mkdir(parents=True, exist_ok=True)
-            set_variables(failures.recorded_collectives(folder), unless_set=True)
+            elif cluster.local_rank == 0:
+                if not folder.config.exists():  # on a disk of its own, for a later resume
+                    write_config(plan)
+                where = f"node {cluster.node_rank} of {cluster.num_nodes} (counted from 0)"
+                log.info(f"{where} joined run {folder.run_id}; output is on node 0")
+            _record_collectives(folder)
             code = work(plan)
         finally:
             signals.on_stop(signals.note)  # what is left is short
@@ -224,24 +181,14 @@ def _be_rank(
     return finish(config, cluster, folder, code)
 
 
-def _as_decided(
-    config: Config, cluster: Cluster, accelerator: str, folder: RunFolder, answer: dict[str, Any]
-) -> RunPlan:
-    """Return the plan of a rank other than 0."""
-    own = {key: value for key, value in config.items() if key not in ("choices", "overrides")}
-    size, accumulate = answer["batch"]
-    plan = RunPlan(
-        config=own, choices=config["choices"], overrides=tuple(config["overrides"]), cluster=cluster,
-        accelerator=accelerator, folder=folder, batch=Batch.cut(size, cluster.world_size, accumulate),
-        resume=answer["resume"] and ResumePoint(*answer["resume"]), initial_weights=answer["weights"],
-    )  # fmt: skip
-    if config["task_name"] == "train":
-        plan = replace(plan, learning_rates=scaled_learning_rates(config["optimizer"], plan.batch))
-    if cluster.local_rank == 0 and not folder.config.exists():  # on a disk of its own, for a later resume
-        write_config(plan)
-    if cluster.local_rank == 0:
-        log.info(
-            f"node {cluster.node_rank} of {cluster.num_nodes} (counted from 0) joined run {folder.run_id}; "
-            "output is on node 0"
-        )
-    return plan
+def _record_collectives(folder: RunFolder) -> None:
+    """Let NCCL's flight recorder keep the last collectives in the run folder."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    variables = {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        # The step that meets a lost GPU raises an exception: NCCL's watchdog would abort the process before that
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+        "TORCH_FR_DUMP_TEMP_FILE": str(folder.path / folder.nccl_trace(0).name.removesuffix("0")),
+    }
+    set_variables(variables, unless_set=True)

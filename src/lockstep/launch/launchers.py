@@ -8,10 +8,9 @@ import os
 import re
 import shlex
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from hashlib import sha256
 from typing import Any
 
 from lockstep.runs.environment import environment, network_interface, set_variables
@@ -21,12 +20,12 @@ from lockstep.strategies.placement import RequestedDevices
 Environ = Mapping[str, str]
 AGENT = "LOCKSTEP_AGENT"  # set in the ranks that launch/agent.py starts: what their cluster is
 OUTPUT = "LOCKSTEP_OUTPUT"  # and the folder for the output of local ranks other than 0
+ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 VARIABLES = {  # rank, number of ranks, rank on the node, ranks of the node
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
                "OMPI_COMM_WORLD_LOCAL_SIZE"),
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
-    "env": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torch's env://, PyTorchJob
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "env": ENV,  # torch's env://, PyTorchJob
 }  # fmt: skip
 
 
@@ -106,7 +105,7 @@ def launcher_of(environ: Environ, wanted: RequestedDevices | None = None) -> str
     if "SLURM_STEP_ID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1) > 1:
         return "slurm"
     for name, (rank, size, *_) in VARIABLES.items():
-        if rank in environ and size in environ and name != "torchrun":
+        if rank in environ and size in environ:
             return name
     return "nodes" if wanted.several_processes and ("NODE_RANK" in environ or (wanted.num_nodes or 1) > 1) else "none"
 
@@ -134,14 +133,12 @@ def describe(environ: Environ, wanted: RequestedDevices) -> Cluster:
         alone, devices, local_rank = num_nodes == "1", int(environ["LOCAL_WORLD_SIZE"]), int(environ["LOCAL_RANK"])
         port = environ["MASTER_PORT"] if alone else port
         return Cluster(launcher, int(num_nodes), devices, int(node_rank), local_rank, address, int(port), alone, True)
-    if name == "slurm":
-        return _slurm(environ, wanted)
     if name == "nodes":
         return _nodes(environ, wanted)
     if name == "none":
         devices = (wanted.devices or wanted.machine) if wanted.several_processes else 1
         return Cluster(name, 1, devices, 0, None if devices > 1 else 0, "127.0.0.1", None)
-    return _ranks(name, environ, wanted)
+    return _ranks(name, {**environ, **_of_slurm(environ)} if name == "slurm" else environ, wanted)
 
 
 def _nodes(environ: Environ, wanted: RequestedDevices) -> Cluster:
@@ -174,56 +171,51 @@ def _nodes(environ: Environ, wanted: RequestedDevices) -> Cluster:
 
 def _ranks(name: str, environ: Environ, wanted: RequestedDevices) -> Cluster:
     """Return the cluster of a launcher that sets the rank of each process."""
-    of_rank, of_size, of_local_rank, of_local_size = VARIABLES[name]
-    says = name if name != "env" else "RANK and WORLD_SIZE"
+    of_rank, of_size, of_local_rank, of_local_size = VARIABLES.get(name, ENV)
+    who = "RANK and WORLD_SIZE" if name == "env" else name
+    unset = "" if name == "slurm" else f", or unset {of_rank} and {of_size}"
     rank, size, devices = _integer(environ, of_rank), _integer(environ, of_size), _integer(environ, of_local_size, 0)
     if not devices and wanted.devices is None and of_local_rank in environ and size > 1:
         raise UserError(f"{of_local_size} is not set: give trainer.devices=N, the ranks of each node.")
     devices = devices or wanted.devices or 1
     if not 0 <= rank < size or size % devices:
-        raise UserError(
-            f"{says} say rank {rank} of {size}, {devices} on each node: correct them, or unset {of_rank} and {of_size} "
-            "where no launcher has set them."
-        )
+        raise UserError(f"{who} say rank {rank} of {size}, {devices} on each node: correct them{unset}.")
     if not wanted.several_processes and size > 1:
         raise UserError(
-            f"{says} started {size} processes, but this trainer runs in one: choose trainer=ddp or trainer=fsdp "
-            f"(on CPUs ddp_sim or fsdp_sim), or unset {of_rank} and {of_size}."
+            f"{who} started {size} processes, but this trainer runs in one: choose trainer=ddp or trainer=fsdp "
+            f"(on CPUs ddp_sim or fsdp_sim){unset}."
         )
-    if wanted.several_processes:
-        _agree("devices", wanted.devices, devices, says)
-        _agree("num_nodes", wanted.num_nodes, size // devices, says)
-    if size > devices and not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
-        raise UserError(f"{says} started {size // devices} nodes: set MASTER_ADDR and MASTER_PORT for all.")
+    nodes = size // devices
+    stated = (wanted.devices or devices, wanted.num_nodes or nodes)
+    if wanted.several_processes and stated != (devices, nodes):
+        raise UserError(
+            f"{who} started {size} processes, {devices} on each of {nodes} nodes, but trainer.devices={stated[0]} × "
+            f"trainer.num_nodes={stated[1]}: make them equal, or leave trainer.devices and trainer.num_nodes out."
+        )
+    if nodes > 1 and not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
+        raise UserError(f"{who} started {nodes} nodes: set MASTER_ADDR and MASTER_PORT for all.")
     return Cluster(
-        name, size // devices, devices, rank // devices, _integer(environ, of_local_rank, rank % devices),
+        name, nodes, devices, rank // devices, _integer(environ, of_local_rank, rank % devices),
         environ.get("MASTER_ADDR") or "127.0.0.1", _integer(environ, "MASTER_PORT", 29500),
         agent_store=name == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )  # fmt: skip
 
 
-def _slurm(environ: Environ, wanted: RequestedDevices) -> Cluster:
+def _of_slurm(environ: Environ) -> dict[str, str]:
+    """Return torchrun's variables for a task of an srun step."""
     tasks = _integer(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS")
     nodes = int(environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
     if tasks % nodes:
         raise UserError(f"SLURM runs {tasks} tasks on {nodes} nodes: give every node as many (--ntasks-per-node).")
-    if not wanted.several_processes:
-        raise UserError(
-            f"SLURM started {tasks} tasks, but this trainer runs in one process: choose trainer=ddp or fsdp."
-        )
-    devices, asked = wanted.devices, wanted.num_nodes or nodes
-    if devices is not None and devices * asked != tasks:
-        raise UserError(
-            f"SLURM started {tasks} tasks, but trainer.devices={devices} × trainer.num_nodes={asked} = "
-            f"{devices * asked} ranks: set --ntasks-per-node={devices}, or leave trainer.devices out."
-        )
-    _agree("num_nodes", wanted.num_nodes, nodes, "SLURM")
-    number = int(environ["SLURM_JOB_ID"]) + 997 * int(environ.get("SLURM_STEP_ID") or 0)
-    port = int(environ.get("MASTER_PORT") or 20000 + number % 12000)  # another for each step of each job
+    devices, local_rank = tasks // nodes, _integer(environ, "SLURM_LOCALID")
     node_list = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
-    address = environ.get("MASTER_ADDR") or first_host(node_list)
-    node_rank, local_rank = _integer(environ, "SLURM_NODEID"), _integer(environ, "SLURM_LOCALID")
-    return Cluster("slurm", nodes, tasks // nodes, node_rank, local_rank, address, port)
+    number = int(environ["SLURM_JOB_ID"]) + 997 * int(environ.get("SLURM_STEP_ID") or 0)
+    return {
+        "RANK": str(_integer(environ, "SLURM_NODEID") * devices + local_rank), "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(devices),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(node_list),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + number % 12000),  # another for each step of each job
+    }  # fmt: skip
 
 
 def first_host(node_list: str) -> str:
@@ -239,7 +231,7 @@ def named_run(config: Mapping[str, Any], environ: Environ) -> str | None:
     stated = environ.get("TORCHELASTIC_RUN_ID", "none") if "RANK" in environ else "none"
     torchrun = "" if stated == "none" else re.sub(r"[^A-Za-z0-9._-]", "-", stated).lstrip("._-")[:100]
     step = {key: value for key, value in environ.items() if key.startswith("SLURM_")}
-    slurm = f"slurm-{step['SLURM_JOB_ID']}-{step['SLURM_STEP_ID']}" if launcher_of(step) == "slurm" else ""
+    slurm = agent_id(step) if launcher_of(step) == "slurm" else None
     return config.get("run_id") or environ.get("RUN_ID") or torchrun or slurm or None
 
 
@@ -247,39 +239,24 @@ def agent_id(environ: Environ) -> str | None:
     """Name what would start this process again in the same run: torchrun's agent or the SLURM step; else None."""
     launcher = launcher_of(environ)
     if launcher == "torchrun":
-        return f"torchrun-{socket.gethostname()}-{os.getppid()}-{_parent_started_at():.0f}"  # a pid is used again
+        import psutil
+
+        started = datetime.fromtimestamp(psutil.Process(os.getppid()).create_time(), UTC)  # a pid is used again
+        return f"{started:%Y-%m-%d_%H-%M-%S}_torchrun-{os.getppid()}"
     return f"slurm-{environ['SLURM_JOB_ID']}-{environ['SLURM_STEP_ID']}" if launcher == "slurm" else None
-
-
-def restart_run_id(environ: Environ) -> str | None:
-    """Return a run id that stays the same when torchrun starts its ranks again; None under any other launcher."""
-    if launcher_of(environ) != "torchrun":
-        return None
-    started = datetime.fromtimestamp(_parent_started_at(), UTC)
-    return f"{started:%Y-%m-%d_%H-%M-%S}_{sha256(str(agent_id(environ)).encode()).hexdigest()[:6]}"
-
-
-def _parent_started_at() -> float:
-    import psutil
-
-    return float(psutil.Process(os.getppid()).create_time())
 
 
 def command_line(typed: list[str], cluster: Cluster, gpus: bool) -> str:
     """Return the line that starts such a run again."""
-    python = ["python", *typed]
-    if cluster.launcher == "nodes":
-        where = f"MASTER_ADDR={cluster.master_addr} MASTER_PORT={cluster.master_port}"
-        return f"{where} WORLD_SIZE={cluster.world_size} NODE_RANK={cluster.node_rank} {shlex.join(python)}"
-    if cluster.launcher == "torchrun":
-        words = [f"--nnodes={cluster.num_nodes}", "--rdzv-backend=c10d"]
-        words += [f"--rdzv-endpoint={cluster.master_addr}:29500", "--rdzv-id=lockstep"]
-        words = ["--standalone"] if cluster.num_nodes == 1 else words
-        return shlex.join(["torchrun", *words, f"--nproc-per-node={cluster.devices}", *typed])
-    if cluster.launcher == "slurm":
-        words = ["srun", f"--nodes={cluster.num_nodes}", f"--ntasks-per-node={cluster.devices}"]
-        return shlex.join([*words, *[f"--gpus-per-node={cluster.devices}"] * gpus, *python])
-    return shlex.join(python)
+    nodes, devices, address = cluster.num_nodes, cluster.devices, cluster.master_addr
+    meet = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint={address}:29500" if nodes > 1 else "--standalone"
+    where = f"MASTER_ADDR={address} MASTER_PORT={cluster.master_port} WORLD_SIZE={cluster.world_size}"
+    prefix = {
+        "nodes": f"{where} NODE_RANK={cluster.node_rank} python",
+        "torchrun": f"torchrun {meet} --nproc-per-node={devices}",
+        "slurm": f"srun --nodes={nodes} --ntasks-per-node={devices}{f' --gpus-per-node={devices}' * gpus} python",
+    }
+    return f"{prefix.get(cluster.launcher, 'python')} {shlex.join(typed)}"
 
 
 def _integer(environ: Environ, name: str, default: int | None = None) -> int:
@@ -293,6 +270,21 @@ def _integer(environ: Environ, name: str, default: int | None = None) -> int:
         raise UserError(f"{name}={environ[name]!r} is no whole number.") from None
 
 
-def _agree(name: str, stated: int | None, given: int, source: str) -> None:
-    if stated is not None and stated != given:
-        raise UserError(f"trainer.{name}={stated}, but {source} started {given}: leave trainer.{name} out, or equal.")
+def faults(cluster: Cluster, environ: Environ) -> Iterator[str]:
+    """Yield a sentence for each thing on this node that is wrong for a run of several ranks."""
+    stale = [name for name in (*ENV, "GROUP_RANK") if name in environ and name != "WORLD_SIZE"]
+    if stale and not is_started_rank(environ):
+        yield f"{' and '.join(stale)} set, but no launcher has started this process: unset {' '.join(stale)}."
+    if cluster.num_nodes == 1:
+        return
+    name, stated = socket.gethostname(), environ.get("GLOO_SOCKET_IFNAME")
+    interface = stated or network_interface(cluster.master_addr)
+    if stated and stated not in [found for _, found in socket.if_nameindex()]:
+        yield f"host {name} has no interface {stated}: correct GLOO_SOCKET_IFNAME, or unset it."
+    elif interface is None:
+        yield f"host {name} has no way to {cluster.master_addr}: correct MASTER_ADDR, or the network."
+    elif interface == "lo" and not cluster.master_addr.startswith(("127.", "localhost", "::1")):
+        yield (
+            f"{cluster.master_addr} is this host by its loopback interface, which other nodes cannot reach: "
+            "give the address of node 0 in MASTER_ADDR, or correct /etc/hosts."
+        )

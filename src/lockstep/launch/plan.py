@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.launch.checks import CHECKPOINTS, validates
 from lockstep.launch.launchers import Cluster, describe
 from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch, states_accumulation
 from lockstep.runs.config import Config, data_name, model_name
@@ -15,18 +14,7 @@ from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.strategies.placement import place
 
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """Where a run that goes on continues.
-
-    Args:
-        step: optimizer steps done; 0 where no whole checkpoint was left.
-        checkpoint: a file on the machine of rank 0; None at step 0.
-    """
-
-    step: int
-    checkpoint: str | None = None
+CHECKPOINTS = "lockstep.callbacks.checkpoints.Checkpoints"
 
 
 @dataclass(frozen=True)
@@ -35,10 +23,11 @@ class RunPlan:
     Args:
         config: composed, as the user asked for it; read-only.
         choices: the option of each config group.
-        overrides: the words of the command line.
+        overrides: those of the command line.
         accelerator: cpu or gpu.
-        learning_rates: by the optimizer's option, where they are others than the config's.
-        resume: None for a new run.
+        learning_rates: by the optimizer's option, where they differ from the config's.
+        resume_step: optimizer steps that a resumed run has done; None for a new run.
+        resume_checkpoint: the run's own checkpoint on the machine of rank 0; None if no whole one was left.
         initial_weights: the checkpoint that a new run takes its weights from.
     """
 
@@ -50,7 +39,8 @@ class RunPlan:
     folder: RunFolder
     batch: Batch
     learning_rates: Mapping[str, float] = field(default_factory=dict)
-    resume: ResumePoint | None = None
+    resume_step: int | None = None
+    resume_checkpoint: str | None = None
     initial_weights: str | None = None
 
     @property
@@ -61,7 +51,7 @@ class RunPlan:
 
     @property
     def model_name(self) -> str:
-        """What is built, in the words of records and pages."""
+        """The model as records and pages name it."""
         return model_name({"model": self.config["model"], "choices": self.choices})
 
     @property
@@ -69,18 +59,24 @@ class RunPlan:
         return data_name({"data": self.config["data"], "choices": self.choices})
 
     @property
-    def resume_step(self) -> int | None:
-        """None for a new run."""
-        return self.resume.step if self.resume else None
-
-    @property
     def checkpoint(self) -> str | None:
-        """What the weights come from: the run's own checkpoint, else the one that it begins with."""
-        return self.resume.checkpoint if self.resume and self.resume.checkpoint else self.initial_weights
+        """The run's own checkpoint, else the one that it begins with."""
+        return self.resume_checkpoint or self.initial_weights
+
+
+def new_plan(config: Config, cluster: Cluster, accelerator: str, folder: RunFolder, batch: Batch) -> RunPlan:
+    """Return the plan of a new run.
+
+    Args:
+        config: with `choices` and `overrides`.
+    """
+    own = {key: value for key, value in config.items() if key not in ("choices", "overrides")}
+    rates = scaled_learning_rates(config["optimizer"], batch) if config["task_name"] == "train" else {}
+    return RunPlan(own, config["choices"], tuple(config["overrides"]), cluster, accelerator, folder, batch, rates)
 
 
 def resolve_cluster(config: Config, trainer_name: str, environ: Mapping[str, str]) -> tuple[Cluster, str]:
-    """The Cluster, and cpu or gpu.
+    """Return the Cluster, and cpu or gpu.
 
     Raises:
         UserError: the machine, the launcher and the options do not fit; says what works here.
@@ -97,13 +93,14 @@ def resolve_cluster(config: Config, trainer_name: str, environ: Mapping[str, str
 
 
 def resolve_batch(config: Config, cluster: Cluster, limit: float | None = None, size: int | None = None) -> Batch:
-    """For data.global_batch_size=max the smallest there is, until the largest is found.
+    """Return how the global batch is split; for data.global_batch_size=max the smallest, until the largest is found.
 
     Args:
         config: with `overrides`.
-        limit: of a run that goes on, images that a device takes at a time: accumulation follows the number of ranks
+        limit: for a resumed run, the images that a device takes at a time: accumulation follows the number of ranks
             where the command line does not state it.
         size: the largest global batch, once it is found.
+
     Raises:
         UserError: it does not divide.
     """
@@ -120,6 +117,13 @@ def asks_for_largest(config: Config) -> bool:
     return bool(config["data"].get("global_batch_size") == "max")
 
 
+def validates(config: Config) -> bool:
+    """Return False for data.val_fraction=0, data.num_val=0 or trainer.limit_val_batches=0."""
+    data = config["data"]
+    stated = data.get("val_fraction", 0.1) if data.get("num_val") is None else data["num_val"]
+    return stated != 0 and config["trainer"].get("limit_val_batches", 1.0) != 0
+
+
 def scaled_learning_rates(optimizer: Config, batch: Batch) -> dict[str, float]:
     """For optimizer.scale_lr_with_batch=true: lr × global batch / base_batch_size (Goyal et al. 2017), by option."""
     if not optimizer.get("scale_lr_with_batch"):
@@ -132,14 +136,14 @@ def scaled_learning_rates(optimizer: Config, batch: Batch) -> dict[str, float]:
 
 
 def resolved(config: Config, cluster: Cluster, accelerator: str) -> dict[str, Any]:
-    """A copy of the config with what `auto` came to."""
+    """Return a copy of the config with the values that `auto` stands for."""
     own = copy.deepcopy(dict(config))
     own["trainer"].update(accelerator=accelerator, devices=cluster.devices, num_nodes=cluster.num_nodes)
     return own
 
 
 def as_run(plan: RunPlan) -> dict[str, Any]:
-    """The config with the values that the run has: what config.yaml and checkpoints carry, and what all ranks share."""
+    """Return the config with the values that the run has: what config.yaml and checkpoints hold."""
     own = resolved(plan.config, plan.cluster, plan.accelerator)
     if "global_batch_size" in own["data"]:
         own["data"]["global_batch_size"] = plan.batch.global_size
@@ -147,36 +151,22 @@ def as_run(plan: RunPlan) -> dict[str, Any]:
     return {**own, "choices": dict(plan.choices), "overrides": list(plan.overrides)}
 
 
-def headline(plan: RunPlan) -> str:
-    batch, trainer = plan.batch, plan.choices["trainer"]
+def headlines(plan: RunPlan) -> list[str]:
+    """Return the first line of a run's output, and one on scaled learning rates."""
+    batch, trainer, config = plan.batch, plan.choices["trainer"], plan.config
     where = f"{trainer} ({plan.accelerator})" if trainer == "default" else trainer
-    images = f"global batch {batch.global_size} = {batch.per_device} × {plan.cluster.world_size} × {batch.accumulate}"
-    if plan.config["task_name"] != "train":
-        images = f"batches of {plan.config['data'].get('eval_batch_size', DEFAULT_EVAL_BATCH_SIZE)}"
-    return (
-        f"run {plan.folder.run_id} · {plan.model_name} · {plan.data_name} · {where} · {images}"
-        f"{time_limit(plan.config)}{chosen_how(plan.config)}"
-    )
-
-
-def time_limit(config: Config) -> str:
-    stated = config["trainer"].get("max_time") if config["task_name"] == "train" else None
-    return f" · at most {in_words(seconds_of(stated, 'trainer.max_time'))}" if stated else ""
-
-
-def chosen_how(config: Config) -> str:
-    """Said at the end of the head line of a training that leaves nothing to resume or to test, or validates nothing."""
-    callbacks = (config.get("callbacks") or {}).values()
-    kept = any(node and node.get("_target_") == CHECKPOINTS for node in callbacks)
+    parts = [f"run {plan.folder.run_id}", plan.model_name, plan.data_name, where]
     if config["task_name"] != "train":
-        return ""
-    if not kept:
-        return " · WITHOUT CHECKPOINTS"
-    return "" if validates(config) else " · no validation: the last checkpoint counts as the best"
-
-
-def learning_rate_line(plan: RunPlan) -> str:
-    """From what to what learning rates were scaled."""
-    own, batch = plan.config["optimizer"], plan.batch.global_size
+        return [" · ".join([*parts, f"batches of {config['data'].get('eval_batch_size', DEFAULT_EVAL_BATCH_SIZE)}"])]
+    ranks = plan.cluster.world_size
+    parts.append(f"global batch {batch.global_size} = {batch.per_device} × {ranks} × {batch.accumulate}")
+    if stated := config["trainer"].get("max_time"):
+        parts.append(f"at most {in_words(seconds_of(stated, 'trainer.max_time'))}")
+    if not any(node and node.get("_target_") == CHECKPOINTS for node in (config.get("callbacks") or {}).values()):
+        parts.append("WITHOUT CHECKPOINTS")
+    elif not validates(config):
+        parts.append("no validation: the last checkpoint counts as the best")
+    own = config["optimizer"]
     changes = ", ".join(f"{name} {own[name]:g} → {value:g}" for name, value in plan.learning_rates.items())
-    return f"optimizer: {changes} (global batch {batch} / base_batch_size {own['base_batch_size']})"
+    scaled = f"optimizer: {changes} (global batch {batch.global_size} / base_batch_size {own.get('base_batch_size')})"
+    return [" · ".join(parts), *([scaled] if changes else [])]

@@ -1,5 +1,6 @@
 """The ranks of one run meet: they wait for each other, run the same code and config, and make the process group."""
 
+import errno
 import ipaddress
 import json
 import logging
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lockstep.launch.launchers import Cluster
 from lockstep.runs.errors import UserError
@@ -29,12 +29,9 @@ _met: list[dist.Store] = []  # the store of this start
 
 
 def meet(
-    cluster: Cluster,
-    timeout_s: float,
-    mine: Fingerprint | None = None,
-    run_id: str | None = None,
+    cluster: Cluster, timeout_s: float, mine: Fingerprint | None = None, run_id: str | None = None,
     decide: Callable[[], Answer] = dict,
-) -> Answer:
+) -> Answer:  # fmt: skip
     """Wait for every rank, and return rank 0's decisions on all of them.
 
     torchrun keeps one store over its restarts, so nobody can tell from outside which start a key is of: rank 0 makes up
@@ -86,7 +83,11 @@ def meet(
         time.sleep(0.05)
     _met.append(dist.PrefixStore(f"lockstep/{start}", store))
     if error := answer.get("error"):
-        _have_read(_met[-1], cluster, [rank for rank in range(cluster.world_size) if rank not in missing])
+        _met[-1].set(f"read/{cluster.rank}", "")
+        everyone = [f"read/{rank}" for rank in range(cluster.world_size) if rank not in missing]
+        until = time.monotonic() + READ_WITHIN_S
+        while cluster.rank == 0 and time.monotonic() < until and not _met[-1].check(everyone):
+            time.sleep(0.05)
         raise UserError(error)
     return answer
 
@@ -106,15 +107,8 @@ def _answer(everyone: list[list[Any]], cluster: Cluster, decide: Callable[[], An
         return {"error": str(error)}
 
 
-def _have_read(store: dist.Store, cluster: Cluster, ranks: list[int]) -> None:
-    store.set(f"read/{cluster.rank}", "")
-    deadline = time.monotonic() + READ_WITHIN_S
-    while cluster.rank == 0 and time.monotonic() < deadline and not store.check([f"read/{rank}" for rank in ranks]):
-        time.sleep(0.05)
-
-
 def join(cluster: Cluster, device: torch.device, timeout_s: float) -> dist.Store:
-    """Make the default process group of the ranks that have met, or meet first.
+    """Make the default process group of the ranks that have met, or meet first; one rank is a group of its own.
 
     Returns:
         A store of this start alone: torchrun keeps one over its restarts.
@@ -124,79 +118,36 @@ def join(cluster: Cluster, device: torch.device, timeout_s: float) -> dist.Store
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if not _met:
+    if cluster.world_size > 1 and not _met:
         meet(cluster, timeout_s)
-    _make_group(dist.PrefixStore("group", _met[-1]), cluster, device, timeout_s)
-    return dist.PrefixStore("errors", _met[-1])
-
-
-def write_error_file(error: Exception) -> None:
-    """Write the file from which torch's agent reads why this rank has ended, as torch's @record does."""
-    get_error_handler().record_exception(error)
-
-
-def be_alone(cluster: Cluster, device: torch.device, timeout_s: float) -> None:
-    """Make a process group of one, for a strategy of several ranks: torch's own would listen at a port."""
-    _make_group(dist.HashStore(), cluster, device, timeout_s)
-
-
-def _make_group(store: dist.Store, cluster: Cluster, device: torch.device, timeout_s: float) -> None:
+    store: dist.Store = _met[-1] if cluster.world_size > 1 else dist.HashStore()  # torch's own would listen at a port
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=store,
+        store=dist.PrefixStore("group", store),
         rank=cluster.rank,
         world_size=cluster.world_size,
         timeout=timedelta(seconds=timeout_s + (NCCL_LATER_S if device.type == "cuda" else 0.0)),
         device_id=device if device.type == "cuda" else None,
     )
+    return dist.PrefixStore("errors", store)
 
 
 def _open_store(cluster: Cluster, timeout_s: float) -> dist.TCPStore:
     """Connect to the store of torchrun's or Lockstep's agent, or of rank 0, which serves it here."""
-    serves = cluster.rank == 0 and not cluster.agent_store
     where = f"{cluster.master_addr}:{cluster.master_port}"
-    if not serves:
-        _wait_for_port(cluster, timeout_s)
-    try:
-        return dist.TCPStore(
-            cluster.master_addr, cluster.master_port or 0, is_master=serves, wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s), master_listen_fd=_listen(cluster).detach() if serves else None,
-        )  # fmt: skip
-    except (RuntimeError, OSError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        what = f"serve at {where}" if serves else f"reach rank 0 at {where}"
-        raise UserError(f"rank {cluster.rank} cannot {what} ({reason}): check MASTER_ADDR and MASTER_PORT.") from None
-
-
-def _listen(cluster: Cluster) -> socket.socket:
-    """Listen at MASTER_PORT on the address of MASTER_ADDR alone; torch's store would listen on every interface.
-
-    It does so if the address is translated by the network, or this machine's name stands for loopback (127.0.1.1).
-    """
-    address = socket.getaddrinfo(cluster.master_addr, cluster.master_port, type=socket.SOCK_STREAM)[0][4]
-    is_loopback = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
-    everywhere = cluster.num_nodes > 1 and is_loopback and address[0] != cluster.master_addr
-    family = socket.AF_INET6 if ":" in str(address[0]) else socket.AF_INET
-    with socket.socket(family) as probe:
+    if cluster.rank == 0 and not cluster.agent_store:
         try:
-            probe.bind((address[0], 0))
-        except OSError:
-            everywhere = True
-    return socket.create_server(
-        ("" if everywhere else address[0], cluster.master_port or 0), family=family, backlog=1024
-    )
-
-
-def _wait_for_port(cluster: Cluster, timeout_s: float) -> None:
-    """Wait for rank 0's port: torch's own connect is silent for as long as it waits."""
-    deadline, speak_at = time.monotonic() + timeout_s, time.monotonic() + SPEAK_INTERVAL_S
-    where = f"{cluster.master_addr}:{cluster.master_port}"
-    while True:
-        try:
-            socket.create_connection((cluster.master_addr, cluster.master_port or 0), timeout=2).close()
-            return
+            return _connect(cluster, timeout_s, _listen(cluster).detach())
         except OSError as error:
-            reason = error.strerror or str(error)
+            reason = f"rank 0 cannot serve at {where} ({error.strerror})"
+            raise UserError(f"{reason}: check MASTER_ADDR and MASTER_PORT.") from None
+    deadline, speak_at = time.monotonic() + timeout_s, time.monotonic() + SPEAK_INTERVAL_S
+    while True:
+        try:  # torch's own connect would be silent for as long as it waits
+            socket.create_connection((cluster.master_addr, cluster.master_port or 0), timeout=2).close()
+            return _connect(cluster, timeout_s)
+        except (OSError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         if time.monotonic() > deadline:
             raise UserError(
                 f"rank {cluster.rank} cannot reach rank 0 at {where} within {timeout_s:.0f} s ({reason}): node rank 0 "
@@ -206,3 +157,27 @@ def _wait_for_port(cluster: Cluster, timeout_s: float) -> None:
             log.info(f"Waiting for node rank 0 at {where} ({reason}) …")
             speak_at += SPEAK_INTERVAL_S
         time.sleep(0.1)
+
+
+def _connect(cluster: Cluster, timeout_s: float, listener: int | None = None) -> dist.TCPStore:
+    return dist.TCPStore(
+        cluster.master_addr, cluster.master_port or 0, is_master=listener is not None, wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s), master_listen_fd=listener,
+    )  # fmt: skip
+
+
+def _listen(cluster: Cluster) -> socket.socket:
+    """Listen at MASTER_PORT on the address of MASTER_ADDR alone; torch's store would listen on every interface.
+
+    It does so if the address is translated by the network, or this machine's name stands for loopback (127.0.1.1).
+    """
+    family, *_, found = socket.getaddrinfo(cluster.master_addr, cluster.master_port, type=socket.SOCK_STREAM)[0]
+    address, port = str(found[0]), cluster.master_port or 0
+    is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    by_name = cluster.num_nodes > 1 and is_loopback and address != cluster.master_addr
+    try:
+        return socket.create_server(("" if by_name else address, port), family=family, backlog=1024)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return socket.create_server(("", port), family=family, backlog=1024)

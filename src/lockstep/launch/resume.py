@@ -1,4 +1,4 @@
-"""Find the config of the run that resume= names; config/compose.py merges the overrides into it."""
+"""The run to resume: its folder, its config, whether it is over, and what may differ from its earlier start."""
 
 import logging
 from collections.abc import Mapping
@@ -10,15 +10,28 @@ from lockstep.config.foreign import OF_RUN, accepted
 from lockstep.config.schema import key_of
 from lockstep.launch.launchers import is_first_on_node, is_started_rank, named_run
 from lockstep.runs.config import Config
+from lockstep.runs.durations import seconds_of
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import locked_file
 from lockstep.runs.folder import RunFolder, checked_run_id, find_run, read_config
+from lockstep.runs.record import RunRecord, read_record
 
 log = logging.getLogger(__name__)
 
 FINDERS = ("resume", "run_id", "sweep_dir", "paths", "s3", "hydra")  # keys that say where the run is
 RANKS = ("trainer.devices", "trainer.num_nodes")  # a launcher that starts the ranks says how many there are
+COMPARED = ("data", "augmentation", "model", "loss", "metrics", "optimizer", "scheduler", "task", "classifier", "seed",
+            "experiment_name")  # fmt: skip
+# Options that may differ: data_hash tells what the data are, and config.yaml has the scaled learning rates.
+MAY_DIFFER = {"data.root", "data.cache_dir", "data.download_dir", "data.eval_batch_size", "data.num_workers",
+              "data.path", "optimizer.scale_lr_with_batch"}  # fmt: skip
+
+
+def folder_of(config: Config, run_id: str) -> RunFolder:
+    """Return the folder of a run of this id, which need not exist."""
+    runs = Path(config["paths"]["log_dir"]) / config["task_name"] / "runs"
+    return RunFolder((Path(config["sweep_dir"]) if config.get("sweep_dir") else runs) / checked_run_id(run_id))
 
 
 def find_stored(overrides: list[str]) -> Config | None:
@@ -33,7 +46,7 @@ def find_stored(overrides: list[str]) -> Config | None:
         return None
     config = plain(compose("train", [word for word in overrides if key_of(word).partition(".")[0] in FINDERS]))
     environ = environment()
-    folder = _folder_of_run(config, environ) if config["resume"] else None
+    folder = _folder_to_resume(config, environ)
     before = config_before(folder) if folder else None
     if folder is None or before is None:
         return None
@@ -48,18 +61,24 @@ def find_stored(overrides: list[str]) -> Config | None:
     return before
 
 
-def _folder_of_run(config: Config, environ: Mapping[str, str]) -> RunFolder | None:
-    logs, resume = Path(config["paths"]["log_dir"]), config["resume"]
-    if resume != "auto":
+def _folder_to_resume(config: Config, environ: Mapping[str, str]) -> RunFolder | None:
+    """Return the folder of the run that resume= names, fetched from its bucket by the first rank of a node."""
+    if config["resume"] not in (None, "auto"):
         try:
-            return find_run(logs, resume)
+            return find_run(Path(config["paths"]["log_dir"]), config["resume"])
         except UserError:  # another node may have it; the launch names the run that is missing
-            return RunFolder(runs_folder(config, logs) / checked_run_id(resume))
-    if not (named := named_run(config, environ)):
+            return folder_of(config, config["resume"])
+    if not config["resume"] or not (named := named_run(config, environ)):
         return None
-    folder = RunFolder(runs_folder(config, logs) / checked_run_id(named))
+    folder = folder_of(config, named)
     if (config.get("s3") or {}).get("uri"):
-        _fetch(config, folder, first=is_first_on_node(environ))
+        from lockstep.storage.fetch import fetch_run
+        from lockstep.storage.s3 import Bucket
+
+        if not is_first_on_node(environ):
+            logging.getLogger("lockstep.storage").setLevel(logging.WARNING)  # the first rank of the node logs it
+        with locked_file(folder.path.parent / f".{folder.run_id}.lock"):
+            fetch_run(Bucket.of(config["s3"]).at(folder.run_id), folder)
     return folder
 
 
@@ -78,17 +97,65 @@ def config_before(folder: RunFolder) -> dict[str, Any] | None:
     return config
 
 
-def _fetch(config: Config, folder: RunFolder, *, first: bool) -> None:
-    """Fetch the run from its bucket; the ranks of a node ask one after the other, and the later ones find it there."""
-    from lockstep.storage.fetch import fetch_run
-    from lockstep.storage.s3 import Bucket
+def finished_already(config: Config, environ: Mapping[str, str]) -> RunFolder | None:
+    """Return the run of resume=auto if nothing is left to train: a job script may start it again and again."""
+    named = named_run(config, environ)
+    if config.get("resume") != "auto" or not named or config["task_name"] != "train":
+        return None
+    folder = folder_of(config, named)
+    before = config_before(folder) if folder.record.exists() else None
+    return folder if before and what_is_over(config, before, read_record(folder.record)) else None
 
-    if not first:
-        logging.getLogger("lockstep.storage").setLevel(logging.WARNING)  # the first rank of the node logs it
-    with locked_file(folder.path.parent / f".{folder.run_id}.lock"):
-        fetch_run(Bucket.of(config["s3"]).at(folder.run_id), folder)
+
+def what_is_over(config: Config, before: Config, previous: RunRecord) -> str | None:
+    """Return epochs, steps or time if a run has finished, and this start asks for no more of them."""
+    now, stored = config["trainer"], before.get("trainer") or {}
+    if previous.ended_by == "max_time":
+        what, allowed = "time", now["max_time"] and seconds_of(now["max_time"], "trainer.max_time")
+        is_over = bool(allowed) and allowed <= (previous.fit_seconds or 0)
+    elif previous.steps == stored.get("max_steps"):
+        what, is_over = "steps", 0 <= now["max_steps"] <= (previous.steps or 0)
+    else:
+        what, is_over = "epochs", now["max_epochs"] <= (previous.epochs or 0)
+    is_same = all(now.get(key) == stored.get(key) for key in ("max_epochs", "max_steps", "max_time"))
+    is_over = is_over or (is_same and what != "time")  # also if a callback, as EarlyStopping, ended it
+    return what if is_over and previous.status == "finished" else None
 
 
-def runs_folder(config: Config, logs: Path) -> Path:
-    """Return the folder that holds the folders of runs."""
-    return Path(config["sweep_dir"]) if config.get("sweep_dir") else logs / config["task_name"] / "runs"
+def check_resumable(folder: RunFolder, now: Config, overrides: tuple[str, ...], previous: RunRecord) -> None:
+    """
+    Args:
+        now: the config of this start, with the values that the run has.
+
+    Raises:
+        UserError: the run is over, or an option differs that cannot be changed within a run.
+    """
+    before = config_before(folder) or {}
+    if more := what_is_over(now, before, previous):
+        raise UserError(
+            f"The run {folder.run_id} is finished ({previous.epochs} epochs): give more trainer.max_{more} to go on."
+        )
+    longest = [(tree.get("trainer") or {}).get("max_epochs") for tree in (before, now)]
+    if longest[0] != longest[1] and "_target_" in (now.get("scheduler") or {}):
+        log.info(
+            f"trainer.max_epochs was {longest[0]}, now {longest[1]}: the learning rate's schedule is stretched over "
+            "the new length, and may jump."
+        )
+    typed = {key_of(word) for word in overrides}
+    for key in (key for key in COMPARED if key in before and key in now):
+        if differs := _difference(before[key], now[key], key, typed):
+            raise UserError(
+                f"The run {folder.run_id} was started with another {key} ({differs}): "
+                "resume it with the same options, or start a new run with ckpt_path=."
+            )
+
+
+def _difference(before: Any, now: Any, path: str, typed: set[str]) -> str | None:
+    """Return the first value that differs; a key that another version lacks counts only if an override names it."""
+    if before == now or path in MAY_DIFFER:
+        return None
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = sorted((key for key in now if key in before or f"{path}.{key}" in typed), key=str)
+        found = (_difference(before.get(key), now[key], f"{path}.{key}", typed) for key in keys)
+        return next(filter(None, found), None)
+    return f"{path.partition('.')[2] or path} was {before!r}, now {now!r}"

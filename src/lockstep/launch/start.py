@@ -1,4 +1,4 @@
-"""The start of a run: its folder, config.yaml and first record; for a resumed run, that it is the same one."""
+"""The start of a run: its folder and lock, its plan, config.yaml and first record."""
 
 import logging
 import sys
@@ -8,24 +8,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from lockstep.config.compose import chosen_options, compose, plain
-from lockstep.config.schema import key_of
-from lockstep.launch.launchers import Cluster, agent_id, command_line, named_run
-from lockstep.launch.plan import (
-    ResumePoint,
-    RunPlan,
-    as_run,
-    asks_for_largest,
-    resolve_batch,
-    scaled_learning_rates,
-)
-from lockstep.launch.resume import config_before, runs_folder
+from lockstep.launch.launchers import Cluster, agent_id, command_line
+from lockstep.launch.plan import RunPlan, as_run, asks_for_largest, new_plan, resolve_batch
+from lockstep.launch.resume import check_resumable, config_before, folder_of
 from lockstep.runs import provenance
 from lockstep.runs.config import Config
 from lockstep.runs.durations import seconds_of
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import lock, sha256_of, utc_now, write_atomically
-from lockstep.runs.folder import RunFolder, checked_run_id, find_run, new_run_id
+from lockstep.runs.folder import RunFolder, find_run, new_run_id
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import CodeState, RunRecord, continued, read_record, write_record
 from lockstep.runs.redact import redact_text
@@ -44,25 +36,20 @@ def run_folder(config: Config, run_id: str | None, environ: Mapping[str, str]) -
         run_id: None for a new one.
 
     Raises:
-        UserError: the run to resume is unknown or finished, or a new run would overwrite one.
+        UserError: the run to resume is unknown, or a new run would overwrite one.
     """
-    logs = Path(config["paths"]["log_dir"])
     resume = config.get("resume")
-    if resume == "auto":
-        folder = RunFolder(runs_folder(config, logs) / checked_run_id(run_id or ""))
-        return folder, not folder.record.exists()
-    if resume:
-        return find_run(logs, resume), False
-    folder = RunFolder(runs_folder(config, logs) / checked_run_id(run_id or new_run_id()))
-    if folder.record.exists():
+    if resume and resume != "auto":
+        return find_run(Path(config["paths"]["log_dir"]), resume), False
+    folder = folder_of(config, run_id or new_run_id())
+    if folder.record.exists() and not resume:
         agent = agent_id(environ)
-        if agent is not None and read_record(folder.record).agent == agent:
-            return folder, False  # torchrun's agent started its ranks again, or SLURM requeued the job
-        raise UserError(
-            f"The run {folder.run_id} exists already: resume={folder.run_id} goes on with it, "
-            "another run_id= starts anew."
-        )
-    return folder, True
+        if agent is None or read_record(folder.record).agent != agent:
+            raise UserError(
+                f"The run {folder.run_id} exists already: resume={folder.run_id} goes on with it, "
+                "another run_id= starts anew."
+            )  # else torchrun's agent started its ranks again, or SLURM requeued the job
+    return folder, not folder.record.exists()
 
 
 def hold_run_lock(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
@@ -90,36 +77,6 @@ def hold_run_lock(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
     return handle
 
 
-def is_over(config: Config, folder: RunFolder, previous: RunRecord) -> bool:
-    """Return whether a run has finished, and this start asks for no more epochs, steps or time."""
-    if previous.status != "finished":
-        return False
-    own = config["trainer"]
-    if previous.ended_by == "max_time":
-        return bool(own["max_time"]) and seconds_of(own["max_time"], "trainer.max_time") <= (previous.fit_seconds or 0)
-    stored = (config_before(folder) or {}).get("trainer") or {}
-    if all(own.get(key) == stored.get(key) for key in ("max_epochs", "max_steps", "max_time")):
-        return True  # also if a callback, as EarlyStopping, ended it
-    if _ended_by_steps(folder, previous):
-        return bool(0 <= own["max_steps"] <= (previous.steps or 0))
-    return bool(own["max_epochs"] <= (previous.epochs or 0))
-
-
-def _ended_by_steps(folder: RunFolder, previous: RunRecord) -> bool:
-    return previous.steps == ((config_before(folder) or {}).get("trainer") or {}).get("max_steps")
-
-
-def finished_already(config: Config, environ: Mapping[str, str]) -> RunFolder | None:
-    """Return the run of resume=auto if nothing is left to train: a job script may start it again and again."""
-    named = named_run(config, environ)
-    if config.get("resume") != "auto" or not named or config["task_name"] != "train":
-        return None
-    folder = RunFolder(runs_folder(config, Path(config["paths"]["log_dir"])) / checked_run_id(named))
-    if not folder.record.exists() or not config_before(folder):
-        return None
-    return folder if is_over(config, folder, read_record(folder.record)) else None
-
-
 def make_plan(
     config: Config, cluster: Cluster, accelerator: str, folder: RunFolder, environ: Mapping[str, str],
     search: Search | None,
@@ -129,74 +86,60 @@ def make_plan(
     Args:
         config: with `choices` and `overrides`.
     """
-    own = {key: value for key, value in config.items() if key not in ("choices", "overrides")}
     record = read_record(folder.record) if folder.record.exists() else None
     limit = (record.per_device_batch_limit or record.per_device_batch_size) if record else None
-    plan = RunPlan(
-        config=own, choices=config["choices"], overrides=tuple(config["overrides"]), cluster=cluster,
-        accelerator=accelerator, folder=folder, batch=resolve_batch(config, cluster, limit),
-        initial_weights=config.get("ckpt_path"),
-    )  # fmt: skip
-    if not any(folder.checkpoints.glob("*.json")):  # else the run goes on from its own
-        plan = find_weights(plan)
-    found = None
-    if asks_for_largest(config):
-        size = ((config_before(folder) or {}).get("data") or {}).get("global_batch_size")
-        if not isinstance(size, int):
-            assert search is not None, "this script cannot look for a batch"
-            log.info("Looking for the largest batch …")
-            found = search(plan, environ)
-            size = int(found["global"])
-        plan = replace(plan, batch=resolve_batch(config, cluster, limit, size))
-    if config["task_name"] == "train":
-        plan = replace(plan, learning_rates=scaled_learning_rates(config["optimizer"], plan.batch))
-    return plan, found
+    plan = new_plan(config, cluster, accelerator, folder, resolve_batch(config, cluster, limit))
+    if not asks_for_largest(config):
+        return plan, None
+    size, found = ((config_before(folder) or {}).get("data") or {}).get("global_batch_size"), None
+    if not isinstance(size, int):
+        assert search is not None, "this script cannot look for a batch"
+        log.info("Looking for the largest batch …")
+        found = search(plan, environ)
+        size = int(found["global"])
+    return new_plan(config, cluster, accelerator, folder, resolve_batch(config, cluster, limit, size)), found
 
 
-def find_weights(plan: RunPlan) -> RunPlan:
-    """Return the plan with the file of the user's ckpt_path; rank 0 reads it and broadcasts it.
-
-    Raises:
-        UserError: there is none.
-    """
-    if not (stated := plan.config.get("ckpt_path")):
-        return plan
-    from lockstep.storage.fetch import locate_checkpoint
-
-    logs = Path(plan.config["paths"]["log_dir"])
-    found = locate_checkpoint(str(stated), logs, plan.config.get("s3"), logs / "cache")
-    return replace(plan, initial_weights=str(found.resolve()))
-
-
-def begin(plan: RunPlan, fresh: bool) -> RunPlan:
+def begin(plan: RunPlan, fresh: bool, largest_batch: dict[str, Any] | None = None) -> RunPlan:
     """Write config.yaml and the first record of a run; check that a resumed one is the same run.
 
     Returns:
-        The plan, with the checkpoint that a resumed run goes on from.
+        The plan, with the checkpoint that a resumed run goes on from or that a new one takes its weights from.
+
+    Raises:
+        UserError: the run cannot be resumed like this, or there is no ckpt_path.
     """
-    folder, previous = plan.folder, None
+    folder, config, previous = plan.folder, plan.config, None
     if not fresh:
         previous = read_record(folder.record)
-        check_resumable(plan, previous)
-    if previous is not None or plan.config.get("resume") == "auto":
-        checkpoint = newest_whole(folder.checkpoints)
-        if previous is not None or checkpoint:
-            place = checkpoint.name if checkpoint else "its start: no whole checkpoint"
-            log.info(f"Resuming {folder.run_id} from {place}.")
-        if checkpoint:
-            sidecar = read_sidecar(checkpoint)
-            plan = replace(plan, resume=ResumePoint(sidecar.step if sidecar else 0, str(checkpoint.resolve())))
-        else:  # anew, from the weights that the user named
-            plan = replace(find_weights(plan), resume=ResumePoint(0))
+        check_resumable(folder, as_run(plan), plan.overrides, previous)
+    checkpoint = newest_whole(folder.checkpoints) if previous or config.get("resume") == "auto" else None
+    if previous or checkpoint:
+        log.info(
+            f"Resuming {folder.run_id} from {checkpoint.name if checkpoint else 'its start: no whole checkpoint'}."
+        )
+    if previous or config.get("resume") == "auto":
+        plan = replace(plan, resume_step=0)
+    if checkpoint:
+        sidecar = read_sidecar(checkpoint)
+        plan = replace(plan, resume_step=sidecar.step if sidecar else 0, resume_checkpoint=str(checkpoint.resolve()))
+    elif stated := config.get("ckpt_path"):
+        from lockstep.storage.fetch import locate_checkpoint
+
+        logs = Path(config["paths"]["log_dir"])
+        found = locate_checkpoint(str(stated), logs, config.get("s3"), logs / "cache")
+        plan = replace(plan, initial_weights=str(found.resolve()))
     folder.path.mkdir(parents=True, exist_ok=True)
     record = first_record(plan)
     record.summary = _changes_of_recipe(plan)
     if previous is None:  # a resume writes it when its ranks are built: one that fails leaves what ran before
         write_config(plan)
+        if diff := provenance.code_diff(REPOSITORY) if record.code.dirty else "":
+            write_atomically(folder.code_diff, lambda file: file.write(redact_text(diff)))
     else:
         record = continued(previous, record, step=plan.resume_step or 0, checkpoint=plan.checkpoint)
-    if previous is None and (diff := provenance.code_diff(REPOSITORY) if record.code.dirty else ""):
-        write_atomically(folder.code_diff, lambda file: file.write(redact_text(diff)))
+    if largest_batch:
+        record.take({"largest_batch": largest_batch})
     write_record(folder.record, record)
     return plan
 
@@ -221,66 +164,18 @@ def write_config(plan: RunPlan) -> None:
     write_atomically(plan.folder.config, lambda file: yaml.safe_dump(as_run(plan), file, sort_keys=False))
 
 
-IGNORED_ON_RESUME = (
-    "resume", "run_id", "ckpt_path", "initial_weights", "overrides", "choices", "resume_step", "per_device_batch_size",
-    "trainer", "paths", "tags", "test", "s3", "hardware", "callbacks", "logger", "debug", "optimized_metric",
-    "sweep_dir", "task_name", "logbook", "verbose", "quiet",
-)  # fmt: skip
-
-
-# Options that may differ: data_hash tells what the data are, and config.yaml has the scaled learning rates.
-MAY_DIFFER = {"data.root", "data.cache_dir", "data.download_dir", "data.eval_batch_size", "data.num_workers",
-              "data.path", "optimizer.scale_lr_with_batch"}  # fmt: skip
-
-
-def check_resumable(plan: RunPlan, previous: RunRecord) -> None:
-    """
-    Raises:
-        UserError: the run is over, or an option differs that cannot be changed within a run.
-    """
-    folder, before, now = plan.folder, dict(config_before(plan.folder) or {}), as_run(plan)
-    if is_over(now, folder, previous):
-        more = "steps" if _ended_by_steps(folder, previous) else "epochs"
-        more = "time" if previous.ended_by == "max_time" else more
-        raise UserError(
-            f"The run {folder.run_id} is finished ({previous.epochs} epochs): give more trainer.max_{more} to go on."
-        )
-    longest = [(tree.get("trainer") or {}).get("max_epochs") for tree in (before, now)]
-    if longest[0] != longest[1] and "_target_" in (now.get("scheduler") or {}):
-        log.info(
-            f"trainer.max_epochs was {longest[0]}, now {longest[1]}: the learning rate's schedule is stretched over "
-            "the new length, and may jump."
-        )
-    typed = {key_of(word) for word in plan.overrides}
-    for key in sorted(before.keys() & now.keys() - {*IGNORED_ON_RESUME}, key=str):
-        if differs := _difference(before[key], now[key], key, typed):
-            raise UserError(
-                f"The run {folder.run_id} was started with another {key} ({differs}): "
-                "resume it with the same options, or start a new run with ckpt_path=."
-            )
-
-
-def _difference(before: Any, now: Any, path: str, typed: set[str]) -> str | None:
-    """Return the first value that differs; a key that another version lacks counts only if an override names it."""
-    if before == now or path in MAY_DIFFER:
-        return None
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = sorted((key for key in now if key in before or f"{path}.{key}" in typed), key=str)
-        found = (_difference(before.get(key), now[key], f"{path}.{key}", typed) for key in keys)
-        return next(filter(None, found), None)
-    return f"{path.partition('.')[2] or path} was {before!r}, now {now!r}"
-
-
 def first_record(plan: RunPlan) -> RunRecord:
     """Return the record before anything has happened."""
     now, folder, cluster, config = utc_now(), plan.folder, plan.cluster, plan.config
-    typed = [_as_typed(sys.argv[0]), *sys.argv[1:]]
+    program = Path(sys.argv[0]).resolve()
+    script = str(program.relative_to(REPOSITORY)) if program.is_relative_to(REPOSITORY) else program.name
+    command = command_line([script, *sys.argv[1:]], cluster, plan.accelerator == "gpu")
     hardware, chooser = config.get("hardware") or {}, (config.get("callbacks") or {}).get("checkpoints") or {}
     named = plan.initial_weights or config["model"].get("weights")
     starts_from = Path(named) if isinstance(named, str) and not plan.resume_step and Path(named).is_file() else None
     return RunRecord(
         run_id=folder.run_id, task_name=config["task_name"], tags=list(config["tags"]), status="running", phase="start",
-        started_at=now, updated_at=now, command=command_line(typed, cluster, plan.accelerator == "gpu"),
+        started_at=now, updated_at=now, command=command,
         overrides=list(plan.overrides), experiment=config.get("experiment_name") or plan.choices.get("experiment"),
         code=CodeState(**provenance.code_state(REPOSITORY)), versions=provenance.versions(),
         hosts=[provenance.host(cluster.node_rank)], launcher=cluster.launcher, agent=agent_id(environment()),
@@ -297,8 +192,3 @@ def first_record(plan: RunPlan) -> RunRecord:
         initial_weights_sha256=sha256_of(starts_from) if starts_from else None,
         resumed_from=plan.checkpoint if plan.resume_step else None,
     )  # fmt: skip
-
-
-def _as_typed(program: str) -> str:
-    path = Path(program).resolve()
-    return str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else path.name

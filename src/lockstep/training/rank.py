@@ -16,10 +16,10 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lockstep.callbacks.hang_dump import HangDump
 from lockstep.callbacks.interruption import Interruption
 from lockstep.callbacks.ranks import gather_objects
-from lockstep.launch.first_error import explained
+from lockstep.launch.failures import explained
 from lockstep.launch.launchers import Cluster
 from lockstep.launch.plan import RunPlan
-from lockstep.launch.process_group import be_alone, join
+from lockstep.launch.process_group import join
 from lockstep.runs import provenance, signals
 from lockstep.runs.environment import environment
 from lockstep.runs.provenance import Host, available_cores
@@ -120,7 +120,7 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
     if cluster.world_size == 1:
         with contextlib.ExitStack() as alone:
             if plan.trainer["strategy"] and plan.trainer["launch"] == "process_per_device":
-                be_alone(cluster, device_of(plan), timeout_s)
+                join(cluster, device_of(plan), timeout_s)
                 alone.callback(torch.distributed.destroy_process_group)
             yield RankSession(plan, [provenance.host(cluster.node_rank)])
         return

@@ -8,7 +8,6 @@ from lockstep.config import compose as module
 from lockstep.config.command_line import run_script
 from lockstep.config.compose import CONFIGS, compose, plain
 from lockstep.config.help import groups
-from lockstep.launch.plan import chosen_how
 from lockstep.runs.errors import UserError
 
 WRONG = {
@@ -137,7 +136,6 @@ def test_callbacks_are_added_to_those_of_every_run(words, more, checkpoints):
     callbacks = config["callbacks"]
     assert [name for name in callbacks if name not in ("checkpoints", "progress", "throughput", "hardware")] == more
     assert bool(callbacks.get("checkpoints")) == checkpoints
-    assert chosen_how(config) == ("" if checkpoints else " · WITHOUT CHECKPOINTS")
 
 
 def test_loggers_are_added_likewise_and_csv_leaves_tensorboard_out():

@@ -1,5 +1,7 @@
 """The table of launchers: how each is recognised, and what it says of cluster, run and command."""
 
+import os
+
 import pytest
 
 from lockstep.launch.launchers import (
@@ -12,11 +14,11 @@ from lockstep.launch.launchers import (
     is_first_on_node,
     launcher_of,
     named_run,
-    restart_run_id,
     set_rank_environment,
 )
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError
+from lockstep.runs.folder import checked_run_id
 from lockstep.strategies.placement import RequestedDevices
 
 ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -101,14 +103,18 @@ def test_first_host_of_a_slurm_list(nodes, host):
         ({**NODES, "NODE_RANK": "2"}, {"devices": 1, "num_nodes": 2}, "counts from 0 to 1"),
         ({**NODES, "WORLD_SIZE": "3"}, {"devices": 1, "num_nodes": 2}, "WORLD_SIZE=3"),
         ({**NODES, "MASTER_PORT": "x"}, {"devices": 1, "num_nodes": 2}, "no whole number"),
-        (TORCHRUN, {"devices": 2}, "torchrun started 4"),
-        ({"RANK": "0", "WORLD_SIZE": "2", **ADDRESS}, {"devices": 4}, "2, 4 on each node: .*unset RANK and WORLD_SIZE"),
+        (TORCHRUN, {"devices": 2}, "torchrun started 8 processes, 4 on each of 2 nodes, but trainer.devices=2"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", **ADDRESS},
+            {"devices": 4},
+            "2, 4 on each node: .* unset RANK and WORLD_SIZE",
+        ),
         ({"RANK": "0", "WORLD_SIZE": "2", **ADDRESS}, {"several": False}, "unset RANK and WORLD_SIZE"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, {}, "set MASTER_ADDR and MASTER_PORT"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, {}, "give trainer.devices=N"),
         ({"RANK": "5", "WORLD_SIZE": "2", **ADDRESS}, {}, "rank 5 of 2"),
         (TORCHRUN, {"several": False}, "runs in one"),
-        (SLURM, {"devices": 4}, "SLURM started 4 tasks"),
+        (SLURM, {"devices": 4}, "slurm started 4 processes, 2 on each of 2 nodes, but trainer.devices=4"),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "5"}, {}, "every node as many"),
     ],
 )
@@ -135,8 +141,8 @@ def test_who_would_start_this_process_again():
     assert agent_id({}) is None
     assert agent_id(SLURM) == "slurm-7-0"
     mine = agent_id(TORCHRUN)
-    assert mine.startswith("torchrun-") and mine == agent_id({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"})
-    assert restart_run_id(TORCHRUN) == restart_run_id(TORCHRUN) and restart_run_id(SLURM) is None
+    assert mine.endswith(f"_torchrun-{os.getppid()}")
+    assert mine == agent_id({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}) == checked_run_id(mine)
 
 
 def test_torchruns_agent_serves_the_store_where_it_says_so():
@@ -212,7 +218,7 @@ TYPED = ["src/train.py", "trainer=ddp", "tags=[a b]"]
         ),
         (
             Cluster("torchrun", 2, 4, 0, 0, "10.0.0.1", 41234), True,
-            "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=10.0.0.1:29500 --rdzv-id=lockstep "
+            "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=10.0.0.1:29500 "
             "--nproc-per-node=4 src/train.py trainer=ddp 'tags=[a b]'",
         ),
         (

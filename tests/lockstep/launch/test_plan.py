@@ -8,11 +8,9 @@ import yaml
 from lockstep.config.compose import chosen_options, compose, plain
 from lockstep.launch.launchers import Cluster
 from lockstep.launch.plan import (
-    ResumePoint,
     RunPlan,
     as_run,
-    headline,
-    learning_rate_line,
+    headlines,
     resolve_cluster,
     scaled_learning_rates,
 )
@@ -43,16 +41,14 @@ def test_a_plan_holds_what_was_decided_and_the_config_as_it_was(tmp_path):
     assert plan.choices["trainer"] == "ddp_sim" and plan.overrides[:2] == tuple(WORDS)
     assert not {"choices", "overrides", "per_device_batch_size", "resume_step"} & plan.config.keys()
     assert plan.config["trainer"]["num_nodes"] == "auto"
-    assert (plan.resume, plan.checkpoint, plan.initial_weights, plan.learning_rates) == (None, None, None, {})
+    assert (plan.resume_step, plan.checkpoint, plan.initial_weights, plan.learning_rates) == (None, None, None, {})
 
 
 def test_weights_come_from_the_runs_own_checkpoint_before_those_that_it_began_with(tmp_path):
     plan = replace(plan_of(tmp_path), initial_weights="/w.ckpt")
     assert (plan.checkpoint, plan.resume_step) == ("/w.ckpt", None)
-    started_over = replace(plan, resume=ResumePoint(0))
-    assert (started_over.checkpoint, started_over.resume_step) == ("/w.ckpt", 0)
-    goes_on = replace(plan, resume=ResumePoint(40, "/last.ckpt"))
-    assert (goes_on.checkpoint, goes_on.resume_step) == ("/last.ckpt", 40)
+    goes_on = replace(plan, resume_step=40, resume_checkpoint="/last.ckpt")
+    assert goes_on.checkpoint == "/last.ckpt"
 
 
 def test_the_config_as_run_has_the_decided_values(tmp_path):
@@ -81,13 +77,15 @@ def test_the_lines_that_a_run_says_of_its_plan(tmp_path):
     plan = plan_of(
         tmp_path / "r", "optimizer.lr=0.1", "optimizer.scale_lr_with_batch=true", "optimizer.base_batch_size=16"
     )
-    assert headline(plan) == "run r · small_cnn · digits · ddp_sim · global batch 64 = 32 × 2 × 1"
+    scaled = "optimizer: lr 0.1 → 0.4 (global batch 64 / base_batch_size 16)"
+    assert headlines(plan) == ["run r · small_cnn · digits · ddp_sim · global batch 64 = 32 × 2 × 1", scaled]
     default = replace(plan, choices={**plan.choices, "trainer": "default"})
-    assert headline(default) == "run r · small_cnn · digits · default (cpu) · global batch 64 = 32 × 2 × 1"
+    assert headlines(default)[0] == "run r · small_cnn · digits · default (cpu) · global batch 64 = 32 × 2 × 1"
     evaluation = replace(plan, config={**plan.config, "task_name": "eval"})
     batch = plan.config["data"]["eval_batch_size"]
-    assert headline(evaluation) == f"run r · small_cnn · digits · ddp_sim · batches of {batch}"
-    assert learning_rate_line(plan) == "optimizer: lr 0.1 → 0.4 (global batch 64 / base_batch_size 16)"
+    assert headlines(evaluation) == [f"run r · small_cnn · digits · ddp_sim · batches of {batch}"]
+    for word, said in (("callbacks=none", "WITHOUT CHECKPOINTS"), ("data.val_fraction=0", "no validation: ")):
+        assert f" · {said}" in headlines(plan_of(tmp_path / "r", word))[0]
 
 
 def test_the_largest_batch_takes_the_place_of_max(tmp_path):

@@ -4,7 +4,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lockstep.launch.launchers import Cluster
-from lockstep.launch.plan import ResumePoint, RunPlan
+from lockstep.launch.plan import RunPlan
 from lockstep.runs.batch import Batch
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.provenance import REPOSITORY
@@ -16,7 +16,7 @@ DEFAULT = yaml.safe_load((REPOSITORY / "configs" / "logger" / "default.yaml").re
 def log_steps(folder: RunFolder, resume_step: int | None, steps: range, value: float) -> None:
     plan = RunPlan(
         {"logger": DEFAULT}, {}, (), Cluster("none", 1, 1, 0, 0, "127.0.0.1", None), "cpu", folder, Batch(8, 8, 1),
-        resume=None if resume_step is None else ResumePoint(resume_step),
+        resume_step=resume_step,
     )  # fmt: skip
     for logger in build_loggers(plan):
         for step in steps:
