@@ -34,10 +34,23 @@ PLAIN = ("--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/")  #
 
 
 def code_state(repository: Path) -> Config:
-    """{commit, dirty, tree_hash}: pages of the logbook do not make a run dirty, src, configs and requirements do."""
+    """Return commit, dirty and tree_hash, and why a commit is unknown; pages of the logbook do not make a run dirty."""
     commit = _git(repository, "rev-parse", "HEAD")
     dirty = bool(_git(repository, "status", "--porcelain", "--", *CODE)) if commit else None
-    return {"commit": commit or _commit_of_image(repository), "dirty": dirty, "tree_hash": tree_hash(repository)}
+    commit = commit or _commit_of_image(repository)
+    unknown = {} if commit else {"commit_unknown": _why_no_commit(repository)}
+    return {"commit": commit, "dirty": dirty, "tree_hash": tree_hash(repository), **unknown}
+
+
+def _why_no_commit(repository: Path) -> str:
+    """Return what git says, in one line: no repository, or one of another user with the command that trusts it."""
+    command = ["git", "-C", str(repository), "rev-parse", "HEAD"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20).stderr.split("\n")
+    except (OSError, subprocess.TimeoutExpired):
+        return "git is not installed"
+    advice = [line.strip() for line in lines if line.strip().startswith("git config")]
+    return ": ".join([lines[0].removeprefix("fatal: ").replace(str(repository), "this folder"), *advice])
 
 
 def _commit_of_image(repository: Path) -> str | None:
@@ -139,14 +152,30 @@ def host(node_rank: int) -> Host:
     return {"node_rank": node_rank, "host": platform.node(), "cores": available_cores(), "system": platform.platform()}
 
 
-def available_cores() -> int:
-    """Cores that this process may use: affinity counts, and a container's CPU quota."""
+def available_cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the cores that this process may use: its affinity, within the CPU quota of every control group above it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
-    except (OSError, ValueError):
+        lines = [line.split(":", 2) for line in proc.read_text().splitlines()]
+    except OSError:
         return cores
+    for _, controllers, group in lines:
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        inner = mount / (controllers and "cpu") / group.strip("/")  # version 2 names no controllers
+        for folder in (inner, *inner.parents):
+            try:
+                if controllers:
+                    quota, period = (
+                        (folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")
+                    )
+                else:
+                    quota, period = (folder / "cpu.max").read_text().split()
+                if quota not in ("max", "-1"):
+                    cores = max(1, min(cores, int(quota) // int(period)))
+            except (OSError, ValueError):
+                continue  # the root group, and folders above it, state none
+    return cores
 
 
 def _git(repository: Path, *arguments: str, differs: int = 0) -> str | None:

@@ -1,5 +1,6 @@
 """The state of the code with its uncommitted changes, and what differs between two nodes."""
 
+import os
 import subprocess
 
 import pytest
@@ -63,6 +64,32 @@ def test_the_diff_of_many_new_files_is_cut(repository):
     diff = provenance.code_diff(repository)
     assert diff.startswith("new file src/huge.bin: its 300,000 bytes are left out here\n")
     assert "+line" in diff and diff.endswith("… cut here\n") and len(diff) == provenance.DIFF_LIMIT_BYTES + 12
+
+
+def test_an_unknown_commit_has_a_reason(repository, tmp_path_factory, monkeypatch):
+    empty = tmp_path_factory.mktemp("empty")
+    assert "not a git repository" in provenance.code_state(empty)["commit_unknown"]
+    os.chown(repository, 12345, 12345) if os.geteuid() == 0 else pytest.skip("only root can give a folder away")
+    reason = provenance.code_state(repository)["commit_unknown"]
+    assert "dubious ownership" in reason and reason.endswith(f"git config --global --add safe.directory {repository}")
+    monkeypatch.setenv("PATH", str(empty))
+    assert provenance.code_state(repository)["commit_unknown"] == "git is not installed"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [("0::/a/b", {"a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000"}, 2),
+     ("0::/", {}, 8),
+     ("0::/", {"cpu.max": "50000 100000"}, 1),
+     ("4:cpu,cpuacct:/a\n0::/", {"cpu/a/cpu.cfs_quota_us": "300000", "cpu/a/cpu.cfs_period_us": "100000"}, 3),
+     ("1:cpu:/a", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"}, 8)],
+)  # fmt: skip
+def test_cores_follow_the_quota_of_every_group_above(groups, files, cores, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    for name, text in {"cgroup": groups, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert provenance.available_cores(tmp_path / "cgroup", tmp_path) == cores
 
 
 def test_an_image_without_git_says_its_commit_by_a_file(tmp_path):
