@@ -153,7 +153,7 @@ def host(node_rank: int) -> Host:
 
 
 def available_cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the cores that this process may use: its affinity, within the CPU quota of every control group above it."""
+    """Return the cores that this process may use: its affinity, within the CPU quotas of all control groups above."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         lines = [line.split(":", 2) for line in proc.read_text().splitlines()]
