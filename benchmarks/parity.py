@@ -31,7 +31,6 @@ from local_ranks import local_cluster, run_ranks
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-9  # relative, in float64
 FALL = 0.20  # what the loss must lose, so that the comparison means something
-PRELOAD = ("torch", "torch.distributed", "lightning.pytorch", "timm", "parity_runs")
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Result:
 def run(case: Case, ranks: int) -> tuple[list[float], dict[str, np.ndarray]]:
     """The loss of each global batch, and the final weights."""
     if ranks > 1:
-        parts = run_ranks(lightning_run, ranks, case, preload=PRELOAD)
+        parts = run_ranks(lightning_run, ranks, case)
     elif case.strategy == "bare":
         parts = [bare_loop(case)]
     else:

@@ -93,26 +93,6 @@ def target_of_the_loss(content, path, canary):
     with_config(content, path, lambda config: config["task"].update(target))
 
 
-def chain_of_allowed_names(content, path, canary):
-    """Each class and function is torch's own; together they were os.system."""
-    nn, deprecation = "torch.nn.utils", "torch.nn.utils._deprecation_utils.lazy_deprecated_import"
-    getter = {"_target_": deprecation, "all": ["system"], "old_module": "x", "new_module": "os"}
-
-    def called(module, *arguments):
-        wrapped = {"_target_": "torch.optim.swa_utils.AveragedModel",
-                   "model": {"_target_": "torch.nn.DataParallel", "module": module}}  # fmt: skip
-        return {"_target_": f"{nn}.stateless.functional_call", "module": wrapped,
-                "parameter_and_buffer_dicts": {}, "args": list(arguments)}  # fmt: skip
-
-    chain = called(called(getter, "system"), f"touch '{canary}'")
-    with_config(content, path, lambda config: config["model"].update(extra=chain))
-
-
-def a_writer_that_deletes(content, path, canary):
-    target = {"_target_": "lightning.pytorch.loggers.csv_logs.ExperimentWriter", "log_dir": str(canary.parent)}
-    with_config(content, path, lambda config: config.update(logger={"csv": target}, callbacks={"x": target}))
-
-
 def an_interpolation(content, path, canary):
     with_config(content, path, lambda config: config["data"].update(name="${oc.env:HOME}", resize="${oc.env:HOME}"))
 
@@ -128,18 +108,17 @@ CHECKPOINTS = {
     lightning_instantiator: None,
     target_by_alias: "model._target_='models.timm.warnings.sys.modules'",
     target_of_the_loss: "task._target_='torch.nn.modules.module.functools.partial'",
-    chain_of_allowed_names: "model.extra=",
-    a_writer_that_deletes: None,
     an_interpolation: None,
     an_option_that_climbs: "model='../../outside/evil', which is not here",
 }
 
 
 @pytest.mark.parametrize("attack", CHECKPOINTS, ids=lambda attack: attack.__name__)
-def test_a_hostile_checkpoint_runs_nothing(attack, trained, canary, tmp_path):
-    """Nor where it lies among this machine's runs."""
-    logs = tmp_path / "logs"
-    path, wanted = put(attack, trained, canary, logs), CHECKPOINTS[attack]
+def test_a_hostile_checkpoint_among_this_machines_runs_executes_nothing(attack, trained, canary, tmp_path):
+    logs, wanted = tmp_path / "logs", CHECKPOINTS[attack]
+    path = logs / "train" / "runs" / "theirs" / "checkpoints" / "best-step00000001.ckpt"
+    path.parent.mkdir(parents=True)
+    attack(good(trained), path, canary)
     if wanted:
         with pytest.raises(UserError) as raised:
             load_finished(str(path), logs)
@@ -148,16 +127,8 @@ def test_a_hostile_checkpoint_runs_nothing(attack, trained, canary, tmp_path):
         load_finished(str(path), logs)
 
 
-def put(attack, trained, canary, logs):
-    """The attack's checkpoint among this machine's runs."""
-    path = logs / "train" / "runs" / "theirs" / "checkpoints" / "best-step00000001.ckpt"
-    path.parent.mkdir(parents=True)
-    attack(good(trained), path, canary)
-    return path
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("attack", [raw_pickle, optimizer_state, lightning_instantiator], ids=lambda a: a.__name__)
+@pytest.mark.parametrize("attack", [optimizer_state, lightning_instantiator], ids=lambda a: a.__name__)
 def test_going_on_from_a_hostile_checkpoint_runs_nothing(attack, trained, canary, tmp_path):
     """As ckpt_path of a new run, and put over the last one of a run that is resumed, with the right hash beside it."""
     logs, wanted = tmp_path / "logs", CHECKPOINTS[attack]
@@ -187,13 +158,7 @@ def test_anothers_checkpoint_does_not_choose_where_anything_is_written_or_sent(t
     assert run_door("eval", f"ckpt_path={path}", logs=tmp_path / "logs").code == 0
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        *("run_id=../x", "resume=../../x", "data.name=../../outside/x", "s3.uri=s3://bucket/../../x"),
-        *(pytest.param(word, marks=pytest.mark.slow) for word in ("run_id=/tmp/x", "run_id=..", "run_id=a/b")),
-    ],
-)
+@pytest.mark.parametrize("word", ["run_id=../x", "resume=../../x", "data.name=../../x", "s3.uri=s3://bucket/../../x"])
 def test_a_name_that_climbs_is_refused_by_its_key(word, canary, tmp_path):
     done = run_door("train", *SMALL, word, logs=tmp_path / "logs")
     assert done.code == 2 and "Traceback" not in done.output, done.output
@@ -205,9 +170,8 @@ def test_a_name_that_climbs_is_refused_by_its_key(word, canary, tmp_path):
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
 
 
-@pytest.fixture
-def fake_ghostscript(canary, tmp_path, monkeypatch):
-    """A `gs` on the PATH that makes the canary: what Pillow starts for an EPS file, whatever the file is called."""
+def test_predict_starts_no_program_for_an_image(trained, canary, tmp_path, monkeypatch):
+    """Pillow starts `gs` for an EPS file, whatever the file is called."""
     program = tmp_path / "bin" / "gs"
     program.parent.mkdir()
     program.write_text(f"#!/bin/sh\ntouch '{canary}'\n")
@@ -215,14 +179,10 @@ def fake_ghostscript(canary, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     from PIL import EpsImagePlugin
 
+    from predict import main
+
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
-    return program
-
-
-def test_predict_starts_no_program_for_an_image(trained, fake_ghostscript, canary, tmp_path):
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "x.png").write_bytes(EPS)
     path, _ = next(complete(trained.folder.checkpoints, "best"))
-    from predict import main
-
     assert main([f"ckpt_path={path}", f"images={tmp_path / 'images'}", f"out={tmp_path / 'p.csv'}"]) == 2

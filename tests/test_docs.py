@@ -12,7 +12,6 @@ from lockstep.config.instantiate import build
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = REPOSITORY / "configs"
-README = (REPOSITORY / "README.md").read_text()
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
 
 
@@ -47,16 +46,15 @@ def test_every_experiment_composes(experiment):
         build(own, shape)
 
 
-def shown_commands() -> list[str]:
-    """Of README, docs, the heads of experiments, and what people wrote on the logbook's pages."""
-    pages = [README, *(path.read_text() for path in (REPOSITORY / "docs").glob("*.md"))]
-    blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", "\n".join(pages), re.DOTALL)
-    for path in (CONFIGS / "experiment").glob("*.yaml"):
+def shown_commands(*pages: Path) -> list[str]:
+    """Return the trainings in code blocks of pages and in the heads of experiments."""
+    blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", "\n".join(path.read_text() for path in pages), re.DOTALL)
+    for path in (path for path in pages if path.suffix == ".yaml"):
         lines = [line.lstrip("# ").replace("Command: ", "") for line in path.read_text().splitlines()]
         blocks.append("\n".join(line.split("   ")[0] for line in lines))
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     found = [line.split(" #")[0].strip() for line in lines]
-    for path in [REPOSITORY / "docs" / "recipes.md", *(REPOSITORY / "logbook" / "notes").rglob("*.md")]:
+    for path in (path for path in pages if path.name in ("recipes.md", "coming_from.md")):
         found += re.findall(r"`([^`]+)`", path.read_text())
     return trainings(found)
 
@@ -72,11 +70,14 @@ def config_of(command: str):
     return plain(compose("train", [re.sub(r"<[^>]*>", "x", word) for word in overrides]))
 
 
-COMING_FROM = trainings(re.findall(r"`([^`]+)`", (REPOSITORY / "docs" / "coming_from.md").read_text()))
-SLOW = [pytest.param(command, marks=pytest.mark.slow) for command in COMING_FROM]
+QUICK = shown_commands(REPOSITORY / "README.md", REPOSITORY / "docs" / "strategies.md")
+EVERY = shown_commands(
+    REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"), *(CONFIGS / "experiment").glob("*.yaml")
+)
+SLOW = [pytest.param(command, marks=pytest.mark.slow) for command in EVERY if command not in QUICK]
 
 
-@pytest.mark.parametrize("command", [*shown_commands(), *SLOW])
+@pytest.mark.parametrize("command", [*QUICK, *SLOW])
 def test_every_command_that_is_shown_composes_and_says_what_its_launcher_needs(command):
     config = config_of(re.sub(r"<[^>]*>", "x", command))
     trainer = config["trainer"]
@@ -90,27 +91,26 @@ def test_every_command_that_is_shown_composes_and_says_what_its_launcher_needs(c
 
 
 def test_commands_are_found_everywhere():
-    found = "\n".join(shown_commands())
+    found = "\n".join(EVERY)
     wanted = ("launch/train.sbatch experiment=alexnet_cifar10", "experiment=vit_hivemind", "torchrun", "NODE_RANK=")
     assert len(found.splitlines()) > 30 and all(words in found for words in wanted)
 
 
 def test_torchrun_on_several_nodes_names_a_rendezvous():
     """Without a backend, torchrun takes every node for node 0 of a static rendezvous."""
-    several = [line for line in shown_commands() if line.startswith("torchrun --nnodes=")]
+    several = [line for line in EVERY if line.startswith("torchrun --nnodes=")]
     assert several and all("--rdzv-backend=c10d" in line and "--rdzv-endpoint=" in line for line in several)
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))])
-def test_every_link_of_a_page_leads_to_a_file_and_its_anchor(page):
-    path = REPOSITORY / page
-    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
-        name, _, anchor = link.partition("#")
-        if "://" in link or not name:
-            continue
-        target = path.parent / name
-        assert target.exists(), link
-        assert not anchor or f'id="{anchor}"' in target.read_text() or anchor in headings(target), link
+def test_every_link_of_a_page_leads_to_a_file_and_its_anchor():
+    for path in [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md"), *REPOSITORY.glob("benchmarks/*.md")]:
+        for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+            name, _, anchor = link.partition("#")
+            if "://" in link or not name:
+                continue
+            target = path.parent / name
+            assert target.exists(), f"{path.name}: {link}"
+            assert not anchor or f'id="{anchor}"' in target.read_text() or anchor in headings(target), link
 
 
 def headings(path) -> set[str]:

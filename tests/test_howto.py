@@ -122,15 +122,6 @@ def test_the_notebook_runs_after_a_quickstart_and_leaves_nothing_where_it_is(cop
     assert done.stdout == "(64, 1, 8, 8) (64,) (64, 10) 10\n1 [20] True\n", done.stdout + done.stderr
 
 
-def test_the_links_lead_somewhere():
-    pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "benchmarks").glob("*.md")]
-    assert len(pages) > 6
-    for page in pages:
-        for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
-            if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.name} links to {target}"
-
-
 @pytest.mark.slow
 def test_they_pass_the_checks_of_a_project(copy):
     """`make check` of whoever copies them."""

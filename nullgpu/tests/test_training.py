@@ -110,7 +110,7 @@ def test_no_line_synchronises_in_every_step_but_the_scaler_of_fp16(words, device
 def test_the_rank_that_fails_is_named(how, said, tmp_path):
     flag = tmp_path / "flag"
     function = "goes_on" if how.isupper() else how
-    callback = f"+callbacks.harm={{_target_: rank_faults.Harmed, how: {function}, flag: {flag}}}"
+    callback = f"+callbacks.harm={{_target_: faults.Harmed, how: {function}, flag: {flag}}}"
     environment = {how: f"1:{flag}"} if how.isupper() else {}
     words = [*SMALL, FLOAT32, "trainer=ddp", "trainer.timeout_s=8", callback]
     done = run_on_null_gpus("train", *words, logs=tmp_path, devices=2, environment=environment)

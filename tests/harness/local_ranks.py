@@ -1,7 +1,7 @@
 """Start ranks of one run on this machine, each a function call in a fresh child of a warm fork server.
 
 For checks that compare strategies (benchmarks, tests): with torch and Lightning imported once in the server, a rank
-starts in about 0.1 s instead of 5. Training itself goes through the supervisor.
+starts in about 0.1 s instead of 5. Training itself goes through torch's agent.
 """
 
 import multiprocessing
@@ -9,16 +9,14 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from lockstep.launch.launchers import Cluster, set_rank_environment
 from lockstep.runs.output import set_up
-from ranks import free_port
-
-PRELOAD = ("torch", "torch.distributed", "lightning.pytorch", "timm")
+from ranks import free_port, new_process
 
 
 def local_cluster(rank: int, world_size: int, port: int, num_nodes: int = 1) -> Cluster:
@@ -33,7 +31,6 @@ def run_ranks(
     *arguments: Any,
     num_nodes: int = 1,
     timeout_s: float = 300.0,
-    preload: Sequence[str] = PRELOAD,
 ) -> list[Any]:
     """`function(cluster, *arguments)` once in each rank; the results in rank order.
 
@@ -43,14 +40,12 @@ def run_ranks(
         RuntimeError: the first exception of any rank with its traceback, a rank that died, or the time is up. The
             other ranks are ended.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
     port = free_port()
     ranks: dict[Connection, tuple[int, Any]] = {}
     for rank in range(world_size):
-        here, there = context.Pipe(duplex=False)
+        here, there = multiprocessing.Pipe(duplex=False)
         place = local_cluster(rank, world_size, port, num_nodes)
-        process = context.Process(target=_rank, args=(there, list(sys.path), function, place, arguments))
+        process = new_process(_rank, (there, list(sys.path), function, place, arguments))
         process.start()
         there.close()
         ranks[here] = (rank, process)
@@ -105,7 +100,7 @@ def _rank(connection: Connection, paths: list[str], function: Any, place: Cluste
 
 
 def meet(cluster: Cluster, device_type: str = "cpu") -> None:
-    """Make the default process group, once, as distributed/process_group.py does before a run's strategy."""
+    """Make the default process group, once, as lockstep/launch/process_group.py does before a run's strategy."""
     import torch.distributed as dist
 
     if cluster.world_size > 1 and not dist.is_initialized():

@@ -6,8 +6,8 @@ import torch
 import yaml
 from torch import nn
 
+from local_ranks import meet, run_ranks
 from optimizers.muon import Muon, orthogonalise
-from ranks import run_ranks
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "optimizer" / "muon.yaml"
 
@@ -97,10 +97,11 @@ def test_resume_is_bit_equal(tmp_path):
         assert torch.equal(one, other)
 
 
-def weights_after_sharded_training():
+def weights_after_sharded_training(cluster):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    meet(cluster)
     net = network().double()
     fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
     optimizer = Muon(net.named_parameters())

@@ -15,7 +15,7 @@ SMALL = ("experiment=quickstart", f"trainer.timeout_s={TIMEOUT_S}", "trainer.num
 
 def harmed(tmp_path, how, trainer="ddp_sim", hook="on_train_batch_start"):
     flag = tmp_path / "flag"
-    harm = f"+callbacks.harm={{_target_: rank_faults.Harmed, how: {how}, flag: {flag}, hook: {hook}}}"
+    harm = f"+callbacks.harm={{_target_: faults.Harmed, how: {how}, flag: {flag}, hook: {hook}}}"
     done = run_door("train", *SMALL, f"trainer={trainer}", harm, logs=tmp_path)
     return done, time.monotonic() - float(flag.read_text())
 
@@ -35,7 +35,7 @@ def test_a_rank_that_sleeps_ends_the_run_and_is_named(trainer, hook, phase, tmp_
     assert seconds < TIMEOUT_S + 30
     last = done.output.strip().splitlines()[-1]
     assert "rank 1 on" in last and "hangs" in last and "stack-rank1.txt" in last, done.output
-    assert "rank_faults.py" in (done.folder.path / "stack-rank1.txt").read_text()
+    assert "faults.py" in (done.folder.path / "stack-rank1.txt").read_text()
     assert "torch" in (done.folder.path / "stack-rank0.txt").read_text()
 
 

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from local_ranks import meet, run_ranks
 from lockstep.callbacks.hardware_stats import HardwareStats, gpus_in_use
-from ranks import run_ranks
 
 
 class Tiny(pl.LightningModule):
@@ -102,8 +102,9 @@ def test_sampling_ends_when_the_run_fails(tmp_path):
     assert rows(tmp_path / "hardware-node0.csv") == written
 
 
-def _two_nodes(tmp_path):
-    rank = torch.distributed.get_rank()
+def _two_nodes(cluster, tmp_path):
+    meet(cluster)
+    rank = cluster.rank
     callback = HardwareStats(tmp_path / str(rank), interval_s=0.05)
     trainer = SimpleNamespace(
         node_rank=rank, global_rank=rank, local_rank=0, num_nodes=2, num_devices=1, is_global_zero=rank == 0,

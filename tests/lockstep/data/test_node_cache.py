@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from local_ranks import run_ranks
 from lockstep.data.node_cache import META, cached, read_meta, require_space
 from lockstep.runs.errors import UserError
 from lockstep.runs.full_disk import NoRoom
-from ranks import run_ranks
 
 
 def build_slowly(part: Path):
@@ -23,12 +23,12 @@ def build_slowly(part: Path):
     return {"built_by": os.getpid()}
 
 
-def build_in(folder: str):
+def build_in(cluster, folder: str):
     return cached(Path(folder), build_slowly)
 
 
 def test_one_of_several_processes_builds_and_all_get_it(tmp_path):
-    results = run_ranks(build_in, 3, str(tmp_path / "entry"), distributed=False)
+    results = run_ranks(build_in, 3, str(tmp_path / "entry"))
     assert len((tmp_path / "builds.txt").read_text().split()) == 1
     assert results[0] == results[1] == results[2]
     assert (tmp_path / "entry" / "data.bin").read_bytes() == b"x" * 100
