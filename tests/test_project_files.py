@@ -1,7 +1,9 @@
-"""What a git host, an editor and a coding assistant read: it parses, and names what there is."""
+"""What a git host, an editor and a coding assistant read parses and names what exists; make release in a clone."""
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -62,3 +64,63 @@ def test_hooks_and_container_use_the_pinned_tools():
 def test_forms_parse():
     form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
     assert [part["id"] for part in form["body"]] == ["command", "expected", "doctor", "record"]
+
+
+VERSION = re.compile(r'(?<=^version = ")[\d.]+|(?<=^version: )[\d.]+', re.MULTILINE)
+FILES = ("launch/release.py", "launch/project.py", "pyproject.toml", "CITATION.cff")
+CHANGELOG = "# Changelog\n\n## Unreleased: the house\n\n- New.\n- More.\n\n## 0.1.0 (2026-01-01)\n\n- Old.\n"
+
+
+@pytest.fixture
+def clone(tmp_path):
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        text = VERSION.sub("0.1.0", (ROOT / name).read_text())  # whatever has been released by now
+        (tmp_path / name).write_text(text)
+    (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
+    (tmp_path / ".gitignore").write_text("__pycache__\n")
+    git(tmp_path, "init", "-q")
+    commit(tmp_path)
+    return tmp_path
+
+
+def git(folder, *words):
+    own = ("-c", "user.name=me", "-c", "user.email=me@here")
+    return subprocess.run(["git", *own, *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def commit(folder):
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", "as it is")
+
+
+def release(folder, *words):
+    done = subprocess.run([sys.executable, "launch/release.py", *words], cwd=folder, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_release_is_a_commit_and_a_tag_with_its_version_everywhere(clone):
+    before = git(clone, "rev-parse", "HEAD")
+    code, said = release(clone, "1.0.0")
+    assert code == 0, said
+    assert git(clone, "cat-file", "-t", "v1.0.0") == "tag" and git(clone, "status", "--porcelain") == ""
+    assert git(clone, "rev-parse", "v1.0.0^{commit}~1") == before
+    assert tomllib.loads((clone / "pyproject.toml").read_text())["project"]["version"] == "1.0.0"
+    assert "\nversion: 1.0.0\n" in (clone / "CITATION.cff").read_text()
+    date = git(clone, "log", "-1", "--format=%cs")
+    changelog = (clone / "CHANGELOG.md").read_text()
+    assert changelog == CHANGELOG.replace("## Unreleased", f"## Unreleased\n\n## 1.0.0 ({date})")
+    assert release(clone, "--notes", "1.0.0") == (0, "- New.\n- More.\n")
+    assert release(clone, "1.0.1")[1].startswith("error: CHANGELOG.md has nothing under")
+
+
+@pytest.mark.parametrize(("version", "said"), [("one", "is no version"), ("0.0.10", "not greater than 0.1.0")])
+def test_a_version_that_cannot_be_is_refused(version, said, clone):
+    code, words = release(clone, version)
+    assert code == 2 and said in words and git(clone, "tag") == ""
+
+
+def test_changes_that_are_not_committed_are_refused(clone):
+    (clone / "new.py").touch()
+    code, words = release(clone, "1.0.0")
+    assert code == 2 and "not committed" in words and git(clone, "tag") == ""
