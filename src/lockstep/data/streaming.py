@@ -2,6 +2,7 @@
 
 import atexit
 import multiprocessing
+import shutil
 import signal
 import warnings
 from collections import deque
@@ -42,14 +43,25 @@ def augmented(open_image: OpenImage, pipeline: Operation, position: int, draw: i
 class _Batches(Dataset):
     """Whole batches (n, side, side, channels) uint8, or the error of one of their images."""
 
-    def __init__(self, make: MakeImage) -> None:
-        self._make = make
+    def __init__(self, make: MakeImage, num_workers: int) -> None:
+        self._make, self._num_workers = make, num_workers
 
-    def __getitems__(self, wanted: list[tuple[int, int]]) -> Tensor | Exception:
+    def __getitems__(self, wanted: list[tuple[int, int]]) -> Tensor | np.ndarray | Exception:
         try:
-            return torch.from_numpy(np.stack([self._make(*each) for each in wanted]))
+            images = np.stack([self._make(*each) for each in wanted])
         except (CorruptImage, UserError) as error:  # raised here it would carry the worker's traceback
             return error
+        # A worker that finds no shared memory (64 MB in a container by default) fails without a word to the loader:
+        # arrays go through a pipe, more slowly.
+        return torch.from_numpy(images) if free_shared_memory() > (self._num_workers + 1) * images.nbytes else images
+
+
+def free_shared_memory() -> int:
+    """Return the bytes in which worker processes can hand over tensors."""
+    try:
+        return shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return 0
 
 
 def stream(
@@ -68,7 +80,7 @@ def stream(
             yield list(zip(selection.positions.tolist(), selection.draws[0].tolist(), strict=True))
 
     loader = DataLoader(
-        _Batches(make),
+        _Batches(make, num_workers),
         batch_sampler=wanted(),
         collate_fn=_unchanged,
         num_workers=num_workers,
@@ -88,7 +100,7 @@ def stream(
                 raise UserError(f"{images}: repair or remove it, or leave out such images with data.skip_corrupt=true.")
             if isinstance(images, Exception):
                 raise images
-            yield waiting.popleft(), images
+            yield waiting.popleft(), torch.as_tensor(images)
     finally:
         del batches  # ends the workers now: an error's traceback would keep them, and the program's end wait for them
         _workers.difference_update({worker for worker in started if not worker.is_alive()})

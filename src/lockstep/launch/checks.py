@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 READERS = ("data.cifar10", "data.csv", "data.image_folder", "data.mnist", "data.parquet", "data.webdataset")
 CHOSEN = ("experiment", "debug", "data", "model", "trainer", "trainer.accelerator", "trainer.max_steps",
           "trainer.limit_train_batches", "resume")  # fmt: skip
+MOST_OF_TMPDIR = 76  # a socket's path has 107 characters at most; multiprocessing adds a folder and a name
 
 
 def check(config: Config, cluster: Cluster, accelerator: str, environ: Mapping[str, str]) -> None:
@@ -41,6 +42,7 @@ def check(config: Config, cluster: Cluster, accelerator: str, environ: Mapping[s
         raise UserError("resume=auto needs to know which run: give run_id=… (or RUN_ID), or resume=<run_id>.")
     if cluster.num_nodes == 1:  # else the others would wait: all ranks end together where one finds no images
         check_root(config)
+    check_temporary_folder()
     if cluster.local_rank in (0, None):
         check_writable(Path(config["paths"]["log_dir"]))
         for sentence in faults(cluster, environ) if cluster.world_size > 1 and not cluster.has_agent else ():
@@ -71,6 +73,11 @@ def check_writable(logs: Path) -> None:
             raise
         reason = f"{logs} cannot be written ({error.strerror})"
         raise UserError(f"{reason}: give another place with paths.log_dir=.") from None
+
+
+def check_temporary_folder() -> None:
+    if len(folder := tempfile.gettempdir()) > MOST_OF_TMPDIR:
+        raise UserError(f"TMPDIR={folder} is too long for the sockets of worker processes: set TMPDIR=/tmp.")
 
 
 def check_root(config: Config) -> None:

@@ -6,7 +6,13 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import psutil
+import pytest
+import torch
+
+from lockstep.data import streaming
+from lockstep.data.batches import Selection
 
 PROGRAM = """
 import os, time, numpy as np
@@ -35,6 +41,20 @@ def test_a_signal_to_the_whole_job_leaves_the_workers_to_the_rank():
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout.split() == ["0", "8"], done.stdout + done.stderr
     assert "Traceback" not in done.stderr and time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("free", [0, 2**40])
+def test_batches_arrive_with_and_without_shared_memory(free, monkeypatch):
+    monkeypatch.setattr(streaming, "free_shared_memory", lambda: free)
+
+    def make(position, draw):
+        return np.full((2, 2, 1), position + draw, np.uint8)
+
+    handed_over = streaming._Batches(make, 2).__getitems__([(0, 3)])
+    assert isinstance(handed_over, torch.Tensor if free else np.ndarray)
+    selections = [Selection(np.array([i, i]), np.full((1, 2), 3)) for i in range(3)]
+    found = [images for _, images in streaming.stream(selections, make, num_workers=2)]
+    assert [images.unique().tolist() for images in found] == [[3], [4], [5]]
 
 
 def test_the_workers_of_a_killed_rank_end():

@@ -6,7 +6,13 @@ import sys
 import pytest
 
 from lockstep.config.compose import compose, plain
-from lockstep.launch.checks import check_numbers, check_root, check_validation, refuse_days_on_cpu
+from lockstep.launch.checks import (
+    check_numbers,
+    check_root,
+    check_temporary_folder,
+    check_validation,
+    refuse_days_on_cpu,
+)
 from lockstep.launch.plan import validates
 from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import REPOSITORY
@@ -95,6 +101,12 @@ sys.exit({script}.main({[*words, f"paths.log_dir={tmp_path}"]}))
     path = {"PYTHONPATH": str(REPOSITORY / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=path, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+def test_a_temporary_folder_that_is_too_long_for_sockets_is_refused(monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 100)
+    with pytest.raises(UserError, match="too long for the sockets"):
+        check_temporary_folder()
 
 
 @pytest.mark.parametrize("word", ["trainer.max_epochs=-1", "trainer.max_epochs=0", "optimizer.lr=-0.1"])
