@@ -167,10 +167,14 @@ def lockstep_run(words: str, *, batch: int = BATCH, cached: bool = True, watch: 
     import lightning.pytorch as pl
     import torch
 
+    from lockstep.callbacks.run_recorder import RunRecorder
     from lockstep.config.compose import chosen_options, compose, plain
     from lockstep.launch.launcher import launch_config
-    from lockstep.training.build import build_run
+    from lockstep.training.build import build_callbacks, build_strategy
+    from lockstep.training.build_data import build_data, data_facts
+    from lockstep.training.build_module import build_module
     from lockstep.training.rank import joined_ranks
+    from lockstep.training.trainer import build_trainer
 
     class Clock(pl.Callback):
         seconds = 0.0
@@ -200,13 +204,16 @@ def lockstep_run(words: str, *, batch: int = BATCH, cached: bool = True, watch: 
 
         def fit(plan: Any) -> int:
             with joined_ranks(plan) as session:
-                run = build_run(session.plan, session)
+                plan, strategy = session.plan, build_strategy(session.plan)
+                data = build_data(plan, session)
+                module = build_module(plan.config, data_facts(data))
+                callbacks = [*build_callbacks(plan, session, RunRecorder(plan.folder.record), data_facts(data)), clock]
+                trainer = build_trainer(plan, strategy, callbacks, [], data)
                 if cached:
                     batches = random_batches(batch)
-                    run.data.train_dataloader = lambda: Cached(batches, steps)
-                    run.data.on_after_batch_transfer = lambda batch, dataloader_idx: batch
-                run.trainer.callbacks.append(clock)
-                run.trainer.fit(run.module, datamodule=run.data)
+                    data.train_dataloader = lambda: Cached(batches, steps)
+                    data.on_after_batch_transfer = lambda batch, dataloader_idx: batch
+                trainer.fit(module, datamodule=data)
             return 0
 
         if launch_config(config, fit):

@@ -87,17 +87,24 @@ class Sides:
         return clock.seconds_per_step()
 
     def _fit(self, plan: Any, clock: Any) -> int:
-        from lockstep.training.build import build_run
+        from lockstep.callbacks.run_recorder import RunRecorder
+        from lockstep.training.build import build_callbacks, build_strategy
+        from lockstep.training.build_data import build_data, data_facts
+        from lockstep.training.build_module import build_module
         from lockstep.training.rank import joined_ranks
+        from lockstep.training.trainer import build_trainer
 
         with joined_ranks(plan) as session:
-            run = build_run(session.plan, session)
+            plan, strategy = session.plan, build_strategy(session.plan)
+            data = build_data(plan, session)
+            module = build_module(plan.config, data_facts(data))
+            callbacks = [*build_callbacks(plan, session, RunRecorder(plan.folder.record), data_facts(data)), clock]
+            trainer = build_trainer(plan, strategy, callbacks, [], data)
             if not self.batches:
-                self._keep_batches(run.data)
-            run.data.train_dataloader = lambda: Cached(self.batches, self.steps + self.warmup)
-            run.data.on_after_batch_transfer = lambda batch, dataloader_idx: batch
-            run.trainer.callbacks.append(clock)
-            run.trainer.fit(run.module, datamodule=run.data)
+                self._keep_batches(data)
+            data.train_dataloader = lambda: Cached(self.batches, self.steps + self.warmup)
+            data.on_after_batch_transfer = lambda batch, dataloader_idx: batch
+            trainer.fit(module, datamodule=data)
         return 0
 
     def _keep_batches(self, data: Any) -> None:

@@ -1,111 +1,91 @@
-"""Train a classifier, test its best checkpoint, write its record.
+"""Train a task, test its best checkpoint, write its record.
 
 python src/train.py [group=option …] [key=value …]      --help lists them all
 """
 
 import logging
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.config.command_line import run_script
 from lockstep.launch.launcher import launch
 from lockstep.launch.plan import RunPlan
-
-if TYPE_CHECKING:
-    from lockstep.training.build import Run
 
 log = logging.getLogger(__name__)
 
 
 def train(plan: RunPlan) -> int:
     """One rank's whole run: fit, test the best checkpoint, finish the record."""
+    import torch
+
+    from lockstep.callbacks.run_recorder import RunRecorder
     from lockstep.launch.start import write_config
     from lockstep.runs.files import utc_now
-    from lockstep.training.build import build_run
+    from lockstep.training.build import build_callbacks, build_loggers, build_strategy, prepare_net
+    from lockstep.training.build_data import build_data, data_facts
+    from lockstep.training.build_module import build_module
     from lockstep.training.rank import joined_ranks
+    from lockstep.training.trainer import build_trainer
+    from lockstep.training.weights import load_weights
 
     with joined_ranks(plan) as session:
-        plan, folder, is_rank_zero = session.plan, plan.folder, plan.cluster.is_rank_zero
-        run = build_run(plan, session)
-        _take_weights(run, plan)
+        plan, config, is_rank_zero = session.plan, session.plan.config, session.plan.cluster.is_rank_zero
+        strategy = build_strategy(plan)
+        data = build_data(plan, session)
+        facts = data_facts(data)
+        has_checkpoint, rates = bool(plan.checkpoint), plan.learning_rates
+        module = build_module(config, facts, has_checkpoint=has_checkpoint, learning_rates=rates)
+        prepare_net(module, data, plan, strategy)
+        load_weights(module, facts, plan)
+        torch.manual_seed(config["seed"] + 7919 * plan.cluster.rank)  # dropout differs between ranks
+        recorder = RunRecorder(plan.folder.record)
+        callbacks = build_callbacks(plan, session, recorder, facts)
+        trainer = build_trainer(plan, strategy, callbacks, build_loggers(plan), data)
         if is_rank_zero:
-            if plan.resume_step is not None:  # what a failed resume asked for is forgotten
+            if plan.resume_step is not None:  # a resume that fails up to here leaves the config of what ran before
                 write_config(plan)
-            run.recorder.write(**_known_at_start(run, plan), hosts=session.hosts)
+            recorder.write(**known_at_start(trainer, module, data, plan), hosts=session.hosts)
         resume_from = plan.checkpoint if plan.resume_step else None
-        run.trainer.fit(run.module, datamodule=run.data, ckpt_path=resume_from, weights_only=True)
-        for profile in sorted(folder.path.glob("fit-profile*.txt")) if is_rank_zero else ():
+        trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
+        for profile in sorted(plan.folder.path.glob("fit-profile*.txt")) if is_rank_zero else ():
             log.info(profile.read_text())
-        if plan.config["test"]:
-            _test(run, plan)
+        if config["test"]:
+            test_best(trainer, module, data)
         if is_rank_zero:
             ended = {"status": "finished", "phase": "end", "exit_code": 0, "finished_at": utc_now(), "error": None}
-            run.recorder.write(run.trainer, **ended)
+            recorder.write(trainer, **ended)
     return 0
 
 
-def _take_weights(run: "Run", plan: RunPlan) -> None:
-    """Of a new run the weights that it begins with; of one that goes on, that its checkpoint fits: fit() loads it."""
-    from lockstep.callbacks.checkpoint_io import load_on_all_ranks
-    from lockstep.training.checks import check_data_of_run, check_fits
-    from lockstep.training.weights import start_from
-
-    path, model_name = plan.checkpoint, plan.model_name
-    if path and plan.resume_step:
-        checkpoint = load_on_all_ranks(path)
-        check_fits(run.module, checkpoint["state_dict"], path, model_name)
-        if "data_hash" in run.facts:
-            check_data_of_run(checkpoint, run.facts, plan.folder)
-    elif path:
-        said = start_from(run.module, path, model_name, plan.config["data"], run.facts)
-        if plan.cluster.is_rank_zero:
-            log.info(said)
-
-
-def _known_at_start(run: "Run", plan: RunPlan) -> dict[str, Any]:
+def known_at_start(trainer: Any, module: Any, data: Any, plan: RunPlan) -> dict[str, Any]:
+    """Return fields of the record that are known when the parts of a run are built."""
     from lockstep.data.report import settings_of
 
-    net: Any = getattr(run.module, "net", run.module)
+    parameters = list(getattr(module, "net", module).parameters())
     of_module = {
-        "precision": str(run.trainer.precision),  # what `auto` came to
-        "num_parameters": sum(p.numel() for p in net.parameters()),
-        "num_trained_parameters": sum(p.numel() for p in net.parameters() if p.requires_grad),
+        "precision": str(trainer.precision),  # what `auto` came to
+        "num_parameters": sum(p.numel() for p in parameters),
+        "num_trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
     }
-    if "data_hash" not in run.facts:
+    if not hasattr(data, "place"):
         return of_module
-    return {
-        **of_module,
-        "num_train": run.data.num_train,
-        "num_val": run.data.num_val,
-        "num_test": run.data.num_test,
-        "left_out_per_epoch": run.data.left_out_per_epoch,
-        "data_hash": run.facts["data_hash"],
-        "images": settings_of(run.data, plan.choices.get("augmentation")),
-        "data_report": run.data.report,
-    }
+    counts = {name: getattr(data, name) for name in ("num_train", "num_val", "num_test", "left_out_per_epoch")}
+    images = settings_of(data, plan.choices.get("augmentation"))
+    return {**of_module, **counts, "data_hash": data.data_hash, "images": images, "data_report": data.report}
 
 
-def _test(run: "Run", plan: RunPlan) -> None:
-    """Test the best checkpoint (the last weights where nothing was validated) and keep the confusion matrix."""
-    best: Path | None = run.checkpoints.best_path if run.checkpoints else None
+def test_best(trainer: Any, module: Any, data: Any) -> None:
+    """Test the best checkpoint, or the last weights where there is none."""
     from lightning.pytorch.callbacks import WeightAveraging
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
-    if not is_overridden("test_step", run.module) or not is_overridden("test_dataloader", run.data):
+    if not is_overridden("test_step", module) or not is_overridden("test_dataloader", data):
         log.info("Nothing is tested: the task has no test_step, or the data no test_dataloader.")
         return
-
+    best = next((path for path in (getattr(each, "best_path", None) for each in trainer.callbacks) if path), None)
     # A checkpoint's weights are the averaged ones where there is an average; the callback would swap them away.
-    trainer: Any = run.trainer
     trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, WeightAveraging)]
-    trainer.test(run.module, datamodule=run.data, ckpt_path=best, weights_only=True, verbose=False)
-    counts: Any = getattr(run.module, "test_counts", None)
-    if run.trainer.is_global_zero and counts is not None:  # limit_test_batches=0 tests nothing
-        from lockstep.callbacks.confusion import write_counts
-
-        per_class = write_counts(counts, run.facts["class_names"], plan.folder)
-        run.recorder.write(run.trainer, test_acc_per_class=per_class)
+    trainer.test(module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False)
 
 
 def main(argv: list[str]) -> int:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lockstep.config.compose import CONFIGS, compose, plain
-from lockstep.training.build import build_module
+from lockstep.training.build_module import build_module
 
 SIZES = {"vit": 224, "alexnet_bn": 128}  # what a model wants; else 64
 MORE = {"timm": ["model.name=resnet18"]}

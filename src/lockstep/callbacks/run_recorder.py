@@ -8,6 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
+from lockstep.callbacks.confusion import write_counts
+from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import HEARTBEAT_INTERVAL_S, RunRecord, read_record, update_record
 from lockstep.storage.checkpoint_files import Sidecar
 
@@ -83,6 +85,12 @@ class RunRecorder(Callback):
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._enter(trainer, "test")
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        counts, data = getattr(pl_module, "test_counts", None), getattr(trainer, "datamodule", None)
+        if trainer.is_global_zero and counts is not None and hasattr(data, "class_names"):
+            shares = write_counts(counts, data.class_names, RunFolder(self.path.parent))
+            self.write(trainer, test_acc_per_class=shares)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:

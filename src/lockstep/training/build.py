@@ -1,110 +1,64 @@
-"""Build the parts of a run from its plan: data module, LightningModule, callbacks, loggers, trainer."""
+"""Build the parts of a run that follow from its plan: strategy, callbacks, loggers, and what is done to the net."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
 from lockstep.callbacks.checkpoints import Checkpoints
-from lockstep.callbacks.length import MaxTime, ValidationInterval
+from lockstep.callbacks.length import MaxTime
 from lockstep.callbacks.progress import Progress
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.config.instantiate import build
-from lockstep.data import report
 from lockstep.launch.plan import RunPlan, as_run
-from lockstep.runs.config import Config
 from lockstep.runs.durations import seconds_of
 from lockstep.runs.errors import UserError
 from lockstep.strategies.base import capabilities
 from lockstep.strategies.data_parallel import DataParallel
-from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.model_parallel import ModelParallel
 from lockstep.strategies.recompute import recompute_activations
 from lockstep.strategies.sync_batchnorm import check_batch_norm, synchronise
-from lockstep.training.build_data import build_data, build_plain_data, data_facts, has_plain_data
-from lockstep.training.build_module import build_module
-from lockstep.training.checks import DataFacts, check_same_data, validation_interval, whole_steps
+from lockstep.training.checks import DataFacts
 from lockstep.training.rank import RankSession, device_of
-from lockstep.training.trainer import build_strategy, build_trainer
 
 log = logging.getLogger(__name__)
 
 TENSORBOARD = "lightning.pytorch.loggers.TensorBoardLogger"
+OF_IMAGES = ("mean", "std", "crop_pct", "interpolation")  # options of the data that a checkpoint has resolved
 
 
-@dataclass
-class Run:
-    """The parts that a script fits or tests."""
+def build_strategy(plan: RunPlan) -> Any:
+    """Return the trainer's strategy; "auto", Lightning's, for one process on one device.
 
-    trainer: pl.Trainer
-    module: pl.LightningModule
-    data: Any
-    facts: DataFacts
-    recorder: RunRecorder
-    checkpoints: Checkpoints | None
-
-
-def build_run(plan: RunPlan, session: RankSession, *, trained_on: DataFacts | None = None) -> Run:
-    """Build the parts of one rank.
-
-    Args:
-        trained_on: for an evaluation, what the checkpoint says of the data that it was trained on.
+    Raises:
+        UserError: it cannot do what the trainer's options ask for, or this machine lacks what it needs.
     """
-    config, cluster, trainable = plan.config, plan.cluster, trained_on is None
-    strategy = build_strategy(plan)
-    plain_data = has_plain_data(config)
-    data = build_plain_data(config) if plain_data else build_data(plan, trained_on)
-    facts = data_facts(data)
-    if trained_on and "class_counts" in trained_on:  # the weights of a weighted loss
-        facts["class_counts"] = trained_on["class_counts"]
-    module: Any = build_module(
-        config, facts, trainable=trainable, has_checkpoint=bool(plan.checkpoint), learning_rates=plan.learning_rates
-    )
-    session.wait_for_all()
-    if plain_data:
-        limits = {"val_check_interval": plan.trainer["val_check_interval"]}
-        if cluster.is_rank_zero and cluster.world_size > 1:
-            log.info("Lightning's samplers spread the data: in an evaluation some samples may count twice.")
-    else:
-        check_same_data(facts, data, cluster)
-        limits = _limits(plan, data) if trainable else {}
-    if trainable:
-        _prepare_net(module, plan, strategy, data)
-    if cluster.is_rank_zero and not plain_data:
-        data.report, lists = report.report_of(data) if trainable else ({}, {})
-        report.log_contents(data, data.report)
-        report.log_settings(data, plan.choices.get("augmentation") if trainable else None)
-        report.write_lists(plan.folder.path, lists)
-    torch.manual_seed(config["seed"] + 7919 * cluster.rank)  # dropout differs between ranks
-    recorder = RunRecorder(plan.folder.record)
-    callbacks = _callbacks(plan, session, recorder, facts, limits, trainable=trainable)
-    loggers = build_loggers(plan) if trainable else []
-    if not plain_data and not data.num_val:
-        limits["limit_val_batches"] = 0.0
-    trainer = build_trainer(
-        plan, strategy, callbacks, loggers, plan.folder.path, limits, use_distributed_sampler=plain_data
-    )
-    checkpoints = next((callback for callback in callbacks if isinstance(callback, Checkpoints)), None)
-    return Run(trainer, module, data, facts, recorder, checkpoints)
+    own = plan.trainer
+    known = {"timeout": timedelta(seconds=own["timeout_s"]), "device": device_of(plan)}
+    node = own["strategy"] or ({"_target_": "lockstep.strategies.ddp.DDP"} if plan.cluster.world_size > 1 else None)
+    strategy = build(node, known) if node else "auto"
+    able = capabilities(strategy)
+    if own["compile"] and not able.supports_compile:
+        raise UserError("trainer.compile=true needs one device a process: leave it out, or choose ddp or fsdp.")
+    if own["ema_decay"] and able.no_ema:
+        raise UserError(
+            f"trainer.ema_decay={own['ema_decay']} cannot average weights under {type(strategy).__name__}, where "
+            f"{able.no_ema}: leave it out, or choose trainer=ddp (on CPUs ddp_sim)."
+        )
+    return strategy
 
 
-def _limits(plan: RunPlan, data: Any) -> dict[str, float]:
-    """Return limits of an epoch in whole optimizer steps, and the interval of validations in micro-batches."""
-    own, accumulate = plan.trainer, plan.batch.accumulate
-    batches = data.num_train // data.global_batch_size * accumulate
-    limit = whole_steps(own["limit_train_batches"], batches, accumulate)
-    cut = own.get("overfit_batches") or limit
-    batches = cut if isinstance(cut, int) else int(cut * batches)
-    interval = validation_interval(own["val_check_interval"], batches, accumulate)
-    return {"limit_train_batches": limit, "val_check_interval": interval}
+def prepare_net(module: Any, data: Any, plan: RunPlan, strategy: Any) -> None:
+    """Change the net as the trainer's options say: synchronised BatchNorm, recomputed activations, torch.compile.
 
-
-def _prepare_net(module: Any, plan: RunPlan, strategy: Any, data: Any) -> None:
+    Raises:
+        UserError: the strategy spreads a net that the module does not have, or BatchNorm would get single images.
+    """
     own, cluster = plan.trainer, plan.cluster
-    if not hasattr(module, "net") and isinstance(strategy, FSDP | ModelParallel | DataParallel):
+    if not hasattr(module, "net") and isinstance(strategy, ModelParallel | DataParallel):
         raise UserError(
             f"trainer={plan.choices.get('trainer')} spreads the attribute `net` of a LightningModule, which "
             f"{type(module).__name__} lacks: name its network self.net, or choose trainer=ddp (on CPUs ddp_sim)."
@@ -115,16 +69,16 @@ def _prepare_net(module: Any, plan: RunPlan, strategy: Any, data: Any) -> None:
     if own.get("activation_checkpointing"):
         recompute_activations(net)
     if own["compile"]:
-        net.compile()
-    if isinstance(data, pl.LightningDataModule) and not hasattr(data, "sample_images"):
+        net.compile(**(own["compile"] if isinstance(own["compile"], Mapping) else {}))
+    if not hasattr(data, "place"):
         return  # its batch size is not known
     if hasattr(net, "init_from_images"):
         net.init_from_images(data.sample_images(5000))
     parts = plan.batch.accumulate * capabilities(strategy).micro_batches
+    images = plan.batch.global_size // (cluster.world_size * parts) * getattr(data, "views", 1)
     for sentence in check_batch_norm(
-        net, images=plan.batch.global_size // (cluster.world_size * parts), world_size=cluster.world_size,
-        micro_batches=parts, synchronised=own["sync_batchnorm"],
-    ):  # fmt: skip
+        net, images=images, world_size=cluster.world_size, micro_batches=parts, synchronised=own["sync_batchnorm"]
+    ):
         if cluster.is_rank_zero:
             log.info(sentence)
 
@@ -147,13 +101,12 @@ def build_loggers(plan: RunPlan) -> list[Any]:
     return loggers
 
 
-def _callbacks(
-    plan: RunPlan, session: RankSession, recorder: RunRecorder, facts: DataFacts, limits: Config, *, trainable: bool
+def build_callbacks(
+    plan: RunPlan, session: RankSession, recorder: RunRecorder, facts: DataFacts, *, trainable: bool = True
 ) -> list[Any]:
     """Return Lockstep's callbacks and the config's, in the order in which they are called."""
     folder, own, config = plan.folder, plan.trainer, as_run(plan)
-    config["data"].update({key: facts[key] for key in ("mean", "std", "crop_pct", "interpolation") if key in facts})
-    config["trainer"].update({key: limits[key] for key in ("limit_train_batches",) if key in limits})
+    config["data"].update({key: facts[key] for key in OF_IMAGES if key in facts})
     given = {
         "folder": folder.checkpoints, "contents": {"config": config, "data": facts}, "run_folder": folder.path,
         "run_id": folder.run_id, "global_batch_size": plan.batch.global_size if "data_hash" in facts else None,
@@ -170,8 +123,6 @@ def _callbacks(
 
         chosen.append(S3Upload(folder.path, **plan.config["s3"]))
     first: list[Any] = []  # others go by what these decide
-    if isinstance(limits.get("val_check_interval"), int):
-        first.append(ValidationInterval(limits["val_check_interval"]))
     if trainable and own["max_time"]:
         seconds = seconds_of(own["max_time"], "trainer.max_time")
         first.append(MaxTime(seconds, recorder.elapsed, session.interruption))

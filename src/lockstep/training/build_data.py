@@ -1,42 +1,54 @@
 """Build the data module of a run, and say what a checkpoint keeps of the data."""
 
 import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.config.schema import key_of
+from lockstep.data import report
 from lockstep.launch.plan import RunPlan
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
-from lockstep.training.checks import DataFacts
-from lockstep.training.local_root import on_this_node, said_by_address
-from lockstep.training.rank import device_of
+from lockstep.storage.s3 import is_s3
+from lockstep.storage.sync import sync
+from lockstep.training.checks import DataFacts, check_same_data
+from lockstep.training.rank import RankSession, device_of
 
 log = logging.getLogger(__name__)
 
 FACTS_OF_ANY = ("num_classes", "class_names", "image_size", "channels")  # attributes of any data module
 NEW_DATA = {"data", "data.root", "data.images"}  # overrides that name other images
-OF_ALL = ("fold", "num_folds", "stratify")  # in the config of any data set, which need not have them
+OF_ALL = ("fold", "num_folds", "stratify", "views")  # in the config of any data set, which need not have them
 RETIRED = ("verify", "max_pixels", "memory_limit_gib", "device_cache_gib", "cache_gib")  # options of version 1
+ADDRESSES = ("root", "images")  # the options of a data module that may be s3:// addresses
 
 
-def build_data(plan: RunPlan, trained_on: DataFacts | None = None) -> Any:
-    """Return the data module of one rank.
+def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None = None) -> Any:
+    """Return the data module of one rank: Lockstep's, prepared and placed on the rank, or any of Lightning's.
 
     Args:
         trained_on: for an evaluation, what the checkpoint says of the data that it was trained on.
+    Raises:
+        UserError: it is no LightningDataModule, its images are not here, or ranks have other images.
     """
-    stage = "fit" if trained_on is None else "test"
-    stated = {**plan.config["data"], "global_batch_size": plan.batch.global_size}
-    data = prepared_data(plan.config, stated, stage)
+    config, is_rank_zero = plan.config, plan.cluster.is_rank_zero
+    if not hasattr(resolve_target(config["data"]["_target_"], "data._target_"), "place"):
+        data = build({key: value for key, value in config["data"].items() if not (key in OF_ALL and value is None)})
+        if not isinstance(data, pl.LightningDataModule):
+            raise UserError(f"data._target_={config['data']['_target_']} is no LightningDataModule.")
+        return data
+    stated = {**config["data"], "global_batch_size": plan.batch.global_size}
+    data = prepared_data(config, stated, "fit" if trained_on is None else "test")
     if trained_on:
         data.match_classes(trained_on["class_names"])
         keys, is_same = {key_of(word) for word in plan.overrides}, data.data_hash == trained_on["data_hash"]
         if keys & NEW_DATA and data.test_is_drawn and not is_same and "data.test_fraction" not in keys:
             data.test_on_all()
-        elif not keys & NEW_DATA and not is_same and plan.cluster.is_rank_zero:
+        elif not keys & NEW_DATA and not is_same and is_rank_zero:
             log.warning("The images have changed since the training, which may have seen some of these test images.")
     data.place(
         rank=plan.cluster.rank,
@@ -44,24 +56,13 @@ def build_data(plan: RunPlan, trained_on: DataFacts | None = None) -> Any:
         accumulate_grad_batches=plan.batch.accumulate,
         device=device_of(plan),
     )
-    return data
-
-
-def has_plain_data(config: Config) -> bool:
-    """Return whether the data module is one of Lightning's own kind: it has no rank to be placed on."""
-    return not hasattr(resolve_target(config["data"]["_target_"], "data._target_"), "place")
-
-
-def build_plain_data(config: Config) -> pl.LightningDataModule:
-    """Return a data module of Lightning's own kind.
-
-    Raises:
-        UserError: it is no LightningDataModule.
-    """
-    node = {key: value for key, value in config["data"].items() if not (key in OF_ALL and value is None)}
-    data = build(node)
-    if not isinstance(data, pl.LightningDataModule):
-        raise UserError(f"data._target_={node['_target_']} is no LightningDataModule.")
+    session.wait_for_all()
+    check_same_data(data_facts(data), data, plan.cluster)
+    if is_rank_zero:
+        data.report, lists = report.report_of(data) if trained_on is None else ({}, {})
+        report.log_contents(data, data.report)
+        report.log_settings(data, plan.choices.get("augmentation") if trained_on is None else None)
+        report.write_lists(plan.folder.path, lists)
     return data
 
 
@@ -79,7 +80,7 @@ def prepared_data(config: Config, stated: Config, stage: str = "fit") -> Any:
         if not (key in OF_ALL and value is None) and (any_name or key not in RETIRED or key in taken)
     }
     here = on_this_node(options, config["s3"])
-    with said_by_address(options, here):
+    try:
         data = build(here, {"seed": config["seed"]})
         data.stage = stage
         model = resolve_target(config["model"]["_target_"], "model._target_")
@@ -87,7 +88,31 @@ def prepared_data(config: Config, stated: Config, stage: str = "fit") -> Any:
         wanted = model.wanted_images(**own) if hasattr(model, "wanted_images") else {}
         data.use(build(config["augmentation"]), wanted)
         data.prepare()
+    except UserError as error:
+        raise UserError(with_addresses(str(error), options, here)) from None
     return data
+
+
+def on_this_node(options: Mapping[str, Any], s3: Config) -> Config:
+    """Return the options of a data module with the path of a copy on this node in place of each s3:// address."""
+    here, cache = dict(options), Path(options.get("cache_dir") or "data/cache")
+    for key in ADDRESSES:
+        if is_s3(address := str(options.get(key) or "").rstrip("/")):
+            folder, _, name = address.rpartition("/")
+            beside = name.endswith(".csv") and not options.get("images")  # the table names images beside it
+            here[key] = str(sync(folder, cache, s3) / name if beside else sync(address, cache, s3))
+    return here
+
+
+def with_addresses(sentence: str, options: Mapping[str, Any], here: Config) -> str:
+    """Return an error that names the bucket, where the user can correct something, and not the copy on this node."""
+    for key in ADDRESSES:
+        if is_s3(address := str(options.get(key) or "").rstrip("/")):
+            copy = Path(here[key])
+            if copy.is_file():
+                copy, address = copy.parent, address.rpartition("/")[0]
+            sentence = sentence.replace(str(copy), address)
+    return sentence
 
 
 def data_facts(data: Any) -> DataFacts:

@@ -1,33 +1,35 @@
-"""Plan → Lightning's Trainer with the strategy and the precision of the run."""
+"""Build Lightning's Trainer from the plan of a run."""
 
 import inspect
-from collections.abc import Mapping
-from datetime import timedelta
-from pathlib import Path
+import logging
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
-from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lockstep.callbacks.checkpoint_io import CheckpointFiles
 from lockstep.callbacks.interruption import silence_lightning
+from lockstep.callbacks.length import ValidationInterval
 from lockstep.config.instantiate import build
 from lockstep.launch.plan import RunPlan
 from lockstep.runs.errors import UserError
 from lockstep.strategies.base import Capabilities, capabilities
-from lockstep.training.rank import StartedRanks, device_of
+from lockstep.training.checks import validation_interval, whole_steps
+from lockstep.training.rank import StartedRanks
 
-PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}
+log = logging.getLogger(__name__)
+
+PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 OWN_TRAINER_KEYS = ("accelerator", "devices", "num_nodes", "strategy", "precision", "sync_batchnorm", "deterministic",
-                    "max_time", "val_check_interval")  # fmt: skip
+                    "max_time", "plugins", "use_distributed_sampler")  # fmt: skip
 
 
 def precision_of(plan: RunPlan, able: Capabilities) -> str:
-    """auto: bf16 where the hardware has it, else fp16 on a GPU where the strategy scales losses; fp32 on the CPU.
+    """Return the precision; auto: bf16 where the hardware has it, else fp16 if losses are scaled; fp32 on the CPU.
 
     Raises:
         UserError: none of those that every strategy knows.
@@ -46,19 +48,12 @@ def precision_of(plan: RunPlan, able: Capabilities) -> str:
 
 
 def build_trainer(
-    plan: RunPlan,
-    strategy: Any,
-    callbacks: list[Any],
-    loggers: list[Any],
-    root: Path,
-    limits: Mapping[str, float] | None = None,
-    use_distributed_sampler: bool = False,
+    plan: RunPlan, strategy: Any, callbacks: list[Any], loggers: list[Any], data: Any, *, trainable: bool = True
 ) -> pl.Trainer:
     """
     Args:
-        root: where a profiler's table goes.
-        limits: limit_train_batches and limit_val_batches in place of the config's, where they are given, and
-            val_check_interval in micro-batches.
+        data: placed on this rank, or a data module of Lightning's own kind.
+        trainable: False for an evaluation.
     """
     own, cluster = plan.trainer, plan.cluster
     if own["log_every_n_steps"] < 1:
@@ -66,14 +61,15 @@ def build_trainer(
     # What Lightning's Trainer does not know is ours or the strategy's.
     known = inspect.signature(pl.Trainer).parameters.keys() - set(OWN_TRAINER_KEYS)
     arguments = {key: value for key, value in own.items() if key in known}
-    if name := own.get("profiler"):
-        arguments["profiler"] = _profiler(name, root)
-    arguments.update(limits or {}, accumulate_grad_batches=plan.batch.accumulate)
-    device_type = "cuda" if plan.accelerator == "gpu" else "cpu"
-    plugins: list[Any] = [StartedRanks(cluster), CheckpointFiles()]
+    if own.get("profiler"):
+        arguments["profiler"] = _profiler(own["profiler"], plan)
+    arguments.update(_limits(plan, data, trainable=trainable), accumulate_grad_batches=plan.batch.accumulate)
+    if isinstance(every := arguments["val_check_interval"], int) and hasattr(data, "place"):
+        callbacks = [ValidationInterval(every), *callbacks]
+    plugins: list[Any] = [StartedRanks(cluster), CheckpointFiles(), *build(own.get("plugins") or [])]
     able = capabilities(strategy)
     precision: Any = precision_of(plan, able)
-    if plugin := able.precision_for(precision, device_type):
+    if plugin := able.precision_for(precision, "cuda" if plan.accelerator == "gpu" else "cpu"):
         plugins.append(plugin)
         precision = None
     try:
@@ -87,42 +83,42 @@ def build_trainer(
             callbacks=callbacks,
             logger=loggers,
             deterministic=plan.accelerator == "cpu" if own["deterministic"] == "auto" else own["deterministic"],
-            default_root_dir=str(root),
+            default_root_dir=str(plan.folder.path),
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
             enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
             enable_model_summary=any(isinstance(callback, ModelSummary) for callback in callbacks),
-            use_distributed_sampler=use_distributed_sampler,
+            use_distributed_sampler=not hasattr(data, "place") and own.get("use_distributed_sampler", True),
             **arguments,
         )
-    except MisconfigurationException as error:
+    except (MisconfigurationException, ValueError, TypeError) as error:
         raise UserError(f"trainer: {error}") from None
     silence_lightning(trainer)
     return trainer
 
 
-def _profiler(name: str, root: Path) -> Profiler:
-    """Its table goes to the run folder: Lightning would say it in a log that nobody reads."""
-    if name not in PROFILERS:
-        raise UserError(f"trainer.profiler={name}: take {', '.join(PROFILERS)} or null.")
-    return PROFILERS[name](dirpath=root, filename="profile")
+def _limits(plan: RunPlan, data: Any, *, trainable: bool) -> dict[str, Any]:
+    """Return limits of an epoch in whole optimizer steps, and the interval of validations in micro-batches."""
+    own, accumulate = plan.trainer, plan.batch.accumulate
+    if not hasattr(data, "place"):
+        if plan.cluster.is_rank_zero and plan.cluster.world_size > 1:
+            log.info("Lightning's samplers spread the data: in an evaluation some samples may count twice.")
+        return {}
+    limits: dict[str, Any] = {} if data.num_val else {"limit_val_batches": 0.0}
+    if not trainable:
+        return {**limits, "val_check_interval": 1.0}
+    batches = data.num_train // data.global_batch_size * accumulate
+    limit = whole_steps(own["limit_train_batches"], batches, accumulate)
+    cut = own.get("overfit_batches") or limit
+    batches = cut if isinstance(cut, int) else int(cut * batches)
+    interval = validation_interval(own["val_check_interval"], batches, accumulate)
+    return {**limits, "limit_train_batches": limit, "val_check_interval": interval}
 
 
-def build_strategy(plan: RunPlan) -> Any:
-    """The trainer's strategy; "auto", Lightning's, for one process on one device.
-
-    Raises:
-        UserError: it cannot do what the trainer's options ask for, or this machine lacks what it needs.
-    """
-    own = plan.trainer
-    known = {"timeout": timedelta(seconds=own["timeout_s"]), "device": device_of(plan)}
-    node = own["strategy"] or ({"_target_": "lockstep.strategies.ddp.DDP"} if plan.cluster.world_size > 1 else None)
-    strategy = build(node, known) if node else "auto"
-    able = capabilities(strategy)
-    if own["compile"] and not able.supports_compile:
-        raise UserError("trainer.compile=true needs one device a process: leave it out, or choose ddp or fsdp.")
-    if own["ema_decay"] and able.no_ema:
-        raise UserError(
-            f"trainer.ema_decay={own['ema_decay']} cannot average weights under {type(strategy).__name__}, where "
-            f"{able.no_ema}: leave it out, or choose trainer=ddp (on CPUs ddp_sim)."
-        )
-    return strategy
+def _profiler(stated: Any, plan: RunPlan) -> Profiler:
+    """Return a profiler that writes into the run folder; Lightning's default would only log its table."""
+    if isinstance(stated, dict):
+        profiler: Profiler = build(stated, {"dirpath": plan.folder.path, "filename": "profile"})
+        return profiler
+    if stated not in PROFILERS:
+        raise UserError(f"trainer.profiler={stated}: take {', '.join(PROFILERS)} or null.")
+    return PROFILERS[stated](dirpath=plan.folder.path, filename="profile")

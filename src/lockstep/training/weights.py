@@ -1,14 +1,19 @@
 """Load the weights of a checkpoint into the module of a new run."""
 
+import logging
+
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 from lockstep.callbacks.checkpoint_io import load_on_all_ranks
+from lockstep.launch.plan import RunPlan
 from lockstep.runs.config import Config
 from lockstep.storage.load import Checkpoint
-from lockstep.training.checks import DataFacts, check_fits
+from lockstep.training.checks import DataFacts, check_data_of_run, check_fits
 from lockstep.training.parameter_groups import head_names
+
+log = logging.getLogger(__name__)
 
 SHOWN_CLASSES = 5
 
@@ -18,6 +23,25 @@ def facts_of(checkpoint: Checkpoint) -> DataFacts:
     own = checkpoint.get("lockstep")
     facts: DataFacts = own.get("data") or {} if isinstance(own, dict) else {}
     return facts
+
+
+def load_weights(module: pl.LightningModule, facts: DataFacts, plan: RunPlan) -> None:
+    """Load initial weights for a new run, or check that the checkpoint fits for a resumed one, which fit() loads.
+
+    Raises:
+        UserError: the checkpoint is of another model, or the run to resume was trained on other images.
+    """
+    if not plan.checkpoint:
+        return
+    if plan.resume_step:
+        checkpoint = load_on_all_ranks(plan.checkpoint)
+        check_fits(module, checkpoint["state_dict"], plan.checkpoint, plan.model_name)
+        if "data_hash" in facts:
+            check_data_of_run(checkpoint, facts, plan.folder)
+        return
+    loaded = start_from(module, plan.checkpoint, plan.model_name, plan.config["data"], facts)
+    if plan.cluster.is_rank_zero:
+        log.info(loaded)
 
 
 def start_from(module: pl.LightningModule, path: str, model_name: str, data: Config, facts: DataFacts) -> str:

@@ -95,10 +95,10 @@ def test_a_run_does_not_go_on_with_other_images(tmp_path):
 
 
 def other_images():
-    from lockstep.training import build
+    from lockstep.training import build_data
 
-    facts = build.data_facts
-    build.data_facts = lambda data: {**facts(data), "data_hash": "b" * 64}
+    facts = build_data.data_facts
+    build_data.data_facts = lambda data: {**facts(data), "data_hash": "b" * 64}
 
 
 @pytest.mark.slow
@@ -114,7 +114,9 @@ def test_a_run_that_goes_on_asks_for_its_images_and_a_new_one_from_its_checkpoin
 
 
 def test_a_compiled_net_is_asked_for_and_refused_where_one_process_has_several_devices(tmp_path):
-    from lockstep.training.build import build_run
+    from lockstep.training.build import build_strategy, prepare_net
+    from lockstep.training.build_data import build_data, data_facts
+    from lockstep.training.build_module import build_module
     from lockstep.training.rank import RankSession
 
     def planned(overrides, folder):
@@ -126,8 +128,10 @@ def test_a_compiled_net_is_asked_for_and_refused_where_one_process_has_several_d
 
     words = ["experiment=quickstart", "trainer.compile=true", f"data.cache_dir={tmp_path}", "~callbacks.checkpoints"]
     plan = planned([*words, "trainer=cpu"], tmp_path)
-    run = build_run(plan, RankSession(plan, []))
-    assert run.module.net._compiled_call_impl is not None
+    data = build_data(plan, RankSession(plan, []))
+    module = build_module(plan.config, data_facts(data))
+    prepare_net(module, data, plan, build_strategy(plan))
+    assert module.net._compiled_call_impl is not None
     plan = planned([*words, "trainer=model_parallel", "trainer.stage_devices=[cpu,cpu]"], tmp_path)
     with pytest.raises(UserError, match="trainer.compile=true needs one device a process"):
-        build_run(plan, RankSession(plan, []))
+        build_strategy(plan)

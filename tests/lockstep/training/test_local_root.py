@@ -1,15 +1,10 @@
 """Errors about a copy of a bucket name the bucket."""
 
-import pytest
-
-from lockstep.runs.errors import UserError
-from lockstep.training.local_root import said_by_address
+from lockstep.training.build_data import with_addresses
 
 
 def said(options, here, sentence):
-    with pytest.raises(UserError) as error, said_by_address(options, here):
-        raise UserError(sentence)
-    return str(error.value)
+    return with_addresses(sentence, options, here)
 
 
 def test_a_folder_is_named_by_its_address(tmp_path):
