@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from lockstep.runs.errors import UserError
-from lockstep.strategies.base import Ranks, broadcast_from_rank_zero, move_all_but_net
+from lockstep.strategies.base import Ranks, broadcast_from_rank_zero
 from lockstep.strategies.sync_batchnorm import BATCH_NORMS
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class ShardedPrecision(MixedPrecision):
 
 
 class FSDP(Ranks):
-    """fully_shard over the net's `shard_units()`, then over the net itself.
+    """fully_shard over each network of the LightningModule: over its `shard_units()`, then over itself.
 
     Args:
         shard_within_node: shard over the ranks of a node and replicate over nodes (HSDP): the gathers stay inside a
@@ -97,8 +97,12 @@ class FSDP(Ranks):
         self.accelerator.setup(trainer)
         module = self.lightning_module
         self.model = self.precision_plugin.convert_module(module)
-        if not isinstance(module.net, FSDPModule):
-            self._shard(module.net)
+        networks = networks_of(module)
+        if not any(hasattr(net, "shard_units") for net in networks.values()) and self.global_rank == 0:
+            log.info("The model names no shard_units(): FSDP gathers it as a whole, which saves little memory.")
+        for net in networks.values():
+            if not isinstance(net, FSDPModule):
+                self._shard(net)
         self.model_to_device()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -106,7 +110,14 @@ class FSDP(Ranks):
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
-        move_all_but_net(self.lightning_module, self.root_device)  # offloaded shards stay in CPU memory
+        """Move what is not sharded; offloaded shards stay in CPU memory."""
+        module = self.lightning_module
+        sharded = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
+        for name in sharded:
+            setattr(module, name, nn.Identity())
+        module.to(self.root_device)
+        for name, child in sharded.items():
+            setattr(module, name, child)
 
     def teardown(self) -> None:
         """Tear down without Lightning's move of the shards to the CPU."""
@@ -116,8 +127,6 @@ class FSDP(Ranks):
 
     def _shard(self, net: nn.Module) -> None:
         units: list[nn.Module] = getattr(net, "shard_units", list)()
-        if not units and self.global_rank == 0:
-            log.info("The model names no shard_units(): FSDP gathers it as a whole, which saves little memory.")
         if scalars := [name for name, parameter in net.named_parameters() if parameter.dim() == 0]:
             raise UserError(f"The parameter {scalars[0]} is a scalar, which FSDP cannot shard: trainer=ddp works.")
         broadcast_from_rank_zero([*net.parameters(), *net.buffers()], self.root_device)
@@ -141,12 +150,14 @@ class FSDP(Ranks):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Lightning runs all micro-batches of an accumulated step but the last in here: nothing is reduced."""
-        net = self.lightning_module.net
-        net.set_requires_gradient_sync(False)
+        networks: Any = networks_of(self.lightning_module).values()
+        for net in networks:
+            net.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            net.set_requires_gradient_sync(True)
+            for net in networks:
+                net.set_requires_gradient_sync(True)
 
     # --- checkpoints: whole on rank 0, so that any strategy and world size reads them. torch's own
     # get_optimizer_state_dict is not used: it takes a step with an optimizer whose state is empty.
@@ -184,6 +195,26 @@ class FSDP(Ranks):
                 for number, values in state["state"].items()
             }
             optimizer.load_state_dict({**state, "state": states})
+
+
+def networks_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the children with parameters by name, and the members of lists and dicts of modules.
+
+    Raises:
+        UserError: a parameter lies on the module itself, where no forward gathers it.
+    """
+    if own := [name for name, _ in module.named_parameters(recurse=False)]:
+        raise UserError(
+            f"The parameter {own[0]} lies on {type(module).__name__} itself, where FSDP does not gather it: put it "
+            "into a module with a forward, or choose trainer=ddp (on CPUs ddp_sim)."
+        )
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found |= {f"{name}.{key}": net for key, net in child.named_children()}
+        else:
+            found[name] = child
+    return {name: net for name, net in found.items() if any(True for _ in net.parameters())}
 
 
 def gathered(value: Any, keep: bool) -> Any:

@@ -11,12 +11,12 @@ PLAIN = ("task._target_=plain_task.Regression", "data._target_=plain_task.Number
          "trainer.log_every_n_steps=5", "run_id=r")  # fmt: skip
 
 
-@pytest.mark.parametrize("trainer", ["cpu", "ddp_sim"])
+@pytest.mark.parametrize("trainer", ["cpu", "ddp_sim", "fsdp_sim"])
 def test_they_train_test_and_leave_checkpoints_a_record_and_a_page(trainer, tmp_path):
     done = run_door("train", *PLAIN, f"trainer={trainer}", "+task.width=8", "+data.rows=320", logs=tmp_path)
     assert done.code == 0, done.output
     record = done.record
-    ranks = 2 if trainer == "ddp_sim" else 1
+    ranks = 1 if trainer == "cpu" else 2
     assert record["status"] == "finished" and record["steps"] == 3 * 320 // (16 * ranks)
     assert record["num_parameters"] == 4 * 8 + 8 + 8 + 1
     assert 0 < record["metrics"]["val_loss_best"] < 4 and 0 < record["metrics"]["test_loss"] < 4
@@ -50,7 +50,7 @@ def test_callbacks_of_lightning_work_beside_lockstep_s(trainer, tmp_path):
 
 def test_what_cannot_work_is_one_sentence(tmp_path):
     for words, said in (
-        (["trainer=fsdp_sim"], "name its network self.net, or choose trainer=ddp"),
+        (["trainer=model_parallel", "trainer.stage_devices=[cpu,cpu]"], "name its network self.net, or choose"),
         (["trainer=cpu", "callbacks.checkpoints.monitor=val_los"], "there are val_loss"),
         (["trainer=cpu", "task._target_=collections.Counter"], "is no LightningModule"),
     ):
