@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from measuring import REPOSITORY, in_turns, median, places
-from step_time import Cached
+from step_time import Cached, parts_of_run
 
 SMALL = "--small" in sys.argv
 BATCH = 8 if SMALL else 1024
@@ -167,14 +167,9 @@ def lockstep_run(words: str, *, batch: int = BATCH, cached: bool = True, watch: 
     import lightning.pytorch as pl
     import torch
 
-    from lockstep.callbacks.run_recorder import RunRecorder
     from lockstep.config.compose import chosen_options, compose, plain
     from lockstep.launch.launcher import launch_config
-    from lockstep.training.build import build_callbacks, build_strategy
-    from lockstep.training.build_data import build_data, data_facts
-    from lockstep.training.build_module import build_module
     from lockstep.training.rank import joined_ranks
-    from lockstep.training.trainer import build_trainer
 
     class Clock(pl.Callback):
         seconds = 0.0
@@ -204,11 +199,7 @@ def lockstep_run(words: str, *, batch: int = BATCH, cached: bool = True, watch: 
 
         def fit(plan: Any) -> int:
             with joined_ranks(plan) as session:
-                plan, strategy = session.plan, build_strategy(session.plan)
-                data = build_data(plan, session)
-                module = build_module(plan.config, data_facts(data))
-                callbacks = [*build_callbacks(plan, session, RunRecorder(plan.folder.record), data_facts(data)), clock]
-                trainer = build_trainer(plan, strategy, callbacks, [], data)
+                trainer, module, data = parts_of_run(session, clock)
                 if cached:
                     batches = random_batches(batch)
                     data.train_dataloader = lambda: Cached(batches, steps)

@@ -87,19 +87,10 @@ class Sides:
         return clock.seconds_per_step()
 
     def _fit(self, plan: Any, clock: Any) -> int:
-        from lockstep.callbacks.run_recorder import RunRecorder
-        from lockstep.training.build import build_callbacks, build_strategy
-        from lockstep.training.build_data import build_data, data_facts
-        from lockstep.training.build_module import build_module
         from lockstep.training.rank import joined_ranks
-        from lockstep.training.trainer import build_trainer
 
         with joined_ranks(plan) as session:
-            plan, strategy = session.plan, build_strategy(session.plan)
-            data = build_data(plan, session)
-            module = build_module(plan.config, data_facts(data))
-            callbacks = [*build_callbacks(plan, session, RunRecorder(plan.folder.record), data_facts(data)), clock]
-            trainer = build_trainer(plan, strategy, callbacks, [], data)
+            trainer, module, data = parts_of_run(session, clock)
             if not self.batches:
                 self._keep_batches(data)
             data.train_dataloader = lambda: Cached(self.batches, self.steps + self.warmup)
@@ -185,6 +176,19 @@ class Sides:
                 return (self.ended - self.started) / self.steps
 
         return Clock()
+
+
+def parts_of_run(session: Any, clock: Any) -> tuple[Any, Any, Any]:
+    """Return trainer, module and data of a run, without loggers."""
+    from lockstep.callbacks.run_recorder import RunRecorder
+    from lockstep.training import build, build_data, build_module
+    from lockstep.training.trainer import build_trainer
+
+    plan, strategy = session.plan, build.build_strategy(session.plan)
+    data = build_data.build_data(plan, session)
+    facts, recorder = build_data.data_facts(data), RunRecorder(plan.folder.record)
+    callbacks = [*build.build_callbacks(plan, session, recorder, facts), clock]
+    return build_trainer(plan, strategy, callbacks, [], data), build_module.build_module(plan.config, facts), data
 
 
 class Cached:
