@@ -206,9 +206,6 @@ class Cached:
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": 0, "global_batches": self.length}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError("a benchmark's run is never resumed")
-
 
 if __name__ == "__main__":
     main()
