@@ -3,10 +3,24 @@
 python src/train.py scheduler=cosine scheduler.warmup_epochs=5
 """
 
+import logging
 import math
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+log = logging.getLogger(__name__)
+
+
+def warmup_steps(warmup_epochs: float, steps_per_epoch: int, total_steps: int) -> int:
+    """Return the length of the warm-up in optimizer steps, and warn if training ends before it does."""
+    steps = round(warmup_epochs * steps_per_epoch)
+    if steps >= total_steps > 0:
+        log.warning(
+            f"scheduler.warmup_epochs={warmup_epochs:g} takes {steps:,} steps and training {total_steps:,}: the "
+            "learning rate never reaches optimizer.lr."
+        )
+    return steps
 
 
 def cosine(
@@ -18,7 +32,7 @@ def cosine(
     final_share: float = 0.0,
 ) -> LambdaLR:
     """Stepped after each optimizer step: from near 0 up to lr in the warm-up, down to final_share of it at the end."""
-    warmup = round(warmup_epochs * steps_per_epoch)
+    warmup = warmup_steps(warmup_epochs, steps_per_epoch, total_steps)
 
     def share(step: int) -> float:
         if step < warmup:

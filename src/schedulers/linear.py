@@ -6,6 +6,8 @@ python src/train.py scheduler=linear scheduler.warmup_epochs=1
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from schedulers.cosine import warmup_steps
+
 
 def linear(
     optimizer: Optimizer,
@@ -16,7 +18,7 @@ def linear(
     final_share: float = 0.0,
 ) -> LambdaLR:
     """Stepped after each optimizer step: from near 0 up to lr in the warm-up, down to final_share of it at the end."""
-    warmup = round(warmup_epochs * steps_per_epoch)
+    warmup = warmup_steps(warmup_epochs, steps_per_epoch, total_steps)
 
     def share(step: int) -> float:
         if step < warmup:

@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep.runs.errors import UserError
+from schedulers.cosine import warmup_steps
 
 
 def wsd(
@@ -25,7 +26,7 @@ def wsd(
     """
     if not 0 <= decay_share <= 1:
         raise UserError(f"scheduler.decay_share={decay_share}: give a number from 0 to 1.")
-    warmup, falls = round(warmup_epochs * steps_per_epoch), round(decay_share * total_steps)
+    warmup, falls = warmup_steps(warmup_epochs, steps_per_epoch, total_steps), round(decay_share * total_steps)
 
     def share(step: int) -> float:
         if step < warmup:

@@ -37,6 +37,14 @@ def test_cosine_with_warmup_and_floor():
     assert seen == pytest.approx([0.5, 1.0, 1.5, 2.0, 1.1 + 0.9 * 0.5**0.5, 1.1, 1.1 - 0.9 * 0.5**0.5, 0.2, 0.2])
 
 
+@pytest.mark.parametrize("scheduler", [cosine, linear, wsd])
+def test_a_warmup_that_never_ends_is_said(scheduler, caplog):
+    rates(scheduler, 1, total_steps=9, steps_per_epoch=3, warmup_epochs=2.0)
+    assert not caplog.text
+    rates(scheduler, 1, total_steps=9, steps_per_epoch=3, warmup_epochs=3.0)
+    assert "takes 9 steps and training 9: the learning rate never reaches optimizer.lr" in caplog.text
+
+
 def test_linear_triangle():
     seen = rates(linear, 8, total_steps=6, steps_per_epoch=2, warmup_epochs=0.5)
     assert seen == pytest.approx([1.0, 2.0, 1.6, 1.2, 0.8, 0.4, 0.0, 0.0])
