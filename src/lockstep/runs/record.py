@@ -76,6 +76,7 @@ class CodeState(Part):
     commit: str | None = None
     dirty: bool | None = None
     tree_hash: str | None = None
+    commit_unknown: str | None = None  # why there is no commit
 
 
 @dataclass(kw_only=True)

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from lockstep.runs import provenance
+from lockstep.runs.record import CodeState
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def test_the_diff_of_many_new_files_is_cut(repository):
 
 def test_an_unknown_commit_has_a_reason(repository, tmp_path_factory, monkeypatch):
     empty = tmp_path_factory.mktemp("empty")
-    assert "not a git repository" in provenance.code_state(empty)["commit_unknown"]
+    assert "not a git repository" in (CodeState(**provenance.code_state(empty)).commit_unknown or "")
     os.chown(repository, 12345, 12345) if os.geteuid() == 0 else pytest.skip("only root can give a folder away")
     reason = provenance.code_state(repository)["commit_unknown"]
     assert "dubious ownership" in reason and reason.endswith(f"git config --global --add safe.directory {repository}")
