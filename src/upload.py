@@ -13,7 +13,7 @@ from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import read_record, status_of
 from lockstep.runs.script import exit_code_of
-from lockstep.storage.finish import upload_left
+from lockstep.storage.uploader import upload_left
 
 log = logging.getLogger(__name__)
 

@@ -135,7 +135,7 @@ def test_going_on_from_a_hostile_checkpoint_runs_nothing(attack, trained, canary
     first = run_door("train", *SMALL, "run_id=r", logs=logs)
     last, sidecar = next(complete(first.folder.checkpoints, "last"))
     attack(good(trained), last, canary)
-    write_sidecar(last, Sidecar.of(checksum_of(last), step=sidecar.step))
+    write_sidecar(last, Sidecar(sidecar.step, **vars(checksum_of(last))))
     for word in (f"ckpt_path={last}", "resume=r"):
         done = run_door("train", *SMALL, word, "trainer.max_epochs=2", logs=logs)
         assert done.code == (2 if wanted else 0), done.output

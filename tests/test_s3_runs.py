@@ -15,7 +15,8 @@ from faults import signal_at_step
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR
 from lockstep.runs.folder import RunFolder, read_config
 from lockstep.runs.record import read_json
-from lockstep.storage.pointer import Pointer, read_pointer
+from lockstep.storage.checkpoint_files import Sidecar
+from lockstep.storage.fetch import read_pointer
 from lockstep.storage.s3 import Bucket
 from object_store import KEY_IDS, SECRETS, object_store, shared_store
 from ranks import SRC, free_port
@@ -38,10 +39,10 @@ class Place:
         arguments = [*SMALL, *self.arguments, *argv]
         return run_door("train", *arguments, logs=logs, environment=self.environment, **options)
 
-    def pointer(self, kind: str = "best") -> Pointer | None:
+    def pointer(self, kind: str = "best") -> Sidecar | None:
         return read_pointer(self.options.at("the-run"), kind)[0]
 
-    def sha256(self, pointer: Pointer) -> str:
+    def sha256(self, pointer: Sidecar) -> str:
         """Of the object that a pointer names."""
         run = self.options.at("the-run")
         found = self.server.client().get_object(Bucket=run.name, Key=run.prefix + pointer.key)
@@ -146,7 +147,7 @@ def test_a_bucket_that_is_not_there_ends_the_run_before_training_with_one_senten
 
 @pytest.mark.slow
 def test_a_best_that_never_arrived_is_the_last_line_and_the_exit_code(place, tmp_path):
-    away = ["s3.endpoint_url=http://127.0.0.1:9", "s3.required=false", "s3.flush_timeout_s=0.5"]
+    away = ["s3.endpoint_url=http://127.0.0.1:9", "s3.required=false", "s3.flush_timeout_s=4"]
     done = place.train("trainer=cpu", *away, logs=tmp_path)
     assert done.code == EXIT_NOT_UPLOADED, done.output
     last_line = done.output.splitlines()[-1]

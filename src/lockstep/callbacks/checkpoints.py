@@ -2,6 +2,9 @@
 
 import logging
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,8 +13,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lockstep.callbacks.checkpoint_io import Checkpoint, CheckpointFiles, Writer
-from lockstep.callbacks.random_states import State, gather_random_states, set_random_state
+from lockstep.callbacks.checkpoint_io import Checkpoint, CheckpointFiles, on_host, write_checkpoint
+from lockstep.callbacks.random_states import State, random_state, set_random_state
+from lockstep.callbacks.ranks import gather_objects
 from lockstep.callbacks.resume_point import (
     EPOCH_END,
     TRAINING,
@@ -20,20 +24,18 @@ from lockstep.callbacks.resume_point import (
     ends_step,
     is_due,
     loop_state,
-    resume_point,
     validates,
 )
 from lockstep.runs.config import Config
 from lockstep.runs.errors import Diverged, UserError
 from lockstep.storage.checkpoint_files import (
     Sidecar,
-    checkpoint_name,
     complete,
     link,
+    new_path,
     read_sidecar,
     remove,
     remove_leftovers,
-    set_aside,
     write_sidecar,
 )
 
@@ -58,16 +60,10 @@ class Checkpoints(Callback):
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        monitor: str = "val/acc",
-        mode: str = "max",
-        every_n_epochs: int = 1,
-        every_minutes: float | None = 10.0,
-        weights_only: bool = False,
-        asynchronous: bool = False,
+        self, folder: str | Path, monitor: str = "val/acc", mode: str = "max", every_n_epochs: int = 1,
+        every_minutes: float | None = 10.0, weights_only: bool = False, asynchronous: bool = False,
         contents: Config | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if mode not in ("max", "min"):
             raise UserError(f"callbacks.checkpoints.mode={mode!r}: max or min.")
         if mode == "max" and monitor.endswith("loss"):
@@ -76,15 +72,15 @@ class Checkpoints(Callback):
             raise UserError(f"callbacks.checkpoints.every_n_epochs={every_n_epochs}: 1 or more.")
         self.folder, self.monitor, self.mode = Path(folder), monitor, mode
         self.every_n_epochs, self.every_minutes = every_n_epochs, every_minutes
-        self.weights_only, self.contents = weights_only, contents or {}
-        self.asynchronous, self.writer = asynchronous, Writer()
-        self.kind = "last"  # of the checkpoint that is being saved
+        self.weights_only, self.asynchronous, self.contents = weights_only, asynchronous, contents or {}
         self.best_value: float | None = None
         self.best: State | None = None  # {metric, file, value, epoch, step}
-        self.saved_step = self.validated_step = self.writing_step = -1
+        self.saved_step = self.validated_step = -1
         self.loaded: Checkpoint | None = None
         self.phase = TRAINING
         self.stalled_s = 0.0  # seconds that training stood still to write
+        self._thread: ThreadPoolExecutor | None = None
+        self._writing: tuple[Future[None], Callable[[], None]] | None = None
 
     # --- what a checkpoint holds
 
@@ -104,9 +100,6 @@ class Checkpoints(Callback):
             "loader": loader.state_dict() if hasattr(loader, "state_dict") else {},
             "random": self._random_states,
         }
-        if self._leaves_out_optimizer(self.kind):
-            checkpoint["optimizer_states"] = []
-            checkpoint.pop("current_model_state", None)  # the weights beside an average of weights
 
     def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Checkpoint) -> None:
         self.loaded = checkpoint.get("lockstep")
@@ -147,11 +140,12 @@ class Checkpoints(Callback):
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         self.validated_step = trainer.global_step
-        if not ends_epoch(trainer) and self._keep_if_best(trainer) and self.weights_only:
-            self.save_last(trainer)
+        if not ends_epoch(trainer) and self._finds_best(trainer):
+            self._save(trainer, "best")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self.writer.check()
+        if self._writing and self._writing[0].done():
+            self.finish_writing()
         if trainer.global_step == trainer.max_steps:
             trainer.should_stop = True  # else Lightning would not validate a run that ends in mid-epoch
             return
@@ -167,12 +161,9 @@ class Checkpoints(Callback):
         self.phase = EPOCH_END
         is_end = trainer.current_epoch + 1 == trainer.max_epochs or trainer.global_step == trainer.max_steps
         due = is_end or trainer.should_stop or (trainer.current_epoch + 1) % self.every_n_epochs == 0
-        is_best = validates(trainer) and self._keep_if_best(trainer)
-        if due and not trainer.enable_validation:
-            self._keep_best(trainer, None)
-        if due or (is_best and self.weights_only):
-            is_here = self.best is not None and self.best["step"] == trainer.global_step
-            self.save_last(trainer, same_as_best=is_here and not self.weights_only)
+        is_best = self._finds_best(trainer) if validates(trainer) else due and not trainer.enable_validation
+        if due or is_best:
+            self._save(trainer, *(["best"] if is_best else []), *(["last"] if due else []))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.finish_writing()
@@ -184,24 +175,26 @@ class Checkpoints(Callback):
             log.info(f"The last checkpoint was not written ({type(error).__name__}: {error}).")
 
     def finish_writing(self) -> None:
-        """Wait for the checkpoints that are being written; raise what went wrong with them."""
-        started = time.monotonic()
-        self.writer.check(wait=True)
-        self.stalled_s += time.monotonic() - started
+        """Wait for the checkpoint that is being written; raise what went wrong with it."""
+        if self._writing:
+            started, (job, announce), self._writing = time.monotonic(), self._writing, None
+            job.result()
+            announce()
+            self.stalled_s += time.monotonic() - started
 
     # --- how
 
-    def _keep_if_best(self, trainer: pl.Trainer) -> bool:
-        """Save the best after a validation; return whether it was the best so far.
+    def _finds_best(self, trainer: pl.Trainer) -> bool:
+        """Return whether the metric of the validation is the best so far.
 
         Raises:
             UserError: the validation has no such metric.
         """
-        value = trainer.callback_metrics.get(self.monitor)
         self._check_monitor(trainer)
+        value = trainer.callback_metrics.get(self.monitor)
         if value is None or not self._improves(float(value)):
             return False
-        self._keep_best(trainer, float(value))
+        self.best_value = float(value)
         return True
 
     def _check_monitor(self, trainer: pl.Trainer) -> None:
@@ -210,77 +203,71 @@ class Checkpoints(Callback):
             raise UserError(f"callbacks.checkpoints.monitor={self.monitor}: there are {', '.join(validations)}.")
 
     def _improves(self, value: float) -> bool:
-        if value != value:
-            return False
-        if self.best_value is None:
-            return True
+        if value != value or self.best_value is None:
+            return value == value
         return value > self.best_value if self.mode == "max" else value < self.best_value
 
-    def _keep_best(self, trainer: pl.Trainer, value: float | None) -> None:
-        self.best_value = value
-        self.best = {
-            "metric": self.monitor, "file": checkpoint_name("best", trainer.global_step), "value": value,
-            "epoch": trainer.current_epoch, "step": trainer.global_step,
-        }  # fmt: skip
-        self._save(trainer, "best")
+    def save_last(self, trainer: pl.Trainer) -> None:
+        self._save(trainer, "last")
 
-    def save_last(self, trainer: pl.Trainer, same_as_best: bool = False) -> None:
-        """Save the last checkpoint; every rank calls it at the same step.
-
-        Args:
-            same_as_best: the best of this step has the same content, so that a second name for it is enough.
-        """
-        if not same_as_best:
-            self._save(trainer, "last")
-        elif trainer.is_global_zero:
-            name = self.folder / checkpoint_name("last", trainer.global_step)
-            self._do(trainer, partial(link, self.best_path, name), name, "last")
-        self.saved_step, self.saved_at = trainer.global_step, time.monotonic()
-
-    def _save(self, trainer: pl.Trainer, kind: str) -> None:
+    def _save(self, trainer: pl.Trainer, *kinds: str) -> None:
+        """Save a checkpoint as best, as last or as both; every rank calls it at the same step."""
         started = time.monotonic()
-        if self.writing_step != trainer.global_step:  # the best and the last of one step may be written together
-            self.writer.check(wait=True)
+        self.finish_writing()
         refuse_non_finite(trainer)
-        self._random_states, self.kind = gather_random_states(), kind
-        path = self.folder / checkpoint_name(kind, trainer.global_step)
-        if trainer.is_global_zero:
-            set_aside(path)  # the run stopped in this step's validation before, and goes on
+        kinds = ("best", "last") if self.weights_only and "best" in kinds else kinds
+        paths = {kind: new_path(self.folder, kind, trainer.global_step) for kind in kinds}
+        metric = {}
+        if "best" in paths:
+            if not trainer.enable_validation:
+                self.best_value = None
+            metric = {} if self.best_value is None else {self.monitor: self.best_value}
+            self.best = {
+                "metric": self.monitor, "file": paths["best"].name, "value": self.best_value,
+                "epoch": trainer.current_epoch, "step": trainer.global_step,
+            }  # fmt: skip
+        self._random_states = gather_objects(random_state())
         files: Any = trainer.strategy.checkpoint_io
-        files.asynchronous = self.asynchronous
-        trainer.save_checkpoint(path)
-        files.asynchronous = False
+        files.keeps = True
+        trainer.save_checkpoint(paths[kinds[0]])
+        files.keeps = False
         if trainer.is_global_zero:
-            metric = {self.monitor: self.best_value} if kind == "best" and self.best_value is not None else {}
-            known = {**self._point(trainer), "step": trainer.global_step, "world_size": trainer.world_size}
-            known |= {"metric": metric, "weights_only": self._leaves_out_optimizer(kind) or None}
-            write, files.write = files.write, None
-            self._do(trainer, lambda: write_sidecar(path, Sidecar.of(write(), **known)), path, kind)
+            content, files.content = on_host(files.content, always=self.asynchronous), None
+            sidecar = Sidecar(trainer.global_step, epoch=trainer.current_epoch, metric=metric)
+            write, announce = partial(self._write, content, paths, sidecar), partial(self._announce, trainer, paths)
+            if self.asynchronous:
+                self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
+                self._writing = self._thread.submit(write), announce
+            else:
+                write()
+                announce()
         if not self.asynchronous:
             trainer.strategy.barrier("checkpoint is complete")
+        if "last" in paths:
+            self.saved_step, self.saved_at = trainer.global_step, time.monotonic()
         self.stalled_s += time.monotonic() - started
 
-    def _do(self, trainer: pl.Trainer, work: Any, path: Path, kind: str) -> None:
-        """Do what makes the checkpoint complete, in the thread if `asynchronous`, then announce it."""
-        if self.asynchronous:
-            self.writing_step = trainer.global_step
-            self.writer.submit(work, partial(self._announce, trainer, path, kind))
-        else:
-            work()
-            self._announce(trainer, path, kind)
+    def _write(self, content: Checkpoint, paths: dict[str, Path], sidecar: Sidecar) -> None:
+        for kind, path in paths.items():
+            if kind == "best" and self.weights_only:  # nor the weights beside an average of weights
+                weights = {key: value for key, value in content.items() if key != "current_model_state"}
+                written = write_checkpoint({**weights, "optimizer_states": []}, path)
+                write_sidecar(path, replace(sidecar, weights_only=True, **vars(written)))
+            elif kind == "last" and "best" in paths and not self.weights_only:
+                link(paths["best"], path)
+            else:
+                write_sidecar(path, replace(sidecar, **vars(write_checkpoint(content, path))))
 
-    def _announce(self, trainer: pl.Trainer, path: Path, kind: str) -> None:
-        """Tell the callbacks that upload or record it, then delete its predecessors."""
-        sidecar = read_sidecar(path)
-        for callback in trainer.callbacks:
-            if hasattr(callback, "on_checkpoint_complete"):
-                callback.on_checkpoint_complete(path, sidecar, kind)
-        for older, _ in list(complete(self.folder, kind)):
-            if older != path:
-                remove(older)
-
-    def _leaves_out_optimizer(self, kind: str) -> bool:
-        return self.weights_only and kind == "best"
+    def _announce(self, trainer: pl.Trainer, paths: dict[str, Path]) -> None:
+        """Tell the callbacks that record it, then delete its predecessors."""
+        for kind, path in paths.items():
+            sidecar = read_sidecar(path)
+            for callback in trainer.callbacks:
+                if hasattr(callback, "on_checkpoint_complete"):
+                    callback.on_checkpoint_complete(path, sidecar, kind)
+            for older, _ in complete(self.folder, kind):
+                if older != path:
+                    remove(older)
 
     def _point(self, trainer: pl.Trainer) -> State:
         per_epoch = int(trainer.num_training_batches) // trainer.accumulate_grad_batches
@@ -290,11 +277,11 @@ class Checkpoints(Callback):
             phase = VALIDATION if is_due(trainer) and self.validated_step != trainer.global_step else TRAINING
         elif phase == TRAINING:
             phase = VALIDATION if validates(trainer) else EPOCH_END
-        return resume_point(trainer.current_epoch, done, per_epoch, phase)
+        return {"epoch": trainer.current_epoch, "batches_done": done, "batches_per_epoch": per_epoch, "phase": phase}
 
     def record_fields(self) -> dict[str, object]:
         """Return best_checkpoint of the run record: relative path, bytes, sha256, position, metric."""
-        if self.best is None or self.writer.is_busy:  # a crash may still take away one that is being written
+        if self.best is None or self._writing:  # a crash may still take away one that is being written
             return {}
         sidecar, value = read_sidecar(self.folder / self.best["file"]), self.best["value"]
         return {

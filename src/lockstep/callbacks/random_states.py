@@ -1,4 +1,4 @@
-"""Read, gather and set the state of every random generator that a rank draws from."""
+"""Read and set the state of every random generator that a rank draws from."""
 
 import random
 from typing import Any
@@ -6,28 +6,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.callbacks.ranks import gather_objects
-
 State = dict[str, Any]  # plain values and byte tensors by their names, as a checkpoint holds them
 
 
 def random_state() -> State:
     """Return the state of every generator that this process draws from."""
-    numpy_state = np.random.get_state()
+    cuda: Any = None
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # one process may use several GPUs (dp)
+        several = not torch.distributed.is_initialized() and torch.cuda.device_count() > 1
+        cuda = torch.cuda.get_rng_state_all() if several else torch.cuda.get_rng_state()
+    name, keys, *rest = np.random.get_state()
     return {
-        "torch": torch.get_rng_state(),
-        "cuda": _cuda_state(),
-        "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
-        "python": _as_lists(random.getstate()),
-    }
-
-
-def _cuda_state() -> torch.Tensor | list[torch.Tensor] | None:
-    """The state of this rank's GPU; of all GPUs if one process uses several (dp, model_parallel)."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return None
-    several = not torch.distributed.is_initialized() and torch.cuda.device_count() > 1
-    return torch.cuda.get_rng_state_all() if several else torch.cuda.get_rng_state()
+        "torch": torch.get_rng_state(), "cuda": cuda, "numpy": [name, keys.tolist(), *rest],
+        "python": random.getstate(),
+    }  # fmt: skip
 
 
 def set_random_state(state: State) -> None:
@@ -40,14 +32,3 @@ def set_random_state(state: State) -> None:
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-
-
-def _as_lists(value: Any) -> Any:
-    return [_as_lists(item) for item in value] if isinstance(value, tuple) else value
-
-
-def gather_random_states() -> list[State]:
-    """Return one state per rank, in rank order, on every rank."""
-    if not torch.distributed.is_initialized():
-        return [random_state()]
-    return gather_objects(random_state())

@@ -35,18 +35,11 @@ def validates(trainer: pl.Trainer) -> bool:
     return trainer.enable_validation and (trainer.current_epoch + 1) % every == 0
 
 
-def resume_point(epoch: int, batches_done: int, batches_per_epoch: int, phase: str) -> dict[str, Any]:
-    """
-    Args:
-        epoch: counted from 0, the one that is under way (in EPOCH_END: the one that has just ended).
-        batches_done: global batches (optimizer steps) of that epoch.
-    """
-    return {"epoch": epoch, "batches_done": batches_done, "batches_per_epoch": batches_per_epoch, "phase": phase}
-
-
 def loop_state(fit_loop: dict[str, Any], point: dict[str, Any], accumulate: int) -> dict[str, Any]:
     """Lightning's `loops.fit_loop` state that continues at `point` with `accumulate` micro-batches per step.
 
+    A point has `epoch`, counted from 0: the one that is under way (at EPOCH_END the one that has just ended);
+    `batches_done`, the global batches (optimizer steps) of that epoch; `batches_per_epoch`; and `phase`.
     TRAINING goes on after the last batch; VALIDATION runs the whole validation at that place again, within an epoch
     or at its end; EPOCH_END starts the next epoch.
     """

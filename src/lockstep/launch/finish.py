@@ -14,7 +14,7 @@ from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, Int
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import RunRecord, read_record
 from lockstep.runs.scores import as_read
-from lockstep.storage.finish import finish_upload
+from lockstep.storage.uploader import finish_upload
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,6 @@ from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Interru
 from lockstep.runs.folder import RunFolder, new_run_id
 from lockstep.runs.output import set_up
 from lockstep.runs.redact import refuse_secrets
-from lockstep.storage.uploader import note
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +70,6 @@ def launch_config(config: Config, work: Work, search: Search | None = None) -> i
             log.info(f"The run {done.run_id} has finished.")
             if cluster.is_rank_zero:
                 kept.enter_context(hold_run_lock(done))
-                if (config.get("s3") or {}).get("uri"):  # the earlier start has used its time up
-                    note(done, until=None)
             return finish(config, cluster, done, EXIT_OK) if cluster.local_rank in (0, None) else EXIT_OK
         if cluster.starts_ranks:
             return _start_ranks(config, cluster, environ, kept)

@@ -1,8 +1,8 @@
 """Checkpoint files of a run: their names, the small file that makes each complete, and which of them are whole.
 
 `last-step00000120.ckpt` is complete once `last-step00000120.ckpt.json` lies beside it. That file is written last, and
-its sha256 tells whether the bytes are still those that were written. `last-before-step00000120.ckpt` is a second name
-for a checkpoint that is about to be overwritten. Imports no torch.
+its sha256 tells whether the bytes are still those that were written. No checkpoint is overwritten: one of a step that
+was saved before is `last-step00000120-2.ckpt`. Imports no torch.
 """
 
 import json
@@ -10,27 +10,29 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs.files import Checksum, checksum_of, sync_folder, write_atomically
+from lockstep.runs.files import sha256_of, sync_folder, write_atomically
 from lockstep.runs.foreign_files import read_json
 
 log = logging.getLogger(__name__)
 
-NAME = re.compile(r"(?P<kind>best|last)(?P<before>-before)?-step(?P<step>\d{8,})\.ckpt")
+NAME = re.compile(r"(?P<kind>best|last)-step(?P<step>\d{8,})(-(?P<again>\d))?\.ckpt")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class Sidecar:
-    """The small file beside a checkpoint, which also goes to the bucket with it.
+    """The small file beside a checkpoint; in a bucket it is best.json or last.json and also has `key` and `start`.
 
     Attributes:
-        epoch, batches_done, batches_per_epoch, phase: the position in training (callbacks/resume_point.py).
         metric: what a best checkpoint reached, such as {"val/acc": 0.91}.
         weights_only: the optimizer's state is left out.
+        key: of the checkpoint, relative to the run's place in the bucket.
+        start: the time at which the run was started that wrote this, in seconds since 1970.
     """
 
     step: int
@@ -38,41 +40,38 @@ class Sidecar:
     sha256: str = ""
     epoch: int = 0
     metric: dict[str, float] = field(default_factory=dict)
-    world_size: int | None = None
-    batches_done: int | None = None
-    batches_per_epoch: int | None = None
-    phase: str | None = None
-    s3_uri: str | None = None
-    weights_only: bool | None = None
+    weights_only: bool = False
+    key: str = ""
+    start: float = 0.0
 
-    @classmethod
-    def of(cls, measured: Checksum, *, step: int, **known: Any) -> "Sidecar":
-        return cls(step, measured.bytes, measured.sha256, **known)
-
-    def as_json(self) -> dict[str, object]:
-        return {name: value for name, value in asdict(self).items() if value is not None}
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
 
 
-def parse_sidecar(held: object) -> Sidecar | None:
-    """Return None unless step, bytes and sha256 are what they must be; unknown fields are ignored."""
-    if not isinstance(held, Mapping):
-        return None
-    known = {one.name: held[one.name] for one in fields(Sidecar) if one.name in held}
+def parse_sidecar(held: Any) -> Sidecar | None:
+    """Return None unless every field is what it must be; unknown fields are ignored."""
     try:
-        known.update(step=int(held["step"]), bytes=int(held["bytes"]), sha256=str(held["sha256"]))
-        return Sidecar(**{**known, "epoch": int(held.get("epoch") or 0), "metric": finite(held.get("metric"))})
-    except (ValueError, OverflowError, KeyError, TypeError):
+        sidecar = Sidecar(
+            held["step"], held["bytes"], held["sha256"], held.get("epoch") or 0,
+            {str(name): float(value) for name, value in (held.get("metric") or {}).items()},
+            bool(held.get("weights_only")), held.get("key") or "", float(held.get("start") or 0.0),
+        )  # fmt: skip
+        numbers = (sidecar.step, sidecar.bytes, sidecar.epoch)
+        valid = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+        return sidecar if valid and SHA256.fullmatch(sidecar.sha256) and isinstance(sidecar.key, str) else None
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None
-
-
-def finite(metric: object) -> dict[str, float]:
-    """The values that are numbers, because JSON has no nan."""
-    values = metric.items() if isinstance(metric, Mapping) else ()
-    return {str(name): float(v) for name, v in values if isinstance(v, int | float) and -1e300 < v < 1e300}
 
 
 def checkpoint_name(kind: str, step: int) -> str:
     return f"{kind}-step{step:08d}.ckpt"
+
+
+def new_path(folder: Path, kind: str, step: int) -> Path:
+    """Return a path that no checkpoint has: a run that stopped in the validation of a step saves that step again."""
+    path = folder / checkpoint_name(kind, step)
+    again = (path.with_stem(f"{path.stem}-{number}") for number in range(2, 10))
+    return next(each for each in (path, *again) if not each.exists())
 
 
 def sidecar_path(checkpoint: Path) -> Path:
@@ -80,8 +79,7 @@ def sidecar_path(checkpoint: Path) -> Path:
 
 
 def write_sidecar(checkpoint: Path, sidecar: Sidecar) -> None:
-    text = json.dumps(sidecar.as_json(), indent=1) + "\n"
-    write_atomically(sidecar_path(checkpoint), lambda file: file.write(text))
+    write_atomically(sidecar_path(checkpoint), lambda file: file.write(sidecar.as_json()))
 
 
 def read_sidecar(checkpoint: Path) -> Sidecar | None:
@@ -97,23 +95,18 @@ def fault_of(checkpoint: Path) -> str | None:
     sidecar = read_sidecar(checkpoint)
     if sidecar is None:
         return "it has no readable " + sidecar_path(checkpoint).name
-    if not checkpoint.is_file():
-        return "it is gone"
-    found = checksum_of(checkpoint)
-    if found.bytes != sidecar.bytes:
-        return f"it holds {found.bytes} bytes instead of {sidecar.bytes}"
-    return None if found.sha256 == sidecar.sha256 else "its sha256 is not the one that was written"
+    same = checkpoint.is_file() and sha256_of(checkpoint) == sidecar.sha256
+    return None if same else "its sha256 is not the one that was written"
 
 
 def complete(folder: Path, kind: str | None = None) -> Iterator[tuple[Path, Sidecar]]:
-    """The complete checkpoints of a run, newest first: by step, last before best, second names after the first."""
+    """Yield the complete checkpoints of a run, newest first: by step, last before best."""
     found = []
-    for path in folder.glob("*.ckpt") if folder.is_dir() else ():
+    for path in folder.glob(f"{kind or '*'}-*.ckpt"):
         match, sidecar = NAME.fullmatch(path.name), read_sidecar(path)
-        if match and sidecar and kind in (None, match["kind"]):
-            found.append(((sidecar.step, match["kind"], not match["before"]), path, sidecar))
-    for _, path, sidecar in sorted(found, key=lambda item: item[0], reverse=True):
-        yield path, sidecar
+        if match and sidecar:
+            found.append(((sidecar.step, match["kind"], match["again"] or ""), path, sidecar))
+    yield from ((path, sidecar) for _, path, sidecar in sorted(found, key=lambda item: item[0], reverse=True))
 
 
 def newest_whole(folder: Path, kind: str | None = None) -> Path | None:
@@ -133,20 +126,21 @@ def newest_whole(folder: Path, kind: str | None = None) -> Path | None:
 
 
 def link(source: Path, target: Path) -> None:
-    """Give a complete checkpoint and its sidecar a second name; where the file system has no hard links, copy them."""
+    """Give a complete checkpoint and its sidecar a second name; where the file system has no hard links, copy them.
+
+    Raises:
+        FileNotFoundError: the source was removed meanwhile.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
     for old, new in ((source, target), (sidecar_path(source), sidecar_path(target))):
         new.unlink(missing_ok=True)
         try:
             os.link(old, new)
+        except FileNotFoundError:
+            raise
         except OSError:
             shutil.copyfile(old, new)
     sync_folder(target.parent)
-
-
-def set_aside(checkpoint: Path) -> None:
-    """Keep a second name for a checkpoint that is about to be overwritten, until its successor is complete."""
-    if sidecar_path(checkpoint).exists():
-        link(checkpoint, checkpoint.with_name(checkpoint.name.replace("-step", "-before-step")))
 
 
 def remove(checkpoint: Path) -> None:
@@ -157,8 +151,8 @@ def remove(checkpoint: Path) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what a killed process left: half-written files, and checkpoints without a sidecar."""
-    for path in folder.glob(".*.part") if folder.is_dir() else ():
+    for path in folder.glob(".*.part"):
         path.unlink(missing_ok=True)
-    for path in folder.glob("*.ckpt") if folder.is_dir() else ():
-        if NAME.fullmatch(path.name) and path.is_file() and not sidecar_path(path).exists():
-            remove(path)
+    for path in folder.glob("*.ckpt"):
+        if NAME.fullmatch(path.name) and not sidecar_path(path).exists():
+            path.unlink()

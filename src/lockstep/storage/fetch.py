@@ -1,8 +1,13 @@
-"""Fetch checkpoints and whole runs from a bucket: verified by sha256, cached, with progress. Imports no torch."""
+"""Fetch checkpoints and whole runs from a bucket: verified by sha256, cached, with progress. Imports no torch.
+
+<prefix>/<run_id>/best.json, last.json                             each names one complete checkpoint
+<prefix>/<run_id>/checkpoints/best-step00000123-1a2b3c4d.ckpt      never changes: step and beginning of the sha256
+"""
 
 import logging
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +21,17 @@ from lockstep.storage.checkpoint_files import (
     complete,
     fault_of,
     newest_whole,
+    parse_sidecar,
     read_sidecar,
     write_sidecar,
 )
 from lockstep.storage.errors import S3Error
-from lockstep.storage.pointer import KINDS, Pointer, read_pointer
 from lockstep.storage.s3 import Bucket, Progress, is_s3
 
 log = logging.getLogger(__name__)
 
+KINDS = ("best", "last")
+KEY = re.compile(r"checkpoints/[A-Za-z0-9_-][A-Za-z0-9._-]*")
 STEP = re.compile(r"-step(\d{1,12})")
 TRIES = 3  # a running training may replace the checkpoint while it is fetched
 # What a run records; nothing here decides anything, because others may write to the bucket.
@@ -34,6 +41,17 @@ RECORDED = re.compile(
     r"|tensorboard/([A-Za-z0-9_-][A-Za-z0-9._-]*/)?[A-Za-z0-9_][A-Za-z0-9._=@+-]{0,199}"
 )
 MAX_FILE_BYTES = 64 * 2**20
+
+
+def read_pointer(run: Bucket, kind: str) -> tuple[Sidecar | None, str | None]:
+    """Return (best.json or last.json of a run, its ETag); (None, …) if it names nothing that a run could write."""
+    data, etag = run.read(f"{kind}.json")
+    try:
+        pointer = parse_sidecar(parse_json(data or b"null"))
+    except NotReadable:
+        pointer = None
+    key = pointer.key.removeprefix(run.prefix) if pointer else ""  # 1.0.0 wrote whole keys
+    return (replace(pointer, key=key), etag) if pointer and KEY.fullmatch(key) else (None, etag)
 
 
 def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None, cache: Path) -> Path:
@@ -49,51 +67,47 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None, ca
         UserError: there is none, the bucket cannot be used, or the object is not what was uploaded.
     """
     if is_s3(address):
-        return _fetch_address(address, s3 or {}, cache).resolve()
-    path = Path(address)
-    if (run := RunFolder(path)).record.exists():
-        return _best_of(run)
-    if path.exists():
-        return path.resolve()
-    if not RUN_ID_PATTERN.fullmatch(address) or path.suffix == ".ckpt":
-        raise UserError(f"There is no checkpoint {address}.")
-    return _best_of(find_run(logs, address))
-
-
-def _best_of(run: RunFolder) -> Path:
-    best = next((found for found, _ in complete(run.checkpoints, "best")), None)
-    if best is None:
-        raise UserError(f"The run {run.run_id} has no complete best checkpoint.")
-    return best.resolve()
+        try:
+            return _fetch_address(address.rstrip("/"), s3 or {}, cache).resolve()
+        except S3Error as error:
+            raise UserError(f"The checkpoint {address} cannot be used: {error}.") from None
+    path, run = Path(address), RunFolder(Path(address))
+    if not run.record.exists():
+        if path.exists():
+            return path.resolve()
+        if not RUN_ID_PATTERN.fullmatch(address) or path.suffix == ".ckpt":
+            raise UserError(f"There is no checkpoint {address}.")
+        run = find_run(logs, address)
+    for best, _ in complete(run.checkpoints, "best"):
+        return best.resolve()
+    raise UserError(f"The run {run.run_id} has no complete best checkpoint.")
 
 
 def _fetch_address(address: str, s3: Mapping[str, Any], cache: Path) -> Path:
-    above, _, name = address.rstrip("/").rpartition("/")
-    try:
-        if name.endswith(".ckpt"):
-            bucket = Bucket.of(s3, above)
-            head = bucket.call("head_object", name)
-            step, sha256 = int((STEP.findall(name) or [0])[-1]), head["Metadata"].get("sha256", "")
-            named = Pointer(name, head["ContentLength"], sha256, step, 0, {}, "")
-            return fetch(bucket, named, cache / (sha256 or head["ETag"].strip('"'))[:16], checkpoint_name("best", step))
-        kind = name.removesuffix(".json") if name in ("best.json", "last.json") else ""
-        run = Bucket.of(s3, above if kind else address.rstrip("/"))
-        for attempt in range(TRIES):
-            pointer, _ = read_pointer(run, kind or "best")
-            if pointer is None:
-                raise S3Error("there is no readable best.json: give the address of a run, or of a .ckpt file")
-            try:
-                folder = cache / pointer.sha256[:16]
-                return fetch(run, pointer, folder, checkpoint_name(kind or "best", pointer.step))
-            except S3Error as error:
-                if error.code != "NoSuchKey" or attempt + 1 == TRIES:
-                    raise
-        raise AssertionError
-    except S3Error as error:
-        raise UserError(f"The checkpoint {address} cannot be used: {error}.") from None
+    above, _, name = address.rpartition("/")
+    if name.endswith(".ckpt"):
+        bucket = Bucket.of(s3, above)
+        head = bucket.call("head_object", name)
+        sha256, step = head["Metadata"].get("sha256", ""), int((STEP.findall(name) or [0])[-1])
+        folder = cache / (sha256 or head["ETag"].strip('"'))[:16]
+        return fetch(
+            bucket, Sidecar(step, head["ContentLength"], sha256, key=name), folder, checkpoint_name("best", step)
+        )
+    kind = name.removesuffix(".json") if name in ("best.json", "last.json") else ""
+    run = Bucket.of(s3, above if kind else address)
+    for attempt in range(1, TRIES + 1):
+        pointer, _ = read_pointer(run, kind or "best")
+        if pointer is None:
+            raise S3Error("there is no readable best.json: give the address of a run, or of a .ckpt file")
+        try:
+            return fetch(run, pointer, cache / pointer.sha256[:16], checkpoint_name(kind or "best", pointer.step))
+        except S3Error as error:
+            if error.code != "NoSuchKey" or attempt == TRIES:
+                raise
+    raise AssertionError
 
 
-def fetch(bucket: Bucket, pointer: Pointer, folder: Path, name: str) -> Path:
+def fetch(bucket: Bucket, pointer: Sidecar, folder: Path, name: str) -> Path:
     """Return the checkpoint that a pointer names as a whole file in `folder`, with its sidecar.
 
     Raises:
@@ -112,68 +126,37 @@ def fetch(bucket: Bucket, pointer: Pointer, folder: Path, name: str) -> Path:
             part.unlink()
             raise S3Error(f"{address} is not what was uploaded (its sha256 differs)", "Damaged")
         part.replace(path)
-        more = {"epoch": pointer.epoch, "metric": pointer.metric, "s3_uri": address}
-        write_sidecar(path, Sidecar.of(found, step=pointer.step, **more))
+        write_sidecar(path, replace(pointer, sha256=found.sha256, key="", start=0.0))
         return path
 
 
-def fetch_run(run: Bucket, folder: RunFolder) -> Path | None:
-    """Bring a run back from its bucket: its newest whole checkpoint, its best, its record and curves.
+def fetch_run(run: Bucket, folder: RunFolder) -> None:
+    """Bring a run back from its bucket: its best and its newest checkpoint, its record and curves.
 
-    What this machine has and is as new stays. A checkpoint that is damaged in the bucket is passed over.
+    All of it stays as it is here if nothing in the bucket is newer. A damaged checkpoint in the bucket is passed over.
 
-    Returns:
-        The checkpoint that was fetched because it is newer than any here; None if there is none.
     Raises:
         UserError: the bucket cannot be used, and this machine has no whole checkpoint to resume from.
     """
-    local = newest_whole(folder.checkpoints)
-    known = read_sidecar(local) if local else None
+    is_newer = not folder.record.exists()
     try:
-        named = [(pointer, kind) for kind in KINDS if (pointer := read_pointer(run, kind)[0])]
-        named.sort(key=lambda entry: (entry[0].step, entry[1]), reverse=True)
-        newer = [entry for entry in named if entry[0].step > (known.step if known else -1)]
-        fetched = _first_whole(run, newer, folder)
-        best = [entry for entry in named if entry[1] == "best"]
-        if best and not any(folder.checkpoints.glob(f"{checkpoint_name('best', best[0][0].step)}.json")):
-            _first_whole(run, best, folder)
-        if named or not folder.record.exists():
-            _restore_files(run, folder)
-        return fetched
+        for kind in KINDS:
+            pointer, _ = read_pointer(run, kind)
+            # A last that is not newer than the best is not needed, unless the best has weights alone.
+            here = newest_whole(folder.checkpoints, "best" if kind == "best" else None)
+            known = read_sidecar(here) if here else None
+            if pointer and (known is None or pointer.step > known.step):
+                is_newer = True
+                try:
+                    fetch(run, pointer, folder.checkpoints, checkpoint_name(kind, pointer.step))
+                except S3Error as error:
+                    if error.code not in ("Damaged", "NoSuchKey"):
+                        raise
+                    log.info(f"Passed over {run.address(pointer.key)}: {error}.")
+        for key, size, _ in list(run.list()) if is_newer else ():
+            if RECORDED.fullmatch(key) and size <= MAX_FILE_BYTES:  # its config is not trusted: others may write here
+                run.download(key, folder.bucket_config if key == folder.config.name else folder.path / key)
     except S3Error as error:
-        if local is None:
+        if newest_whole(folder.checkpoints) is None:
             raise UserError(f"The run {folder.run_id} cannot be fetched from {run.uri}: {error}.") from None
         log.info(f"s3: the run cannot be looked up in {run.uri}: {error}; going on with what is here.")
-        return None
-
-
-def _first_whole(run: Bucket, named: list[tuple[Pointer, str]], folder: RunFolder) -> Path | None:
-    for pointer, kind in named:
-        try:
-            return fetch(run, pointer, folder.checkpoints, checkpoint_name(kind, pointer.step))
-        except S3Error as error:
-            if error.code not in ("Damaged", "NoSuchKey"):
-                raise
-            log.info(f"Passed over {run.address(pointer.key)}: {error}.")
-    return None
-
-
-def _restore_files(run: Bucket, folder: RunFolder) -> None:
-    """Fetch what the run has recorded, so that its record and curves go on; what is here stays unless it is older.
-
-    Its config.yaml goes to a place of its own, because others may write to the bucket.
-    """
-    here = folder.record.read_bytes() if folder.record.exists() else None
-    is_older = _updated_at(run.read("run.json")[0]) > _updated_at(here)
-    for key, size, _ in list(run.list()):
-        target = folder.bucket_config if key == folder.config.name else folder.path / key
-        wanted = RECORDED.fullmatch(key) and size <= MAX_FILE_BYTES
-        if wanted and (is_older or not target.exists() or target == folder.bucket_config):
-            run.download(key, target)
-
-
-def _updated_at(record: bytes | None) -> str:
-    try:
-        return str(parse_json(record or b"{}").get("updated_at", ""))
-    except (NotReadable, AttributeError):
-        return ""

@@ -9,42 +9,23 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from lockstep.runs.errors import UserError
 from lockstep.storage.errors import S3Error, translated
 
 log = logging.getLogger(__name__)
 
-BUCKET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
-KEY = re.compile(r"[^\x00-\x1f\x7f?#\\]*")
-MAX_SMALL_BYTES = 2**20
+URI = re.compile(r"s3://(?P<bucket>[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9])(?P<key>(/[^/\x00-\x1f\x7f?#\\]+)*)/?")
+ENDPOINT = re.compile(r"https?://[^\s@?]+")
 PART_BYTES = 16 * 2**20  # larger files are sent in parts of this size, four at once
 
 
 def is_s3(address: str | Path) -> bool:
     return str(address).startswith("s3:")
-
-
-def parse_uri(uri: str) -> tuple[str, str]:
-    """Return ("bucket", "key/or/prefix") of s3://bucket/key/or/prefix.
-
-    Raises:
-        UserError: it is no such address.
-    """
-    bucket, _, key = str(uri).removeprefix("s3://").rstrip("/").partition("/")
-    if not str(uri).startswith("s3://") or "@" in bucket or "?" in str(uri):
-        raise UserError("An S3 address is s3://bucket/prefix without credentials or a query: boto3 finds the keys.")
-    if not BUCKET_NAME.fullmatch(bucket):
-        raise UserError(f"{bucket!r} cannot name a bucket: an S3 address is s3://bucket/prefix.")
-    if not KEY.fullmatch(key) or (key and any(part in ("", ".", "..") for part in key.split("/"))):
-        raise UserError(f"{key!r} cannot be a key: no empty, '.' or '..' parts, no control characters, no ?, # or \\.")
-    return bucket, key
 
 
 @dataclass(frozen=True)
@@ -56,7 +37,7 @@ class Bucket:
         endpoint_url: the address of a store other than Amazon's; None: as boto3's configuration says.
         storage_class, server_side_encryption, sse_kms_key_id: as S3 names them.
     Raises:
-        UserError: an address that is none, or that carries credentials.
+        UserError: an invalid address, or one that carries credentials, which are not repeated.
     """
 
     uri: str
@@ -66,12 +47,13 @@ class Bucket:
     sse_kms_key_id: str | None = None
 
     def __post_init__(self) -> None:
-        parse_uri(self.uri)
-        parts = urlsplit(self.endpoint_url or "http://host")
-        if parts.username or parts.query:
-            raise UserError("s3.endpoint_url holds credentials or a query: give http(s)://host:port.")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"s3.endpoint_url={self.endpoint_url!r} is no web address: give http(s)://host:port.")
+        found = URI.fullmatch(str(self.uri))
+        if not found:
+            raise UserError("An S3 address is s3://bucket/prefix, without credentials, query, \\ or empty parts.")
+        if {".", ".."} & set(found["key"].split("/")):
+            raise UserError(f"{found['key'][1:]!r} cannot be a key of S3: it has '.' or '..' in it.")
+        if self.endpoint_url and not ENDPOINT.fullmatch(self.endpoint_url):
+            raise UserError("s3.endpoint_url is http(s)://host:port, without credentials or a query.")
 
     @classmethod
     def of(cls, s3: Mapping[str, Any], uri: str | None = None) -> "Bucket":
@@ -85,12 +67,12 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        return parse_uri(self.uri)[0]
+        return self.uri.split("/")[2]
 
     @property
     def prefix(self) -> str:
-        """What the keys begin with in the bucket: empty, or ends with a slash."""
-        key = parse_uri(self.uri)[1]
+        """The beginning of the keys in the bucket: empty, or ends with a slash."""
+        key = self.uri.partition(self.name)[2].strip("/")
         return f"{key}/" if key else ""
 
     def address(self, key: str) -> str:
@@ -105,39 +87,28 @@ class Bucket:
             logging.getLogger(name).setLevel(logging.WARNING)
         logging.getLogger("botocore.credentials").setLevel(logging.CRITICAL)  # its tracebacks are our sentences
         config = Config(connect_timeout=10, read_timeout=30, max_pool_connections=32)
-        with self.translated():
-            return boto3.session.Session().client("s3", endpoint_url=self.endpoint_url, config=config)
-
-    def forget_client(self) -> None:
-        """Make a new client for the next request, which reads the credentials anew."""
-        self.__dict__.pop("client", None)
-
-    def translated(self) -> AbstractContextManager[None]:
-        return translated(self.name, self.endpoint_url)
+        return boto3.session.Session().client("s3", endpoint_url=self.endpoint_url, config=config)
 
     def call(self, method: str, key: str | None = None, **arguments: Any) -> Any:
         """Return the answer of a method of boto3's client, such as `put_object`."""
         where = {"Bucket": self.name, **({} if key is None else {"Key": self.prefix + key})}
-        with self.translated():
+        with translated(self):
             return getattr(self.client, method)(**where, **arguments)
 
     def read(self, key: str) -> tuple[bytes | None, str | None]:
         """Return (content, ETag) of a small object; (None, None) if there is none."""
         try:
-            with self.translated():
+            with translated(self):
                 answer = self.call("get_object", key)
-                data = answer["Body"].read(MAX_SMALL_BYTES + 1)
+                return answer["Body"].read(), answer["ETag"]
         except S3Error as error:
             if error.code != "NoSuchKey":
                 raise
             return None, None
-        if len(data) > MAX_SMALL_BYTES:
-            raise S3Error(f"{self.address(key)} is far larger than what is written there")
-        return data, answer["ETag"]
 
-    def write(self, key: str, data: bytes, **arguments: str) -> None:
-        """Write a small object; the arguments are put_object's, such as IfMatch=etag and IfNoneMatch="*"."""
-        self.call("put_object", key, Body=data, **self._storage(), **arguments)
+    def write(self, key: str, data: bytes, **arguments: str) -> str:
+        """Write a small object, return its ETag; the arguments are put_object's, such as IfMatch and IfNoneMatch."""
+        return str(self.call("put_object", key, Body=data, **self._storage(), **arguments)["ETag"])
 
     def upload(self, key: str, path: Path, sha256: str = "", progress: Callable[[int], None] | None = None) -> None:
         """Upload a file by boto3's transfer manager: in parallel parts, with retries, verified by checksums.
@@ -148,27 +119,24 @@ class Bucket:
         """
         from boto3.s3.transfer import TransferConfig
 
-        extra: dict[str, Any] = {**self._storage(), **({"Metadata": {"sha256": sha256}} if sha256 else {})}
-        if self.client.meta.config.request_checksum_calculation != "when_required":  # as older stores need it
-            extra["ChecksumAlgorithm"] = "CRC32"
-        config = TransferConfig(PART_BYTES, max_concurrency=4, multipart_chunksize=PART_BYTES)
-        with self.translated():
+        with translated(self):
+            extra: dict[str, Any] = {**self._storage(), **({"Metadata": {"sha256": sha256}} if sha256 else {})}
+            if self.client.meta.config.request_checksum_calculation != "when_required":  # as older stores need it
+                extra["ChecksumAlgorithm"] = "CRC32"
+            config = TransferConfig(PART_BYTES, max_concurrency=4, multipart_chunksize=PART_BYTES)
             self.client.upload_file(str(path), self.name, self.prefix + key, extra, progress, config)
 
     def download(self, key: str, path: Path, progress: Callable[[int], None] | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with self.translated():
+        with translated(self):
             self.client.download_file(self.name, self.prefix + key, str(path), Callback=progress)
 
     def list(self, below: str = "") -> Iterator[tuple[str, int, str]]:
         """Yield (key, bytes, ETag) of every object whose key begins with `below`, in the order of the keys."""
-        with self.translated():
+        with translated(self):
             pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=self.prefix + below)
             for entry in (entry for page in pages for entry in page.get("Contents", [])):
                 yield entry["Key"].removeprefix(self.prefix), entry["Size"], entry["ETag"].strip('"')
-
-    def delete(self, key: str) -> None:
-        self.call("delete_object", key)
 
     def abort_unfinished(self) -> None:
         """Abort the multipart uploads below here that a killed process left, which are billed and in no listing."""
@@ -184,7 +152,7 @@ class Bucket:
         except S3Error as error:
             return error.code == "PreconditionFailed"
         finally:
-            self.delete(key)
+            self.call("delete_object", key)
         return False
 
     def web_url(self, key: str) -> str:
@@ -198,7 +166,7 @@ class Bucket:
 
 
 class Progress:
-    """Count transferred bytes, and log every few seconds how many there are and how long the rest takes.
+    """Count transferred bytes, and log now and then how many there are and how long the rest takes.
 
     Args:
         what: the noun that the line begins with.
@@ -206,8 +174,8 @@ class Progress:
     """
 
     def __init__(self, what: str, total: int, done: int = 0, interval_s: float = 10.0) -> None:
-        self.what, self.total, self.done, self.interval_s = what, total, done, interval_s
-        self._lock, self._started, self._before = threading.Lock(), time.monotonic(), done
+        self.what, self.total, self.done, self.before, self.interval_s = what, total, done, done, interval_s
+        self._lock, self._started = threading.Lock(), time.monotonic()
         self._next = self._started + interval_s
 
     def __call__(self, num_bytes: int) -> None:
@@ -216,9 +184,6 @@ class Progress:
             if now < self._next:
                 return
             self._next = now + self.interval_s
-        log.info(self.line())
-
-    def line(self) -> str:
-        rate = max((self.done - self._before) / max(time.monotonic() - self._started, 1e-3), 1.0)
-        done = f"{self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB"
-        return f"{self.what}: {done}, {rate / 1e6:,.1f} MB/s, about {(self.total - self.done) / rate:,.0f} s left"
+        rate = max((self.done - self.before) / (now - self._started), 1.0)
+        done, left_s = f"{self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB", (self.total - self.done) / rate
+        log.info(f"{self.what}: {done}, {rate / 1e6:,.1f} MB/s, about {left_s:,.0f} s left")

@@ -1,65 +1,50 @@
 """Upload a run in the background: its best checkpoint, its last one, its small files. Training never waits for it.
 
-One thread has one slot per kind, in which a newer checkpoint replaces the one that waits. A checkpoint waits under a
-second name in `<run folder>/upload/`, so that training may delete its own. After a failure everything waits, longer
-each time, and is tried again. Imports no torch.
+A thread looks every second for the newest complete checkpoint of each kind: the run's folder is the queue, in which a
+newer one replaces the one that waits. What is sent has a second name in `<run folder>/upload/`, so that training may
+delete its own. After a failure the thread waits, longer each time, and begins again. Imports no torch.
+
+best.json and last.json are moved by a conditional put, which holds only if the object is still the one that this
+process read or wrote. Each start of a run first writes its time into them, so that an older start which is still alive
+cannot move them any more: it reads that a newer one has taken over, and stops.
 """
 
-import itertools
-import json
+import contextlib
 import logging
-import os
-import shutil
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from lockstep.runs.files import write_atomically
+from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR
+from lockstep.runs.files import utc_now, write_atomically
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.foreign_files import read_json
-from lockstep.runs.record import Upload
-from lockstep.storage.checkpoint_files import Sidecar, read_sidecar
+from lockstep.runs.record import Upload, read_record, update_record
+from lockstep.storage.checkpoint_files import Sidecar, complete, link, remove
 from lockstep.storage.errors import S3Error
-from lockstep.storage.pointer import KINDS, Pointer, Superseded, move, read_pointer, take_over
+from lockstep.storage.fetch import KINDS, read_pointer
 from lockstep.storage.s3 import Bucket, Progress
 
 log = logging.getLogger(__name__)
 
 RETRY_DELAYS_S = (1, 2, 4, 8, 15, 30, 60)
-RETRY_DELAY_AT_END_S = 5.0
-LAST_INTERVAL_S = 600.0
-FILES_INTERVAL_S = 60.0
+RETRY_DELAY_AT_END_S, POLL_S = 5.0, 1.0
+LAST_INTERVAL_S, FILES_INTERVAL_S = 600.0, 60.0
 ORDER = ("last", "best", "files")  # what a machine that is about to go has to send first
 SUFFIXES = (".yaml", ".json", ".csv", ".md", ".svg", ".png", ".txt", ".diff", ".log")
+SHORT_TIMEOUT_S = 5.0  # after a stop the machine may go; a start whose input was refused has trained nothing
+
+
+class Superseded(S3Error):
+    """A newer start of the same run has taken over; this process may upload nothing more."""
 
 
 class _Stopped(Exception):
     pass
-
-
-@dataclass(frozen=True)
-class _Item:
-    """A checkpoint under its second name; or the run's small files, whose path is the run folder.
-
-    Args:
-        only_forward: an earlier process saved it, and it must not replace a later step in the bucket.
-    """
-
-    kind: str
-    path: Path
-    sidecar: Sidecar | None = None
-    only_forward: bool = False
-
-    def __str__(self) -> str:
-        return f"the {self.kind} checkpoint of step {self.sidecar.step}" if self.sidecar else "the run's files"
-
-    def drop(self) -> None:
-        if self.sidecar:
-            self.path.unlink(missing_ok=True)
 
 
 class Uploader:
@@ -67,90 +52,38 @@ class Uploader:
     Args:
         run: the run's own place in the bucket.
         start: the time at which the run was started, by which an older process knows that it is superseded.
-        last_interval_s: at least so long between two uploads of `last`.
-        files_interval_s: between two looks at record, metrics and TensorBoard files.
+        last_interval_s: the time between two uploads of `last`.
+        files_interval_s: the time between two looks at record, metrics and TensorBoard files.
         takes_over: this is a new start of the run; false to send what an earlier process has left.
     """
 
     def __init__(
-        self,
-        run: Bucket,
-        folder: RunFolder,
-        start: float,
-        last_interval_s: float = LAST_INTERVAL_S,
-        files_interval_s: float = FILES_INTERVAL_S,
-        retry_delays_s: Sequence[float] = RETRY_DELAYS_S,
-        takes_over: bool = True,
-    ) -> None:
+        self, run: Bucket, folder: RunFolder, start: float, last_interval_s: float = LAST_INTERVAL_S,
+        files_interval_s: float = FILES_INTERVAL_S, takes_over: bool = True,
+    ) -> None:  # fmt: skip
         self.run, self.folder, self.start_time, self.takes_over = run, folder, start, takes_over
-        self.intervals_s = {"last": last_interval_s, "files": files_interval_s}
-        self.retry_delays_s, self.outbox, self._numbers = retry_delays_s, folder.path / "upload", itertools.count()
-        self.errors: dict[str, str] = {}  # why a kind is not in the bucket
-        self._record, self._files = Upload(), _Item("files", folder.path)
-        self._waiting: dict[str, _Item] = {"files": self._files}
-        self._due = {"last": time.monotonic() + last_interval_s}
-        self._sending: _Item | None = None
-        self._sent_files: dict[str, tuple[int, int]] = {}
+        self.intervals_s = {"last": last_interval_s, "best": 0.0, "files": files_interval_s}
+        self._due = {"last": time.monotonic() + last_interval_s, "best": 0.0, "files": 0.0}
+        self._uploaded: dict[str | Path, object] = {}  # sha256 by kind, time and size by small file
+        self._pointers: dict[str, tuple[Sidecar | None, str | None]] = {}  # by kind, with the ETag
+        self._seconds: float | None = None
+        self._error, self._failures = "not uploaded yet", 0
+        self._asked = self._answered = 0  # number of flushes
+        self._began = self._stopped = False
         self._wake, self._thread = threading.Condition(), threading.Thread(target=self._work, name="s3", daemon=True)
-        self._failures, self._retry_at, self._progress = 0, 0.0, Progress("", 0)
-        self._began = self._flushing = self._stopped = False
-        for path in self.outbox.glob("*.ckpt"):  # of a process that was killed; checkpoints/ has what counts
-            path.unlink()
+        if takes_over:
+            keep_start(folder, start)
 
     def start(self) -> None:
         self._thread.start()
 
-    def offer(self, path: Path, kind: str, only_forward: bool = False) -> None:
-        """Take a complete checkpoint for upload; the caller may delete its own name for it afterwards."""
-        with self._wake:
-            sidecar = read_sidecar(path)
-            if self._stopped or sidecar is None or (kind == "last" and self._is_best(sidecar.sha256)):
-                return
-            item = _Item(kind, self.outbox / f"{kind}-{next(self._numbers)}.ckpt", sidecar, only_forward)
-            self.errors[kind] = "not uploaded yet"
-            try:
-                self.outbox.mkdir(parents=True, exist_ok=True)
-                try:
-                    os.link(path, item.path)
-                except OSError:  # a file system without hard links
-                    shutil.copyfile(path, item.path)
-            except OSError as error:
-                item.drop()
-                self.errors[kind] = f"{path.name} cannot be kept for the upload ({error.strerror})"
-                log.info(f"s3: {self.errors[kind]}; training goes on without this upload.")
-                return
-            if before := self._waiting.pop(kind, None):
-                before.drop()
-            self._waiting[kind] = item
-            self._wake.notify_all()
-
-    def _is_best(self, sha256: str) -> bool:
-        """The last checkpoint is often a second name for the best, which is uploaded once."""
-        best = [item.sidecar.sha256 for item in (self._waiting.get("best"), self._sending) if item and item.sidecar]
-        return sha256 in (self._record.sha256, *best)
-
-    def hurry(self) -> None:
-        """Send every checkpoint at once from now on, because this machine is about to go."""
-        with self._wake:
-            self.intervals_s["last"] = self._due["last"] = self._retry_at = 0.0
-            self._wake.notify_all()
-
     def flush(self, timeout_s: float) -> bool:
-        """Send all that waits, and log the progress; return False if something is left after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
+        """Send everything now; return False if something is left after `timeout_s`."""
         with self._wake:
-            if self._stopped or not self._thread.is_alive():
-                return not self.errors
-            self._flushing, self._retry_at, self._waiting["files"] = True, 0.0, self._files
-            self._due.clear()
+            self._asked += 1
             self._wake.notify_all()
-            if self._sending and self._progress.total:
-                log.info(f"s3: {self._progress.line()}")
-            while (self._waiting or self._sending) and not self._stopped and time.monotonic() < deadline:
-                self._wake.wait(min(1.0, max(0.0, deadline - time.monotonic())))
-            self._flushing = False
-            self._due = {kind: time.monotonic() + seconds for kind, seconds in self.intervals_s.items()}
-            return not (self._waiting or self._sending or self._stopped)
+            self._wake.wait_for(lambda: self._stopped or self._answered == self._asked, timeout_s)
+            return self._answered == self._asked
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the thread; what is being sent is broken off and stays in the folder."""
@@ -162,146 +95,120 @@ class Uploader:
 
     def status(self) -> Upload:
         """Return what is known of the best checkpoint in the bucket, and which kinds still wait."""
-        with self._wake:
-            left = {item.kind for item in (*self._waiting.values(), self._sending) if item and item.sidecar}
-            return Upload(**{**vars(self._record), "error": self.errors.get("best"), "left": sorted(left)})
+        left, best = sorted(kind for kind in KINDS if self._newest(kind)), self._pointers.get("best", (None, None))[0]
+        known = Upload(error=self._error if "best" in left else None, left=left)
+        if best is None:
+            return known
+        return replace(known, uri=self.run.address(best.key), sha256=best.sha256, step=best.step, seconds=self._seconds)
+
+    def _newest(self, kind: str) -> tuple[Path, Sidecar] | None:
+        """Return the checkpoint that is to be uploaded; a last that is a second name for the best is not."""
+        newest, best = (next(complete(self.folder.checkpoints, each), None) for each in (kind, "best"))
+        is_best = kind == "last" and newest and best and newest[1].sha256 == best[1].sha256
+        return None if is_best or not newest or newest[1].sha256 == self._uploaded.get(kind) else newest
 
     # --- the thread
 
     def _work(self) -> None:
-        while (item := self._next()) is not None:
+        while not self._stopped:
+            asked, delay_s = self._asked, POLL_S
             try:
-                self._send(item)
-            except Superseded as error:
-                self._give_up(item, str(error))
+                for kind in ORDER:
+                    if asked != self._answered or time.monotonic() >= self._due[kind]:
+                        self._send(kind)
+                        self._due[kind] = time.monotonic() + self.intervals_s[kind]
+                self._answered, self._failures, self._error = asked, 0, "not uploaded yet"
             except _Stopped:
-                self._put_back(item)
-            except S3Error as error:
-                self._failed(item, str(error))
+                return
             except Exception as error:  # a mistake in this code must not end the uploads of the run
                 where = traceback.extract_tb(error.__traceback__)[-1]
-                self._failed(item, f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}")
+                place = f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}"
+                self._error = str(error) if isinstance(error, S3Error) else place
+                delay_s = RETRY_DELAYS_S[min(self._failures, len(RETRY_DELAYS_S) - 1)]
+                self._failures, self._stopped = self._failures + 1, self._stopped or isinstance(error, Superseded)
+                then = "this process uploads nothing more" if self._stopped else f"next try in {delay_s:g} s"
+                log.info(f"s3: not uploaded: {self._error}; {then}.")
+                self.run, self._began = replace(self.run), False  # a new client reads credentials anew
             with self._wake:
-                self._sending, self._progress = None, Progress("", 0)
                 self._wake.notify_all()
+                delay_s = min(delay_s, RETRY_DELAY_AT_END_S) if asked != self._answered else delay_s
+                if not self._stopped and self._asked == asked:
+                    self._wake.wait(delay_s)
 
-    def _next(self) -> _Item | None:
-        """Wait for the most important kind that is due; return None to stop."""
-        with self._wake:
-            while not self._stopped:
-                now = time.monotonic()
-                times = {kind: max(self._due.get(kind, 0.0), self._retry_at) for kind in self._waiting}
-                if due := [kind for kind in ORDER if times.get(kind, now + 1) <= now]:
-                    self._sending = self._waiting.pop(due[0])
-                    return self._sending
-                self._wake.wait(min(times.values(), default=now + 60.0) - now)
-            return None
-
-    def _send(self, item: _Item) -> None:
-        if not self._began and self.takes_over:
+    def _send(self, kind: str) -> None:
+        if not self._began:
             self._begin()
-        self._began = True
-        if item.sidecar:
-            self._send_checkpoint(item, item.sidecar)
-            item.drop()
-        else:
-            self._send_files()
-        with self._wake:
-            self._failures = 0
-            if not self._flushing:
-                self._due[item.kind] = time.monotonic() + self.intervals_s.get(item.kind, 0.0)
-            if item.kind not in self._waiting:
-                self.errors.pop(item.kind, None)
-            if item == self._files and not self._flushing:
-                self._waiting["files"] = item
-
-    def _send_checkpoint(self, item: _Item, known: Sidecar) -> None:
-        started, (current, _) = time.monotonic(), read_pointer(self.run, item.kind)
-        if current and current.start > self.start_time:
-            raise Superseded
-        if current and item.only_forward and current.step > known.step:
-            return
-        key = f"checkpoints/{item.kind}-step{known.step:08d}-{known.sha256[:8]}.ckpt"
-        if current and current.sha256 == known.sha256:
-            key = current.key
-        else:
-            self._progress = Progress(f"uploading {item}", known.bytes)
-            self.run.upload(key, item.path, known.sha256, self._count)
-        wanted = Pointer(key, known.bytes, known.sha256, known.step, known.epoch, known.metric, self.folder.run_id,
-                         self.start_time)  # fmt: skip
-        before = move(self.run, item.kind, wanted)
-        if not self.takes_over:
-            self._clear_away()
-        if before and before.key != key:
-            self._tidy(self.run.delete, before.key)
-        if item.kind == "best":
-            seconds = round(time.monotonic() - started, 3)
-            self._record = Upload(uri=self.run.address(key), sha256=known.sha256, step=known.step, seconds=seconds)
-
-    def _begin(self) -> None:
-        """Become the newest start of the run."""
-        self.start_time = take_over(self.run, self.start_time)
-        note(self.folder, start=self.start_time)
-        if best := read_pointer(self.run, "best")[0]:
-            self._record = Upload(uri=self.run.address(best.key), sha256=best.sha256, step=best.step)
-        self._clear_away()
-
-    def _clear_away(self) -> None:
-        """Delete what a killed start left in the bucket: objects that no pointer names, and unfinished uploads."""
-        named = {pointer.key for kind in KINDS if (pointer := read_pointer(self.run, kind)[0])}
-        for key in [key for key, _, _ in self.run.list("checkpoints/") if key not in named]:
-            self._tidy(self.run.delete, key)
-        self._tidy(self.run.abort_unfinished)
-
-    def _count(self, num_bytes: int) -> None:
-        if self._stopped:
-            raise _Stopped
-        self._progress(num_bytes)
-
-    def _tidy(self, delete: Callable[..., None], *arguments: str) -> None:
-        try:
-            delete(*arguments)
-        except S3Error as error:  # a rule of the bucket may do it instead
-            log.debug(f"s3: {error}")
-
-    def _send_files(self) -> None:
-        """Send those small files of the run folder that changed since they were last sent."""
+        if kind in KINDS:
+            return self._send_checkpoint(kind)
         for relative, path in small_files(self.folder):
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 facts = path.stat()
                 state = (facts.st_mtime_ns, facts.st_size)
-                if self._sent_files.get(relative) != state and facts.st_size:
-                    self.run.upload(relative, path, progress=self._count)
-            except FileNotFoundError:
-                continue
-            self._sent_files[relative] = state
+                if facts.st_size and self._uploaded.get(path) != state:
+                    self._upload(relative, path)
+                self._uploaded[path] = state
 
-    def _put_back(self, item: _Item) -> None:
-        with self._wake:
-            if self._waiting.setdefault(item.kind, item) != item:  # a newer one has come meanwhile
-                item.drop()
+    def _begin(self) -> None:
+        """Become the newest start of the run; delete what a killed start left: unnamed objects, unfinished uploads."""
+        pointers = {kind: read_pointer(self.run, kind) for kind in KINDS}
+        newest = max([pointer.start for pointer, _ in pointers.values() if pointer], default=0.0)
+        if newest > self.start_time:
+            if not self.takes_over:
+                raise Superseded("a newer start of this run has taken over in the bucket")
+            self.start_time = newest + 0.001  # a start on a machine whose clock is behind is newer all the same
+        for kind, (pointer, etag) in pointers.items():
+            if pointer and pointer.start != self.start_time:
+                pointers[kind] = self._put(kind, pointer, etag)
+        if self.takes_over:
+            keep_start(self.folder, self.start_time)
+        self._pointers, self.takes_over, self._began = pointers, False, True
+        with contextlib.suppress(S3Error):  # a rule of the bucket may do it instead
+            self.run.abort_unfinished()
+            named = {pointer.key for pointer, _ in pointers.values() if pointer}
+            # Before the first best.json an older start that is still alive may be about to name one of them.
+            for key in {key for key, _, _ in self.run.list("checkpoints/")} - named if pointers["best"][0] else ():
+                self.run.call("delete_object", key)
 
-    def _failed(self, item: _Item, error: str) -> None:
-        self._put_back(item)
-        with self._wake:
-            self.errors.update(dict.fromkeys(self._waiting, error))
+    def _put(self, kind: str, pointer: Sidecar, etag: str | None) -> tuple[Sidecar, str]:
+        """Write best.json or last.json, unless another process has written it since `etag`; return it with its ETag."""
+        pointer, condition = (
+            replace(pointer, start=self.start_time),
+            {"IfMatch": etag} if etag else {"IfNoneMatch": "*"},
+        )
+        return pointer, self.run.write(f"{kind}.json", pointer.as_json().encode(), **condition)
+
+    def _send_checkpoint(self, kind: str) -> None:
+        if not (newest := self._newest(kind)):
+            return
+        (path, known), (before, etag), started = newest, self._pointers[kind], time.monotonic()
+        if not before or before.sha256 != known.sha256:
+            key = f"checkpoints/{kind}-step{known.step:08d}-{known.sha256[:8]}.ckpt"
+            second = self.folder.path / "upload" / "sending.ckpt"
+            try:
+                link(path, second)
+            except FileNotFoundError:  # training has deleted it for a newer one
+                return self._send_checkpoint(kind)
+            try:
+                self._upload(key, second, known.sha256)
+            finally:
+                remove(second)
+            self._pointers[kind] = self._put(kind, replace(known, key=key), etag)
+            with contextlib.suppress(S3Error):
+                if before and before.key != key:
+                    self.run.call("delete_object", before.key)
+        if kind == "best":
+            self._seconds = round(time.monotonic() - started, 3)
+        self._uploaded[kind] = known.sha256
+
+    def _upload(self, key: str, path: Path, sha256: str = "") -> None:
+        progress = Progress(f"uploading {key}", path.stat().st_size)
+
+        def count(num_bytes: int) -> None:
             if self._stopped:
-                return
-            delay_s = self.retry_delays_s[min(self._failures, len(self.retry_delays_s) - 1)]
-            delay_s = min(delay_s, RETRY_DELAY_AT_END_S) if self._flushing else delay_s
-            self._failures, self._retry_at = self._failures + 1, time.monotonic() + delay_s
-        at = datetime.now() + timedelta(seconds=delay_s)
-        log.info(f"s3: {item} could not be uploaded: {error}; next try in {delay_s:g} s, at {at:%H:%M:%S}.")
-        self.run.forget_client()  # the next one reads credentials that may have been renewed
+                raise _Stopped
+            progress(num_bytes)
 
-    def _give_up(self, item: _Item, error: str) -> None:
-        log.info(f"s3: {error}; this process uploads nothing more.")
-        with self._wake:
-            for waiting in (*self._waiting.values(), item):
-                waiting.drop()
-                if waiting.sidecar:
-                    self.errors[waiting.kind] = error
-            self._waiting, self._stopped = {}, True
+        self.run.upload(key, path, sha256, count)
 
 
 def small_files(folder: RunFolder) -> Iterator[tuple[str, Path]]:
@@ -313,15 +220,47 @@ def small_files(folder: RunFolder) -> Iterator[tuple[str, Path]]:
             yield below, path
 
 
-def note(folder: RunFolder, **known: float | None) -> None:
-    """Keep for whoever sends the rest: `start` of the run, and `until` when its end may wait for that."""
-    text = json.dumps({**notes(folder), **known})
-    write_atomically(folder.path / "upload" / "start.json", lambda file: file.write(text))
+def keep_start(folder: RunFolder, start: float) -> None:
+    """Keep the time at which the run was started, for the process that sends the rest."""
+    write_atomically(folder.path / "upload" / "start", lambda file: file.write(repr(start)))
 
 
-def notes(folder: RunFolder) -> dict[str, float]:
+def finish_upload(s3: Mapping[str, Any] | None, folder: RunFolder, code: int) -> int:
+    """At the end of a run: send what its process could not, and complete the record, which says what is missing.
+
+    Returns:
+        EXIT_NOT_UPLOADED if the code was EXIT_OK and the best checkpoint is not in the bucket; else the code.
+    """
+    if not s3 or not s3.get("uri") or not folder.record.exists():
+        return code
+    if not (folder.path / "upload" / "start").exists() and not any(complete(folder.checkpoints)):
+        return code  # it ended before it reached the bucket
+    timeout_s = float(s3.get("flush_timeout_s", 300.0))
+    timeout_s = min(timeout_s, SHORT_TIMEOUT_S) if code in (EXIT_USER_ERROR, EXIT_INTERRUPTED) else timeout_s
+    error = upload_left(s3, folder, timeout_s)
+    return EXIT_NOT_UPLOADED if error and code == EXIT_OK else code
+
+
+def upload_left(s3: Mapping[str, Any], folder: RunFolder, timeout_s: float) -> str | None:
+    """Send the best and the last checkpoint, unless the bucket has them or those of a newer start, and the run's files.
+
+    Returns:
+        Why the best checkpoint is not in the bucket; None if it is there, or if there is none.
+    """
     try:
-        held = read_json(folder.path / "upload" / "start.json")
-        return {str(name): float(value) for name, value in held.items() if isinstance(value, int | float)}
-    except (OSError, ValueError, AttributeError):
-        return {}
+        start = float((folder.path / "upload" / "start").read_text())
+    except (OSError, ValueError):
+        start = datetime.fromisoformat(read_record(folder.record).started_at or utc_now()).timestamp()
+    uploader = Uploader(Bucket.of(s3).at(folder.run_id), folder, start, takes_over=False)
+    uploader.start()
+    uploader.flush(timeout_s)
+    status = uploader.status()
+    with update_record(folder.record) as record:
+        if status.sha256 in (None, record.upload.sha256):  # it was there already, or nothing is known
+            status = replace(record.upload, error=status.error, left=status.left)
+        record.upload = status
+        if status.sha256 and record.best_checkpoint.step == status.step:
+            record.best_checkpoint.s3_uri = status.uri
+    uploader.flush(timeout_s if status.error is None else 0.0)  # the record, too
+    uploader.stop()
+    return status.error

@@ -1,15 +1,12 @@
-"""Checkpoints are read once for all ranks, and written by one thread that reports its errors."""
+"""Checkpoints are read once for all ranks, and copied before training changes them."""
 
-import threading
 from pathlib import Path
 
-import pytest
 import torch
 
 from local_ranks import meet, run_ranks
-from lockstep.callbacks.checkpoint_io import Writer, load_on_all_ranks, on_host, write_checkpoint
+from lockstep.callbacks.checkpoint_io import load_on_all_ranks, on_host, write_checkpoint
 from lockstep.runs.errors import UserError
-from lockstep.runs.full_disk import NoRoom
 
 
 def loaded(cluster, folder):
@@ -32,32 +29,6 @@ def test_rank_zero_reads_a_checkpoint_for_all_ranks(tmp_path):
     assert [total for total, _ in results] == [2e7, 2e7]
     for _, (torn, none) in results:
         assert "torn.ckpt is no checkpoint that can be loaded safely" in torn and none.startswith("There is no checkp")
-
-
-def test_the_writer_keeps_the_order_and_calls_back_in_the_callers_thread():
-    writer, done, go = Writer(), [], threading.Event()
-    writer.submit(lambda: (go.wait(5), done.append("best")), lambda: done.append(threading.current_thread()))
-    writer.submit(lambda: done.append("last"), lambda: done.append("then"))
-    writer.check()
-    assert done == [] and writer.is_busy
-    go.set()
-    writer.check(wait=True)
-    assert [one for one in done if isinstance(one, str)] == ["best", "last", "then"] and not writer.is_busy
-    assert threading.main_thread() in done
-
-
-def test_an_error_of_the_writer_is_raised_once_in_the_callers_thread():
-    writer, done = Writer(), []
-
-    def full():
-        raise NoRoom("no room on /x")
-
-    writer.submit(full, lambda: done.append("then"))
-    writer.submit(lambda: None, lambda: done.append("then"))
-    with pytest.raises(NoRoom, match="no room on /x"):
-        writer.check(wait=True)
-    writer.check(wait=True)
-    assert done == []
 
 
 def test_the_copy_does_not_change_with_the_weights():

@@ -1,5 +1,6 @@
 """The generators that a checkpoint carries, of one GPU and of several; the rest is in tests/test_train.py."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,17 @@ def test_another_monitor_finds_its_own_best(tmp_path):
         callback.load_state_dict(before.state_dict())
     assert not same._improves(0.9) and other._improves(2.5)
     assert other.record_fields()["best_checkpoint"]["metric"] == {"val/acc": 0.95}
+
+
+def test_an_error_of_the_thread_that_writes_is_raised_in_training(tmp_path):
+    callback, announced = Checkpoints(tmp_path, asynchronous=True), []
+    with ThreadPoolExecutor(1) as thread:
+        job = thread.submit((tmp_path / "none" / "x").write_text, "")
+    callback._writing = job, lambda: announced.append("complete")
+    with pytest.raises(FileNotFoundError):
+        callback.finish_writing()
+    callback.finish_writing()
+    assert announced == []
 
 
 def test_no_epochs_between_saves_are_refused(tmp_path):

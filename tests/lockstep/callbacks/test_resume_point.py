@@ -11,7 +11,6 @@ from lockstep.callbacks.resume_point import (
     VALIDATION,
     ends_step,
     loop_state,
-    resume_point,
     validates,
 )
 
@@ -24,7 +23,9 @@ def counts(part):
 
 
 def state(phase, done, accumulate=1, epoch=2):
-    return loop_state(SAVED, resume_point(epoch, done, 20, phase), accumulate)
+    return loop_state(
+        SAVED, {"epoch": epoch, "batches_done": done, "batches_per_epoch": 20, "phase": phase}, accumulate
+    )
 
 
 def test_mid_epoch_counts_micro_batches_of_the_new_accumulation():

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torchvision.transforms import v2
 
 from data.synthetic import SyntheticDataModule
-from lockstep.callbacks.resume_point import TRAINING, VALIDATION, loop_state, resume_point
+from lockstep.callbacks.resume_point import TRAINING, VALIDATION, loop_state
 from lockstep.data.augmentation import Augmentation, CropFlip
 from lockstep.data.image_datamodule import ImageDataModule
 from lockstep.data.image_set import ImageSet
@@ -175,7 +175,8 @@ class Recorder(LightningModule):
         loops = checkpoint["loops"]
         loader = loops["fit_loop"]["state_dict"]["combined_loader"][0]
         phase = VALIDATION if loader["global_batches"] == loader["steps_per_epoch"] else TRAINING
-        point = resume_point(loader["epoch"], loader["global_batches"], loader["steps_per_epoch"], phase)
+        point = {"epoch": loader["epoch"], "batches_done": loader["global_batches"],
+                 "batches_per_epoch": loader["steps_per_epoch"], "phase": phase}  # fmt: skip
         loops["fit_loop"] = loop_state(loops["fit_loop"], point, self.trainer.accumulate_grad_batches)
 
     def configure_optimizers(self):

@@ -11,11 +11,11 @@ from lockstep.storage.checkpoint_files import (
     complete,
     fault_of,
     link,
+    new_path,
     newest_whole,
     read_sidecar,
     remove,
     remove_leftovers,
-    set_aside,
     sidecar_path,
     write_sidecar,
 )
@@ -24,7 +24,7 @@ from lockstep.storage.checkpoint_files import (
 def make(folder, kind, step, data=b"weights"):
     path = folder / checkpoint_name(kind, step)
     path.write_bytes(data)
-    write_sidecar(path, Sidecar.of(checksum_of(path), step=step))
+    write_sidecar(path, Sidecar(step, **vars(checksum_of(path))))
     return path
 
 
@@ -45,8 +45,7 @@ def test_a_torn_and_a_flipped_one_are_passed_over_with_a_line(tmp_path, caplog):
     flipped.write_bytes(b"weighty")
     assert newest_whole(tmp_path) == good
     said = caplog.messages
-    assert "sha256" in said[0] and flipped.name in said[0]
-    assert "5 bytes instead of 7" in said[1]
+    assert ["sha256" in line for line in said] == [True, True] and flipped.name in said[0] and torn.name in said[1]
 
 
 def test_a_link_has_its_own_life(tmp_path):
@@ -72,19 +71,14 @@ def test_a_torn_sidecar_makes_no_checkpoint(tmp_path):
     assert list(complete(tmp_path)) == [] and "no readable" in fault_of(path)
 
 
-def test_what_is_written_over_stays_until_its_successor_is_complete(tmp_path):
+def test_a_step_that_is_saved_again_leaves_the_first_one_as_it_is(tmp_path):
     """A run that stopped in the validation of a step saves that step a second time."""
-    path = make(tmp_path, "last", 30, b"the first")
-    set_aside(path)
-    aside = tmp_path / "last-before-step00000030.ckpt"
-    assert newest_whole(tmp_path) == path
-    path.unlink()
-    path.write_bytes(b"half of")
-    assert newest_whole(tmp_path) == aside and aside.read_bytes() == b"the first"
-    make(tmp_path, "last", 30, b"the second")
-    assert [found.name for found, _ in complete(tmp_path, "last")] == [path.name, aside.name]
-    set_aside(path)
-    assert aside.read_bytes() == b"the second" and fault_of(aside) is None
+    first = make(tmp_path, "last", 30, b"the first")
+    again = new_path(tmp_path, "last", 30)
+    again.write_bytes(b"half of")
+    assert again.name == "last-step00000030-2.ckpt" and newest_whole(tmp_path) == first
+    write_sidecar(again, Sidecar(30, **vars(checksum_of(again))))
+    assert [found for found, _ in complete(tmp_path, "last")] == [again, first]
 
 
 def test_a_sidecar_that_an_older_version_wrote(tmp_path):
@@ -92,10 +86,7 @@ def test_a_sidecar_that_an_older_version_wrote(tmp_path):
     held = {"bytes": 3, "sha256": "cd" * 32, "epoch": 1, "batches_done": 10, "batches_per_epoch": 10,
             "phase": "epoch_end", "step": 20, "world_size": 2, "metric": {"val/acc": 0.5}}  # fmt: skip
     sidecar_path(path).write_text(json.dumps(held))
-    sidecar = read_sidecar(path)
-    assert (sidecar.step, sidecar.phase, sidecar.bytes) == (20, "epoch_end", 3)
-    write_sidecar(path, sidecar)
-    assert json.loads(sidecar_path(path).read_text()) == held
+    assert read_sidecar(path) == Sidecar(20, 3, "cd" * 32, 1, {"val/acc": 0.5})
 
 
 @pytest.mark.parametrize("change", [{"step": "x"}, {"step": float("inf")}, {"bytes": []}, {"sha256": None}])
