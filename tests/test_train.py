@@ -128,7 +128,7 @@ def test_a_checkpoint_is_plain_and_carries_its_config(uninterrupted):
     assert own["config"]["model"]["_target_"] == "models.small_cnn.SmallCNN"
     assert own["data"]["class_names"] == [str(i) for i in range(10)]
     assert own["data"]["image_size"] == 8 and own["data"]["channels"] == 1 and len(own["data"]["mean"]) == 1
-    assert sidecar.world_size == 1 and sidecar.epoch in (0, 1, 2)
+    assert sidecar.epoch in (0, 1, 2)
 
 
 @pytest.mark.parametrize("stop_after", [3, *(pytest.param(step, marks=SOAK) for step in (20, 21, 30))])
