@@ -5,9 +5,15 @@ trainer=ddp (GPUs), trainer=ddp_sim (the same in CPU processes over gloo).
 
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.runs.errors import UserError
 from lockstep.strategies.base import Capabilities, broadcast_from_rank_zero
+
+HOOKS = {"float32": None, "bfloat16": default_hooks.bf16_compress_hook, "float16": default_hooks.fp16_compress_hook}
 
 
 class DDP(Capabilities, DDPStrategy):
@@ -17,17 +23,30 @@ class DDP(Capabilities, DDPStrategy):
         bucket_cap_mb: gradients travel in buckets of this size, each as soon as it is full.
         find_unused_parameters: costs a walk over the graph in every step; only for nets that skip layers.
         static_graph: the net does the same in every step; DDP can reorder buckets and combine with checkpointing.
+        gradient_dtype: float32, or bfloat16 or float16, in which gradients travel between ranks: half the bytes.
+
+    Raises:
+        UserError: gradient_dtype is none of these.
     """
 
     def __init__(
         self, *, bucket_cap_mb: float = 25.0, find_unused_parameters: bool = False, static_graph: bool = False,
-        **options: Any,
+        gradient_dtype: str = "float32", **options: Any,
     ) -> None:  # fmt: skip
+        if gradient_dtype not in HOOKS:
+            raise UserError(f"trainer.gradient_dtype={gradient_dtype}: give {', '.join(HOOKS)}.")
         super().__init__(
             gradient_as_bucket_view=True,  # gradients are views of the buckets: no second copy
             broadcast_buffers=False, bucket_cap_mb=bucket_cap_mb, find_unused_parameters=find_unused_parameters,
             static_graph=static_graph, **options,
         )  # fmt: skip
+        self.hook = HOOKS[gradient_dtype]
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Set up as Lightning does; its own `ddp_comm_hook` is ignored on CPUs, where the tests compare losses."""
+        super().setup(trainer)
+        if self.hook and isinstance(self.model, DistributedDataParallel):
+            self.model.register_comm_hook(None, self.hook)
 
     @property
     def launcher(self) -> None:

@@ -28,6 +28,7 @@ from strategy_runs import (
     ranks,
     ranks_all,
     sgd,
+    strategy_of,
     trainer_of,
     worst,
 )
@@ -158,6 +159,15 @@ def test_ranks_exchange_each_gradient_once_a_step_buffers_once_an_evaluation_and
         assert found["fsdp", 1] == found["fsdp", 4] == 3 * 4  # steps × (three blocks and the root)
         assert found["buffers", 1] == found["buffers", 5] == 3  # running mean, running variance, count of batches
         assert found["sent", "ddp"] == found["sent", "allreduce"] == SENT
+
+
+def test_ddp_rounds_gradients_to_sixteen_bits_only_where_asked():
+    kinds = [("ddp", {"precision": "32-true", "own": {"gradient_dtype": kind}}) for kind in ("bfloat16", "float16")]
+    expected = one(precision="32-true")
+    bfloat16, float16 = (difference(found, expected) for found in ranks_all(2, kinds))
+    assert 1e-5 < float16 < bfloat16 < 0.03
+    with pytest.raises(UserError, match="gradient_dtype=half: give float32, bfloat16, float16"):
+        strategy_of("ddp", gradient_dtype="half")
 
 
 def running_mean(trainer):
