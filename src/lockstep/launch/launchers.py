@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from lockstep.runs.environment import environment, network_interface, set_variables
@@ -75,6 +76,9 @@ class Cluster:
         return self.launcher == "torchrun"
 
 
+INFINIBAND = Path("/sys/class/infiniband")  # InfiniBand, RoCE or EFA, which NCCL finds by itself
+
+
 def set_rank_environment(cluster: Cluster) -> None:
     """Set torchrun's variables for this rank, as torch and other libraries read them."""
     set_variables({
@@ -92,6 +96,8 @@ def set_rank_environment(cluster: Cluster) -> None:
     where = cluster.master_addr if cluster.num_nodes > 1 else "127.0.0.1"
     if cluster.world_size > 1 and (interface := network_interface(where)):
         defaults["GLOO_SOCKET_IFNAME"] = interface
+        if cluster.num_nodes > 1 and not any(INFINIBAND.glob("*")):  # else NCCL may take a container's bridge and hang
+            defaults["NCCL_SOCKET_IFNAME"] = f"={interface}"
     set_variables(defaults, unless_set=True)
 
 

@@ -249,6 +249,17 @@ def test_gloo_takes_the_interface_towards_the_master_unless_the_user_chose(monke
         assert environment()["GROUP_RANK"] == str(cluster.node_rank)
 
 
+@pytest.mark.parametrize(("fast", "nodes", "wanted"), [(False, 2, "=eth7"), (True, 2, None), (False, 1, None)])
+def test_nccl_takes_the_same_interface_where_there_is_no_infiniband(fast, nodes, wanted, tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.launch.launchers.network_interface", lambda address: "eth7")
+    monkeypatch.setattr("lockstep.launch.launchers.INFINIBAND", tmp_path)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    if fast:
+        (tmp_path / "efa_0").mkdir()
+    set_rank_environment(Cluster("torchrun", nodes, 2, 0, 1, "10.0.0.1", 29500))
+    assert environment().get("NCCL_SOCKET_IFNAME") == wanted
+
+
 @pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_memory_segments_expand_unless_the_user_says_otherwise(name, monkeypatch):
     if name:
