@@ -29,12 +29,12 @@ Answer = list[tuple[str, float]]  # (class, probability), the likeliest first
 
 def image_files(folder: Path) -> list[Path]:
     """Return all images at any depth below `folder` in natural order, without hidden ones."""
-    from lockstep.data.folders import images_below
+    from lockstep.data.listing import images_below
 
     if not folder.is_dir():
         raise UserError(f"images={folder} is not a folder. Pass the folder that contains the images.")
     left_out: dict[str, list[str]] = {}
-    found = [folder / image.name for image in images_below(folder, "", left_out)]
+    found = [folder / image.name for image in images_below(folder, left_out)]
     if not found:
         others = ", ".join(f"{len(names)} {reason}" for reason, names in left_out.items())
         raise UserError(f"images={folder} holds no image{f' (left out: {others})' if others else ''}.")

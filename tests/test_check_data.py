@@ -40,8 +40,8 @@ def ask(root, tmp_path, *words):
 def test_copies_near_copies_and_two_labels_are_found(photos, tmp_path, capsys):
     assert main(ask(photos, tmp_path, "data.val_fraction=0")) == 1
     said = capsys.readouterr()
-    assert "1 test images are identical to training images (data_report.txt)." in said.err
-    assert "1 images occur under two labels (data_report.txt)." in said.err
+    assert "1 test image is identical to a training image (data_report.txt)." in said.err
+    assert "1 image occurs under two labels (data_report.txt)." in said.err
     assert "nearly identical, test and train, same label: 2 pairs" in said.out
     assert "nearly identical, train, two labels: 1 pairs" in said.out
     assert (
@@ -50,7 +50,7 @@ def test_copies_near_copies_and_two_labels_are_found(photos, tmp_path, capsys):
     )
     folder = tmp_path / "logs" / "check_data" / "photos"
     lines = (folder / "data_report.txt").read_text().splitlines()
-    assert "test/cat/copy.png = train/cat/1.png  # 1 test images are identical to training images" in lines
+    assert "test/cat/copy.png = train/cat/1.png  # 1 test image is identical to a training image" in lines
     assert any(line.startswith("train/dog/2.png = test/dog/near.png  # nearly") for line in lines)
     with Image.open(folder / "pairs.png") as sheet:
         assert sheet.width == 3 * 264 + 8
@@ -92,13 +92,13 @@ def test_a_run_logs_and_records_the_report_of_its_data(photos, tmp_path, path):
     assert done.code == 0, done.output
     assert "data: 2 classes: cat, dog · " in done.output
     assert "left out: 1 hidden images, 1 .txt files (data_report.txt)" in done.output
-    assert "1 test images are identical to training images (data_report.txt)." in done.output
+    assert "1 test image is identical to a training image (data_report.txt)." in done.output
     report = json.loads((done.folder.path / "run.json").read_text())["data_report"]
     assert report["images_per_class"]["cat"]["test"] == 11 and report["left_out"] == {
         "hidden images": 1,
         ".txt files": 1,
     }
-    assert report["identical_images"][0] == "1 test images are identical to training images"
+    assert report["identical_images"][0] == "1 test image is identical to a training image"
     assert (report["smallest_image"], report["largest_image"]) == ("24×20", "24×20")
     assert "test/cat/copy.png = train/cat/1.png" in (done.folder.path / "data_report.txt").read_text()
-    assert "1 test images are identical" in (done.folder.path / "page.md").read_text()
+    assert "1 test image is identical" in (done.folder.path / "page.md").read_text()

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from data.image_folder import list_folder
 from lockstep.data.decoding import decode, decode_all
-from lockstep.data.folders import list_folder
 from lockstep.data.framing import Framing
-from lockstep.data.image_datamodule import ImageDataModule
-from lockstep.data.image_set import ImageSet
+from lockstep.data.image_datamodule import ImageDataModule, ImageSet
 from lockstep.data.listing import TEST, TRAIN, natural_key
 from lockstep.data.node_cache import file_identity
 from lockstep.runs.errors import UserError

@@ -1,10 +1,9 @@
-"""Images that a table lists: one line for each, with its file, its class and perhaps its split."""
+"""Images that a table lists: one line for each, with its file, its target and perhaps its split."""
 
 import codecs
 import csv
 import os
-import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 class Row(NamedTuple):
     line: int
     path: str
-    label: str
+    label: str | tuple[str, ...]
     split: str
     group: str
 
@@ -36,18 +35,24 @@ class CSVDataModule(ListedDataModule):
         root: the CSV file, whose first line names the columns.
         images: the folder that paths are relative to; None: the folder of the file.
         path_column, label_column: names of the columns of image files and classes.
+        label_columns: several columns of numbers, mostly 0 and 1, in place of label_column.
         split_column: name of the column of train, val or test; a file may do without it.
+        target: what label_column holds: class, number, or mask, the path of an image whose pixels are classes.
         options: as of ListedDataModule; `group` may name a column.
     """
 
+    target_choices = ("class", "number", "mask")
+
     def __init__(
         self, *, root: str | Path | None = None, images: str | Path | None = None, path_column: str = "path",
-        label_column: str = "label", split_column: str = "split", name: str = "csv", **options: Any,
+        label_column: str = "label", label_columns: Sequence[str] | None = None, split_column: str = "split",
+        name: str = "csv", **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(name=name, **options)
         self._table = local_root(root, "csv", "FILE.csv, with the columns path and label")
         self._folder = local_root(images or self._table.parent, "csv", "FILE.csv")
         self._columns = {"path": path_column, "label": label_column, "split": split_column}
+        self._label_columns = list(label_columns or [])
 
     def list_images(self) -> ImageList:
         rows: dict[str, Row] = {}
@@ -64,19 +69,17 @@ class CSVDataModule(ListedDataModule):
         return make_list(
             self._folder, list(rows), [row.label for row in rows.values()],
             [SPLIT_OF[row.split] for row in rows.values()], [each.st_size for each in stats],
-            [each.st_mtime_ns for each in stats], left_out=left_out,
+            [each.st_mtime_ns for each in stats], left_out=left_out, target=self.target,
+            label_columns=self._label_columns,
             groups=[row.group or group_of(self.group, row.path) for row in rows.values()] if self.group else None,
         )  # fmt: skip
 
     def _stat(self, row: Row) -> os.stat_result:
-        full, where = self._folder / row.path, f"{self._table}, line {row.line}"
         try:
-            found = os.stat(full)
+            return os.stat(self._folder / row.path)
         except OSError as error:
-            raise UserError(f"{where}: {full} cannot be read ({error.strerror}).") from None
-        if not stat.S_ISREG(found.st_mode):
-            raise UserError(f"{where}: {full} is no regular file.")
-        return found
+            where = f"{self._table}, line {row.line}: {self._folder / row.path}"
+            raise UserError(f"{where} cannot be read ({error.strerror}).") from None
 
     def _rows(self) -> Iterator[Row]:
         try:
@@ -85,17 +88,17 @@ class CSVDataModule(ListedDataModule):
             header = text.partition("\n")[0]
             rows = csv.reader(text.splitlines(keepends=True), delimiter=max(DELIMITERS, key=header.count), strict=True)
             names = [name.strip() for name in next(rows, [])]
-            at = {what: self._position(what, names) for what in self._columns}
-            at["group"] = _find(names, self.group) if self.group else None
+            at = [self._position(what, names) for what in ("path", "split")]
+            at.append(_find(names, self.group) if self.group else None)
+            at += [self._label_position(column, names) for column in self._label_columns]
+            at += [] if self._label_columns else [self._position("label", names)]
             for cells in rows:
                 if any(cell.strip() for cell in cells):
-                    yield self._row(cells, rows.line_num, len(names), at)
-        except OSError as error:
+                    yield self._row(cells, f"{self._table}, line {rows.line_num}", rows.line_num, names, at)
+        except (OSError, csv.Error, UnicodeDecodeError) as error:
+            what = "cannot be read" if isinstance(error, OSError) else "is no CSV file in UTF-8 or UTF-16"
             hint = suggestion(self._table, "csv")
-            raise UserError(f"data.root={self._table} cannot be read ({error.strerror}).{hint}") from None
-        except (csv.Error, UnicodeDecodeError) as error:
-            hint = suggestion(self._table, "csv")
-            raise UserError(f"data.root={self._table} is no CSV file in UTF-8 or UTF-16 ({error}).{hint}") from None
+            raise UserError(f"data.root={self._table} {what} ({error}).{hint}") from None
 
     def _position(self, what: str, names: list[str]) -> int | None:
         wanted = self._columns[what]
@@ -106,23 +109,27 @@ class CSVDataModule(ListedDataModule):
             raise UserError(f"{self._table} has no column {wanted}: it has {has}; give data.{what}_column=.")
         return found
 
-    def _row(self, cells: list[str], line: int, width: int, at: dict[str, int | None]) -> Row:
-        where = f"{self._table}, line {line}"
-        if len(cells) != width:
-            raise UserError(f"{where}: {len(cells)} values for {width} columns.")
-        path, label, split, group = (cells[place].strip() if place is not None else "" for place in at.values())
-        if not label or not path:
+    def _label_position(self, column: str, names: list[str]) -> int:
+        if (place := _find(names, column)) is None:
+            raise UserError(f"data.label_columns: {self._table} has no column {column}: it has {', '.join(names)}.")
+        return place
+
+    def _row(self, cells: list[str], where: str, line: int, names: list[str], at: list[int | None]) -> Row:
+        if len(cells) != len(names):
+            raise UserError(f"{where}: {len(cells)} values for {len(names)} columns.")
+        path, split, group, *labels = (cells[place].strip() if place is not None else "" for place in at)
+        if not all(labels) or not path:
             raise UserError(f"{where}: a path and a label are needed.")
-        split = split.lower() if at["split"] is not None else "train"
+        split = split.lower() if at[1] is not None else "train"
         if split not in SPLIT_OF:
             raise UserError(f"{where}: the split is {split or 'empty'}: give one of {', '.join(SPLITS)}.")
         if "\\" in path and not (self._folder / path).exists():  # written on Windows
             path = path.replace("\\", "/")
-        return Row(line, path, label, SPLITS[SPLIT_OF[split]], group)
+        return Row(line, path, tuple(labels) if self._label_columns else labels[0], SPLITS[SPLIT_OF[split]], group)
 
 
 def _find(names: list[str], wanted: str) -> int | None:
-    """The column of this name; where there is none, of this name in another case."""
+    """Return the column of this name; where there is none, of this name in another case."""
     for key in (str, str.lower):
         found = [key(name) for name in names]
         if key(wanted) in found:

@@ -1,14 +1,16 @@
-"""Any torch Dataset that returns (image, label)."""
+"""Any torch Dataset that returns (image, target)."""
 
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import SPLITS, ImageList, make_list
-from lockstep.data.streaming import OpenImage
+from lockstep.data.loading import OpenSample
+from lockstep.data.targets import VOID, as_masks, mask_classes
 from lockstep.runs.errors import UserError
 
 
@@ -16,14 +18,17 @@ class DatasetDataModule(ListedDataModule):
     """Images are Pillow images, arrays (height, width, channels) of bytes, or tensors (channels, height, width).
 
     Labels come from the data set's `targets` or `labels`, as torchvision names them, else from a look at every item;
-    class names from its `classes`.
+    class names from its `classes`. Masks are Pillow images, or arrays or tensors (height, width).
 
     Args:
         dataset: to train on.
         val_dataset: to validate on; None: a part of `dataset`.
         test_dataset: to test on; None: a part of `dataset`.
+        target: class; number; mask; any: as the items are, also several labels or a dict.
         options: as of ListedDataModule.
     """
+
+    target_choices = ("class", "number", "mask", "any")
 
     def __init__(
         self, *, dataset: Any = None, val_dataset: Any = None, test_dataset: Any = None, name: str = "dataset",
@@ -32,7 +37,7 @@ class DatasetDataModule(ListedDataModule):
         super().__init__(name=name, **options)
         if dataset is None or not hasattr(dataset, "__getitem__"):
             raise UserError(
-                "data=dataset needs data.dataset._target_=package.Class: a torch Dataset with items (image, label)."
+                "data=dataset needs data.dataset._target_=package.Class: a torch Dataset with items (image, target)."
             )
         self._datasets = {
             split: each for split, each in enumerate((dataset, val_dataset, test_dataset)) if each is not None
@@ -42,14 +47,36 @@ class DatasetDataModule(ListedDataModule):
         labels, splits, names = [], [], []
         self._items: list[tuple[Any, int]] = []
         for split, dataset in self._datasets.items():
-            found = _labels_of(dataset)
-            classes = getattr(dataset, "classes", None)
-            labels += [str(classes[label]) if classes is not None else str(label) for label in found]
-            splits += [split] * len(found)
-            names += [f"item {i} of the {SPLITS[split]} dataset" for i in range(len(found))]
-            self._items += [(dataset, i) for i in range(len(found))]
+            classes, count = getattr(dataset, "classes", None), len(dataset)
+            found = _labels_of(dataset) if self.target == "class" else [0] * count
+            labels += [str(label) if classes is None else str(classes[label]) for label in found]
+            splits += [split] * count
+            names += [f"item {i} of the {SPLITS[split]} dataset" for i in range(count)]
+            self._items += [(dataset, i) for i in range(count)]
         none = [0] * len(names)
-        return make_list(Path(), names, labels, splits, none, none)
+        target = "class" if self.target == "class" else "number"
+        return make_list(Path(), names, labels if target == "class" else none, splits, none, none, target=target)
+
+    def _load(self) -> None:
+        super()._load()
+        if self.target == "class":
+            return
+        items = [_by_name(dataset[i][1]) for dataset, i in self._items]
+        masks = [name for name, value in items[0].items() if isinstance(value, Image.Image) or np.ndim(value) == 2]
+        targets = {}
+        for name in items[0].keys() - set(masks):
+            values = np.stack([np.asarray(item[name]) for item in items])
+            whole = values.dtype.kind in "biu" and self.target != "number"
+            targets[name] = values.astype(np.int64 if whole else np.float32)
+        self._set_targets(targets, masks)
+        if self.target not in ("any", self.target_kind):
+            raise UserError(f"data.target={self.target}: the items' targets are of the kind {self.target_kind}.")
+        classes = getattr(self._datasets[0], "classes", None)
+        if classes is None and self.target_kind == "labels":
+            classes = range(targets[""].shape[1])
+        elif classes is None and self.target_kind == "mask":
+            classes = mask_classes(len(items), lambda i: _mask_of(items[i][""]))
+        self.class_names = [str(name) for name in classes or ()]
 
     def _choose_path(self, side: int | None) -> tuple[str, str]:
         return "loader", "a Dataset is read item by item"
@@ -57,8 +84,8 @@ class DatasetDataModule(ListedDataModule):
     def identical_images(self, compare_all: bool = False) -> dict[str, list[str]]:
         return {}
 
-    def source_opener(self) -> OpenImage:
-        return partial(_open_item, self._items, self.channels)
+    def source_opener(self) -> OpenSample:
+        return partial(_open_item, self._items, self.channels, self._mask_names)
 
 
 def _labels_of(dataset: Any) -> list[int]:
@@ -67,14 +94,27 @@ def _labels_of(dataset: Any) -> list[int]:
     try:
         return [int(label) for label in labels]
     except (TypeError, ValueError) as error:
-        raise UserError(f"data.dataset: a label of {type(dataset).__name__} is no whole number ({error}).") from None
+        raise UserError(
+            f"data.dataset: a label of {type(dataset).__name__} is no whole number ({error}); data.target=any takes "
+            "other targets."
+        ) from None
 
 
-def _open_item(items: list[tuple[Any, int]], channels: int, position: int) -> Image.Image:
+def _by_name(target: Any) -> dict[str, Any]:
+    return target if isinstance(target, dict) else {"": target}
+
+
+def _mask_of(value: Any) -> np.ndarray:
+    pixels = np.asarray(value)
+    return np.where(pixels < 0, VOID, pixels).astype(np.uint8)
+
+
+def _open_item(items: list[tuple[Any, int]], channels: int, mask_names: list[str], position: int) -> tuple[Any, ...]:
     dataset, i = items[position]
-    image = dataset[i][0]
+    image, target = dataset[i]
     if not isinstance(image, Image.Image):
         from torchvision.transforms.v2.functional import to_pil_image
 
         image = to_pil_image(image)
-    return image.convert("L" if channels == 1 else "RGB")
+    masks = [_mask_of(_by_name(target)[name]) for name in mask_names]
+    return image.convert("L" if channels == 1 else "RGB"), *as_masks(masks)

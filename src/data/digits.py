@@ -4,8 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.image_datamodule import ImageDataModule
-from lockstep.data.image_set import ImageSet
+from lockstep.data.image_datamodule import ImageDataModule, ImageSet
 
 NUM_TEST = 360
 

@@ -1,11 +1,25 @@
 """Images in folders, one folder per class."""
 
+import os
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.folders import list_folder
+from lockstep.data.decoding import SUFFIXES
 from lockstep.data.listed_datamodule import ListedDataModule
-from lockstep.data.listing import ImageList, local_root, suggestion
+from lockstep.data.listing import (
+    SPLIT_OF,
+    TRAIN,
+    Found,
+    ImageList,
+    LeftOut,
+    Tree,
+    group_of,
+    images_below,
+    local_root,
+    make_list,
+    ordered_classes,
+    suggestion,
+)
 from lockstep.runs.errors import UserError
 
 
@@ -14,8 +28,12 @@ class ImageFolderDataModule(ListedDataModule):
 
     Args:
         root: the folder.
+        target: class; number: the names of the class folders; mask: root/images/ and root/masks/, or both in each
+            split, with files of one name up to their endings.
         options: as of ListedDataModule.
     """
+
+    target_choices = ("class", "number", "mask")
 
     def __init__(self, *, root: str | Path | None = None, name: str = "image_folder", **options: Any) -> None:
         super().__init__(name=name, **options)
@@ -23,6 +41,80 @@ class ImageFolderDataModule(ListedDataModule):
 
     def list_images(self) -> ImageList:
         try:
-            return list_folder(self._root, self.group)
+            return list_folder(self._root, self.group, self.target)
         except UserError as error:
             raise UserError(f"{error}{suggestion(self._root, 'image_folder')}") from None
+
+
+def list_folder(root: Path, group: str | None = None, target: str = "class") -> ImageList:
+    """List root/<class>/, or root/<split>/<class>/ where a folder is named train, valid, Test and so on.
+
+    Args:
+        group: a regular expression that finds the group of an image in its path.
+        target: class; number: what the folders are named; mask: the folders are images/ and masks/.
+    Raises:
+        UserError: the folder is missing or has no class folders, or a class has no images.
+    """
+    if not root.is_dir():
+        raise UserError(f"{root} does not exist: data.root must be a folder with one folder of images per class.")
+    left_out: LeftOut = {}
+    tree: Tree = {}
+    every = images_below(root, left_out, tree)
+    if not tree:
+        raise UserError(f"{root} has no class folders: put the images into {root}/<class>/.")
+    # A folder named train that holds images and no folders is a class: pictures of trains.
+    splits = {name: SPLIT_OF[name.lower()] for name in tree if name.lower() in SPLIT_OF and tree[name]}
+    if TRAIN not in splits.values() and len(splits) < len(tree):
+        splits = {}
+    notes, images, labels, split_of = [], [], [], []
+    for name in tree.keys() - splits.keys() if splits else ():
+        left_out.setdefault("folders that are no split", []).append(name)
+        why = "it holds no class folders" if name.lower() in SPLIT_OF else f"splits are named {', '.join(SPLIT_OF)}"
+        notes.append(f"{root / name} is left out: {why}.")
+    depth = 2 if splits else 1
+    of_folder: dict[str, list[Found]] = {}
+    for image in every:
+        parts = image.name.split("/")
+        of_folder.setdefault("/".join(parts[:depth]) if len(parts) > depth else "", []).append(image)
+    if outside := of_folder.pop("", []):
+        left_out["images outside of class folders"] = [image.name for image in outside]
+    for part, split in sorted(splits.items(), key=lambda item: (item[1], item[0])) or [("", TRAIN)]:
+        for label in ordered_classes(tree[part] if part else tree):
+            name = f"{part}/{label}" if part else label
+            if target == "mask" and label not in ("images", "masks"):
+                left_out.setdefault("folders beside images/ and masks/", []).append(name)
+                continue
+            found = of_folder.get(name, [])
+            if not found and split == TRAIN:
+                other = {why: sum(each.startswith(f"{name}/") for each in names) for why, names in left_out.items()}
+                counts = ", ".join(f"{count} {why}" for why, count in other.items() if count)
+                hint = f"left out: {counts}" if counts else ", ".join(sorted(SUFFIXES))
+                raise UserError(f"{root / name} holds no images ({hint}): add some or remove the folder.")
+            inner = {image.name[len(name) + 1 :].rpartition("/")[0].partition("/")[0] for image in found}
+            if len(inner) > 1 and "" not in inner:
+                some = ", ".join(sorted(inner)[:5])
+                notes.append(f"{root / name} counts as one class and holds only folders ({some}). Is data.root right?")
+            images += found
+            labels += [label] * len(found)
+            split_of += [split] * len(found)
+    if target == "mask":
+        kept = [i for i, label in enumerate(labels) if label == "images"]
+        labels = _masks_of([images[i].name for i in kept], [image.name for image in images], root)
+        images, split_of = [images[i] for i in kept], [split_of[i] for i in kept]
+    names, sizes, mtimes = zip(*images) if images else ((), (), ())
+    groups = [group_of(group, name) for name in names] if group else None
+    return make_list(
+        root, names, labels, split_of, sizes, mtimes, groups=groups, left_out=left_out, notes=notes, target=target
+    )
+
+
+def _masks_of(images: list[str], names: list[str], root: Path) -> list[str]:
+    """Return for each of …/images/NAME.jpg the file …/masks/NAME.* ."""
+    by_stem = {os.path.splitext(name)[0]: name for name in names}
+    masks = []
+    for image in images:
+        folder, _, name = os.path.splitext(image)[0].rpartition("images/")
+        if f"{folder}masks/{name}" not in by_stem:
+            raise UserError(f"{root / image} has no mask {root / folder / 'masks' / name}.png.")
+        masks.append(by_stem[f"{folder}masks/{name}"])
+    return masks

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from data.cifar10 import downloaded
-from lockstep.data.image_datamodule import ImageDataModule
-from lockstep.data.image_set import ImageSet
+from lockstep.data.image_datamodule import ImageDataModule, ImageSet
 from lockstep.data.node_cache import file_identity
 from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import REPOSITORY
@@ -23,20 +22,20 @@ class MNISTDataModule(ImageDataModule):
     Args:
         root: a folder that holds the four IDX files, plain or gzipped, or torchvision's MNIST/raw; None: a known place,
             else download.
-        download_dir: where downloaded files are kept.
+        download_dir: where downloaded files are kept; None: data/ and the data set's name.
     """
 
     channels = 1
     own_mean, own_std = (0.1307,), (0.3081,)
-    source = "MNIST"  # of torchvision.datasets
+    source, default_name = "MNIST", "mnist"  # in torchvision.datasets, and here
     known_places: tuple[str, ...] = ()
 
     def __init__(
-        self, *, name: str = "mnist", image_size: int = 28, root: str | Path | None = None, download_dir: str | Path =
-        REPOSITORY / "data" / "mnist", **options: Any,
+        self, *, name: str | None = None, image_size: int = 28, root: str | Path | None = None,
+        download_dir: str | Path | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(name=name, image_size=image_size, **options)
-        self._root, self._download_dir = root, Path(download_dir)
+        super().__init__(name=name or self.default_name, image_size=image_size, **options)
+        self._root, self._download_dir = root, Path(download_dir or REPOSITORY / "data" / self.default_name)
 
     def identity(self) -> Any:
         self._files = self._locate()
@@ -59,36 +58,24 @@ class MNISTDataModule(ImageDataModule):
 
     def _locate(self) -> list[Path]:
         places: tuple[str | Path, ...] = (self._root,) if self._root else (*self.known_places, self._download_dir)
-        for place in places:
-            if files := _files_in(Path(place).expanduser()):
-                return files
+        for place in map(Path, places):
+            for folder in (place.expanduser(), place / "raw", place / self.source / "raw"):
+                for suffix in ("", ".gz"):
+                    files = [folder / f"{name}{suffix}" for name in FILES]
+                    if all(path.is_file() for path in files):
+                        return files
         if self._root:
             raise UserError(f"data.root={self._root} must be a folder with {', '.join(FILES)} (or the same with .gz).")
         downloaded(self._dataset(), self._download_dir)
-        return _files_in(self._download_dir) or []
+        return self._locate()
 
 
 class FashionMNISTDataModule(MNISTDataModule):
     """Ten kinds of clothing. Source: https://github.com/zalandoresearch/fashion-mnist"""
 
     own_mean, own_std = (0.2860,), (0.3530,)
-    source = "FashionMNIST"
+    source, default_name = "FashionMNIST", "fashion_mnist"
     known_places = ("/usr/share/datasets/fashion-mnist",)  # Debian's package dataset-fashion-mnist
-
-    def __init__(
-        self, *, name: str = "fashion_mnist", download_dir: str | Path = REPOSITORY / "data" / "fashion_mnist",
-        **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(name=name, download_dir=download_dir, **options)
-
-
-def _files_in(root: Path) -> list[Path] | None:
-    """The four files, if `root` or torchvision's raw/ below it has them all."""
-    for folder in (root, root / "raw", root / "MNIST" / "raw", root / "FashionMNIST" / "raw"):
-        found = [next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None) for name in FILES]
-        if all(found):
-            return [path for path in found if path]
-    return None
 
 
 def read_idx(path: Path) -> np.ndarray:

@@ -6,9 +6,9 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+from data.shards import ShardedDataModule
 from lockstep.data.decoding import CorruptImage, is_image
 from lockstep.data.node_cache import Content
-from lockstep.data.sharded_datamodule import ShardedDataModule
 from lockstep.runs.errors import UserError
 
 MAX_LABEL_BYTES = 2**16  # of a .cls or .json file

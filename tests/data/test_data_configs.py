@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-OF_ALL = {"fold", "num_folds", "stratify"}  # in configs/train.yaml
+OF_ALL = {"fold", "num_folds", "stratify", "views"}  # in configs/train.yaml
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "data").glob("*.yaml"))
 
 

@@ -14,7 +14,7 @@ def test_all_digits_with_a_test_set_that_no_seed_moves(tmp_path):
     assert [(dm.num_train, dm.num_val, dm.num_test, dm.channels) for dm in modules] == [(1293, 144, 360, 1)] * 2
     tests = [dm.on_after_batch_transfer(next(iter(dm.test_dataloader())), 0) for dm in modules]
     assert (tests[0][0] == tests[1][0]).all() and (tests[0][1] == tests[1][1]).all()
-    assert np.array_equal(np.bincount(modules[0]._labels), np.bincount(load_digits().target))
+    assert np.array_equal(np.bincount(modules[0]._classes()), np.bincount(load_digits().target))
     images = modules[0].on_after_batch_transfer(next(iter(modules[0].train_dataloader())), 0)[0]
     assert images.shape == (100, 1, 8, 8) and abs(images.mean()) < 0.1 and abs(images.std() - 1) < 0.1
 

@@ -281,7 +281,7 @@ def test_damaged_images_are_named_or_left_out_and_labels_stay_with_their_images(
     dm = module(tmp_path, root, skip_corrupt=True, path=path, test_fraction=0.2, mean=0, std=1)
     dm.place()
     assert dm.num_train + dm.num_val + dm.num_test == 54 == dm.num_images
-    assert len(dm.skipped) == 2 == len(dm.left_out["damaged images"]) and "7.jpg cannot be decoded" in dm.skipped[0]
+    assert len(dm.left_out["damaged images"]) == 2 and "7.jpg cannot be decoded" in dm.left_out["damaged images"][0]
     ((images, labels),) = batches(dm, dm._eval_batches(dm.splits.train[:5]))
     for name, image, label in zip(names(dm, "train"), images, labels):
         assert np.array_equal((image.permute(1, 2, 0) * 255).round().numpy(), decode(root / name, SQUARE))
@@ -328,8 +328,8 @@ def test_identical_images_are_found(tmp_path, path):
         "2 test images are identical to training images": [
             "test/a/1.jpg = train/a/1.jpg", "test/b/0.png = train/b/2.png",
         ],
-        "1 validation images are identical to training images": ["val/a/1.jpg = train/a/3.jpg"],
-        "1 images occur under two labels": ["train/a/4.png = train/b/4.png"],
+        "1 validation image is identical to a training image": ["val/a/1.jpg = train/a/3.jpg"],
+        "1 image occurs under two labels": ["train/a/4.png = train/b/4.png"],
     }  # fmt: skip
 
 

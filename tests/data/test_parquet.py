@@ -147,7 +147,7 @@ def test_a_file_that_is_cut_off_is_named_or_left_out_and_listed(tmp_path):
         with pytest.raises(UserError, match=f"{broken} .*cut off.*data.skip_corrupt=true"):
             module(tmp_path / "a", tmp_path).prepare()
         dm = module(tmp_path / "a", tmp_path, skip_corrupt=True)
-        assert sum(facts(dm)) == 24 and str(broken) in dm.skipped[0]
+        assert sum(facts(dm)) == 24 and str(broken) in dm.left_out["damaged files"][0]
 
 
 def test_what_is_unpacked_stays_where_only_another_file_or_the_size_changes(tmp_path):

@@ -76,7 +76,7 @@ def test_on_the_loaders_path_no_image_is_opened_before_it_is_needed(kind, tmp_pa
     root = write(kind, tmp_path / "root", junk)
     dm = module(kind, root, tmp_path / "cache", path="loader")
     dm.prepare()
-    assert (dm.num_train, dm.num_test) == (16, 18) and dm.class_names == ["a", "b"] and dm.skipped == []
+    assert (dm.num_train, dm.num_test) == (16, 18) and dm.class_names == ["a", "b"] and dm.left_out == {}
     dm.place()
     with pytest.raises(UserError, match="cannot be decoded .*data.skip_corrupt=true"):
         next(iter(dm.train_dataloader()))
@@ -93,7 +93,7 @@ def test_what_cannot_be_decoded_is_left_out_and_named(kind, tmp_path):
         dm.prepare()
         seen.append(all_bytes(dm))
         assert (dm.num_train, dm.num_val, dm.num_test) == (10, 1, 3)
-        [said] = dm.skipped
+        [said] = dm.left_out["damaged images"]
         place = {"webdataset": "train-0000.tar: 000001.jpeg", "parquet": "train-00000-of-00001.parquet: row 1"}
         assert f"{place.get(kind, 'train/cat/1.jpeg')} cannot be decoded" in said
     assert seen[0] == seen[1], "images and labels stay together"

@@ -134,7 +134,7 @@ def test_a_shard_that_is_cut_off_is_named_or_left_out_and_listed(path, tmp_path)
     with pytest.raises(UserError, match=f"{broken} is cut off.*replace it, or leave it out with data.skip_corrupt"):
         module(tmp_path / "a", tmp_path, path=path).prepare()
     dm = module(tmp_path / "a", tmp_path, path=path, skip_corrupt=True)
-    assert sum(facts(dm)) == 24 and dm.skipped[0].startswith(f"{broken} is cut off")
+    assert sum(facts(dm)) == 24 and dm.left_out["damaged files"][0].startswith(f"{broken} is cut off")
     shard(broken)
     assert sum(facts(module(tmp_path / "a", tmp_path, path=path, skip_corrupt=True))) == 48
 

@@ -86,7 +86,7 @@ def _differences(config: Config, options: Config, place: str = "") -> Iterator[t
         key, default = f"{place}{name}", options.get(name)
         interpolated = isinstance(value, str) and "${" in value
         if name not in options:
-            if not _is_read(place[:-1], str(name), value, config):
+            if not _is_read(place[:-1], str(name), value, config, options):
                 yield key, value, None
         elif value is None or interpolated or value == default or value in NUMBER_WORDS.get(key, ()):
             continue
@@ -107,7 +107,7 @@ def _differences(config: Config, options: Config, place: str = "") -> Iterator[t
                 yield key, value, f"{kind} (the default is {default})"
 
 
-def _is_read(place: str, name: str, value: Any, parent: Config) -> bool:
+def _is_read(place: str, name: str, value: Any, parent: Config, listed: Config) -> bool:
     """Whether something may read a key that no yaml lists."""
     if place == "trainer":
         if name in REFUSED_TRAINER_KEYS:
@@ -115,7 +115,8 @@ def _is_read(place: str, name: str, value: Any, parent: Config) -> bool:
         return name in trainer_arguments()
     if place in FREE_GROUPS:
         return value is None or isinstance(value, Mapping)
-    return "_target_" in parent or name == "_target_"
+    is_slip = difflib.get_close_matches(name, map(str, listed), 1, cutoff=0.88)  # rooot for root
+    return name == "_target_" or ("_target_" in parent and not is_slip)
 
 
 @cache

@@ -68,22 +68,31 @@ class BatchTransforms(nn.Module):
             images: (n, side, side, channels) uint8 of any side.
             draws: (3, n) int64 as `draw` returns them; None: the centre crop.
         """
+        return self.normalise(self.moved(images, draws, self.interpolation))
+
+    @torch.no_grad()
+    def moved(self, images: Tensor, draws: Tensor | None, interpolation: str = "nearest") -> Tensor:
+        """Return resized, cropped and flipped images, (n, image_size, image_size, channels) uint8.
+
+        Args:
+            interpolation: nearest for masks.
+        """
         if draws is None:
             draws = torch.from_numpy(self.centre())[:, None].expand(3, len(images)).to(images.device)
         dy, dx, flip = draws
         if self.flip:  # before the resize, where images are small; the crop then starts at the other end
             images = _mirrored(images, flip)
             dx = dx + flip * (self.num_starts - 1 - 2 * dx)
-        return self.normalise(self.crop(self.resized(images), dy, dx))
+        return self.crop(self.resized(images, interpolation), dy, dx)
 
-    def resized(self, images: Tensor) -> Tensor:
+    def resized(self, images: Tensor, interpolation: str) -> Tensor:
         """(n, resize, resize, channels) uint8."""
         if images.shape[1] == self.resize:
             return images
         from torchvision.transforms import InterpolationMode
         from torchvision.transforms.v2 import functional
 
-        mode, sides = InterpolationMode(self.interpolation), [self.resize, self.resize]
+        mode, sides = InterpolationMode(interpolation), [self.resize, self.resize]
         return functional.resize(images.permute(0, 3, 1, 2), sides, mode, antialias=True).permute(0, 2, 3, 1)
 
     def crop(self, images: Tensor, dy: Tensor, dx: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ class Selection(NamedTuple):
 
     Args:
         positions: (n,) int64, of the images.
-        draws: (3, n) int64, the rows dy, dx and flip, or (1, n), a seed for each image.
+        draws: (3, n) int64, the rows dy, dx and flip, or (1, n), a seed for each image; as many times as there are
+            views of an image.
         mixing: (6, n/2) float64 as of Mixing.draw; None: nothing is mixed.
     """
 

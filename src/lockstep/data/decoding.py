@@ -1,17 +1,21 @@
 """Decode one image file into 8-bit pixels, upright and without transparency; name the file that cannot be decoded."""
 
 import io
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
 
 from lockstep.data.framing import Framing
-from lockstep.data.progress import progress
 from lockstep.runs.errors import UserError
+
+log = logging.getLogger(__name__)
 
 # Raster formats that Pillow decodes itself: without EPS and WMF (other programs), PDF, and container formats.
 FORMATS = (
@@ -86,8 +90,10 @@ def decode(path: Path, framing: Framing) -> np.ndarray:
     return pixels_of(framing.square(open_image(path, framing.channels)))
 
 
-def pixels_of(image: Image.Image) -> np.ndarray:
-    """(height, width, channels) uint8."""
+def pixels_of(image: Any) -> np.ndarray:
+    """Return (height, width, channels) uint8, of a mask (height, width)."""
+    if not isinstance(image, Image.Image):
+        return image.numpy()
     pixels = np.asarray(image)
     return pixels[..., None] if pixels.ndim == 2 else pixels
 
@@ -128,3 +134,17 @@ def decode_all(
                 f"{error}: repair or remove it, or leave out such images with data.skip_corrupt=true."
             ) from None
     return dict(sorted(failures.items()))
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on a terminal, one line elsewhere; yield advance(n), which several threads may call."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        log.info(what)
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda n: bar.advance(task, n)

@@ -1,24 +1,92 @@
-"""Turn an image of any size into the square that the model gets: resize in proportion, then crop the centre."""
+"""How images are made: mean, deviation, crop and interpolation, and the square that the model gets of any image."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from PIL import Image
+import numpy as np
 
 from lockstep.runs.errors import UserError
 
 if TYPE_CHECKING:
     from torchvision.transforms import InterpolationMode
 
+AUTO = "auto"
+NEUTRAL = {"crop_pct": 1.0, "interpolation": "bilinear"}
 FITS = ("crop", "squash")
 INTERPOLATIONS = ("bilinear", "bicubic")
 MAX_ASPECT = 16  # of longer images only the middle is used: resizing 3000×2 to a short side of 224 would take 225 MB
 
 
 @dataclass(frozen=True)
+class ImageSettings:
+    """
+    Args:
+        mean, std: per channel, for pixels from 0 to 1.
+        crop_pct: share of the resized side that evaluation shows.
+        interpolation: bilinear or bicubic.
+        from_weights: the names of the values that the pretrained weights gave.
+        against_weights: the names of the values that are stated otherwise than the weights want.
+    """
+
+    mean: list[float]
+    std: list[float]
+    crop_pct: float
+    interpolation: str
+    from_weights: tuple[str, ...] = ()
+    against_weights: tuple[str, ...] = ()
+
+
+def settle(
+    stated: Mapping[str, Any], own: Mapping[str, Any], wanted: Mapping[str, Any], channels: int
+) -> ImageSettings:
+    """Return the values to use.
+
+    Args:
+        stated: a value by name; None: the data's own; auto: the weights', else the data's own.
+        own: mean and std of the data.
+        wanted: what the pretrained weights want; {} without.
+    Raises:
+        UserError: a value is invalid, or has another number of channels.
+    """
+    theirs, default = dict(wanted), {**NEUTRAL, **own}
+    for key in ("mean", "std"):  # of weights that were trained on another number of channels, their mean for each
+        if key in theirs and len(theirs[key]) != channels:
+            theirs[key] = [float(np.mean(theirs[key]))] * channels
+    used: dict[str, Any] = {}
+    for key, value in stated.items():
+        used[key] = theirs.get(key, default[key]) if value == AUTO else default[key] if value is None else value
+    for key in ("mean", "std"):
+        if isinstance(used[key], str):
+            raise UserError(f"data.{key}={used[key]} must be auto, a number, or one for each of {channels} channels.")
+        values = [float(value) for value in np.atleast_1d(used[key])]
+        if len(values) not in (1, channels):
+            raise UserError(
+                f"data.{key}={values} has {len(values)} values for {channels} channels: give 1 or {channels}."
+            )
+        used[key] = values * channels if len(values) == 1 else values
+    if min(used["std"]) <= 0:
+        raise UserError(f"data.std={used['std']} must be positive.")
+    if isinstance(used["crop_pct"], str):
+        raise UserError(f"data.crop_pct={used['crop_pct']} must be auto or a number above 0 and at most 1.")
+
+    def differs(key: str) -> bool:
+        return (
+            not np.allclose(used[key], theirs[key], atol=0.01) if key in ("mean", "std") else used[key] != theirs[key]
+        )
+
+    return ImageSettings(
+        **used, from_weights=tuple(key for key in theirs if stated[key] == AUTO),
+        against_weights=tuple(key for key in theirs if differs(key)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Framing:
     """How an image becomes a square. All sizes are in pixels.
+
+    The methods take a Pillow image or a mask of torchvision, or a tuple of them, which moves together.
 
     Args:
         image_size: side of the image that the model gets.
@@ -46,11 +114,9 @@ class Framing:
         for key, allowed in (("fit", FITS), ("interpolation", INTERPOLATIONS)):
             if getattr(self, key) not in allowed:
                 raise UserError(f"data.{key}={getattr(self, key)} must be one of {', '.join(allowed)}.")
-        if self.image_size < 1 or self.crop_padding < 0:
-            raise UserError(
-                f"data.image_size={self.image_size} must be at least 1 and data.crop_padding={self.crop_padding} at "
-                "least 0."
-            )
+        for key, least in (("image_size", 1), ("crop_padding", 0)):
+            if getattr(self, key) < least:
+                raise UserError(f"data.{key}={getattr(self, key)} must be at least {least}.")
         if self.resize < self.image_size:
             raise UserError(
                 f"data.resize={self.resize} is smaller than the crop data.image_size={self.image_size}: give "
@@ -74,36 +140,45 @@ class Framing:
 
         return InterpolationMode(self.interpolation)
 
-    def trimmed(self, image: Image.Image) -> Image.Image:
+    def trimmed(self, image: Any) -> Any:
         """Return the middle of an extremely long image."""
-        longest = MAX_ASPECT * min(image.size)
-        if self.fit == "squash" or max(image.size) <= longest:
-            return image
-        left, top = (max(0, (side - longest) // 2) for side in image.size)
-        return image.crop((left, top, image.width - left, image.height - top))
+        from torchvision.transforms.v2 import functional as F
 
-    def resized(self, image: Image.Image) -> Image.Image:
+        if isinstance(image, tuple):
+            return tuple(map(self.trimmed, image))
+        longest = MAX_ASPECT * min(F.get_size(image))
+        if self.fit == "squash" or max(F.get_size(image)) <= longest:
+            return image
+        height, width = F.get_size(image)
+        top, left = (max(0, (side - longest) // 2) for side in (height, width))
+        return F.crop(image, top, left, height - 2 * top, width - 2 * left)
+
+    def resized(self, image: Any) -> Any:
         """Resize the short side to `resize`, or with fit=squash both sides."""
         from torchvision.transforms.v2 import functional as F
 
-        image = self.trimmed(image)
+        if isinstance(image, tuple):
+            return tuple(map(self.resized, image))
         sides = [self.resize] if self.fit == "crop" else [self.resize, self.resize]
-        return F.resize(image, sides, self.interpolation_mode)
+        return F.resize(self.trimmed(image), sides, self.interpolation_mode)
 
-    def square(self, image: Image.Image) -> Image.Image:
+    def square(self, image: Any) -> Any:
         """Return resize × resize pixels whose centre crop equals the centre crop of the whole resized image."""
+        from torchvision.transforms.v2 import functional as F
+
+        if isinstance(image, tuple):
+            return tuple(map(self.square, image))
         image = self.resized(image)
-        left, top = (self._start(side) for side in image.size)
-        return image.crop((left, top, left + self.resize, top + self.resize))
+        inner = round((self.resize - self.image_size) / 2)  # both centre crops round as torchvision's
+        top, left = (round((side - self.image_size) / 2) - inner for side in F.get_size(image))
+        return F.crop(image, top, left, self.resize, self.resize)
 
-    def _start(self, side: int) -> int:
-        """Where the square starts, so that both centre crops round as torchvision's."""
-        return round((side - self.image_size) / 2) - round((self.resize - self.image_size) / 2)
-
-    def centre(self, image: Image.Image) -> Image.Image:
+    def centre(self, image: Any) -> Any:
         """Return the image_size × image_size pixels that evaluation shows the model."""
         from torchvision.transforms.v2 import functional as F
 
+        if isinstance(image, tuple):
+            return tuple(map(self.centre, image))
         return F.center_crop(self.resized(image), [self.image_size, self.image_size])
 
 

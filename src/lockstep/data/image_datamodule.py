@@ -20,32 +20,34 @@ from PIL import Image
 from torch import Tensor
 
 from lockstep.data.augmentation import Augmentation, CropFlip, Operation
-from lockstep.data.batch_loading import BatchLoader, LoadedBatch
 from lockstep.data.batch_transforms import BatchTransforms
 from lockstep.data.batches import EvalBatches, TrainBatches
-from lockstep.data.framing import Framing, resize_of
-from lockstep.data.identical import describe, identical_arrays
-from lockstep.data.image_set import ImageSet, hash_of_pixels
+from lockstep.data.framing import Framing, resize_of, settle
 from lockstep.data.listing import SPLITS, LeftOut, fingerprint
+from lockstep.data.loading import BatchLoader, LoadedBatch, OpenSample
 from lockstep.data.mixing import check_pairs, mix
-from lockstep.data.node_cache import Content, cached
-from lockstep.data.settings import settle
+from lockstep.data.node_cache import cached
+from lockstep.data.report import describe, identical_arrays
 from lockstep.data.split import VAL_FRACTION, Split, Splits
-from lockstep.data.streaming import OpenImage
+from lockstep.data.targets import Arrays, ImageSet, as_masks, kind_of
 from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch
 from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import REPOSITORY
 
-CACHE_VERSION = 4
+CACHE_VERSION = 5
 PATHS = ("auto", "array", "loader")
-IMAGES, LABELS = "images.npy", "labels.npy"
 
 
 class ImageDataModule(LightningDataModule):
-    """Labelled square images in memory; a subclass returns them from `read`.
+    """Square images in memory with their targets; a subclass returns them from `read`.
 
     Works in a bare Trainer: `setup` calls `prepare` and `place` if nobody has. Attributes after `prepare`: class_names,
-    num_classes, num_train, num_val, num_test, data_hash, splits, left_out, notes (sentences for the log).
+    num_classes, num_train, num_val, num_test, data_hash, splits, left_out, notes (sentences for the log), and
+    target_kind: class, labels, number, mask or dict.
+
+    A batch is (images, targets). Images are (n, channels, image_size, image_size) float, in training with several views
+    (n, views, channels, image_size, image_size). Targets are (n,) int64 classes, (n, C) float32 labels, (n,)
+    float32 numbers, (n, image_size, image_size) int64 classes of pixels, −1 where none counts, or a dict of these.
 
     Args:
         name: of the cache folder, and shown in the logbook; None: from the class.
@@ -63,6 +65,7 @@ class ImageDataModule(LightningDataModule):
         cache_dir: folder for decoded images, shared by all ranks of a node.
         path: array, loader, or auto: array where the images fit.
         num_workers: processes per rank that load single images, at most one per core.
+        views: how often each training image is augmented.
         seed: for split, order and augmentation.
     """
 
@@ -80,7 +83,7 @@ class ImageDataModule(LightningDataModule):
         mean: float | Sequence[float] | str | None = None, std: float | Sequence[float] | str | None = None,
         val_fraction: float = VAL_FRACTION, num_val: int | None = None, fold: int | None = None,
         num_folds: int | None = None, stratify: bool = True, cache_dir: str | Path = REPOSITORY / "data" / "cache",
-        path: str = "auto", num_workers: int = 4, seed: int = 0,
+        path: str = "auto", num_workers: int = 4, views: int = 1, seed: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         name = type(self).__name__.removesuffix("DataModule").lower() if name is None else name
@@ -91,22 +94,27 @@ class ImageDataModule(LightningDataModule):
         for key, value in (("seed", seed), ("data.num_workers", num_workers)):
             if value < 0:
                 raise UserError(f"{key}={value} must not be negative.")
+        if views < 1:
+            raise UserError(f"data.views={views} must be at least 1.")
         if path not in PATHS:
             raise UserError(f"data.path={path} must be one of {', '.join(PATHS)}.")
         self.name: str = name
         self.image_size, self.seed, self.cache_dir = image_size, seed, Path(cache_dir)
         self.global_batch_size, self.eval_batch_size = global_batch_size, eval_batch_size
-        self.requested_path, self.num_workers = path, num_workers
+        self.requested_path, self.num_workers, self.views = path, num_workers, views
         self.split = Split(seed, val_fraction, num_val, fold, num_folds, stratify=stratify)
         self.stated = {"mean": mean, "std": std, "crop_pct": crop_pct, "interpolation": interpolation}
         self.requested_resize, self.crop_padding, self.flip = resize, crop_padding, flip
         self.left_out: LeftOut = {}
         self.notes: list[str] = []
         self.class_names: list[str] = []
-        self.data_hash, self._is_prepared = "", False
+        self.target_kind, self.data_hash, self._is_prepared = "class", "", False
         self._array: np.ndarray | None = None  # (n, side, side, channels) uint8; None on the loader's path
+        self._targets: Arrays = {}
+        self._mask_arrays: Arrays = {}
+        self._mask_names: list[str] = []
         self._groups: np.ndarray | None = None
-        self._given = self._labels = np.zeros(0, np.int64)  # the splits that the source names; the labels
+        self._given = np.zeros(0, np.int8)  # (n,) the splits that the source names, −1 for images that are not used
         self._set_splits(Splits(self._given, self._given, self._given))
         self._placed: dict[str, int] = {}  # rank and world_size; empty: not placed yet
         self.use()
@@ -158,8 +166,8 @@ class ImageDataModule(LightningDataModule):
         if self._is_prepared:
             return
         self._load()
-        self.num_classes, self._is_prepared = len(self.class_names), True
-        splits = self.split.assign(self._labels, self._given, self._groups, training=self.stage != "test")
+        self.num_classes, self._is_prepared = len(self.class_names) or 1, True
+        splits = self.split.assign(self._classes(), self._given, self._groups, training=self.stage != "test")
         if splits.drew_test:
             self.data_hash = fingerprint([self.data_hash, splits.test.tolist()])
         self.notes += splits.notes
@@ -171,31 +179,31 @@ class ImageDataModule(LightningDataModule):
         self.num_train, self.num_val, self.num_test = len(splits.train), len(splits.val), len(splits.test)
 
     def _load(self) -> None:
-        """Set class_names, data_hash, _labels, _given and _array."""
+        """Set class_names, data_hash, _given, _array and the targets."""
         identity = self.identity()
         if identity is None:
-            images = self._checked_set()
-            self._array, labels, facts = images.images, images.labels, _facts_of(images)
+            images = self.read().check(self.name)
+            self.data_hash = images.hash()
         else:
             folder = self.cache_folder([_code_of(type(self)), self.resize, self.image_size, identity])
-            facts = cached(folder, self._write)
-            self._array, labels = np.load(folder / IMAGES, mmap_mode="c"), np.load(folder / LABELS)
-        self.class_names, self.data_hash = facts["class_names"], facts["data_hash"]
-        self._labels, self._given = np.asarray(labels, np.int64), np.repeat([0, 1, 2], facts["counts"])
+            facts = cached(folder, lambda part: self.read().check(self.name).save(part))
+            images, self.data_hash = ImageSet.load(folder, facts["set"]), facts["data_hash"]
+        self._array, self.class_names, self._given = images.images, images.class_names, images.splits
+        arrays = images.arrays()
+        self._mask_arrays = {name: array for name, array in arrays.items() if array.dtype == np.uint8}
+        targets = {name: array for name, array in arrays.items() if name not in self._mask_arrays}
+        self._set_targets(targets, list(self._mask_arrays))
+
+    def _set_targets(self, targets: Arrays, mask_names: list[str]) -> None:
+        self._targets, self._mask_names = targets, mask_names
+        self.target_kind = kind_of(targets, mask_names)
+
+    def _classes(self) -> np.ndarray:
+        """Return (n,) int64, the class of each image; zeros for other targets."""
+        return self._targets[""] if self.target_kind == "class" else np.zeros(len(self._given), np.int64)
 
     def cache_folder(self, identity: Any) -> Path:
         return self.cache_dir / f"{self.name}-{fingerprint([CACHE_VERSION, type(self).__name__, identity])[:16]}"
-
-    def _checked_set(self) -> ImageSet:
-        images = self.read()
-        images.check(self.name)
-        return images
-
-    def _write(self, folder: Path) -> Content:
-        images = self._checked_set()
-        np.save(folder / IMAGES, images.images)
-        np.save(folder / LABELS, images.labels)
-        return _facts_of(images)
 
     def match_classes(self, class_names: Sequence[str]) -> None:
         """Number the labels as a checkpoint does; call it between `prepare` and `place`.
@@ -211,9 +219,14 @@ class ImageDataModule(LightningDataModule):
                 f"{self.name} has the class {unknown[0]}, which the checkpoint does not know; it knows "
                 f"{', '.join(class_names[:20])}. Rename the class or remove its images."
             )
-        number_of = {name: number for number, name in enumerate(class_names)}
-        self._labels = np.array([number_of[name] for name in self.class_names], np.int64)[self._labels]
-        self.class_names, self.num_classes = list(class_names), len(class_names)
+        number_of = np.array([class_names.index(name) for name in self.class_names], np.int64)
+        if self.target_kind == "labels":  # a label that these images lack is 0
+            found = np.zeros((len(self._given), len(class_names)), np.float32)
+            found[:, number_of] = self._targets[""]
+            self._targets = {"": found}
+        elif self.target_kind == "class":
+            self._targets = {"": number_of[self._targets[""]]}
+        self.class_names, self.num_classes = list(class_names), len(class_names) or 1
 
     def test_on_all(self) -> None:
         """Test on all images; call it between `prepare` and `place`."""
@@ -243,19 +256,21 @@ class ImageDataModule(LightningDataModule):
 
     @property
     def counts_per_split(self) -> dict[str, list[int]]:
-        """For train, val and test the number of images of each class."""
-        parts = zip(SPLITS, (self.splits.train, self.splits.val, self.splits.test))
-        return {name: np.bincount(self._labels[part], minlength=self.num_classes).tolist() for name, part in parts}
+        """For train, val and test the number of images of each class or label; empty for other targets."""
+        counts = {}
+        for name in SPLITS:
+            index = getattr(self.splits, name)
+            if self.target_kind == "labels":
+                counts[name] = (self._targets[""][index] > 0).sum(0).tolist()
+            else:
+                found = np.bincount(self._classes()[index], minlength=self.num_classes).tolist()
+                counts[name] = found if self.target_kind == "class" else []
+        return counts
 
     @property
     def class_counts(self) -> list[int]:
         """Training images of each class, before augmentation."""
         return self.counts_per_split["train"]
-
-    @property
-    def skipped(self) -> list[str]:
-        """Lines on images and files that are damaged."""
-        return [line for reason, lines in self.left_out.items() if reason.startswith("damaged") for line in lines]
 
     def path_taken(self) -> tuple[str, str]:
         """Return array or loader, and why; after `prepare`."""
@@ -266,10 +281,14 @@ class ImageDataModule(LightningDataModule):
     def image_name(self, position: int) -> str:
         return f"image {position}"
 
-    @property
-    def labels(self) -> np.ndarray:
-        """(n,) int64 of all images; not every one need be in a split."""
-        return self._labels
+    def target_name(self, position: int) -> str:
+        """Return the class, labels or number of an image; images of one name have equal targets."""
+        if self.target_kind not in ("class", "labels", "number"):
+            return ""
+        target = self._targets[""][position]
+        if self.target_kind == "labels":
+            return ", ".join(name for name, value in zip(self.class_names, target) if value > 0)
+        return self.class_names[target] if self.target_kind == "class" else f"{target:g}"
 
     def image_sizes(self) -> list[tuple[int, int]]:
         """Return (width, height) of some images in pixels."""
@@ -281,19 +300,17 @@ class ImageDataModule(LightningDataModule):
         Args:
             compare_all: of files, however many there are.
         """
-        return self._describe(identical_arrays(self._array, self._used())) if self._array is not None else {}
+        return describe(identical_arrays(self._array, self.used()), self) if self._array is not None else {}
 
-    def _used(self) -> np.ndarray:
+    def used(self) -> np.ndarray:
+        """Return the positions of all images of a split."""
         return np.unique(np.concatenate([self.splits.train, self.splits.val, self.splits.test]))
-
-    def _describe(self, groups: list[list[int]]) -> dict[str, list[str]]:
-        return describe(groups, self._labels, self.split_of_each(), self.image_name)
 
     def split_of_each(self) -> np.ndarray:
         """Return (n,) 0 train, 1 val, 2 test, −1 none."""
-        split_of = np.full(len(self._labels), -1, np.int8)
-        for number, index in enumerate((self.splits.train, self.splits.val, self.splits.test)):
-            split_of[index] = number
+        split_of = np.full(len(self._given), -1, np.int8)
+        for number, name in enumerate(SPLITS):
+            split_of[getattr(self.splits, name)] = number
         return split_of
 
     # Placement and loaders
@@ -317,11 +334,30 @@ class ImageDataModule(LightningDataModule):
             crop_padding=self.crop_padding if crop_flip and crop_flip.random_crop else 0,
             flip=bool(crop_flip and crop_flip.flips(self.framing)), interpolation=self.framing.interpolation,
         )  # fmt: skip
+        self._check_augmentation()
         self._loader = BatchLoader(
-            self._transforms, self.framing, self._labels, torch.device(device),
-            array=self._array if self.path_taken()[0] == "array" else None, open_image=self.image_opener(),
-            device_array_gib=self.device_array_gib, num_workers=self.num_workers,
+            self._transforms, self.framing, self._targets, torch.device(device), mask_names=self._mask_names,
+            array=self._array if self.path_taken()[0] == "array" else None, mask_arrays=self._mask_arrays,
+            open_sample=self.sample_opener(), device_array_gib=self.device_array_gib, num_workers=self.num_workers,
         )  # fmt: skip
+
+    def _check_augmentation(self) -> None:
+        """
+        Raises:
+            UserError: the augmentation does not fit the targets or the views.
+        """
+        if self.augmentation.mixing and (self.views > 1 or self.target_kind not in ("class", "labels")):
+            what = f"data.views={self.views}" if self.views > 1 else f"targets of the kind {self.target_kind}"
+            raise UserError(f"augmentation.mixup_alpha and cutmix_alpha cannot mix {what}: give both 0.")
+        if self._pipeline is None or not self._mask_names:
+            return
+        blank = Image.new("L" if self.channels == 1 else "RGB", (self.resize, self.resize))
+        try:
+            self._pipeline((blank, *as_masks([np.zeros((self.resize, self.resize))])))
+        except TypeError as error:
+            raise UserError(
+                f"This augmentation cannot move masks ({error}): take augmentation=crop_flip or resized_crop."
+            ) from None
 
     def setup(self, stage: str | None = None) -> None:
         trainer = self.trainer
@@ -356,11 +392,11 @@ class ImageDataModule(LightningDataModule):
     def _draw(self, generator: np.random.Generator, n: int) -> np.ndarray:
         """Draw what decides the pixels of n training images: crop starts and flips, or a seed for each."""
         if self._crop_flip is None:
-            return generator.integers(0, 2**63 - 1, (1, n))
-        draws = self._transforms.draw(generator, n)
-        if not self._crop_flip.random_crop:
+            return generator.integers(0, 2**63 - 1, (self.views, n))
+        views = [self._transforms.draw(generator, n) for _ in range(self.views)]
+        for draws in views if not self._crop_flip.random_crop else ():
             draws[:2] = self._transforms.centre()[:2, None]
-        return draws
+        return np.concatenate(views)
 
     def _draw_mixing(self, generator: np.random.Generator, epoch: int, num_pairs: int) -> np.ndarray | None:
         mixing = self.augmentation.mixing
@@ -387,30 +423,20 @@ class ImageDataModule(LightningDataModule):
         batches = [loader.pixels(move_data_to_device(batch, loader.device)) for batch in self._eval_batches(index)]
         return torch.cat(batches)[: len(index)].cpu()
 
-    def on_after_batch_transfer(self, batch: LoadedBatch, dataloader_idx: int) -> tuple[Tensor, Tensor]:
-        """Return images (n, channels, image_size, image_size) float, and labels (n,).
-
-        Mixed images have soft labels: (n, num_classes) float.
-        """
-        images, labels = self._loader.pixels(batch), batch["labels"]
+    def on_after_batch_transfer(self, batch: LoadedBatch, dataloader_idx: int) -> tuple[Tensor, Any]:
+        """Return images and targets; mixed images have shares of classes, (n, num_classes) float."""
+        images, by_name = self._loader.pixels(batch), {**batch["targets"], **self._loader.masks(batch)}
+        targets: Any = by_name[""] if list(by_name) == [""] else by_name
         if "mixing" in batch:
-            images, labels = mix(images, labels, batch["mixing"], self.num_classes)
+            images, targets = mix(images, targets, batch["mixing"], self.num_classes)
         if self.trainer is not None:  # float64 and half of the "true" precisions; whole numbers stay
-            images, labels = self.trainer.precision_plugin.convert_input((images, labels))
-        return images, labels
+            images, targets = self.trainer.precision_plugin.convert_input((images, targets))
+        return images, targets
 
-    def image_opener(self) -> OpenImage:
-        """What opens a single image in a worker process."""
+    def sample_opener(self) -> OpenSample:
+        """Return what opens a single image and its masks in a worker process."""
         assert self._array is not None
-        return partial(_image_of_array, self._array)
-
-
-def _facts_of(images: ImageSet) -> Content:
-    return {
-        "class_names": images.class_names,
-        "counts": np.bincount(images.splits, minlength=3).tolist(),
-        "data_hash": hash_of_pixels(images.images, images.labels, images.class_names, images.splits),
-    }
+        return partial(_sample_of_arrays, self._array, list(self._mask_arrays.values()))
 
 
 def _code_of(module: type) -> str:
@@ -421,6 +447,7 @@ def _code_of(module: type) -> str:
         return ""
 
 
-def _image_of_array(array: np.ndarray, position: int) -> Image.Image:
+def _sample_of_arrays(array: np.ndarray, masks: list[np.ndarray], position: int) -> tuple[Any, ...]:
     pixels = array[position]
-    return Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels)
+    image = Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels)
+    return image, *as_masks([mask[position] for mask in masks])

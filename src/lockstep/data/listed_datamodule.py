@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from lockstep.data.decoding import CorruptImage, decode_all, open_image, pixels_of
-from lockstep.data.identical import MAX_COMPARED, identical_arrays, identical_files
-from lockstep.data.image_datamodule import IMAGES, ImageDataModule
-from lockstep.data.image_set import hash_of_pixels
+from lockstep.data.image_datamodule import ImageDataModule
 from lockstep.data.listing import ImageList
+from lockstep.data.loading import OpenSample
 from lockstep.data.node_cache import Content, cached, require_space
-from lockstep.data.streaming import OpenImage
+from lockstep.data.report import MAX_COMPARED, describe, identical_files
+from lockstep.data.targets import BINARY, IMAGES, VOID, as_masks, hash_of_pixels, mask_classes, read_mask
 from lockstep.runs.errors import UserError
 
 SAMPLE = 64  # images whose sizes are looked at before the path is chosen
@@ -41,20 +40,25 @@ class ListedDataModule(ImageDataModule):
         fit: crop keeps an image's proportions and cuts its long side, squash distorts it to a square.
         skip_corrupt: leave out images that cannot be decoded instead of ending with an error.
         group: what keeps images together in one split: a column of a table, or a regular expression over the path.
+        target: what images have: class, number, or mask.
         options: as of ImageDataModule.
     """
 
     own_mean: Sequence[float] = (0.485, 0.456, 0.406)  # of ImageNet
     own_std: Sequence[float] = (0.229, 0.224, 0.225)
     array_limit_gib = 16.0  # beyond this size images stay in their files
+    target_choices: tuple[str, ...] = ("class", "number")
 
     def __init__(
         self, *, image_size: int = 224, channels: int = 3, test_fraction: float = 0.1, fit: str = "crop",
-        skip_corrupt: bool = False, group: str | None = None, **options: Any,
+        skip_corrupt: bool = False, group: str | None = None, target: str = "class", **options: Any,
     ) -> None:  # fmt: skip
+        if target not in self.target_choices:
+            raise UserError(f"data.target={target} must be one of {', '.join(self.target_choices)}.")
         if channels not in (1, 3):
             raise UserError(f"data.channels={channels} must be 3 (colour) or 1 (grey).")
         self.channels, self.fit, self.group, self._skip_corrupt = channels, fit, group, skip_corrupt
+        self.target = target
         if channels == 1:
             self.own_mean, self.own_std = (0.449,), (0.226,)
         super().__init__(image_size=image_size, **options)
@@ -69,8 +73,12 @@ class ListedDataModule(ImageDataModule):
 
     def _load(self) -> None:
         self._list = images = self.list_images()
-        self.class_names, self._labels = images.class_names, images.labels
+        self.class_names = images.class_names
         self._given, self._groups = images.splits, images.groups
+        self._set_targets({"": images.labels if images.targets is None else images.targets}, [])
+        if images.masks is not None:
+            self._set_targets({}, [""])
+            self.class_names = cached(self.cache_folder(["masks", images.identity]), self._find_classes)["classes"]
         self.left_out, self.notes = dict(images.left_out), list(images.notes)
         side = None if self.requested_path == "loader" else self._common_side()
         self._taken = self._choose_path(side)
@@ -92,7 +100,9 @@ class ListedDataModule(ImageDataModule):
         self.data_hash = facts["data_hash"] if self._taken[0] == "array" else images.content_hash(kept)
 
     def _choose_path(self, side: int | None) -> tuple[str, str]:
-        gib = len(self._labels) * (side or self.resize) ** 2 * self.channels / 2**30
+        if self._mask_names:
+            return "loader", "masks are read with their images"
+        gib = len(self._classes()) * (side or self.resize) ** 2 * self.channels / 2**30
         if self._pipeline is not None and side is None and self.requested_path != "loader":
             why = WHOLE_IMAGES.format(self.resize)
             if self.requested_path == "array":
@@ -115,7 +125,7 @@ class ListedDataModule(ImageDataModule):
         found = []
         for i in np.linspace(0, len(self._list) - 1, min(len(self._list), SAMPLE)).astype(int).tolist():
             with suppress(CorruptImage):  # decoding names it
-                found.append(self.source_opener()(i).size)
+                found.append(self.source_opener()(i)[0].size)
         return found
 
     def _write_array(self, side: int | None, folder: Path) -> Content:
@@ -123,13 +133,13 @@ class ListedDataModule(ImageDataModule):
         Args:
             side: as of `_common_side`.
         """
-        size, open_one, n = side or self.resize, self.image_opener(), len(self._list)
+        size, open_one, n = side or self.resize, self.source_opener(), len(self._list)
         require_space(folder, n * size * size * self.channels)
         shape = (n, size, size, self.channels)
         out = np.lib.format.open_memmap(folder / IMAGES, mode="w+", dtype=np.uint8, shape=shape)
 
         def decode_one(i: int) -> np.ndarray:
-            image = open_one(i)
+            image = open_one(i)[0]
             if side is not None and image.size != (side, side):
                 raise _OtherSizeError(
                     f"{self.image_name(i)} has {image.width}×{image.height} pixels, others {side}×{side}"
@@ -143,16 +153,24 @@ class ListedDataModule(ImageDataModule):
                 raise UserError(f"{error}: give data.path=loader.") from None
             return self._write_array(None, folder)
         kept = np.delete(np.arange(n), list(failures))
-        data_hash = hash_of_pixels(out, self._labels, self.class_names, self._given, kept)
+        data_hash = hash_of_pixels(out, self._classes(), self.class_names, self._given, kept)
         return {"failures": failures, "data_hash": data_hash}
 
     def _find_damaged(self, folder: Path) -> Content:
-        open_one = self.image_opener()
-        return {"failures": decode_all(len(self._list), lambda i: pixels_of(open_one(i)), None, skip_corrupt=True)}
+        open_one = self.source_opener()
+        return {"failures": decode_all(len(self._list), lambda i: pixels_of(open_one(i)[0]), None, skip_corrupt=True)}
+
+    def _find_classes(self, _folder: Path) -> Content:
+        return {"classes": mask_classes(len(self._list), self._read_mask)}
+
+    def _read_mask(self, position: int) -> np.ndarray:
+        assert self._list.masks is not None
+        return read_mask(self._list.folder / self._list.masks[position])
 
     def _check(self) -> None:
         super()._check()
-        for label in np.flatnonzero(np.array(self.class_counts) == 0) if self.stage != "test" else ():
+        checked = self.stage != "test" and self.target_kind == "class"
+        for label in np.flatnonzero(np.array(self.class_counts) == 0) if checked else ():
             raise UserError(
                 f"{self.name}: the class {self.class_names[label]} has no image to train on; all of its images are "
                 "for validation or test, or damaged. Add some, or remove the class."
@@ -163,20 +181,27 @@ class ListedDataModule(ImageDataModule):
 
     def identical_images(self, compare_all: bool = False) -> dict[str, list[str]]:
         if self._array is not None:
-            return self._describe(identical_arrays(self._array, self._used()))
+            return super().identical_images()
         try:
-            groups = identical_files(self._list, self._used(), None if compare_all else MAX_COMPARED)
+            groups = identical_files(self._list, self.used(), None if compare_all else MAX_COMPARED)
         except CorruptImage:  # the loader names it
             return {}
-        return {TOO_MANY: []} if groups is None else self._describe(groups)
+        return {TOO_MANY: []} if groups is None else describe(groups, self)
 
-    def source_opener(self) -> OpenImage:
-        """What opens an image where it lies."""
-        return partial(_open_listed, self._list, self.channels)
+    def source_opener(self) -> OpenSample:
+        """Return what opens an image and its mask where they lie."""
+        return partial(_open_listed, self._list, self.channels, self.class_names == BINARY)
 
-    def image_opener(self) -> OpenImage:
-        return self.source_opener() if self._array is None else super().image_opener()
+    def sample_opener(self) -> OpenSample:
+        return self.source_opener() if self._array is None else super().sample_opener()
 
 
-def _open_listed(images: ImageList, channels: int, position: int) -> Image.Image:
-    return open_image(images.read(position), channels, name=images.path(position))
+def _open_listed(images: ImageList, channels: int, is_binary: bool, position: int) -> tuple[Any, ...]:
+    image = open_image(images.read(position), channels, name=images.path(position))
+    if images.masks is None:
+        return (image,)
+    mask = read_mask(images.folder / images.masks[position])
+    if mask.shape[::-1] != image.size:
+        sizes = f"{mask.shape[1]}×{mask.shape[0]} pixels and its image {image.width}×{image.height}"
+        raise CorruptImage(f"the mask {images.masks[position]} has {sizes}")
+    return image, *as_masks([(mask == VOID).astype(np.uint8) if is_binary else mask])

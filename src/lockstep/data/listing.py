@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,8 +28,14 @@ SPLIT_OF = {  # the names that Hugging Face's datasets know, in any case
 GROUPS = {".csv": "csv", ".parquet": "parquet", ".tar": "webdataset"}  # the option of data= for each kind of file
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.0*)?")
 DIGITS = re.compile("([0-9]+)")
+SYSTEM_NAMES = {  # of macOS, Synology, Linux, Windows, Python
+    "__MACOSX", "@eaDir", "#recycle", "#snapshot", "lost+found", "$RECYCLE.BIN", "System Volume Information",
+    "__pycache__",
+}  # fmt: skip
 LeftOut = dict[str, list[str]]
 """Names of what was not taken, by reason: `{"hidden images": ["cat/._1.jpg"]}`."""
+Tree = dict[str, list[str]]
+"""The names of the folders in a folder, with those of the folders within each."""
 
 
 class Names:
@@ -56,6 +62,8 @@ class ImageList:
         start, size, mtime: (n,) int64, first byte, bytes, and when the file was changed (ns).
         class_names: in the order of the labels.
         labels: (n,) int64; splits: (n,) int8, ascending: 0 train, 1 val, 2 test.
+        targets: (n, C) float32 labels or (n,) float32 numbers, in place of labels.
+        masks: the path of each image's mask, relative to `folder`.
         groups: (n,) int64, images that stay in one split together; None: each image is alone.
         notes: sentences for the log.
     """
@@ -71,6 +79,8 @@ class ImageList:
     labels: np.ndarray
     splits: np.ndarray
     groups: np.ndarray | None = None
+    targets: np.ndarray | None = None
+    masks: Names | None = None
     left_out: LeftOut = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -102,7 +112,12 @@ class ImageList:
     def identity(self) -> str:
         """A hash that changes with any name, size, time, label or split."""
         digest = hashlib.sha256(json.dumps([str(self.folder), self.class_names]).encode())
-        for array in (self.names.text, self.names.ends, self.size, self.mtime, self.labels, self.splits):
+        parts = [self.names.text, self.names.ends, self.size, self.mtime, self.labels, self.splits]
+        parts += [] if self.targets is None else [self.targets]
+        if self.masks is not None:
+            stats = [os.stat(self.folder / self.masks[i]) for i in range(len(self))]
+            parts += [self.masks.text, np.array([(each.st_size, each.st_mtime_ns) for each in stats])]
+        for array in parts:
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
@@ -112,26 +127,36 @@ class ImageList:
 
 
 def make_list(
-    folder: Path, names: Sequence[str], labels: Sequence[str], splits: Sequence[int], size: Sequence[int],
+    folder: Path, names: Sequence[str], labels: Sequence[Any], splits: Sequence[int], size: Sequence[int],
     mtime: Sequence[int], *, files: Sequence[str] | None = None, file: Sequence[int] = (), start: Sequence[int] = (),
     groups: Sequence[str] | None = None, left_out: LeftOut | None = None, notes: Sequence[str] = (),
+    target: str = "class", label_columns: Sequence[str] = (),
 ) -> ImageList:  # fmt: skip
     """Return the list of n images; within a split they keep their order.
 
     Args:
         labels, groups: by name; the other arguments are those of ImageList.
         files: None: each image is the file of its name.
+        target: what `labels` are: class, number, or mask, the path of a mask relative to `folder`.
+        label_columns: with several labels, their names; `labels` are then numbers, one for each name.
     Raises:
-        UserError: there is no image.
+        UserError: there is no image, or a label is no number where it has to be.
     """
     if not len(names):
         found = ", ".join(f"{len(each)} {reason}" for reason, each in (left_out or {}).items())
         raise UserError(f"{folder} has no images{f' (left out: {found})' if found else ''}.")
     order = np.argsort(np.asarray(splits, np.int8), kind="stable")
+    targets, masks, class_names = None, None, list(label_columns)
+    if label_columns or target == "number":
+        targets = _numbers(folder, names, labels)[order]
+    elif target == "mask":
+        masks = Names(labels[i] for i in order.tolist())
+    if targets is not None or masks is not None:
+        labels = [""] * len(names)
     tidy = tidy_labels(set(labels))
-    class_names = ordered_classes(tidy.values())
+    class_names = class_names if targets is not None or masks is not None else ordered_classes(tidy.values())
     one_class = [f"all images are of one class, {class_names[0]}: is data.root right?"] if len(class_names) == 1 else []
-    number_of = {name: number for number, name in enumerate(class_names)}
+    number_of = {"": 0, **{name: number for number, name in enumerate(class_names)}}
     packed = Names(names[i] for i in order.tolist())
     sizes, mtimes, number = (
         np.asarray(values, np.int64)[order] for values in (size, mtime, [number_of[tidy[label]] for label in labels])
@@ -141,9 +166,22 @@ def make_list(
         np.arange(len(order)) if files is None else np.asarray(file, np.int64)[order],
         np.zeros(len(order), np.int64) if files is None else np.asarray(start, np.int64)[order],
         sizes, mtimes, class_names, number, np.asarray(splits, np.int8)[order],
-        None if groups is None else np.unique(groups, return_inverse=True)[1][order],
+        None if groups is None else np.unique(groups, return_inverse=True)[1][order], targets, masks,
         left_out or {}, [*notes, *one_class],
     )  # fmt: skip
+
+
+def _numbers(folder: Path, names: Sequence[str], labels: Sequence[Any]) -> np.ndarray:
+    """Return (n,) or (n, C) float32."""
+    try:
+        return np.asarray(labels, np.float32)
+    except ValueError:
+        for name, label in zip(names, labels):
+            try:
+                np.asarray(label, np.float32)
+            except ValueError:
+                raise UserError(f"{folder / name}: the target {label} is no number.") from None
+        raise
 
 
 def tidy_labels(labels: Iterable[str]) -> dict[str, str]:
@@ -166,6 +204,53 @@ def natural_key(name: str) -> list[str | int]:
     parts: list[str | int] = list(DIGITS.split(name))  # text and digits in turn
     parts[1::2] = map(int, parts[1::2])
     return parts
+
+
+class Found(NamedTuple):
+    name: str  # relative to the root
+    size: int  # bytes
+    mtime: int  # nanoseconds
+
+
+def images_below(root: Path, left_out: LeftOut, tree: Tree | None = None) -> list[Found]:
+    """Return all images at any depth below root, in natural order of their names; no file is opened.
+
+    Args:
+        left_out: gets the names of other files, and of hidden images.
+        tree: gets the folders of the first two levels.
+    """
+    found: list[Found] = []
+
+    def collect(name: str, above: set[tuple[int, int]]) -> None:
+        for entry in list(os.scandir(root / name)):
+            inner = f"{name}/{entry.name}" if name else entry.name
+            if entry.name.startswith(".") or entry.name in SYSTEM_NAMES:
+                if is_image(entry.name):
+                    left_out.setdefault("hidden images", []).append(inner)
+            elif entry.is_dir():
+                stat = os.stat(entry.path)
+                if (stat.st_dev, stat.st_ino) in above:
+                    left_out.setdefault("links to a folder above", []).append(inner)
+                    continue
+                top, _, second = inner.partition("/")
+                if tree is not None and "/" not in second:
+                    tree.setdefault(top, []).extend([second] if second else [])
+                collect(inner, above | {(stat.st_dev, stat.st_ino)})
+            elif not is_image(entry.name):
+                ending = os.path.splitext(entry.name)[1].lower()
+                left_out.setdefault(f"{ending or 'nameless'} files", []).append(inner)
+            elif not entry.is_file():
+                raise UserError(f"{entry.path} cannot be read (a broken link or no regular file): remove it.")
+            else:
+                stat = entry.stat()
+                found.append(Found(inner, stat.st_size, stat.st_mtime_ns))
+
+    top = os.stat(root)
+    try:
+        collect("", {(top.st_dev, top.st_ino)})
+    except OSError as error:
+        raise UserError(f"{error.filename or root} cannot be read ({error.strerror}): repair or remove it.") from None
+    return sorted(found, key=lambda image: natural_key(image.name))
 
 
 def group_of(pattern: str, name: str) -> str:

@@ -60,7 +60,7 @@ def mix(images: Tensor, labels: Tensor, drawn: Tensor, num_classes: int) -> tupl
 
     Args:
         images: (B, C, H, W) float, B even.
-        labels: (B,) int64.
+        labels: (B,) int64, or several labels (B, num_classes) float32.
         drawn: (6, B/2) float, columns of Mixing.draw.
     """
     share, blend = (row.float() for row in drawn[:2])
@@ -73,7 +73,7 @@ def mix(images: Tensor, labels: Tensor, drawn: Tensor, num_classes: int) -> tupl
     inside = (inside_rows[:, :, None] & inside_columns[:, None, :])[:, None, None]
     own = blend.view(-1, 1, 1, 1, 1)
     mixed = torch.where(inside, partners, pairs * own + partners * (1 - own)).flatten(0, 1)
-    targets = F.one_hot(labels, num_classes).float().unflatten(0, (-1, 2))
+    targets = (labels if labels.ndim == 2 else F.one_hot(labels, num_classes).float()).unflatten(0, (-1, 2))
     share = share.view(-1, 1, 1)
     return mixed, (targets * share + targets.flip(1) * (1 - share)).flatten(0, 1)
 

@@ -27,7 +27,8 @@ def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
     Raises:
         NoRoom: the disk is full; nothing is left behind.
     """
-    if (meta := read_meta(folder)) is not None:
+    meta = read_meta(folder)
+    if meta is not None:
         return meta
     with ExitStack() as held:
         try:
@@ -35,30 +36,23 @@ def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
         except OSError as error:
             reason = "cannot lock files" if error.errno in NO_LOCKS else f"cannot be written ({error.strerror})"
             raise UserError(f"{folder.parent} {reason}: give data.cache_dir=FOLDER on a local disk that can.") from None
-        meta = read_meta(folder)
-        return meta if meta is not None else _build(folder, build)
-
-
-def _build(folder: Path, build: Callable[[Path], Content]) -> Content:
-    shutil.rmtree(folder, ignore_errors=True)
-    part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    try:
-        with full_disk_named(folder.parent, LARGER_DISK):
-            content = build(part)
-            files = {path.name: path.stat().st_size for path in part.iterdir()}
-            (part / META).write_text(json.dumps({"files": files, "content": content}))
-            for path in part.iterdir():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-            sync_folder(part)
-            os.replace(part, folder)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-    sync_folder(folder.parent)
-    return read_meta(folder) or {}
+        if read_meta(folder) is None:  # nobody built it while this process waited
+            part = folder.with_name(f".{folder.name}.part")
+            for old in (folder, part):
+                shutil.rmtree(old, ignore_errors=True)
+            part.mkdir()
+            held.callback(shutil.rmtree, part, ignore_errors=True)
+            with full_disk_named(folder.parent, LARGER_DISK):
+                content = build(part)
+                files = {path.name: path.stat().st_size for path in part.iterdir()}
+                (part / META).write_text(json.dumps({"files": files, "content": content}))
+                for path in part.iterdir():
+                    with path.open("rb") as file:
+                        os.fsync(file.fileno())
+                sync_folder(part)
+                os.replace(part, folder)
+            sync_folder(folder.parent)
+        return read_meta(folder) or {}
 
 
 def read_meta(folder: Path) -> Content | None:

@@ -1,10 +1,17 @@
-"""Describe the images of a run before its first step: in the log, in run.json, and in a file of the run folder."""
+"""Describe the images of a run before its first step: in the log, in run.json, and in a file of the run folder.
 
+It finds images that occur twice: in two splits, or under two labels.
+"""
+
+import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from lockstep.data.listing import TEST, TRAIN, VAL, ImageList
 from lockstep.runs.files import write_atomically
 from lockstep.runs.output import printable
 
@@ -15,6 +22,8 @@ log = logging.getLogger(__name__)
 
 LISTS = "data_report.txt"
 SHOWN_CLASSES = 10
+SAMPLE_BYTES = 64  # of an image; only images that share the sample are compared as a whole
+MAX_COMPARED = 50_000  # files of equal size that a start may open
 TILE = 128  # side of a picture in a contact sheet
 
 
@@ -32,7 +41,7 @@ def report_of(data: Any, *, compare_all: bool = False) -> tuple[dict[str, Any], 
     counts = data.counts_per_split
     fields = {
         "images_per_class": {
-            name: {split: counts[split][number] for split in counts} for number, name in enumerate(data.class_names)
+            name: dict(zip(counts, each, strict=True)) for name, *each in zip(data.class_names, *counts.values())
         },
         "left_out": {reason: len(names) for reason, names in data.left_out.items()},
         "identical_images": list(identical),
@@ -50,10 +59,11 @@ def settings_of(data: Any, augmentation: str | None) -> dict[str, Any]:
     """
     path, why = data.path_taken()
     framing, settings = data.framing, data.settings
+    damaged = [names for reason, names in data.left_out.items() if reason.startswith("damaged")]
     return {
         "path": path, "why": why, "augmentation": augmentation, "mean": data.mean, "std": data.std,
         "crop_pct": settings.crop_pct, "interpolation": framing.interpolation, "resize": framing.resize,
-        "fit": framing.fit, "from_weights": list(settings.from_weights), "skipped": len(data.skipped),
+        "fit": framing.fit, "from_weights": list(settings.from_weights), "skipped": sum(map(len, damaged)),
     }  # fmt: skip
 
 
@@ -64,10 +74,15 @@ def log_contents(data: Any, fields: Mapping[str, Any]) -> None:
         fields: from `report_of`; {} for an evaluation.
     """
     names = ", ".join(data.class_names[:SHOWN_CLASSES]) + (", …" if len(data.class_names) > SHOWN_CLASSES else "")
+    what = {
+        "class": f"{data.num_classes} classes: {names}", "labels": f"{data.num_classes} labels: {names}",
+        "mask": f"masks of {data.num_classes} classes: {names}", "number": "a number for each image",
+        "dict": "several targets for each image",
+    }  # fmt: skip
     counts = f"{data.num_train} images to train, {data.num_val} to validate, {data.num_test} to test"
     if data.stage == "test":
         counts = f"testing on {'all ' if data.num_test == data.num_images else ''}{data.num_test} images"
-    log.info(f"data: {len(data.class_names)} classes: {names} · {counts}")
+    log.info(f"data: {what[data.target_kind]} · {counts}")
     for note in data.notes:
         log.info(note)
     if left_out := fields.get("left_out"):
@@ -122,3 +137,62 @@ def contact_sheet(path: Path, tiles: Sequence[tuple[list["Image.Image"], list[st
             draw.text((x, y + TILE + 2 + 14 * k), text, fill=colour if k == 0 else "#777777")
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path)
+
+
+def identical_arrays(images: np.ndarray, index: np.ndarray) -> list[list[int]]:
+    """Return groups of positions (out of `index`) whose pixels are equal.
+
+    Args:
+        images: (n, size, size, channels) uint8.
+    """
+    flat = images.reshape(len(images), -1)
+    columns = np.linspace(0, flat.shape[1] - 1, min(SAMPLE_BYTES, flat.shape[1])).astype(int)
+    samples = np.ascontiguousarray(flat[index[:, None], columns])
+    return _groups(zip(index.tolist(), samples.view(f"V{len(columns)}").ravel().tolist()), lambda i: flat[i].tobytes())
+
+
+def identical_files(images: ImageList, index: np.ndarray, limit: int | None = MAX_COMPARED) -> list[list[int]] | None:
+    """Return groups of positions (out of `index`) whose files are equal; None: more than `limit` have equal sizes."""
+    sizes, counts = np.unique(images.size[index], return_counts=True)
+    index = index[np.isin(images.size[index], sizes[counts > 1])]
+    if limit is not None and len(index) > limit:
+        return None
+    return _groups(((i, (int(images.size[i]), images.read(i)[-SAMPLE_BYTES:])) for i in index.tolist()), images.read)
+
+
+def _groups(keyed: Iterable[tuple[int, Hashable]], content: Callable[[int], bytes]) -> list[list[int]]:
+    same_key: dict[Hashable, list[int]] = {}
+    for i, key in keyed:
+        same_key.setdefault(key, []).append(i)
+    same: dict[Hashable, list[int]] = {}
+    for key, candidates in same_key.items():
+        for i in candidates if len(candidates) > 1 else ():
+            same.setdefault((key, hashlib.blake2b(content(i)).digest()), []).append(i)
+    return [group for group in same.values() if len(group) > 1]
+
+
+def describe(groups: list[list[int]], data: Any) -> dict[str, list[str]]:
+    """Return sentences for the log, each with the pairs of images that it counts, "a = b".
+
+    Args:
+        data: a prepared ImageDataModule.
+    """
+    splits = data.split_of_each()
+    pairs: dict[str, list[tuple[int, int]]] = {"test": [], "validation": [], "labels": []}
+    for group in groups:
+        trained = [i for i in group if splits[i] == TRAIN]
+        for kind, split in (("test", TEST), ("validation", VAL)) if trained else ():
+            pairs[kind] += [(i, trained[0]) for i in group if splits[i] == split]
+        first = data.target_name(group[0])
+        pairs["labels"] += [(group[0], i) for i in group if data.target_name(i) != first][:1]
+    found = {}
+    for kind, some in pairs.items():
+        n, one = len(some), len(some) == 1
+        sentence = f"{n} {kind} image{' is' if one else 's are'} identical to {'a ' if one else ''}training image"
+        if kind == "labels":
+            sentence = f"{n} image{' occurs' if one else 's occur'} under two labels"
+        elif not one:
+            sentence += "s"
+        if some:
+            found[sentence] = [f"{data.image_name(a)} = {data.image_name(b)}" for a, b in some]
+    return found

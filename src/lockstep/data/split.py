@@ -60,11 +60,10 @@ class Split:
                 f"data.fold={self.fold}: with data.num_folds={self.num_folds} give a whole number from 0 to {last}."
             )
         key, value = self._stated
-        unset = VAL_FRACTION if key == "val_fraction" else None
-        if value != unset:
+        if value != VAL_FRACTION:
             raise UserError(
                 f"data.{key}={value} and data.fold={self.fold} both select the validation images: leave one of them "
-                f"out (data.{key}={'null' if unset is None else unset})."
+                f"out (data.{key}={'null' if key == 'num_val' else VAL_FRACTION})."
             )
 
     @property
@@ -95,32 +94,33 @@ class Split:
     def _assign(self, labels: np.ndarray, given: np.ndarray, groups: np.ndarray | None) -> Splits:
         train, val, test = (np.flatnonzero(given == split) for split in (TRAIN, VAL, TEST))
         if groups is not None:
-            _check_groups(groups, given)
+            pairs = np.unique(np.stack([groups, given.astype(np.int64)]), axis=1)
+            counts = np.unique(pairs[0], return_counts=True)[1]
+            if (counts > 1).any():
+                raise UserError(
+                    f"data.group: {(counts > 1).sum()} of {len(counts)} groups have images in several of train, val "
+                    "and test, which the source assigns: give all images of a group one split, or leave splits out."
+                )
         if len(val) and self.fold is not None:
             raise UserError(
                 f"data.fold={self.fold}: the data have validation images of their own, so there is nothing to fold."
             )
-        used_val = val[:0] if self._stated[1] == 0 else val
+        key, value = self._stated
+        used_val = val[:0] if value == 0 else val
         if len(val) and not len(test):
             return Splits(train, used_val, val, notes=(TEST_IS_VAL,))
         drew_test = not len(test)
         if drew_test:
             num_test, stream = round(self.test_fraction * len(train)), random_stream(TEST_SEED, TEST_STREAM)
             train, test = self._draw(train, labels, groups, num_test, stream, "test_fraction", self.test_fraction)
-        if not len(val) and len(train):
-            train, used_val = self._validation(train, labels, groups)
+        if not len(val) and len(train) and value != 0:
+            stream = random_stream(self.seed, SPLIT)
+            if self.fold is not None:
+                train, used_val = self._folded(train, labels, groups, stream)
+            else:
+                num_val = round(value * len(train)) if key == "val_fraction" else int(value)
+                train, used_val = self._draw(train, labels, groups, num_val, stream, key, value)
         return Splits(train, used_val, test, drew_test)
-
-    def _validation(
-        self, train: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        stream, (key, value) = random_stream(self.seed, SPLIT), self._stated
-        if self.fold is not None and self.num_folds is not None:
-            return self._folded(train, labels, groups, self.fold, self.num_folds, stream)
-        if value == 0:
-            return train, train[:0]
-        num_val = round(value * len(train)) if key == "val_fraction" else int(value)
-        return self._draw(train, labels, groups, num_val, stream, key, value)
 
     def _draw(
         self, index: np.ndarray, labels: np.ndarray, groups: np.ndarray | None, count: int,
@@ -147,9 +147,9 @@ class Split:
         return np.setdiff1d(index, drawn), np.sort(drawn)
 
     def _folded(
-        self, index: np.ndarray, labels: np.ndarray, groups: np.ndarray | None, fold: int, num_folds: int,
-        stream: np.random.Generator,
-    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        self, index: np.ndarray, labels: np.ndarray, groups: np.ndarray | None, stream: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        fold, num_folds = self.fold or 0, self.num_folds or 2
         if num_folds > len(index):
             raise UserError(f"data.num_folds={num_folds} exceeds the {len(index)} images: give at most {len(index)}.")
         if groups is None:  # dealt out like cards, class by class: folds differ by at most one image, also in a class
@@ -198,13 +198,3 @@ def _drawn_groups(order: np.ndarray, labels: np.ndarray, groups: np.ndarray, cou
             left[classes] -= counts
             missing -= len(members)
     return np.concatenate(taken)
-
-
-def _check_groups(groups: np.ndarray, given: np.ndarray) -> None:
-    pairs = np.unique(np.stack([groups, given.astype(np.int64)]), axis=1)
-    counts = np.unique(pairs[0], return_counts=True)[1]
-    if (counts > 1).any():
-        raise UserError(
-            f"data.group: {(counts > 1).sum()} of {len(counts)} groups have images in several of train, val and test, "
-            "which the source assigns: give all images of a group the same split, or leave the splits out."
-        )

@@ -122,6 +122,7 @@ def data_facts(data: Any) -> DataFacts:
     return {
         "class_names": list(data.class_names),
         "num_classes": int(data.num_classes),
+        "target": str(data.target_kind),
         "image_size": int(data.image_size),
         "channels": int(data.channels),
         "mean": [float(value) for value in data.mean],

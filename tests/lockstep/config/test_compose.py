@@ -24,6 +24,7 @@ WRONG = {
     "drop_out=0.1 model=small_cnn": "use model.dropout.",
     "optimizer.momentun=0.9": "use optimizer.momentum (optimizer=muon or optimizer=sgd).",
     "data.root=/images data=digits": "data=csv or data=fashion_mnist or data=image_folder has it.",
+    "+data.rooot=photos": "There is no data.rooot: use data.root.",
     "optimizer.amsgrd=true": "write +optimizer.amsgrd=VALUE if torch.optim.AdamW has such a parameter.",
     "trainer.barebone=true": "use trainer.barebones.",
     "trainer.fast_dev_run=true": "use debug=fast_dev_run.",

@@ -11,8 +11,7 @@ from torchvision.transforms import v2
 from data.synthetic import SyntheticDataModule
 from lockstep.callbacks.resume_point import TRAINING, VALIDATION, loop_state
 from lockstep.data.augmentation import Augmentation, CropFlip
-from lockstep.data.image_datamodule import ImageDataModule
-from lockstep.data.image_set import ImageSet
+from lockstep.data.image_datamodule import ImageDataModule, ImageSet
 from lockstep.runs.errors import UserError
 
 OPTIONS = {
@@ -104,14 +103,6 @@ def test_each_of_197_test_images_counts_once(make, world_size):
     assert torch.equal(labels[labels >= 0].sort().values, expected.sort().values)
     pixels = torch.cat([x[y >= 0].double().sum((1, 2, 3)) for batches in found for x, y in batches])
     assert torch.equal(pixels.sort().values, images.double().sum((1, 2, 3)).sort().values)
-
-
-def test_placed_again_for_another_world(make):
-    dm = make({"world_size": 2})
-    assert dm.per_device_batch_size == 16
-    dm.global_batch_size = 64
-    dm.place(accumulate_grad_batches=2)
-    assert dm.per_device_batch_size == 32 and len(dm.train_dataloader()) == 6 and dm.left_out_per_epoch == 5
 
 
 @pytest.mark.parametrize("options", [{"num_val": None, "val_fraction": 0}, {"num_val": 0}])
@@ -286,13 +277,6 @@ def test_overfitting_takes_the_same_batches_each_epoch(make, tmp_path):
     assert len(seen) == 6 and seen[:2] == seen[2:4] == seen[4:] and seen[0] != seen[1]
 
 
-def test_limits_and_fast_dev_run(make, tmp_path):
-    limited = fit(tmp_path, make(), limit_train_batches=3, limit_val_batches=1)
-    whole = fit(tmp_path, make())
-    assert steps(limited) == steps(whole)[:3] + steps(whole)[6:9]
-    assert len(steps(fit(tmp_path, make(), fast_dev_run=True))) == 1
-
-
 def test_epochs_differ_and_reloading_loaders_changes_nothing(make, tmp_path):
     whole = fit(tmp_path, make())
     again = fit(tmp_path, make(), reload_dataloaders_every_n_epochs=1)
@@ -372,10 +356,10 @@ def test_labels_follow_the_classes_of_a_checkpoint(make):
     dm = make()
     dm.stage = "test"
     dm.prepare()
-    before = dm._labels.copy()
+    before = dm._classes().copy()
     names = ["new", *reversed(dm.class_names)]
     dm.match_classes(names)
-    assert dm.class_names == names and dm.num_classes == 8 and np.array_equal(dm._labels, 7 - before)
+    assert dm.class_names == names and dm.num_classes == 8 and np.array_equal(dm._classes(), 7 - before)
     with pytest.raises(UserError, match="has the class pattern 6, which the checkpoint does not know; it knows new"):
         dm.match_classes(names[:1] + names[2:])
     dm.test_on_all()

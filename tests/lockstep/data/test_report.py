@@ -47,15 +47,15 @@ def test_what_was_left_out_and_identical_images_are_logged_and_listed(tmp_path, 
     write_lists(tmp_path, lists)
     assert not (tmp_path / "data_report.txt").exists() and not fields["left_out"]
     dm.left_out = {"damaged images": ["a.jpg cannot be decoded"], ".heic files": ["b.heic", "c.heic"]}
-    dm.identical_images = lambda _: {"1 test images are identical to training images": ["test/d.jpg = train/d.jpg"]}
+    dm.identical_images = lambda _: {"1 test image is identical to a training image": ["test/d.jpg = train/d.jpg"]}
     fields, lists = report_of(dm)
     with caplog.at_level(logging.INFO):
         log_contents(dm, fields)
     write_lists(tmp_path, lists)
     assert "left out: 1 damaged images, 2 .heic files (data_report.txt)" in caplog.text
-    assert "1 test images are identical to training images (data_report.txt)." in caplog.text
+    assert "1 test image is identical to a training image (data_report.txt)." in caplog.text
     assert fields["left_out"] == {"damaged images": 1, ".heic files": 2} and fields["smallest_image"] == "16×16"
     assert fields["images_per_class"]["pattern 0"].keys() == {"train", "val", "test"}
     lines = (tmp_path / "data_report.txt").read_text().splitlines()
     assert lines[0] == "a.jpg cannot be decoded  # damaged images" and len(lines) == 4
-    assert lines[3] == "test/d.jpg = train/d.jpg  # 1 test images are identical to training images"
+    assert lines[3] == "test/d.jpg = train/d.jpg  # 1 test image is identical to a training image"

@@ -12,7 +12,7 @@ from PIL import Image
 from data.image_folder import ImageFolderDataModule
 from lockstep.config.compose import CONFIGS
 from lockstep.config.instantiate import build
-from lockstep.data import streaming
+from lockstep.data import loading
 
 RNG = np.random.default_rng(0)
 BATCH, SIDE, RESIZED = 48, 14, 10  # images of the side that they are resized to, and smaller ones
@@ -123,7 +123,7 @@ def test_a_worker_that_draws_from_its_own_stream_is_noticed(root, monkeypatch):
         yield
 
     expected = epoch_bytes(world(root, "rand_augment", 1, 1, "loader", 1))
-    monkeypatch.setattr(streaming, "own_stream", wrong)
+    monkeypatch.setattr(loading, "own_stream", wrong)
     assert epoch_bytes(world(root, "rand_augment", 1, 1, "loader", 1)) != expected
 
 

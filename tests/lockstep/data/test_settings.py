@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.data.settings import settle
+from lockstep.data.framing import settle
 from lockstep.runs.errors import UserError
 
 OWN = {"mean": (0.1, 0.2, 0.3), "std": (0.2, 0.2, 0.2)}

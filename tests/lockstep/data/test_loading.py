@@ -11,21 +11,21 @@ import psutil
 import pytest
 import torch
 
-from lockstep.data import streaming
+from lockstep.data import loading
 from lockstep.data.batches import Selection
 
 PROGRAM = """
 import os, time, numpy as np
 from lockstep.data.batches import Selection
-from lockstep.data.streaming import stream
-def make(position, draw):
-    return np.full((2, 2, 1), position, np.uint8)
+from lockstep.data.loading import stream
+def make(position, draws):
+    return (np.full((2, 2, 1), position, np.uint8),)
 selections = [Selection(np.array([i, i]), np.zeros((1, 2), np.int64)) for i in range(50)]
 batches = stream(selections, make, num_workers=2)
-print(next(batches)[1].sum().item(), flush=True)
+print(next(batches)[1][0].sum().item(), flush=True)
 os.killpg(0, SIGNAL)
 time.sleep(0.5)
-print(next(batches)[1].sum().item(), flush=True)
+print(next(batches)[1][0].sum().item(), flush=True)
 """
 
 
@@ -45,15 +45,15 @@ def test_a_signal_to_the_whole_job_leaves_the_workers_to_the_rank():
 
 @pytest.mark.parametrize("free", [0, 2**40])
 def test_batches_arrive_with_and_without_shared_memory(free, monkeypatch):
-    monkeypatch.setattr(streaming, "free_shared_memory", lambda: free)
+    monkeypatch.setattr(loading, "free_shared_memory", lambda: free)
 
-    def make(position, draw):
-        return np.full((2, 2, 1), position + draw, np.uint8)
+    def make(position, draws):
+        return (np.full((2, 2, 1), position + draws[0], np.uint8),)
 
-    handed_over = streaming._Batches(make, 2).__getitems__([(0, 3)])
+    [handed_over] = loading._Batches(make, 2).__getitems__([(0, [3])])
     assert isinstance(handed_over, torch.Tensor if free else np.ndarray)
     selections = [Selection(np.array([i, i]), np.full((1, 2), 3)) for i in range(3)]
-    found = [images for _, images in streaming.stream(selections, make, num_workers=2)]
+    found = [images for _, [images] in loading.stream(selections, make, num_workers=2)]
     assert [images.unique().tolist() for images in found] == [[3], [4], [5]]
 
 

@@ -1,19 +1,17 @@
 """The base of data modules whose images lie in a few large files: which split each file is of, and what it holds."""
 
 import re
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.decoding import CorruptImage
+from lockstep.data.decoding import CorruptImage, progress
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import SPLIT_OF, SPLITS, ImageList, LeftOut, group_of, local_root, make_list, suggestion
 from lockstep.data.node_cache import Content, cached, file_identity
-from lockstep.data.progress import progress
 from lockstep.runs.errors import UserError
-
-DAMAGED_FILES = "damaged files"
 
 
 class ShardedDataModule(ListedDataModule):
@@ -29,6 +27,7 @@ class ShardedDataModule(ListedDataModule):
 
     suffix: str
     kind: str
+    label_columns: Sequence[str] = ()  # with several labels, their names
 
     def __init__(
         self, *, root: str | Path | None = None, train: str | None = None, val: str | None = None,
@@ -41,8 +40,9 @@ class ShardedDataModule(ListedDataModule):
     def read_shard(self, path: Path, folder: Path) -> Content:
         """Return what a file holds, as JSON values.
 
-        names (within the file), labels, start, size, and groups if `group` is a column: a list with an entry for each
-        image; left_out; data: the file in `folder` that holds the images' bytes, None for `path` itself.
+        names (within the file), labels (text, or a list of numbers), start, size, and groups if `group` is a column: a
+        list with an entry for each image; left_out; data: the file in `folder` that holds the images' bytes, None for
+        `path` itself.
 
         Args:
             folder: of the cache, for encoded images that cannot be read in place.
@@ -60,9 +60,8 @@ class ShardedDataModule(ListedDataModule):
         left_out: LeftOut = {}
         shards = self._find(left_out)
         folder = self._root if self._root.is_dir() else self._root.parent
-        columns: dict[str, list[Any]] = {
-            name: [] for name in ("names", "labels", "start", "size", "groups", "file", "split", "mtime")
-        }
+        lists = ("names", "labels", "start", "size", "groups", "file", "split", "mtime")
+        columns: dict[str, list[Any]] = {name: [] for name in lists}
         files: list[str] = []
         with progress(f"Reading what {len(shards)} files hold", len(shards)) as advance:
             for path, split in shards:
@@ -74,15 +73,15 @@ class ShardedDataModule(ListedDataModule):
                     if not self._skip_corrupt:
                         hint = "replace it, or leave it out with data.skip_corrupt=true"
                         raise UserError(f"{path} {error}: {hint}.") from None
-                    left_out.setdefault(DAMAGED_FILES, []).append(f"{path} {error}")
+                    left_out.setdefault("damaged files", []).append(f"{path} {error}")
                     continue
-                for name in ("labels", "start", "size"):
-                    columns[name] += shard[name]
-                columns["names"] += [f"{title}: {name}" for name in shard["names"]]
-                if self.group:
-                    columns["groups"] += shard.get("groups") or [group_of(self.group, name) for name in shard["names"]]
+                if self.group and not shard.get("groups"):
+                    shard["groups"] = [group_of(self.group, name) for name in shard["names"]]
+                shard.update(names=[f"{title}: {name}" for name in shard["names"]])
                 for name, value in (("file", len(files)), ("split", split), ("mtime", identity[2])):
-                    columns[name] += [value] * len(shard["labels"])
+                    shard[name] = [value] * len(shard["labels"])
+                for name in lists:
+                    columns[name] += shard.get(name, [])
                 for reason, names in shard["left_out"].items():
                     left_out.setdefault(reason, []).extend(f"{title}: {name}" for name in names)
                 files.append(str(kept / shard["data"] if shard["data"] else path))
@@ -90,11 +89,12 @@ class ShardedDataModule(ListedDataModule):
         return make_list(
             folder, columns["names"], columns["labels"], columns["split"], columns["size"], columns["mtime"],
             files=files, file=columns["file"], start=columns["start"],
-            groups=columns["groups"] if self.group else None, left_out=left_out,
+            groups=columns["groups"] if self.group else None, left_out=left_out, target=self.target,
+            label_columns=self.label_columns,
         )  # fmt: skip
 
     def _find(self, left_out: LeftOut) -> list[tuple[Path, int]]:
-        """The files with their splits, in the order of their paths."""
+        """Return the files with their splits, in the order of their paths."""
         if self._root.is_file() and self._root.suffix.lower() == self.suffix:
             return [(self._root, 0)]
         found = (path.relative_to(self._root) for path in self._root.rglob("*") if path.suffix.lower() == self.suffix)
@@ -102,18 +102,22 @@ class ShardedDataModule(ListedDataModule):
         if not paths:
             hint = suggestion(self._root, self.kind)
             raise UserError(f"data.root={self._root} holds no {self.suffix} file, as data={self.kind} reads.{hint}")
-        splits = {path: self._split_of(str(path)) for path in paths}
+        splits = {path: self._split_of(path) for path in paths}
         taken = [(self._root / path, split) for path, split in splits.items() if split is not None]
         if taken and len(taken) < len(paths):
             left_out[f"{self.suffix} files of no split"] = [str(path) for path in paths if splits[path] is None]
         return taken or [(self._root / path, 0) for path in paths]
 
-    def _split_of(self, name: str) -> int | None:
-        fits = [i for i, pattern in enumerate(self._patterns) if pattern and fnmatchcase(name.lower(), pattern.lower())]
+    def _split_of(self, path: Path) -> int | None:
+        fits = [
+            i for i, pattern in enumerate(self._patterns) if pattern and fnmatchcase(str(path).lower(), pattern.lower())
+        ]
         if len(fits) > 1:
             both = " and ".join(f"data.{SPLITS[i]}={self._patterns[i]}" for i in fits)
-            raise UserError(f"{self._root / name} fits {both}: give patterns of which one fits, or null.")
-        parts = reversed(Path(name.lower()).parts)  # the file's own name first
-        words = [re.sub("(set|data|split)$", "", word) for part in parts for word in re.split("[^a-z]+", part)]
-        named = [SPLIT_OF[word] for word in words if word in SPLIT_OF]
-        return next((split for split in [*fits, *named] if split in fits or self._patterns[split] is None), None)
+            raise UserError(f"{self._root / path} fits {both}: give patterns of which one fits, or null.")
+        for part in reversed(path.parts) if not fits else ():  # the file's own name first
+            for word in re.split("[^a-z]+", part.lower()):
+                split = SPLIT_OF.get(re.sub("(set|data|split)$", "", word))
+                if split is not None and self._patterns[split] is None:
+                    return split
+        return fits[0] if fits else None

@@ -1,0 +1,183 @@
+"""Images in memory, and targets of any shape: a class, several labels, a number or a mask for each, or a dict of these.
+
+In a mask −1 marks the pixels that do not count, which are 255 in its file.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lockstep.data.decoding import CorruptImage, decode_all
+from lockstep.data.listing import TEST, TRAIN, VAL
+from lockstep.runs.errors import UserError
+
+VOID = 255
+BINARY = ["0", str(VOID)]  # the classes of masks that have these two values alone
+IMAGES, TARGETS = "images.npy", "targets.npz"
+Arrays = dict[str, np.ndarray]
+"""Targets (n, …) by name: int64, float32, or uint8 for masks; a target that stands alone has the name ""."""
+
+
+@dataclass
+class ImageSet:
+    """All images in one order: first those to train on, then validation, then test.
+
+    Args:
+        images: (n, size, size, channels) uint8.
+        labels: (n,) integers from 0; None: `targets` are given.
+        class_names: the name of each label, or of each column of `targets`, or of each class in masks.
+        num_test: how many of the last images test; 0: they are drawn.
+        num_val: how many images before those validate; 0: they are drawn from the training images.
+        targets: in place of labels, (n, C) float several labels, (n,) float a number, (n, size, size) integers the
+            class of each pixel, −1 where it does not count, or a dict of these and of integers (n,).
+    """
+
+    images: np.ndarray
+    labels: np.ndarray | None
+    class_names: list[str]
+    num_test: int
+    num_val: int = 0
+    targets: Any = None
+
+    def arrays(self) -> Arrays:
+        if self.labels is not None:
+            return {"": np.asarray(self.labels, np.int64)}
+        given = self.targets if isinstance(self.targets, dict) else {"": self.targets}
+        return {name: _typed(np.asarray(values), self.images.shape[:3]) for name, values in given.items()}
+
+    @property
+    def splits(self) -> np.ndarray:
+        """(n,) 0 train, 1 val, 2 test."""
+        num_train = len(self.images) - self.num_val - self.num_test
+        return np.repeat([TRAIN, VAL, TEST], [num_train, self.num_val, self.num_test]).astype(np.int8)
+
+    def check(self, name: str) -> "ImageSet":
+        """Return itself, or raise UserError if the parts do not fit together."""
+        n, num_classes = len(self.images), len(self.class_names)
+        for values in self.arrays().values():
+            if len(values) != n:
+                raise UserError(f"{name} holds {n} images and {len(values)} labels: one of its files is not complete.")
+        if n <= self.num_val + self.num_test:
+            raise UserError(f"{name} holds {n} images, of which none is left to train on.")
+        labels = np.zeros(0) if self.labels is None else self.labels
+        wrong = labels[(labels < 0) | (labels >= num_classes)]
+        if len(wrong):
+            raise UserError(
+                f"{name} has a label {wrong[0]}, but its {num_classes} classes go from 0 to {num_classes - 1}."
+            )
+        return self
+
+    def hash(self) -> str:
+        """Return a hash over names, targets and pixels."""
+        labels = self.splits if self.labels is None else self.labels
+        pixels = hash_of_pixels(self.images, labels, self.class_names, self.splits)
+        if self.labels is not None:
+            return pixels
+        digest = hashlib.sha256(pixels.encode())
+        for values in self.arrays().values():
+            digest.update(np.ascontiguousarray(values).data)
+        return digest.hexdigest()
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Write the arrays; return the rest as JSON values."""
+        np.save(folder / IMAGES, self.images)
+        targets: dict[str, Any] = {f"target {name}": values for name, values in self.arrays().items()}
+        np.savez(folder / TARGETS, **targets)
+        rest = {"class_names": self.class_names, "num_test": self.num_test, "num_val": self.num_val}
+        return {"set": rest, "data_hash": self.hash()}
+
+    @classmethod
+    def load(cls, folder: Path, rest: dict[str, Any]) -> "ImageSet":
+        with np.load(folder / TARGETS) as arrays:
+            targets = {name.removeprefix("target "): values for name, values in arrays.items()}
+        return cls(np.load(folder / IMAGES, mmap_mode="c"), None, targets=targets, **rest)
+
+
+def hash_of_pixels(
+    images: np.ndarray, labels: np.ndarray, class_names: list[str], splits: np.ndarray, kept: np.ndarray | None = None
+) -> str:
+    """Return a hash over names, labels and pixels, independent of the files that they came in.
+
+    Args:
+        kept: positions of the images that count; None: all.
+    """
+    kept = np.arange(len(labels)) if kept is None else kept
+    counts = [int((splits[kept] == split).sum()) for split in (TRAIN, VAL)]
+    digest = hashlib.sha256(json.dumps([class_names, *counts]).encode())
+    digest.update(np.ascontiguousarray(labels[kept], np.int64).data)
+    for start in range(0, len(kept), 4096):
+        digest.update(np.ascontiguousarray(images[kept[start : start + 4096]]).data)
+    return digest.hexdigest()
+
+
+def _typed(values: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
+    """Return masks, which are whole numbers for each pixel of images of this size, as uint8; else int64 or float32."""
+    if values.dtype.kind == "f":
+        return values.astype(np.float32)
+    return np.where(values < 0, VOID, values).astype(np.uint8) if values.shape == size else values.astype(np.int64)
+
+
+def kind_of(targets: Arrays, mask_names: Iterable[str]) -> str:
+    """Return class, labels, number, mask or dict."""
+    names = {*targets, *mask_names}
+    if names != {""}:
+        return "dict"
+    if "" in mask_names:
+        return "mask"
+    return "class" if targets[""].dtype.kind == "i" else "number" if targets[""].ndim == 1 else "labels"
+
+
+def as_masks(arrays: Iterable[np.ndarray]) -> tuple[Any, ...]:
+    """Return masks that torchvision's transforms move with their image."""
+    from torchvision.tv_tensors import Mask
+
+    return tuple(Mask(torch.from_numpy(np.array(array, np.uint8))) for array in arrays)
+
+
+def classes_of(mask: Tensor) -> Tensor:
+    """Return a mask of uint8 as int64, with −1 for 255."""
+    return torch.where(mask == VOID, -1, mask.long())
+
+
+def read_mask(path: Path) -> np.ndarray:
+    """Return the class of each pixel, (height, width) uint8.
+
+    Raises:
+        CorruptImage: it cannot be read, or has several channels.
+    """
+    try:
+        with Image.open(path) as image:
+            pixels = np.asarray(image)
+    except Exception as error:  # a damaged file makes Pillow raise nearly anything
+        raise CorruptImage(f"the mask {path} cannot be decoded ({error})") from None
+    if pixels.ndim != 2 or pixels.dtype not in (np.uint8, np.bool_):
+        raise CorruptImage(f"the mask {path} must have one channel of 8 bits, the class of each pixel")
+    return pixels.astype(np.uint8)
+
+
+def mask_classes(count: int, read: Callable[[int], np.ndarray]) -> list[str]:
+    """Look at all masks and return the names of their classes: 0 to the largest value, or 0 and 255 of binary masks.
+
+    Args:
+        read: position → (height, width) uint8.
+    """
+    is_there = np.zeros(256, bool)
+
+    def look(i: int) -> np.ndarray:
+        pixels = read(i)
+        is_there[pixels.ravel()] = True
+        return pixels
+
+    decode_all(count, look, None)
+    values = np.flatnonzero(is_there).tolist()
+    if VOID in values and set(values) <= {0, VOID}:
+        return BINARY
+    return [str(value) for value in range(max([-1, *(value for value in values if value != VOID)]) + 1)]

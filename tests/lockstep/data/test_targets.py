@@ -1,0 +1,258 @@
+"""Targets that are no single class: several labels, numbers, masks, dicts; and several views of an image."""
+
+import csv
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from PIL import Image
+from pyarrow import parquet
+
+from augmentations.rand_augment import RandAugment
+from augmentations.resized_crop import ResizedCrop
+from data.csv import CSVDataModule
+from data.dataset import DatasetDataModule
+from data.image_folder import ImageFolderDataModule
+from data.parquet import ParquetDataModule
+from lockstep.data.augmentation import CropFlip
+from lockstep.data.image_datamodule import ImageDataModule, ImageSet
+from lockstep.runs.errors import UserError
+
+N, SIDE = 26, 16
+RNG = np.random.default_rng(0)
+BLOCKS = RNG.integers(0, 2, (N, SIDE // 2, SIDE // 2)).repeat(2, 1).repeat(2, 2).astype(np.uint8)  # classes 0 and 1
+
+
+class Arrays(ImageDataModule):
+    """White pixels are of class 1."""
+
+    def __init__(self, targets, names=(), **options):
+        super().__init__(name="arrays", **options)
+        self._given_targets, self._names = targets, list(names)
+
+    def read(self):
+        images = (255 * BLOCKS[..., None]).repeat(3, 3)
+        return ImageSet(images, None, self._names, num_test=6, targets=self._given_targets)
+
+
+class Items(torch.utils.data.Dataset):
+    def __init__(self, targets):
+        self.targets_of = targets
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return Image.fromarray((255 * BLOCKS[i, ..., None]).repeat(3, 2)), self.targets_of(i)
+
+
+OPTIONS = {"image_size": SIDE, "global_batch_size": 4, "mean": 0, "std": 1, "num_workers": 0, "val_fraction": 0.2}
+
+
+def batches(dm, split="train", augmentation=None, epoch=0, **place):
+    """All images and targets of a split."""
+    dm.use(augmentation)
+    dm.place(**place)
+    loader = getattr(dm, f"{split}_dataloader")()
+    if split == "train":
+        loader.set_epoch(epoch)
+    return [dm.on_after_batch_transfer(batch, 0) for batch in loader]
+
+
+def joined(found):
+    images, targets = zip(*found)
+    return torch.cat(images), torch.cat(targets)
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    for folder, values in (("images", 255 * BLOCKS), ("masks", BLOCKS)):
+        (tmp_path / folder).mkdir()
+        for i, pixels in enumerate(values):
+            Image.fromarray(pixels).save(tmp_path / folder / f"{i:02d}.png")
+    return tmp_path
+
+
+def table(pictures, header, row):
+    with (pictures / "list.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["path", *header], *([f"images/{i:02d}.png", *row(i)] for i in range(N))])
+    return CSVDataModule
+
+
+def labels_of(i):
+    return [i % 2, int(i > 9), 0.5]
+
+
+def test_several_labels_of_a_table(pictures, tmp_path):
+    kind = table(pictures, ["odd", "large", "vague"], labels_of)
+    dm = kind(root=pictures / "list.csv", label_columns=["odd", "large", "vague"], cache_dir=tmp_path, **OPTIONS)
+    targets = joined(batches(dm))[1]
+    assert (dm.class_names, dm.num_classes, dm.target_kind) == (["odd", "large", "vague"], 3, "labels")
+    assert targets.dtype == torch.float32 and targets.shape == (16, 3) and (targets[:, 2] == 0.5).all()
+    assert dm.class_counts == [sum(labels_of(i)[c] > 0 for i in dm.splits.train) for c in range(3)]
+    assert dm.target_name(1) == "odd, vague"
+    dm.match_classes(["vague", "none", "odd", "large"])
+    assert torch.equal(joined(batches(dm))[1], targets[:, [2, 2, 0, 1]] * torch.tensor([1, 0, 1, 1]))
+
+
+def test_mixed_images_have_mixed_labels(pictures, tmp_path):
+    kind = table(pictures, ["odd", "large", "vague"], labels_of)
+    dm = kind(root=pictures / "list.csv", label_columns=["odd", "large", "vague"], cache_dir=tmp_path, **OPTIONS)
+    targets = joined(batches(dm, augmentation=CropFlip(mixup_alpha=1)))[1]
+    assert ((targets[:, 0] > 0) & (targets[:, 0] < 1)).any() and (targets[:, 2] == 0.5).all()
+
+
+@pytest.mark.parametrize("source", ["csv", "parquet", "folders", "dataset"])
+def test_numbers(source, pictures, tmp_path):
+    """White images have larger numbers."""
+    values, options = [i // 3 - 2.5 for i in range(N)], {"target": "number", "cache_dir": tmp_path / "c", **OPTIONS}
+    if source == "csv":
+        dm = table(pictures, ["label"], lambda i: [values[i]])(root=pictures / "list.csv", **options)
+    elif source == "parquet":
+        encoded = [(pictures / "images" / f"{i:02d}.png").read_bytes() for i in range(N)]
+        parquet.write_table(pa.table({"image": encoded, "label": values}), tmp_path / "some.parquet")
+        dm = ParquetDataModule(root=tmp_path / "some.parquet", **options)
+    elif source == "dataset":
+        dm = DatasetDataModule(dataset=Items(lambda i: values[i]), **options)
+    else:
+        for i, value in enumerate(values):
+            (tmp_path / "root" / str(value)).mkdir(parents=True, exist_ok=True)
+            (pictures / "images" / f"{i:02d}.png").rename(tmp_path / "root" / str(value) / f"{i:02d}.png")
+        dm = ImageFolderDataModule(root=tmp_path / "root", **options)
+    images, targets = joined(batches(dm))
+    assert (dm.class_names, dm.num_classes, dm.target_kind) == ([], 1, "number")
+    assert dm.counts_per_split == {"train": [], "val": [], "test": []} and float(dm.target_name(0)) in values
+    assert targets.dtype == torch.float32 and targets.shape == (len(images),)
+    for image, target in zip((images[:, 0] > 0.5).numpy(), targets.tolist()):
+        assert any((image == BLOCKS[i]).all() for i in range(N) if values[i] == target)
+
+
+def test_several_labels_of_a_parquet_file(pictures, tmp_path):
+    encoded = [(pictures / "images" / f"{i:02d}.png").read_bytes() for i in range(N)]
+    columns = {"image": encoded, "odd": [i % 2 for i in range(N)], "large": [i > 9 for i in range(N)]}
+    parquet.write_table(pa.table(columns), tmp_path / "some.parquet")
+    dm = ParquetDataModule(root=tmp_path, label_columns=["odd", "large"], cache_dir=tmp_path, **OPTIONS)
+    targets = joined(batches(dm))[1]
+    assert targets.dtype == torch.float32 and targets.shape[1] == 2 and set(targets.ravel().tolist()) == {0, 1}
+    with pytest.raises(UserError, match="data.label_columns: .* has no column big; give one of image, odd, large"):
+        ParquetDataModule(root=tmp_path, label_columns=["odd", "big"], cache_dir=tmp_path, **OPTIONS).prepare()
+
+
+MASKED = {
+    "crop and flip of whole batches": (CropFlip(), {"crop_padding": 3, "flip": True}),
+    "crop and flip of single images": (CropFlip(erasing_prob=1e-9), {"crop_padding": 3, "flip": True}),
+    "random parts": (ResizedCrop(scale=(0.3, 1.0)), {"flip": True}),
+}
+
+
+@pytest.mark.parametrize("source", ["csv", "folders", "arrays", "dataset"])
+@pytest.mark.parametrize("case", MASKED)
+def test_a_mask_moves_with_its_image(case, source, pictures, tmp_path):
+    augmentation, options = MASKED[case]
+    options = {**OPTIONS, **options, "image_size": 12, "resize": SIDE, "cache_dir": tmp_path / "cache"}
+    if source == "csv":
+        kind = table(pictures, ["label"], lambda i: [f"masks/{i:02d}.png"])
+        dm = kind(root=pictures / "list.csv", target="mask", **options)
+    elif source == "folders":
+        dm = ImageFolderDataModule(root=pictures, target="mask", **options)
+    elif source == "arrays":
+        dm = Arrays(BLOCKS.astype(np.int64), ["0", "1"], **options)
+    else:
+        dm = DatasetDataModule(dataset=Items(lambda i: torch.from_numpy(BLOCKS[i])), target="mask", **options)
+    images, masks = joined(batches(dm, augmentation=augmentation))
+    assert (dm.class_names, dm.num_classes, dm.target_kind) == (["0", "1"], 2, "mask")
+    assert masks.dtype == torch.int64 and masks.shape == (len(images), 12, 12)
+    equal = ((images[:, 0] > 0.5) == (masks > 0)).float().mean()
+    assert equal == 1 if case != "random parts" else equal > 0.85  # nearest beside bilinear
+    assert len({image.numpy().tobytes() for image in images}) == len(images)
+    images, masks = joined(batches(dm, "val"))
+    assert torch.equal(images[:, 0] > 0.5, masks > 0)
+
+
+def test_masks_of_0_and_255_are_binary_and_255_among_others_does_not_count(pictures, tmp_path):
+    def made(values):
+        for i in range(N):
+            Image.fromarray(values[BLOCKS[i]]).save(pictures / "masks" / f"{i:02d}.png")
+        dm = ImageFolderDataModule(root=pictures, target="mask", cache_dir=tmp_path / "cache", **OPTIONS)
+        return dm, joined(batches(dm))
+
+    dm, (images, masks) = made(np.array([0, 255], np.uint8))
+    assert dm.class_names == ["0", "255"] and torch.equal(images[:, 0] > 0.5, masks == 1)
+    dm, (images, masks) = made(np.array([3, 255], np.uint8))
+    assert dm.class_names == ["0", "1", "2", "3"] and torch.equal(images[:, 0] > 0.5, masks == -1)
+
+
+def test_masks_that_are_missing_or_do_not_fit(pictures, tmp_path):
+    (pictures / "masks" / "03.png").unlink()
+    with pytest.raises(UserError, match="images/03.png has no mask"):
+        ImageFolderDataModule(root=pictures, target="mask", cache_dir=tmp_path / "c", **OPTIONS).prepare()
+    Image.new("L", (4, 4)).save(pictures / "masks" / "03.png")
+    dm = ImageFolderDataModule(root=pictures, target="mask", cache_dir=tmp_path / "c", **OPTIONS)
+    with pytest.raises(UserError, match="mask masks/03.png has 4×4 pixels and its image 16×16"):
+        [batches(dm, split) for split in ("train", "val", "test")]
+    Image.new("RGB", (16, 16)).save(pictures / "masks" / "03.png")
+    with pytest.raises(UserError, match="03.png must have one channel of 8 bits"):
+        ImageFolderDataModule(root=pictures, target="mask", cache_dir=tmp_path / "c", **OPTIONS).prepare()
+
+
+def test_targets_that_an_augmentation_cannot_follow():
+    dm = Arrays(BLOCKS, ["0", "1"], **OPTIONS)
+    with pytest.raises(UserError, match="This augmentation cannot move masks .*take augmentation=crop_flip"):
+        batches(dm, augmentation=RandAugment())
+    with pytest.raises(UserError, match="cannot mix targets of the kind mask"):
+        batches(dm, augmentation=CropFlip(mixup_alpha=1))
+    with pytest.raises(UserError, match="cannot mix data.views=2"):
+        batches(Arrays(np.zeros((N, 3)), "abc", views=2, **OPTIONS), augmentation=CropFlip(mixup_alpha=1))
+
+
+@pytest.mark.parametrize("path", ["array", "loader"])
+def test_a_dict_in_an_array_and_a_rank_without_images(path):
+    """Six test images on eight ranks."""
+    targets = {"mask": BLOCKS, "number": np.arange(N) + 0.5, "class": np.arange(N)}
+    dm = Arrays(targets, eval_batch_size=2, path=path, **{**OPTIONS, "global_batch_size": 8})
+    found = [batches(dm, "test", rank=rank, world_size=8) for rank in range(8)]
+    assert dm.target_kind == "dict" and {len(each) for each in found} == {1}
+    counts = [len(images) for [(images, _)] in found]
+    assert sorted(counts) == [0, 0, 1, 1, 1, 1, 1, 1]
+    for [(images, each)] in found:
+        assert images.shape[1:] == (3, SIDE, SIDE) and torch.equal(images[:, 0] > 0.5, each["mask"] == 1)
+        assert torch.equal(each["number"], each["class"] + 0.5)
+    assert sorted(label for [(_, each)] in found for label in each["class"].tolist()) == list(range(20, 26))
+
+
+@pytest.mark.parametrize("augmentation", [CropFlip(), CropFlip(erasing_prob=0.5)], ids=["batches", "single images"])
+def test_views_are_drawn_alike_on_any_ranks_and_the_first_is_that_of_one_view(augmentation):
+    def images(views, world_size):
+        options = {**OPTIONS, "crop_padding": 3, "flip": True, "views": views}
+        ranks = [
+            batches(
+                Arrays(np.zeros((N, 3)), "abc", **options), augmentation=augmentation, rank=r, world_size=world_size
+            )
+            for r in range(world_size)
+        ]
+        return torch.cat([batch[0] for step in zip(*ranks) for batch in step])
+
+    two = images(2, 1)
+    assert two.shape == (16, 2, 3, SIDE, SIDE) and torch.equal(two, images(2, 2))
+    assert torch.equal(two[:, 0], images(1, 1)) and not torch.equal(two[:, 0], two[:, 1])
+
+
+def test_a_dataset_of_dicts(tmp_path):
+    dataset = Items(lambda i: {"size": i / 2, "class": i % 3, "labels": [i % 2, 1.0], "mask": BLOCKS[i]})
+    dm = DatasetDataModule(dataset=dataset, target="any", cache_dir=tmp_path, **OPTIONS)
+    (images, targets), *_ = batches(dm)
+    assert {name: (value.dtype, tuple(value.shape)) for name, value in targets.items()} == {
+        "size": (torch.float32, (4,)), "class": (torch.int64, (4,)), "labels": (torch.float32, (4, 2)),
+        "mask": (torch.int64, (4, SIDE, SIDE)),
+    }  # fmt: skip
+    assert torch.equal(images[:, 0] > 0.5, targets["mask"] == 1)
+    assert torch.equal((2 * targets["size"]).long() % 3, targets["class"])
+
+
+def test_a_target_that_is_no_number(pictures, tmp_path):
+    kind = table(pictures, ["label"], lambda i: ["much" if i == 7 else i])
+    with pytest.raises(UserError, match="images/07.png: the target much is no number"):
+        kind(root=pictures / "list.csv", target="number", cache_dir=tmp_path, **OPTIONS).prepare()
+    with pytest.raises(UserError, match="data.target=text must be one of class, number, mask"):
+        kind(root=pictures / "list.csv", target="text", cache_dir=tmp_path, **OPTIONS)
