@@ -15,11 +15,10 @@ from lockstep.data.listing import ImageList
 from lockstep.data.loading import OpenSample
 from lockstep.data.node_cache import Content, cached, require_space
 from lockstep.data.report import MAX_COMPARED, describe, identical_files
-from lockstep.data.targets import BINARY, IMAGES, VOID, as_masks, hash_of_pixels, mask_classes, read_mask
+from lockstep.data.targets import BINARY, IMAGES, VOID, as_masks, hash_of_pixels, mask_classes
 from lockstep.runs.errors import UserError
 
 SAMPLE = 64  # images whose sizes are looked at before the path is chosen
-DAMAGED = "damaged images"
 WHOLE_IMAGES = "the augmentation needs whole images, and in an array they would be resized to {} px already"
 TOO_MANY = "too many files of equal size to look for identical images: `python src/check_data.py` does"
 
@@ -78,7 +77,11 @@ class ListedDataModule(ImageDataModule):
         self._set_targets({"": images.labels if images.targets is None else images.targets}, [])
         if images.masks is not None:
             self._set_targets({}, [""])
-            self.class_names = cached(self.cache_folder(["masks", images.identity]), self._find_classes)["classes"]
+            found = cached(
+                self.cache_folder(["masks", images.identity]),
+                lambda _: {"classes": mask_classes(len(images), images.read_mask)},
+            )
+            self.class_names = found["classes"]
         self.left_out, self.notes = dict(images.left_out), list(images.notes)
         side = None if self.requested_path == "loader" else self._common_side()
         self._taken = self._choose_path(side)
@@ -93,7 +96,7 @@ class ListedDataModule(ImageDataModule):
         if failures and not self._skip_corrupt:
             raise UserError(f"{next(iter(failures.values()))}: repair it, or give data.skip_corrupt=true.")
         if failures:
-            self.left_out[DAMAGED] = list(failures.values())
+            self.left_out["damaged images"] = list(failures.values())
             self._given = self._given.copy()
             self._given[[int(position) for position in failures]] = -1  # in no split
         kept = np.flatnonzero(self._given >= 0)
@@ -160,13 +163,6 @@ class ListedDataModule(ImageDataModule):
         open_one = self.source_opener()
         return {"failures": decode_all(len(self._list), lambda i: pixels_of(open_one(i)[0]), None, skip_corrupt=True)}
 
-    def _find_classes(self, _folder: Path) -> Content:
-        return {"classes": mask_classes(len(self._list), self._read_mask)}
-
-    def _read_mask(self, position: int) -> np.ndarray:
-        assert self._list.masks is not None
-        return read_mask(self._list.folder / self._list.masks[position])
-
     def _check(self) -> None:
         super()._check()
         checked = self.stage != "test" and self.target_kind == "class"
@@ -200,7 +196,7 @@ def _open_listed(images: ImageList, channels: int, is_binary: bool, position: in
     image = open_image(images.read(position), channels, name=images.path(position))
     if images.masks is None:
         return (image,)
-    mask = read_mask(images.folder / images.masks[position])
+    mask = images.read_mask(position)
     if mask.shape[::-1] != image.size:
         sizes = f"{mask.shape[1]}×{mask.shape[0]} pixels and its image {image.width}×{image.height}"
         raise CorruptImage(f"the mask {images.masks[position]} has {sizes}")

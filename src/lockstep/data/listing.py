@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from lockstep.data.decoding import CorruptImage, is_image
 from lockstep.runs.errors import UserError
@@ -103,6 +104,23 @@ class ImageList:
         if len(data) < size:
             raise CorruptImage(f"{self.path(i)} is shorter than when it was listed")
         return data
+
+    def read_mask(self, i: int) -> np.ndarray:
+        """Return the class of each pixel, (height, width) uint8.
+
+        Raises:
+            CorruptImage: it cannot be read, or has several channels.
+        """
+        assert self.masks is not None
+        path = self.folder / self.masks[i]
+        try:
+            with Image.open(path) as image:
+                pixels = np.asarray(image)
+        except Exception as error:  # a damaged file makes Pillow raise nearly anything
+            raise CorruptImage(f"the mask {path} cannot be decoded ({error})") from None
+        if pixels.ndim != 2 or pixels.dtype not in (np.uint8, np.bool_):
+            raise CorruptImage(f"the mask {path} must have one channel of 8 bits, the class of each pixel")
+        return pixels.astype(np.uint8)
 
     def path(self, i: int) -> str:
         """The image's name with the folder before it."""

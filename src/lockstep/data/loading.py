@@ -185,8 +185,8 @@ def stream(
             yield list(zip(selection.positions.tolist(), selection.draws.T.tolist(), strict=True)) or [(0, [0])]
 
     loader = DataLoader(
-        _Batches(make, num_workers), batch_sampler=wanted(), collate_fn=_unchanged, num_workers=num_workers, pin_memory=pin_memory,
-        worker_init_fn=_ignore_signals,
+        _Batches(make, num_workers), batch_sampler=wanted(), collate_fn=_unchanged, num_workers=num_workers,
+        pin_memory=pin_memory, worker_init_fn=_ignore_signals,
         generator=torch.Generator(),  # the loader draws a seed: not from the global stream, which a resume restores
     )  # fmt: skip
     before = set(multiprocessing.active_children())

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from lockstep.data.decoding import CorruptImage, decode_all
+from lockstep.data.decoding import decode_all
 from lockstep.data.listing import TEST, TRAIN, VAL
 from lockstep.runs.errors import UserError
 
@@ -145,22 +144,6 @@ def as_masks(arrays: Iterable[np.ndarray]) -> tuple[Any, ...]:
 def classes_of(mask: Tensor) -> Tensor:
     """Return a mask of uint8 as int64, with −1 for 255."""
     return torch.where(mask == VOID, -1, mask.long())
-
-
-def read_mask(path: Path) -> np.ndarray:
-    """Return the class of each pixel, (height, width) uint8.
-
-    Raises:
-        CorruptImage: it cannot be read, or has several channels.
-    """
-    try:
-        with Image.open(path) as image:
-            pixels = np.asarray(image)
-    except Exception as error:  # a damaged file makes Pillow raise nearly anything
-        raise CorruptImage(f"the mask {path} cannot be decoded ({error})") from None
-    if pixels.ndim != 2 or pixels.dtype not in (np.uint8, np.bool_):
-        raise CorruptImage(f"the mask {path} must have one channel of 8 bits, the class of each pixel")
-    return pixels.astype(np.uint8)
 
 
 def mask_classes(count: int, read: Callable[[int], np.ndarray]) -> list[str]:
