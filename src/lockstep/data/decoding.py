@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,5 +147,4 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     if not console.is_terminal:
         log.info(what)
     with Progress(console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda n: bar.advance(task, n)
+        yield partial(bar.advance, bar.add_task(what, total=total))

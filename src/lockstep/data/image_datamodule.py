@@ -91,11 +91,9 @@ class ImageDataModule(LightningDataModule):
             raise UserError(f"data.name={name} was read as a number: type data.name=\"'{name}'\" with both quotes.")
         if not name or Path(name).name != name or name.startswith("."):
             raise UserError(f"data.name={name!r} names a cache folder: give a name without slashes.")
-        for key, value in (("seed", seed), ("data.num_workers", num_workers)):
-            if value < 0:
-                raise UserError(f"{key}={value} must not be negative.")
-        if views < 1:
-            raise UserError(f"data.views={views} must be at least 1.")
+        for key, value, least in (("seed", seed, 0), ("data.num_workers", num_workers, 0), ("data.views", views, 1)):
+            if value < least:
+                raise UserError(f"{key}={value} must be at least {least}.")
         if path not in PATHS:
             raise UserError(f"data.path={path} must be one of {', '.join(PATHS)}.")
         self.name: str = name

@@ -19,12 +19,9 @@ from lockstep.data.targets import BINARY, IMAGES, VOID, as_masks, hash_of_pixels
 from lockstep.runs.errors import UserError
 
 SAMPLE = 64  # images whose sizes are looked at before the path is chosen
-WHOLE_IMAGES = "the augmentation needs whole images, and in an array they would be resized to {} px already"
-TOO_MANY = "too many files of equal size to look for identical images: `python src/check_data.py` does"
 
 
-class _OtherSizeError(Exception):
-    """Not all images are squares of one size."""
+class _OtherSizeError(Exception): ...
 
 
 class ListedDataModule(ImageDataModule):
@@ -56,8 +53,8 @@ class ListedDataModule(ImageDataModule):
             raise UserError(f"data.target={target} must be one of {', '.join(self.target_choices)}.")
         if channels not in (1, 3):
             raise UserError(f"data.channels={channels} must be 3 (colour) or 1 (grey).")
-        self.channels, self.fit, self.group, self._skip_corrupt = channels, fit, group, skip_corrupt
-        self.target = target
+        self.channels, self.fit, self.group, self.target = channels, fit, group, target
+        self._skip_corrupt = skip_corrupt
         if channels == 1:
             self.own_mean, self.own_std = (0.449,), (0.226,)
         super().__init__(image_size=image_size, **options)
@@ -74,13 +71,12 @@ class ListedDataModule(ImageDataModule):
         self._list = images = self.list_images()
         self.class_names = images.class_names
         self._given, self._groups = images.splits, images.groups
-        self._set_targets({"": images.labels if images.targets is None else images.targets}, [])
-        if images.masks is not None:
+        if images.masks is None:
+            self._set_targets({"": images.labels if images.targets is None else images.targets}, [])
+        else:
             self._set_targets({}, [""])
-            found = cached(
-                self.cache_folder(["masks", images.identity]),
-                lambda _: {"classes": mask_classes(len(images), images.read_mask)},
-            )
+            folder = self.cache_folder(["masks", images.identity])
+            found = cached(folder, lambda _: {"classes": mask_classes(len(images), images.read_mask)})
             self.class_names = found["classes"]
         self.left_out, self.notes = dict(images.left_out), list(images.notes)
         side = None if self.requested_path == "loader" else self._common_side()
@@ -105,9 +101,10 @@ class ListedDataModule(ImageDataModule):
     def _choose_path(self, side: int | None) -> tuple[str, str]:
         if self._mask_names:
             return "loader", "masks are read with their images"
-        gib = len(self._classes()) * (side or self.resize) ** 2 * self.channels / 2**30
+        gib = len(self._list) * (side or self.resize) ** 2 * self.channels / 2**30
         if self._pipeline is not None and side is None and self.requested_path != "loader":
-            why = WHOLE_IMAGES.format(self.resize)
+            why = "the augmentation needs whole images, and in an array they would be resized to "
+            why += f"{self.resize} px already"
             if self.requested_path == "array":
                 raise UserError(f"data.path=array cannot be: {why}. Give data.path=auto.")
             return "loader", why
@@ -182,7 +179,8 @@ class ListedDataModule(ImageDataModule):
             groups = identical_files(self._list, self.used(), None if compare_all else MAX_COMPARED)
         except CorruptImage:  # the loader names it
             return {}
-        return {TOO_MANY: []} if groups is None else describe(groups, self)
+        too_many = "too many files of equal size to look for identical images: `python src/check_data.py` does"
+        return {too_many: []} if groups is None else describe(groups, self)
 
     def source_opener(self) -> OpenSample:
         """Return what opens an image and its mask where they lie."""

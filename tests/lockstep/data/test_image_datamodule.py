@@ -126,7 +126,7 @@ def test_without_validation_all_images_are_trained_on(make, options):
         ({"std": 0}, "must be positive"),
         ({"seed": -1}, "seed=-1"),
         ({"path": "disk"}, "data.path=disk must be one of auto, array, loader"),
-        ({"num_workers": -1}, "data.num_workers=-1 must not be negative"),
+        ({"num_workers": -1}, "data.num_workers=-1 must be at least 0"),
         ({"num_classes": 1}, "num_classes=1 must be at least 2"),
         ({"image_size": 12, "resize": 10}, "resize=10 is smaller"),
     ],
