@@ -108,7 +108,7 @@ class Slurm:
         return done.stdout
 
     def sbatch(self, *arguments: str) -> str:
-        return self.run("sbatch", "--parsable", *arguments).strip()
+        return self.run("sbatch", "--parsable", "--cpus-per-task=1", *arguments).strip()
 
     def facts(self, job: str) -> dict[str, str]:
         words = self.run("scontrol", "-o", "show", "job", job).split()

@@ -22,8 +22,11 @@ from lockstep.launch.plan import RunPlan
 from lockstep.launch.process_group import join
 from lockstep.runs import provenance, signals
 from lockstep.runs.environment import environment
+from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import Host, available_cores
 from lockstep.strategies.placement import devices_of_process
+
+log = logging.getLogger(__name__)
 
 EXPECTED_WARNINGS = (
     ".*Using `DistributedSampler` with the dataloaders.*",  # build.py logs what it means
@@ -108,6 +111,9 @@ class StartedRanks(ClusterEnvironment):
         return self.cluster.node_rank
 
 
+MIN_CORES = 3  # the loop, a loader worker, and the threads of NCCL and of the statistics
+
+
 @contextlib.contextmanager
 def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
     """Meet the other ranks, watch over each other until the block ends, and leave together.
@@ -156,14 +162,28 @@ def device_of(plan: RunPlan) -> torch.device:
 
 
 def prepare_process(plan: RunPlan) -> None:
+    """Set threads, seed and the precision of products of this process.
+
+    Raises:
+        UserError: the driver shows GPUs that torch cannot use.
+    """
     threads = plan.trainer["num_threads"]
-    if threads == "auto":
-        cores, bound = available_cores(), int(environment().get("SLURM_CPUS_PER_TASK") or 0)
-        is_bound = plan.cluster.launcher == "slurm" and cores <= bound  # these cores belong to this rank alone
-        threads = cores if is_bound else max(1, cores // plan.cluster.devices)
-    torch.set_num_threads(threads)
+    cores, bound = available_cores(), int(environment().get("SLURM_CPUS_PER_TASK") or 0)
+    is_bound = plan.cluster.launcher == "slurm" and cores <= max(1, bound)  # these cores belong to this rank alone
+    own_cores = cores if is_bound else max(1, cores // plan.cluster.devices)
+    torch.set_num_threads(own_cores if threads == "auto" else threads)
     torch.manual_seed(plan.config["seed"])
     if plan.accelerator == "gpu":
+        if not torch.cuda.is_available():
+            raise UserError(
+                f"The driver shows GPUs, but torch {torch.__version__} cannot use them: update the driver, or install "
+                "a torch for its CUDA; trainer=cpu does without."
+            )
+        if own_cores < MIN_CORES and plan.cluster.is_rank_zero:
+            log.warning(
+                f"Each rank has {own_cores} CPU core(s), too few to feed a GPU: give it 8 (SLURM: --cpus-per-task=8)."
+            )
+        torch.backends.cudnn.benchmark = plan.trainer["deterministic"] is not True
         torch.set_float32_matmul_precision(plan.trainer.get("matmul_precision", "high"))
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.pytorch.callbacks.model_summary").setLevel(logging.INFO)  # who adds it wants to see it
