@@ -166,28 +166,6 @@ class ObjectStore:
         self.client().create_bucket(Bucket=name)
         return name
 
-    def set_quota(self, bucket: str, megabytes: int, *, full: bool) -> None:
-        """Return once the bucket takes no more, or takes again: SeaweedFS counts late, and looks when it is told to."""
-        _, _, master, filer = self.ports
-        commands = f"s3.bucket.quota -name={bucket} -op=set -sizeMB={megabytes}\ns3.bucket.quota.enforce -apply\n"
-        shell = [self.binary, "shell", f"-master=127.0.0.1:{master}", f"-filer=127.0.0.1:{filer}"]
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline:
-            subprocess.run(shell, input=commands, text=True, capture_output=True, timeout=30, check=True)
-            time.sleep(2)
-            if self._takes(bucket) != full:
-                return
-        raise TimeoutError(f"{bucket} is {'not yet' if full else 'still'} full")
-
-    def _takes(self, bucket: str) -> bool:
-        from botocore.exceptions import ClientError
-
-        try:
-            self.client().put_object(Bucket=bucket, Key="is-it-full", Body=b"x")
-        except ClientError:
-            return False
-        return True
-
     def client(self, identity: str = "ci") -> Any:
         """A plain boto3 client, for looking at the bucket from outside the code under test."""
         import boto3

@@ -13,31 +13,14 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from lockstep.callbacks import resume_point as place
 from lockstep.callbacks.checkpoint_io import Checkpoint, CheckpointFiles, on_host, write_checkpoint
 from lockstep.callbacks.random_states import State, random_state, set_random_state
 from lockstep.callbacks.ranks import gather_objects
-from lockstep.callbacks.resume_point import (
-    EPOCH_END,
-    TRAINING,
-    VALIDATION,
-    ends_epoch,
-    ends_step,
-    is_due,
-    loop_state,
-    validates,
-)
 from lockstep.runs.config import Config
 from lockstep.runs.errors import Diverged, UserError
-from lockstep.storage.checkpoint_files import (
-    Sidecar,
-    complete,
-    link,
-    new_path,
-    read_sidecar,
-    remove,
-    remove_leftovers,
-    write_sidecar,
-)
+from lockstep.storage import checkpoint_files as files
+from lockstep.storage.checkpoint_files import Sidecar, write_sidecar
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +60,7 @@ class Checkpoints(Callback):
         self.best: State | None = None  # {metric, file, value, epoch, step}
         self.saved_step = self.validated_step = -1
         self.loaded: Checkpoint | None = None
-        self.phase = TRAINING
+        self.in_epoch_end = False
         self.stalled_s = 0.0  # seconds that training stood still to write
         self._thread: ThreadPoolExecutor | None = None
         self._writing: tuple[Future[None], Callable[[], None]] | None = None
@@ -105,7 +88,9 @@ class Checkpoints(Callback):
         self.loaded = checkpoint.get("lockstep")
         if self.loaded is not None:
             loops = checkpoint["loops"]
-            loops["fit_loop"] = loop_state(loops["fit_loop"], self.loaded["point"], trainer.accumulate_grad_batches)
+            loops["fit_loop"] = place.loop_state(
+                loops["fit_loop"], self.loaded["point"], trainer.accumulate_grad_batches
+            )
 
     # --- when
 
@@ -114,7 +99,7 @@ class Checkpoints(Callback):
             trainer.strategy.checkpoint_io = CheckpointFiles()
         if trainer.is_global_zero and stage == "fit":
             self.folder.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(self.folder)
+            files.remove_leftovers(self.folder)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.saved_at = time.monotonic()
@@ -128,19 +113,13 @@ class Checkpoints(Callback):
             if len(states) == trainer.world_size:
                 set_random_state(states[trainer.global_rank])
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.phase = TRAINING
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.phase = VALIDATION
-
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking and self.monitor.startswith("val"):
             self._check_monitor(trainer)
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         self.validated_step = trainer.global_step
-        if not ends_epoch(trainer) and self._finds_best(trainer):
+        if not place.ends_epoch(trainer) and self._finds_best(trainer):
             self._save(trainer, "best")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
@@ -149,21 +128,22 @@ class Checkpoints(Callback):
         if trainer.global_step == trainer.max_steps:
             trainer.should_stop = True  # else Lightning would not validate a run that ends in mid-epoch
             return
-        if self.every_minutes is None or trainer.global_step == self.saved_step or ends_epoch(trainer):
+        if self.every_minutes is None or trainer.global_step == self.saved_step or place.ends_epoch(trainer):
             return
         # Every rank looks at the clock of rank 0, and only at log points: other steps have no collective.
-        if ends_step(trainer) and trainer.global_step % trainer.log_every_n_steps == 0:
+        if place.ends_step(trainer) and trainer.global_step % trainer.log_every_n_steps == 0:
             due = time.monotonic() - self.saved_at > 60 * self.every_minutes
             if trainer.strategy.broadcast(due, src=0):
                 self.save_last(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.phase = EPOCH_END
+        self.in_epoch_end = True
         is_end = trainer.current_epoch + 1 == trainer.max_epochs or trainer.global_step == trainer.max_steps
         due = is_end or trainer.should_stop or (trainer.current_epoch + 1) % self.every_n_epochs == 0
-        is_best = self._finds_best(trainer) if validates(trainer) else due and not trainer.enable_validation
+        is_best = self._finds_best(trainer) if place.validates(trainer) else due and not trainer.enable_validation
         if due or is_best:
             self._save(trainer, *(["best"] if is_best else []), *(["last"] if due else []))
+        self.in_epoch_end = False
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.finish_writing()
@@ -216,7 +196,7 @@ class Checkpoints(Callback):
         self.finish_writing()
         refuse_non_finite(trainer)
         kinds = ("best", "last") if self.weights_only and "best" in kinds else kinds
-        paths = {kind: new_path(self.folder, kind, trainer.global_step) for kind in kinds}
+        paths = {kind: files.new_path(self.folder, kind, trainer.global_step) for kind in kinds}
         metric = {}
         if "best" in paths:
             if not trainer.enable_validation:
@@ -227,12 +207,12 @@ class Checkpoints(Callback):
                 "epoch": trainer.current_epoch, "step": trainer.global_step,
             }  # fmt: skip
         self._random_states = gather_objects(random_state())
-        files: Any = trainer.strategy.checkpoint_io
-        files.keeps = True
+        checkpoint_io: Any = trainer.strategy.checkpoint_io
+        checkpoint_io.keeps = True
         trainer.save_checkpoint(paths[kinds[0]])
-        files.keeps = False
+        checkpoint_io.keeps = False
         if trainer.is_global_zero:
-            content, files.content = on_host(files.content, always=self.asynchronous), None
+            content, checkpoint_io.content = on_host(checkpoint_io.content, always=self.asynchronous), None
             sidecar = Sidecar(trainer.global_step, epoch=trainer.current_epoch, metric=metric)
             write, announce = partial(self._write, content, paths, sidecar), partial(self._announce, trainer, paths)
             if self.asynchronous:
@@ -254,36 +234,39 @@ class Checkpoints(Callback):
                 written = write_checkpoint({**weights, "optimizer_states": []}, path)
                 write_sidecar(path, replace(sidecar, weights_only=True, **vars(written)))
             elif kind == "last" and "best" in paths and not self.weights_only:
-                link(paths["best"], path)
+                files.link(paths["best"], path)
             else:
                 write_sidecar(path, replace(sidecar, **vars(write_checkpoint(content, path))))
 
     def _announce(self, trainer: pl.Trainer, paths: dict[str, Path]) -> None:
         """Tell the callbacks that record it, then delete its predecessors."""
         for kind, path in paths.items():
-            sidecar = read_sidecar(path)
+            sidecar = files.read_sidecar(path)
             for callback in trainer.callbacks:
                 if hasattr(callback, "on_checkpoint_complete"):
                     callback.on_checkpoint_complete(path, sidecar, kind)
-            for older, _ in complete(self.folder, kind):
+            for older, _ in files.complete(self.folder, kind):
                 if older != path:
-                    remove(older)
+                    files.remove(older)
 
     def _point(self, trainer: pl.Trainer) -> State:
         per_epoch = int(trainer.num_training_batches) // trainer.accumulate_grad_batches
         done = trainer.fit_loop.epoch_loop.batch_progress.current.ready // trainer.accumulate_grad_batches
-        phase = self.phase
         if done < per_epoch:  # a run that max_steps or max_time ends here can be made longer and goes on from here
-            phase = VALIDATION if is_due(trainer) and self.validated_step != trainer.global_step else TRAINING
-        elif phase == TRAINING:
-            phase = VALIDATION if validates(trainer) else EPOCH_END
+            phase = (
+                place.VALIDATION
+                if place.is_due(trainer) and self.validated_step != trainer.global_step
+                else place.TRAINING
+            )
+        else:
+            phase = place.VALIDATION if place.validates(trainer) and not self.in_epoch_end else place.EPOCH_END
         return {"epoch": trainer.current_epoch, "batches_done": done, "batches_per_epoch": per_epoch, "phase": phase}
 
     def record_fields(self) -> dict[str, object]:
         """Return best_checkpoint of the run record: relative path, bytes, sha256, position, metric."""
         if self.best is None or self._writing:  # a crash may still take away one that is being written
             return {}
-        sidecar, value = read_sidecar(self.folder / self.best["file"]), self.best["value"]
+        sidecar, value = files.read_sidecar(self.folder / self.best["file"]), self.best["value"]
         return {
             "best_checkpoint": {
                 "path": f"{self.folder.name}/{self.best['file']}", "bytes": sidecar and sidecar.bytes,

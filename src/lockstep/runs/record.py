@@ -98,7 +98,6 @@ class Upload(Part):
 
     uri: str | None = None
     sha256: str | None = None
-    seconds: float | None = None
     step: int | None = None
     error: str | None = None
     left: list[str] = field(default_factory=list)

@@ -15,16 +15,8 @@ from lockstep.runs.errors import UserError
 from lockstep.runs.files import checksum_of, locked_file
 from lockstep.runs.folder import RUN_ID_PATTERN, RunFolder, find_run
 from lockstep.runs.foreign_files import NotReadable, parse_json
-from lockstep.storage.checkpoint_files import (
-    Sidecar,
-    checkpoint_name,
-    complete,
-    fault_of,
-    newest_whole,
-    parse_sidecar,
-    read_sidecar,
-    write_sidecar,
-)
+from lockstep.storage import checkpoint_files as files
+from lockstep.storage.checkpoint_files import Sidecar, checkpoint_name, newest_whole, parse_sidecar, read_sidecar
 from lockstep.storage.errors import S3Error
 from lockstep.storage.s3 import Bucket, Progress, is_s3
 
@@ -78,7 +70,7 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None, ca
         if not RUN_ID_PATTERN.fullmatch(address) or path.suffix == ".ckpt":
             raise UserError(f"There is no checkpoint {address}.")
         run = find_run(logs, address)
-    for best, _ in complete(run.checkpoints, "best"):
+    for best, _ in files.complete(run.checkpoints, "best"):
         return best.resolve()
     raise UserError(f"The run {run.run_id} has no complete best checkpoint.")
 
@@ -116,7 +108,7 @@ def fetch(bucket: Bucket, pointer: Sidecar, folder: Path, name: str) -> Path:
     path, address = folder / name, bucket.address(pointer.key)
     with locked_file(folder / f".{name}.lock"):
         known = read_sidecar(path)
-        if known and pointer.sha256 in ("", known.sha256) and fault_of(path) is None:
+        if known and pointer.sha256 in ("", known.sha256) and files.fault_of(path) is None:
             return path
         part = path.with_name(f".{name}.part")
         log.info(f"Fetching {address} ({pointer.bytes / 1e6:,.0f} MB) …")
@@ -126,7 +118,7 @@ def fetch(bucket: Bucket, pointer: Sidecar, folder: Path, name: str) -> Path:
             part.unlink()
             raise S3Error(f"{address} is not what was uploaded (its sha256 differs)", "Damaged")
         part.replace(path)
-        write_sidecar(path, replace(pointer, sha256=found.sha256, key="", start=0.0))
+        files.write_sidecar(path, replace(pointer, sha256=found.sha256, key="", start=0.0))
         return path
 
 

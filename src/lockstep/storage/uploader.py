@@ -39,14 +39,6 @@ SUFFIXES = (".yaml", ".json", ".csv", ".md", ".svg", ".png", ".txt", ".diff", ".
 SHORT_TIMEOUT_S = 5.0  # after a stop the machine may go; a start whose input was refused has trained nothing
 
 
-class Superseded(S3Error):
-    """A newer start of the same run has taken over; this process may upload nothing more."""
-
-
-class _Stopped(Exception):
-    pass
-
-
 class Uploader:
     """
     Args:
@@ -66,7 +58,6 @@ class Uploader:
         self._due = {"last": time.monotonic() + last_interval_s, "best": 0.0, "files": 0.0}
         self._uploaded: dict[str | Path, object] = {}  # sha256 by kind, time and size by small file
         self._pointers: dict[str, tuple[Sidecar | None, str | None]] = {}  # by kind, with the ETag
-        self._seconds: float | None = None
         self._error, self._failures = "not uploaded yet", 0
         self._asked = self._answered = 0  # number of flushes
         self._began = self._stopped = False
@@ -96,10 +87,10 @@ class Uploader:
     def status(self) -> Upload:
         """Return what is known of the best checkpoint in the bucket, and which kinds still wait."""
         left, best = sorted(kind for kind in KINDS if self._newest(kind)), self._pointers.get("best", (None, None))[0]
-        known = Upload(error=self._error if "best" in left else None, left=left)
+        error = self._error if "best" in left else None
         if best is None:
-            return known
-        return replace(known, uri=self.run.address(best.key), sha256=best.sha256, step=best.step, seconds=self._seconds)
+            return Upload(error=error, left=left)
+        return Upload(uri=self.run.address(best.key), sha256=best.sha256, step=best.step, error=error, left=left)
 
     def _newest(self, kind: str) -> tuple[Path, Sidecar] | None:
         """Return the checkpoint that is to be uploaded; a last that is a second name for the best is not."""
@@ -118,14 +109,12 @@ class Uploader:
                         self._send(kind)
                         self._due[kind] = time.monotonic() + self.intervals_s[kind]
                 self._answered, self._failures, self._error = asked, 0, "not uploaded yet"
-            except _Stopped:
-                return
             except Exception as error:  # a mistake in this code must not end the uploads of the run
                 where = traceback.extract_tb(error.__traceback__)[-1]
                 place = f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}"
                 self._error = str(error) if isinstance(error, S3Error) else place
                 delay_s = RETRY_DELAYS_S[min(self._failures, len(RETRY_DELAYS_S) - 1)]
-                self._failures, self._stopped = self._failures + 1, self._stopped or isinstance(error, Superseded)
+                self._failures += 1
                 then = "this process uploads nothing more" if self._stopped else f"next try in {delay_s:g} s"
                 log.info(f"s3: not uploaded: {self._error}; {then}.")
                 self.run, self._began = replace(self.run), False  # a new client reads credentials anew
@@ -154,7 +143,8 @@ class Uploader:
         newest = max([pointer.start for pointer, _ in pointers.values() if pointer], default=0.0)
         if newest > self.start_time:
             if not self.takes_over:
-                raise Superseded("a newer start of this run has taken over in the bucket")
+                self._stopped = True
+                raise S3Error("a newer start of this run has taken over in the bucket")
             self.start_time = newest + 0.001  # a start on a machine whose clock is behind is newer all the same
         for kind, (pointer, etag) in pointers.items():
             if pointer and pointer.start != self.start_time:
@@ -170,17 +160,15 @@ class Uploader:
                 self.run.call("delete_object", key)
 
     def _put(self, kind: str, pointer: Sidecar, etag: str | None) -> tuple[Sidecar, str]:
-        """Write best.json or last.json, unless another process has written it since `etag`; return it with its ETag."""
-        pointer, condition = (
-            replace(pointer, start=self.start_time),
-            {"IfMatch": etag} if etag else {"IfNoneMatch": "*"},
-        )
+        """Write best.json or last.json unless it has changed since `etag`; return it with its new ETag."""
+        pointer = replace(pointer, start=self.start_time)
+        condition = {"IfMatch": etag} if etag else {"IfNoneMatch": "*"}
         return pointer, self.run.write(f"{kind}.json", pointer.as_json().encode(), **condition)
 
     def _send_checkpoint(self, kind: str) -> None:
         if not (newest := self._newest(kind)):
             return
-        (path, known), (before, etag), started = newest, self._pointers[kind], time.monotonic()
+        (path, known), (before, etag) = newest, self._pointers[kind]
         if not before or before.sha256 != known.sha256:
             key = f"checkpoints/{kind}-step{known.step:08d}-{known.sha256[:8]}.ckpt"
             second = self.folder.path / "upload" / "sending.ckpt"
@@ -196,8 +184,6 @@ class Uploader:
             with contextlib.suppress(S3Error):
                 if before and before.key != key:
                     self.run.call("delete_object", before.key)
-        if kind == "best":
-            self._seconds = round(time.monotonic() - started, 3)
         self._uploaded[kind] = known.sha256
 
     def _upload(self, key: str, path: Path, sha256: str = "") -> None:
@@ -205,7 +191,7 @@ class Uploader:
 
         def count(num_bytes: int) -> None:
             if self._stopped:
-                raise _Stopped
+                raise S3Error("the upload was broken off")
             progress(num_bytes)
 
         self.run.upload(key, path, sha256, count)
@@ -256,9 +242,7 @@ def upload_left(s3: Mapping[str, Any], folder: RunFolder, timeout_s: float) -> s
     uploader.flush(timeout_s)
     status = uploader.status()
     with update_record(folder.record) as record:
-        if status.sha256 in (None, record.upload.sha256):  # it was there already, or nothing is known
-            status = replace(record.upload, error=status.error, left=status.left)
-        record.upload = status
+        record.upload = status if status.sha256 else replace(record.upload, error=status.error, left=status.left)
         if status.sha256 and record.best_checkpoint.step == status.step:
             record.best_checkpoint.s3_uri = status.uri
     uploader.flush(timeout_s if status.error is None else 0.0)  # the record, too

@@ -27,7 +27,7 @@ from lockstep.storage.checkpoint_files import Sidecar, complete, fault_of, newes
 from lockstep.storage.fetch import fetch_run, locate_checkpoint, read_pointer
 from lockstep.storage.s3 import Bucket
 from lockstep.storage.uploader import Uploader, finish_upload, upload_left
-from object_store import KEY_IDS, SECRETS, object_store, shared_store
+from object_store import KEY_IDS, SECRETS, shared_store
 
 MIB = 2**20
 # The transfer manager of boto3 leaves the file of a broken-off upload open until it is collected.
@@ -137,27 +137,6 @@ def test_training_may_delete_its_file_while_it_is_sent_with_and_without_hard_lin
     uploader = setting.uploader()
     assert uploader.flush(30) and setting.pointed() == 10 and not path.exists()
     uploader.stop()
-
-
-@pytest.mark.slow
-def test_an_outage_is_survived_and_said(tmp_path, monkeypatch, caplog):
-    caplog.set_level("INFO")
-    with object_store(tmp_path / "store") as server:
-        for variable, value in server.environment().items():
-            monkeypatch.setenv(variable, value)
-        setting = Setting(tmp_path, server)
-        uploader = setting.uploader()
-        setting.checkpoint(10, num_bytes=20 * MIB)
-        assert uploader.flush(30)
-        server.kill()
-        for step in (20, 30, 40):
-            setting.checkpoint(step, num_bytes=20 * MIB)
-            assert not uploader.flush(2)
-        assert "cannot be reached" in uploader.status().error and uploader.status().left == ["best"]
-        assert any("next try in" in line for line in caplog.messages)
-        server.start()
-        assert uploader.flush(60) and setting.pointed() == 40 and uploader.status().error is None
-        uploader.stop()
 
 
 def test_credentials_are_renewed_between_two_tries(setting, monkeypatch):
@@ -343,21 +322,6 @@ def test_no_secret_reaches_a_file_or_the_output(setting, capfd, caplog, monkeypa
         text += path.read_bytes().decode("latin-1") if path.is_file() else ""
     assert read_record(setting.folder.record).upload.error is not None
     assert [word for word in [*SECRETS, *KEY_IDS, "X-Amz-Signature", "AWS4-HMAC"] if word in text] == []
-
-
-@pytest.mark.slow
-def test_a_bucket_that_is_full(tmp_path, monkeypatch):
-    with object_store(tmp_path / "store") as server:
-        for variable, value in server.environment().items():
-            monkeypatch.setenv(variable, value)
-        setting = Setting(tmp_path, server)
-        server.client().put_object(Bucket=setting.run.name, Key="fills-it", Body=os.urandom(3 * MIB))
-        server.set_quota(setting.run.name, megabytes=1, full=True)
-        setting.checkpoint(10)
-        assert finish_upload({**setting.s3, "flush_timeout_s": 4}, setting.folder, 0) == EXIT_NOT_UPLOADED
-        assert "full" in read_record(setting.folder.record).upload.error
-        server.set_quota(setting.run.name, megabytes=1000, full=False)
-        assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK and setting.pointed() == 10
 
 
 # On another machine
