@@ -125,8 +125,8 @@ soak: install-dev  ## kill runs at random moments and compare their weights; PIE
 logbook: install  ## write the pages of the runs that logbook/ keeps, with what has become of them
 	$(PY) src/logbook.py build
 
-new: install  ## make a project of your own: make new NAME=birds DIR=../birds
-	@$(PY) launch/project.py new "$(NAME)" "$(DIR)"
+new:  ## make a project of your own: make new NAME=birds DIR=../birds
+	@python3 launch/project.py new "$(NAME)" "$(DIR)"
 
 release:  ## name what the changelog calls unreleased, commit and tag it: make release VERSION=1.0.0
 	@python3 launch/release.py "$(VERSION)"

@@ -1,12 +1,13 @@
 """Make a project of your own from this repository, and upgrade the package that it uses.
 
 make new NAME=birds DIR=../birds      scripts, configs, tests and an empty logbook; the package as a wheel in vendor/
-make upgrade TO=2.1.0                 in a project: replace the wheel and its pin; your files stay as they are
+make upgrade TO=2.1.0                 in a project: replace the wheel and its pins; your files stay as they are
 make adopt FILE=strategies/fsdp.py    in a project: copy one file of the package into src/adopted/ and use the copy
 make vendor                           in a project: copy the package into src/lockstep/, without a wheel from then on
 """
 
 import argparse
+import base64
 import hashlib
 import os
 import re
@@ -16,19 +17,22 @@ import sys
 import tempfile
 import tomllib
 import zipfile
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN_FILES = "launch/project"  # files that replace those of the template; {{name}} stands for the project's name
 TAKEN = (
-    ".devcontainer", ".dockerignore", ".github/workflows/checks.yml", ".gitignore", ".pre-commit-config.yaml",
-    "LICENSE", "configs", "launch/Dockerfile", "launch/install.sh", "launch/project.py", "launch/ray_train.py",
-    "launch/sky.yaml", "launch/train.sbatch", "launch/uv.txt", "logs", "requirements-dev.txt", "requirements.txt",
-    "src",
+    ".github/workflows/checks.yml", ".gitignore", ".pre-commit-config.yaml", "LICENSE", "configs", "launch/install.sh",
+    "launch/project.py", "launch/train.sbatch", "launch/uv.txt", "requirements-dev.txt", "requirements.txt", "src",
 )  # fmt: skip
-LEFT = ("src/lockstep", OWN_FILES)
+LEFT = (  # the package, which comes as a wheel, the dry run on a driver that it lacks, and our exercises
+    "src/lockstep/", "src/rehearse.py", "*alexnet*", "*airbench*", "*mnist*", "*hivemind*", "*/experiment/*cats*",
+    "*/experiment/*cpu*", "*/experiment/*speedrun*",
+)  # fmt: skip
+REQUIRED = re.compile(r"(?m)^Requires-Dist: (.+)$")
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,49}")
-WHEEL = re.compile(r"\./vendor/lockstep-(?P<version>[\w.]+)-py3-none-any\.whl \\\n +--hash=sha256:[0-9a-f]{64}\n")
+WHEEL = re.compile(r"(?:\./)?vendor/lockstep-(?P<version>[\w.]+)-py3-none-any\.whl \\\n +--hash=sha256:[0-9a-f]{64}\n")
 
 
 class Refused(Exception):
@@ -53,24 +57,41 @@ def git(*words: str, cwd: Path) -> str:
 def listed(source: Path) -> list[Path]:
     """Return the files of the template that git knows or would add, without those that a project does not get."""
     found = run("git", "ls-files", "-co", "--exclude-standard", "--", *TAKEN, cwd=source).splitlines()
-    kept = [Path(name) for name in found if not name.startswith(tuple(f"{left}/" for left in LEFT))]
+    left = [pattern.rstrip("/") + "*" for pattern in LEFT]
+    kept = [Path(name) for name in found if not any(fnmatchcase(name, pattern) for pattern in left)]
     return [path for path in kept if (source / path).is_file()]
 
 
 def build_wheel(source: Path, vendor: Path) -> Path:
-    """Build the wheel of the package in `source` into `vendor`, in place of the one that is there."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "source"  # setuptools leaves its build folder behind
-        shutil.copytree(source / "src/lockstep", copy / "src/lockstep", ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
-            shutil.copy(source / name, copy)
-        options = ("--no-deps", "--no-build-isolation", "--no-cache-dir", "-q")
-        run(sys.executable, "-m", "pip", "wheel", *options, "-w", folder, copy, cwd=copy)
-        [built] = Path(folder).glob("lockstep-*.whl")
-        vendor.mkdir(exist_ok=True)
-        for old in vendor.glob("lockstep-*.whl"):
-            old.unlink()
-        return Path(shutil.move(built, vendor / built.name))
+    """Write the wheel of the package in `source` into `vendor`, in place of the one that is there.
+
+    It holds what `pip wheel` puts into one, needs no installed package, and has the same bytes each time.
+    """
+    project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
+    files = {
+        str(path.relative_to(source / "src")): path.read_bytes()
+        for path in sorted((source / "src" / "lockstep").rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    info = f"lockstep-{project['version']}.dist-info"
+    metadata = ["Metadata-Version: 2.1", "Name: lockstep", f"Version: {project['version']}",
+                f"Requires-Python: {project['requires-python']}",
+                *(f"Requires-Dist: {name}" for name in project["dependencies"])]  # fmt: skip
+    files[f"{info}/METADATA"] = "".join(f"{line}\n" for line in metadata).encode()
+    files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: lockstep\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    record = ""
+    for name, content in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+        record += f"{name},sha256={digest},{len(content)}\n"
+    files[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
+    vendor.mkdir(exist_ok=True)
+    for old in vendor.glob("lockstep-*.whl"):
+        old.unlink()
+    wheel = vendor / f"lockstep-{project['version']}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+    return wheel
 
 
 def pin(wheel: Path, requirements: Path) -> None:
@@ -94,10 +115,11 @@ def new(name: str, folder: str) -> None:
     for name_in_git in run("git", "ls-files", "-co", "--exclude-standard", "--", OWN_FILES, cwd=ROOT).splitlines():
         place = target / name_in_git.removeprefix(f"{OWN_FILES}/").removesuffix(".in")
         place.parent.mkdir(parents=True, exist_ok=True)
-        text = (ROOT / name_in_git).read_text()
-        place.write_text(text.replace("{{name}}", name).replace("{{version}}", version_of(ROOT)))
+        text = (ROOT / name_in_git).read_text().replace("{{name}}", name).replace("{{source}}", origin_of(ROOT))
+        place.write_text(text.replace("{{version}}", version_of(ROOT)))
     pin(build_wheel(ROOT, target / "vendor"), target / "requirements.txt")
-    (target / "vendor" / "source.txt").write_text(origin_of(ROOT) + "\n")
+    (target / "logbook").mkdir()
+    (target / "logbook" / "README.md").write_text("# Logbook\n\nNo runs yet: `python src/logbook.py keep <run_id>`.\n")
     for command in (("init", "-q", "-b", "main"), ("add", "-A"), ("commit", "-qm", f"Start {name} from Lockstep")):
         git(*command, cwd=target)
     print(f'{name} is in {target}. Next: cd "{target}" && make train')
@@ -117,18 +139,23 @@ def upgrade(version: str, source: str) -> None:
     version = version.removeprefix("v")
     found = WHEEL.search((ROOT / "requirements.txt").read_text())
     if not found:
-        raise Refused(
-            "requirements.txt has no line of a wheel in vendor/. Run make upgrade in a project made by make new."
-        )
+        raise Refused("requirements.txt has no line of a wheel in vendor/: this is no project made by make new.")
     if found["version"] == version:
         print(f"This project already uses lockstep {version}.")
         return
-    source = source or (ROOT / "vendor" / "source.txt").read_text().strip()
+    project = ROOT / "pyproject.toml"
+    source = source or tomllib.loads(project.read_text())["tool"]["lockstep"]["source"]
     with tempfile.TemporaryDirectory() as folder:
         release = Path(folder) / "lockstep"
         run("git", "clone", "-q", "--depth=1", f"--branch=v{version}", source, release, cwd=ROOT)
         pin(build_wheel(release, ROOT / "vendor"), ROOT / "requirements.txt")
+        text = project.read_text().replace(f"lockstep=={found['version']}", f"lockstep=={version}")
+        project.write_text(text.replace(f"lockstep-{found['version']}-py3", f"lockstep-{version}-py3"))
         print(changes_between((release / "CHANGELOG.md").read_text(), found["version"], version))
+    try:
+        run("make", "lock", cwd=ROOT)
+    except Refused:
+        print("The other requirements stay as they are, as no package index answers: run make lock later.")
     run("make", "install", cwd=ROOT)
     for script in sorted((ROOT / "configs" / "experiment").glob("*.yaml")):
         run(ROOT / ".venv/bin/python", "src/train.py", "--cfg", "job", f"experiment={script.stem}", cwd=ROOT)
@@ -137,7 +164,7 @@ def upgrade(version: str, source: str) -> None:
         last = runs[-1].parent.name
         run(ROOT / ".venv/bin/python", "src/train.py", "--cfg", "job", f"resume={last}", cwd=ROOT)
         print(f"All recipes compose, and run {last} can be resumed.")
-    print(f"lockstep {found['version']} → {version}. Commit requirements.txt and vendor/ after make test.")
+    print(f"lockstep {found['version']} → {version}. Commit them after make test.")
 
 
 def changes_between(changelog: str, old: str, new: str) -> str:
@@ -150,13 +177,9 @@ def changes_between(changelog: str, old: str, new: str) -> str:
     return "".join(sections[begin:end]).strip()
 
 
-def package_folder() -> Path:
-    found = run(sys.executable, "-c", "import lockstep; print(*lockstep.__path__)", cwd=ROOT / "vendor")
-    return Path(found)
-
-
 def adopt(file: str) -> None:
-    source, target = package_folder() / file, ROOT / "src" / "adopted" / Path(file).name
+    package = run(sys.executable, "-c", "import lockstep; print(*lockstep.__path__)", cwd=ROOT / "vendor")
+    source, target = Path(package) / file, ROOT / "src" / "adopted" / Path(file).name
     if not file.endswith(".py") or not source.is_file():
         raise Refused(f"lockstep has no file {file}. Pass a path in the package, as FILE=strategies/fsdp.py.")
     if target.exists():
@@ -180,9 +203,14 @@ def vendor() -> None:
     [wheel] = (ROOT / "vendor").glob("lockstep-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(ROOT / "src", [name for name in archive.namelist() if name.startswith("lockstep/")])
+        [name] = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        metadata = archive.read(name).decode()
     wheel.unlink()
-    requirements = ROOT / "requirements.txt"
+    requirements, project = ROOT / "requirements.txt", ROOT / "pyproject.toml"
     requirements.write_text(WHEEL.sub("", requirements.read_text()))
+    needed = "".join(f'  "{name}",\n' for name in REQUIRED.findall(metadata))
+    text = re.sub(r'  "lockstep==.*\n', lambda _: needed, project.read_text())
+    project.write_text(re.sub(r"\[tool\.uv\.sources\]\nlockstep = .*\n\n", "", text))
     run(sys.executable, "-m", "pip", "uninstall", "-q", "-y", "lockstep", cwd=ROOT)
     print("src/lockstep holds the package now, and nothing installs a wheel any more.")
 

@@ -2,12 +2,16 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow
@@ -54,9 +58,32 @@ def test_the_wheel_holds_lockstep_alone_with_its_templates(first):
     assert wheel.stat().st_size < 1_000_000
 
 
+def test_the_wheel_is_that_of_pip_and_its_bytes_are_the_same_each_time(first, tmp_path):
+    [ours] = (first / "vendor").glob("*.whl")
+    source = tmp_path / "source"  # setuptools leaves its build folder behind
+    shutil.copytree(ROOT / "src/lockstep", source / "src/lockstep", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    options = ["--no-deps", "--no-build-isolation", "-q", "-w", tmp_path, source]
+    run(sys.executable, "-m", "pip", "wheel", *options, cwd=tmp_path)
+    [theirs] = tmp_path.glob("*.whl")
+    assert theirs.name == ours.name
+    with zipfile.ZipFile(ours) as a, zipfile.ZipFile(theirs) as b:
+        listed = [{n: each.read(n) for n in each.namelist() if ".dist-info/" not in n} for each in (a, b)]
+        needed = [{*map(Requirement, re.findall("(?m)^Requires-Dist: (.*)", read_metadata(x)))} for x in (a, b)]
+    assert listed[0] == listed[1] and needed[0] == needed[1]
+    run(sys.executable, ROOT / "launch/project.py", "new", "birds", tmp_path / "again", cwd=ROOT)
+    assert (tmp_path / "again/vendor" / ours.name).read_bytes() == ours.read_bytes()
+
+
+def read_metadata(archive):
+    return archive.read(next(name for name in archive.namelist() if name.endswith("METADATA"))).decode()
+
+
 def test_a_new_project_is_small_committed_and_has_no_machinery(first):
     files = git("ls-files", cwd=first).splitlines()
-    assert git("status", "--porcelain", cwd=first) == "" and len(files) <= 190
+    assert git("status", "--porcelain", cwd=first) == "" and len(files) <= 150
+    assert sum((first / name).read_text().count("\n") for name in files if name.endswith(".py")) <= 4_500
     assert not [name for name in files if name.startswith(("src/lockstep", "docs", "benchmarks", "nullgpu"))]
     assert {"src/train.py", "configs/train.yaml", "logbook/README.md", "Makefile", "pyproject.toml"} <= set(files)
     assert (first / "requirements.txt").read_text().startswith("./vendor/lockstep-")
@@ -68,17 +95,19 @@ def test_its_own_tests_pass(project):
     assert re.search(r"\d+ passed", said) and "failed" not in said
 
 
-def test_a_run_in_it_equals_one_of_the_repository(project, tmp_path):
+def test_a_run_in_it_has_the_weights_of_one_of_the_repository(project, tmp_path):
     words = ["src/train.py", "experiment=quickstart", "trainer.max_epochs=1", "run_id=r", "test=false"]
-    outputs = []
+    weights = []
     for place, own in ((project, environment(project)), (ROOT, {})):
-        log = f"paths.log_dir={tmp_path / place.name}"
-        outputs.append(run(sys.executable, *words, log, f"paths.data_dir={tmp_path}/data", cwd=place, **own))
-    lines = [re.search(r"loss [\d.]+ · val acc [\d.]+%", text)[0] for text in outputs]
-    assert lines[0] == lines[1]
+        logs = tmp_path / place.name
+        run(sys.executable, *words, f"paths.log_dir={logs}", f"paths.data_dir={tmp_path}/data", cwd=place, **own)
+        [path] = logs.glob("train/runs/r/checkpoints/last-*.ckpt")
+        weights.append(torch.load(path, weights_only=True)["state_dict"])
+    assert weights[0].keys() == weights[1].keys() and len(weights[0]) > 5
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_an_upgrade_replaces_the_wheel_and_its_pin_alone(project, tmp_path):
+def test_an_upgrade_replaces_the_wheel_and_its_pins_alone(project, tmp_path):
     template = tmp_path / "template"
     git("clone", "-q", "--no-tags", ROOT, template, cwd=ROOT)
     for name in ("pyproject.toml", "launch/project.py"):
@@ -104,7 +133,8 @@ def test_an_upgrade_replaces_the_wheel_and_its_pin_alone(project, tmp_path):
     git("add", "-A", cwd=project)
     changed = git("diff", "--cached", "--name-only", "--no-renames", cwd=project).splitlines()
     wheels = [f"vendor/lockstep-{each}-py3-none-any.whl" for each in (version, "9.1.0")]
-    assert changed == ["requirements.txt", *wheels]
+    assert changed == ["pyproject.toml", "requirements.txt", *wheels]
+    assert f"lockstep=={version}" not in (project / "pyproject.toml").read_text()
     again = run(sys.executable, "launch/project.py", "upgrade", "9.1.0", "--from", template, cwd=project, **own)
     assert "already uses lockstep 9.1.0" in again
 
@@ -119,13 +149,52 @@ def test_adopt_copies_a_file_and_points_its_yaml_at_the_copy(project):
     assert said.startswith("error: lockstep has no file strategies/no.py")
 
 
+def test_vendor_copies_the_package_and_its_requirements(project):
+    (project / "vendor").mkdir(exist_ok=True)
+    stub = project.parent / "pip"  # in place of pip uninstall, which would remove the package of this environment
+    stub.mkdir()
+    (stub / "pip.py").write_text("")
+    own = {"PYTHONPATH": str(stub), "PYTHONDONTWRITEBYTECODE": "1"}
+    run(sys.executable, "launch/project.py", "vendor", cwd=project, **own)
+    assert (project / "src/lockstep/strategies/fsdp.py").is_file() and not list((project / "vendor").glob("*.whl"))
+    dependencies = tomllib.loads((project / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert sorted(dependencies) == sorted(
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    )
+    assert "lockstep" not in (project / "requirements.txt").read_text()
+    words = ["src/train.py", "--cfg", "job", "trainer=fsdp_sim"]
+    assert "lockstep.strategies.fsdp.FSDP" in run(sys.executable, *words, cwd=project, PYTHONDONTWRITEBYTECODE="1")
+
+
+@pytest.mark.parametrize("which", ["project", "repository"])
+def test_uv_resolves_it(which, project, tmp_path):
+    """What `uv sync` begins with. A machine whose package index does not answer skips."""
+    uv = Path(sys.executable).with_name("uv")
+    if not uv.exists():
+        pytest.skip("uv is not beside this Python")
+    folder = project
+    if which == "repository":
+        folder = tmp_path / "repository"
+        folder.mkdir()
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, folder)
+        shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    done = subprocess.run([uv, "lock"], cwd=folder, capture_output=True, text=True)
+    if re.search("(?i)connect|dns|timed? ?out|network", done.stderr) and done.returncode:
+        pytest.skip("no package index answers")
+    assert done.returncode == 0, done.stderr
+    lock = tomllib.loads((folder / "uv.lock").read_text())
+    versions = {package["name"]: package["version"] for package in lock["package"]}
+    assert versions["torch"] in (ROOT / "requirements.txt").read_text() and "pytest" in versions
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["new", "Birds", "x"], "NAME=Birds is not a project name"),
         (["new", "birds", ""], "DIR is missing"),
         (["new", "birds", str(ROOT / "docs")], "is not empty"),
-        (["upgrade", "9.0.0"], "has no line of a wheel"),
+        (["upgrade", "9.0.0"], "is no project made by make new"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(words, said):

@@ -1,0 +1,56 @@
+"""Every option of configs/ composes, every model learns, and a run goes from start to test."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.config.compose import CONFIGS, compose, plain
+from lockstep.runs.output import set_up
+from lockstep.training.build_module import build_module
+
+SRC = Path(__file__).resolve().parents[1] / "src"
+GROUPS = sorted(
+    path.name for path in CONFIGS.iterdir() if path.name not in ("fits", "hydra", "paths", "s3", "train.yaml")
+)
+OPTIONS = [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]
+SIZES = {"vit": 224}  # what a model wants; else 64
+MORE = {"timm": ["model.name=resnet18"]}
+MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def console():
+    set_up()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_composes(option):
+    assert compose("train", [option]).seed == 42
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_gives_one_logit_per_class_and_every_parameter_learns(name):
+    config = plain(compose("train", [f"model={name}", *MORE.get(name, ())]))
+    size = SIZES.get(name, 64)
+    facts = {"num_classes": 7, "image_size": size, "channels": 3}
+    with torch.device("meta"):  # shapes and gradients without values, at once for a large model too
+        net = build_module(config, facts, trainable=False).net
+        logits = net(torch.empty(2, 3, size, size))
+        logits.logsumexp(1).sum().backward()
+    assert logits.shape == (2, 7)
+    assert [key for key, p in net.named_parameters() if p.requires_grad and p.grad is None] == []
+
+
+def test_a_run_trains_tests_and_leaves_its_page(tmp_path):
+    words = ["experiment=quickstart", "trainer.max_epochs=4", "run_id=r", f"paths.log_dir={tmp_path}",
+             f"paths.data_dir={tmp_path}/data", f"paths.logbook_dir={tmp_path}/logbook"]  # fmt: skip
+    done = subprocess.run([sys.executable, str(SRC / "train.py"), *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "train/runs/r"
+    record = json.loads((folder / "run.json").read_text())
+    assert record["status"] == "finished" and record["metrics"]["test/acc"] > 0.7
+    assert (folder / "page.md").exists() and list((folder / "checkpoints").glob("best-*.ckpt"))
