@@ -155,7 +155,7 @@ def export_onnx(model: Any, out: Path) -> Any:
 
 
 def export(options: dict[str, str]) -> int:
-    from lockstep.logbook.model_card import card_text
+    from lockstep.logbook.render import card_text
     from lockstep.training.inference import load_finished
 
     formats = chosen_formats(options["formats"])

@@ -9,7 +9,7 @@ import torch
 
 import export
 from export import chosen_formats, example_images, main
-from lockstep.logbook.model_card import card_text
+from lockstep.logbook.render import card_text
 from lockstep.runs.errors import UserError
 from lockstep.runs.record import RunRecord
 from lockstep.training.inference import FinishedModel, load_finished

@@ -2,23 +2,20 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
-import yaml
-
-from lockstep.logbook import curves
+from lockstep.logbook.curves import slim_copy
 from lockstep.logbook.figures import run_panels, write_figure
-from lockstep.logbook.folders import Run, folders_under, read_config, read_run
+from lockstep.logbook.folders import Run, read_config, read_run
 from lockstep.logbook.render import render
 from lockstep.logbook.summary import summarise
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import write_atomically
+from lockstep.runs.folder import run_folders
 from lockstep.runs.record import read_json
 from lockstep.runs.redact import redact, redact_text
 
 TEXTS = ("code.diff", "note.md", "nvidia-smi-*.txt")
-TABLES = ("metrics.csv", "hardware-node*.csv")
 MARKS = {"finished": "✅", "failed": "❌", "out of memory": "❌", "interrupted": "⏸", "running": "▶", "lost": "❔"}
 
 
@@ -29,7 +26,6 @@ def write_run_page(folder: Path) -> Path:
 
 def write_page(run: Run) -> Path:
     """Write page.md and curves.svg from the record."""
-    (run.folder / "curves.svg").unlink(missing_ok=True)
     write_figure(run.folder / "curves.svg", run_panels(run))
     return _write(run.folder / "page.md", render("run.md.j2", run=run, marks=MARKS))
 
@@ -43,13 +39,13 @@ def keep_run(folder: Path, logbook: Path) -> Path:
     target = logbook / folder.name
     summarise(folder)
     target.mkdir(parents=True, exist_ok=True)
-    for path in (path for pattern in TABLES for path in folder.glob(pattern)):
-        curves.slim_copy(path, target / path.name)
+    if (folder / "metrics.csv").exists():
+        slim_copy(folder / "metrics.csv", target / "metrics.csv")
     for path in (path for pattern in TEXTS for path in folder.glob(pattern)):
         if path.name != "note.md" or not (target / "note.md").exists():
             _write(target / path.name, redact_text(path.read_text(errors="replace")))
-    _write(target / "run.json", json.dumps(redact(read_json(folder / "run.json")), indent=1) + "\n")
-    _write(target / "config.yaml", yaml.safe_dump(redact(read_config(folder / "config.yaml")), sort_keys=False))
+    record = {**read_json(folder / "run.json"), "config": read_config(folder / "config.yaml")}
+    _write(target / "run.json", json.dumps(redact(record), indent=1) + "\n")
     page = write_page(read_run(target))
     write_index(logbook)
     return page
@@ -62,8 +58,8 @@ def build(logbook: Path, logs: Path) -> list[str]:
         A sentence for each folder that cannot be read.
     """
     errors = []
-    origins = {folder.name: folder for folder in folders_under(logs)}
-    for folder in folders_under(logbook):
+    origins = {folder.name: folder for folder in run_folders(logs)}
+    for folder in run_folders(logbook):
         try:
             run, origin = read_run(folder), origins.get(folder.name)
             if origin and str(read_json(origin / "run.json").get("updated_at")) > str(run.record.updated_at):
@@ -79,25 +75,16 @@ def build(logbook: Path, logs: Path) -> list[str]:
 def write_index(logbook: Path) -> None:
     """Write README.md: the comparisons, the reports and the runs, the newest first; unreadable runs are left out."""
     runs = []
-    for folder in folders_under(logbook):
+    for folder in run_folders(logbook):
         try:
             runs.append(read_run(folder))
         except UserError:
             continue  # `build` names it
     runs.sort(key=lambda run: (run.record.started_at or "", run.run_id), reverse=True)
-    pages = [path for path in sorted(logbook.glob("*.md")) if path.name != "README.md"]
-    comparisons = {path.name: path.read_text().partition("\n")[0].lstrip("# ") for path in pages}
-    titles = {path: re.search("<title>(.*?)</title>", path.read_text()) for path in sorted(logbook.glob("*.html"))}
-    reports = {path.name: title[1] if title else path.stem for path, title in titles.items()}
-    text = render("index.md.j2", runs=runs, comparisons=comparisons, reports=reports, marks=MARKS)
-    _write(logbook / "README.md", text)
-
-
-def remove_runs(folders: list[Path], logbook: Path) -> None:
-    """Delete folders of the logbook, and list what is left."""
-    for folder in folders:
-        shutil.rmtree(folder)
-    write_index(logbook)
+    titles = {path.name: re.search("(?:^# |<title>)(.*?)(?:</title>|$)", path.read_text(), re.MULTILINE)
+              for path in sorted(logbook.glob("*.*")) if path.suffix in (".md", ".html")}  # fmt: skip
+    pages = {name: title[1] if title else name for name, title in titles.items() if name != "README.md"}
+    _write(logbook / "README.md", render("index.md.j2", runs=runs, pages=pages, marks=MARKS))
 
 
 def _write(path: Path, text: str) -> Path:

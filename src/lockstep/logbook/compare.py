@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.logbook.figures import compare_panels, write_figure
-from lockstep.logbook.folders import Run, differences
-from lockstep.logbook.render import SHARES, aligned, dollars, duration, metric, number, percent, render
+from lockstep.logbook.folders import Run, differences, split_stage
+from lockstep.logbook.render import aligned, dollars, duration, is_share, metric, number, percent, render
 from lockstep.runs.files import write_atomically
 
 Row = tuple[str, list[str]]
@@ -61,14 +61,13 @@ def number_rows(runs: Sequence[Run]) -> list[Row]:
     for name in dict.fromkeys(run.record.monitor for run in runs):
         rows += _metric_row(f"Best {name}", name, [run.record.summary.get("best", {}).get(name) for run in runs])
     for name in sorted({name for run in runs for name in run.record.metrics}):
-        if name.startswith("test/") and not name.endswith(("/images", "/correct")):
+        if split_stage(name)[0] == "test" and not name.endswith(("/images", "/correct")):
             rows += _metric_row(name, name, [run.record.metrics.get(name) for run in runs])
     return rows
 
 
 def _metric_row(title: str, name: str, values: list[Any]) -> list[Row]:
-    is_share = name.rpartition("/")[2] in SHARES
-    return _row(title, values, lambda value: metric(value, name), "points" if is_share else "")
+    return _row(title, values, lambda value: metric(value, name), "points" if is_share(name) else "")
 
 
 def _row(name: str, values: list[Any], show: Show, against: str) -> list[Row]:

@@ -1,17 +1,17 @@
 """The curves of one run, or of several runs side by side, as an SVG picture with the same bytes each time."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lockstep.logbook import curves
+from lockstep.logbook.curves import Curve, thin
 from lockstep.logbook.folders import Run
 
 GREY = "#7d8590"  # readable on white and on black
 COLOURS = ("#3b82d6", "#e0812b", "#2f9e57", "#d6455d", "#9467bd", "#a0785a", "#d267ae", "#7d8590")
-MAX_POINTS = 120
+MAX_POINTS, MIN_POINTS = 120, 5
 STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "lockstep", "font.size": 9, "axes.edgecolor": GREY, "text.color": GREY,
     "axes.labelcolor": GREY, "axes.titlecolor": GREY, "xtick.color": GREY, "ytick.color": GREY, "grid.color": GREY,
@@ -20,29 +20,21 @@ STYLE: Any = {
     "axes.titlelocation": "left", "lines.linewidth": 1.4,
 }  # fmt: skip
 
-Lines = dict[str, curves.Curve]  # by label
-Panel = tuple[str, str, Lines]  # title, label of the horizontal axis, lines
+Panel = tuple[str, str, dict[str, Curve]]  # title, label of the horizontal axis, lines by their labels
 
 
 def run_panels(run: Run) -> list[Panel]:
     """Loss, monitored metric, learning rate and use of the devices."""
     scores = [name for name in dict.fromkeys((run.record.monitor, "val/acc", "train/acc")) if "loss" not in name]
     rates = [name for name in run.metrics if name == "lr" or name.startswith("lr-")]
-    named = {"Loss": ["train/loss", "val/loss"], "Validation": scores, "Learning rate": rates}
-    panels: list[Panel] = [
+    named = {
+        "Loss": ["train/loss", "val/loss"], "Validation": scores, "Learning rate": rates,
+        "Utilisation in %": ["hardware/gpu_percent", "hardware/cpu_percent"],
+    }  # fmt: skip
+    return [
         (title, "step", {name: run.metrics[name] for name in names if name in run.metrics})
         for title, names in named.items()
     ]
-    return [*panels, ("Utilisation in %", "seconds", use_of_devices(run))]
-
-
-def use_of_devices(run: Run) -> Lines:
-    """The mean utilisation of all GPUs and of all CPUs."""
-    found = {}
-    for device, ending in (("GPU", "utilisation_percent"), ("CPU", "/cpu/percent")):
-        if curve := curves.mean(curve for name, curve in run.samples.items() if name.endswith(ending)):
-            found[device] = curve
-    return found
 
 
 def compare_panels(runs: Sequence[Run]) -> list[Panel]:
@@ -61,10 +53,10 @@ def compare_panels(runs: Sequence[Run]) -> list[Panel]:
     return panels
 
 
-def write_figure(path: Path, panels: Iterable[Panel]) -> bool:
-    """Write the panels that have a line of two points or more; return whether there is any."""
-    long = [(title, along, {k: c for k, c in lines.items() if len(c[0]) > 1}) for title, along, lines in panels]
-    shown = [panel for panel in long if panel[2]]
+def write_figure(path: Path, panels: Sequence[Panel]) -> bool:
+    """Write the panels that have a line of at least MIN_POINTS; remove the picture if there is none."""
+    path.unlink(missing_ok=True)
+    shown = [panel for panel in panels if any(len(steps) >= MIN_POINTS for steps, _ in panel[2].values())]
     if not shown:
         return False
     import matplotlib
@@ -78,7 +70,7 @@ def write_figure(path: Path, panels: Iterable[Panel]) -> bool:
         for ax, (title, along, lines) in zip(axes, shown, strict=False):
             for number, (label, curve) in enumerate(lines.items()):
                 style = "-" if number < len(COLOURS) else "--"
-                ax.plot(*curves.thin(curve, MAX_POINTS), style, color=COLOURS[number % len(COLOURS)], label=label)
+                ax.plot(*thin(curve, MAX_POINTS), style, color=COLOURS[number % len(COLOURS)], label=label)
             ax.set(title=title, xlabel=along, **({"ylim": (0, 105)} if title.startswith("Utilisation") else {}))
             if title != "Learning rate":
                 ax.legend()

@@ -1,7 +1,7 @@
 """Runs as their folders hold them, in logs/ and in logbook/, and which run a word of the command line names."""
 
-import difflib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.logbook import curves
 from lockstep.runs.errors import UserError
-from lockstep.runs.folder import with_task
+from lockstep.runs.folder import no_such_run, run_folders, with_task
 from lockstep.runs.foreign_files import read_yaml
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import RunRecord, read_record, status_of
@@ -62,12 +62,31 @@ class Run:
         return "\n".join([*lines, *([f"cd {tree}"] if lines else []), self.record.command or "# unknown"])
 
     @property
-    def metric_names(self) -> list[str]:
-        """The monitored metric, accuracy, loss and all others, without the stage that they were measured in."""
-        known = (name.partition("/") for name in [*self.record.summary.get("best", {}), *self.record.metrics])
-        names = {name for stage, _, name in known if stage in ("val", "test") and not name.endswith("_best")}
-        order = [self.record.monitor.removeprefix("val/"), "acc", "loss"]
-        return sorted(names - {"correct", "images"}, key=lambda name: ([name != first for first in order], name))
+    def test_name(self) -> str:
+        """The name that the monitored metric has in the test."""
+        return re.sub("^val(?=[/_])", "test", self.record.monitor)
+
+    @property
+    def best_value(self) -> Any:
+        return self.record.summary.get("best", {}).get(self.record.monitor)
+
+    @property
+    def test_value(self) -> Any:
+        return self.record.metrics.get(self.test_name)
+
+    @property
+    def results(self) -> list[tuple[str, str, str]]:
+        """(metric, its name in the validation, its name in the test), the monitored one first, then accuracy and loss."""
+        rows: dict[str, dict[str, str]] = {}
+        monitor = self.record.monitor
+        for name in [*self.record.summary.get("best", {}), *self.record.metrics]:
+            stage, metric = split_stage(name)
+            if name == monitor and stage not in ("val", "test"):
+                stage, metric = "val", name
+            if stage in ("val", "test") and not metric.endswith("_best") and metric not in ("images", "correct"):
+                rows.setdefault(metric, {})[stage] = name
+        found = [(metric, row.get("val", ""), row.get("test", "")) for metric, row in rows.items()]
+        return sorted(found, key=lambda row: (monitor not in row, row[0] != "acc", row[0] != "loss", row[0]))
 
     @property
     def status(self) -> str:
@@ -77,16 +96,12 @@ class Run:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """{"optimizer.lr": 0.001, …}; empty if the folder has no readable config.yaml."""
-        return flatten(read_config(self.folder / "config.yaml"))
+        """{"optimizer.lr": 0.001, …}; empty if the folder has no readable config."""
+        return flatten(self.record.config or read_config(self.folder / "config.yaml"))
 
     @cached_property
     def metrics(self) -> dict[str, curves.Curve]:
         return curves.metrics(self.folder)
-
-    @cached_property
-    def samples(self) -> dict[str, curves.Curve]:
-        return curves.hardware(self.folder)
 
     def text(self, name: str) -> str:
         path = self.folder / name
@@ -100,10 +115,16 @@ class Run:
         for held in (self.record.metrics, self.record.summary, self.config):
             if name in held:
                 return held[name]
-        found: Any = self.status if name == "status" else self.record
-        for part in () if name == "status" else name.split("."):
+        found: Any = self if name in ("status", "best_value", "test_value") else self.record
+        for part in name.split("."):
             found = found.get(part) if isinstance(found, dict) else getattr(found, part, None)
         return found
+
+
+def split_stage(name: str) -> tuple[str, str]:
+    """Return the stage and the metric of `val/acc` or `val_acc`; no stage if the name has none."""
+    found = re.fullmatch("(?:(train|val|test)[/_])?(.*)", name)
+    return (found[1] or "", found[2]) if found else ("", name)
 
 
 def read_run(folder: Path) -> Run:
@@ -128,15 +149,16 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for part in parts for key, value in part.items()}
 
 
-def _is_compared(key: str) -> bool:
-    return key.partition(".")[0] not in NOT_COMPARED and not key.endswith(("cache_dir", "download_dir"))
-
-
 def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """Return {option: [value in each flat config]} for the options that differ; None where a config lacks one."""
-    keys = sorted({key for config in configs for key in config if _is_compared(key)})
-    found = {key: [config.get(key) for config in configs] for key in keys}
-    return {key: values for key, values in found.items() if len(set(map(json.dumps, values))) > 1}
+    found = {key: [config.get(key) for config in configs] for key in sorted({key for config in configs for key in config})}
+    return {
+        key: values
+        for key, values in found.items()
+        if len(set(map(json.dumps, values))) > 1
+        and key.partition(".")[0] not in NOT_COMPARED
+        and not key.endswith(("cache_dir", "download_dir"))
+    }
 
 
 def changes(recipe: dict[str, Any], config: dict[str, Any], overrides: Sequence[str]) -> dict[str, list[list[Any]]]:
@@ -151,12 +173,6 @@ def changes(recipe: dict[str, Any], config: dict[str, Any], overrides: Sequence[
     return {"changed": typed, "changed_along": [[name, *values] for name, values in found.items()]}
 
 
-def folders_under(root: Path) -> list[Path]:
-    """Return the folders of all runs and sweep jobs below logs/ or logbook/."""
-    patterns = ("*/run.json", "runs/*/run.json", "*/runs/*/run.json", "train/multiruns/*/*/run.json")
-    return sorted({path.parent for pattern in patterns for path in root.glob(pattern)})
-
-
 def find_run(word: str, *roots: Path) -> Path:
     """Return the folder of the run that `word` names: a folder, a run id, a part of one, or a note's title.
 
@@ -165,15 +181,12 @@ def find_run(word: str, *roots: Path) -> Path:
     """
     if (Path(word) / "run.json").exists():
         return Path(word)
-    folders = {path.name: path for root in reversed(roots) for path in folders_under(root)}
+    folders = {path.name: path for root in reversed(roots) for path in run_folders(root)}
     parts = [path for name, path in folders.items() if word in name or word == Run(path, RunRecord()).title]
     found = [folders[word]] if word in folders else parts
-    if len(found) == 1:
-        return found[0]
-    if found:
+    if len(found) > 1:
         names = ["…"] * (len(found) > 5) + sorted(path.name for path in found)[-5:]
         raise UserError(f"{word!r} means {len(found)} runs ({', '.join(names)}): give more of the run id.")
-    near = "".join(f" did you mean {name}?" for name in difflib.get_close_matches(word, folders, 1))
-    newest = sorted(folders, key=lambda name: (folders[name] / "run.json").stat().st_mtime)[-3:]
-    places = " or ".join(map(str, roots))
-    raise UserError(f"There is no run {word!r} in {places};{near} the newest are: {', '.join(newest) or 'none yet'}.")
+    if not found:
+        raise no_such_run(word, folders.values(), *roots)
+    return found[0]

@@ -10,6 +10,9 @@ from urllib.parse import quote as quote_url
 from jinja2 import ChainableUndefined, Environment, FileSystemLoader
 from markupsafe import Markup
 
+from lockstep.runs.config import Config, data_name, model_name
+from lockstep.runs.redact import redact_text
+
 # Control characters but tab and newline, direction marks and lone surrogates
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 SPECIAL = re.compile(r"[&<>$\\`*\[\]~|#!@]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?<=www)\.|:(?=//)", re.IGNORECASE)
@@ -49,7 +52,11 @@ def metric(value: Any, name: str) -> str:
     """A metric's value: shares in percent, others with four digits, a dash without one."""
     if not isinstance(value, int | float):
         return str(value or "–")
-    return percent(value) if name.rpartition("/")[2] in SHARES else f"{value:.4g}"
+    return percent(value) if is_share(name) else f"{value:.4g}"
+
+
+def is_share(name: str) -> bool:
+    return re.sub("^(train|val|test)[/_]", "", name) in SHARES
 
 
 def percent(share: float | None, digits: int = 2) -> str:
@@ -108,3 +115,28 @@ def render(template: str, **values: Any) -> str:
     """Return the text of a template, without several empty lines in a row."""
     text = environment().get_template(template).render(**values).replace("| \n", "|\n")
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def card_text(model: Any, timm_config: Config, compared: dict[str, float]) -> str:
+    """Return the README.md of an exported model.
+
+    Args:
+        model: finished_model.FinishedModel.
+        compared: the largest difference of the logits of each exported format.
+    """
+    record, config = model.record, model.config
+    # Only a test of this very checkpoint on all images is a result of it.
+    metrics = record.metrics if record.best_checkpoint.sha256 == model.sha256() else {}
+    whole = metrics.get("test/images", record.num_test) == record.num_test
+    tested = {k: v for k, v in metrics.items() if k.startswith("val/acc") or (whole and k.startswith("test/"))}
+    if "model_args" in timm_config:
+        net = {"num_classes": timm_config["num_classes"], **timm_config["model_args"]}
+    else:
+        net = {key: value for key, value in timm_config["model"].items() if key != "_target_"}
+    return render(
+        "model_card.md.j2", name=model_name(config), data=data_name(config), model=model, record=record,
+        metrics={k: v for k, v in tested.items() if isinstance(v, float)}, timm=timm_config, compared=compared,
+        command=redact_text(record.command or ""), target=config["model"]["_target_"].rpartition("."),
+        arguments=", ".join(f"{key}={value!r}" for key, value in net.items()),
+        parameters=sum(p.numel() for p in model.net.parameters()),
+    )  # fmt: skip

@@ -5,9 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from lockstep.logbook.folders import Run, read_run
+from lockstep.logbook.folders import Run, read_run, split_stage
 from lockstep.runs.record import RunRecord, save_record
 from lockstep.runs.scores import class_scores
 
@@ -23,7 +21,6 @@ def summarise(folder: Path) -> Run:
     """
     run = read_run(folder)
     record = run.record
-    _add_device_statistics(run)
     summary = {
         "folder": run.place,
         "tensorboard": (folder / "tensorboard").is_dir(),
@@ -32,7 +29,6 @@ def summarise(folder: Path) -> Run:
         "gpu_percent": _mean_of_medians(record, "gpu", "utilisation_percent"),
         "cpu_percent": _mean_of_medians(record, "cpu", "percent"),
         "lost_steps": sum(restart.lost_steps or 0 for restart in record.restarts),
-        "downtime_s": sum(restart.downtime_s or 0 for restart in record.restarts),
         "changed": record.summary.get("changed"),
         "changed_along": record.summary.get("changed_along"),
         **_classes(folder / "confusion_matrix.csv"),
@@ -44,14 +40,14 @@ def summarise(folder: Path) -> Run:
 
 def _best(run: Run) -> dict[str, float]:
     """The validation metrics of the best checkpoint, by the row of metrics.csv at its step."""
-    record, monitor = run.record, run.record.monitor
+    record, step = run.record, run.record.best_checkpoint.step
     best = {
-        name: float(values[steps == record.best_checkpoint.step][-1])
+        name: float(values[steps == step][-1])
         for name, (steps, values) in run.metrics.items()
-        if name.startswith("val/") and record.best_checkpoint.step in steps
+        if (split_stage(name)[0] == "val" or name == record.monitor) and step in steps
     }
     known = {name.removesuffix("_best"): value for name, value in record.metrics.items() if name.endswith("_best")}
-    known |= {name: value for name, value in record.best_checkpoint.metric.items() if name == monitor}
+    known |= {name: value for name, value in record.best_checkpoint.metric.items() if name == record.monitor}
     return best | {name: value for name, value in known.items() if not isinstance(value, str)}
 
 
@@ -71,28 +67,9 @@ def _standard_errors(record: RunRecord) -> dict[str, float]:
     return found
 
 
-def _add_device_statistics(run: Run) -> None:
-    """Replace the statistics of the last start by those of all starts, and set the peak of the fullest device."""
-    record = run.record
-    for place, node in enumerate(record.hardware.get("nodes") or []):
-        prefix, stats = f"node{node.get('node_rank', place)}/", node.setdefault("stats", {})
-        for name, (_, values) in run.samples.items():
-            key = name.removeprefix(prefix)
-            if name.startswith(prefix) and len(values) and (record.restarts or key not in stats):
-                stats[key] = {"p50": round(float(np.median(values)), 3), "max": round(float(values.max()), 3)}
-    gpus = _statistics(record, "gpu", "memory_gib", "max")
-    if peaks := gpus or (record.accelerator != "gpu" and _statistics(record, "rank", "memory_gib", "max")):
-        record.peak_memory_gib = round(max(peaks), 3)
-
-
-def _statistics(record: RunRecord, device: str, what: str, which: str) -> list[float]:
-    nodes = record.hardware.get("nodes") or []
-    every = [(name, stats.get(which)) for node in nodes for name, stats in (node.get("stats") or {}).items()]
-    return [v for name, v in every if v is not None and name.startswith(device) and name.endswith(f"/{what}")]
-
-
 def _mean_of_medians(record: RunRecord, device: str, what: str) -> float | None:
-    found = _statistics(record, device, what, "p50")
+    every = [item for node in record.hardware.get("nodes") or [] for item in (node.get("stats") or {}).items()]
+    found = [stats["p50"] for name, stats in every if name.startswith(device) and name.endswith(f"/{what}")]
     return round(sum(found) / len(found), 1) if found else None
 
 

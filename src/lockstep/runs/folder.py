@@ -6,7 +6,7 @@ A run folder is `logs/train/runs/<run_id>/` (a sweep's: `logs/train/multiruns/<s
 import difflib
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,96 +19,34 @@ GROUPS = ("model", "task", "data", "optimizer", "scheduler", "trainer", "callbac
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunFolder:
     """Where each file of one run lies."""
 
     path: Path
 
-    @property
-    def run_id(self) -> str:
-        return self.path.name
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def bucket_config(self) -> Path:
-        """The untrusted config.yaml of the run's bucket, where others may write."""
-        return self.path / "from-bucket" / "config.yaml"
-
-    @property
-    def record(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def alive(self) -> Path:
-        """Locked for as long as the run trains."""
-        return self.path / ".alive"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.csv"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "train.log"
-
-    @property
-    def confusion_matrix(self) -> Path:
-        """CSV: one row per true class, one column per predicted class, exact counts on the test set."""
-        return self.path / "confusion_matrix.csv"
-
-    @property
-    def calibration(self) -> Path:
-        return self.path / "calibration.csv"
-
-    @property
-    def page(self) -> Path:
-        """The run's page, as markdown; its picture lies beside it."""
-        return self.path / "page.md"
-
-    @property
-    def curves_image(self) -> Path:
-        return self.path / "curves.svg"
-
-    @property
-    def code_diff(self) -> Path:
-        """`git diff HEAD` of src and configs where the code was not committed."""
-        return self.path / "code.diff"
-
-    def hardware_samples(self, node_rank: int) -> Path:
-        return self.path / f"hardware-node{node_rank}.csv"
-
-    def nvidia_smi(self, node_rank: int, moment: str) -> Path:
-        """moment: start, peak or end."""
-        return self.path / f"nvidia-smi-node{node_rank}-{moment}.txt"
-
-    def stack(self, rank: int) -> Path:
-        """The Python stack of a rank after a hang."""
-        return self.path / f"stack-rank{rank}.txt"
-
-    def nccl_trace(self, rank: int) -> Path:
-        """NCCL's last collectives on this rank where a run on GPUs failed, for torchfrtrace."""
-        return self.path / f"nccl-trace-rank{rank}"
+    def __post_init__(self) -> None:
+        self.run_id = self.path.name
+        self.config = self.path / "config.yaml"
+        self.bucket_config = self.path / "from-bucket" / "config.yaml"  # untrusted: others may write to the bucket
+        self.record = self.path / "run.json"
+        self.alive = self.path / ".alive"  # locked for as long as the run trains
+        self.metrics = self.path / "metrics.csv"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+        self.log = self.path / "train.log"
+        self.confusion_matrix = self.path / "confusion_matrix.csv"  # of the test: a row per true class, in images
+        self.page = self.path / "page.md"
+        self.code_diff = self.path / "code.diff"  # of src and configs, where they were not committed
 
 
 def new_run_id() -> str:
-    """Sorts by time; the random part keeps two starts in one second apart."""
+    """Return an id that sorts by time; its random part keeps two starts in one second apart."""
     return f"{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
 
 
 def checked_run_id(run_id: str) -> str:
-    """The same id, or UserError where it could leave its folder or prefix."""
+    """Return the same id; raise UserError if it could leave its folder or prefix."""
     if not RUN_ID_PATTERN.fullmatch(run_id) or ".." in run_id:
         raise UserError(
             f"run_id={run_id!r} cannot name a folder: use letters, digits, '.', '_' and '-' (no '..'), at most 100."
@@ -117,10 +55,10 @@ def checked_run_id(run_id: str) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A run folder's config.yaml.
+    """Return a run folder's config.yaml.
 
     Raises:
-        UserError: there is none, or it is not one; a tag that asks for code is none.
+        UserError: it is missing or is not a config; one with a tag that asks for code is not.
     """
     try:
         config = read_yaml(path)
@@ -151,20 +89,25 @@ def with_task(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def find_run(logs: Path, run_id: str) -> RunFolder:
-    """The folder of a run under `logs` (runs and sweeps).
+def run_folders(root: Path) -> list[Path]:
+    """Return the folders of all runs and sweep jobs below logs/ or logbook/."""
+    patterns = ("*/run.json", "runs/*/run.json", "*/runs/*/run.json", "train/multiruns/*/*/run.json")
+    return sorted({path.parent for pattern in patterns for path in root.glob(pattern)})
 
-    Raises:
-        UserError: no such run; names the one of nearly that name, and the newest ones.
-    """
+
+def find_run(logs: Path, run_id: str) -> RunFolder:
+    """Return the folder of a run or of a sweep's job under `logs`; raise UserError if there is none."""
     checked_run_id(run_id)
-    direct = logs / "train" / "runs" / run_id
-    if (direct / "run.json").exists():
-        return RunFolder(direct)
-    for found in (logs / "train" / "multiruns").glob(f"*/{run_id}/run.json"):
-        return RunFolder(found.parent)
-    records = sorted((logs / "train" / "runs").glob("*/run.json"), key=lambda path: path.stat().st_mtime)
-    known = [path.parent.name for path in records]
-    near = "".join(f"did you mean {name}? " for name in difflib.get_close_matches(run_id, known, 1, cutoff=0.8))
-    hint = f"{near}the newest are {', '.join(known[-3:])}" if known else "there are none yet"
-    raise UserError(f"No run {run_id!r} under {logs}; {hint}.")
+    jobs = [path.parent for path in (logs / "train" / "multiruns").glob(f"*/{run_id}/run.json")]
+    for path in (logs / "train" / "runs" / run_id, *jobs):
+        if (path / "run.json").exists():
+            return RunFolder(path)
+    raise no_such_run(run_id, run_folders(logs), logs)
+
+
+def no_such_run(word: str, folders: Iterable[Path], *roots: Path) -> UserError:
+    """Return the error that names the run of nearly that name, and the newest ones."""
+    names = [path.name for path in sorted(folders, key=lambda path: (path / "run.json").stat().st_mtime)]
+    near = "".join(f" did you mean {name}?" for name in difflib.get_close_matches(word, names, 1))
+    newest = f"the newest are {', '.join(names[-3:])}" if names else "there are none yet"
+    return UserError(f"No run {word!r} in {' or '.join(map(str, roots))};{near} {newest}.")
