@@ -16,50 +16,48 @@ import argparse
 import csv
 import difflib
 import os
+import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
-from lockstep.logbook.folders import Run, find_run, folders_under, read_run
+from lockstep.logbook import build
+from lockstep.logbook.compare import as_text, write_comparison
+from lockstep.logbook.folders import find_run, read_run
 from lockstep.logbook.render import aligned
+from lockstep.logbook.report import report_html
 from lockstep.runs.errors import UserError
+from lockstep.runs.files import write_atomically
+from lockstep.runs.folder import run_folders
 from lockstep.runs.output import say, set_up
 from lockstep.runs.provenance import REPOSITORY
+from lockstep.runs.record import save_record
 from lockstep.runs.script import exit_code_of
 
 COLUMNS = (
-    "started_at", "status", "data", "model", "trainer", "world_size", "global_batch_size", "epochs", "val/acc_best",
-    "test/acc", "fit_seconds", "images_per_s", "peak_memory_gib", "cost.usd",
+    "started_at", "status", "data", "model", "trainer", "world_size", "global_batch_size", "epochs", "monitor",
+    "best_value", "test_value", "fit_seconds", "images_per_s", "peak_memory_gib", "cost.usd",
 )  # fmt: skip
 
 
 def keep(options: argparse.Namespace) -> None:
-    from lockstep.logbook.build import keep_run
-
     for folder in [find_run(word, options.logs) for word in options.runs]:
-        say(keep_run(folder, options.logbook))
+        say(build.keep_run(folder, options.logbook))
 
 
 def remove(options: argparse.Namespace) -> None:
-    from lockstep.logbook.build import remove_runs
+    for folder in [find_run(word, options.logbook) for word in options.runs]:
+        shutil.rmtree(folder)
+        say(f"{folder} removed")
+    build.write_index(options.logbook)
 
-    folders = [find_run(word, options.logbook) for word in options.runs]
-    remove_runs(folders, options.logbook)
-    say(f"{options.logbook}: {', '.join(folder.name for folder in folders)} removed")
 
-
-def build(options: argparse.Namespace) -> None:
-    from lockstep.logbook.build import build as build_all
-
-    for error in build_all(options.logbook, options.logs):
+def build_pages(options: argparse.Namespace) -> None:
+    for error in build.build(options.logbook, options.logs):
         say(f"skipped: {error}")
-    say(f"{options.logbook}: {len(folders_under(options.logbook))} runs")
+    say(f"{options.logbook}: {len(run_folders(options.logbook))} runs")
 
 
 def compare(options: argparse.Namespace) -> None:
-    from lockstep.logbook.build import write_index
-    from lockstep.logbook.compare import as_text, write_comparison
-
     runs = [read_run(find_run(word, options.logs, options.logbook)) for word in options.runs]
     if len(runs) < 2 and not options.html:
         raise UserError("A comparison takes two runs or more: logbook.py compare RUN RUN.")
@@ -69,64 +67,51 @@ def compare(options: argparse.Namespace) -> None:
         write_comparison(options.md, runs, title)
         say(options.md)
     if options.html:
-        say(publish(runs, title, options))
+        address = write_report(report_html(title, runs).encode(), options)
+        places = {root / run.folder.name for run in runs for root in (run.folder.parent, options.logbook)}
+        for folder in (place for place in places if (place / "run.json").exists()):
+            run = read_run(folder)
+            run.record.reports[title] = address if "://" in address else os.path.relpath(address, folder)
+            save_record(folder / "run.json", run.record)
+            build.write_page(run)
+        say(address)
     if options.logbook.is_dir() and (options.md or options.html):
-        write_index(options.logbook)
+        build.write_index(options.logbook)
 
 
-def publish(runs: list[Run], title: str, options: argparse.Namespace) -> str:
-    """Write the interactive report, and link it from the pages of its runs; return where a browser finds it."""
-    from lockstep.logbook.build import write_page
-    from lockstep.logbook.report import report_html
-    from lockstep.runs.record import save_record
-
-    page, address = report_html(title, runs).encode(), options.html
-    if address.startswith("s3://"):
-        from lockstep.storage.s3 import Bucket
-
-        prefix, _, name = address.rpartition("/")
-        bucket = Bucket(prefix, options.endpoint_url)
-        bucket.write(name, page, ContentType="text/html; charset=utf-8", CacheControl="no-cache")
-        address = bucket.web_url(name)
-    else:
+def write_report(page: bytes, options: argparse.Namespace) -> str:
+    """Write the interactive report to a file or an object; return where a browser finds it."""
+    if not options.html.startswith("s3://"):
         try:
-            Path(address).parent.mkdir(parents=True, exist_ok=True)
-            Path(address).write_bytes(page)
+            write_atomically(Path(options.html), lambda file: file.write(page), binary=True)
         except OSError as error:
-            raise UserError(f"{address} cannot be written ({error.strerror}): give another place.") from None
-    for folder in {folder for run in runs for folder in places_of(run.folder, options.logbook)}:
-        run = read_run(folder)
-        run.record.reports[title] = address if "://" in address else os.path.relpath(address, folder)
-        save_record(folder / "run.json", run.record)
-        write_page(run)
-    return address
+            raise UserError(f"{options.html} cannot be written ({error.strerror}): give another place.") from None
+        return str(options.html)
+    from lockstep.storage.s3 import Bucket
 
-
-def places_of(folder: Path, logbook: Path) -> set[Path]:
-    """Return the run's folder and its copy in the logbook, as far as they exist."""
-    return {place.resolve() for place in (folder, logbook / folder.name) if (place / "run.json").exists()}
+    prefix, _, name = options.html.rpartition("/")
+    bucket = Bucket(prefix, options.endpoint_url)
+    bucket.write(name, page, ContentType="text/html; charset=utf-8", CacheControl="no-cache")
+    return bucket.web_url(name)
 
 
 def table(options: argparse.Namespace) -> None:
-    found = {folder.name: folder for root in (options.logbook, options.logs) for folder in folders_under(root)}
+    found = {folder.name: folder for root in (options.logbook, options.logs) for folder in run_folders(root)}
     runs = [read_run(folder) for folder in found.values()]
-    for name in filter(None, [*options.columns, options.sort]):
+    names, key = options.columns or COLUMNS, options.sort or "started_at"
+    for name in {*options.columns, *filter(None, [options.sort])}:
         if all(run.value(name) is None for run in runs):
             known = {key for run in runs for held in (run.record.metrics, run.config) for key in held}
             near = ", ".join(difflib.get_close_matches(name, known, 3, cutoff=0.5))
             raise UserError(f"No run has {name}. Names are those of run.json and of config.yaml: {near} …")
-    key = options.sort or "started_at"
     runs.sort(key=lambda run: (run.value(key) is not None, run.value(key)), reverse=True)
-    names = options.columns or COLUMNS
-    rows = [["run_id", *names], *([run.run_id, *(_cell(run.value(name)) for name in names)] for run in runs)]
+    rows = [["run_id", *names]]
+    for values in ([run.run_id, *map(run.value, names)] for run in runs):
+        rows.append(["" if v is None else f"{v:.6g}" if isinstance(v, float) else str(v) for v in values])
     if options.csv:
         csv.writer(sys.stdout).writerows(rows)
     else:
         say(aligned(rows))
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -134,8 +119,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--logbook", type=Path, default=REPOSITORY / "logbook", help="where the pages are")
     top.add_argument("--logs", type=Path, default=REPOSITORY / "logs", help="where the run folders are")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    for task in (keep, remove, compare, table, build):
-        command = commands.add_parser(task.__name__)
+    for task in (keep, remove, compare, table, build_pages):
+        command = commands.add_parser(task.__name__.removesuffix("_pages"))
         command.set_defaults(task=task)
         if task in (keep, remove, compare):
             command.add_argument("runs", nargs="+", metavar="RUN")

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 PRELOAD = ["torch.utils.tensorboard", "lightning.pytorch", "torchvision", "timm", "hydra", "boto3",
            "lockstep.launch.launcher", "lockstep.launch.agent", "lockstep.training.build",
-           "lockstep.data.image_datamodule", "lockstep.callbacks.throughput", "lockstep.logbook.build",
+           "lockstep.data.image_datamodule", "lockstep.callbacks.training_log", "lockstep.logbook.build",
            "matplotlib.figure", "omegaconf._impl"]  # fmt: skip
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)

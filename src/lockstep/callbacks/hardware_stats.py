@@ -24,12 +24,13 @@ import torch
 from lockstep.callbacks.ranks import gather_objects
 from lockstep.runs.errors import Interrupted
 from lockstep.runs.files import utc_now
-from lockstep.runs.folder import RunFolder
 from lockstep.runs.provenance import cpu_name
 
 log = logging.getLogger(__name__)
 
 GIB = 2**30
+MEANS = {"gpu_percent": ("gpu", "/utilisation_percent"), "gpu_memory_gib": ("gpu", "/memory_gib"),
+         "cpu_percent": ("cpu", "/percent")}  # fmt: skip
 
 
 class HardwareStats(pl.Callback):
@@ -37,38 +38,52 @@ class HardwareStats(pl.Callback):
 
     def __init__(self, run_folder: str | Path | None = None, interval_s: float = 1.0) -> None:
         self.run_folder, self.interval_s = run_folder, interval_s
-        self.queries: dict[str, Callable[[], float]] = {}
         self.values: dict[str, array[float]] = {}
+        self.shown = 0  # samples that a log point has had
         self.nodes: list[dict[str, Any]] = []  # of all nodes, once training has ended
         self.peak_memory_gib: float | None = None  # the largest of all ranks, once training has ended
         self.finished, self.thread = threading.Event(), threading.Thread()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.node_rank = trainer.node_rank
-        self.folder = RunFolder(Path(self.run_folder or trainer.default_root_dir))
+        self.folder = Path(self.run_folder or trainer.default_root_dir)
         ranks = gather_objects((trainer.node_rank, trainer.global_rank, os.getpid()))
         if trainer.local_rank != 0:
             return
         self.gpus = gpus_in_use(trainer)
-        self.queries = _queries(self.gpus, {rank: pid for node, rank, pid in ranks if node == self.node_rank})
-        self._write_nvidia_smi("start")
-        self.thread = threading.Thread(target=self._sample, name="hardware-stats", daemon=True)
+        queries = _queries(self.gpus, {rank: pid for node, rank, pid in ranks if node == self.node_rank})
+        self.thread = threading.Thread(target=self._sample, args=(queries,), name="hardware-stats", daemon=True)
         self.thread.start()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self.values and trainer.global_step % trainer.log_every_n_steps == 0:
-            latest = {f"hardware/{name}": values[-1] for name, values in list(self.values.items())}
-            for logger in (logger for logger in trainer.loggers if logger.name != "csv"):
-                logger.log_metrics(latest, trainer.global_step)
+    def latest_means(self) -> dict[str, float]:
+        """Return the mean over this node's devices since the last log point, for the loggers."""
+        begin, self.shown, found = self.shown, max(map(len, list(self.values.values())), default=0), {}
+        for title, (first, last) in MEANS.items():
+            series = [
+                v[begin:] for name, v in list(self.values.items()) if name.startswith(first) and name.endswith(last)
+            ]
+            if means := [float(np.mean(values)) for values in series if values]:
+                found[f"hardware/{title}"] = round(sum(means) / len(means), 3)
+        return found
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        peak = max(map(torch.cuda.max_memory_reserved, gpus_of_process(trainer)), default=0)
-        peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        self.peak_memory_gib = round(max(gather_objects(peak)) / GIB, 4)
         self._end(trainer, all_ranks=True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._end(trainer, all_ranks=isinstance(exception, Interrupted) and exception.agreed)
+
+    def _end(self, trainer: pl.Trainer, all_ranks: bool) -> None:
+        """Stop sampling, and collect the statistics of all nodes if all ranks call this."""
+        self.finished.set()
+        if self.thread.is_alive():
+            self.thread.join(timeout=25)
+        devices = set(getattr(trainer.strategy, "process_devices", None) or [trainer.strategy.root_device])
+        peak = max((torch.cuda.max_memory_reserved(device) for device in devices if device.type == "cuda"), default=0)
+        peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        mine = (peak, {**self._node(), **nvidia_smi(self.gpus)} if self.values else None)
+        found = gather_objects(mine) if all_ranks else [mine]
+        self.nodes = [node for _, node in found if node]
+        self.peak_memory_gib = round(max(peak for peak, _ in found) / GIB, 4)
 
     def record_fields(self) -> dict[str, object]:
         """Return this node's statistics so far, or those of all nodes once training has ended."""
@@ -76,23 +91,23 @@ class HardwareStats(pl.Callback):
         fields: dict[str, object] = {"hardware": {"nodes": nodes}} if nodes else {}
         return fields | ({"peak_memory_gib": self.peak_memory_gib} if self.peak_memory_gib else {})
 
-    def _sample(self) -> None:
-        path = self.folder.hardware_samples(self.node_rank)
+    def _sample(self, queries: dict[str, Callable[[], float]]) -> None:
+        path = self.folder / f"hardware-node{self.node_rank}.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():  # of an earlier start of the run
             path.rename(path.with_suffix(f".{len(list(path.parent.glob(f'{path.stem}.*.csv')))}.csv"))
         with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, ["time", *self.queries])
+            writer = csv.DictWriter(file, ["time", *queries])
             writer.writeheader()
             while not self.finished.wait(self.interval_s if self.values else 0):
                 row: dict[str, Any] = {"time": utc_now()}
-                for name, query in list(self.queries.items()):
+                for name, query in list(queries.items()):
                     try:
                         row[name] = round(float(query()), 4)
                         self.values.setdefault(name, array("f")).append(row[name])
                     except Exception as error:  # NVML and psutil raise errors of their own; none may end a run
                         log.info(f"hardware: {name} is no longer sampled ({type(error).__name__}: {error})")
-                        del self.queries[name]
+                        del queries[name]
                 writer.writerow(row)
                 file.flush()
 
@@ -108,28 +123,15 @@ class HardwareStats(pl.Callback):
             "stats": {name: {"p50": float(np.median(v[:])), "max": max(v)} for name, v in list(self.values.items())},
         }
 
-    def _write_nvidia_smi(self, moment: str) -> None:
-        if self.gpus:
-            try:
-                text = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20).stdout
-            except (OSError, subprocess.TimeoutExpired) as error:
-                text = f"nvidia-smi: {error}\n"
-            self.folder.nvidia_smi(self.node_rank, moment).write_text(text)
 
-    def _end(self, trainer: pl.Trainer, all_ranks: bool) -> None:
-        """Stop sampling and, if all ranks call this, bring statistics and nvidia-smi dumps of all nodes to rank 0."""
-        if self.thread.is_alive():
-            self.finished.set()
-            self.thread.join(timeout=25)
-            self._write_nvidia_smi("end")
-        if all_ranks and trainer.num_nodes > 1:
-            dump = self.folder.nvidia_smi(self.node_rank, "end")
-            mine = (self._node(), dump.read_text() if dump.exists() else "") if self.values else None
-            found = [answer for answer in gather_objects(mine) if answer]
-            self.nodes = [node for node, _ in found]
-            for node, text in found if trainer.is_global_zero else ():
-                if text:
-                    self.folder.nvidia_smi(node["node_rank"], "end").write_text(text)
+def nvidia_smi(gpus: list[int]) -> dict[str, str]:
+    """Return what nvidia-smi prints now, as a field of a node."""
+    if not gpus:
+        return {}
+    try:
+        return {"nvidia_smi": subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20).stdout}
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"nvidia_smi": str(error)}
 
 
 def gpus_in_use(trainer: pl.Trainer) -> list[int]:
@@ -138,13 +140,6 @@ def gpus_in_use(trainer: pl.Trainer) -> list[int]:
     if devices := getattr(strategy, "process_devices", None):
         return sorted({device.index or 0 for device in devices if device.type == "cuda"})
     return list(range(trainer.num_devices)) if strategy.root_device.type == "cuda" else []
-
-
-def gpus_of_process(trainer: pl.Trainer) -> list[torch.device]:
-    """Return the GPUs that this process computes on."""
-    strategy: Any = trainer.strategy
-    devices = set(getattr(strategy, "process_devices", None) or [strategy.root_device])
-    return [device for device in devices if device.type == "cuda"]
 
 
 def _queries(gpus: list[int], processes: dict[int, int]) -> dict[str, Callable[[], float]]:

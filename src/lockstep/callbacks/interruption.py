@@ -4,8 +4,10 @@ They save in mid-step, broadcast inside a signal handler or requeue, and have no
 a flag; the ranks agree on it, save one checkpoint together, and stop.
 """
 
+import logging
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +17,13 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from lockstep.callbacks.checkpoints import Checkpoints
-from lockstep.callbacks.resume_point import ends_step
+from lockstep.callbacks.ranks import gather_objects
+from lockstep.callbacks.resume_point import ends_epoch, ends_step
 from lockstep.runs import signals
+from lockstep.runs.durations import duration
 from lockstep.runs.errors import Interrupted
+
+log = logging.getLogger(__name__)
 
 VOTE_INTERVAL_S = 1.0
 MOST_STEPS = 100  # between two votes: quick steps may be followed by slow ones
@@ -116,9 +122,8 @@ class Interruption(Callback):
 
     def _vote(self, trainer: pl.Trainer, kind: str) -> None:
         """Stop if any rank was asked to; after the last step only in the test, as a resume would not validate it."""
-        if trainer.state.fn == "fit" and trainer.global_step == trainer.max_steps:
-            return
-        if self.votes[kind](self.reason is not None):
+        is_after_last = trainer.state.fn == "fit" and trainer.global_step == trainer.max_steps
+        if not is_after_last and self.votes[kind](self.reason is not None):
             self._stop(trainer)
 
     def _stop(self, trainer: pl.Trainer) -> None:
@@ -129,15 +134,39 @@ class Interruption(Callback):
                     callback.save_last(trainer)
                 callback.finish_writing()  # exit code 75 promises it
         stop = Interrupted(self.reason or "another rank was asked to stop")
-        stop.agreed = True
-        stop.elsewhere = not self._asked_here(trainer)
+        asked = gather_objects((trainer.node_rank, self.reason is not None), self.votes["train"].group)
+        stop.agreed, stop.elsewhere = True, (trainer.node_rank, True) not in asked
         raise stop
 
-    def _asked_here(self, trainer: pl.Trainer) -> bool:
-        """Whether any rank of this node was: of several, one alone may see a notice or a signal."""
-        if trainer.num_nodes == 1:
-            return True
-        asked = torch.zeros(trainer.num_nodes, dtype=torch.int64)
-        asked[trainer.node_rank] = int(self.reason is not None)
-        torch.distributed.all_reduce(asked, op=torch.distributed.ReduceOp.MAX, group=self.votes["train"].group)
-        return bool(asked[trainer.node_rank])
+
+class MaxTime(Callback):
+    """End training after a step once its time is over, as after the last epoch: with a validation and a test.
+
+    Args:
+        seconds: of all starts of the run together.
+        elapsed: returns the seconds so far on rank 0, whose clock counts, and 0 elsewhere.
+        interruption: the callback whose process group the ranks vote in, about once a second.
+    """
+
+    def __init__(self, seconds: float, elapsed: Callable[[], float], interruption: Interruption) -> None:
+        self.seconds, self.elapsed, self.interruption = seconds, elapsed, interruption
+        self.is_over = False
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.vote = Vote(trainer.world_size, self.interruption.votes["train"].group)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        last_epoch = trainer.current_epoch + 1 == trainer.max_epochs
+        if not ends_step(trainer) or trainer.global_step == trainer.max_steps or (last_epoch and ends_epoch(trainer)):
+            return
+        if self.vote(self.elapsed() >= self.seconds):
+            self.is_over = trainer.should_stop = True
+            trainer.check_val_every_n_epoch = 1  # validate it also in an epoch that would have none
+            if trainer.is_global_zero:
+                log.info(
+                    f"trainer.max_time: {duration(self.seconds)} of training are over at step {trainer.global_step}, "
+                    f"in epoch {trainer.current_epoch + 1} of {trainer.max_epochs}: it ends here."
+                )
+
+    def record_fields(self) -> dict[str, object]:
+        return {"ended_by": "max_time"} if self.is_over else {}

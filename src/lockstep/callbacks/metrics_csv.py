@@ -32,10 +32,7 @@ class MetricsCsv(Logger):
         if resume_step is not None and self.path.exists() and rank_zero_only.rank == 0:
             self.columns, rows = read_rows(self.path)
             self.rows = [row for row in rows if row["step"] <= resume_step]
-        self.in_file, self.unsaved = (
-            0,
-            -1,
-        )  # rows of the file; the first that is not in it as here, -1: all, and the head
+        self.num_written = -1  # rows that the file holds as they are here; -1: its head is another one too
 
     def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing: the run folder holds config.yaml."""
@@ -53,23 +50,24 @@ class MetricsCsv(Logger):
         if step != last:
             self.rows.append({"step": step})
         self.rows[-1] |= metrics
-        if new := [name for name in metrics if name not in self.columns]:
-            self.columns = self.columns + new
-        self.unsaved = -1 if new else min(self.unsaved, len(self.rows) - 1)
+        new = [name for name in metrics if name not in self.columns]
+        self.columns += new
+        if new or self.num_written == len(self.rows):  # the row that has changed is in the file
+            self.num_written = -1
 
     @rank_zero_only
     def save(self) -> None:
         """Append new rows; write the whole file if a row of it has changed or a column is new."""
-        if self.unsaved < self.in_file:
-            write_atomically(self.path, lambda file: self._write(file, self.rows))
+        if self.num_written < 0:
+            write_atomically(self.path, lambda file: self._write(file, self.rows, head=True))
         else:
             with self.path.open("a", newline="") as file:
-                self._write(file, self.rows[self.unsaved :])
-        self.in_file = self.unsaved = len(self.rows)
+                self._write(file, self.rows[self.num_written :])
+        self.num_written = len(self.rows)
 
-    def _write(self, file: Any, rows: list[Row]) -> None:
+    def _write(self, file: Any, rows: list[Row], head: bool = False) -> None:
         writer = csv.DictWriter(file, self.columns)
-        if rows is self.rows:
+        if head:
             writer.writeheader()
         writer.writerows(rows)
 

@@ -1,4 +1,4 @@
-"""A bar with epoch, loss, accuracy and images per second on a terminal; elsewhere a line now and then."""
+"""Epoch, loss, monitored metrics and images per second: a bar on a terminal, elsewhere a line now and then."""
 
 import logging
 import sys
@@ -9,10 +9,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from lockstep.callbacks.resume_point import ends_epoch
+from lockstep.runs.scores import as_read
 
 log = logging.getLogger(__name__)
-
-FORMS = {"train/loss": "loss {:.4f}", "val/acc": "val acc {:.2%}", "images_per_s": "{:,.0f} images/s"}
 
 
 class Progress(Callback):
@@ -36,17 +35,21 @@ class Progress(Callback):
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
         for callback in trainer.callbacks:
             values |= getattr(callback, "latest", {})
-        metrics = " · ".join(form.format(values[name]) for name, form in FORMS.items() if name in values)
+        monitored = dict.fromkeys(str(getattr(callback, "monitor", "val/acc")) for callback in trainer.callbacks)
+        words = [f"loss {values['train/loss']:.4f}"] if "train/loss" in values else []
+        words += [f"{name.replace('/', ' ')} {as_read(name, values[name])}" for name in monitored if name in values]
+        words += [f"{values['images_per_s']:,.0f} images/s"] if "images_per_s" in values else []
         epoch = f"epoch {min(trainer.current_epoch + 1, trainer.max_epochs or 0)}/{trainer.max_epochs}"
         if self.bar:
-            self.bar.update(self.task, completed=done, description=epoch, words=f"{place} {metrics}")
+            self.bar.update(
+                self.task, completed=done, description=epoch, words=" · ".join(filter(None, (place, *words)))
+            )
         else:
-            log.info(" · ".join(filter(None, (epoch, place, metrics))))
+            log.info(" · ".join(filter(None, (epoch, place, *words))))
 
-    @staticmethod
-    def _place(trainer: pl.Trainer) -> str:
+    def _within(self, trainer: pl.Trainer) -> str:
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        return f"batch {batches}/{int(trainer.num_training_batches)}"
+        return "" if self.bar else f"batch {batches}/{int(trainer.num_training_batches)}"
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero and sys.stdout.isatty():
@@ -61,35 +64,32 @@ class Progress(Callback):
         self.began_at = time.monotonic()
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._show(trainer, "" if self.bar else self._place(trainer), self.interval_s, batch_idx + 1)
+        self._show(trainer, self._within(trainer), self.interval_s, batch_idx + 1)
 
     def on_validation_batch_end(
-        self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, i: int, *_: Any
     ) -> None:
-        self._show(trainer, f"validating {batch_idx + 1}/{sum(trainer.num_val_batches):g}", self.interval_s)
+        self._show(trainer, f"validating {i + 1}/{sum(trainer.num_val_batches):g}", self.interval_s)
 
-    def on_test_batch_end(
-        self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._show(trainer, f"testing {batch_idx + 1}/{sum(trainer.num_test_batches):g}", self.interval_s)
+    def on_test_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, i: int, *_: Any) -> None:
+        self._show(trainer, f"testing {i + 1}/{sum(trainer.num_test_batches):g}", self.interval_s)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking and not ends_epoch(trainer):
-            self._show(trainer, f"{self._place(trainer)} · validated", self.short_epoch_s)
+            self._show(trainer, f"{self._within(trainer)} · validated".lstrip(" ·"), self.short_epoch_s)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         last = trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs
         is_long = time.monotonic() - self.began_at > self.short_epoch_s
-        place = "done" if ends_epoch(trainer) else self._place(trainer)
+        place = "done" if ends_epoch(trainer) else self._within(trainer)
         self._show(trainer, place, 0.0 if last or is_long else 4 * self.short_epoch_s)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.bar:
-            self.bar.stop()
-            self.bar = None
+            self.on_exception()
             self._show(trainer, "trained", 0.0)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, *_: Any) -> None:
         if self.bar:
             self.bar.stop()
             self.bar = None

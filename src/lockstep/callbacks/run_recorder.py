@@ -8,9 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from lockstep.callbacks.confusion import write_counts
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import HEARTBEAT_INTERVAL_S, RunRecord, read_record, update_record
+from lockstep.runs.scores import write_confusion
 from lockstep.storage.checkpoint_files import Sidecar
 
 
@@ -89,29 +89,28 @@ class RunRecorder(Callback):
     def on_test_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         counts, data = getattr(pl_module, "test_counts", None), getattr(trainer, "datamodule", None)
         if trainer.is_global_zero and counts is not None and hasattr(data, "class_names"):
-            shares = write_counts(counts, data.class_names, RunFolder(self.path.parent))
-            self.write(trainer, test_acc_per_class=shares)
+            write_confusion(counts.confusion, data.class_names, RunFolder(self.path.parent).confusion_matrix)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._take_best(trainer)  # now: a stop in the next epoch writes no metrics
+            self.on_train_epoch_end(trainer, pl_module)  # now: a stop in the next epoch writes no metrics
             self._enter(trainer, "training")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep the best of what is monitored as `<monitor>_best`, and the accuracy of that validation."""
+        value, best = trainer.callback_metrics.get(self.monitor), self.best_metrics.get(f"{self.monitor}_best")
+        if value is None or math.isnan(value):
+            return
+        if best is not None and (value <= best if self.mode == "max" else value >= best):
+            return
+        reached = {self.monitor: value, "val/acc": trainer.callback_metrics.get("val/acc")}
+        self.best_metrics = {f"{name}_best": float(value) for name, value in reached.items() if value is not None}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.is_global_zero and time.monotonic() - self.written_at > HEARTBEAT_INTERVAL_S:
             self.write(trainer)
 
     on_validation_batch_end = on_test_batch_end = on_train_batch_end
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._take_best(trainer)  # of what training logs
-
-    def _take_best(self, trainer: pl.Trainer) -> None:
-        """Keep the best of what is monitored as `<monitor>_best`, and the accuracy of that validation."""
-        value, best = trainer.callback_metrics.get(self.monitor), self.best_metrics.get(f"{self.monitor}_best")
-        if value is not None and improves(self.mode, float(value), best):
-            reached = {self.monitor: value, "val/acc": trainer.callback_metrics.get("val/acc")}
-            self.best_metrics = {f"{name}_best": float(value) for name, value in reached.items() if value is not None}
 
     def on_checkpoint_complete(self, path: Path, sidecar: Sidecar, kind: str) -> None:
         """Record a best checkpoint at once: the process may be killed."""
@@ -129,8 +128,3 @@ class RunRecorder(Callback):
         if trainer.is_global_zero:
             self.write(trainer, phase="trained", epochs=trainer.current_epoch, steps=trainer.global_step)
             self.fit_before_s, self.fit_started_at = self.elapsed(), None
-
-
-def improves(mode: str, value: float, best: float | None) -> bool:
-    """Return whether a metric is better, by mode max or min; a nan never is."""
-    return not math.isnan(value) and (best is None or (value > best if mode == "max" else value < best))

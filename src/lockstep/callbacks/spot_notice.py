@@ -17,7 +17,6 @@ from lockstep.runs.errors import EXIT_INTERRUPTED
 log = logging.getLogger(__name__)
 
 METADATA = "http://169.254.169.254"  # the link-local address that every EC2 instance has
-TOKEN_SECONDS = 21600
 
 
 class SpotNotice(Callback):
@@ -33,7 +32,6 @@ class SpotNotice(Callback):
 
     def __init__(self, address: str = METADATA, interval_s: float = 5.0, end_after_s: float = 90.0) -> None:
         self.address, self.interval_s, self.end_after_s = address.rstrip("/"), interval_s, end_after_s
-        self.token: str | None = None
         self.noticed_at: float | None = None
         self.ended, self.has_complained = threading.Event(), False
 
@@ -71,20 +69,14 @@ class SpotNotice(Callback):
             os._exit(EXIT_INTERRUPTED)
 
     def _notice(self) -> str | None:
-        """Return the notice's text, or None while there is none; a token that has expired is replaced once."""
-        for _attempt in range(2):
-            if self.token is None:
-                seconds = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}
-                self.token = self._ask("api/token", "PUT", **seconds)
-            try:
-                return self._ask("meta-data/spot/instance-action", **{"X-aws-ec2-metadata-token": self.token})
-            except urllib.error.HTTPError as error:
-                if error.code not in (401, 404):
-                    raise
-                if error.code == 404:
-                    return None
-                self.token = None
-        return None
+        """Return the notice's text, or None while there is none."""
+        token = self._ask("api/token", "PUT", **{"X-aws-ec2-metadata-token-ttl-seconds": "60"})
+        try:
+            return self._ask("meta-data/spot/instance-action", **{"X-aws-ec2-metadata-token": token})
+        except urllib.error.HTTPError as error:
+            if error.code != 404:
+                raise
+            return None
 
     def _ask(self, path: str, method: str = "GET", **headers: str) -> str:
         request = urllib.request.Request(f"{self.address}/latest/{path}", method=method, headers=headers)

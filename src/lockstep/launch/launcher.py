@@ -186,6 +186,6 @@ def _record_collectives(folder: RunFolder) -> None:
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         # The step that meets a lost GPU raises an exception: NCCL's watchdog would abort the process before that
         "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-        "TORCH_FR_DUMP_TEMP_FILE": str(folder.path / folder.nccl_trace(0).name.removesuffix("0")),
+        "TORCH_FR_DUMP_TEMP_FILE": str(folder.path / "nccl-trace-rank"),
     }
     set_variables(variables, unless_set=True)

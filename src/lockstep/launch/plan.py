@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.launch.launchers import Cluster, describe
 from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch, states_accumulation
 from lockstep.runs.config import Config, data_name, model_name
-from lockstep.runs.durations import in_words, seconds_of
+from lockstep.runs.durations import duration, seconds_of
 from lockstep.runs.environment import visible_gpus
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
@@ -161,7 +161,7 @@ def headlines(plan: RunPlan) -> list[str]:
     ranks = plan.cluster.world_size
     parts.append(f"global batch {batch.global_size} = {batch.per_device} × {ranks} × {batch.accumulate}")
     if stated := config["trainer"].get("max_time"):
-        parts.append(f"at most {in_words(seconds_of(stated, 'trainer.max_time'))}")
+        parts.append(f"at most {duration(seconds_of(stated, 'trainer.max_time'))}")
     if not any(node and node.get("_target_") == CHECKPOINTS for node in (config.get("callbacks") or {}).values()):
         parts.append("WITHOUT CHECKPOINTS")
     elif not validates(config):

@@ -47,5 +47,7 @@ def slim_copy(source: Path, target: Path, limit: int = 300) -> None:
     head, *lines = source.read_text(errors="replace").splitlines() or [""]
     validated = [i for i, name in enumerate(head.split(",")) if name.startswith("val/")]
     chosen = set(evenly(len(lines), limit)) if lines else set()
-    kept = [n for n, line in enumerate(lines) if n in chosen or any(line.split(",")[i : i + 1] > [""] for i in validated)]
+    kept = [
+        n for n, line in enumerate(lines) if n in chosen or any(line.split(",")[i : i + 1] > [""] for i in validated)
+    ]
     target.write_text("\n".join([head, *(lines[n] for n in kept)]) + "\n")

@@ -76,7 +76,7 @@ class Run:
 
     @property
     def results(self) -> list[tuple[str, str, str]]:
-        """(metric, its name in the validation, its name in the test), the monitored one first, then accuracy and loss."""
+        """(metric, its name in the validation, in the test), the monitored one first, then accuracy and loss."""
         rows: dict[str, dict[str, str]] = {}
         monitor = self.record.monitor
         for name in [*self.record.summary.get("best", {}), *self.record.metrics]:
@@ -151,7 +151,9 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """Return {option: [value in each flat config]} for the options that differ; None where a config lacks one."""
-    found = {key: [config.get(key) for config in configs] for key in sorted({key for config in configs for key in config})}
+    found = {
+        key: [config.get(key) for config in configs] for key in sorted({key for config in configs for key in config})
+    }
     return {
         key: values
         for key, values in found.items()

@@ -10,6 +10,7 @@ from urllib.parse import quote as quote_url
 from jinja2 import ChainableUndefined, Environment, FileSystemLoader
 from markupsafe import Markup
 
+from lockstep.runs import durations
 from lockstep.runs.config import Config, data_name, model_name
 from lockstep.runs.redact import redact_text
 
@@ -78,15 +79,7 @@ def dollars(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """48 s, 4 min 12 s, 3 h 07 min, 2 d 04 h."""
-    if not isinstance(seconds, int | float):
-        return "–"
-    if seconds < 60:
-        return f"{seconds:.1f}{NB}s" if seconds < 9.95 else f"{seconds:.0f}{NB}s"
-    units = ((60, "min", 1, "s"), (3600, "h", 60, "min"), (86_400, "d", 3600, "h"))
-    large, name, small, rest = units[(seconds >= 3600) + (seconds >= 172_800)]
-    whole = round(seconds / small) * small
-    return f"{whole // large}{NB}{name}{NB}{whole % large // small:02d}{NB}{rest}"
+    return durations.duration(seconds).replace(" ", NB) if isinstance(seconds, int | float) else "–"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -61,11 +61,6 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
             return 0
 
 
-def visible_devices() -> str | None:
-    """Return CUDA_VISIBLE_DEVICES as this process was given it."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES")
-
-
 def slurm_task(environ: Mapping[str, str]) -> tuple[int, int]:
     """Return this process's number among a SLURM step's tasks and how often its job was requeued; (0, 0) elsewhere."""
     return int(environ.get("SLURM_PROCID") or 0), int(environ.get("SLURM_RESTART_COUNT") or 0)

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import math
 import os
 import tempfile
 import time
@@ -19,10 +20,6 @@ from lockstep.runs.full_disk import full_disk_named
 def utc_now() -> str:
     """Now as `2026-11-21T10:30:12Z`."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def seconds_between(earlier: str, later: str) -> float:
-    return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()
 
 
 def write_atomically(path: Path, write: Callable[[Any], None], *, binary: bool = False) -> None:
@@ -66,7 +63,7 @@ def sync_folder(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Checksum:
-    """How many bytes a file has, and their sha256 in hex."""
+    """The number of bytes of a file, and their sha256 in hex."""
 
     bytes: int
     sha256: str
@@ -77,36 +74,31 @@ def checksum_of(path: Path) -> Checksum:
 
 
 def sha256_of(path: Path) -> str:
-    """In hex; reads the whole file."""
-    return hash_of(path, "sha256")
-
-
-def hash_of(path: Path, algorithm: str) -> str:
+    """Return the sha256 of a whole file in hex."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of some network file systems
 
 
-def lock(handle: Any, wait_s: float | None = None, *, required: bool = False) -> bool:
-    """An exclusive lock that goes with the process; False where another holds it for longer than `wait_s`.
+def lock(handle: Any, wait_s: float = math.inf, *, required: bool = False) -> bool:
+    """Take an exclusive lock that goes with the process; False if another holds it for longer than `wait_s`.
 
-    Where the disk has no locks, nothing is locked. What is let go before the process ends takes `locked`: to close is
-    not enough while a child that was forked meanwhile has the handle too.
+    Nothing is locked on a disk without locks.
 
     Args:
-        required: raise where the disk has no locks.
+        required: raise on a disk without locks.
     """
-    deadline = None if wait_s is None else time.monotonic() + wait_s
+    deadline = time.monotonic() + wait_s
     while True:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX if deadline is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if deadline is None or time.monotonic() < deadline:
-                time.sleep(0.02)
-                continue
-            return False
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
+            continue
         except OSError as error:
             if required or error.errno not in NO_LOCKS:
                 raise
@@ -114,19 +106,16 @@ def lock(handle: Any, wait_s: float | None = None, *, required: bool = False) ->
 
 
 @contextlib.contextmanager
-def locked(handle: Any, wait_s: float | None = None, *, required: bool = False) -> Iterator[None]:
-    """`lock` for as long as the block lasts."""
-    lock(handle, wait_s, required=required)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_UN)
+def locked_file(path: Path, wait_s: float = math.inf, *, required: bool = False) -> Iterator[None]:
+    """Hold `lock` on a file that is there for nothing else, for as long as the block lasts.
 
-
-@contextlib.contextmanager
-def locked_file(path: Path, wait_s: float | None = None, *, required: bool = False) -> Iterator[None]:
-    """The same by the path of a file that is there for nothing else."""
+    It is unlocked, not only closed: a child that was forked meanwhile has the handle too.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file, locked(file, wait_s, required=required):
-        yield
+    with path.open("a") as file:
+        lock(file, wait_s, required=required)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)

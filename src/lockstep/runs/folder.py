@@ -73,8 +73,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def with_task(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's config whose `task` holds what version 1 wrote under `classifier`."""
+    """Return a run's config as this version writes it: version 1 had `classifier` for `task`, and one more callback."""
     found = dict(config)
+    if isinstance(callbacks := found.get("callbacks"), Mapping):
+        found["callbacks"] = {name: node for name, node in callbacks.items() if name != "throughput"}
     before, choices = found.pop("classifier", None), found.get("choices")
     if not isinstance(before, Mapping) or not isinstance(choices, Mapping):
         return found

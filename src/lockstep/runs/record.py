@@ -2,15 +2,17 @@
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from lockstep.runs import foreign_files
 from lockstep.runs.batch import states_accumulation
 from lockstep.runs.errors import UserError
-from lockstep.runs.files import seconds_between, utc_now, write_atomically
+from lockstep.runs.files import utc_now, write_atomically
 
 SCHEMA_VERSION = 2  # 1 is read as well
 STATUSES = ("running", "finished", "failed", "interrupted", "lost")
@@ -30,33 +32,24 @@ class Part:
 
     def take(self, values: Mapping[str, Any]) -> None:
         """Set fields from JSON values or from values of their own types."""
-        kinds = get_type_hints(type(self))
+        blanks = vars(type(self)())
         for key, value in values.items():
-            if key in kinds and key != "other":
-                setattr(self, key, _read(kinds[key], value))
-            else:
+            blank = blanks.get(key)
+            if key not in blanks or key == "other":
                 self.other[key] = value
-
-
-def _read(kind: Any, value: Any) -> Any:
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is list:
-        return [_read(inner[0], item) for item in value or []]
-    if isinstance(kind, type) and issubclass(kind, Part) and not isinstance(value, kind):
-        part = kind()
-        part.take(value or {})
-        return part
-    return {} if origin is dict and value is None else value
+            elif isinstance(blank, Part) and not isinstance(value, Part):
+                blank.take(value or {})
+                setattr(self, key, blank)
+            else:
+                setattr(self, key, type(blank)() if value is None and isinstance(blank, dict | list) else value)
 
 
 def _to_json(value: Any) -> Any:
-    """The fields of a part in their order; null for a part without values."""
+    """Return the fields of a part in their order, null for a part without values."""
     if isinstance(value, Part):
-        held = {item.name: _to_json(getattr(value, item.name)) for item in fields(value) if item.name != "other"}
+        held = {name: _to_json(item) for name, item in vars(value).items() if name != "other"}
         return {**held, **value.other} if value else None
-    if isinstance(value, dict):
-        return {key: _to_json(item) for key, item in value.items()}
-    return [_to_json(item) for item in value] if isinstance(value, list | tuple) else value
+    return [_to_json(item) for item in value] if isinstance(value, list) else value
 
 
 @dataclass(kw_only=True)
@@ -113,12 +106,17 @@ class Restart(Part):
     downtime_s: float | None = None
     idle_s: float | None = None
     command: str | None = None
-    previous_status: str | None = None
     previous_world_size: int | None = None
     world_size: int | None = None
     num_nodes: int | None = None
     per_device_batch_size: int | None = None
     code: CodeState = field(default_factory=CodeState)
+
+    @classmethod
+    def of(cls, value: Any) -> "Restart":
+        restart = cls()
+        restart.take(value if isinstance(value, Mapping) else vars(value))
+        return restart
 
 
 @dataclass(kw_only=True)
@@ -135,6 +133,7 @@ class RunRecord(Part):
         largest_batch: what data.global_batch_size=max found.
         summary: what lockstep.logbook.summary derives when the run ends; pages print it.
         reports: the interactive reports that show the run, {title: address}.
+        config: all options, of a run in the logbook; a run folder has config.yaml.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -187,7 +186,6 @@ class RunRecord(Part):
     data_report: dict[str, Any] = field(default_factory=dict)
     images: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float | str] = field(default_factory=dict)
-    test_acc_per_class: dict[str, float] = field(default_factory=dict)
     fit_seconds: float | None = None
     images_per_s: float | None = None
     throughput: dict[str, Any] = field(default_factory=dict)
@@ -203,6 +201,11 @@ class RunRecord(Part):
     restarts: list[Restart] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     reports: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        super().take(values)
+        self.restarts = [Restart.of(value) for value in self.restarts]
 
 
 def read_record(path: Path) -> RunRecord:
@@ -267,11 +270,7 @@ def status_of(record: RunRecord, now: str | None = None) -> str:
     if record.status != "running":
         return record.status if record.status in STATUSES else "lost"
     silence_s = LOST_AFTER_STARTING_S if record.phase == "start" else LOST_AFTER_S
-    try:
-        age_s = seconds_between(str(record.updated_at or record.started_at), now or utc_now())
-    except (ValueError, TypeError):  # no time, or one without a zone
-        return "lost"
-    return "lost" if age_s > silence_s else "running"
+    return "running" if _between(record.updated_at or record.started_at, now or utc_now()) <= silence_s else "lost"
 
 
 KEPT = (
@@ -288,7 +287,8 @@ def continued(previous: RunRecord, record: RunRecord, *, step: int, checkpoint: 
         record: of this start.
         step, checkpoint: where this start resumes; 0 and None if it begins anew.
     """
-    pause_s = _between(previous.updated_at, record.started_at)
+    silent_s = _between(previous.updated_at, record.started_at)
+    pause_s = None if math.isnan(silent_s) else silent_s
     restart = Restart(
         at=record.started_at,
         resumed_step=step,
@@ -296,7 +296,6 @@ def continued(previous: RunRecord, record: RunRecord, *, step: int, checkpoint: 
         downtime_s=None if previous.status == "finished" else pause_s,
         idle_s=pause_s if previous.status == "finished" else None,
         command=record.command,
-        previous_status=previous.status,
         previous_world_size=previous.world_size,
         world_size=record.world_size,
         num_nodes=record.num_nodes,
@@ -320,16 +319,17 @@ def continued(previous: RunRecord, record: RunRecord, *, step: int, checkpoint: 
 def _set_cost(record: RunRecord) -> None:
     """Multiply the price by the nodes and the time from the start to the last sign of life, without pauses."""
     price = record.cost.get("price_per_hour")
-    if price is not None:
-        pauses_s = sum(restart.downtime_s or restart.idle_s or 0.0 for restart in record.restarts)
-        running_s = _between(record.started_at, record.finished_at or record.updated_at) - pauses_s
+    running_s = _between(record.started_at, record.finished_at or record.updated_at)
+    if price is not None and running_s >= 0:
+        running_s -= sum(restart.downtime_s or restart.idle_s or 0.0 for restart in record.restarts)
         usd = price * (record.num_nodes or 1) * max(running_s, 0.0) / 3600
         each = round(usd / record.epochs, 4) if record.epochs else None
         record.cost = {"usd": round(usd, 4), "usd_per_epoch": each, "price_per_hour": price}
 
 
 def _between(earlier: str | None, later: str | None) -> float:
+    """Return the seconds between two times; nan if one is missing or has no zone."""
     try:
-        return seconds_between(earlier, later) if earlier and later else 0.0
-    except (ValueError, TypeError):  # a time without a zone
-        return 0.0
+        return (datetime.fromisoformat(str(later)) - datetime.fromisoformat(str(earlier))).total_seconds()
+    except (ValueError, TypeError):
+        return math.nan

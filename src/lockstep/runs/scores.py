@@ -1,7 +1,11 @@
 """What exact counts of a test say: precision, recall and F1 of each class, balanced accuracy, calibration."""
 
+import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.runs.files import write_atomically
 
 BINS = 15  # of confidence, equally wide (Guo et al. 2017)
 
@@ -30,30 +34,36 @@ class ClassScores:
 
 
 def as_read(name: str, value: float) -> str:
-    """A metric as the terminal shows it: accuracies in percent."""
+    """Return a metric as the terminal shows it: accuracies in percent."""
     return f"{value:.2%}" if name.startswith(("val/acc", "test/acc")) else f"{value:.4g}"
 
 
+def write_confusion(confusion: Sequence[Sequence[int]], class_names: Sequence[str], path: Path) -> None:
+    """Write a confusion matrix as CSV, for the page and for the user."""
+    rows = [["true \\ predicted", *class_names]]
+    rows += [[name, *map(str, row)] for name, row in zip(class_names, confusion, strict=True)]
+    write_atomically(path, lambda file: csv.writer(file).writerows(rows))
+
+
 def class_scores(confusion: Sequence[Sequence[int]]) -> list[ClassScores]:
-    """
-    Args:
-        confusion: square, `confusion[true][predicted]`.
-    """
-    taken = [sum(column) for column in zip(*confusion, strict=True)]
-    return [_scores(row[i], sum(row), taken[i]) for i, row in enumerate(confusion)]
-
-
-def _scores(right: int, images: int, taken: int) -> ClassScores:
-    return ClassScores(images, _share(right, taken), _share(right, images), _share(2 * right, images + taken))
-
-
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
+    """Return the scores of each class; `confusion[true][predicted]` is square."""
+    scores = []
+    for i, (row, column) in enumerate(zip(confusion, zip(*confusion, strict=True), strict=True)):
+        right, images, taken = row[i], sum(row), sum(column)
+        shares = (
+            part / whole if whole else None
+            for part, whole in ((right, taken), (right, images), (2 * right, images + taken))
+        )
+        scores.append(ClassScores(images, *shares))
+    return scores
 
 
 def summary(confusion: Sequence[Sequence[int]], calibration: Sequence[Sequence[float]]) -> dict[str, float]:
-    """f1_macro: mean over classes that are there or were predicted; balanced_acc: mean recall of those that are there;
-    ece: expected calibration error, the mean distance of confidence and accuracy."""
+    """Return f1_macro, balanced_acc and ece, or nothing without images.
+
+    f1_macro is the mean over the classes that are there or were predicted, balanced_acc the mean recall of those that
+    are there, ece the expected calibration error: the mean distance of confidence and accuracy.
+    """
     scores = class_scores(confusion)
     f1s = [score.f1 for score in scores if score.f1 is not None]
     recalls = [score.recall for score in scores if score.recall is not None]

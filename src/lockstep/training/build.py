@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lockstep.callbacks.checkpoints import Checkpoints
-from lockstep.callbacks.length import MaxTime
+from lockstep.callbacks.interruption import MaxTime
 from lockstep.callbacks.progress import Progress
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
@@ -133,4 +133,5 @@ def build_callbacks(
         first.append(WeightAverage(own["ema_decay"], device_of(plan)))
     if session.hang_dump is not None:
         first.append(session.hang_dump)
-    return [*first, TrainingLog(given["global_batch_size"]), *chosen, session.interruption, recorder]
+    training_log = TrainingLog(given["global_batch_size"], (plan.config.get("hardware") or {}).get("peak_tflops"))
+    return [*first, training_log, *chosen, session.interruption, recorder]

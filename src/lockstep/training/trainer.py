@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lockstep.callbacks.checkpoint_io import CheckpointFiles
 from lockstep.callbacks.interruption import silence_lightning
-from lockstep.callbacks.length import ValidationInterval
+from lockstep.callbacks.training_log import ValidationInterval
 from lockstep.config.instantiate import build
 from lockstep.launch.plan import RunPlan
 from lockstep.runs.errors import UserError

@@ -3,8 +3,8 @@
 import csv
 
 import pytest
-
 from lockstep.callbacks.confusion import write_counts
+
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.scores import BINS, ExactCounts
 

@@ -5,6 +5,7 @@ import warnings
 
 import lightning.pytorch as pl
 import pytest
+from lockstep.callbacks.throughput import Throughput
 
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.hang_dump import HangDump
@@ -12,7 +13,6 @@ from lockstep.callbacks.hardware_stats import HardwareStats
 from lockstep.callbacks.interruption import Interruption
 from lockstep.callbacks.metrics_csv import MetricsCsv
 from lockstep.callbacks.progress import Progress
-from lockstep.callbacks.throughput import Throughput
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.storage.checkpoint_files import complete

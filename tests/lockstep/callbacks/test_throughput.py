@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import nn
-
 from lockstep.callbacks.throughput import Throughput, devices_in_use, flops_per_image, peak_tflops
+from torch import nn
 
 
 class Net(nn.Sequential):

@@ -68,9 +68,9 @@ function curvesOf(panel) {
   const found = [];
   data.runs.forEach((run, index) => {
     if (state.hidden.has(index)) return;
-    const curve = own(panel.hardware ? run.hardware : run.curves, panel.key);
+    const curve = own(run.curves, panel.key);
     if (!curve || !curve[0].length) return;
-    const x = panel.hardware ? curve[0] : onAxis(run, curve[0]);
+    const x = onAxis(run, curve[0]);
     if (!x) return;
     const [places, values] = rising(x, curve[1]);
     if (state.smoothing > 0 && values.length > 2 && panel.smooth) {
@@ -96,7 +96,7 @@ function drawPanel(area, panel) {
     box.appendChild(make("p", "no run that is switched on has this curve", {class: "empty"}));
     return;
   }
-  const axis = panel.hardware ? "time" : state.axis;
+  const axis = state.axis;
   const tip = box.appendChild(make("div", null, {class: "tip"}));
   const width = Math.max(200, box.clientWidth - 22);
   const plot = new uPlot(options(panel, curves, axis, width, tip, box), joined(curves), box);
