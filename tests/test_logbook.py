@@ -113,9 +113,9 @@ def test_a_table_has_any_field_metric_or_option_as_a_column(logbook, tmp_path, c
     [
         (["compare", "run-ddp"], "takes two runs or more"),
         (["compare", "run", "run-ddp"], "'run' means 2 runs (run-ddp, run-fsdp): give more of the run id."),
-        (["keep", "run-dpd"], "no run 'run-dpd'"),
+        (["keep", "run-dpd"], "No run 'run-dpd'"),
         (["remove", "run-dpd"], "did you mean run-ddp?"),
-        (["keep", "/no/such/folder"], "no run '/no/such/folder'"),
+        (["keep", "/no/such/folder"], "No run '/no/such/folder'"),
         (["compare", "run-ddp", "--html", "s3:///x"], "cannot name a bucket"),
         (["compare", "run-ddp", "--html", "/dev/null/x"], "cannot be written"),
     ],

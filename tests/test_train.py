@@ -58,7 +58,7 @@ def test_a_run_leaves_its_whole_folder(uninterrupted):
     assert fault_of(folder.path / best["path"]) is None
     assert best["bytes"] == (folder.path / best["path"]).stat().st_size
     assert {"code", "versions", "hosts", "command", "overrides", "seed", "fit_seconds"} <= record.keys()
-    assert folder.page.exists() and folder.curves_image.stat().st_size > 1000
+    assert folder.page.exists() and (folder.path / "curves.svg").stat().st_size > 1000
     counts = [list(map(int, line.split(",")[1:])) for line in folder.confusion_matrix.read_text().splitlines()[1:]]
     assert sum(map(sum, counts)) == 360
     assert sum(counts[i][i] for i in range(10)) == record["metrics"]["test/correct"]

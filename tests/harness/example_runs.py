@@ -42,7 +42,9 @@ def example_record(run_id: str, **changes: Any) -> dict[str, Any]:
                        "slowest_rank": {"rank": 1, "host": "node-a", "own_seconds": 0.21},
                        "fastest_rank": {"rank": 0, "host": "node-a", "own_seconds": 0.198}},
         "hardware": {"nodes": [{"node_rank": 0, "host": "node-a", "cpu": "Xeon Platinum 8259CL", "cores": 8,
-                                "memory_gib": 31.0, "gpus": [{"name": "Tesla T4"}] * 2, "stats": {}}]},
+                                "memory_gib": 31.0, "gpus": [{"name": "Tesla T4"}] * 2, "nvidia_smi": SMI,
+                                "stats": {"gpu0/utilisation_percent": {"p50": 94.0, "max": 99.0},
+                                          "gpu1/utilisation_percent": {"p50": 91.0, "max": 98.0}}}]},
         "cost": {"usd": 0.126, "usd_per_epoch": 0.0105, "price_per_hour": 1.052, "instance": "2 × g4dn.xlarge"},
         "largest_batch": {"per_device": 412, "global": 824, "probes": 11, "seconds": 41.0, "peak_memory_gib": 14.2,
                           "limit_gib": 14.6, "bounded_by": "memory"},
@@ -86,38 +88,28 @@ def write_run(
     (folder / "tensorboard").mkdir()
     chance = random.Random(run_id)
     write_metrics(folder, epochs, speed, chance)
-    write_hardware(folder, chance)
     if record["status"] == "finished":
         write_confusion(folder, chance)
-    (folder / "nvidia-smi-node0-peak.txt").write_text(SMI)
     if record.get("code", {}).get("dirty"):
         (folder / "code.diff").write_text("--- a/src/train.py\n+++ b/src/train.py\n@@ -1 +1 @@\n-lr = 1\n+lr = 2\n")
     return folder
 
 
 def write_metrics(folder: Path, epochs: int, speed: float, chance: random.Random) -> None:
-    lines = ["step,epoch,time_s,train/loss,lr,val/loss,val/acc"]
+    hardware = "hardware/gpu_percent,hardware/gpu_memory_gib,hardware/cpu_percent"
+    lines = [f"step,epoch,time_s,train/loss,lr,{hardware},val/loss,val/acc"]
     for step in range(25, epochs * 175 + 1, 25):
         share = step / (epochs * 175)
         loss = 0.25 + 2.05 * math.exp(-4 * share * speed) + chance.gauss(0, 0.03)
         lr = 0.0005 * min(1, step / 300) * (1 + math.cos(math.pi * share)) / 2
         row = f"{step},{(step - 1) // 175},{step * 0.205:.2f},{loss:.5f},{lr:.6g}"
+        row += f",{92 + chance.gauss(0, 2):.1f},4.5,{28 + chance.gauss(0, 4):.1f}"
         if step % 175 == 0:
             row += f",{loss + 0.12:.5f},{0.88 - 0.6 * math.exp(-4 * share * speed) + chance.gauss(0, 0.004):.4f}"
         else:
             row += ",,"
         lines.append(row)
     (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
-
-
-def write_hardware(folder: Path, chance: random.Random) -> None:
-    lines = ["time,gpu0/utilisation_percent,gpu0/memory_gib,gpu1/utilisation_percent,gpu1/memory_gib,cpu/percent"]
-    for time_s in range(0, 430, 5):
-        busy = 0 if time_s < 15 else 1
-        values = (94 * busy + chance.gauss(0, 2) * busy, 4.6 * busy, 91 * busy + chance.gauss(0, 3) * busy, 4.4 * busy)
-        cells = [f"2026-11-20T20:{15 + time_s // 60}:{time_s % 60:02d}Z", *(f"{value:.2f}" for value in values)]
-        lines.append(",".join([*cells, f"{28 + chance.gauss(0, 4):.1f}"]))
-    (folder / "hardware-node0.csv").write_text("\n".join(lines) + "\n")
 
 
 def write_confusion(folder: Path, chance: random.Random) -> None:

@@ -35,7 +35,8 @@ class Progress(Callback):
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
         for callback in trainer.callbacks:
             values |= getattr(callback, "latest", {})
-        monitored = dict.fromkeys(str(getattr(callback, "monitor", "val/acc")) for callback in trainer.callbacks)
+        named = (str(callback.monitor) for callback in trainer.callbacks if hasattr(callback, "monitor"))
+        monitored = dict.fromkeys(named) or ["val/acc"]
         words = [f"loss {values['train/loss']:.4f}"] if "train/loss" in values else []
         words += [f"{name.replace('/', ' ')} {as_read(name, values[name])}" for name in monitored if name in values]
         words += [f"{values['images_per_s']:,.0f} images/s"] if "images_per_s" in values else []

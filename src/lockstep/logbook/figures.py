@@ -54,10 +54,10 @@ def compare_panels(runs: Sequence[Run]) -> list[Panel]:
 
 
 def write_figure(path: Path, panels: Sequence[Panel]) -> bool:
-    """Write the panels that have a line of at least MIN_POINTS; remove the picture if there is none."""
+    """Write the panels that have a line; remove the picture if no line has at least MIN_POINTS."""
     path.unlink(missing_ok=True)
-    shown = [panel for panel in panels if any(len(steps) >= MIN_POINTS for steps, _ in panel[2].values())]
-    if not shown:
+    shown = [panel for panel in panels if any(len(steps) > 1 for steps, _ in panel[2].values())]
+    if not any(len(steps) >= MIN_POINTS for _, _, lines in shown for steps, _ in lines.values()):
         return False
     import matplotlib
     from matplotlib.figure import Figure

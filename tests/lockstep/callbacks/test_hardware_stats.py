@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from local_ranks import meet, run_ranks
 from lockstep.callbacks.hardware_stats import HardwareStats, gpus_in_use
+from lockstep.callbacks.metrics_csv import MetricsCsv
+from lockstep.callbacks.training_log import TrainingLog
 
 
 class Tiny(pl.LightningModule):
@@ -41,11 +42,8 @@ def rows(path):
 
 
 def test_a_run_on_the_cpu_leaves_samples_medians_and_maxima(tmp_path):
-    logger = TensorBoardLogger(tmp_path, "tensorboard", "")
-    logged = []
-    logger.log_metrics = lambda metrics, step: logged.append((step, metrics))
-    callback = HardwareStats(interval_s=0.05)
-    fit(tmp_path, callback, logger=logger, log_every_n_steps=20)
+    logger, callback = MetricsCsv(tmp_path / "metrics.csv"), HardwareStats(interval_s=0.05)
+    fit(tmp_path, callback, logger=logger, log_every_n_steps=20, callbacks=[TrainingLog(), callback])
     written = rows(tmp_path / "hardware-node0.csv")
     assert len(written) >= 5 and float(written[-1]["rank0/memory_gib"]) > 0.05
     [node] = callback.record_fields()["hardware"]["nodes"]
@@ -53,8 +51,9 @@ def test_a_run_on_the_cpu_leaves_samples_medians_and_maxima(tmp_path):
     assert memory["max"] == pytest.approx(max(float(row["rank0/memory_gib"]) for row in written), abs=1e-3)
     assert 0 < memory["p50"] <= memory["max"] < callback.record_fields()["peak_memory_gib"] + 0.01
     assert node["gpus"] == [] and node["cores"] >= 1 and node["node_rank"] == 0 and node["memory_gib"] > 0.5
-    assert not list(tmp_path.glob("nvidia-smi*"))
-    assert [step for step, metrics in logged if "hardware/cpu/percent" in metrics] == [20, 40]
+    assert "nvidia_smi" not in node
+    logged = rows(tmp_path / "metrics.csv")
+    assert [row["step"] for row in logged] == ["20", "40"] and 0 < float(logged[1]["hardware/cpu_percent"]) <= 100
     fit(tmp_path, HardwareStats(interval_s=0.05))  # a second start of the run keeps the first one's samples
     assert rows(tmp_path / "hardware-node0.0.csv") == written
 
@@ -80,10 +79,8 @@ def test_gpu_readings_and_nvidia_smi_dumps_and_what_fails_is_named_once(tmp_path
     strategy.process_devices = [torch.device("cuda:1")]
     callback = HardwareStats(interval_s=0.05)
     fit(tmp_path, callback, strategy=strategy)
-    for moment in ("start", "end"):
-        assert (tmp_path / f"nvidia-smi-node0-{moment}.txt").read_text() == "NVIDIA-SMI\n"
     [node] = callback.record_fields()["hardware"]["nodes"]
-    assert node["gpus"] == [{"name": "NVIDIA T4", "memory_gib": 16.0}]
+    assert node["gpus"] == [{"name": "NVIDIA T4", "memory_gib": 16.0}] and node["nvidia_smi"] == "NVIDIA-SMI\n"
     memory = node["stats"]["gpu1/memory_gib"]
     assert memory["max"] == next(readings) - 1 and memory["p50"] == memory["max"] / 2
     assert node["stats"]["gpu1/utilisation_percent"] == {"p50": 90, "max": 90}
@@ -112,17 +109,14 @@ def _two_nodes(cluster, tmp_path):
     )  # fmt: skip
     callback.on_fit_start(trainer, None)
     time.sleep(0.2)
-    if rank:
-        (tmp_path / "1/nvidia-smi-node1-end.txt").write_text("of node 1")
     callback.on_fit_end(trainer, None)
     return callback.record_fields()["hardware"]["nodes"]
 
 
-def test_statistics_and_dumps_of_other_nodes_come_to_rank_zero(tmp_path):
+def test_statistics_of_other_nodes_come_to_rank_zero(tmp_path):
     nodes = run_ranks(_two_nodes, 2, tmp_path)[0]
     assert [node["node_rank"] for node in nodes] == [0, 1]
     assert list(nodes[1]["stats"])[-1] == "rank1/memory_gib"
-    assert (tmp_path / "0/nvidia-smi-node1-end.txt").read_text() == "of node 1"
 
 
 def strategy(device, **own):

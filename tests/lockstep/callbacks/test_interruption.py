@@ -111,7 +111,7 @@ def stop_of_nodes(place, asked):
     interruption.votes = {"train": Vote(place.world_size)}
     interruption.reason = "spot notice" if place.rank == asked else None
     state = SimpleNamespace(fn="test")
-    node = SimpleNamespace(num_nodes=2, node_rank=place.rank // 2, callbacks=[], state=state, sanity_checking=False)
+    node = SimpleNamespace(node_rank=place.rank // 2, callbacks=[], state=state, sanity_checking=False)
     with pytest.raises(Interrupted) as stopped:
         interruption._stop(node)
     return stopped.value.elsewhere

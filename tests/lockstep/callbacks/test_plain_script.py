@@ -5,7 +5,6 @@ import warnings
 
 import lightning.pytorch as pl
 import pytest
-from lockstep.callbacks.throughput import Throughput
 
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.hang_dump import HangDump
@@ -20,18 +19,18 @@ from plain_task import Numbers, Regression
 
 
 def fit(folder, resume=None, epochs=2):
-    throughput, hardware = Throughput(), HardwareStats(interval_s=0.05)
+    log, hardware = TrainingLog(), HardwareStats(interval_s=0.05)
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=epochs, default_root_dir=folder, log_every_n_steps=5, enable_progress_bar=False,
         enable_checkpointing=False, enable_model_summary=False,
         logger=MetricsCsv(folder / "metrics.csv", 20 if resume else None),
-        callbacks=[WeightAverage(0.9), HangDump(), TrainingLog(), Progress(), throughput, hardware,
+        callbacks=[WeightAverage(0.9), HangDump(), log, Progress(), hardware,
                    Checkpoints(folder / "checkpoints", monitor="val_loss", mode="min"), Interruption()],
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(Regression(), datamodule=Numbers(), ckpt_path=resume, weights_only=True)
-    return trainer, throughput, hardware
+    return trainer, log, hardware
 
 
 @pytest.fixture
@@ -41,11 +40,11 @@ def folder(tmp_path):
 
 def test_they_log_measure_save_and_resume(folder, capsys):
     folder.mkdir()
-    _, throughput, hardware = fit(folder)
+    _, log, hardware = fit(folder)
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["5", "10", "15", "20"] and rows[-1]["val_loss"] and rows[0]["train/loss"]
-    assert throughput.record_fields()["images_per_s"] > 0
+    assert log.record_fields()["images_per_s"] > 0
     assert hardware.record_fields()["hardware"]["nodes"][0]["stats"]["rank0/memory_gib"]["max"] > 0.05
     assert (folder / "hardware-node0.csv").exists() and not list(folder.glob("stack-*"))
     assert "epoch 2/2 · done" in capsys.readouterr().out

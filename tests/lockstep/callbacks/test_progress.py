@@ -74,4 +74,4 @@ def test_on_a_terminal_the_bar_shows_how_far_an_evaluation_is(clock):
     clock[0] = 1.0
     callback.bar, callback.task = SimpleNamespace(update=lambda task, **named: shown.append(named["words"])), 0
     callback.on_validation_batch_end(trainer, None, None, None, 2, 0)
-    assert shown == ["validating 3/9 val acc 50.00%"]
+    assert shown == ["validating 3/9 · val acc 50.00%"]

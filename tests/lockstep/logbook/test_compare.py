@@ -10,6 +10,7 @@ from lockstep.logbook.compare import as_text, not_held_fixed, number_rows, write
 from lockstep.logbook.report import STATIC, report_data, report_html
 from lockstep.logbook.summary import summarise
 
+HARDWARE = ["hardware/gpu_percent", "hardware/gpu_memory_gib", "hardware/cpu_percent"]
 CHROMIUM = Path("/usr/bin/chromium")
 
 
@@ -72,9 +73,9 @@ def test_the_report_is_one_small_file_that_needs_no_network(runs):
 def test_the_report_has_curves_hardware_and_confusion(runs):
     data = report_data(runs)
     keys = [panel["key"] for panel in data["panels"]]
-    assert keys == ["train/loss", "val/loss", "val/acc", "lr", "gpu", "memory", "cpu"]
+    assert keys == ["train/loss", "val/loss", "val/acc", "lr", *HARDWARE]
     assert data["runs"][0]["headline"].startswith("86.43") and data["runs"][2]["headline"] == "out of memory"
-    assert data["runs"][0]["hardware"]["memory"][1][-1] == pytest.approx(4.5)
+    assert data["runs"][0]["curves"]["hardware/gpu_memory_gib"][1][-1] == pytest.approx(4.5)
     assert len(data["runs"][0]["confusion"]["counts"]) == 10
     assert json.loads(json.dumps(data, allow_nan=False))["settings"]["rows"] == [
         ["choices.trainer", "ddp", "fsdp", "ddp"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.runs.durations import in_words, seconds_of
+from lockstep.runs.durations import duration, seconds_of
 from lockstep.runs.errors import UserError
 
 
@@ -23,7 +23,7 @@ def test_what_is_none_is_refused(stated):
         seconds_of(stated, "trainer.max_time")
 
 
-def test_a_time_in_words():
-    assert [in_words(s) for s in (0.4, 48, 252, 5400, 11220, 187261)] == [
+def test_a_time_duration():
+    assert [duration(s) for s in (0.4, 48, 252, 5400, 11220, 187261)] == [
         "0.4 s", "48 s", "4 min 12 s", "1 h 30 min", "3 h 7 min", "2 d 4 h",
     ]  # fmt: skip

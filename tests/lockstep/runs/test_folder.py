@@ -1,14 +1,13 @@
 """Run ids, records, and files that are whole or not there."""
 
 import errno
-import json
 import os
 import subprocess
 
 import pytest
 
 from lockstep.runs.errors import UserError
-from lockstep.runs.files import lock, locked, write_atomically
+from lockstep.runs.files import lock, locked_file, write_atomically
 from lockstep.runs.folder import checked_run_id, find_run, new_run_id
 from lockstep.runs.full_disk import NoRoom
 
@@ -45,32 +44,25 @@ def test_a_full_disk_is_named(tmp_path):
         write_atomically(tmp_path / "last.ckpt", fill)
 
 
-def test_an_unknown_run_names_the_newest(tmp_path):
-    (tmp_path / "train/runs/2026-a").mkdir(parents=True)
-    (tmp_path / "train/runs/2026-a/run.json").write_text(json.dumps({}))
-    assert find_run(tmp_path, "2026-a").run_id == "2026-a"
-    with pytest.raises(UserError, match="2026-a"):
-        find_run(tmp_path, "2026-b")
-
-
 def test_an_unknown_run_is_answered_with_the_one_of_nearly_that_name(tmp_path):
     for age, name in enumerate(("t1", "a2", "c1", "t4")):  # their names say nothing of when
         (tmp_path / "train/runs" / name).mkdir(parents=True)
         (tmp_path / "train/runs" / name / "run.json").write_text("{}")
         os.utime(tmp_path / "train/runs" / name / "run.json", (1000 - age, 1000 - age))
+    assert find_run(tmp_path, "a2").path == tmp_path / "train/runs/a2"
     with pytest.raises(UserError, match=r"did you mean c1\? the newest are c1, a2, t1\.$"):
         find_run(tmp_path, "c11")
     with pytest.raises(UserError, match=r"; the newest are c1, a2, t1\.$"):
         find_run(tmp_path, "other")
 
 
-def test_what_is_unlocked_is_free_though_a_child_has_the_handle_too(tmp_path):
-    with (tmp_path / "a").open("w") as first, (tmp_path / "a").open("w") as second:
-        with locked(first):
-            child = subprocess.Popen(["sleep", "30"], pass_fds=[first.fileno()])
-            assert not lock(second, wait_s=0.1)
-        try:
-            assert lock(second, wait_s=0.1)
-        finally:
-            child.kill()
-            child.wait()
+def test_a_file_is_free_after_the_block_though_a_child_has_the_handle_too(tmp_path):
+    with locked_file(tmp_path / "a"), (tmp_path / "a").open("w") as second:
+        child = subprocess.Popen(["sleep", "30"], close_fds=False)  # as a forked worker
+        assert not lock(second, wait_s=0.1)
+    try:
+        with (tmp_path / "a").open("w") as third:
+            assert lock(third, wait_s=0.1)
+    finally:
+        child.kill()
+        child.wait()
