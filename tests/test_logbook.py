@@ -116,7 +116,7 @@ def test_a_table_has_any_field_metric_or_option_as_a_column(logbook, tmp_path, c
         (["keep", "run-dpd"], "No run 'run-dpd'"),
         (["remove", "run-dpd"], "did you mean run-ddp?"),
         (["keep", "/no/such/folder"], "No run '/no/such/folder'"),
-        (["compare", "run-ddp", "--html", "s3:///x"], "cannot name a bucket"),
+        (["compare", "run-ddp", "--html", "s3:///x"], "An S3 address is"),
         (["compare", "run-ddp", "--html", "/dev/null/x"], "cannot be written"),
     ],
 )
