@@ -1,6 +1,7 @@
 """Export a trained model: safetensors, ONNX, torch.export and a model card; each is compared with the net itself.
 
     python src/export.py ckpt_path=<run_id | FILE | s3://…> [out=exports/<run_id>] [formats=safetensors,onnx,pt2]
+        [push_to=ORG/NAME]                  and upload the folder to the Hugging Face hub, as a private repository
 
 By default it makes every format whose packages are installed. A timm model is loaded from the folder by
 timm.create_model("local-dir:FOLDER", pretrained=True). ONNX needs onnx, onnxscript and onnxruntime.
@@ -11,7 +12,7 @@ import logging
 import shutil
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 OPTIONS: dict[str, str | None] = {
     "ckpt_path": None, "out": "", "formats": "", "log_dir": str(REPOSITORY / "logs"), "endpoint_url": "",
+    "push_to": "",
 }  # fmt: skip
 TOLERANCE = 1e-4  # of the largest logit: kernels of another runtime sum in another order
 NEEDED = {"safetensors": ("safetensors",), "onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": ()}
@@ -159,6 +161,7 @@ def export(options: dict[str, str]) -> int:
     from lockstep.training.inference import load_finished
 
     formats = chosen_formats(options["formats"])
+    push = pusher(options["push_to"]) if options["push_to"] else None
     s3 = {"endpoint_url": options["endpoint_url"] or None}
     model = load_finished(options["ckpt_path"], Path(options["log_dir"]), s3)
     out = Path(options["out"] or Path("exports") / model.name)
@@ -177,7 +180,34 @@ def export(options: dict[str, str]) -> int:
         (out / "model.safetensors").unlink()
     (out / "README.md").write_text(card_text(model, config, compared))
     log.info(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+    if push:
+        log.info(f"uploaded to {push(out)}")
     return EXIT_OK
+
+
+def pusher(name: str) -> Callable[[Path], str]:
+    """Return what uploads a folder to the hub's repository ORG/NAME and returns its address.
+
+    Raises:
+        UserError: the name is no repository's, nobody is logged in, or the hub refuses.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    if name.count("/") != 1:
+        raise UserError(f"push_to={name}: give ORG/NAME, or your user name and a name.")
+    if not get_token():
+        raise UserError(f"push_to={name} needs a token of the Hugging Face hub: hf auth login, or HF_TOKEN.")
+
+    def push(folder: Path) -> str:
+        api = HfApi()
+        try:
+            address = str(api.create_repo(name, private=True, exist_ok=True))
+            api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"Export {folder.name}")
+        except Exception as error:  # of the hub, and of whatever HTTP library its client uses
+            raise UserError(f"push_to={name}: {str(error).splitlines()[0]} The export is in {folder}.") from None
+        return address
+
+    return push
 
 
 def main(argv: list[str]) -> int:

@@ -45,6 +45,36 @@ def answers(vit):
         return images, model.net(images)
 
 
+@pytest.mark.parametrize(
+    ("name", "token", "fault", "said"),
+    [("me/birds", "hf_x", None, None), ("birds", "hf_x", None, "give ORG/NAME"), ("me/birds", None, None, "HF_TOKEN"),
+     ("me/birds", "hf_x", OSError("no network"), "push_to=me/birds: no network The export is in")],
+)  # fmt: skip
+def test_the_folder_goes_to_the_hub_or_one_sentence_says_why_not(name, token, fault, said, tmp_path, monkeypatch):
+    calls = []
+
+    class Hub:
+        def create_repo(self, name, **options):
+            if fault:
+                raise fault
+            calls.append((name, options))
+            return f"https://hub/{name}"
+
+        def upload_folder(self, **options):
+            calls.append(options)
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: token)
+    if said:
+        with pytest.raises(UserError, match=said):
+            export.pusher(name)(tmp_path)
+        assert not calls
+        return
+    assert export.pusher(name)(tmp_path) == "https://hub/me/birds"
+    (repository, options), uploaded = calls
+    assert repository == "me/birds" and options["private"] and uploaded["folder_path"] == tmp_path
+
+
 @pytest.mark.slow
 def test_timm_loads_the_safetensors(exported, answers):
     import timm
