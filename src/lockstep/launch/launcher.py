@@ -97,6 +97,8 @@ def _start_ranks(config: Config, cluster: Cluster, environ: Mapping[str, str], k
         if not signals.asked:
             raise
         code, failure, callstack = EXIT_INTERRUPTED, None, ""
+    finally:
+        signals.on_stop(signals.note)  # what is left is short
     if failure:
         failure["phase"] = failure["phase"] or failures.phase_of(folder)
     if is_first and failure:
