@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.config.command_line import run_script
+from lockstep.commands.command_line import run_script
 from lockstep.config.compose import plain
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK
 

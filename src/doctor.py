@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.command_line import run_script
+from lockstep.commands.command_line import run_script
 from lockstep.config.compose import chosen_options, plain
 from lockstep.launch.launchers import Cluster, faults, set_rank_environment
 from lockstep.launch.plan import resolve_batch, resolve_cluster, resolved

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.command_line import run_script
+from lockstep.commands.command_line import run_script
 from lockstep.config.compose import chosen_options, plain
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.command_line import run_script
+from lockstep.commands.command_line import run_script
 from lockstep.config.compose import plain
 from lockstep.config.schema import key_of
 from lockstep.runs.environment import environment

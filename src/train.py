@@ -7,7 +7,7 @@ import logging
 import sys
 from typing import Any
 
-from lockstep.config.command_line import run_script
+from lockstep.commands.command_line import run_script
 from lockstep.launch.launcher import launch
 from lockstep.launch.plan import RunPlan
 

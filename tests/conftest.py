@@ -14,7 +14,7 @@ CONTRACT = (
     "test_train.py", "test_kills.py", "test_first_minute.py", "test_eval.py", "test_parity.py", "test_torchrun.py",
     "test_two_hosts.py", "test_slurm.py", "test_s3_runs.py", "test_run_pages.py", "test_export.py",
     "lockstep/strategies/test_checkpoints_across.py", "lockstep/data/test_same_pixels.py",
-    "lockstep/data/test_batches.py", "hydra_plugins/test_optuna_search.py",
+    "lockstep/data/test_batches.py", "lockstep/commands/test_optuna_search.py",
 )  # fmt: skip
 
 

@@ -8,14 +8,14 @@ FLOORS = (
     {"runs"},
     {"storage", "data"},
     {"config", "strategies", "callbacks", "logbook"},
-    {"launch"},
+    {"launch", "commands"},
     {"training"},
     {"batch_size"},
 )
 FLOOR = {f"lockstep.{room}": number for number, rooms in enumerate(FLOORS) for room in rooms}
 YOURS, SCRIPTS = len(FLOORS), len(FLOORS) + 1
 SCRIPT_NAMES = {path.stem for path in SRC.glob("*.py")}
-WITHOUT_TORCH = ("runs", "storage", "config", "launch", "logbook")
+WITHOUT_TORCH = ("runs", "storage", "config", "launch", "logbook", "commands")
 WITH_TORCH = {
     "lockstep/launch/process_group.py",
     "lockstep/storage/load.py",

@@ -13,7 +13,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from lockstep.config import sweep
+from lockstep.commands import sweep
 from lockstep.runs.environment import environment, visible_gpus
 
 log = logging.getLogger(__name__)
@@ -42,8 +42,7 @@ class LocalJobs(Launcher):
         if number == 1 or gpus < 2:
             return number, []
         names = (environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")[:gpus]
-        places = [",".join(names[first : first + each]) for first in range(0, gpus - each + 1, each)]
-        return number, places
+        return number, [",".join(names[first : first + each]) for first in range(0, gpus - each + 1, each)]
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         number, gpus = self.at_once()
@@ -52,11 +51,11 @@ class LocalJobs(Launcher):
         program, free = str(Path(sys.argv[0]).resolve()), queue.SimpleQueue[str]()
         for place in range(number):
             free.put(gpus[place % len(gpus)] if gpus else "")
-        jobs = [self.loader.load_sweep_config(self.config, list(words)) for words in job_overrides]
-        for index, cfg in enumerate(jobs):
-            with open_dict(cfg):
-                cfg.hydra.job.num = initial_job_idx + index
-        started: list[Any] = []
+        jobs, started = [], []
+        for index, words in enumerate(job_overrides, initial_job_idx):
+            jobs.append(self.loader.load_sweep_config(self.config, list(words)))
+            with open_dict(jobs[-1]):
+                jobs[-1].hydra.job.num = index
 
         def run(cfg: Any) -> JobReturn:
             result = JobReturn(cfg=cfg, status=JobStatus.COMPLETED)
@@ -75,11 +74,8 @@ class LocalJobs(Launcher):
             return result
 
         try:
-            with sweep.stops_reach_jobs():
-                if number == 1:
-                    return list(map(run, jobs))
-                with ThreadPoolExecutor(number) as pool:
-                    return list(pool.map(run, jobs))
+            with sweep.stops_reach_jobs(), ThreadPoolExecutor(number) as pool:
+                return list(map(run, jobs) if number == 1 else pool.map(run, jobs))
         finally:
             if left := len(jobs) - len(started):
                 log.info(f"{left} of {len(jobs)} jobs were not started.")

@@ -86,7 +86,7 @@ class ForkedRank:
 
 def run_job(command: list[str], **_: Any) -> int:
     """Stands in for sweep.run_child."""
-    from lockstep.config import sweep
+    from lockstep.commands import sweep
 
     job = ForkedRank(command, dict(os.environ))
     sweep.running.add(job)
@@ -99,7 +99,7 @@ def run_job(command: list[str], **_: Any) -> int:
 def _main(door: str, argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    from lockstep.config import sweep
+    from lockstep.commands import sweep
 
     sweep.run_child = run_job
     subprocess_handler.Popen = ForkedRank

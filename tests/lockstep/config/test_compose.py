@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
+from lockstep.commands.command_line import run_script
 from lockstep.config import compose as module
-from lockstep.config.command_line import run_script
 from lockstep.config.compose import CONFIGS, compose, plain
 from lockstep.config.help import groups
 from lockstep.runs.errors import UserError

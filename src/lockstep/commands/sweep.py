@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,17 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 running: set[Any] = set()  # the processes of jobs
 asked: list[int] = []  # signals that asked the sweep to stop
+
+
+@dataclass(frozen=True)
+class Job:
+    """How one job of a sweep ended; of several SLURM tasks the worst code."""
+
+    number: int
+    code: int
+    overrides: list[str]
+    value: float
+    tested: float = math.nan  # test/acc
 
 
 def run_sweep(config_name: str, overrides: list[str]) -> int:
@@ -102,9 +113,9 @@ def run_job(cfg: Any, hydra: Any, program: str, environ: Mapping[str, str] | Non
     metrics = read_record(folder.record).metrics if code == 0 and folder.record.exists() else {}
     names = (str(cfg.optimized_metric), "test/acc")
     value, tested = (float(metrics.get(f"{name}_best") or metrics.get(name, math.nan)) for name in names)
-    ended = {"code": code if code >= 0 else 128 - code, "overrides": overrides, "value": value, "tested": tested}
+    ended = Job(number, code if code >= 0 else 128 - code, overrides, value, tested)
     (sweep_dir / CODES).mkdir(parents=True, exist_ok=True)
-    (sweep_dir / CODES / f"{number}-{task}").write_text(json.dumps(ended))
+    (sweep_dir / CODES / f"{number}-{task}").write_text(json.dumps(asdict(ended)))
     return value
 
 
@@ -147,25 +158,26 @@ def stops_reach_jobs() -> Iterator[None]:
         raise SystemExit(128 + signal.SIGINT if asked.count(signal.SIGINT) > 1 else EXIT_INTERRUPTED)
 
 
-@dataclass(frozen=True)
-class Job:
-    """How one job of a sweep ended; of several SLURM tasks the worst code."""
+class Ranking(Callback):
+    """Hydra's callback that ends a sweep with its ranking and remembers the worst exit code, wherever jobs ran."""
 
-    number: int
-    code: int
-    overrides: tuple[str, ...]
-    value: float
-    tested: float = math.nan  # test/acc
+    worst = 0
 
+    def on_multirun_start(self, config: Any, **_: Any) -> None:
+        shutil.rmtree(Path(str(config.hydra.sweep.dir)) / CODES, ignore_errors=True)  # of an earlier sweep
 
-def jobs_of(sweep_dir: Path) -> list[Job]:
-    """Return the jobs that have ended, by number."""
-    jobs: dict[int, Job] = {}
-    for path in sorted((sweep_dir / CODES).glob("*")):
-        ended, number = json.loads(path.read_text()), int(path.name.partition("-")[0])
-        job = Job(number, ended["code"], tuple(ended["overrides"]), ended["value"], ended["tested"])
-        jobs[number] = max(jobs.get(number, job), job, key=lambda job: job.code)
-    return [job for _, job in sorted(jobs.items())]
+    def on_multirun_end(self, config: Any, **_: Any) -> None:
+        sweep_dir, metric = Path(str(config.hydra.sweep.dir)).resolve(), str(config.optimized_metric)
+        jobs: dict[int, Job] = {}
+        for job in (Job(**json.loads(path.read_text())) for path in sorted((sweep_dir / CODES).glob("*"))):
+            jobs[job.number] = max(jobs.get(job.number, job), job, key=lambda job: job.code)
+        ended = [jobs[number] for number in sorted(jobs)]
+        Ranking.worst = max((job.code for job in ended), default=0)
+        if ended:
+            direction = OmegaConf.select(config, "hydra.sweeper.direction")
+            lowest = direction == "minimize" if direction else "loss" in metric
+            lines = ranking(ended, sweep_dir.name, metric, minimize=lowest)
+            log.info("\n" + "\n".join([*lines, *means(ended, metric)]))
 
 
 def ranking(jobs: list[Job], name: str, metric: str, *, minimize: bool) -> list[str]:
@@ -193,21 +205,3 @@ def means(jobs: list[Job], metric: str) -> list[str]:
         own = " ".join(word for word in words if word not in common)
         lines += ["  " + " · ".join(filter(None, [*shown, f"{len(group)} jobs", own]))] if shown else []
     return lines if len(lines) > 1 else []
-
-
-class Ranking(Callback):
-    """Hydra's callback that ends a sweep with its ranking and remembers the worst exit code, wherever jobs ran."""
-
-    worst = 0
-
-    def on_multirun_start(self, config: Any, **_: Any) -> None:
-        shutil.rmtree(Path(str(config.hydra.sweep.dir)) / CODES, ignore_errors=True)  # of an earlier sweep
-
-    def on_multirun_end(self, config: Any, **_: Any) -> None:
-        sweep_dir, metric = Path(str(config.hydra.sweep.dir)).resolve(), str(config.optimized_metric)
-        jobs, direction = jobs_of(sweep_dir), OmegaConf.select(config, "hydra.sweeper.direction")
-        Ranking.worst = max((job.code for job in jobs), default=0)
-        if jobs:
-            lowest = direction == "minimize" if direction else "loss" in metric
-            lines = ranking(jobs, sweep_dir.name, metric, minimize=lowest)
-            log.info("\n" + "\n".join([*lines, *means(jobs, metric)]))

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from hydra_plugins import local_jobs
 from hydra_plugins.local_jobs import LocalJobs
-from lockstep.config import sweep
-from lockstep.config.sweep import Job, means, ranking, run_child, stops_reach_jobs
+from lockstep.commands import sweep
+from lockstep.commands.sweep import Job, means, ranking, run_child, stops_reach_jobs
 from runs import run_door
 
 SRC = Path(__file__).resolve().parents[3] / "src"

@@ -73,7 +73,7 @@ def run_script(
             say(help_text(CONFIGS, config_name, description))
             return 0
         if options.multirun:
-            from lockstep.config.sweep import run_sweep
+            from lockstep.commands.sweep import run_sweep
 
             return run_sweep(config_name, overrides)
         if options.info or options.shell_completion or options.cfg in ("hydra", "all"):
