@@ -23,12 +23,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 OWN_FILES = "launch/project"  # files that replace those of the template; {{name}} stands for the project's name
 TAKEN = (
-    ".github/workflows/checks.yml", ".gitignore", ".pre-commit-config.yaml", "LICENSE", "configs", "launch/install.sh",
+    ".github/workflows/checks.yml", ".gitignore", "LICENSE", "configs", "launch/install.sh",
     "launch/project.py", "launch/train.sbatch", "launch/uv.txt", "requirements-dev.txt", "requirements.txt", "src",
 )  # fmt: skip
 LEFT = (  # the package, which comes as a wheel, the dry run on a driver that it lacks, and our exercises
-    "src/lockstep/", "src/rehearse.py", "*alexnet*", "*airbench*", "*mnist*", "*hivemind*", "*/experiment/*cats*",
-    "*/experiment/*cpu*", "*/experiment/*speedrun*",
+    "src/lockstep/", "src/rehearse.py", "*alexnet*", "*airbench*", "*mnist*", "*hivemind*", "*allreduce*",
+    "*/experiment/*cats*", "*/experiment/*cpu*", "*/experiment/*speedrun*",
 )  # fmt: skip
 REQUIRED = re.compile(r"(?m)^Requires-Dist: (.+)$")
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,49}")

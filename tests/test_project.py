@@ -141,10 +141,10 @@ def test_an_upgrade_replaces_the_wheel_and_its_pins_alone(project, tmp_path):
 
 def test_adopt_copies_a_file_and_points_its_yaml_at_the_copy(project):
     own = environment(project)
-    said = run(sys.executable, "launch/project.py", "adopt", "strategies/allreduce.py", cwd=project, **own)
-    assert (project / "src/adopted/allreduce.py").is_file() and "configs/trainer/allreduce.yaml" in said
-    words = ["src/train.py", "--cfg", "job", "trainer=allreduce_sim"]
-    assert "adopted.allreduce." in run(sys.executable, *words, cwd=project, **own)
+    said = run(sys.executable, "launch/project.py", "adopt", "strategies/fsdp.py", cwd=project, **own)
+    assert (project / "src/adopted/fsdp.py").is_file() and "configs/trainer/fsdp.yaml" in said
+    words = ["src/train.py", "--cfg", "job", "trainer=fsdp_sim"]
+    assert "adopted.fsdp." in run(sys.executable, *words, cwd=project, **own)
     said = run(sys.executable, "launch/project.py", "adopt", "strategies/no.py", cwd=project, code=2, **own)
     assert said.startswith("error: lockstep has no file strategies/no.py")
 
