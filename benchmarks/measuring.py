@@ -29,7 +29,7 @@ def goal_row(
 
 
 def save(name: str, goals: list[dict[str, Any]], **figures: Any) -> None:
-    """Write results/<name>.json and print its goals. The load average shows whether the machine had other work."""
+    """Write `name` into results/cpu.json and print its goals. The load average shows other work of the machine."""
     words = [str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY))]
     words += ["FOLDER" if Path(word).is_absolute() else word for word in sys.argv[1:]]  # another machine has others
     machine = {
@@ -40,9 +40,8 @@ def save(name: str, goals: list[dict[str, Any]], **figures: Any) -> None:
         "commit": provenance.code_state(REPOSITORY)["commit"], "machine": machine,
         "load_average": round(os.getloadavg()[0], 1), "goals": goals, **figures,
     }  # fmt: skip
-    path = HERE / "results" / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path = HERE / "results" / "cpu.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: content}, indent=1) + "\n")
     for row in goals:
         met = "" if row["met"] is None else f" (goal {row['goal']}): {'met' if row['met'] else 'NOT MET'}"
         print(f"{row['what']}: {row['measured']:g} {row['unit']}{met} · {row['detail']}", flush=True)

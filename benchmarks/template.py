@@ -3,8 +3,7 @@
     python benchmarks/template.py --root FOLDER             # MNIST in torchvision's layout
     python benchmarks/template.py --fashion-root FOLDER     # Fashion-MNIST's four .gz files in its place
 
-benchmarks/peers/hydra_template/ is written as the template's own documentation shows it. Measures whole
-processes.
+template_peer.txt is written as the template's own documentation shows it. Measures whole processes.
 """
 
 import argparse
@@ -18,7 +17,6 @@ from pathlib import Path
 
 from measuring import HERE, goal_row, in_turns, output_of, paired_ratio, run_record, save
 
-TEMPLATE = [sys.executable, str(HERE / "peers" / "hydra_template" / "train.py")]
 WHOLE_LIMIT = 0.8
 
 
@@ -36,6 +34,7 @@ def main() -> None:
     accuracies: dict[str, list[float]] = {"ours": [], "ours_plain": [], "template": []}
     with tempfile.TemporaryDirectory() as scratch:
         root, data, images = images_of(arguments, Path(scratch))
+        peer = write_peer(Path(scratch) / "peer")
         epochs = f"trainer.max_epochs={arguments.epochs}"
 
         def ours(side: str, overrides: list[str]) -> float:
@@ -49,7 +48,7 @@ def main() -> None:
         def template() -> float:
             words = [epochs, "data.train_val_test_split=[55000,5000,10000]", f"data.data_dir={root}"]
             started = time.perf_counter()
-            said = output_of([*TEMPLATE, *words], env={"PROJECT_ROOT": scratch})
+            said = output_of([sys.executable, str(peer), *words], env={"PROJECT_ROOT": scratch})
             seconds = time.perf_counter() - started
             accuracies["template"].append(float(re.findall(r"accuracy (\S+) threads", said)[-1]))
             return seconds
@@ -65,6 +64,15 @@ def main() -> None:
         "template", [goal_row(what, f"≤ {WHOLE_LIMIT}", whole, whole <= WHOLE_LIMIT, detail=detail)],
         seconds={"ours": mine, "ours_plain": plain, "template": theirs}, accuracies=accuracies,
     )  # fmt: skip
+
+
+def write_peer(folder: Path) -> Path:
+    """Write the peer's files; return its script."""
+    for part in re.split(r"(?m)^=== ", (HERE / "template_peer.txt").read_text())[1:]:
+        name, _, text = part.partition("\n")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder / "train.py"
 
 
 def images_of(arguments: argparse.Namespace, scratch: Path) -> tuple[Path, list[str], str]:
