@@ -129,7 +129,7 @@ def _from_tree(root: Path) -> list[tuple[np.ndarray, np.ndarray]]:
     framing, parts = Framing(32, 32, "squash"), []
     for split in (TRAIN, TEST):
         index = np.flatnonzero(listed.splits == split)
-        labels = listed.labels[index]
+        labels = listed.targets[index]
         paths = [Path(listed.path(i)) for i in index.tolist()]
         order = _canonical_order([path.stem for path in paths], labels)
         images = np.zeros((len(index), 32, 32, 3), np.uint8)

@@ -5,10 +5,10 @@ import csv
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lockstep.data.listed_datamodule import ListedDataModule
-from lockstep.data.listing import SPLIT_OF, SPLITS, ImageList, LeftOut, group_of, local_root, make_list, suggestion
+from lockstep.data.listing import SPLIT_OF, SPLITS, ImageList, Item, LeftOut, group_of, local_root, suggestion
 from lockstep.runs.errors import UserError
 
 DELIMITERS = ",;\t|"
@@ -18,14 +18,6 @@ ALIASES = {  # tried where the table has no column of the option's name
     "split": ("set", "subset", "partition", "fold"),
 }  # fmt: skip
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-
-
-class Row(NamedTuple):
-    line: int
-    path: str
-    label: str | tuple[str, ...]
-    split: str
-    group: str
 
 
 class CSVDataModule(ListedDataModule):
@@ -55,33 +47,24 @@ class CSVDataModule(ListedDataModule):
         self._label_columns = list(label_columns or [])
 
     def list_images(self) -> ImageList:
-        rows: dict[str, Row] = {}
+        items: dict[str, Item] = {}
+        lines: dict[str, int] = {}
         left_out: LeftOut = {}
-        for row in self._rows():
-            first = rows.setdefault(row.path, row)
-            for what in ("split", "label"):
-                if (old := getattr(first, what)) != (new := getattr(row, what)):
-                    where = f"{self._table}, lines {first.line} and {row.line}"
-                    raise UserError(f"{where}: {row.path} has the {what}s {old} and {new}: give one.")
-            if row is not first:
-                left_out.setdefault("repeated lines", []).append(f"line {row.line}: {row.path}")
-        stats = [self._stat(row) for row in rows.values()]
-        return make_list(
-            self._folder, list(rows), [row.label for row in rows.values()],
-            [SPLIT_OF[row.split] for row in rows.values()], [each.st_size for each in stats],
-            [each.st_mtime_ns for each in stats], left_out=left_out, target=self.target,
+        for line, item in self._rows():
+            if item.name in items:
+                left_out.setdefault("repeated lines", []).append(f"line {line}: {item.name}")
+            first = items.setdefault(item.name, item)
+            where = f"{self._table}, lines {lines.setdefault(item.name, line)} and {line}: {item.name} has the"
+            if first.split != item.split:
+                raise UserError(f"{where} splits {SPLITS[first.split]} and {SPLITS[item.split]}: give one.")
+            if first.label != item.label:
+                raise UserError(f"{where} labels {first.label} and {item.label}: give one.")
+        return ImageList(
+            self._folder, list(items.values()), left_out=left_out, target=self.target,
             label_columns=self._label_columns,
-            groups=[row.group or group_of(self.group, row.path) for row in rows.values()] if self.group else None,
         )  # fmt: skip
 
-    def _stat(self, row: Row) -> os.stat_result:
-        try:
-            return os.stat(self._folder / row.path)
-        except OSError as error:
-            where = f"{self._table}, line {row.line}: {self._folder / row.path}"
-            raise UserError(f"{where} cannot be read ({error.strerror}).") from None
-
-    def _rows(self) -> Iterator[Row]:
+    def _rows(self) -> Iterator[tuple[int, Item]]:
         try:
             data = self._table.read_bytes()
             text = data.decode("utf-16" if data.startswith(UTF_16) else "utf-8-sig")
@@ -94,7 +77,7 @@ class CSVDataModule(ListedDataModule):
             at += [] if self._label_columns else [self._position("label", names)]
             for cells in rows:
                 if any(cell.strip() for cell in cells):
-                    yield self._row(cells, f"{self._table}, line {rows.line_num}", rows.line_num, names, at)
+                    yield rows.line_num, self._item(cells, f"{self._table}, line {rows.line_num}", names, at)
         except (OSError, csv.Error, UnicodeDecodeError) as error:
             what = "cannot be read" if isinstance(error, OSError) else "is no CSV file in UTF-8 or UTF-16"
             hint = suggestion(self._table, "csv")
@@ -114,7 +97,7 @@ class CSVDataModule(ListedDataModule):
             raise UserError(f"data.label_columns: {self._table} has no column {column}: it has {', '.join(names)}.")
         return place
 
-    def _row(self, cells: list[str], where: str, line: int, names: list[str], at: list[int | None]) -> Row:
+    def _item(self, cells: list[str], where: str, names: list[str], at: list[int | None]) -> Item:
         if len(cells) != len(names):
             raise UserError(f"{where}: {len(cells)} values for {len(names)} columns.")
         path, split, group, *labels = (cells[place].strip() if place is not None else "" for place in at)
@@ -125,7 +108,13 @@ class CSVDataModule(ListedDataModule):
             raise UserError(f"{where}: the split is {split or 'empty'}: give one of {', '.join(SPLITS)}.")
         if "\\" in path and not (self._folder / path).exists():  # written on Windows
             path = path.replace("\\", "/")
-        return Row(line, path, tuple(labels) if self._label_columns else labels[0], SPLITS[SPLIT_OF[split]], group)
+        try:
+            stat = os.stat(self._folder / path)
+        except OSError as error:
+            raise UserError(f"{where}: {self._folder / path} cannot be read ({error.strerror}).") from None
+        label = labels if self._label_columns else labels[0]
+        name = (group or group_of(self.group, path)) if self.group else None
+        return Item(path, label, SPLIT_OF[split], stat.st_size, stat.st_mtime_ns, name)
 
 
 def _find(names: list[str], wanted: str) -> int | None:

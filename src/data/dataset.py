@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from lockstep.data.listed_datamodule import ListedDataModule
-from lockstep.data.listing import SPLITS, ImageList, make_list
+from lockstep.data.listing import SPLITS, ImageList, Item
 from lockstep.data.loading import OpenSample
 from lockstep.data.targets import VOID, as_masks, mask_classes
 from lockstep.runs.errors import UserError
@@ -44,23 +44,22 @@ class DatasetDataModule(ListedDataModule):
         }
 
     def list_images(self) -> ImageList:
-        labels, splits, names = [], [], []
+        items: list[Item] = []
         self._items: list[tuple[Any, int]] = []
         for split, dataset in self._datasets.items():
-            classes, count = getattr(dataset, "classes", None), len(dataset)
-            found = _labels_of(dataset) if self.target == "class" else [0] * count
-            labels += [str(label) if classes is None else str(classes[label]) for label in found]
-            splits += [split] * count
-            names += [f"item {i} of the {SPLITS[split]} dataset" for i in range(count)]
-            self._items += [(dataset, i) for i in range(count)]
-        none = [0] * len(names)
-        target = "class" if self.target == "class" else "number"
-        return make_list(Path(), names, labels if target == "class" else none, splits, none, none, target=target)
+            classes = getattr(dataset, "classes", None)
+            labels = _labels_of(dataset) if self.target == "class" else [0] * len(dataset)
+            for i, label in enumerate(labels):
+                title = str(label) if classes is None else str(classes[label])
+                items.append(Item(f"item {i} of the {SPLITS[split]} dataset", title, split))
+                self._items.append((dataset, i))
+        return ImageList(Path(), items)
 
     def _load(self) -> None:
         super()._load()
         if self.target == "class":
             return
+        self.notes.clear()
         items = [_by_name(dataset[i][1]) for dataset, i in self._items]
         masks = [name for name, value in items[0].items() if isinstance(value, Image.Image) or np.ndim(value) == 2]
         targets = {}

@@ -9,14 +9,13 @@ from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import (
     SPLIT_OF,
     TRAIN,
-    Found,
     ImageList,
+    Item,
     LeftOut,
     Tree,
     group_of,
     images_below,
     local_root,
-    make_list,
     ordered_classes,
     suggestion,
 )
@@ -66,13 +65,14 @@ def list_folder(root: Path, group: str | None = None, target: str = "class") -> 
     splits = {name: SPLIT_OF[name.lower()] for name in tree if name.lower() in SPLIT_OF and tree[name]}
     if TRAIN not in splits.values() and len(splits) < len(tree):
         splits = {}
-    notes, images, labels, split_of = [], [], [], []
+    notes: list[str] = []
+    items: list[Item] = []
     for name in tree.keys() - splits.keys() if splits else ():
         left_out.setdefault("folders that are no split", []).append(name)
         why = "it holds no class folders" if name.lower() in SPLIT_OF else f"splits are named {', '.join(SPLIT_OF)}"
         notes.append(f"{root / name} is left out: {why}.")
     depth = 2 if splits else 1
-    of_folder: dict[str, list[Found]] = {}
+    of_folder: dict[str, list[Item]] = {}
     for image in every:
         parts = image.name.split("/")
         of_folder.setdefault("/".join(parts[:depth]) if len(parts) > depth else "", []).append(image)
@@ -94,27 +94,18 @@ def list_folder(root: Path, group: str | None = None, target: str = "class") -> 
             if len(inner) > 1 and "" not in inner:
                 some = ", ".join(sorted(inner)[:5])
                 notes.append(f"{root / name} counts as one class and holds only folders ({some}). Is data.root right?")
-            images += found
-            labels += [label] * len(found)
-            split_of += [split] * len(found)
+            items += [image._replace(label=label, split=split) for image in found]
+    if group:
+        items = [item._replace(group=group_of(group, item.name)) for item in items]
     if target == "mask":
-        kept = [i for i, label in enumerate(labels) if label == "images"]
-        labels = _masks_of([images[i].name for i in kept], [image.name for image in images], root)
-        images, split_of = [images[i] for i in kept], [split_of[i] for i in kept]
-    names, sizes, mtimes = zip(*images) if images else ((), (), ())
-    groups = [group_of(group, name) for name in names] if group else None
-    return make_list(
-        root, names, labels, split_of, sizes, mtimes, groups=groups, left_out=left_out, notes=notes, target=target
-    )
+        mask_of = {os.path.splitext(item.name)[0]: item.name for item in items if item.label == "masks"}
+        items = [_with_mask(item, mask_of, root) for item in items if item.label == "images"]
+    return ImageList(root, items, left_out=left_out, notes=notes, target=target)
 
 
-def _masks_of(images: list[str], names: list[str], root: Path) -> list[str]:
-    """Return for each of …/images/NAME.jpg the file …/masks/NAME.* ."""
-    by_stem = {os.path.splitext(name)[0]: name for name in names}
-    masks = []
-    for image in images:
-        folder, _, name = os.path.splitext(image)[0].rpartition("images/")
-        if f"{folder}masks/{name}" not in by_stem:
-            raise UserError(f"{root / image} has no mask {root / folder / 'masks' / name}.png.")
-        masks.append(by_stem[f"{folder}masks/{name}"])
-    return masks
+def _with_mask(item: Item, mask_of: dict[str, str], root: Path) -> Item:
+    """Label …/images/NAME.jpg with the file …/masks/NAME.* ."""
+    folder, _, name = os.path.splitext(item.name)[0].rpartition("images/")
+    if f"{folder}masks/{name}" not in mask_of:
+        raise UserError(f"{root / item.name} has no mask {root / folder / 'masks' / name}.png.")
+    return item._replace(label=mask_of[f"{folder}masks/{name}"])

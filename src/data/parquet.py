@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ class Columns(NamedTuple):
 
     image: str
     labels: list[str]
-    group: list[str]
+    group: str | None
     class_names: list[str]
 
 
@@ -56,28 +55,24 @@ class ParquetDataModule(ShardedDataModule):
         return [self._image_column, self._label_column, self.label_columns, self.target, self.group]
 
     def read_shard(self, path: Path, folder: Path) -> Content:
-        sizes: list[int] = []
-        labels: list[Any] = []
-        groups: list[str] = []
+        items: list[tuple[str, Any, int, int, str | None]] = []
         try:
             with parquet.ParquetFile(path) as file, (folder / ENCODED).open("wb") as out:
                 columns = self._columns_of(path, file.schema_arrow)
                 require_space(folder, path.stat().st_size)
-                wanted = dict.fromkeys([columns.image, *columns.labels, *columns.group])
+                wanted = dict.fromkeys([columns.image, *columns.labels, *filter(None, [columns.group])])
                 for batch in file.iter_batches(ROWS, columns=list(wanted)):
                     for row in batch.to_pylist():
-                        where = f"{path}, row {len(sizes)}"
-                        sizes.append(out.write(_encoded(row[columns.image], where, columns.image, path.parent)))
-                        labels.append(self._label_of(row, where, columns))
-                        groups += [str(row[name]) for name in columns.group]
+                        where, start = f"row {len(items)}", out.tell()
+                        image = _encoded(row[columns.image], f"{path}, {where}", columns.image, path.parent)
+                        group = str(row[columns.group]) if columns.group else None
+                        label = self._label_of(row, f"{path}, {where}", columns)
+                        items.append((where, label, start, out.write(image), group))
         except pa.ArrowException as error:
             raise CorruptImage(f"is no parquet file, or cut off ({' '.join(str(error).split())[:200]})") from None
         except OSError as error:
             raise CorruptImage(f"cannot be read ({error})") from None
-        return {
-            "names": [f"row {i}" for i in range(len(sizes))], "labels": labels, "groups": groups, "size": sizes,
-            "start": list(accumulate(sizes, initial=0))[:-1], "data": ENCODED, "left_out": {},
-        }  # fmt: skip
+        return {"items": items, "data": ENCODED, "left_out": {}}
 
     def _columns_of(self, path: Path, schema: pa.Schema) -> Columns:
         """Return the columns as stated, else as the file declares them.
@@ -106,7 +101,7 @@ class ParquetDataModule(ShardedDataModule):
         image = chosen("image_column", self._image_column, images)
         if not (_holds_images(kind := schema.field(image).type) or "string" in str(kind)):
             raise UserError(f"{path}: the column {image} holds no encoded images, but {kind}.")
-        group = [self.group] if self.group and self.group in schema.names else []
+        group = self.group if self.group in schema.names else None
         if self.label_columns:
             return Columns(image, [chosen("label_columns", name, []) for name in self.label_columns], group, [])
         label = chosen("label_column", self._label_column, labels)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.data.decoding import CorruptImage, progress
 from lockstep.data.listed_datamodule import ListedDataModule
-from lockstep.data.listing import SPLIT_OF, SPLITS, ImageList, LeftOut, group_of, local_root, make_list, suggestion
+from lockstep.data.listing import SPLIT_OF, SPLITS, ImageList, Item, LeftOut, group_of, local_root, suggestion
 from lockstep.data.node_cache import Content, cached, file_identity
 from lockstep.runs.errors import UserError
 
@@ -40,9 +40,9 @@ class ShardedDataModule(ListedDataModule):
     def read_shard(self, path: Path, folder: Path) -> Content:
         """Return what a file holds, as JSON values.
 
-        names (within the file), labels (text, or a list of numbers), start, size, and groups if `group` is a column: a
-        list with an entry for each image; left_out; data: the file in `folder` that holds the images' bytes, None for
-        `path` itself.
+        items: for each image its name within the file, its label (text, or a list of numbers), first byte, size, and
+        group if `group` is a column, else None; left_out; data: the file in `folder` that holds the images' bytes, None
+        for `path` itself.
 
         Args:
             folder: of the cache, for encoded images that cannot be read in place.
@@ -60,9 +60,7 @@ class ShardedDataModule(ListedDataModule):
         left_out: LeftOut = {}
         shards = self._find(left_out)
         folder = self._root if self._root.is_dir() else self._root.parent
-        lists = ("names", "labels", "start", "size", "groups", "file", "split", "mtime")
-        columns: dict[str, list[Any]] = {name: [] for name in lists}
-        files: list[str] = []
+        items: list[Item] = []
         with progress(f"Reading what {len(shards)} files hold", len(shards)) as advance:
             for path, split in shards:
                 title, identity = str(path.relative_to(folder)), file_identity(path)
@@ -75,23 +73,14 @@ class ShardedDataModule(ListedDataModule):
                         raise UserError(f"{path} {error}: {hint}.") from None
                     left_out.setdefault("damaged files", []).append(f"{path} {error}")
                     continue
-                if self.group and not shard.get("groups"):
-                    shard["groups"] = [group_of(self.group, name) for name in shard["names"]]
-                shard.update(names=[f"{title}: {name}" for name in shard["names"]])
-                for name, value in (("file", len(files)), ("split", split), ("mtime", identity[2])):
-                    shard[name] = [value] * len(shard["labels"])
-                for name in lists:
-                    columns[name] += shard.get(name, [])
+                file = str(kept / shard["data"] if shard["data"] else path)
+                for name, label, start, size, group in shard["items"]:
+                    group = group_of(self.group, name) if self.group and group is None else group
+                    items.append(Item(f"{title}: {name}", label, split, size, identity[2], group, file, start))
                 for reason, names in shard["left_out"].items():
                     left_out.setdefault(reason, []).extend(f"{title}: {name}" for name in names)
-                files.append(str(kept / shard["data"] if shard["data"] else path))
                 advance(1)
-        return make_list(
-            folder, columns["names"], columns["labels"], columns["split"], columns["size"], columns["mtime"],
-            files=files, file=columns["file"], start=columns["start"],
-            groups=columns["groups"] if self.group else None, left_out=left_out, target=self.target,
-            label_columns=self.label_columns,
-        )  # fmt: skip
+        return ImageList(folder, items, left_out=left_out, target=self.target, label_columns=self.label_columns)
 
     def _find(self, left_out: LeftOut) -> list[tuple[Path, int]]:
         """Return the files with their splits, in the order of their paths."""

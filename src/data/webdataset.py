@@ -56,11 +56,11 @@ class WebDatasetDataModule(ShardedDataModule):
             raise CorruptImage(f"is cut off or no uncompressed tar file ({error})") from None
         except OSError as error:
             raise CorruptImage(f"cannot be read ({error.strerror})") from None
-        found = [self._label_of(path, member.name, labels) for member in images]
-        return {
-            "names": [member.name for member in images], "labels": found, "left_out": left_out, "data": None,
-            "start": [member.offset_data for member in images], "size": [member.size for member in images],
-        }  # fmt: skip
+        items = [
+            (member.name, self._label_of(path, member.name, labels), member.offset_data, member.size, None)
+            for member in images
+        ]
+        return {"items": items, "left_out": left_out, "data": None}
 
     def _label_of(self, path: Path, name: str, labels: dict[str, str]) -> str:
         """The label beside an image: of its name up to the last dot, else up to the first."""

@@ -72,7 +72,7 @@ class ListedDataModule(ImageDataModule):
         self.class_names = images.class_names
         self._given, self._groups = images.splits, images.groups
         if images.masks is None:
-            self._set_targets({"": images.labels if images.targets is None else images.targets}, [])
+            self._set_targets({"": images.targets}, [])
         else:
             self._set_targets({}, [""])
             folder = self.cache_folder(["masks", images.identity])

@@ -9,7 +9,6 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +38,30 @@ Tree = dict[str, list[str]]
 """The names of the folders in a folder, with those of the folders within each."""
 
 
+class Item(NamedTuple):
+    """One image of a source.
+
+    Args:
+        name: the path of its file relative to the source's folder, or what messages call it.
+        label: the name of its class; a number; the path of its mask; or several numbers.
+        split: 0 train, 1 val, 2 test.
+        size: bytes of the encoded image.
+        mtime: when the file was changed, in nanoseconds.
+        group: what it shares with images that stay in the same split.
+        file: the file that holds it; None: the one of its name.
+        start: its first byte there.
+    """
+
+    name: str
+    label: Any = ""
+    split: int = TRAIN
+    size: int = 0
+    mtime: int = 0
+    group: str | None = None
+    file: str | None = None
+    start: int = 0
+
+
 class Names:
     """Strings in one array of bytes, which worker processes share without copying."""
 
@@ -52,41 +75,56 @@ class Names:
         return os.fsdecode(self.text[first : int(self.ends[i])].tobytes())
 
 
-@dataclass(frozen=True)
 class ImageList:
-    """n images: first those to train on, then those to validate on, then those to test on.
+    """n images: first those to train on, then those to validate on, then those to test on; in a split in their order.
+
+    Attributes:
+        targets: (n,) int64 classes, (n,) float32 numbers or (n, C) float32 labels; zeros where there are masks.
+        class_names: in the order of the classes or labels.
+        splits: (n,) int8, ascending: 0 train, 1 val, 2 test.
+        groups: (n,) int64, images that stay in one split together; None: each image is alone.
 
     Args:
-        folder: what `files` are relative to.
-        names: what messages call each image, relative to `folder`.
-        files: the paths that hold images; `file`: (n,) the position of each image in `files`.
-        start, size, mtime: (n,) int64, first byte, bytes, and when the file was changed (ns).
-        class_names: in the order of the labels.
-        labels: (n,) int64; splits: (n,) int8, ascending: 0 train, 1 val, 2 test.
-        targets: (n, C) float32 labels or (n,) float32 numbers, in place of labels.
-        masks: the path of each image's mask, relative to `folder`.
-        groups: (n,) int64, images that stay in one split together; None: each image is alone.
-        notes: sentences for the log.
+        folder: what names and files are relative to.
+        target: what labels are: class, number, or mask, a path relative to `folder`.
+        label_columns: with several labels, their names.
+        left_out, notes: for the log.
+    Raises:
+        UserError: there is no image, or a label is no number where it has to be.
     """
 
-    folder: Path
-    names: Names
-    files: Names
-    file: np.ndarray
-    start: np.ndarray
-    size: np.ndarray
-    mtime: np.ndarray
-    class_names: list[str]
-    labels: np.ndarray
-    splits: np.ndarray
-    groups: np.ndarray | None = None
-    targets: np.ndarray | None = None
-    masks: Names | None = None
-    left_out: LeftOut = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    def __init__(
+        self, folder: Path, items: Sequence[Item], *, target: str = "class", label_columns: Sequence[str] = (),
+        left_out: LeftOut | None = None, notes: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self.folder, self.left_out, self.notes = folder, dict(left_out or {}), list(notes)
+        if not items:
+            found = ", ".join(f"{len(each)} {reason}" for reason, each in self.left_out.items())
+            raise UserError(f"{folder} has no images{f' (left out: {found})' if found else ''}.")
+        items = sorted(items, key=lambda item: item.split)
+        names, labels, splits, sizes, mtimes, groups, files, starts = zip(*items)
+        self.names, self.splits = Names(names), np.array(splits, np.int8)
+        self.size, self.mtime, self._start = (np.array(values, np.int64) for values in (sizes, mtimes, starts))
+        number_of_file = {file: number for number, file in enumerate(dict.fromkeys(files))}
+        self._files = None if None in number_of_file else list(number_of_file)
+        self._file = np.array([number_of_file[file] for file in files], np.int32)
+        self.groups = None if None in groups else np.unique(groups, return_inverse=True)[1]
+        self.masks = Names(labels) if target == "mask" else None
+        self.class_names = list(label_columns)
+        if target == "mask":
+            self.targets = np.zeros(len(items), np.int64)
+        elif label_columns or target == "number":
+            self.targets = np.array([_number(folder, item) for item in items], np.float32)
+        else:
+            tidy = tidy_labels(set(labels))
+            self.class_names = ordered_classes(tidy.values())
+            number_of = {name: number for number, name in enumerate(self.class_names)}
+            self.targets = np.array([number_of[tidy[label]] for label in labels], np.int64)
+            if len(number_of) == 1:
+                self.notes.append(f"all images are of one class, {self.class_names[0]}: is data.root right?")
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.splits)
 
     def read(self, i: int) -> bytes:
         """Return the encoded image.
@@ -96,8 +134,8 @@ class ImageList:
         """
         size = int(self.size[i])
         try:
-            with open(self.folder / self.files[int(self.file[i])], "rb") as file:
-                file.seek(int(self.start[i]))
+            with open(self.folder / (self._files[self._file[i]] if self._files else self.names[i]), "rb") as file:
+                file.seek(int(self._start[i]))
                 data = file.read(size)
         except OSError as error:
             raise CorruptImage(f"{self.path(i)} cannot be read ({error.strerror})") from None
@@ -123,15 +161,14 @@ class ImageList:
         return pixels.astype(np.uint8)
 
     def path(self, i: int) -> str:
-        """The image's name with the folder before it."""
+        """Return the image's name with the folder before it."""
         return str(self.folder / self.names[i])
 
     @property
     def identity(self) -> str:
-        """A hash that changes with any name, size, time, label or split."""
+        """A hash that changes with any name, size, time, target or split."""
         digest = hashlib.sha256(json.dumps([str(self.folder), self.class_names]).encode())
-        parts = [self.names.text, self.names.ends, self.size, self.mtime, self.labels, self.splits]
-        parts += [] if self.targets is None else [self.targets]
+        parts = [self.names.text, self.names.ends, self.size, self.mtime, self.targets, self.splits]
         if self.masks is not None:
             stats = [os.stat(self.folder / self.masks[i]) for i in range(len(self))]
             parts += [self.masks.text, np.array([(each.st_size, each.st_mtime_ns) for each in stats])]
@@ -140,66 +177,16 @@ class ImageList:
         return digest.hexdigest()
 
     def content_hash(self, kept: np.ndarray) -> str:
-        """A hash of names and sizes, for images that nobody has opened."""
+        """Return a hash of names and sizes, for images that nobody has opened."""
         return fingerprint([[self.names[i] for i in kept.tolist()], self.size[kept].tolist()])
 
 
-def make_list(
-    folder: Path, names: Sequence[str], labels: Sequence[Any], splits: Sequence[int], size: Sequence[int],
-    mtime: Sequence[int], *, files: Sequence[str] | None = None, file: Sequence[int] = (), start: Sequence[int] = (),
-    groups: Sequence[str] | None = None, left_out: LeftOut | None = None, notes: Sequence[str] = (),
-    target: str = "class", label_columns: Sequence[str] = (),
-) -> ImageList:  # fmt: skip
-    """Return the list of n images; within a split they keep their order.
-
-    Args:
-        labels, groups: by name; the other arguments are those of ImageList.
-        files: None: each image is the file of its name.
-        target: what `labels` are: class, number, or mask, the path of a mask relative to `folder`.
-        label_columns: with several labels, their names; `labels` are then numbers, one for each name.
-    Raises:
-        UserError: there is no image, or a label is no number where it has to be.
-    """
-    if not len(names):
-        found = ", ".join(f"{len(each)} {reason}" for reason, each in (left_out or {}).items())
-        raise UserError(f"{folder} has no images{f' (left out: {found})' if found else ''}.")
-    order = np.argsort(np.asarray(splits, np.int8), kind="stable")
-    targets, masks, class_names = None, None, list(label_columns)
-    if label_columns or target == "number":
-        targets = _numbers(folder, names, labels)[order]
-    elif target == "mask":
-        masks = Names(labels[i] for i in order.tolist())
-    if targets is not None or masks is not None:
-        labels = [""] * len(names)
-    tidy = tidy_labels(set(labels))
-    class_names = class_names if targets is not None or masks is not None else ordered_classes(tidy.values())
-    one_class = [f"all images are of one class, {class_names[0]}: is data.root right?"] if len(class_names) == 1 else []
-    number_of = {"": 0, **{name: number for number, name in enumerate(class_names)}}
-    packed = Names(names[i] for i in order.tolist())
-    sizes, mtimes, number = (
-        np.asarray(values, np.int64)[order] for values in (size, mtime, [number_of[tidy[label]] for label in labels])
-    )
-    return ImageList(
-        folder, packed, packed if files is None else Names(files),
-        np.arange(len(order)) if files is None else np.asarray(file, np.int64)[order],
-        np.zeros(len(order), np.int64) if files is None else np.asarray(start, np.int64)[order],
-        sizes, mtimes, class_names, number, np.asarray(splits, np.int8)[order],
-        None if groups is None else np.unique(groups, return_inverse=True)[1][order], targets, masks,
-        left_out or {}, [*notes, *one_class],
-    )  # fmt: skip
-
-
-def _numbers(folder: Path, names: Sequence[str], labels: Sequence[Any]) -> np.ndarray:
-    """Return (n,) or (n, C) float32."""
+def _number(folder: Path, item: Item) -> Any:
+    """Return one float or several."""
     try:
-        return np.asarray(labels, np.float32)
+        return np.asarray(item.label, np.float32)
     except ValueError:
-        for name, label in zip(names, labels):
-            try:
-                np.asarray(label, np.float32)
-            except ValueError:
-                raise UserError(f"{folder / name}: the target {label} is no number.") from None
-        raise
+        raise UserError(f"{folder / item.name}: the target {item.label} is no number.") from None
 
 
 def tidy_labels(labels: Iterable[str]) -> dict[str, str]:
@@ -224,20 +211,14 @@ def natural_key(name: str) -> list[str | int]:
     return parts
 
 
-class Found(NamedTuple):
-    name: str  # relative to the root
-    size: int  # bytes
-    mtime: int  # nanoseconds
-
-
-def images_below(root: Path, left_out: LeftOut, tree: Tree | None = None) -> list[Found]:
+def images_below(root: Path, left_out: LeftOut, tree: Tree | None = None) -> list[Item]:
     """Return all images at any depth below root, in natural order of their names; no file is opened.
 
     Args:
         left_out: gets the names of other files, and of hidden images.
         tree: gets the folders of the first two levels.
     """
-    found: list[Found] = []
+    found: list[Item] = []
 
     def collect(name: str, above: set[tuple[int, int]]) -> None:
         for entry in list(os.scandir(root / name)):
@@ -261,7 +242,7 @@ def images_below(root: Path, left_out: LeftOut, tree: Tree | None = None) -> lis
                 raise UserError(f"{entry.path} cannot be read (a broken link or no regular file): remove it.")
             else:
                 stat = entry.stat()
-                found.append(Found(inner, stat.st_size, stat.st_mtime_ns))
+                found.append(Item(inner, size=stat.st_size, mtime=stat.st_mtime_ns))
 
     top = os.stat(root)
     try:
