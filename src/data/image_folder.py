@@ -94,18 +94,15 @@ def list_folder(root: Path, group: str | None = None, target: str = "class") -> 
             if len(inner) > 1 and "" not in inner:
                 some = ", ".join(sorted(inner)[:5])
                 notes.append(f"{root / name} counts as one class and holds only folders ({some}). Is data.root right?")
-            items += [image._replace(label=label, split=split) for image in found]
-    if group:
-        items = [item._replace(group=group_of(group, item.name)) for item in items]
+            for item in found:
+                item.label, item.split, item.group = label, split, group_of(group, item.name) if group else None
+            items += found
     if target == "mask":
         mask_of = {os.path.splitext(item.name)[0]: item.name for item in items if item.label == "masks"}
-        items = [_with_mask(item, mask_of, root) for item in items if item.label == "images"]
+        items = [item for item in items if item.label == "images"]
+        for item in items:  # …/images/NAME.jpg has the mask …/masks/NAME.*
+            folder, _, name = os.path.splitext(item.name)[0].rpartition("images/")
+            if f"{folder}masks/{name}" not in mask_of:
+                raise UserError(f"{root / item.name} has no mask {root / folder / 'masks' / name}.png.")
+            item.label = mask_of[f"{folder}masks/{name}"]
     return ImageList(root, items, left_out=left_out, notes=notes, target=target)
-
-
-def _with_mask(item: Item, mask_of: dict[str, str], root: Path) -> Item:
-    """Label …/images/NAME.jpg with the file …/masks/NAME.* ."""
-    folder, _, name = os.path.splitext(item.name)[0].rpartition("images/")
-    if f"{folder}masks/{name}" not in mask_of:
-        raise UserError(f"{root / item.name} has no mask {root / folder / 'masks' / name}.png.")
-    return item._replace(label=mask_of[f"{folder}masks/{name}"])

@@ -9,9 +9,10 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -38,7 +39,8 @@ Tree = dict[str, list[str]]
 """The names of the folders in a folder, with those of the folders within each."""
 
 
-class Item(NamedTuple):
+@dataclass(slots=True)
+class Item:
     """One image of a source.
 
     Args:
@@ -102,9 +104,12 @@ class ImageList:
             found = ", ".join(f"{len(each)} {reason}" for reason, each in self.left_out.items())
             raise UserError(f"{folder} has no images{f' (left out: {found})' if found else ''}.")
         items = sorted(items, key=lambda item: item.split)
-        names, labels, splits, sizes, mtimes, groups, files, starts = zip(*items)
-        self.names, self.splits = Names(names), np.array(splits, np.int8)
-        self.size, self.mtime, self._start = (np.array(values, np.int64) for values in (sizes, mtimes, starts))
+        labels, files, groups = ([getattr(item, key) for item in items] for key in ("label", "file", "group"))
+        self.names = Names(item.name for item in items)
+        self.splits = np.array([item.split for item in items], np.int8)
+        self.size, self.mtime, self._start = (
+            np.array([getattr(item, key) for item in items], np.int64) for key in ("size", "mtime", "start")
+        )
         number_of_file = {file: number for number, file in enumerate(dict.fromkeys(files))}
         self._files = None if None in number_of_file else list(number_of_file)
         self._file = np.array([number_of_file[file] for file in files], np.int32)
