@@ -1,0 +1,55 @@
+"""MLflow and trackio as loggers in which a resumed run goes on as one run; wandb's own logger does so by its id."""
+
+from typing import Any
+
+from lightning.pytorch.loggers import MLFlowLogger
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+
+def mlflow(run_id: str, experiment_name: str, tracking_uri: str, **options: Any) -> MLFlowLogger:
+    """Return Lightning's logger for the MLflow run that is named `run_id`, if there is one.
+
+    Args:
+        options: of lightning.pytorch.loggers.MLFlowLogger.
+    """
+    known = None
+    if rank_zero_only.rank == 0:
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(tracking_uri)
+        if experiment := client.get_experiment_by_name(experiment_name):
+            runs = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{run_id}'")
+            known = runs[0].info.run_id if runs else None
+    return MLFlowLogger(experiment_name, run_id, tracking_uri, run_id=known, **options)
+
+
+class Trackio(Logger):
+    """Log to trackio (https://github.com/gradio-app/trackio): to its folder, TRACKIO_DIR, or to a Hugging Face Space.
+
+    Args:
+        run_id: the name of the run there.
+        space_id: of the Space, as "user/name"; None: nothing leaves this machine.
+    """
+
+    name, version = "trackio", ""  # type: ignore[assignment]
+
+    def __init__(self, run_id: str, project: str, space_id: str | None = None) -> None:
+        super().__init__()
+        import trackio
+
+        self.run: Any = None
+        if rank_zero_only.rank == 0:
+            self.run = trackio.init(project, run_id, space_id=space_id, resume="allow", embed=False)
+
+    def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:
+        """Do nothing: the run folder holds config.yaml."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if self.run is not None:
+            self.run.log(metrics, step)
+
+    def finalize(self, status: str) -> None:
+        if self.run is not None:
+            self.run.finish()
+            self.run = None
