@@ -56,24 +56,24 @@ def number_rows(runs: Sequence[Run]) -> list[Row]:
     """(name, one cell for each run), for what at least one run has."""
     texts = {"Status": "status", "Model": "model", "Data": "data", "Strategy": "trainer", "Processes": "world_size"}
     rows = [(name, [str(run.value(field) or "") for run in runs]) for name, field in texts.items()]
-    for name, field, show, has_ratio in MEASURED:
-        rows += _row(name, [run.value(field) for run in runs], show, "ratio" if has_ratio else "")
+    wanted: list[tuple[str, list[Any], Show, str]] = [
+        (title, [run.value(field) for run in runs], show, "ratio" if has_ratio else "")
+        for title, field, show, has_ratio in MEASURED
+    ]
     for name in dict.fromkeys(run.record.monitor for run in runs):
-        rows += _metric_row(f"Best {name}", name, [run.record.summary.get("best", {}).get(name) for run in runs])
+        wanted.append(_metric_row(f"Best {name}", name, [run.record.summary.get("best", {}).get(name) for run in runs]))
     for name in sorted({name for run in runs for name in run.record.metrics}):
         if split_stage(name)[0] == "test" and not name.endswith(("/images", "/correct")):
-            rows += _metric_row(name, name, [run.record.metrics.get(name) for run in runs])
+            wanted.append(_metric_row(name, name, [run.record.metrics.get(name) for run in runs]))
+    for title, values, show, against in wanted:
+        known = [value if isinstance(value, int | float) else None for value in values]
+        cells = [_cell(value, known[0] if i else None, show, against) for i, value in enumerate(known)]
+        rows += [(title, cells)] if any(value is not None for value in known) else []
     return rows
 
 
-def _metric_row(title: str, name: str, values: list[Any]) -> list[Row]:
-    return _row(title, values, lambda value: metric(value, name), "points" if is_share(name) else "")
-
-
-def _row(name: str, values: list[Any], show: Show, against: str) -> list[Row]:
-    known = [value if isinstance(value, int | float) else None for value in values]
-    cells = [_cell(value, known[0] if i else None, show, against) for i, value in enumerate(known)]
-    return [(name, cells)] if any(value is not None for value in known) else []
+def _metric_row(title: str, name: str, values: list[Any]) -> tuple[str, list[Any], Show, str]:
+    return title, values, lambda value: metric(value, name), "points" if is_share(name) else ""
 
 
 def _cell(value: float | None, first: float | None, show: Show, against: str) -> str:

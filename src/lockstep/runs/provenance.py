@@ -35,28 +35,17 @@ PLAIN = ("--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/")  #
 
 def code_state(repository: Path) -> Config:
     """Return commit, dirty and tree_hash, and why a commit is unknown; pages of the logbook do not make a run dirty."""
-    commit = _git(repository, "rev-parse", "HEAD")
-    dirty = bool(_git(repository, "status", "--porcelain", "--", *CODE)) if commit else None
-    commit = commit or _commit_of_image(repository)
-    unknown = {} if commit else {"commit_unknown": _why_no_commit(repository)}
-    return {"commit": commit, "dirty": dirty, "tree_hash": tree_hash(repository), **unknown}
-
-
-def _why_no_commit(repository: Path) -> str:
-    """Return what git says, in one line: no repository, or one of another user with the command that trusts it."""
-    command = ["git", "-C", str(repository), "rev-parse", "HEAD"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20).stderr.split("\n")
-    except (OSError, subprocess.TimeoutExpired):
-        return "git is not installed"
-    advice = [line.strip() for line in lines if line.strip().startswith("git config")]
-    return ": ".join([lines[0].removeprefix("fatal: ").replace(str(repository), "this folder"), *advice])
-
-
-def _commit_of_image(repository: Path) -> str | None:
-    """What launch/Dockerfile wrote down: an image holds no .git."""
-    path = repository / "COMMIT"
-    return path.read_text().strip() or None if path.is_file() else None
+    commit, complaint = _git(repository, "rev-parse", "HEAD")
+    dirty = bool(_git(repository, "status", "--porcelain", "--", *CODE)[0]) if commit else None
+    of_image = repository / "COMMIT"  # which launch/Dockerfile writes: an image holds no .git
+    if not commit and of_image.is_file():
+        commit = of_image.read_text().strip()
+    found = {"commit": commit or None, "dirty": dirty, "tree_hash": tree_hash(repository)}
+    if not commit:  # no repository, or one of another user, with the command that trusts it
+        lines = [line.strip() for line in complaint.split("\n")]
+        reason = lines[0].removeprefix("fatal: ").replace(str(repository), "this folder")
+        found["commit_unknown"] = ": ".join([reason, *(line for line in lines if line.startswith("git config"))])
+    return found
 
 
 def tree_hash(repository: Path) -> str:
@@ -76,24 +65,29 @@ def code_diff(repository: Path) -> str:
 
     Empty if nothing differs or there is no git.
     """
-    parts = [_git(repository, "diff", *PLAIN, "HEAD", "--", *CODE) or ""]
-    unknown = _git(repository, "ls-files", "-z", "--others", "--exclude-standard", "--", *CODE) or ""
+    parts = [_git(repository, "diff", *PLAIN, "HEAD", "--", *CODE)[0]]
+    unknown, _ = _git(repository, "ls-files", "-z", "--others", "--exclude-standard", "--", *CODE)
     for name in filter(None, unknown.split("\0")):
         if sum(map(len, parts)) > DIFF_LIMIT_BYTES:
             break
-        parts.append(_diff_of_new(repository, name))
+        path = repository / name
+        if path.is_file() and (size := path.lstat().st_size) > DIFF_LIMIT_BYTES:
+            parts.append(f"new file {name}: its {size:,} bytes are left out here")
+        else:
+            parts.append(_git(repository, "diff", *PLAIN, "--no-index", "--", os.devnull, name, differs=1)[0])
     diff = "".join(f"{part}\n" for part in parts if part)
     return diff if len(diff) <= DIFF_LIMIT_BYTES else diff[:DIFF_LIMIT_BYTES] + "\n… cut here\n"
 
 
-def _diff_of_new(repository: Path, name: str) -> str:
+def _git(repository: Path, *arguments: str, differs: int = 0) -> tuple[str, str]:
+    """Return what git prints and its errors; nothing printed counts unless it ends with 0 or with `differs`."""
+    command = ["git", "-C", str(repository), *arguments]
     try:
-        size = (repository / name).lstat().st_size
-    except OSError:
-        return ""
-    if size > DIFF_LIMIT_BYTES:
-        return f"new file {name}: its {size:,} bytes are left out here"
-    return _git(repository, "diff", *PLAIN, "--no-index", "--", os.devnull, name, differs=1) or ""
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return "", "git is not installed"
+    text = done.stdout.strip("\n") if done.returncode in (0, differs) else ""  # a diff may end in spaces
+    return text, done.stderr
 
 
 def versions() -> dict[str, str]:
@@ -115,34 +109,25 @@ class Fingerprint:
     versions: dict[str, str]
 
     def difference(self, first: "Fingerprint", who: str, who_first: str) -> str | None:
-        """A sentence on the first thing in which `who` differs from `who_first`, with what mends it."""
-        for own, others, what in (
-            (self.tree_hash, first.tree_hash, "code in src, configs or requirements.txt"),
-            (self.config_hash, first.config_hash, "options"),
-        ):
-            if own != others:
-                return f"{who} runs with other {what} than {who_first}: make them equal on all nodes."
+        """Return a sentence on the first thing in which `who` differs from `who_first`, with what helps."""
+        if self.tree_hash != first.tree_hash or self.config_hash != first.config_hash:
+            what = "options" if self.tree_hash == first.tree_hash else "code in src, configs or requirements.txt"
+            return f"{who} runs with other {what} than {who_first}: make them equal on all nodes."
         for name, version in first.versions.items():
-            if self.versions.get(name) != version:
-                own = self.versions.get(name, "missing")
+            if (own := self.versions.get(name, "missing")) != version:
                 return f"{who} has {name} {own}, {who_first} has {version}: run make install there."
         return None
-
-
-def fingerprint(config: Config) -> Fingerprint:
-    """Of this process, with these options."""
-    return Fingerprint(tree_hash(REPOSITORY), config_hash(config), versions())
 
 
 RANK_OWN_KEYS = ("paths", "run_id", "resume", "ckpt_path", "overrides", "sweep_dir")
 
 
-def config_hash(config: Config) -> str:
-    """Equal where the options are, whatever folders a node has."""
+def fingerprint(config: Config) -> Fingerprint:
+    """Return the fingerprint of this process; its config_hash is the same whatever folders a node has."""
     text = json.dumps({k: v for k, v in config.items() if k not in RANK_OWN_KEYS}, sort_keys=True, default=str)
     for folder in config["paths"].values():
         text = text.replace(str(folder), "")
-    return hashlib.sha256(text.encode()).hexdigest()
+    return Fingerprint(tree_hash(REPOSITORY), hashlib.sha256(text.encode()).hexdigest(), versions())
 
 
 Host = dict[str, Any]  # node_rank, host, cores, system
@@ -176,16 +161,6 @@ def available_cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("
             except (OSError, ValueError):
                 continue  # the root group, and folders above it, state none
     return cores
-
-
-def _git(repository: Path, *arguments: str, differs: int = 0) -> str | None:
-    """What git prints; None where it fails. differs: the exit code of a diff that found something."""
-    command = ["git", "-C", str(repository), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip("\n") if done.returncode in (0, differs) else None  # a diff may end in spaces
 
 
 def cpu_name() -> str:
