@@ -1,6 +1,7 @@
 """The floors of the house: imports go downwards only, folders of one floor never import each other, no circles."""
 
 import ast
+import re
 from pathlib import Path
 
 SRC = Path(__file__).resolve().parents[1] / "src"
@@ -170,3 +171,15 @@ def test_private_names_of_libraries_are_used_only_in_files_that_explain_them():
         first = ast.get_docstring(ast.parse(FILES[name].read_text())).splitlines()[0]
         assert first.startswith("Uses ") or "`_" in first, f"{name} does not say which private names it needs"
     assert found == PRIVATE
+
+
+def test_the_public_interface_has_the_names_and_arguments_that_docs_api_states():
+    page = (SRC.parent / "docs" / "api.md").read_text()
+    rows = re.findall(r"^\| `(lockstep\.[\w.]+)\.(\w+)` \| ([^|]*)\|", page, re.MULTILINE)
+    assert 20 <= len(rows) <= 30
+    for module, name, stated in rows:
+        body = ast.parse(MODULES[module].read_text()).body
+        [node] = [each for each in body if getattr(each, "name", "") == name]
+        makers = [each for each in getattr(node, "body", ()) if getattr(each, "name", "") == "__init__"] or [node]
+        named = {argument.arg for maker in makers for argument in ast.walk(maker) if isinstance(argument, ast.arg)}
+        assert set(re.findall(r"`(\w+)`", stated)) <= named, f"docs/api.md: {name}"
