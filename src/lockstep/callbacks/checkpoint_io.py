@@ -1,7 +1,6 @@
 """How Lightning writes and reads checkpoint files: whole or not at all, and read once for all ranks."""
 
 import copy
-import hashlib
 import io
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +12,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from lockstep.callbacks.ranks import broadcast_object
 from lockstep.runs.errors import UserError
-from lockstep.runs.files import Checksum, write_atomically
+from lockstep.runs.files import Checksum, checksum_of, write_atomically
 from lockstep.storage.load import Checkpoint, read_checkpoint
 
 CHUNK_BYTES = 64 * 2**20
@@ -43,27 +42,9 @@ class CheckpointFiles(CheckpointIO):
 
 
 def write_checkpoint(checkpoint: Checkpoint, path: Path) -> Checksum:
-    """Write beside the target, sync, rename; return the size and sha256 of what was written."""
-    written: list[_Hashing] = []
-
-    def write(file: Any) -> None:
-        written.append(_Hashing(file))
-        torch.save(checkpoint, written[0])
-
-    write_atomically(path, write, binary=True)
-    return Checksum(written[0].bytes, written[0].digest.hexdigest())
-
-
-class _Hashing:
-    """A file that hashes what is written to it; torch.save only appends."""
-
-    def __init__(self, file: Any) -> None:
-        self.file, self.digest, self.bytes, self.flush = file, hashlib.sha256(), 0, file.flush
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        self.bytes += len(data)
-        return self.file.write(data)
+    """Write beside the target, sync, rename; return the size and sha256 of the file."""
+    write_atomically(path, lambda file: torch.save(checkpoint, file), binary=True)
+    return checksum_of(path)
 
 
 def load_on_all_ranks(path: str | Path, map_location: Any = "cpu") -> Checkpoint:

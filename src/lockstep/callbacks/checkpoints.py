@@ -57,7 +57,7 @@ class Checkpoints(Callback):
         self.every_n_epochs, self.every_minutes = every_n_epochs, every_minutes
         self.weights_only, self.asynchronous, self.contents = weights_only, asynchronous, contents or {}
         self.best_value: float | None = None
-        self.best: State | None = None  # {metric, file, value, epoch, step}
+        self.best_file: str | None = None
         self.saved_step = self.validated_step = -1
         self.loaded: Checkpoint | None = None
         self.in_epoch_end = False
@@ -68,10 +68,11 @@ class Checkpoints(Callback):
     # --- what a checkpoint holds
 
     def state_dict(self) -> State:
-        return {"best_value": self.best_value, "best": self.best, "monitor": self.monitor, "mode": self.mode}
+        best = {"file": self.best_file} if self.best_file else None
+        return {"best_value": self.best_value, "best": best, "monitor": self.monitor, "mode": self.mode}
 
     def load_state_dict(self, state: State) -> None:
-        self.best_value, self.best = state["best_value"], state["best"]
+        self.best_value, self.best_file = state["best_value"], (state["best"] or {}).get("file")
         if state.get("monitor", self.monitor) != self.monitor or state.get("mode", self.mode) != self.mode:
             self.best_value = None  # the first value of the new metric is its best; the old best stays until then
 
@@ -87,10 +88,8 @@ class Checkpoints(Callback):
     def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Checkpoint) -> None:
         self.loaded = checkpoint.get("lockstep")
         if self.loaded is not None:
-            loops = checkpoint["loops"]
-            loops["fit_loop"] = place.loop_state(
-                loops["fit_loop"], self.loaded["point"], trainer.accumulate_grad_batches
-            )
+            loops, point = checkpoint["loops"], self.loaded["point"]
+            loops["fit_loop"] = place.loop_state(loops["fit_loop"], point, trainer.accumulate_grad_batches)
 
     # --- when
 
@@ -120,7 +119,7 @@ class Checkpoints(Callback):
             return
         self.validated_step = trainer.global_step
         if not place.ends_epoch(trainer) and self._finds_best(trainer):
-            self._save(trainer, "best")
+            self.save(trainer, "best")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if self._writing and self._writing[0].done():
@@ -134,7 +133,7 @@ class Checkpoints(Callback):
         if place.ends_step(trainer) and trainer.global_step % trainer.log_every_n_steps == 0:
             due = time.monotonic() - self.saved_at > 60 * self.every_minutes
             if trainer.strategy.broadcast(due, src=0):
-                self.save_last(trainer)
+                self.save(trainer, "last")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.in_epoch_end = True
@@ -142,7 +141,7 @@ class Checkpoints(Callback):
         due = is_end or trainer.should_stop or (trainer.current_epoch + 1) % self.every_n_epochs == 0
         is_best = self._finds_best(trainer) if place.validates(trainer) else due and not trainer.enable_validation
         if due or is_best:
-            self._save(trainer, *(["best"] if is_best else []), *(["last"] if due else []))
+            self.save(trainer, *(["best"] if is_best else []), *(["last"] if due else []))
         self.in_epoch_end = False
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -171,10 +170,10 @@ class Checkpoints(Callback):
             UserError: the validation has no such metric.
         """
         self._check_monitor(trainer)
-        value = trainer.callback_metrics.get(self.monitor)
-        if value is None or not self._improves(float(value)):
+        value, best = float(trainer.callback_metrics.get(self.monitor, "nan")), self.best_value
+        if value != value or (best is not None and (value <= best if self.mode == "max" else value >= best)):
             return False
-        self.best_value = float(value)
+        self.best_value = value
         return True
 
     def _check_monitor(self, trainer: pl.Trainer) -> None:
@@ -182,30 +181,17 @@ class Checkpoints(Callback):
         if validations and self.monitor not in trainer.callback_metrics:
             raise UserError(f"callbacks.checkpoints.monitor={self.monitor}: there are {', '.join(validations)}.")
 
-    def _improves(self, value: float) -> bool:
-        if value != value or self.best_value is None:
-            return value == value
-        return value > self.best_value if self.mode == "max" else value < self.best_value
-
-    def save_last(self, trainer: pl.Trainer) -> None:
-        self._save(trainer, "last")
-
-    def _save(self, trainer: pl.Trainer, *kinds: str) -> None:
+    def save(self, trainer: pl.Trainer, *kinds: str) -> None:
         """Save a checkpoint as best, as last or as both; every rank calls it at the same step."""
-        started = time.monotonic()
         self.finish_writing()
+        started = time.monotonic()
         refuse_non_finite(trainer)
         kinds = ("best", "last") if self.weights_only and "best" in kinds else kinds
         paths = {kind: files.new_path(self.folder, kind, trainer.global_step) for kind in kinds}
         metric = {}
         if "best" in paths:
-            if not trainer.enable_validation:
-                self.best_value = None
-            metric = {} if self.best_value is None else {self.monitor: self.best_value}
-            self.best = {
-                "metric": self.monitor, "file": paths["best"].name, "value": self.best_value,
-                "epoch": trainer.current_epoch, "step": trainer.global_step,
-            }  # fmt: skip
+            self.best_file, value = paths["best"].name, self.best_value if trainer.enable_validation else None
+            metric, self.best_value = {} if value is None else {self.monitor: value}, value
         self._random_states = gather_objects(random_state())
         checkpoint_io: Any = trainer.strategy.checkpoint_io
         checkpoint_io.keeps = True
@@ -253,32 +239,30 @@ class Checkpoints(Callback):
         per_epoch = int(trainer.num_training_batches) // trainer.accumulate_grad_batches
         done = trainer.fit_loop.epoch_loop.batch_progress.current.ready // trainer.accumulate_grad_batches
         if done < per_epoch:  # a run that max_steps or max_time ends here can be made longer and goes on from here
-            phase = (
-                place.VALIDATION
-                if place.is_due(trainer) and self.validated_step != trainer.global_step
-                else place.TRAINING
-            )
+            validates, other = place.is_due(trainer) and self.validated_step != trainer.global_step, place.TRAINING
         else:
-            phase = place.VALIDATION if place.validates(trainer) and not self.in_epoch_end else place.EPOCH_END
+            validates, other = place.validates(trainer) and not self.in_epoch_end, place.EPOCH_END
+        phase = place.VALIDATION if validates else other
         return {"epoch": trainer.current_epoch, "batches_done": done, "batches_per_epoch": per_epoch, "phase": phase}
 
     def record_fields(self) -> dict[str, object]:
         """Return best_checkpoint of the run record: relative path, bytes, sha256, position, metric."""
-        if self.best is None or self._writing:  # a crash may still take away one that is being written
-            return {}
-        sidecar, value = files.read_sidecar(self.folder / self.best["file"]), self.best["value"]
-        return {
-            "best_checkpoint": {
-                "path": f"{self.folder.name}/{self.best['file']}", "bytes": sidecar and sidecar.bytes,
-                "sha256": sidecar and sidecar.sha256, "epoch": self.best["epoch"], "step": self.best["step"],
-                "metric": {} if value is None else {self.best.get("metric", self.monitor): value},
-            },
-            "checkpoint_stall_s": round(self.stalled_s, 3),
-        }  # fmt: skip
+        path = self.best_path
+        if path is None or self._writing or not (best := files.read_sidecar(path)):
+            return {}  # a crash may still take away one that is being written
+        known = {
+            "bytes": best.bytes,
+            "sha256": best.sha256,
+            "epoch": best.epoch,
+            "step": best.step,
+            "metric": best.metric,
+        }
+        record = {"path": f"{self.folder.name}/{path.name}", **known}
+        return {"best_checkpoint": record, "checkpoint_stall_s": round(self.stalled_s, 3)}
 
     @property
     def best_path(self) -> Path | None:
-        return None if self.best is None else self.folder / self.best["file"]
+        return self.folder / self.best_file if self.best_file else None
 
 
 def refuse_non_finite(trainer: pl.Trainer) -> None:

@@ -131,7 +131,7 @@ class Interruption(Callback):
         for callback in trainer.callbacks:
             if training and isinstance(callback, Checkpoints):
                 if callback.saved_step != trainer.global_step:
-                    callback.save_last(trainer)
+                    callback.save(trainer, "last")
                 callback.finish_writing()  # exit code 75 promises it
         stop = Interrupted(self.reason or "another rank was asked to stop")
         asked = gather_objects((trainer.node_rank, self.reason is not None), self.votes["train"].group)

@@ -18,7 +18,8 @@ from lockstep.storage.uploader import FILES_INTERVAL_S, LAST_INTERVAL_S, Uploade
 log = logging.getLogger(__name__)
 
 FLUSH_WHEN_INTERRUPTED_S = 60.0
-FLUSH_AFTER_FAILURE_S = 3.0  # other ranks may wait in a collective
+FLUSH_BESIDE_OTHER_RANKS_S = 30.0  # they wait in a collective; finish_upload sends the rest when they have ended
+FLUSH_AFTER_FAILURE_S = 3.0  # of one rank of several
 
 
 class S3Upload(Callback):
@@ -49,24 +50,21 @@ class S3Upload(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit" or self.uploader is not None:
             return
-        fault = trainer.strategy.broadcast(self._fault() if trainer.is_global_zero else None, src=0)
+        fault = None
+        if trainer.is_global_zero:
+            try:
+                if not self.bucket.at(self.folder.run_id).check_writable():
+                    log.info("s3: the store has no conditional writes: start only one process of a run at a time.")
+            except S3Error as error:
+                fault = str(error)
+        fault = trainer.strategy.broadcast(fault, src=0)
         if fault and self.required:
             raise UserError(f"{self.bucket.uri} cannot be used: {fault} (s3.required=false trains without it).")
         if trainer.is_global_zero:
             if fault:
-                log.info(
-                    f"s3: {self.bucket.uri} cannot be used now: {fault}; training starts, uploads are tried again."
-                )
+                log.info(f"s3: {self.bucket.uri} cannot be used: {fault}; training starts, uploads are tried again.")
             self.uploader = Uploader(self.bucket.at(self.folder.run_id), self.folder, time.time(), *self.intervals_s)
             self.uploader.start()
-
-    def _fault(self) -> str | None:
-        try:
-            if not self.bucket.at(self.folder.run_id).check_writable():
-                log.info("s3: the store does not honour conditional writes: start only one process of a run at a time.")
-        except S3Error as error:
-            return str(error)
-        return None
 
     def expect_end(self, seconds: float) -> None:
         """Send the newest checkpoints at once from now on, because this machine goes in so many seconds."""
@@ -76,15 +74,15 @@ class S3Upload(Callback):
             self.uploader.flush(0.0)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, Interrupted):
-            self.expect_end(FLUSH_WHEN_INTERRUPTED_S)
-        elif trainer.world_size > 1:
-            self.flush_timeout_s = min(self.flush_timeout_s, FLUSH_AFTER_FAILURE_S)
-        self.teardown(trainer, pl_module, "fit")
+        several_s = FLUSH_AFTER_FAILURE_S if trainer.world_size > 1 else self.flush_timeout_s
+        self._end(FLUSH_WHEN_INTERRUPTED_S if isinstance(exception, Interrupted) else several_s)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._end(FLUSH_BESIDE_OTHER_RANKS_S if trainer.world_size > 1 else self.flush_timeout_s)
+
+    def _end(self, timeout_s: float) -> None:
         if self.uploader is not None:
-            self.uploader.flush(self.flush_timeout_s)
+            self.uploader.flush(min(timeout_s, self.flush_timeout_s))
             self.uploader.stop()
 
     def record_fields(self) -> dict[str, object]:

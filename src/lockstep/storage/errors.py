@@ -21,7 +21,6 @@ SENTENCES = {  # by the code of S3's answer or the class of botocore's exception
     "RequestTimeTooSkewed": CLOCK,
     "RequestExpired": CLOCK,
     "ExpiredToken": "the temporary credentials have expired: renew them",
-    "InvalidToken": "the session token is not valid: renew the temporary credentials",
     "AccessDenied": "access to bucket {bucket} is denied{at}: reading needs s3:GetObject and s3:ListBucket, "
     "a run needs s3:PutObject and s3:DeleteObject too, and a KMS key kms:GenerateDataKey and kms:Decrypt",
     "AuthorizationHeaderMalformed": REGION,
@@ -84,7 +83,7 @@ def translate(error: BaseException, bucket: str, at: str) -> S3Error | None:
         code = str(error.response.get("Error", {}).get("Code", ""))
         status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
         code = code if code in SENTENCES else BY_STATUS.get(status, code)
-    elif "Token" in code or "SSO" in code or "Credentials were refreshed" in str(error):  # botocore has many classes
+    if "Token" in code or "SSO" in code or "Credentials were refreshed" in str(error):  # there are many of them
         code = "ExpiredToken"
     if code in SENTENCES:
         return S3Error(SENTENCES[code].format(bucket=bucket, at=at), code)
@@ -92,8 +91,6 @@ def translate(error: BaseException, bucket: str, at: str) -> S3Error | None:
         shown = code if re.fullmatch(r"[A-Za-z0-9.]{1,60}", code) else "no code"
         full = "; it or the bucket may be full" if status >= 500 else ""
         return S3Error(f"the store{at} refused the request (HTTP {status}, {shown}){full}", code)
-    if isinstance(error, BotoCoreError | Boto3Error | ConnectionError | TimeoutError):
-        return S3Error(f"the connection to the store{at} broke ({code})", code)
-    if isinstance(error, ValueError):
-        return S3Error(f"boto3 does not accept the settings ({code}): check the endpoint", code)
+    if isinstance(error, BotoCoreError | Boto3Error | ConnectionError | TimeoutError | ValueError):
+        return S3Error(f"the store{at} failed ({code}): check network, endpoint and AWS configuration", code)
     return None

@@ -62,16 +62,16 @@ def sync(uri: str, cache: Path, s3: Mapping[str, Any] | None = None) -> Path:
 
 
 def _copy(bucket: Bucket, wanted: dict[str, tuple[int, str]], folder: Path) -> None:
-    here: dict[str, str] = {}
-    for line in (folder / SYNCED).read_text().splitlines() if (folder / SYNCED).exists() else ():
+    marks, here = folder / SYNCED, set()
+    for line in marks.read_text().splitlines() if marks.exists() else ():
         with contextlib.suppress(ValueError):  # a kill may have cut the last line
-            key, here[key] = json.loads(line)
-    for key, etag in [*here.items()]:
-        path = folder / key
-        if not path.is_file() or wanted.get(key) != (path.stat().st_size, etag):
-            path.unlink(missing_ok=True)
-            del here[key]
-    missing, total = sorted(wanted.keys() - here.keys()), sum(size for size, _ in wanted.values())
+            key, etag = json.loads(line)
+            path = folder / key
+            if path.is_file() and wanted.get(key) == (path.stat().st_size, etag):
+                here.add(key)
+            else:
+                path.unlink(missing_ok=True)
+    missing, total = sorted(wanted.keys() - here), sum(size for size, _ in wanted.values())
     progress = Progress(f"copying {bucket.uri}", total, sum(wanted[key][0] for key in here))
     folder.mkdir(parents=True, exist_ok=True)
     left, free = total - progress.done, shutil.disk_usage(folder).free
@@ -82,21 +82,16 @@ def _copy(bucket: Bucket, wanted: dict[str, tuple[int, str]], folder: Path) -> N
         )
     if missing:
         log.info(f"Copying {bucket.uri} to {folder}: {len(missing):,} files, {left / 1e6:,.0f} MB …")
-    lines = [json.dumps(item) + "\n" for item in here.items()]
-    write_atomically(folder / SYNCED, lambda file: file.writelines(lines))
-    with (folder / SYNCED).open("a") as synced, ThreadPoolExecutor(THREADS, "sync") as pool:
+    lines = {key: json.dumps((key, etag)) + "\n" for key, (_, etag) in wanted.items()}
+    write_atomically(marks, lambda file: file.writelines(lines[key] for key in here))
+    with marks.open("a") as file, ThreadPoolExecutor(THREADS, "sync") as pool:
 
         def copy(key: str) -> None:
             _fetch(bucket, key, *wanted[key], folder / key, progress)
-            synced.write(json.dumps((key, wanted[key][1])) + "\n")
-            synced.flush()
+            file.write(lines[key])
+            file.flush()
 
-        try:
-            for future in [pool.submit(copy, key) for key in missing]:
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        list(pool.map(copy, missing))  # after an error those that have not begun are cancelled
 
 
 def _fetch(bucket: Bucket, key: str, size: int, etag: str, path: Path, progress: Progress) -> None:

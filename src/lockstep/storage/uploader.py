@@ -36,7 +36,7 @@ RETRY_DELAY_AT_END_S, POLL_S = 5.0, 1.0
 LAST_INTERVAL_S, FILES_INTERVAL_S = 600.0, 60.0
 ORDER = ("last", "best", "files")  # what a machine that is about to go has to send first
 SUFFIXES = (".yaml", ".json", ".csv", ".md", ".svg", ".png", ".txt", ".diff", ".log")
-SHORT_TIMEOUT_S = 5.0  # after a stop the machine may go; a start whose input was refused has trained nothing
+SHORT_TIMEOUT_S = 5.0  # a stopped run has waited before; one whose input was refused has trained nothing
 
 
 class Uploader:

@@ -121,8 +121,7 @@ def build_callbacks(
     if trainable and (plan.config.get("s3") or {}).get("uri"):
         from lockstep.callbacks.s3_upload import S3Upload
 
-        wait_s = min(30.0, plan.config["s3"]["flush_timeout_s"])  # finish_upload sends the rest after the test
-        chosen.append(S3Upload(folder.path, **{**plan.config["s3"], "flush_timeout_s": wait_s}))
+        chosen.append(S3Upload(folder.path, **plan.config["s3"]))
     first: list[Any] = []  # others go by what these decide
     if trainable and own["max_time"]:
         seconds = seconds_of(own["max_time"], "trainer.max_time")
