@@ -7,13 +7,13 @@ import logging
 import sys
 from pathlib import Path
 
-from lockstep.runs.errors import EXIT_NOT_UPLOADED, EXIT_OK, UserError
+from lockstep.runs.errors import EXIT_OK, UserError
 from lockstep.runs.folder import find_run, read_config
 from lockstep.runs.output import set_up
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import read_record, status_of
 from lockstep.runs.script import exit_code_of
-from lockstep.storage.uploader import upload_left
+from lockstep.storage.uploader import finish_upload
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +38,10 @@ def upload(argv: list[str]) -> int:
         raise UserError(f"The run {folder.run_id} was trained without s3.uri: give s3.uri=s3://bucket/prefix.")
     if status_of(read_record(folder.record)) == "running":
         raise UserError(f"The run {folder.run_id} is still training: it uploads by itself.")
-    error = upload_left(s3, folder, TIMEOUT_S)
-    log.info(f"not uploaded: {error}." if error else f"{folder.run_id} is in {s3['uri']}.")
-    return EXIT_NOT_UPLOADED if error else EXIT_OK
+    code = finish_upload({**s3, "flush_timeout_s": TIMEOUT_S}, folder, EXIT_OK)
+    error = read_record(folder.record).upload.error
+    log.info(f"{folder.run_id} is in {s3['uri']}." if code == EXIT_OK else f"not uploaded: {error}.")
+    return code
 
 
 def main(argv: list[str]) -> int:

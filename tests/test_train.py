@@ -214,7 +214,7 @@ BAD = {
     "experiment=quickstart callbacks.checkpoints.monitor=val_acc": "there are val/acc,",
     "data=synthetic data.image_size=32 model=airbench trainer=cpu data.global_batch_size=1": "size=2 or more",
     "experiment=quickstart trainer.precision=16-true": "optimizer.eps=1e-4",
-    "+callbacks.x._target_=lockstep.callbacks.checkpoints.link": "cannot be made without source, target",
+    "+callbacks.x._target_=lockstep.callbacks.checkpoints.write_checkpoint": "cannot be made without checkpoint, path",
     "+callbacks.x._target_=models.small_cnn.SmallCNN +callbacks.x.num_classes=2": "cannot be made without image_size",
     "+callbacks.x._target_=collections.Counter": "Counter is no callback",
     "+callbacks.x._target_=models.small_cnn.nn.Linear": "cannot be found",

@@ -212,32 +212,22 @@ def keep_start(folder: RunFolder, start: float) -> None:
 
 
 def finish_upload(s3: Mapping[str, Any] | None, folder: RunFolder, code: int) -> int:
-    """At the end of a run: send what its process could not, and complete the record, which says what is missing.
+    """Send what the process of a run could not, when it has ended or by hand, and complete the run's record.
 
     Returns:
-        EXIT_NOT_UPLOADED if the code was EXIT_OK and the best checkpoint is not in the bucket; else the code.
+        EXIT_NOT_UPLOADED if the code was EXIT_OK and the best checkpoint is not in the bucket (the record says why);
+        else the code.
     """
     if not s3 or not s3.get("uri") or not folder.record.exists():
         return code
-    if not (folder.path / "upload" / "start").exists() and not any(complete(folder.checkpoints)):
+    run, note = Bucket.of(s3).at(folder.run_id), folder.path / "upload" / "start"
+    if not note.exists() and not any(complete(folder.checkpoints)):
         return code  # it ended before it reached the bucket
     timeout_s = float(s3.get("flush_timeout_s", 300.0))
     timeout_s = min(timeout_s, SHORT_TIMEOUT_S) if code in (EXIT_USER_ERROR, EXIT_INTERRUPTED) else timeout_s
-    error = upload_left(s3, folder, timeout_s)
-    return EXIT_NOT_UPLOADED if error and code == EXIT_OK else code
-
-
-def upload_left(s3: Mapping[str, Any], folder: RunFolder, timeout_s: float) -> str | None:
-    """Send the best and the last checkpoint, unless the bucket has them or those of a newer start, and the run's files.
-
-    Returns:
-        Why the best checkpoint is not in the bucket; None if it is there, or if there is none.
-    """
-    try:
-        start = float((folder.path / "upload" / "start").read_text())
-    except (OSError, ValueError):
-        start = datetime.fromisoformat(read_record(folder.record).started_at or utc_now()).timestamp()
-    uploader = Uploader(Bucket.of(s3).at(folder.run_id), folder, start, takes_over=False)
+    began = datetime.fromisoformat(read_record(folder.record).started_at or utc_now()).timestamp()
+    start = float(note.read_text()) if note.exists() else began
+    uploader = Uploader(run, folder, start, takes_over=False)
     uploader.start()
     uploader.flush(timeout_s)
     status = uploader.status()
@@ -247,4 +237,4 @@ def upload_left(s3: Mapping[str, Any], folder: RunFolder, timeout_s: float) -> s
             record.best_checkpoint.s3_uri = status.uri
     uploader.flush(timeout_s if status.error is None else 0.0)  # the record, too
     uploader.stop()
-    return status.error
+    return EXIT_NOT_UPLOADED if status.error and code == EXIT_OK else code

@@ -26,7 +26,7 @@ from lockstep.storage import uploader as module
 from lockstep.storage.checkpoint_files import Sidecar, complete, fault_of, newest_whole, read_sidecar, write_sidecar
 from lockstep.storage.fetch import fetch_run, locate_checkpoint, read_pointer
 from lockstep.storage.s3 import Bucket
-from lockstep.storage.uploader import Uploader, finish_upload, upload_left
+from lockstep.storage.uploader import Uploader, finish_upload
 from object_store import KEY_IDS, SECRETS, shared_store
 
 MIB = 2**20
@@ -40,7 +40,7 @@ class Setting:
 
     def __init__(self, tmp_path, server, endpoint_url=None):
         uri = f"s3://{server.new_bucket()}/my rüns+"
-        self.s3 = {"uri": uri, "endpoint_url": endpoint_url or server.endpoint_url, "flush_timeout_s": 5.0}
+        self.s3 = {"uri": uri, "endpoint_url": endpoint_url or server.endpoint_url, "flush_timeout_s": 30.0}
         self.folder, self.client = RunFolder(tmp_path / "logs/train/runs/the-run"), server.client()
         self.folder.checkpoints.mkdir(parents=True)
         write_record(self.folder.record, RunRecord(run_id="the-run", status="failed"))
@@ -190,7 +190,8 @@ def test_an_older_start_cannot_move_the_pointer(setting, tmp_path, caplog):
     assert "this process uploads nothing more" in caplog.text
     there.checkpoint(40)
     assert new.flush(30) and setting.pointed() == 40, "the newer start went on from an earlier step"
-    assert "a newer start of this run has taken over" in upload_left(setting.s3, setting.folder, 5.0)
+    assert finish_upload(setting.s3, setting.folder, 0) == EXIT_NOT_UPLOADED
+    assert "a newer start of this run has taken over" in read_record(setting.folder.record).upload.error
     assert setting.pointed() == 40, "what the older start left does not go over it"
     new.stop()
 
@@ -254,7 +255,7 @@ def test_kills_in_the_midst_of_uploads(setting, tmp_path):
         assert steps[-1] > 1000 * number or number % 2 == 0, "the second upload began after the first one arrived"
     assert steps == sorted(steps), steps
     best, sidecar = next(complete(setting.folder.checkpoints, "best"))
-    assert upload_left(setting.s3, setting.folder, 60) is None
+    assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK
     assert setting.pointed() == sidecar.step and len(setting.objects()) == 1
     assert not setting.client.list_multipart_uploads(Bucket=setting.run.name).get("Uploads")
     there = RunFolder(tmp_path / "elsewhere/the-run")
@@ -330,7 +331,7 @@ def test_no_secret_reaches_a_file_or_the_output(setting, capfd, caplog, monkeypa
 def test_a_checkpoint_comes_from_the_bucket_whole_and_once(setting, tmp_path, caplog):
     caplog.set_level("INFO")
     path = setting.checkpoint(10, num_bytes=20 * MIB)
-    assert upload_left(setting.s3, setting.folder, 30) is None
+    assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK
     pointer, _ = read_pointer(setting.run, "best")
     whole = f"{setting.run.uri}/{pointer.key}"
     for address in (setting.run.uri, f"{setting.run.uri}/", f"{setting.run.uri}/best.json", whole):
@@ -359,7 +360,7 @@ def test_what_cannot_be_fetched_is_a_sentence(setting, tmp_path):
     assert "there is no such object" in refused(f"s3://{setting.run.name}/x.ckpt")
     assert "the bucket no-such-bucket does not exist" in refused("s3://no-such-bucket/x")
     setting.checkpoint(10)
-    assert upload_left(setting.s3, setting.folder, 30) is None
+    assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK
     [key] = setting.objects()
     setting.run.write(key, b"tampered")
     assert "is not what was uploaded" in refused(setting.run.uri)
@@ -377,7 +378,7 @@ def test_a_run_comes_back_from_its_bucket(setting, tmp_path, caplog):
     (setting.folder.tensorboard / "version_0" / "events.out.tfevents.1").write_text("curve")
     setting.checkpoint(10)
     setting.checkpoint(20, "last")
-    assert upload_left(setting.s3, setting.folder, 30) is None
+    assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK
     setting.run.write("plan-node0.yaml", b"of others")
     there = RunFolder(tmp_path / "elsewhere/the-run")
     fetch_run(setting.run, there)
@@ -401,7 +402,7 @@ def test_a_run_whose_best_has_weights_alone_comes_back_with_its_last(setting, tm
     best = setting.checkpoint(20)
     write_sidecar(best, replace(read_sidecar(best), weights_only=True))
     setting.checkpoint(10, "last")
-    assert upload_left(setting.s3, setting.folder, 30) is None
+    assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK
     there = RunFolder(tmp_path / "elsewhere/the-run")
     fetch_run(setting.run, there)
     assert newest_whole(there.checkpoints).name == "last-step00000010.ckpt"
