@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 SRC = Path(__file__).resolve().parents[1] / "src"
 FLOORS = (
     {"runs"},
@@ -121,6 +123,11 @@ def test_init_files_are_empty_and_no_file_name_says_nothing():
         assert path.name != "__init__.py" or name == "__init__.py" or path.read_text() == ""
         assert path.stem not in {"utils", "common", "helpers", "components", "misc"}
         assert len(name.split("/")) <= (3 if name.startswith("lockstep/") else 2)
+
+
+def test_every_config_is_yaml_without_a_key_twice():
+    for path in SRC.parent.glob("configs/**/*.yaml"):
+        OmegaConf.load(path)
 
 
 def test_each_config_group_builds_what_lies_in_its_folder():

@@ -1,7 +1,7 @@
 """Two hosts on this machine: network namespaces that one cable joins, each with its own copy of the project in a
 folder that the other cannot see, and a real sshd. Needs root and Debian's iproute2 and openssh-server.
 
-    with two_hosts(tmp_path) as (one, two): one.start([...]); cut(one)
+    with two_hosts(tmp_path) as (one, two): one.start([...])
 """
 
 import contextlib
@@ -102,22 +102,6 @@ class Host:
         for process in self.processes:
             process.wait(10)
 
-    def pids_of(self, run: str) -> list[int]:
-        """The processes here whose command line or environment names a run; without Python's ways to rename them."""
-        found = []
-        for pid in self.pids():
-            with contextlib.suppress(OSError):
-                place = Path(f"/proc/{pid}")
-                words = (place / "cmdline").read_bytes().split(b"\0") + (place / "environ").read_bytes().split(b"\0")
-                if any(w == f"run_id={run}".encode() or w.endswith(f"/{run}/config.yaml".encode()) for w in words):
-                    found.append(pid)
-        return found
-
-    def die_of(self, run: str) -> None:
-        for pid in self.pids_of(run):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
     def empty_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while self.pids() and time.monotonic() < deadline:
@@ -156,14 +140,6 @@ def join_by_cable(one: Host, two: Host) -> None:
         subprocess.run(["ip", "link", "set", end, "netns", str(host.holder.pid), "name", INTERFACE], check=True)
         host.run("ip", "addr", "add", f"{host.address}/24", "dev", INTERFACE)
         host.run("ip", "link", "set", INTERFACE, "up")
-
-
-def cut(host: Host) -> None:
-    host.run("ip", "link", "set", INTERFACE, "down")
-
-
-def mend(host: Host) -> None:
-    host.run("ip", "link", "set", INTERFACE, "up")
 
 
 @contextlib.contextmanager
