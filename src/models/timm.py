@@ -87,9 +87,13 @@ class TimmModel(nn.Module):
         return [f"backbone.{name}" for name in _classifiers(self.backbone)]
 
     def layer_numbers(self) -> dict[str, int]:
-        """Return timm's layer of each parameter."""
+        """Return timm's layer of each parameter; of the few families that state none, each child is a layer."""
         from timm.models import group_parameters
 
+        if not hasattr(self.backbone, "group_matcher"):
+            layer_of = {name: number for number, (name, _) in enumerate(self.backbone.named_children())}
+            names = [name for name, _ in self.backbone.named_parameters()]
+            return {f"backbone.{name}": layer_of.get(name.split(".")[0], 0) for name in names}
         found = group_parameters(self.backbone, self.backbone.group_matcher(coarse=False), reverse=True)
         return {f"backbone.{name}": number for name, number in found.items()}
 

@@ -20,13 +20,15 @@ def timm_optimizer(
         opt: any of timm.optim.list_optimizers().
         options: the optimizer's own: momentum, betas, eps, …
     Raises:
-        UserError: a name that timm lacks, or an option that the optimizer does not take.
+        UserError: a name that timm lacks, an optimizer that needs second derivatives, or an option that it lacks.
     """
-    from timm.optim import create_optimizer_v2, list_optimizers
+    from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 
     if opt not in list_optimizers():
         close = ", ".join(difflib.get_close_matches(str(opt), list_optimizers(), 3)) or "lamb, lion, adan, nadamw"
         raise UserError(f"optimizer.opt={opt}: timm has no optimizer of that name; it has {close} and others.")
+    if get_optimizer_info(opt).second_order:
+        raise UserError(f"optimizer.opt={opt} needs second derivatives, which a training step here does not keep.")
     try:
         return create_optimizer_v2(parameters, opt=opt, lr=lr, weight_decay=weight_decay, **options)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:

@@ -95,6 +95,13 @@ def test_an_image_size_that_timm_takes_is_taken(name, size, arguments):
     assert net.eval()(torch.zeros(1, 3, size, size)).shape == (1, 3)
 
 
+@pytest.mark.parametrize("name", ["pit_ti_224", "poolformerv2_s12", "resnet18"])
+def test_layers_rise_from_the_images_to_the_head_in_families_that_state_them_and_in_others(name):
+    numbers = TimmModel(10, 64, 3, name=name, pretrained=False).layer_numbers()
+    ordered = list(numbers.values())
+    assert ordered[0] == 0 and ordered[-1] == max(ordered) > 2
+
+
 def test_an_unknown_tag_is_answered_with_those_there_are():
     for call in (TimmModel.wanted_images, lambda name: TimmModel(10, 32, 3, name)):
         with pytest.raises(UserError, match="resnet18 has no weights with the tag nope .*it has a1_in1k, a2_in1k"):

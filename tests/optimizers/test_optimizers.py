@@ -56,6 +56,7 @@ def test_options_reach_the_optimizer():
     [
         ({"opt": "lamp"}, "optimizer.opt=lamp: timm has no optimizer of that name; it has lamb"),
         ({}, "optimizer.opt=None: timm has no optimizer"),
+        ({"opt": "adahessian"}, "needs second derivatives"),
         ({"opt": "lamb", "nonsense": 1}, "timm's lamb cannot be built.*nonsense"),
     ],
 )
