@@ -28,7 +28,7 @@ def run_panels(run: Run) -> list[Panel]:
     scores = [name for name in dict.fromkeys((run.record.monitor, "val/acc", "train/acc")) if "loss" not in name]
     rates = [name for name in run.metrics if name == "lr" or name.startswith("lr-")]
     named = {
-        "Loss": ["train/loss", "val/loss"], "Validation": scores, "Learning rate": rates,
+        "Loss": ["train/loss", "val/loss", "val_loss"], "Validation": scores, "Learning rate": rates,
         "Utilisation in %": ["hardware/gpu_percent", "hardware/cpu_percent"],
     }  # fmt: skip
     return [

@@ -62,17 +62,14 @@ class Run:
         return "\n".join([*lines, *([f"cd {tree}"] if lines else []), self.record.command or "# unknown"])
 
     @property
-    def test_name(self) -> str:
-        """The name that the monitored metric has in the test."""
-        return re.sub("^val(?=[/_])", "test", self.record.monitor)
-
-    @property
     def best_value(self) -> Any:
         return self.record.summary.get("best", {}).get(self.record.monitor)
 
     @property
     def test_value(self) -> Any:
-        return self.record.metrics.get(self.test_name)
+        """The monitored metric in the test."""
+        monitor = re.sub("^val[/_]", "", self.record.monitor)
+        return next((self.record.metrics.get(test) for metric, _, test in self.results if metric == monitor), None)
 
     @property
     def results(self) -> list[tuple[str, str, str]]:

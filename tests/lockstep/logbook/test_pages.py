@@ -14,7 +14,10 @@ from markdown_it import MarkdownIt
 from example_runs import write_run
 from lockstep.logbook import render
 from lockstep.logbook.build import build, keep_run, write_page, write_run_page
+from lockstep.logbook.compare import number_rows
+from lockstep.logbook.figures import run_panels
 from lockstep.logbook.folders import Run, find_run, read_run
+from lockstep.logbook.report import report_data
 from lockstep.runs.errors import UserError
 from lockstep.runs.record import RunRecord
 
@@ -48,12 +51,23 @@ def test_a_run_that_failed_says_what_ended_it_and_has_its_uncommitted_changes(fo
     assert "| 2026-11-20T22:45:00Z | 100 | 12 | 31\N{NO-BREAK SPACE}s |" in text
 
 
-def test_any_metric_may_be_monitored(tmp_path):
-    metrics = {"val/f1": 0.5, "val/f1_best": 0.625, "test/f1": 0.5}
-    best = {"epoch": 3, "metric": {"val/f1": 0.625}}
-    text = write_run_page(write_run(tmp_path, "r", monitor="val/f1", metrics=metrics, best_checkpoint=best)).read_text()
-    first = text.split("|--:|\n")[1].splitlines()[0]
-    assert first == "| **f1** (chooses the best checkpoint) | 0.625 | 0.5 |"
+@pytest.mark.parametrize("name, test", [("val/f1", "test/f1"), ("val_rmse", "test_rmse"), ("score", "test/score")])
+def test_any_metric_may_be_monitored(tmp_path, name, test):
+    """On the page, in the index, in a comparison, in the report and in the figure, before all other metrics."""
+    metrics = {name: 0.5, f"{name}_best": 0.75, test: 0.25, "val/acc": 0.5, "val/acc_best": 0.625, "train/loss": 1.0}
+    changes = {"monitor": name, "metrics": metrics, "best_checkpoint": {"epoch": 3, "step": 70, "metric": {name: 0.75}}}
+    folder = write_run(tmp_path / "runs", "r", **changes)
+    rows = "".join(f"{step},0.{step},1.0\n" for step in range(60, 80))
+    (folder / "metrics.csv").write_text(f"step,{name},train/loss\n{rows}")
+    page = keep_run(folder, tmp_path / "logbook")
+    text, run = page.read_text(), read_run(page.parent)
+    first, second, *_ = text.split("|--:|\n")[1].splitlines()
+    label = re.sub("^val[/_]", "", name)
+    assert first == f"| **{label}** (chooses the best checkpoint) | 0.75 | 0.25 |" and "accuracy" in second
+    assert f"| 0.25 | {name} 0.75 |" in (tmp_path / "logbook/README.md").read_text()
+    assert dict(number_rows([run, run]))[f"Best {name}"] == ["0.75", "0.75"]
+    assert report_data([run])["runs"][0]["headline"] == "0.25"
+    assert name in run_panels(run)[1][2] and name in (page.parent / "curves.svg").read_text()
 
 
 def test_the_report_of_the_data_is_printed_as_it_is_written(tmp_path):
