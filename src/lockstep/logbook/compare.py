@@ -56,15 +56,14 @@ def number_rows(runs: Sequence[Run]) -> list[Row]:
     """(name, one cell for each run), for what at least one run has."""
     texts = {"Status": "status", "Model": "model", "Data": "data", "Strategy": "trainer", "Processes": "world_size"}
     rows = [(name, [str(run.value(field) or "") for run in runs]) for name, field in texts.items()]
-    wanted: list[tuple[str, list[Any], Show, str]] = [
-        (title, [run.value(field) for run in runs], show, "ratio" if has_ratio else "")
-        for title, field, show, has_ratio in MEASURED
-    ]
-    for name in dict.fromkeys(run.record.monitor for run in runs):
-        wanted.append(_metric_row(f"Best {name}", name, [run.record.summary.get("best", {}).get(name) for run in runs]))
-    for name in sorted({name for run in runs for name in run.record.metrics}):
-        if split_stage(name)[0] == "test" and not name.endswith(("/images", "/correct")):
-            wanted.append(_metric_row(name, name, [run.record.metrics.get(name) for run in runs]))
+    best = [run.record.summary.get("best", {}) for run in runs]
+    tested = [name for name in sorted({name for run in runs for name in run.record.metrics}) if is_test(name)]
+    wanted = [
+        *(_metric_row(f"Best {name}", name, best) for name in dict.fromkeys(run.record.monitor for run in runs)),
+        *(_metric_row(name, name, [run.record.metrics for run in runs]) for name in tested),
+        *((title, [run.value(field) for run in runs], show, "ratio" if has_ratio else "")
+          for title, field, show, has_ratio in MEASURED),
+    ]  # fmt: skip
     for title, values, show, against in wanted:
         known = [value if isinstance(value, int | float) else None for value in values]
         cells = [_cell(value, known[0] if i else None, show, against) for i, value in enumerate(known)]
@@ -72,8 +71,13 @@ def number_rows(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
-def _metric_row(title: str, name: str, values: list[Any]) -> tuple[str, list[Any], Show, str]:
-    return title, values, lambda value: metric(value, name), "points" if is_share(name) else ""
+def _metric_row(title: str, name: str, held: Sequence[dict[str, Any]]) -> tuple[str, list[Any], Show, str]:
+    against = "points" if is_share(name) else ""
+    return title, [values.get(name) for values in held], lambda value: metric(value, name), against
+
+
+def is_test(name: str) -> bool:
+    return split_stage(name)[0] == "test" and not name.endswith(("/images", "/correct"))
 
 
 def _cell(value: float | None, first: float | None, show: Show, against: str) -> str:
