@@ -41,20 +41,9 @@ REMOTE = (
 def run_id_for(overrides: list[str], environ: dict[str, str]) -> str | None:
     """Return RUN_ID for all hosts; None if resume=auto has nothing to go by, which train.py reports."""
     stated = dict(word.split("=", 1) for word in overrides if "=" in word)
-    for value in (stated.get("run_id"), stated.get("resume")):
-        if value not in (None, "null", "auto"):
-            return value
-    return environ.get("RUN_ID") or (None if stated.get("resume") == "auto" else new_run_id())
-
-
-def command_for(rank: int, overrides: list[str], options: argparse.Namespace, run_id: str | None) -> list[str]:
-    """Return the ssh command of one host."""
-    variables = [f"MASTER_ADDR={options.master_addr or options.hosts[0].split('@')[-1]}"]
-    variables += [f"MASTER_PORT={options.master_port}", f"NODE_RANK={rank}", *([f"RUN_ID={run_id}"] if run_id else [])]
-    train = ["env", *variables, *options.env, ".venv/bin/python", f"src/{options.script}.py"]
-    train += [f"trainer.num_nodes={len(options.hosts)}", *overrides]
-    folder = shlex.quote(options.dir[rank if len(options.dir) > 1 else 0])
-    return [*options.ssh, options.hosts[rank], REMOTE.format(folder=folder, train=shlex.join(train))]
+    named = [stated.get("run_id"), stated.get("resume"), environ.get("RUN_ID")]
+    known = next((value for value in named if value not in (None, "null", "auto")), None)
+    return known or (None if stated.get("resume") == "auto" else new_run_id())
 
 
 class Host:
@@ -135,8 +124,15 @@ def main(argv: list[str]) -> int:
     overrides = argv[at + 1 :]
     if len(options.dir) not in (1, len(options.hosts)):
         parser.error(f"--dir has {len(options.dir)} folders for {len(options.hosts)} hosts: give one, or one for each")
-    run_id = run_id_for(overrides, environment())
-    return watch([Host(name, command_for(rank, overrides, options, run_id)) for rank, name in enumerate(options.hosts)])
+    run_id, hosts = run_id_for(overrides, environment()), []
+    for rank, name in enumerate(options.hosts):
+        variables = [f"MASTER_ADDR={options.master_addr or options.hosts[0].split('@')[-1]}"]
+        variables += [f"MASTER_PORT={options.master_port}", f"NODE_RANK={rank}", *[f"RUN_ID={run_id}"] * bool(run_id)]
+        train = ["env", *variables, *options.env, ".venv/bin/python", f"src/{options.script}.py"]
+        train += [f"trainer.num_nodes={len(options.hosts)}", *overrides]
+        folder = shlex.quote(options.dir[rank if len(options.dir) > 1 else 0])
+        hosts.append(Host(name, [*options.ssh, name, REMOTE.format(folder=folder, train=shlex.join(train))]))
+    return watch(hosts)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,10 @@ TEXT = re.compile(
     r"|data\.(name|group|root|images|cache_dir|download_dir)|model\.(name|weights)|hydra\.(sweeper\.study|sweep\.dir)"
 )
 OF_EVERY_TASK = ("monitor", "mode", "outputs")  # keys that any task has, whatever its class
+OF_DEFAULTS = (
+    "A yaml chooses options in its `defaults`, by `- override /GROUP: NAME`; that of an experiment begins with "
+    "`# @package _global_`."
+)
 FUNCTION = re.compile(r"(choice|range|interval|glob|tag|sort|shuffle|str)\(.*\)")  # of Hydra's grammar
 
 
@@ -192,17 +196,8 @@ def one_sentence(error: Exception, words: list[str], folders: tuple[Path, ...]) 
         return f"{instead} It is in the defaults of a yaml."
     lines = f"{error}\n{error.__cause__ or ''}".partition("Config search path")[0].splitlines()
     text = " ".join(dict.fromkeys(line.strip() for line in lines))
-    if found := re.search(r"In '(?P<yaml>[^']+)': Could not override '(?P<group>[\w/]+)(?P<package>@)?", text):
-        yaml, name = found["yaml"], found["group"].rpartition("/")[2]
-        if found["package"] and not found["group"].startswith(f"{yaml.partition('/')[0]}/"):
-            return f"{yaml}.yaml: its first line has to be `# @package _global_`."
-        there = sorted(path.name for folder in folders for path in folder.iterdir() if path.is_dir())
-        unknown = "" if name in there else f"there is no group {name}, there is {', '.join(there)}: "
-        return (
-            f"{yaml}.yaml: {unknown}write `- override /{schema.nearest(name, there) or 'GROUP'}: NAME` in its defaults."
-        )
-    if "/" in group or "appears more than once" in text or "Multiple values for" in text:
-        return f"{text.rstrip('.')}. The defaults of a yaml choose another option by `- override /GROUP: NAME`."
+    if "/" in group or re.search(r"appears more than once|Multiple values for|In '[^']+': Could not override", text):
+        return f"{text.rstrip('.')}. {OF_DEFAULTS}"
     if type(error).__name__ == "OverrideParseException" or "Ambiguous value" in text:
         word = next((word for word in words if not (read := parse(word)) or read.is_sweep_override()), "")
         key, _, value = word.partition("=")

@@ -18,17 +18,7 @@ from lockstep.runs.folder import RunFolder, read_config, with_task
 
 OF_CHECKPOINT = ("data", "task", "model", "loss", "metrics", "trainer")
 OF_DATA = (*OF_CHECKPOINT, "augmentation", "seed")
-OF_RUN = (
-    *OF_CHECKPOINT,
-    "augmentation",
-    "optimizer",
-    "scheduler",
-    "callbacks",
-    "seed",
-    "tags",
-    "experiment_name",
-    "test",
-)
+OF_RUN = (*OF_DATA, "optimizer", "scheduler", "callbacks", "tags", "experiment_name", "test")
 NEEDED = ("data", "task", "model")
 GROUPS = ("data", "task", "augmentation", "model", "loss", "optimizer", "scheduler", "trainer")
 NET = ("task", "model", "loss")  # a value of theirs that is not accepted would build another net
@@ -36,9 +26,7 @@ WEIGHTS = ("weights", "pretrained", "freeze")  # a checkpoint brings its weights
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]{0,63}")  # without dot, slash and colon: no path, address or class
 KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")  # so no _target_
 NAMES = {"model.name": re.compile(r"[A-Za-z0-9][\w-]*(\.[\w-]+)?"), "experiment_name": WORD, "tags": WORD}
-PLACE = re.compile(
-    r"root|dir|path|file|folder|images|weights|cache|teacher|ckpt|checkpoint|uri|url|address|peers|addr|cfg$"
-)
+PLACE = re.compile(r"root|dir|path|file|folder|images|weights|cache|teacher|ckpt|checkpoint|ur[il]|addr|peers|cfg$")
 LARGEST = 2**31
 
 
@@ -57,8 +45,12 @@ def accepted(stored: object, roots: tuple[str, ...], whose: str) -> tuple[dict[s
     choices: dict[str, str] = {}
     rejected: list[str] = []
     named = stored.get("choices") if isinstance(stored.get("choices"), Mapping) else {}
+
+    def is_option(group: str, name: object) -> bool:
+        return isinstance(name, str) and bool(WORD.fullmatch(name)) and not missing_option(group, name, (CONFIGS,))
+
     for group in (group for group in GROUPS if group in roots):
-        if _is_option(group, name := named.get(group)):
+        if is_option(group, name := named.get(group)):
             choices[group] = str(name)
         elif group in NEEDED or (group in NET and stored.get(group)):
             there = ", ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
@@ -66,7 +58,7 @@ def accepted(stored: object, roots: tuple[str, ...], whose: str) -> tuple[dict[s
     if choices.get("trainer") == "hivemind":  # the config would name the swarm to talk to
         rejected.append(f"trainer={choices.pop('trainer')}")
     metrics = stored.get("metrics") if isinstance(stored.get("metrics"), Mapping) else {}
-    if chosen := [name for name in metrics if _is_option("metrics", name)]:
+    if chosen := [name for name in metrics if is_option("metrics", name)]:
         choices["metrics"] = f"[{','.join(chosen)}]"
     here = plain(compose("train", [f"{group}={name}" for group, name in choices.items()]))
     values = {key: stored[key] for key in roots if key in stored and (key not in GROUPS or key in choices)}
@@ -77,10 +69,6 @@ def accepted(stored: object, roots: tuple[str, ...], whose: str) -> tuple[dict[s
             value = stored[root].get(name) if isinstance(stored[root], Mapping) else stored[root]
             raise UserError(f"{whose} has {key}={value!r:.60}, which cannot be built here.")
     return {**found, "choices": choices}, rejected
-
-
-def _is_option(group: str, name: object) -> bool:
-    return isinstance(name, str) and bool(WORD.fullmatch(name)) and not missing_option(group, name, (CONFIGS,))
 
 
 def _accepted_values(there: Config, here: Config, place: str, rejected: list[str]) -> dict[str, Any]:

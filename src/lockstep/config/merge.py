@@ -14,14 +14,7 @@ from lockstep.runs.config import Config
 PLACEMENT = ("launch", "accelerator", "devices", "num_nodes", "strategy", "accumulate_grad_batches")
 OF_MACHINE = ("trainer.accelerator", "trainer.devices", "trainer.num_nodes")  # config.yaml holds what `auto` came to
 OF_START = ("choices", "overrides", "task_name", "resume", "run_id", "sweep_dir")
-OTHERS_CODE = (
-    "task",
-    "model",
-    "loss",
-    "metrics",
-    "optimizer",
-    "scheduler",
-)  # whose classes may take keys that no yaml lists
+OTHERS_CODE = ("task", "model", "loss", "metrics", "optimizer", "scheduler")  # whose classes take keys of no yaml
 
 
 def is_another_recipe(stored: Config, named: Mapping[str, str]) -> bool:

@@ -27,30 +27,25 @@ REFUSED_TRAINER_KEYS = {
 }  # fmt: skip
 NUMBER_WORDS = {"data.global_batch_size": ("max",), "trainer.devices": ("auto",), "trainer.num_nodes": ("auto",)}
 
-# Names from other programs: `key: names` each.
+# Names from other programs
 SYNONYMS = {
     name: key
-    for key, names in re.findall(
-        r"(\S+): ([^;]+)",
-        """
-data.global_batch_size: batch_size batch bs train_batch_size global_batch; data.num_workers: workers num_workers;
-data.eval_batch_size: val_batch_size test_batch_size; data.image_size: img_size size input_size resolution;
-data.root: root data_dir data_path dataset_dir dataset_path data_root; trainer.precision: fp16 bf16 amp dtype;
-trainer.devices: gpus gpu num_gpus n_gpus ngpus num_devices nproc_per_node world_size; trainer.ema_decay: ema;
-trainer.num_nodes: nodes nnodes num_machines; trainer.max_epochs: epochs epoch num_epochs n_epochs max_epoch;
-trainer.max_steps: steps num_steps iterations max_iters; trainer.accelerator: device cuda cpu; trainer=ddp: distributed;
-trainer.accumulate_grad_batches: accumulate grad_accum accumulation_steps gradient_accumulation_steps;
-trainer.gradient_clip_val: clip grad_clip clip_grad max_grad_norm clip_grad_norm; optimizer.lr: learning_rate base_lr;
-optimizer.weight_decay: wd decay; optimizer.layer_decay: lr_layer_decay; scheduler.warmup_epochs: warmup warmup_steps;
-task.label_smoothing: smoothing label_smooth; model.freeze: frozen freeze_backbone; data=: dataset;
-model=: arch architecture net network backbone; loss=: criterion loss_fn; optimizer=: optim opt; experiment=: recipe;
-scheduler=: sched lr_scheduler schedule; paths.log_dir: output_dir out_dir save_dir output; resume: resume_from;
-ckpt_path: checkpoint ckpt weights init_from finetune; run_id: run_name; experiment_name: exp exp_name;
-s3.uri: bucket s3_uri; debug=fast_dev_run: fast_dev_run; debug=profiler: profile;
-""",
-    )
+    for key, names in {
+        "data.global_batch_size": "batch_size batch bs train_batch_size", "data.num_workers": "workers",
+        "data.eval_batch_size": "val_batch_size test_batch_size", "data.image_size": "img_size size input_size",
+        "data.root": "root data_dir data_path dataset_path", "trainer.precision": "fp16 bf16 amp",
+        "trainer.devices": "gpus gpu num_gpus num_devices nproc_per_node world_size", "trainer.num_nodes": "nnodes",
+        "trainer.max_epochs": "epochs epoch num_epochs", "trainer.max_steps": "steps num_steps iterations max_iters",
+        "trainer.accelerator": "device cuda cpu", "trainer.accumulate_grad_batches": "accumulate grad_accum",
+        "trainer.gradient_clip_val": "clip grad_clip max_grad_norm", "optimizer.lr": "learning_rate base_lr",
+        "optimizer.weight_decay": "wd", "scheduler.warmup_epochs": "warmup warmup_steps", "data=": "dataset",
+        "task.label_smoothing": "smoothing", "model=": "arch net network backbone", "loss=": "criterion",
+        "optimizer=": "optim opt", "scheduler=": "sched lr_scheduler schedule", "experiment=": "recipe",
+        "paths.log_dir": "output_dir out_dir save_dir", "ckpt_path": "checkpoint ckpt weights finetune",
+        "experiment_name": "exp_name", "s3.uri": "bucket", "trainer.ema_decay": "ema",
+    }.items()
     for name in names.split()
-}
+}  # fmt: skip
 ANY_OTHER = {
     "model": "any model of timm is model=timm model.name={name}; ",
     "metrics": "any class of torchmetrics is '+metrics.auroc={{_target_: torchmetrics.AUROC, task: multiclass}}'; ",

@@ -1,11 +1,11 @@
 """Where a run came from: commit, the state of the code, package versions, host. Imports no torch."""
 
 import hashlib
-import json
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -105,14 +105,17 @@ class Fingerprint:
     """What must be equal on all nodes and ranks of a run."""
 
     tree_hash: str
-    config_hash: str
+    options: dict[str, str]  # by full name
     versions: dict[str, str]
 
     def difference(self, first: "Fingerprint", who: str, who_first: str) -> str | None:
-        """Return a sentence on the first thing in which `who` differs from `who_first`, with what helps."""
-        if self.tree_hash != first.tree_hash or self.config_hash != first.config_hash:
-            what = "options" if self.tree_hash == first.tree_hash else "code in src, configs or requirements.txt"
-            return f"{who} runs with other {what} than {who_first}: make them equal on all nodes."
+        """Return a sentence on the first thing in which `who` differs from `who_first`, with what mends it."""
+        if self.tree_hash != first.tree_hash:
+            code = "code in src, configs or requirements.txt"
+            return f"{who} runs with other {code} than {who_first}: make them equal on all nodes."
+        for key in sorted({*self.options, *first.options}):
+            if (own := self.options.get(key)) != (value := first.options.get(key)):
+                return f"{who} has {key}={own}, {who_first} has {key}={value}: give all nodes the same options."
         for name, version in first.versions.items():
             if (own := self.versions.get(name, "missing")) != version:
                 return f"{who} has {name} {own}, {who_first} has {version}: run make install there."
@@ -123,11 +126,20 @@ RANK_OWN_KEYS = ("paths", "run_id", "resume", "ckpt_path", "overrides", "sweep_d
 
 
 def fingerprint(config: Config) -> Fingerprint:
-    """Return the fingerprint of this process; its config_hash is the same whatever folders a node has."""
-    text = json.dumps({k: v for k, v in config.items() if k not in RANK_OWN_KEYS}, sort_keys=True, default=str)
-    for folder in config["paths"].values():
-        text = text.replace(str(folder), "")
-    return Fingerprint(tree_hash(REPOSITORY), hashlib.sha256(text.encode()).hexdigest(), versions())
+    """Return the fingerprint of this process; its options are the same whatever folders a node has."""
+    options: dict[str, str] = {}
+
+    def take(node: Config, place: str) -> None:
+        for name, value in node.items():
+            if isinstance(value, Mapping) and value:
+                take(value, f"{place}{name}.")
+            else:
+                options[f"{place}{name}"] = str(value)
+
+    take({key: value for key, value in config.items() if key not in RANK_OWN_KEYS}, "")
+    for folder in map(str, config["paths"].values()):
+        options = {key: text.replace(folder, "") for key, text in options.items()}
+    return Fingerprint(tree_hash(REPOSITORY), options, versions())
 
 
 Host = dict[str, Any]  # node_rank, host, cores, system

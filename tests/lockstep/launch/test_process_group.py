@@ -14,7 +14,7 @@ from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import Fingerprint
 from ranks import free_port
 
-SAME = Fingerprint("t", "c", {"torch": "2"})
+SAME = Fingerprint("t", {"seed": "1"}, {"torch": "2"})
 
 
 @pytest.fixture(autouse=True)
@@ -69,9 +69,9 @@ def test_a_restart_in_the_same_store_never_meets_its_past():
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [
-        ({"mine": Fingerprint("x", "c", {"torch": "2"})}, "runs with other code"),
-        ({"mine": Fingerprint("t", "x", {"torch": "2"})}, "runs with other options"),
-        ({"mine": Fingerprint("t", "c", {"torch": "3"})}, "has torch 3, rank 0 on"),
+        ({"mine": Fingerprint("x", {"seed": "1"}, {"torch": "2"})}, "runs with other code"),
+        ({"mine": Fingerprint("t", {"seed": "2"}, {"torch": "2"})}, "has seed=2, rank 0 on"),
+        ({"mine": Fingerprint("t", {"seed": "1"}, {"torch": "3"})}, "has torch 3, rank 0 on"),
         ({"run_id": "other"}, "was given run_id=other, rank 0 on"),
     ],
 )
