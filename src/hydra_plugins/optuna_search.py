@@ -65,11 +65,23 @@ class OptunaSearch(Sweeper):
         study = self._open(optuna, sorted(str(override.input_line) for override in searched), sorted(fixed))
         at_once = self.launcher.at_once()[0] if hasattr(self.launcher, "at_once") else 1
         first, limit = len(study.trials), len(study.trials) + 2 * self.num_trials  # as many again may fail
-        while (left := self.num_trials - self._finished(study)) > 0 and first < limit:
+        while (left := self.num_trials - _finished(study)) > 0 and first < limit:
             trials = [study.ask() for _ in range(min(at_once, left))]
-            self._run(optuna, study, trials, searched, fixed, first)
+            jobs = [[f"{o.get_key_element()}={suggest(trial, o)}" for o in searched] for trial in trials]
+            done = self.launcher.launch([tuple([*fixed, *job]) for job in jobs], initial_job_idx=first)
+            for trial, job, result in zip(trials, jobs, done, strict=True):
+                value = float(result.return_value) if result.return_value is not None else math.nan
+                if is_number := math.isfinite(value):
+                    study.tell(trial, value)
+                else:
+                    study.tell(trial, state=optuna.trial.TrialState.FAIL)
+                log.info(f"trial {trial.number}: {' '.join(job)} → {value if is_number else 'failed'}")
             first += len(trials)
-        self._report(study)
+        if not _finished(study):
+            raise UserError(f"No trial of the study {study.study_name} has finished: look at their run.json.")
+        best = study.best_trial
+        words = " ".join(f"{key}={value}" for key, value in best.params.items())
+        log.info(f"best of {len(study.trials)} trials: {best.value:.6g} with {words}")
 
     def _open(self, optuna: Any, searched: list[str], fixed: list[str]) -> Any:
         metric = str(self.config.optimized_metric)
@@ -95,30 +107,9 @@ class OptunaSearch(Sweeper):
         study.sampler = optuna.samplers.TPESampler(seed=seed)
         return study
 
-    def _finished(self, study: Any) -> int:
-        return sum(trial.value is not None for trial in study.trials)
 
-    def _run(
-        self, optuna: Any, study: Any, trials: list[Any], searched: list[Override], fixed: list[str], number: int
-    ) -> None:
-        jobs = [
-            [f"{override.get_key_element()}={suggest(trial, override)}" for override in searched] for trial in trials
-        ]
-        done = self.launcher.launch([tuple([*fixed, *chosen]) for chosen in jobs], initial_job_idx=number)
-        for trial, chosen, result in zip(trials, jobs, done, strict=True):
-            value = float(result.return_value) if result.return_value is not None else math.nan
-            if math.isfinite(value):
-                study.tell(trial, value)
-            else:
-                study.tell(trial, state=optuna.trial.TrialState.FAIL)
-            log.info(f"trial {trial.number}: {' '.join(chosen)} → {value if math.isfinite(value) else 'failed'}")
-
-    def _report(self, study: Any) -> None:
-        if not self._finished(study):
-            raise UserError(f"No trial of the study {study.study_name} has finished: look at their run.json.")
-        best = study.best_trial
-        words = " ".join(f"{key}={value}" for key, value in best.params.items())
-        log.info(f"best of {len(study.trials)} trials: {best.value:.6g} with {words}")
+def _finished(study: Any) -> int:
+    return sum(trial.value is not None for trial in study.trials)
 
 
 def suggest(trial: Any, override: Override) -> Any:

@@ -79,15 +79,13 @@ def _check_first_jobs(config_name: str, words: list[str]) -> None:
 
     choices = []
     for word, override in zip(words, OverridesParser.create().parse_overrides(list(map(as_typed, words))), strict=True):
-        key, value = word.partition("=")[0], override.value()
-        if not override.is_sweep_override() or key.startswith("hydra"):
-            choices.append([word])
-            continue
+        key, value, found = word.partition("=")[0], override.value(), []
         if isinstance(value, Glob):
             found = value.filter([path.stem for path in CONFIGS.glob(f"{key}/*.yaml")])
-        else:
+        elif override.is_sweep_override() and not key.startswith("hydra"):
             found = [str(value.start)] if isinstance(value, IntervalSweep) else list(override.sweep_string_iterator())
-        choices.append([f"{key}={item}" for item in (found if is_choice(word, (CONFIGS,)) else found[:1])])
+            found = found if is_choice(word, (CONFIGS,)) else found[:1]
+        choices.append([f"{key}={item}" for item in found] or [word])
     for job in itertools.product(*choices):
         compose(config_name, list(job))
 

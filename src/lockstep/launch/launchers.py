@@ -154,13 +154,11 @@ def _nodes(environ: Environ, wanted: RequestedDevices) -> Cluster:
             f"Several nodes, and {' and '.join(missing)} not set: start on each node "
             "MASTER_ADDR=<address of node 0> MASTER_PORT=29500 NODE_RANK=<0, 1, …> python src/train.py …"
         )
-    size, devices, num_nodes = _integer(environ, "WORLD_SIZE", 0), wanted.devices, wanted.num_nodes
-    if devices is None:
-        devices = size // num_nodes if num_nodes and size and size % num_nodes == 0 else wanted.machine
-    if num_nodes is None:
-        if not size:
-            raise UserError("NODE_RANK is set, but not how many nodes there are: give trainer.num_nodes=N.")
-        num_nodes = max(size // devices, 1)
+    size = _integer(environ, "WORLD_SIZE", 0)
+    devices = wanted.devices or (size // wanted.num_nodes if wanted.num_nodes else 0) or wanted.machine
+    num_nodes = wanted.num_nodes or size // devices
+    if not num_nodes:
+        raise UserError("NODE_RANK is set, but not how many nodes there are: give trainer.num_nodes=N.")
     if size and size != devices * num_nodes:
         raise UserError(
             f"WORLD_SIZE={size}, but trainer.devices={devices} × trainer.num_nodes={num_nodes} = "

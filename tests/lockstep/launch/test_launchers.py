@@ -41,39 +41,18 @@ def ask(environ, devices=None, num_nodes=None, several=True, machine=1):
     return describe(environ, RequestedDevices(devices, num_nodes, several, machine))
 
 
-def test_nothing_set_is_one_rank_on_this_machine():
-    alone = ask({}, several=False)
-    assert (alone.world_size, alone.rank, alone.starts_ranks, alone.launcher) == (1, 0, False, "none")
-
-
-def test_two_devices_here_need_ranks_that_this_process_starts():
-    node = ask({}, devices=2)
-    assert (node.world_size, node.starts_ranks, node.is_rank_zero) == (2, True, True)
-
-
-def test_one_command_per_node_gives_rank_zero_to_node_zero_only():
-    second = ask(NODES, devices=1, num_nodes=2)
-    assert (second.rank, second.node_rank, second.world_size, second.is_rank_zero) == (1, 1, 2, False)
-    assert second.launcher == "nodes" and not second.starts_ranks, "one device: this process is the rank"
-    assert ask({**NODES, "WORLD_SIZE": "4"}, devices=2, num_nodes=2).starts_ranks
-    assert ask({**NODES, "NODE_RANK": "0"}, devices=1, num_nodes=2).is_rank_zero
-
-
-def test_torchrun_states_devices_and_nodes():
-    rank = ask(TORCHRUN)
-    assert (rank.rank, rank.local_rank, rank.node_rank, rank.devices, rank.num_nodes) == (5, 1, 1, 4, 2)
-    assert rank.launcher == "torchrun" and not rank.starts_ranks
-
-
-def test_slurm_states_tasks_and_nodes():
-    rank = ask(SLURM)
-    assert (rank.rank, rank.local_rank, rank.node_rank, rank.devices, rank.num_nodes) == (3, 1, 1, 2, 2)
-    assert rank.master_addr == "gpu03" and rank.master_port == 20007
-
-
 @pytest.mark.parametrize(
     ("environ", "options", "wanted"),
     [
+        ({}, {"several": False}, ("none", 0, 0, 1, 1)),
+        ({}, {"devices": 2}, ("none", 0, None, 2, 1)),  # it starts two
+        (NODES, {"devices": 1, "num_nodes": 2}, ("nodes", 1, 0, 1, 2)),  # it is the only rank of its node
+        ({**NODES, "WORLD_SIZE": "4"}, {"devices": 2, "num_nodes": 2}, ("nodes", 2, None, 2, 2)),
+        ({**NODES, "WORLD_SIZE": "4"}, {"num_nodes": 2}, ("nodes", 2, None, 2, 2)),
+        ({**NODES, "WORLD_SIZE": "4"}, {"devices": 2}, ("nodes", 2, None, 2, 2)),
+        (TORCHRUN, {}, ("torchrun", 5, 1, 4, 2)),
+        (SLURM, {}, ("slurm", 3, 1, 2, 2)),
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, {}, ("none", 0, 0, 1, 1)),  # no srun
         (MPI, {}, ("mpirun", 3, 1, 2, 2)),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, {}, ("mpiexec", 1, 1, 2, 1)),
         ({"RANK": "1", "WORLD_SIZE": "2", **ADDRESS}, {}, ("env", 1, 0, 1, 2)),  # PyTorchJob: one pod, one process
@@ -82,7 +61,7 @@ def test_slurm_states_tasks_and_nodes():
         ({"RANK": "0", "WORLD_SIZE": "1"}, {"several": False}, ("env", 0, 0, 1, 1)),
     ],
 )
-def test_ranks_of_mpirun_and_of_any_launcher_that_sets_rank_and_world_size(environ, options, wanted):
+def test_every_launcher_says_which_rank_of_how_many_this_process_is(environ, options, wanted):
     found = ask(environ, **options)
     assert (found.launcher, found.rank, found.local_rank, found.devices, found.num_nodes) == wanted
 
@@ -130,11 +109,6 @@ def test_run_id_from_outside():
     assert named_run({}, SLURM) == "slurm-7-0"
     assert named_run({}, {"SLURM_JOB_ID": "7"}) is None
     assert named_run({}, {**SLURM, "RUN_ID": "mine"}) == "mine"
-
-
-def test_a_batch_script_without_srun_is_a_plain_machine():
-    environ = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
-    assert ask(environ, devices=2).launcher == "none"
 
 
 def test_who_would_start_this_process_again():
