@@ -37,14 +37,14 @@ class Checkpoints(Callback):
         weights_only: leave the optimizer's state out of `best`, which then has a third of its bytes under AdamW. A run
             resumes from `last`, which is saved with every best.
         asynchronous: stop training only until the checkpoint is copied to host memory (which must have room for it);
-            a thread hashes and writes it. The next checkpoint and the end of training wait for it, and an error in it
-            ends training at the next step.
+            a thread hashes and writes it. The next best and the end of training wait for it, an epoch's last that
+            would wait is left out, and an error in it ends training at the next step. "auto": on GPUs.
         contents: plain values that every checkpoint carries (composed config, class names, normalisation, …).
     """
 
     def __init__(
         self, folder: str | Path, monitor: str = "val/acc", mode: str = "max", every_n_epochs: int = 1,
-        every_minutes: float | None = 10.0, weights_only: bool = False, asynchronous: bool = False,
+        every_minutes: float | None = 10.0, weights_only: bool = False, asynchronous: bool | str = "auto",
         contents: Config | None = None,
     ) -> None:  # fmt: skip
         if mode not in ("max", "min"):
@@ -94,6 +94,8 @@ class Checkpoints(Callback):
     # --- when
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self.asynchronous == "auto":
+            self.asynchronous = trainer.strategy.root_device.type == "cuda"
         if not isinstance(trainer.strategy.checkpoint_io, CheckpointFiles):
             trainer.strategy.checkpoint_io = CheckpointFiles()
         if trainer.is_global_zero and stage == "fit":
@@ -138,7 +140,10 @@ class Checkpoints(Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.in_epoch_end = True
         is_end = trainer.current_epoch + 1 == trainer.max_epochs or trainer.global_step == trainer.max_steps
-        due = is_end or trainer.should_stop or (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        due = is_end or trainer.should_stop
+        if not due and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
+            busy = bool(self._writing and not self._writing[0].done())
+            due = not (self.asynchronous and trainer.strategy.broadcast(busy, src=0))
         is_best = self._finds_best(trainer) if place.validates(trainer) else due and not trainer.enable_validation
         if due or is_best:
             self.save(trainer, *(["best"] if is_best else []), *(["last"] if due else []))
@@ -198,7 +203,7 @@ class Checkpoints(Callback):
         trainer.save_checkpoint(paths[kinds[0]])
         checkpoint_io.keeps = False
         if trainer.is_global_zero:
-            content, checkpoint_io.content = on_host(checkpoint_io.content, always=self.asynchronous), None
+            content, checkpoint_io.content = on_host(checkpoint_io.content, always=bool(self.asynchronous)), None
             sidecar = Sidecar(trainer.global_step, epoch=trainer.current_epoch, metric=metric)
             write, announce = partial(self._write, content, paths, sidecar), partial(self._announce, trainer, paths)
             if self.asynchronous:

@@ -1,11 +1,12 @@
 """The generators that a checkpoint carries, of one GPU and of several; the rest is in tests/test_train.py."""
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lockstep.callbacks.checkpoint_io import CheckpointFiles
 from lockstep.callbacks.checkpoints import Checkpoints, refuse_non_finite
 from lockstep.callbacks.random_states import random_state, set_random_state
 from lockstep.runs.errors import Diverged, UserError
@@ -70,6 +71,29 @@ def test_an_error_of_the_thread_that_writes_is_raised_in_training(tmp_path):
         callback.finish_writing()
     callback.finish_writing()
     assert announced == []
+
+
+@pytest.mark.parametrize(
+    ("device", "stated", "writes_beside"), [("cuda", "auto", True), ("cpu", "auto", False), ("cuda", False, False)]
+)
+def test_an_epochs_last_is_left_out_while_the_one_before_is_written_beside(device, stated, writes_beside, tmp_path):
+    callback, saved = Checkpoints(tmp_path, asynchronous=stated), []
+    strategy = SimpleNamespace(
+        root_device=torch.device(device), checkpoint_io=CheckpointFiles(), broadcast=lambda value, src: value
+    )
+    trainer = SimpleNamespace(
+        strategy=strategy, is_global_zero=False, current_epoch=0, max_epochs=3, global_step=5, max_steps=-1,
+        should_stop=False, enable_validation=False, check_val_every_n_epoch=1, val_check_batch=1,
+    )  # fmt: skip
+    callback.setup(trainer, None, "fit")
+    callback.save = lambda trainer, *kinds: saved.append((trainer.current_epoch, *kinds))
+    callback._finds_best = lambda trainer: False
+    callback._writing = Future(), None  # not done
+    for epoch in range(3):
+        trainer.current_epoch = epoch
+        callback.on_train_epoch_end(trainer, None)
+    epochs = [epoch for epoch, *kinds in saved if "last" in kinds]
+    assert epochs == ([2] if writes_beside else [0, 1, 2])  # the end of training waits for it
 
 
 def test_no_epochs_between_saves_are_refused(tmp_path):
