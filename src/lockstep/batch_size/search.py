@@ -28,7 +28,8 @@ USABLE = 0.95  # of a device: the training that follows allocates in another ord
 CLOSE = 0.97  # of what is predicted: nearer is not worth another run
 GIB = 2**30
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
-OUT_OF_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory", "sigkill")  # in an error, in lower case
+OUT_OF_MEMORY = ("out of memory", "alloc_failed", "status_not_initialized", "unable to find an engine",
+                 "can't allocate memory", "sigkill")  # fmt: skip
 LAUNCHER = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "NODE_RANK", "MASTER_", "TORCHELASTIC_", "SLURM_",
             "LOCKSTEP_")  # fmt: skip
 REPLACED = ("resume", "run_id", "debug", "logger", "logbook", "ckpt_path", "sweep_dir", "hydra")
