@@ -136,7 +136,7 @@ class ImageClassifier(Task):
         totals = self.totals(stage)
         if not totals:  # limit_test_batches=0
             return {}
-        values = {name: total / number for name, (total, number) in totals.items()}
+        values = {name: total / max(number, 1.0) for name, (total, number) in totals.items()}  # a dry run counts 0
         if self.metrics:
             labels = self.counts.confusion.view(self.num_classes, self.num_classes).sum(1)
             values |= values_of(self.metrics, self.trainer.strategy.reduce(labels, reduce_op="sum"), stage)
