@@ -4,7 +4,6 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 from data.digits import DigitsDataModule
-from lockstep.runs.provenance import REPOSITORY
 
 
 def test_all_digits_with_a_test_set_that_no_seed_moves(tmp_path):
@@ -27,9 +26,3 @@ def test_pixels_are_the_digits_stretched_to_a_byte(tmp_path):
     last = np.random.default_rng(0).permutation(1797)[-360:]
     assert np.array_equal(labels, digits.target[last])
     assert np.abs(images[:, 0].numpy() - digits.images[last] / 16).max() <= 0.5 / 255 + 1e-6
-
-
-def test_without_a_cache_dir_images_lie_in_the_projects_data_and_not_where_one_stands(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert DigitsDataModule().cache_dir == REPOSITORY / "data" / "cache"
-    assert not any(tmp_path.iterdir())

@@ -4,7 +4,6 @@ import os
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from data.image_folder import ImageFolderDataModule
@@ -257,15 +256,6 @@ def test_small_squares_are_stored_as_they_are_unless_one_has_another_size(tmp_pa
         dm.prepare()
 
 
-def test_the_loaders_path_leaves_the_random_state_alone(tmp_path, root):
-    dm = module(tmp_path, root, path="loader")
-    dm.place()
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    batches(dm, dm.val_dataloader())
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def damage(root):
     path = root / "cat" / "7.jpg"
     path.write_bytes(path.read_bytes()[:300])
@@ -296,13 +286,6 @@ def test_a_file_that_is_damaged_later_is_named_and_keeps_no_worker(tmp_path, roo
     with pytest.raises(UserError, match=f"{path} (is shorter|cannot be decoded).*: repair or remove it") as said:
         list(dm.train_dataloader())
     assert "Traceback" not in str(said.value)
-
-
-def test_a_class_of_which_nothing_is_left(tmp_path, root):
-    for path in (root / "dog").iterdir():
-        path.write_bytes(b"damaged")
-    with pytest.raises(UserError, match="the class dog has no image to train on"):
-        prepared(tmp_path, root, skip_corrupt=True)
 
 
 def test_grey_images(tmp_path, root):

@@ -82,14 +82,6 @@ def test_members_with_dots_and_capitals_are_read_and_others_counted(tmp_path):
     assert {reason: len(names) for reason, names in dm.left_out.items()} == {"hidden members": 5, ".txt members": 5}
 
 
-def test_numbers_are_classes_in_their_order(tmp_path):
-    places = dict(zip(COLOURS, (10, 9, 2)))
-    root = shard(tmp_path / "0.tar", label=lambda name: ("cls", b"%d\n" % places[name]))
-    dm = module(root, tmp_path)
-    dm.prepare()
-    assert dm.class_names == ["2", "9", "10"]
-
-
 def test_labels_in_json(tmp_path):
     root = shard(tmp_path / "0.tar", label=lambda name: ("json", json.dumps({"kind": name, "x": [1]}).encode()))
     dm = module(root, tmp_path, label_field="kind")

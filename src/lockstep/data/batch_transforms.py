@@ -61,24 +61,22 @@ class BatchTransforms(nn.Module):
         return np.array([start, start, 0], np.int64)
 
     @torch.no_grad()
-    def forward(self, images: Tensor, draws: Tensor | None = None) -> Tensor:
+    def forward(self, images: Tensor, draws: Tensor) -> Tensor:
         """Return (n, channels, image_size, image_size) float32, with the channels innermost in memory.
 
         Args:
             images: (n, side, side, channels) uint8 of any side.
-            draws: (3, n) int64 as `draw` returns them; None: the centre crop.
+            draws: (3, n) int64 as `draw` returns them.
         """
         return self.normalise(self.moved(images, draws, self.interpolation))
 
     @torch.no_grad()
-    def moved(self, images: Tensor, draws: Tensor | None, interpolation: str = "nearest") -> Tensor:
+    def moved(self, images: Tensor, draws: Tensor, interpolation: str = "nearest") -> Tensor:
         """Return resized, cropped and flipped images, (n, image_size, image_size, channels) uint8.
 
         Args:
             interpolation: nearest for masks.
         """
-        if draws is None:
-            draws = torch.from_numpy(self.centre())[:, None].expand(3, len(images)).to(images.device)
         dy, dx, flip = draws
         if self.flip:  # before the resize, where images are small; the crop then starts at the other end
             images = _mirrored(images, flip)

@@ -71,7 +71,7 @@ class ListedDataModule(ImageDataModule):
         self._list = images = self.list_images()
         self.class_names = images.class_names
         self._given, self._groups = images.splits, images.groups
-        if images.masks is None:
+        if not images.has_masks:
             self._set_targets({"": images.targets}, [])
         else:
             self._set_targets({}, [""])
@@ -170,7 +170,7 @@ class ListedDataModule(ImageDataModule):
             )
 
     def image_name(self, position: int) -> str:
-        return self._list.names[position]
+        return self._list.name(position)
 
     def identical_images(self, compare_all: bool = False) -> dict[str, list[str]]:
         if self._array is not None:
@@ -192,10 +192,10 @@ class ListedDataModule(ImageDataModule):
 
 def _open_listed(images: ImageList, channels: int, is_binary: bool, position: int) -> tuple[Any, ...]:
     image = open_image(images.read(position), channels, name=images.path(position))
-    if images.masks is None:
+    if not images.has_masks:
         return (image,)
     mask = images.read_mask(position)
     if mask.shape[::-1] != image.size:
         sizes = f"{mask.shape[1]}×{mask.shape[0]} pixels and its image {image.width}×{image.height}"
-        raise CorruptImage(f"the mask {images.masks[position]} has {sizes}")
+        raise CorruptImage(f"the mask of {images.path(position)} has {sizes}")
     return image, *as_masks([(mask == VOID).astype(np.uint8) if is_binary else mask])

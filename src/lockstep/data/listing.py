@@ -64,19 +64,6 @@ class Item:
     start: int = 0
 
 
-class Names:
-    """Strings in one array of bytes, which worker processes share without copying."""
-
-    def __init__(self, strings: Iterable[str]) -> None:
-        encoded = [os.fsencode(string) for string in strings]
-        self.ends = np.cumsum([len(each) for each in encoded], dtype=np.int64)
-        self.text = np.frombuffer(b"".join(encoded), np.uint8)
-
-    def __getitem__(self, i: int) -> str:
-        first = int(self.ends[i - 1]) if i else 0
-        return os.fsdecode(self.text[first : int(self.ends[i])].tobytes())
-
-
 class ImageList:
     """n images: first those to train on, then those to validate on, then those to test on; in a split in their order.
 
@@ -105,7 +92,8 @@ class ImageList:
             raise UserError(f"{folder} has no images{f' (left out: {found})' if found else ''}.")
         items = sorted(items, key=lambda item: item.split)
         labels, files, groups = ([getattr(item, key) for item in items] for key in ("label", "file", "group"))
-        self.names = Names(item.name for item in items)
+        # Arrays of bytes, which worker processes share; they would copy strings one by one.
+        self._names = np.array([os.fsencode(item.name) for item in items])
         self.splits = np.array([item.split for item in items], np.int8)
         self.size, self.mtime, self._start = (
             np.array([getattr(item, key) for item in items], np.int64) for key in ("size", "mtime", "start")
@@ -114,7 +102,7 @@ class ImageList:
         self._files = None if None in number_of_file else list(number_of_file)
         self._file = np.array([number_of_file[file] for file in files], np.int32)
         self.groups = None if None in groups else np.unique(groups, return_inverse=True)[1]
-        self.masks = Names(labels) if target == "mask" else None
+        self._masks = np.array([os.fsencode(label) for label in labels]) if target == "mask" else None
         self.class_names = list(label_columns)
         if target == "mask":
             self.targets = np.zeros(len(items), np.int64)
@@ -131,6 +119,13 @@ class ImageList:
     def __len__(self) -> int:
         return len(self.splits)
 
+    @property
+    def has_masks(self) -> bool:
+        return self._masks is not None
+
+    def name(self, i: int) -> str:
+        return os.fsdecode(self._names[i])
+
     def read(self, i: int) -> bytes:
         """Return the encoded image.
 
@@ -139,7 +134,7 @@ class ImageList:
         """
         size = int(self.size[i])
         try:
-            with open(self.folder / (self._files[self._file[i]] if self._files else self.names[i]), "rb") as file:
+            with open(self.folder / (self._files[self._file[i]] if self._files else self.name(i)), "rb") as file:
                 file.seek(int(self._start[i]))
                 data = file.read(size)
         except OSError as error:
@@ -154,8 +149,8 @@ class ImageList:
         Raises:
             CorruptImage: it cannot be read, or has several channels.
         """
-        assert self.masks is not None
-        path = self.folder / self.masks[i]
+        assert self._masks is not None
+        path = self.folder / os.fsdecode(self._masks[i])
         try:
             with Image.open(path) as image:
                 pixels = np.asarray(image)
@@ -167,23 +162,23 @@ class ImageList:
 
     def path(self, i: int) -> str:
         """Return the image's name with the folder before it."""
-        return str(self.folder / self.names[i])
+        return str(self.folder / self.name(i))
 
     @property
     def identity(self) -> str:
         """A hash that changes with any name, size, time, target or split."""
         digest = hashlib.sha256(json.dumps([str(self.folder), self.class_names]).encode())
-        parts = [self.names.text, self.names.ends, self.size, self.mtime, self.targets, self.splits]
-        if self.masks is not None:
-            stats = [os.stat(self.folder / self.masks[i]) for i in range(len(self))]
-            parts += [self.masks.text, np.array([(each.st_size, each.st_mtime_ns) for each in stats])]
+        parts = [self._names, self.size, self.mtime, self.targets, self.splits]
+        if self._masks is not None:
+            stats = [os.stat(self.folder / os.fsdecode(mask)) for mask in self._masks]
+            parts += [self._masks, np.array([(each.st_size, each.st_mtime_ns) for each in stats])]
         for array in parts:
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
     def content_hash(self, kept: np.ndarray) -> str:
         """Return a hash of names and sizes, for images that nobody has opened."""
-        return fingerprint([[self.names[i] for i in kept.tolist()], self.size[kept].tolist()])
+        return fingerprint([[self.name(i) for i in kept.tolist()], self.size[kept].tolist()])
 
 
 def _number(folder: Path, item: Item) -> Any:

@@ -36,10 +36,6 @@ def test_only_what_the_device_can_do_is_done_on_whole_batches():
     assert not CropFlip(erasing_prob=0.1).on_whole_batches and not CropFlip(color_jitter=[0.1]).on_whole_batches
 
 
-def test_flip_is_the_datas_unless_it_is_stated():
-    assert [Augmentation(flip=flip).flips(FRAMING) for flip in (None, True, False)] == [True, True, False]
-
-
 def test_a_stream_of_its_own_leaves_the_others_alone():
     torch.manual_seed(3)
     before = torch.get_rng_state()

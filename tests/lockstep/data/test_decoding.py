@@ -44,13 +44,6 @@ def test_a_photograph_is_turned_as_its_camera_says(tmp_path, orientation):
     assert np.array_equal(np.asarray(open_image(tmp_path / "x.png", 1)), upright)
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "I;16"])
-def test_every_mode_becomes_colour(tmp_path, mode):
-    path = tmp_path / ("image.tif" if mode in ("CMYK", "YCbCr") else "image.png")
-    Image.new(mode, (30, 20)).save(path)
-    assert decode(path, SQUARE).shape == (24, 24, 3) and decode(path, GREY).shape == (24, 24, 1)
-
-
 @pytest.mark.parametrize("kind", ["png", "webp", "gif", "tiff", "palette png", "grey png", "tRNS png"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_transparent_images_lie_on_white(kind, channels):

@@ -57,29 +57,6 @@ def make_hash(make, **options):
     return dm.data_hash
 
 
-def test_validation_is_a_part_of_training_drawn_from_the_seed(make):
-    first, again, other = make({}), make({"rank": 1, "world_size": 2}), make({}, seed=6)
-    parts = [set(dm.splits.train) | set(dm.splits.val) for dm in (first, again, other)]
-    assert parts == [set(range(220))] * 3
-    assert not set(first.splits.train) & set(first.splits.val)
-    assert np.array_equal(first.splits.val, again.splits.val)
-    assert not np.array_equal(first.splits.val, other.splits.val)
-    assert list(first.splits.test) == list(range(220, 417))
-
-
-def test_ranks_and_micro_batches_see_the_pixels_of_one_process(make):
-    one = make({})
-    whole = batches(one, one.train_dataloader())
-    assert len(whole) == 6 and whole[0][0].shape == (32, 3, 12, 12) and whole[0][1].dtype == torch.int64
-    world = [make({"rank": r, "world_size": 2, "accumulate_grad_batches": 4}) for r in range(2)]
-    assert world[0].per_device_batch_size == 4
-    parts = [batches(dm, dm.train_dataloader()) for dm in world]
-    for step, (images, labels) in enumerate(whole):
-        ours = [parts[r][step * 4 + j] for j in range(4) for r in range(2)]
-        assert torch.equal(torch.cat([x for x, _ in ours]), images)
-        assert torch.equal(torch.cat([y for _, y in ours]), labels)
-
-
 def test_training_pixels_are_cropped_flipped_and_normalised_images(make):
     dm, plain = make({}), make({}).read()
     selection = next(iter(dm.train_dataloader()._selections(0)))
@@ -89,29 +66,6 @@ def test_training_pixels_are_cropped_flipped_and_normalised_images(make):
         expected = ((crop[:, ::-1] if flip else crop) / 255 - 0.5) / 0.18
         assert np.allclose(images[i].permute(1, 2, 0), expected, atol=1e-5)
     assert np.array_equal(labels, plain.labels[selection.positions])
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_each_of_197_test_images_counts_once(make, world_size):
-    reference = make({}, eval_batch_size=197)
-    ((images, expected),) = batches(reference, reference.test_dataloader())
-    assert len(expected) == 197 and expected.min() == 0
-    world = [make({"rank": r, "world_size": world_size}, global_batch_size=24) for r in range(world_size)]
-    found = [batches(dm, dm.test_dataloader()) for dm in world]
-    assert len({len(batches) for batches in found}) == 1
-    labels = torch.cat([y for batches in found for _, y in batches])
-    assert torch.equal(labels[labels >= 0].sort().values, expected.sort().values)
-    pixels = torch.cat([x[y >= 0].double().sum((1, 2, 3)) for batches in found for x, y in batches])
-    assert torch.equal(pixels.sort().values, images.double().sum((1, 2, 3)).sort().values)
-
-
-@pytest.mark.parametrize("options", [{"num_val": None, "val_fraction": 0}, {"num_val": 0}])
-def test_without_validation_all_images_are_trained_on(make, options):
-    dm = make({}, **options)
-    assert (dm.num_train, dm.num_val, dm.left_out_per_epoch) == (220, 0, 220 % 32)
-    assert len(dm.val_dataloader()) == 0 and list(dm.val_dataloader()) == []
-    with_some = make({})
-    assert dm.data_hash == with_some.data_hash and dm.num_test == with_some.num_test
 
 
 @pytest.mark.parametrize(
@@ -134,11 +88,6 @@ def test_without_validation_all_images_are_trained_on(make, options):
 def test_bad_options_end_before_training(make, options, message):
     with pytest.raises(UserError, match=message):
         make(**options).prepare()
-
-
-def test_a_global_batch_that_does_not_divide(make):
-    with pytest.raises(UserError, match="30 and 33"):
-        make({"world_size": 3})
 
 
 class Recorder(LightningModule):
@@ -205,8 +154,7 @@ def steps(module, accumulate=1):
     return [(group[0][0], tuple(x for micro in group for x in micro[1:])) for group in merged]
 
 
-@pytest.mark.parametrize("at", [2, 6, 7])
-@pytest.mark.parametrize(("saved_with", "resumed_with"), [(1, 1), (2, 2), (2, 1), (1, 4)])
+@pytest.mark.parametrize(("at", "saved_with", "resumed_with"), [(2, 1, 1), (6, 2, 2), (7, 2, 1), (7, 1, 4)])
 def test_a_real_trainer_goes_on_in_mid_epoch(make, tmp_path, at, saved_with, resumed_with):
     whole = fit(tmp_path, make(), accumulate_grad_batches=saved_with, callbacks=[SaveAt(tmp_path / "c.ckpt", at)])
     resumed = fit(tmp_path, make(), tmp_path / "c.ckpt", accumulate_grad_batches=resumed_with)
@@ -251,37 +199,6 @@ def test_a_batch_that_cannot_be_cut_into_pairs(make, tmp_path):
     dm.use(CropFlip(cutmix_alpha=1.0))
     with pytest.raises(UserError, match="global_batch_size=33 gives each device 33 at a time"):
         fit(tmp_path, dm)
-
-
-def test_soft_targets_have_the_precision_of_the_images(make, tmp_path):
-    dm = make()
-    dm.use(CropFlip(mixup_alpha=1.0))
-    assert fit(tmp_path, dm, precision="64-true", max_epochs=1).targets.dtype == torch.float64
-
-
-def test_a_checkpoint_of_a_whole_epoch_goes_on_with_the_next(make, tmp_path):
-    class SaveAtEnd(Callback):
-        def on_train_epoch_end(self, trainer, module):
-            if trainer.current_epoch == 0:
-                trainer.save_checkpoint(tmp_path / "epoch.ckpt")
-
-    whole = fit(tmp_path, make(), callbacks=[SaveAtEnd()])
-    resumed = fit(tmp_path, make(), tmp_path / "epoch.ckpt")
-    assert steps(resumed) == steps(whole)[6:]
-    assert torch.equal(resumed.net.weight, whole.net.weight)
-
-
-def test_overfitting_takes_the_same_batches_each_epoch(make, tmp_path):
-    module = fit(tmp_path, make(), overfit_batches=2, max_epochs=3)
-    seen = [images for _, images in steps(module)]
-    assert len(seen) == 6 and seen[:2] == seen[2:4] == seen[4:] and seen[0] != seen[1]
-
-
-def test_epochs_differ_and_reloading_loaders_changes_nothing(make, tmp_path):
-    whole = fit(tmp_path, make())
-    again = fit(tmp_path, make(), reload_dataloaders_every_n_epochs=1)
-    assert steps(whole) == steps(again)
-    assert set(steps(whole)[0][1]) != set(steps(whole)[6][1])
 
 
 def test_testing_alone_counts_all_and_true_precision_reaches_the_batch(make, tmp_path):

@@ -118,12 +118,6 @@ def folder(tmp_path, per_class, parts=("",), **options):
     return data
 
 
-def test_drawn_test_images_are_not_folded(tmp_path):
-    data = folder(tmp_path, {"a": 40, "bb": 12}, fold=2, num_folds=3)
-    every = np.concatenate([data.splits.train, data.splits.val, data.splits.test])
-    assert np.array_equal(np.sort(every), np.arange(52)) and data.counts_per_split["val"] == [12, 3]
-
-
 def test_data_with_validation_images_of_their_own_are_not_folded(tmp_path):
     with pytest.raises(UserError, match="data.fold=0: the data have validation images of their own"):
         folder(tmp_path, {"a": 4, "bb": 4}, ("train", "val", "test"), fold=0, num_folds=2)
