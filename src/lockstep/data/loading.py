@@ -186,13 +186,16 @@ def stream(
 
     loader = DataLoader(
         _Batches(make, num_workers), batch_sampler=wanted(), collate_fn=_unchanged, num_workers=num_workers,
-        pin_memory=pin_memory, worker_init_fn=_ignore_signals,
+        pin_memory=pin_memory,
         generator=torch.Generator(),  # the loader draws a seed: not from the global stream, which a resume restores
     )  # fmt: skip
     before = set(multiprocessing.active_children())
+    # Workers are born with these blocked: a signal to all processes of a job is for the rank, which saves first.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     with warnings.catch_warnings():  # forking beside idle threads is what every DataLoader does; Python 3.12 warns
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork.*", DeprecationWarning)
         batches = iter(loader)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     started = set(multiprocessing.active_children()) - before
     _workers.update(started)
     try:
@@ -206,12 +209,6 @@ def stream(
     finally:
         del batches  # ends the workers now: an error's traceback would keep them, and the program's end wait for them
         _workers.difference_update({worker for worker in started if not worker.is_alive()})
-
-
-def _ignore_signals(_worker: int) -> None:
-    """A signal to all processes of a job is for the rank, which saves first and then ends its workers."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @atexit.register
