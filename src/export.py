@@ -86,6 +86,7 @@ def write_config(model: Any, out: Path) -> dict[str, Any]:
     from safetensors.torch import save_file
     from timm.models import save_for_hf
 
+    outputs = model.config["task"].get("outputs") or model.facts["num_classes"]
     facts, framing, backbone = model.facts, model.framing, timm_backbone(model)
     images = {
         "input_size": (facts["channels"], facts["image_size"], facts["image_size"]),
@@ -98,9 +99,9 @@ def write_config(model: Any, out: Path) -> dict[str, Any]:
         save_for_hf(backbone, str(out), config, safe_serialization=True, data_config=images)
     else:
         config = {
-            "architecture": model_name(model.config), "num_classes": facts["num_classes"],
+            "architecture": model_name(model.config), "num_classes": outputs,
             "label_names": facts["class_names"], "model": model_arguments(model),
-            "pretrained_cfg": {**tag, **images, "num_classes": facts["num_classes"]},
+            "pretrained_cfg": {**tag, **images, "num_classes": outputs},
         }  # fmt: skip
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file(model.net.state_dict(), out / "model.safetensors", metadata={"format": "pt"})
@@ -115,7 +116,8 @@ def model_arguments(model: Any) -> dict[str, Any]:
 
     own = {key: value for key, value in model.config["model"].items() if key not in ("freeze", "weights", "pretrained")}
     taken, _ = options_of(resolve_target(own["_target_"], "model._target_"))
-    return {**{key: model.facts[key] for key in ("num_classes", "image_size", "channels") if key in taken}, **own}
+    shape = {**model.facts, "num_classes": model.config["task"].get("outputs") or model.facts["num_classes"]}
+    return {**{key: shape[key] for key in ("num_classes", "image_size", "channels") if key in taken}, **own}
 
 
 def export_safetensors(model: Any, out: Path) -> Any:

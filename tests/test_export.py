@@ -15,6 +15,7 @@ from lockstep.runs.record import RunRecord
 from lockstep.training.inference import FinishedModel, load_finished
 from models.timm import TimmModel
 from runs import run_door
+from tasks.classifier import ImageClassifier
 
 HAS_ONNX = all(find_spec(name) for name in export.NEEDED["onnx"])
 SMALL_VIT = ["model=vit_tiny_32", "model.depth=2", "model.embed_dim=48", "data=synthetic", "data.num_images=300",
@@ -119,7 +120,7 @@ def test_timm_loads_any_of_its_models_as_the_card_says(tmp_path, monkeypatch, na
     config = {"model": {"_target_": "models.timm.TimmModel", "name": name}, "data": {"name": "d"}, "task": {}}
     path = tmp_path / "best.ckpt"
     path.write_bytes(b"")
-    model = FinishedModel(net, torch.nn.CrossEntropyLoss(), config, facts, path, RunRecord())
+    model = FinishedModel(ImageClassifier(net, num_classes=facts["num_classes"]), config, facts, path, RunRecord())
     written = export.write_config(model, tmp_path)
     assert export.largest_difference(model, export.export_safetensors(model, tmp_path)) == 0
     (lines,) = re.findall("```python\n(.*?)```", card_text(model, written, {"safetensors": 0.0}), re.DOTALL)

@@ -20,6 +20,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from lockstep.commands.sweep import is_minimized
 from lockstep.runs.errors import EXIT_USER_ERROR, UserError
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class OptunaSearch(Sweeper):
     Args:
         study: name of the search; None: one made of what is searched, so that another search has another study.
         num_trials: trials that have finished in the end, over all starts.
-        direction: maximize or minimize optimized_metric.
+        direction: maximize or minimize optimized_metric; auto: as the checkpoints' mode.
         folder: for the journal.
         seed: of Optuna's sampler.
     """
@@ -42,6 +43,7 @@ class OptunaSearch(Sweeper):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config = config
+        self.direction = "minimize" if is_minimized(config) else "maximize"
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )

@@ -202,6 +202,8 @@ def start_door(
         before: called in the door's process first; a fault from faults.py, as functools.partial.
     """
     paths = [f"paths.log_dir={logs}", f"paths.data_dir={logs / 'data'}", f"paths.logbook_dir={logs / 'logbook'}"]
+    if door in ("predict", "export"):
+        paths = [f"log_dir={logs}"]
     return Started(door, [*small(door, argv), *paths], logs, environment or {}, before)
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
+from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import HEARTBEAT_INTERVAL_S, RunRecord, read_record, update_record
+from lockstep.runs.record import HEARTBEAT_INTERVAL_S, RunRecord, read_record, update_record, write_record
 from lockstep.runs.scores import write_confusion
 from lockstep.storage.checkpoint_files import Sidecar
 
@@ -18,14 +19,14 @@ class RunRecorder(Callback):
     """Writes on rank zero only, and never calls a collective.
 
     Args:
-        path: run.json, which the launch has begun.
+        path: run.json, which train.py has begun; in another script this callback begins and ends it.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path, self.phase, self.written_at = Path(path), "start", 0.0
         self.fit_started_at: float | None = None
         self.fit_before_s = 0.0  # seconds of fit in earlier starts of this run
-        self.monitor, self.mode = "val/acc", "max"
+        self.monitor, self.mode, self.is_begun_here = "val/acc", "max", False
         self.best_metrics: dict[str, float] = {}
         self.steps = 0  # as of the last write
 
@@ -69,6 +70,15 @@ class RunRecorder(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
+            self.is_begun_here = not self.path.exists()
+            if self.is_begun_here:
+                chooser = next((each for each in trainer.callbacks if hasattr(each, "best_path")), None)
+                begun = RunRecord(
+                    run_id=self.path.parent.name, task_name="train", status="running", started_at=utc_now(),
+                    model=type(pl_module).__name__, world_size=trainer.world_size, num_nodes=trainer.num_nodes,
+                    monitor=getattr(chooser, "monitor", "val/acc"), monitor_mode=getattr(chooser, "mode", "max"),
+                )  # fmt: skip
+                write_record(self.path, begun)
             before = read_record(self.path)
             self.monitor, self.mode = before.monitor, before.monitor_mode
             self.fit_before_s, self.fit_started_at = before.fit_seconds or 0.0, time.monotonic()
@@ -128,3 +138,5 @@ class RunRecorder(Callback):
         if trainer.is_global_zero:
             self.write(trainer, phase="trained", epochs=trainer.current_epoch, steps=trainer.global_step)
             self.fit_before_s, self.fit_started_at = self.elapsed(), None
+            if self.is_begun_here:
+                self.write(None, status="finished", exit_code=0, finished_at=utc_now())

@@ -29,7 +29,7 @@ from lockstep.runs.errors import EXIT_INTERRUPTED
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import read_record
 from lockstep.runs.repeats import REPEATED, spread
-from lockstep.runs.scores import as_read
+from lockstep.runs.scores import as_read, tested_name
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def run_job(cfg: Any, hydra: Any, program: str, environ: Mapping[str, str] | Non
     command = [sys.executable, program, *overrides, *search, f"run_id={folder.run_id}", f"sweep_dir={sweep_dir}"]
     code = run_child(command, environ=environ, output=output)
     metrics = read_record(folder.record).metrics if code == 0 and folder.record.exists() else {}
-    names = (str(cfg.optimized_metric), "test/acc")
+    names = (str(cfg.optimized_metric), tested_name(str(cfg.optimized_metric)))
     value, tested = (float(metrics.get(f"{name}_best") or metrics.get(name, math.nan)) for name in names)
     ended = Job(number, code if code >= 0 else 128 - code, overrides, value, tested)
     (sweep_dir / CODES).mkdir(parents=True, exist_ok=True)
@@ -156,6 +156,16 @@ def stops_reach_jobs() -> Iterator[None]:
         raise SystemExit(128 + signal.SIGINT if asked.count(signal.SIGINT) > 1 else EXIT_INTERRUPTED)
 
 
+def is_minimized(config: Any) -> bool:
+    """Return whether a sweep's lowest optimized_metric is its best, as the search or the checkpoints' mode says."""
+    direction = OmegaConf.select(config, "hydra.sweeper.direction")
+    if direction in ("minimize", "maximize"):
+        return bool(direction == "minimize")
+    if config.optimized_metric == OmegaConf.select(config, "callbacks.checkpoints.monitor"):
+        return bool(config.callbacks.checkpoints.mode == "min")
+    return "loss" in str(config.optimized_metric)
+
+
 class Ranking(Callback):
     """Hydra's callback that ends a sweep with its ranking and remembers the worst exit code, wherever jobs ran."""
 
@@ -172,9 +182,7 @@ class Ranking(Callback):
         ended = [jobs[number] for number in sorted(jobs)]
         Ranking.worst = max((job.code for job in ended), default=0)
         if ended:
-            direction = OmegaConf.select(config, "hydra.sweeper.direction")
-            lowest = direction == "minimize" if direction else "loss" in metric
-            lines = ranking(ended, sweep_dir.name, metric, minimize=lowest)
+            lines = ranking(ended, sweep_dir.name, metric, minimize=is_minimized(config))
             log.info("\n" + "\n".join([*lines, *means(ended, metric)]))
 
 
@@ -198,7 +206,8 @@ def means(jobs: list[Job], metric: str) -> list[str]:
         groups.setdefault(tuple(w for w in job.overrides if key_of(w) not in REPEATED), []).append(job)
     common, lines = set.intersection(*map(set, groups)), ["mean ± standard deviation over folds and seeds:"]
     for words, group in groups.items():
-        found = [(metric, *spread([job.value for job in group])), ("test/acc", *spread([job.tested for job in group]))]
+        values, tests = [job.value for job in group], [job.tested for job in group]
+        found = [(metric, *spread(values)), (tested_name(metric), *spread(tests))]
         shown = [f"{name} {as_read(name, mean)} ± {as_read(name, by)}" for name, mean, by in found if mean == mean]
         own = " ".join(word for word in words if word not in common)
         lines += ["  " + " · ".join(filter(None, [*shown, f"{len(group)} jobs", own]))] if shown else []

@@ -111,7 +111,8 @@ def check_validation(config: Config) -> None:
     for name, node in {**nodes, "scheduler": config.get("scheduler") or {}}.items():
         metric = str(node.get("monitor") or "")
         # The checkpoints do without their default if nothing validates
-        waits = metric != "val/acc" if node.get("_target_") == CHECKPOINTS else metric.startswith("val/")
+        default = config["task"].get("monitor") if node.get("_target_") == CHECKPOINTS else None
+        waits = metric != default if default else metric.startswith("val/")
         if metric and waits:
             raise UserError(f"{without}, and {name}.monitor={metric} waits for a validation: leave one of the two out.")
     metric = str(config.get("optimized_metric"))

@@ -13,7 +13,7 @@ from lockstep.runs.config import Config
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, Interrupted
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import RunRecord, read_record
-from lockstep.runs.scores import as_read
+from lockstep.runs.scores import as_read, tested_name
 from lockstep.storage.uploader import finish_upload
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,9 @@ def conclude(folder: RunFolder, keep_in: Path | None, code: int, metrics: list[s
         log.warning(f"The run's page was not written ({reason}); python src/logbook.py build tries again.")
     if code == EXIT_OK and record.status == "finished":
         own = metrics if len(metrics) <= MAX_METRICS else []
-        shown = {name: record.metrics.get(name) for name in (f"{record.monitor}_best", "test/acc", *own)}
+        shown = {
+            name: record.metrics.get(name) for name in (f"{record.monitor}_best", tested_name(record.monitor), *own)
+        }
         words = [f"{name} {as_read(name, value)}" for name, value in shown.items() if isinstance(value, float)]
         images, there = record.metrics.get("test/images"), record.num_test
         if isinstance(images, float) and there is not None and images < there:

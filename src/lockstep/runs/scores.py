@@ -45,6 +45,11 @@ def write_confusion(confusion: Sequence[Sequence[int]], class_names: Sequence[st
     write_atomically(path, lambda file: csv.writer(file).writerows(rows))
 
 
+def tested_name(monitor: str) -> str:
+    """Return the metric of a test that a monitored one stands for: test/mae for val/mae; test/acc for train/loss."""
+    return monitor.replace("val", "test", 1) if monitor.startswith("val") else "test/acc"
+
+
 def class_scores(confusion: Sequence[Sequence[int]]) -> list[ClassScores]:
     """Return the scores of each class; `confusion[true][predicted]` is square."""
     scores = []

@@ -10,6 +10,8 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
+from lockstep.runs.errors import UserError
+
 
 class BFloat16Mixed(MixedPrecision):
     """Autocast in bfloat16. Lightning's own plugin refuses to clip with a fused optimizer, but nothing is scaled here.
@@ -53,7 +55,7 @@ def capabilities(strategy: Any) -> Capabilities:
 
 
 class Ranks(Capabilities, ParallelStrategy):
-    """One process per device, over torch's default process group, which exists already."""
+    """One process per device, over torch's default process group."""
 
     is_distributed = True  # self.log(sync_dist=True) asks for it
     num_nodes = 1  # Lightning sets it
@@ -65,6 +67,10 @@ class Ranks(Capabilities, ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         rank_zero_only.rank = self.global_rank
+        if not dist.is_initialized():  # in a script of the user's own
+            if not dist.is_torchelastic_launched():
+                raise UserError(f"{type(self).__name__} needs ranks: start this script with torchrun.")
+            dist.init_process_group("nccl" if self.root_device.type == "cuda" else "gloo")
 
     def barrier(self, name: str | None = None) -> None:
         dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)

@@ -37,10 +37,7 @@ def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None
     """
     config, is_rank_zero = plan.config, plan.cluster.is_rank_zero
     if not hasattr(resolve_target(config["data"]["_target_"], "data._target_"), "place"):
-        data = build({key: value for key, value in config["data"].items() if not (key in OF_ALL and value is None)})
-        if not isinstance(data, pl.LightningDataModule):
-            raise UserError(f"data._target_={config['data']['_target_']} is no LightningDataModule.")
-        return data
+        return build_plain_data(config["data"])
     stated = {**config["data"], "global_batch_size": plan.batch.global_size}
     data = prepared_data(config, stated, "fit" if trained_on is None else "test")
     if trained_on:
@@ -63,6 +60,14 @@ def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None
         report.log_contents(data, data.report)
         report.log_settings(data, plan.choices.get("augmentation") if trained_on is None else None)
         report.write_lists(plan.folder.path, lists)
+    return data
+
+
+def build_plain_data(node: Config) -> pl.LightningDataModule:
+    """Return a data module of Lightning's own kind, which has no rank to be placed on."""
+    data = build({key: value for key, value in node.items() if not (key in OF_ALL and value is None)})
+    if not isinstance(data, pl.LightningDataModule):
+        raise UserError(f"data._target_={node['_target_']} is no LightningDataModule.")
     return data
 
 

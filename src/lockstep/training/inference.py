@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.foreign import OF_DATA, config_of_checkpoint
+from lockstep.config.instantiate import resolve_target
 from lockstep.data.framing import Framing
 from lockstep.runs.config import Config, model_name
 from lockstep.runs.errors import UserError
@@ -17,29 +18,32 @@ from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import RunRecord, read_record
 from lockstep.storage.fetch import locate_checkpoint
 from lockstep.storage.load import Checkpoint, read_checkpoint
-from lockstep.training.build_data import prepared_data
+from lockstep.training.build_data import build_plain_data, prepared_data
 from lockstep.training.build_module import build_module
 from lockstep.training.checks import DataFacts, check_fits
-from lockstep.training.losses import probabilities_of
 
 
 @dataclass
 class FinishedModel:
-    """
+    """A trained LightningModule, in evaluation mode, in float32, on the CPU.
+
     Args:
-        net: in evaluation mode, on the CPU; (B, C, H, W) float32 normalised → (B, classes) logits.
-        loss: what it was trained with.
         config: the run's whole config.
         facts: class_names, num_classes, image_size, channels, mean, std, resize, fit, interpolation, data_hash.
-        record: the run's record where it lies beside the checkpoint, else empty.
+        record: the run's record if it lies beside the checkpoint, else empty.
     """
 
-    net: nn.Module
-    loss: nn.Module
+    module: Any
     config: Config
     facts: DataFacts
     path: Path
     record: RunRecord
+
+    @property
+    def net(self) -> nn.Module:
+        """(B, C, H, W) float32 normalised → outputs, of a classifier (B, classes) logits."""
+        net: nn.Module = getattr(self.module, "net", self.module)
+        return net
 
     @property
     def name(self) -> str:
@@ -72,16 +76,10 @@ class FinishedModel:
         mean, std = (torch.tensor(self.facts[key]).view(-1, 1, 1) for key in ("mean", "std"))
         return (pixels - mean) / std
 
-    def logits(self, images: Tensor) -> Tensor:
-        """What the run's own test took for its answer: with test-time flip the mean over an image and its mirror."""
-        logits = self.net(images)
-        if self.config["task"].get("test_time_flip"):
-            logits = (logits + self.net(images.flip(-1))) / 2
-        return logits
-
-    def probabilities(self, images: Tensor) -> Tensor:
-        """(B, classes) as the run's loss understands logits: with loss=bce a class's own, whose sum is not 1."""
-        return probabilities_of(self.loss, self.logits(images))
+    @torch.inference_mode()
+    def predict(self, images: Tensor) -> Any:
+        """Return what the task's predict_step makes of (B, C, H, W) normalised images; a classifier's probabilities."""
+        return self.module.predict_step(images, 0)
 
     def sha256(self) -> str:
         """Of the checkpoint file."""
@@ -103,8 +101,8 @@ def load_finished(address: str, logs: Path = REPOSITORY / "logs", s3: Config | N
     module.load_state_dict(checkpoint["state_dict"])
     run_file = path.parent.parent / "run.json"
     record = read_record(run_file) if run_file.exists() else RunRecord()
-    net = module.net.eval().float().to(memory_format=torch.contiguous_format)
-    return FinishedModel(net, module.loss.eval(), config, facts, path, record)
+    module = module.eval().float().to(memory_format=torch.contiguous_format)
+    return FinishedModel(module, config, facts, path, record)
 
 
 def load_data(address: str, logs: Path = REPOSITORY / "logs", s3: Config | None = None, **options: Any) -> Any:
@@ -118,6 +116,8 @@ def load_data(address: str, logs: Path = REPOSITORY / "logs", s3: Config | None 
     """
     path, checkpoint = _found(address, logs, s3)
     config = config_of_checkpoint(path, checkpoint["lockstep"]["config"], logs, OF_DATA)
+    if not hasattr(resolve_target(config["data"]["_target_"], "data._target_"), "place"):
+        return build_plain_data({**config["data"], **options})
     return prepared_data(config, {**config["data"], **options})
 
 

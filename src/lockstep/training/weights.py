@@ -61,19 +61,20 @@ def start_from(module: pl.LightningModule, path: str, model_name: str, data: Con
     """
     checkpoint = load_on_all_ranks(path)
     own, found, before = module.state_dict(), dict(checkpoint["state_dict"]), facts_of(checkpoint)
+    net, prefix = (module.net, "net.") if hasattr(module, "net") else (module, "")
     notes = []
-    if hasattr(module.net, "adapted"):
-        of_net = {name[4:]: value for name, value in found.items() if name.startswith("net.")}
-        adapted = module.net.adapted(of_net)
+    if hasattr(net, "adapted"):
+        of_net = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
+        adapted = net.adapted(of_net)
         if adapted is not of_net:
             notes.append("position embeddings resampled")
-            found.update({f"net.{name}": value for name, value in adapted.items()})
-    notes += _match_head(module, own, found, before, facts)
-    skipped = [name for name in found if name not in own and not name.startswith("net.")]
+            found.update({f"{prefix}{name}": value for name, value in adapted.items()})
+    notes += _match_head({f"{prefix}{name}" for name in head_names(net)}, own, found, before, facts)
+    skipped = [name for name in found if name not in own and not name.startswith(prefix)]
     if skipped:
         notes.append(f"skipped {', '.join(sorted({name.split('.')[0] for name in skipped}))}, which this task lacks")
     found = {name: value for name, value in found.items() if name not in skipped}
-    found = {**{name: value for name, value in own.items() if not name.startswith("net.")}, **found}
+    found = {**{name: value for name, value in own.items() if not name.startswith(prefix)}, **found}
     check_fits(module, found, path, model_name)
     module.load_state_dict(found)
     said = "; ".join([f"Starting from the weights of {path}", *notes])
@@ -81,14 +82,18 @@ def start_from(module: pl.LightningModule, path: str, model_name: str, data: Con
 
 
 def _match_head(
-    module: pl.LightningModule, own: dict[str, Tensor], found: dict[str, Tensor], before: DataFacts, facts: DataFacts
+    of_head: set[str], own: dict[str, Tensor], found: dict[str, Tensor], before: DataFacts, facts: DataFacts
 ) -> list[str]:
-    """Change the rows of the head in `found` to this run's classes; return what was done."""
-    here = list(facts["class_names"])
+    """Change the rows of the head in `found` to this run's classes or outputs; return what was done."""
+    here = list(facts.get("class_names") or ())
     there = list(before.get("class_names") or here)
     if there == here:
-        return []
-    of_head = {f"net.{name}" for name in head_names(module.net)}
+        resized = sorted(name for name in of_head & found.keys() if _has_other_rows(found[name], own[name]))
+        if not resized:
+            return []
+        outputs = f"{len(found[resized[0]])} outputs, now {len(own[resized[0]])}"
+        found.update({name: torch.zeros_like(own[name]) for name in resized})
+        return [f"the head is new ({', '.join(resized)}): it had {outputs}"]
     rows_of_classes = [
         name for name, value in found.items()
         if name in own and value.ndim and value.shape[1:] == own[name].shape[1:]
@@ -101,6 +106,10 @@ def _match_head(
         return ["the head's rows are in this run's order of classes"]
     found.update({name: torch.zeros_like(own[name]) for name in heads})
     return [f"the head is new ({', '.join(sorted(heads))}): the classes were {_shown(there)}, now {_shown(here)}"]
+
+
+def _has_other_rows(there: Tensor, here: Tensor) -> bool:
+    return there.ndim > 0 and there.shape[1:] == here.shape[1:] and len(there) != len(here)
 
 
 def _shown(names: list[str]) -> str:
@@ -116,6 +125,6 @@ def _seen_before(checkpoint: Checkpoint, data: Config, before: DataFacts, facts:
     if changed:
         why = ", ".join(f"data.{key} was {then.get(key)}, is {data.get(key)}" for key in changed)
         return f" It may have trained on images that validate here: {why}."
-    if before.get("image_size") == facts["image_size"] and before.get("data_hash") != facts["data_hash"]:
+    if before.get("image_size") == facts.get("image_size") and before.get("data_hash") != facts.get("data_hash"):
         return " It may have trained on images that validate or test here, because the images have changed since."
     return ""

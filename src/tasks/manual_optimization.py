@@ -1,0 +1,56 @@
+"""task=manual_optimization: a step that calls the optimizer itself; here sharpness-aware minimisation.
+
+SAM (arXiv 2010.01412) takes the gradient where the loss is highest near the weights: two backward passes per step.
+python src/train.py task=manual_optimization task.radius=0.05
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tasks.classifier import ImageClassifier, check_logits
+
+
+class SharpnessAware(ImageClassifier):
+    """
+    Args:
+        net: as of ImageClassifier.
+        radius: how far along the gradient the weights go before the second backward pass.
+        parts: as of ImageClassifier.
+    """
+
+    def __init__(self, net: nn.Module, *, num_classes: int, radius: float = 0.05, **parts: Any) -> None:
+        super().__init__(net, num_classes=num_classes, **parts)
+        self.radius, self.automatic_optimization = radius, False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        images, targets = batch
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        logits = self.net(images)
+        check_logits(logits, self.num_classes)
+        self.count(acc=logits.argmax(1) == (targets if targets.ndim == 1 else targets.argmax(1)))
+        loss = self.loss(logits, targets).mean()
+        self.manual_backward(loss)
+        steps = self._climb()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(self.net(images), targets).mean())
+        with torch.no_grad():
+            for parameter, step in steps:
+                parameter.sub_(step)
+        optimizer.step()
+        if schedule := self.lr_schedulers():
+            schedule.step()  # type: ignore[union-attr, call-arg]
+        return {"loss": loss.detach()}
+
+    @torch.no_grad()
+    def _climb(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Move the weights along the gradient; return each parameter with its step."""
+        trained = [parameter for parameter in self.parameters() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in trained])
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of shards
+        steps = [(parameter, parameter.grad * (self.radius / (norm + 1e-12))) for parameter in trained]
+        for parameter, step in steps:
+            parameter.add_(step)
+        return steps

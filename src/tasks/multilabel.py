@@ -1,0 +1,58 @@
+"""task=multilabel: any number of labels for each image, as columns of 0 and 1.
+
+python src/train.py task=multilabel data=csv data.root=FILE.csv 'data.label_columns=[cat,dog]'
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics.classification import MultilabelAveragePrecision
+
+from lockstep.training.task import Task
+
+
+class MultiLabel(Task):
+    """Train binary cross-entropy of each label; log the mean average precision, and the share of labels that are right.
+
+    Args:
+        net: (B, C, H, W) float → (B, num_classes) logits.
+        num_classes: labels.
+        positive_weight: of a label that is there, over one that is not; above 1 where labels are rare.
+        parts: as of Task.
+    """
+
+    def __init__(self, net: nn.Module, *, num_classes: int, positive_weight: float = 1.0, **parts: Any) -> None:
+        super().__init__(net, **parts)
+        self.register_buffer("weight", torch.tensor(positive_weight), persistent=False)
+        self.average_precision = MultilabelAveragePrecision(num_classes)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, targets = batch
+        return F.binary_cross_entropy_with_logits(self.net(images), targets, pos_weight=self.weight)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        images, targets = batch
+        logits = self.net(images)
+        losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+        self.count(loss=losses, acc=(logits > 0) == (targets > 0.5))
+        self.average_precision.update(logits, targets.long())
+
+    test_step = validation_step
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        self._log_precision("val")
+
+    def on_test_epoch_end(self) -> None:
+        super().on_test_epoch_end()
+        self._log_precision("test")
+
+    def _log_precision(self, stage: str) -> None:
+        self.log_exactly({f"{stage}/map": float(self.average_precision.compute())})
+        self.average_precision.reset()
+
+    def predict_step(self, batch: Tensor | tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return (B, num_classes) probabilities."""
+        return self.net(batch if isinstance(batch, Tensor) else batch[0]).sigmoid()

@@ -1,0 +1,68 @@
+"""task=segmentation: a class for each pixel.
+
+python src/train.py task=segmentation model=unet data=image_folder data.root=DIR data.target=mask
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep.training.task import Task
+
+
+class Segmentation(Task):
+    """Train cross-entropy of each pixel; log the share of pixels that are right and the mean intersection over union.
+
+    Args:
+        net: (B, C, H, W) float → (B, num_classes, h, w) logits, which are resized to H × W.
+        num_classes: classes of pixels; a pixel of the class -1 does not count.
+        parts: as of Task.
+    """
+
+    def __init__(self, net: nn.Module, *, num_classes: int, **parts: Any) -> None:
+        super().__init__(net, **parts)
+        self.num_classes = num_classes
+        self.register_buffer("confusion", torch.zeros(num_classes, num_classes, dtype=torch.float64), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.interpolate(self.net(images), images.shape[2:], mode="bilinear")
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, masks = batch
+        return F.cross_entropy(self(images), masks, ignore_index=-1)
+
+    def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
+        self.confusion.zero_()
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        images, masks = batch
+        logits, is_known = self(images), masks >= 0
+        predicted, true = logits.argmax(1)[is_known], masks[is_known]
+        self.count(loss=F.cross_entropy(logits, masks, ignore_index=-1, reduction="none")[is_known])
+        cells = true * self.num_classes + predicted
+        self.confusion.view(-1).index_add_(0, cells, torch.ones_like(cells, dtype=torch.float64))
+
+    test_step = validation_step
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        self._log_overlap("val")
+
+    def on_test_epoch_end(self) -> None:
+        super().on_test_epoch_end()
+        self._log_overlap("test")
+
+    def _log_overlap(self, stage: str) -> None:
+        confusion = self.trainer.strategy.reduce(self.confusion.clone(), reduce_op="sum")
+        right, union = confusion.diag(), confusion.sum(0) + confusion.sum(1) - confusion.diag()
+        overlap = (right / union)[union > 0].mean()  # of the classes that are there or were predicted
+        self.log_exactly({f"{stage}/miou": float(overlap), f"{stage}/acc": float(right.sum() / confusion.sum())})
+
+    def predict_step(self, batch: Tensor | tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return (B, H, W) classes."""
+        return self(batch if isinstance(batch, Tensor) else batch[0]).argmax(1)

@@ -1,0 +1,157 @@
+"""Each example of src/tasks learns small pictures, on one process and under DDP and FSDP, and everything works with it.
+
+docs/tasks.md shows CASES and CHECKS as a table.
+"""
+
+import csv
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import shapes
+from lockstep.storage.load import read_checkpoint
+from object_store import shared_store
+from predict import rows_of
+from runs import run_door
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ("model=small_cnn", "data._target_=shapes.Shapes", "trainer.num_threads=1", "trainer.log_every_n_steps=4",
+         "optimizer.lr=0.003", "augmentation=none")  # fmt: skip
+UNET = ("model=unet", "model.width=8", "model.depth=2", "optimizer.lr=0.02")
+# task: (target that it learns, options, epochs, monitored metric, value of it that is reached or better)
+CASES = {
+    "classifier": ("class", (), 3, "val/acc", 0.95),
+    "multilabel": ("labels", (), 3, "val/map", 0.95),
+    "regression": ("number", ("task.mean=15", "task.std=3"), 4, "val/mae", 1.0),
+    "segmentation": ("mask", UNET, 3, "val/miou", 0.9),
+    "distillation": ("class", ("task.teacher=teacher",), 3, "val/acc", 0.95),
+    "simclr": ("views", ("task.outputs=32",), 2, "train/loss", None),
+    "manual_optimization": ("class", (), 3, "val/acc", 0.95),
+}
+CHECKS = ("cpu", "ddp_sim", "fsdp_sim", "resume", "eval", "predict", "S3", "page")
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory):
+    """A folder with a run that may teach."""
+    logs = tmp_path_factory.mktemp("logs")
+    done = run_door("train", *SMALL, "trainer=cpu", "trainer.max_epochs=3", "run_id=teacher", logs=logs)
+    assert done.code == 0, done.output
+    return logs
+
+
+def trained(task, trainer, logs, *more, **options):
+    kind, words, epochs, *_ = CASES[task]
+    argv = [*SMALL, f"task={task}", f"+data.kind={kind}", *words, f"trainer={trainer}", f"run_id={task}-{trainer}",
+            f"trainer.max_epochs={epochs}"]  # fmt: skip
+    done = run_door("train", *argv, *more, logs=logs, **options)
+    assert done.code == 0, done.output
+    return done
+
+
+def check_learned(task, done):
+    _, _, _, monitor, reached = CASES[task]
+    record = done.record
+    assert record["status"] == "finished" and record["monitor"] == monitor
+    with done.folder.metrics.open() as file:
+        losses = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+    assert losses[-1] < losses[0]
+    if reached is not None:
+        best = record["metrics"][f"{monitor}_best"]
+        assert best <= reached if record["monitor_mode"] == "min" else best >= reached
+        assert f"{monitor.replace('/', ' ')} " in done.output and f"finished · {monitor}_best" in done.output
+        assert f"test/{monitor.partition('/')[2]}" in done.output
+
+
+@pytest.mark.parametrize("task", CASES)
+def test_it_learns_and_everything_works_with_it(task, logs, tmp_path, monkeypatch):
+    """cpu, S3, page, eval, predict and resume."""
+    store = shared_store()
+    s3 = [f"s3.uri=s3://{store.new_bucket()}/x", f"s3.endpoint_url={store.endpoint_url}"]
+    done = trained(task, "cpu", logs, *s3, environment=store.environment())
+    check_learned(task, done)
+    assert done.record["upload"]["uri"] and not done.record["upload"]["error"]
+    page = done.folder.page.read_text()
+    assert CASES[task][3] in page or CASES[task][4] is None
+    run_id = f"{task}-cpu"
+    if task != "simclr":
+        evaluated = run_door("eval", f"ckpt_path={run_id}", logs=logs)
+        assert evaluated.code == 0, evaluated.output
+        tests = {name: value for name, value in done.record["metrics"].items() if name.startswith("test/")}
+        assert tests and {name: evaluated.record["metrics"][name] for name in tests} == pytest.approx(tests, rel=1e-6)
+    out = tmp_path / "p.pt"
+    predicted = run_door("predict", f"ckpt_path={run_id}", f"out={out}", logs=logs)
+    assert predicted.code == 0, predicted.output
+    answers = torch.cat(torch.load(out))
+    made = shapes.pictures(64, 1)
+    wanted = {"multilabel": (64, 2), "regression": (64,), "segmentation": (64, 16, 16), "simclr": (64, 32)}
+    assert answers.shape == wanted.get(task, (64, 2))
+    if task == "regression":
+        assert float((answers - made["number"]).abs().mean()) == pytest.approx(
+            done.record["metrics"]["test/mae"], rel=1e-5
+        )
+    epochs = CASES[task][2] + 1
+    resumed = run_door("train", f"resume={run_id}", f"trainer.max_epochs={epochs}", logs=logs,
+                       environment=store.environment())  # fmt: skip
+    assert resumed.code == 0 and resumed.record["steps"] == 16 * epochs, resumed.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["ddp_sim", "fsdp_sim"])
+@pytest.mark.parametrize("task", CASES)
+def test_it_learns_under_ddp_and_fsdp(task, trainer, logs):
+    check_learned(task, trained(task, trainer, logs, "trainer.max_epochs=6"))
+
+
+def test_a_linear_probe_starts_from_the_features_of_simclr(logs):
+    trained("simclr", "cpu", logs, "run_id=features")
+    words = ["task=classifier", "ckpt_path=features", "model.freeze=backbone", "trainer=cpu", "trainer.max_epochs=1"]
+    done = run_door("train", *SMALL, *words, "run_id=probe", logs=logs)
+    assert done.code == 0, done.output
+    assert "the head is new (net.head.3.bias, net.head.3.weight)" in done.output and "skipped projection" in done.output
+    assert done.record["num_trained_parameters"] < done.record["num_parameters"] / 10
+
+
+def test_a_student_is_saved_and_evaluated_without_its_teacher(logs):
+    done = trained("distillation", "cpu", logs, "run_id=student", "trainer.max_epochs=1")
+    best = read_checkpoint(done.folder.path / done.record["best_checkpoint"]["path"])
+    student = read_checkpoint(logs / "train/runs/teacher" / teacher_path(logs))
+    assert best["state_dict"].keys() == student["state_dict"].keys()
+    evaluated = run_door("eval", "ckpt_path=student", "task.teacher=gone", logs=logs)
+    assert evaluated.code == 0, evaluated.output
+    assert evaluated.record["metrics"]["test/acc"] == done.record["metrics"]["test/acc"]
+
+
+def teacher_path(logs):
+    return next((logs / "train/runs/teacher/checkpoints").glob("best-*.ckpt")).relative_to(logs / "train/runs/teacher")
+
+
+def test_predictions_of_files_are_columns_numbers_and_masks(tmp_path):
+    model = SimpleNamespace(module=None, facts={"class_names": ["cat", "dog"]})
+    options, names = {"out": str(tmp_path / "p.csv"), "top": "1"}, [Path("a/1.png"), Path("2.jpg")]
+    assert rows_of(model, torch.tensor([[0.25, 0.5], [1.0, 0.0]]), names, options) == [
+        {"cat": 0.25, "dog": 0.5}, {"cat": 1.0, "dog": 0.0}
+    ]  # fmt: skip
+    assert rows_of(model, torch.tensor([1.5, 2.5]), names, options) == [{"value": 1.5}, {"value": 2.5}]
+    masks = torch.tensor([[[0, 1]], [[2, 0]]])
+    rows = rows_of(model, masks, names, options)
+    assert [np.array(Image.open(row["mask"])).tolist() for row in rows] == masks.tolist()
+    assert rows[0]["mask"].endswith("p/a/1.png") and rows[1]["mask"].endswith("p/2.png")
+
+
+def test_the_table_of_the_page_is_what_is_tested_here():
+    lines = re.findall(
+        r"^\| `task=(\w+)` \| (\d+) \|.*?\| (.*) \|$", (ROOT / "docs/tasks.md").read_text(), re.MULTILINE
+    )
+    header = next(line for line in (ROOT / "docs/tasks.md").read_text().splitlines() if line.startswith("| task |"))
+    assert [cell.strip() for cell in header.split("|")][4:-1] == list(CHECKS)
+    assert [name for name, *_ in lines] == list(CASES)
+    for name, length, cells in lines:
+        assert int(length) == len((ROOT / f"src/tasks/{name}.py").read_text().splitlines()), name
+        marks = [cell.strip() for cell in cells.split("|")]
+        assert marks == ["✓"] * 4 + ["–" if name == "simclr" else "✓", "✓", "✓", "✓"], name
