@@ -139,6 +139,8 @@ def predict(options: dict[str, str]) -> int:
     files = image_files(folder) if options["images"] else []
     model = load_finished(options["ckpt_path"], Path(options["log_dir"]), s3)
     out = Path(options["out"] or ("predictions.csv" if files else "predictions.pt"))
+    if not files and out.suffix != ".pt":
+        raise UserError("images= is missing: a CSV is of a folder of images, and out=FILE.pt of the run's own data.")
     if not files:
         return predict_own_data(model, options, out)
     if "image_size" not in model.facts or "mean" not in model.facts:
