@@ -19,11 +19,11 @@ from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 
 FREE_GROUPS = ("callbacks", "logger", "metrics")  # the user names their entries
-SET_BY_RUN = ("plugins", "enable_checkpointing", "enable_progress_bar", "enable_model_summary",
-              "use_distributed_sampler", "reload_dataloaders_every_n_epochs")  # fmt: skip
 REFUSED_TRAINER_KEYS = {
     "callbacks": "use callbacks=", "logger": "use logger=", "default_root_dir": "use paths.log_dir",
-    "fast_dev_run": "use debug=fast_dev_run", **dict.fromkeys(SET_BY_RUN, "Lockstep sets it"),
+    "fast_dev_run": "use debug=fast_dev_run", "enable_checkpointing": "use '~callbacks.checkpoints'",
+    "enable_progress_bar": "use '~callbacks.progress' or callbacks=rich_progress_bar",
+    "enable_model_summary": "use callbacks=model_summary", "barebones": "use callbacks=none logger=csv",
 }  # fmt: skip
 NUMBER_WORDS = {"data.global_batch_size": ("max",), "trainer.devices": ("auto",), "trainer.num_nodes": ("auto",)}
 
@@ -93,7 +93,11 @@ def _differences(config: Config, options: Config, place: str = "") -> Iterator[t
             choice = f"; a yaml chooses an option in its defaults: `- override /{key}: {value}`" if not place else ""
             first = next((name for name in default if name not in ("_target_", "_partial_")), "KEY")
             yield key, value, f"one of its keys, as {key}.{first}=VALUE{choice}"
-        elif isinstance(default, bool) and not isinstance(value, bool):
+        elif (
+            isinstance(default, bool)
+            and not isinstance(value, bool)
+            and not (key == "trainer.compile" and isinstance(value, Mapping))
+        ):
             yield key, value, f"true or false (the default is {str(default).lower()})"
         elif isinstance(default, int | float) and not isinstance(default, bool):
             number: Any = int if isinstance(default, int) else int | float

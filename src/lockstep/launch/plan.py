@@ -155,11 +155,13 @@ def headlines(plan: RunPlan) -> list[str]:
     """Return the first line of a run's output, and one on scaled learning rates."""
     batch, trainer, config = plan.batch, plan.choices["trainer"], plan.config
     where = f"{trainer} ({plan.accelerator})" if trainer == "default" else trainer
-    parts = [f"run {plan.folder.run_id}", plan.model_name, plan.data_name, where]
+    task = [plan.choices["task"]] if plan.choices.get("task", "classifier") != "classifier" else []
+    parts = [f"run {plan.folder.run_id}", *task, plan.model_name, plan.data_name, where]
     if config["task_name"] != "train":
         return [" · ".join([*parts, f"batches of {config['data'].get('eval_batch_size', DEFAULT_EVAL_BATCH_SIZE)}"])]
     ranks = plan.cluster.world_size
-    parts.append(f"global batch {batch.global_size} = {batch.per_device} × {ranks} × {batch.accumulate}")
+    if "global_batch_size" in config["data"] or str(config["data"].get("_target_")).startswith("data."):
+        parts.append(f"global batch {batch.global_size} = {batch.per_device} × {ranks} × {batch.accumulate}")
     if stated := config["trainer"].get("max_time"):
         parts.append(f"at most {duration(seconds_of(stated, 'trainer.max_time'))}")
     if not any(node and node.get("_target_") == CHECKPOINTS for node in (config.get("callbacks") or {}).values()):

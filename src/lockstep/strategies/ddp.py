@@ -55,6 +55,21 @@ class DDP(Capabilities, DDPStrategy):
     def determine_ddp_device_ids(self) -> None:
         """Return no device. With one, Lightning builds DDP in a stream of its own, and torch warns in every run."""
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """
+        Raises:
+            UserError: a parameter gets no gradient, as in a GAN, whose parts are trained one after the other.
+        """
+        try:
+            return super().training_step(*args, **kwargs)
+        except RuntimeError as error:
+            if "parameters that were not used in producing" not in str(error):
+                raise
+            raise UserError(
+                "Some parameters get no gradient in a step, and DDP waits for it: freeze them, remove them, or add "
+                "+trainer.strategy.find_unused_parameters=true."
+            ) from error
+
     def on_validation_start(self) -> None:
         broadcast_from_rank_zero(self.lightning_module.buffers(), self.root_device)
 

@@ -21,7 +21,7 @@ WRONG = {
     "data.root=/images data=digits": "data=csv or data=fashion_mnist or data=image_folder has it.",
     "+data.rooot=photos": "There is no data.rooot: use data.root.",
     "optimizer.amsgrd=true": "write +optimizer.amsgrd=VALUE if torch.optim.AdamW has such a parameter.",
-    "trainer.barebone=true": "use trainer.barebones.",
+    "trainer.barebones=true": "trainer.barebones cannot be given: use callbacks=none logger=csv.",
     "trainer.fast_dev_run=true": "use debug=fast_dev_run.",
     "callbacks.checkpoints.moniter=x": "use callbacks.checkpoints.monitor.",
     "trainer.strategy.bucket_cap_mb=1": "choose a trainer whose strategy has it, as trainer=ddp.",
