@@ -51,3 +51,11 @@ class Numbers(pl.LightningDataModule):
         return DataLoader(self.parts[1], self.batch_size)
 
     test_dataloader = val_dataloader
+
+
+class Unused(Regression):
+    """A part of it gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(4, 4)

@@ -110,6 +110,8 @@ class Checkpoints(Callback):
             loader: Any = trainer.train_dataloader
             if hasattr(loader, "load_state_dict"):
                 loader.load_state_dict(self.loaded["loader"])
+            elif trainer.is_global_zero and self.loaded["point"]["phase"] != place.EPOCH_END:
+                log.info("The loader has no state_dict: the rest of this epoch is drawn anew.")
             states = self.loaded["random"]
             if len(states) == trainer.world_size:
                 set_random_state(states[trainer.global_rank])

@@ -56,3 +56,43 @@ def test_what_cannot_work_is_one_sentence(tmp_path):
     ):
         done = run_door("train", *PLAIN, *words, logs=tmp_path / said[:5])
         assert done.code == 2 and said in done.output.strip().splitlines()[-1], done.output
+
+
+TEMPLATE = {
+    "task": """# Digits
+_target_: template_task.DigitsModule
+monitor: val/acc
+mode: max
+net: {_target_: template_task.DenseNet, input_size: 64, hidden: 64, output_size: 10}
+optimizer: {_target_: torch.optim.Adam, _partial_: true, lr: 0.005, weight_decay: 0.0}
+scheduler: {_target_: torch.optim.lr_scheduler.ReduceLROnPlateau, _partial_: true, mode: min, factor: 0.1, patience: 10}
+compile: false
+""",
+    "data": "# Digits\n_target_: template_task.DigitsData\nbatch_size: 64\nnum_workers: 0\npin_memory: false\n",
+}
+
+
+@pytest.mark.parametrize("trainer", ["cpu", pytest.param("fsdp_sim", marks=pytest.mark.slow)])
+def test_a_module_and_a_data_module_in_the_style_of_a_template_run_by_config_alone(trainer, tmp_path):
+    for group, text in TEMPLATE.items():
+        (tmp_path / "configs" / group).mkdir(parents=True)
+        (tmp_path / "configs" / group / "template.yaml").write_text(text)
+    words = ["task=template", "data=template", "--config-dir", str(tmp_path / "configs"), f"trainer={trainer}",
+             "trainer.max_epochs=3", "trainer.num_threads=1", "task.optimizer.lr=0.01", "run_id=t"]  # fmt: skip
+    done = run_door("train", *words, logs=tmp_path)
+    assert done.code == 0, done.output
+    record = done.record
+    assert (record["model"], record["data"]) == ("DigitsModule", "template")
+    assert record["metrics"]["val/acc_best"] > 0.9 and record["metrics"]["test/acc"] > 0.9
+    evaluated = run_door("eval", "ckpt_path=t", logs=tmp_path)
+    assert evaluated.code == 0, evaluated.output
+    assert evaluated.record["metrics"]["test/acc"] == pytest.approx(record["metrics"]["test/acc"])
+    resumed = run_door("train", "resume=t", "trainer.max_epochs=4", logs=tmp_path)
+    assert resumed.code == 0 and resumed.record["epochs"] == 4, resumed.output
+
+
+def test_parameters_without_a_gradient_are_one_sentence_under_ddp(tmp_path):
+    done = run_door("train", *PLAIN, "task._target_=plain_task.Unused", "trainer=ddp_sim", logs=tmp_path)
+    assert done.code == 2 and "+trainer.strategy.find_unused_parameters=true" in done.output.splitlines()[-1], (
+        done.output
+    )
