@@ -155,3 +155,34 @@ def test_the_table_of_the_page_is_what_is_tested_here():
         assert int(length) == len((ROOT / f"src/tasks/{name}.py").read_text().splitlines()), name
         marks = [cell.strip() for cell in cells.split("|")]
         assert marks == ["✓"] * 4 + ["–" if name == "simclr" else "✓", "✓", "✓", "✓"], name
+
+
+def test_numbers_of_a_table_are_learned_and_predicted_for_files(tmp_path):
+    """data=csv data.target=number, and predict.py on the folder of images."""
+    made = shapes.pictures(60)
+    (tmp_path / "images").mkdir()
+    lines = ["path,label"]
+    for number, (image, value) in enumerate(zip(made["images"], made["number"].tolist(), strict=True)):
+        pixels = (100 + 50 * image[0]).clamp(0, 255).to(torch.uint8).numpy()
+        Image.fromarray(pixels).save(tmp_path / "images" / f"{number}.png")
+        lines.append(f"images/{number}.png,{value:.3f}")
+    (tmp_path / "table.csv").write_text("\n".join(lines))
+    words = ["task=regression", "data=csv", f"data.root={tmp_path / 'table.csv'}", "data.target=number",
+             "data.image_size=16", "data.global_batch_size=8", "model=small_cnn", "trainer=cpu", "trainer.max_epochs=2",
+             "trainer.num_threads=1", "task.mean=15", "task.std=3", "run_id=table"]  # fmt: skip
+    done = run_door("train", *words, logs=tmp_path)
+    assert done.code == 0 and done.record["metrics"]["val/mae_best"] < 15, done.output
+    out = tmp_path / "p.csv"
+    found = run_door("predict", "ckpt_path=table", f"images={tmp_path / 'images'}", f"out={out}", logs=tmp_path)
+    assert found.code == 0, found.output
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 60 and list(rows[0]) == ["file", "value"] and 0 < float(rows[0]["value"]) < 40
+
+
+def test_two_views_come_from_the_datas_own_augmentation(tmp_path):
+    words = ["experiment=quickstart", "task=simclr", "task.outputs=32", "trainer.max_epochs=1", "trainer.num_threads=1"]
+    done = run_door("train", *words, "data.views=2", "run_id=r", logs=tmp_path)
+    assert done.code == 0 and done.record["steps"] == 20, done.output
+    done = run_door("train", *words, "run_id=s", logs=tmp_path)
+    assert done.code == 2 and "task=simclr needs two views of each image: add data.views=2" in done.output

@@ -84,6 +84,10 @@ class Checkpoints(Callback):
             "loader": loader.state_dict() if hasattr(loader, "state_dict") else {},
             "random": self._random_states,
         }
+        for of in (module, getattr(trainer, "datamodule", None)):  # optimizers and nets would not load safely
+            if of is not None and of.CHECKPOINT_HYPER_PARAMS_KEY in checkpoint:
+                held = checkpoint[of.CHECKPOINT_HYPER_PARAMS_KEY].items()
+                checkpoint[of.CHECKPOINT_HYPER_PARAMS_KEY] = {key: value for key, value in held if is_plain(value)}
 
     def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Checkpoint) -> None:
         self.loaded = checkpoint.get("lockstep")
@@ -270,6 +274,13 @@ class Checkpoints(Callback):
     @property
     def best_path(self) -> Path | None:
         return self.folder / self.best_file if self.best_file else None
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a hyperparameter is a number, a text, or a list or dict of these."""
+    if isinstance(value, dict):
+        return all(map(is_plain, value.values()))
+    return all(map(is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, str | int | float | None)
 
 
 def refuse_non_finite(trainer: pl.Trainer) -> None:
