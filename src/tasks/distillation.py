@@ -27,8 +27,8 @@ class Distillation(ImageClassifier):
     """
 
     def __init__(
-        self, net: nn.Module, *, num_classes: int, channels: int, teacher: str, log_dir: str, temperature: float = 4.0,
-        teacher_share: float = 0.9, **parts: Any,
+        self, net: nn.Module, *, num_classes: int, channels: int, teacher: str | None, log_dir: str,
+        temperature: float = 4.0, teacher_share: float = 0.9, **parts: Any,
     ) -> None:  # fmt: skip
         super().__init__(net, num_classes=num_classes, **parts)
         self.channels, self.address, self.log_dir = channels, teacher, Path(log_dir)
@@ -37,13 +37,16 @@ class Distillation(ImageClassifier):
 
     def setup(self, stage: str) -> None:
         if stage == "fit" and not self.teacher:
-            self.teacher = [self._load_teacher().to(self.device).eval().requires_grad_(False)]
+            device = self.trainer.strategy.root_device
+            self.teacher = [self._load_teacher().to(device).eval().requires_grad_(False)]
 
     def _load_teacher(self) -> nn.Module:
         import timm
 
         from lockstep.training.inference import load_finished
 
+        if not self.address:
+            raise UserError("task=distillation learns from a teacher: add task.teacher=<run_id>, or a model of timm.")
         num_classes, channels = self.num_classes, self.channels
         if not timm.is_model(self.address.partition(".")[0]):
             return load_finished(self.address, self.log_dir).net
