@@ -76,8 +76,7 @@ def test_it_learns_and_everything_works_with_it(task, logs, tmp_path, monkeypatc
     done = trained(task, "cpu", logs, *s3, environment=store.environment())
     check_learned(task, done)
     assert done.record["upload"]["uri"] and not done.record["upload"]["error"]
-    page = done.folder.page.read_text()
-    assert CASES[task][3] in page or CASES[task][4] is None
+    assert "chooses the best checkpoint" in done.folder.page.read_text() or task == "simclr"
     run_id = f"{task}-cpu"
     if task != "simclr":
         evaluated = run_door("eval", f"ckpt_path={run_id}", logs=logs)

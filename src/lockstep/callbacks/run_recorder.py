@@ -140,3 +140,7 @@ class RunRecorder(Callback):
             self.fit_before_s, self.fit_started_at = self.elapsed(), None
             if self.is_begun_here:
                 self.write(None, status="finished", exit_code=0, finished_at=utc_now())
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if trainer.is_global_zero and self.is_begun_here:
+            self.write(trainer)  # what the upload has sent at the end
