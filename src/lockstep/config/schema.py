@@ -107,7 +107,7 @@ def _differences(config: Config, options: Config, place: str = "") -> Iterator[t
 
 
 def _is_read(place: str, name: str, value: Any, parent: Config, listed: Config) -> bool:
-    """Whether something may read a key that no yaml lists."""
+    """Return whether something may read a key that no yaml lists."""
     if place == "trainer":
         if name in REFUSED_TRAINER_KEYS:
             raise UserError(f"trainer.{name} cannot be given: {REFUSED_TRAINER_KEYS[name]}.")

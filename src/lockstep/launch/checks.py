@@ -25,10 +25,7 @@ MOST_OF_TMPDIR = 76  # a socket's path has 107 characters at most; multiprocessi
 
 
 def check(config: Config, cluster: Cluster, accelerator: str, environ: Mapping[str, str]) -> None:
-    """
-    Raises:
-        UserError: an option that cannot work, or a place that is not there.
-    """
+    """Refuse, by a UserError, an option that cannot work or a place that is not there."""
     refuse_days_on_cpu(config, accelerator)
     may_go_on = config.get("resume") or cluster.is_restarted
     resolve_batch(config, cluster, limit=math.inf if may_go_on else None)

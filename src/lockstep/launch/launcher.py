@@ -53,7 +53,7 @@ def launch(cfg: Any, work: Work, search: Search | None = None) -> int:
 
 
 def launch_config(config: Config, work: Work, search: Search | None = None) -> int:
-    """The same from a plain config that also holds `choices` (option by group) and `overrides`."""
+    """Launch from a plain config that also holds `choices` (option by group) and `overrides`."""
     environ = environment()
     set_up(verbose=config["verbose"], quiet=config["quiet"])
     refuse_secrets(config)

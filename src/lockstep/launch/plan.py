@@ -19,7 +19,8 @@ CHECKPOINTS = "lockstep.callbacks.checkpoints.Checkpoints"
 
 @dataclass(frozen=True)
 class RunPlan:
-    """
+    """What every rank of a run knows before it builds its parts.
+
     Args:
         config: composed, as the user asked for it; read-only.
         choices: the option of each config group.
@@ -125,7 +126,7 @@ def validates(config: Config) -> bool:
 
 
 def scaled_learning_rates(optimizer: Config, batch: Batch) -> dict[str, float]:
-    """For optimizer.scale_lr_with_batch=true: lr × global batch / base_batch_size (Goyal et al. 2017), by option."""
+    """Return each learning rate × global batch / base_batch_size (Goyal et al. 2017); {} unless scale_lr_with_batch."""
     if not optimizer.get("scale_lr_with_batch"):
         return {}
     base = optimizer["base_batch_size"]

@@ -123,12 +123,10 @@ def what_is_over(config: Config, before: Config, previous: RunRecord) -> str | N
 
 
 def check_resumable(folder: RunFolder, now: Config, overrides: tuple[str, ...], previous: RunRecord) -> None:
-    """
+    """Refuse to resume a run that is over, or with an option that cannot change within a run.
+
     Args:
         now: the config of this start, with the values that the run has.
-
-    Raises:
-        UserError: the run is over, or an option differs that cannot be changed within a run.
     """
     before = config_before(folder) or {}
     if more := what_is_over(now, before, previous):
