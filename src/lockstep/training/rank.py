@@ -143,7 +143,11 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
         torch.distributed.barrier()
     except BaseException as error:
         if getattr(error, "agreed", False):  # the first to end leaves the others 30 s, too few for a large checkpoint
-            torch.distributed.barrier(patient_group)
+            try:
+                torch.distributed.barrier(patient_group)
+                raise
+            except RuntimeError as broken:  # another rank failed while it saved
+                error = broken
         reason: Any = explained(error, store, cluster, names)
         culprit = getattr(reason, "culprit", None)
         if culprit and culprit["kind"] == "hangs" and names[culprit["rank"]] == names[cluster.rank]:
