@@ -31,6 +31,8 @@ def exit_code_of(task: Callable[[], int | None], *refusals: type[Exception]) -> 
         return EXIT_USER_ERROR
     except Interrupted as error:
         return 128 + signal.Signals[str(error)]
+    except KeyboardInterrupt:  # before the run began
+        return 128 + signal.SIGINT
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] not in INSTALLED:
             raise

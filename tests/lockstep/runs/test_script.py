@@ -47,3 +47,7 @@ def test_a_fault_of_the_code_stays_one():
         exit_code_of(failing(Differs("they differ.")))
     with pytest.raises(OSError):
         exit_code_of(failing(OSError(errno.EACCES, "Permission denied")))
+
+
+def test_a_ctrl_c_before_the_run_begins_is_no_traceback():
+    assert exit_code_of(failing(KeyboardInterrupt())) == 130
