@@ -13,7 +13,7 @@ from lockstep.runs.errors import Interrupted, UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.storage.errors import S3Error
 from lockstep.storage.s3 import Bucket
-from lockstep.storage.uploader import FILES_INTERVAL_S, LAST_INTERVAL_S, Uploader
+from lockstep.storage.uploader import Uploader
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ class S3Upload(Callback):
         endpoint_url: the address of a store other than Amazon's.
         required: end the run before training if the bucket cannot be written; else train on and keep trying.
         flush_timeout_s: how long the end of fit may wait for what is not yet uploaded.
-        last_interval_s: seconds between two uploads of the last checkpoint.
-        files_interval_s: seconds between two uploads of record, metrics and TensorBoard files that changed.
         storage: storage_class, server_side_encryption, sse_kms_key_id as in the config group s3.
     Raises:
         UserError: at the start of fit, in one sentence, what is wrong with the bucket.
@@ -39,12 +37,10 @@ class S3Upload(Callback):
 
     def __init__(
         self, run_folder: str | Path, uri: str, endpoint_url: str | None = None, required: bool = True,
-        flush_timeout_s: float = 300.0, last_interval_s: float = LAST_INTERVAL_S,
-        files_interval_s: float = FILES_INTERVAL_S, **storage: Any,
+        flush_timeout_s: float = 300.0, **storage: Any,
     ) -> None:  # fmt: skip
         self.folder, self.required, self.flush_timeout_s = RunFolder(Path(run_folder)), required, flush_timeout_s
         self.bucket = Bucket.of({"uri": uri, "endpoint_url": endpoint_url, **storage})
-        self.intervals_s = last_interval_s, files_interval_s
         self.uploader: Uploader | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -63,7 +59,7 @@ class S3Upload(Callback):
         if trainer.is_global_zero:
             if fault:
                 log.info(f"s3: {self.bucket.uri} cannot be used: {fault}; training starts, uploads are tried again.")
-            self.uploader = Uploader(self.bucket.at(self.folder.run_id), self.folder, time.time(), *self.intervals_s)
+            self.uploader = Uploader(self.bucket.at(self.folder.run_id), self.folder, time.time())
             self.uploader.start()
 
     def expect_end(self, seconds: float) -> None:

@@ -33,8 +33,7 @@ log = logging.getLogger(__name__)
 
 RETRY_DELAYS_S = (1, 2, 4, 8, 15, 30, 60)
 RETRY_DELAY_AT_END_S, POLL_S = 5.0, 1.0
-LAST_INTERVAL_S, FILES_INTERVAL_S = 600.0, 60.0
-ORDER = ("last", "best", "files")  # what a machine that is about to go has to send first
+INTERVALS_S = {"last": 600.0, "best": 0.0, "files": 60.0}  # in this order: what a machine about to go sends first
 SUFFIXES = (".yaml", ".json", ".csv", ".md", ".svg", ".png", ".txt", ".diff", ".log")
 SHORT_TIMEOUT_S = 5.0  # a stopped run has waited before; one whose input was refused has trained nothing
 
@@ -44,18 +43,13 @@ class Uploader:
     Args:
         run: the run's own place in the bucket.
         start: the time at which the run was started, by which an older process knows that it is superseded.
-        last_interval_s: the time between two uploads of `last`.
-        files_interval_s: the time between two looks at record, metrics and TensorBoard files.
         takes_over: this is a new start of the run; false to send what an earlier process has left.
     """
 
-    def __init__(
-        self, run: Bucket, folder: RunFolder, start: float, last_interval_s: float = LAST_INTERVAL_S,
-        files_interval_s: float = FILES_INTERVAL_S, takes_over: bool = True,
-    ) -> None:  # fmt: skip
+    def __init__(self, run: Bucket, folder: RunFolder, start: float, takes_over: bool = True) -> None:
         self.run, self.folder, self.start_time, self.takes_over = run, folder, start, takes_over
-        self.intervals_s = {"last": last_interval_s, "best": 0.0, "files": files_interval_s}
-        self._due = {"last": time.monotonic() + last_interval_s, "best": 0.0, "files": 0.0}
+        self.intervals_s = INTERVALS_S.copy()
+        self._due = {"last": time.monotonic() + INTERVALS_S["last"], "best": 0.0, "files": 0.0}
         self._uploaded: dict[str | Path, object] = {}  # sha256 by kind, time and size by small file
         self._pointers: dict[str, tuple[Sidecar | None, str | None]] = {}  # by kind, with the ETag
         self._error, self._failures = "not uploaded yet", 0
@@ -104,7 +98,7 @@ class Uploader:
         while not self._stopped:
             asked, delay_s = self._asked, POLL_S
             try:
-                for kind in ORDER:
+                for kind in INTERVALS_S:
                     if asked != self._answered or time.monotonic() >= self._due[kind]:
                         self._send(kind)
                         self._due[kind] = time.monotonic() + self.intervals_s[kind]

@@ -92,7 +92,7 @@ def test_without_required_it_trains_on(make, caplog):
 
 
 def test_an_interrupted_run_sends_its_last_at_once(make):
-    callback = make(last_interval_s=3600.0)
+    callback = make()
     callback.setup(trainer(), None, "fit")
     checkpoint(callback, 10, "last")
     callback.on_exception(trainer(world_size=2), None, Interrupted("spot notice"))

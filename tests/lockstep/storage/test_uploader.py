@@ -57,8 +57,8 @@ class Setting:
                 record.best_checkpoint = BestCheckpoint(path=f"checkpoints/{path.name}", step=step)
         return path
 
-    def uploader(self, start: float | None = None, **options) -> Uploader:
-        made = Uploader(replace(self.run), self.folder, start or time.time(), **options)
+    def uploader(self, start: float | None = None) -> Uploader:
+        made = Uploader(replace(self.run), self.folder, start or time.time())
         made.start()
         return made
 
@@ -103,7 +103,7 @@ def wait_for_best(setting, step: int) -> None:
 
 
 def test_the_newest_of_each_kind_arrives_and_the_one_before_it_goes(setting):
-    uploader = setting.uploader(last_interval_s=3600)
+    uploader = setting.uploader()
     for step in (10, 20):
         setting.checkpoint(step)
         wait_for_best(setting, step)
@@ -122,7 +122,7 @@ def test_the_newest_of_each_kind_arrives_and_the_one_before_it_goes(setting):
 
 
 def test_a_last_that_equals_the_best_is_sent_once(setting):
-    uploader = setting.uploader(last_interval_s=0)
+    uploader = setting.uploader()
     checkpoint_files.link(setting.checkpoint(10), setting.folder.checkpoints / "last-step00000010.ckpt")
     assert uploader.flush(30) and len(setting.objects()) == 1 and setting.pointed("last") is None
     uploader.stop()
