@@ -77,8 +77,11 @@ def test_a_step_that_is_saved_again_leaves_the_first_one_as_it_is(tmp_path):
     again = new_path(tmp_path, "last", 30)
     again.write_bytes(b"half of")
     assert again.name == "last-step00000030-2.ckpt" and newest_whole(tmp_path) == first
-    write_sidecar(again, Sidecar(30, **vars(checksum_of(again))))
-    assert [found for found, _ in complete(tmp_path, "last")] == [again, first]
+    more = [again, *(again.with_stem(f"{first.stem}-{number}") for number in (5, 3, 4))]
+    for path in more:
+        path.write_bytes(b"whole")
+        write_sidecar(path, Sidecar(30, **vars(checksum_of(path))))
+    assert [found for found, _ in complete(tmp_path, "last")] == [*sorted(more, reverse=True), first]
 
 
 def test_a_sidecar_that_an_older_version_wrote(tmp_path):
