@@ -91,7 +91,7 @@ class DigitsData(pl.LightningDataModule):
 
     def _loader(self, part, shuffle):
         own = self.hparams
-        return DataLoader(part, own.batch_size, shuffle, num_workers=own.num_workers, pin_memory=own.pin_memory)
+        return DataLoader(part, own.batch_size, shuffle=shuffle, num_workers=own.num_workers, pin_memory=own.pin_memory)
 
     def train_dataloader(self):
         return self._loader(self.data_train, True)

@@ -37,6 +37,7 @@ EXPECTED_WARNINGS = (
     ".*Grad strides do not match bucket view strides.*",  # (n, 1, h, w) weights: both layouts mean the same there
     ".*nvmlDeviceGetGpuFabricInfoV failed.*",  # torch asks it of every GPU where segments expand; only newer ones know
     ".*have no `validation_step`.*",  # SimCLR validates nothing, whatever the data hold
+    ".*functional.all_gather is deprecated.*",  # Lightning 2.6 on torch 2.14
     ".*default schedule will be overridden.*",  # a profiler of few steps
     ".*GPU available but not used.*",  # trainer=cpu means it
     ".*`srun` command is available.*",  # whoever starts without it means to
