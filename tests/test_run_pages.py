@@ -98,8 +98,7 @@ sys.exit(7)
 """
 
 
-@pytest.mark.parametrize("record", ["whole", "broken"])
-@pytest.mark.parametrize("screen", ["read", "closed"])
+@pytest.mark.parametrize(("record", "screen"), [("broken", "read"), ("whole", "closed")])
 def test_whatever_fails_after_a_run_leaves_its_exit_code(tmp_path, record, screen):
     folder = write_run(tmp_path, "run-1")
     if record == "broken":

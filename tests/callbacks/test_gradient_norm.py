@@ -1,13 +1,10 @@
 """The norm that is logged is that of the global batch's gradient, under every strategy, and nothing waits for it."""
 
-import csv
-
 import lightning.pytorch as pl
 import pytest
 import torch
 
 from callbacks.gradient_norm import GradientNorm, total_norm
-from runs import run_door
 from strategy_runs import CPU, Batches, Classifier, TinyNet, one, ranks_all, sgd
 
 STEPS = 4
@@ -79,17 +76,3 @@ def test_no_gradient_is_looked_at_between_log_points(monkeypatch):
     assert [step for step, _ in logged] == [3, 6]
     assert all(isinstance(value, torch.Tensor) and value.item() == pytest.approx(28**0.5) for _, value in logged)
     assert total_norm([torch.tensor([3.0]), torch.tensor([[4.0]])]).item() == 5
-
-
-@pytest.mark.slow
-def test_its_value_stands_in_the_row_of_its_step(tmp_path):
-    done = run_door(
-        "train", "experiment=quickstart", "callbacks=[default,gradient_norm]", "trainer.max_epochs=1", "run_id=r",
-        "trainer.log_every_n_steps=8", "test=false", "~callbacks.hardware", "trainer.num_threads=1", logs=tmp_path,
-    )  # fmt: skip
-    assert done.code == 0, done.output
-    with done.folder.metrics.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["step"] for row in rows] == ["8", "16", "20"]
-    assert [bool(row["train/gradient_norm"]) for row in rows] == [True, True, False]
-    assert all(row["train/loss"] for row in rows) and rows[-1]["val/acc"]

@@ -96,12 +96,8 @@ def test_ranks_of_different_speed_stop_at_the_same_step():
     found = run_ranks(vote_many, 3, [(0.001, 0.5), (0.03, 0.03), (0.2, 0.001)], 300, 150)
     assert len({step for step, _ in found}) == 1 and found[0][0] >= 300
     assert len({votes for _, votes in found}) == 1
-
-
-def test_votes_are_rare_where_steps_are_quick():
-    found = run_ranks(vote_many, 2, [(0.01, 0.01), (0.01, 0.01)], 1000, 0)
-    step, votes = found[0]
-    assert 1000 <= step <= 1000 + module.MOST_STEPS and votes < 1000 / 50
+    step, votes = run_ranks(vote_many, 2, [(0.01, 0.01), (0.01, 0.01)], 1000, 0)[0]
+    assert 1000 <= step <= 1000 + module.MOST_STEPS and votes < 1000 / 50, "votes are rare where steps are quick"
 
 
 def stop_of_nodes(place, asked):
@@ -132,21 +128,6 @@ def test_the_first_reason_stays_and_a_second_ctrl_c_is_at_once(monkeypatch):
     assert interruption.reason == "SIGTERM" and not ended
     interruption._on_signal(signal.SIGINT, None)
     assert ended == [130]
-
-
-def at_batch(ready, accumulate=1, batches=10):
-    """A trainer after this many batches of an epoch."""
-    progress = SimpleNamespace(current=SimpleNamespace(ready=ready))
-    return SimpleNamespace(
-        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress)),
-        accumulate_grad_batches=accumulate, num_training_batches=batches,
-    )  # fmt: skip
-
-
-def test_accumulated_micro_batches_are_no_step():
-    interruption = Interruption()
-    interruption.votes = {"train": lambda _: pytest.fail("voted in the middle of a step")}
-    interruption.on_train_batch_end(at_batch(3, accumulate=2), None)
 
 
 def test_a_terminal_that_goes_away_interrupts_a_run_and_nohup_keeps_it(tmp_path):

@@ -65,7 +65,7 @@ def test_what_lightning_logs_counted_from_0_shares_the_row_of_its_step(tmp_path)
     ]
 
 
-@pytest.mark.parametrize("damage", [b"5,0,1.0,7,8,9,10", b"5,\xff", b"\xff\xfe", b"-1,0,1", b"5.5,0,1", b"\0\0,1"])
+@pytest.mark.parametrize("damage", [b"5,0,1.0,7,8,9,10", b"5,\xff", b"-1,0,1", b"\0\0,1"])
 def test_a_line_that_is_cut_short_or_overwritten_is_read_as_far_as_it_goes(damage, tmp_path):
     path = tmp_path / "m.csv"
     first, last = written(path)

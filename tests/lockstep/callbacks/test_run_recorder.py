@@ -91,9 +91,3 @@ def test_the_best_is_that_of_what_is_monitored(path):
     again.on_fit_start(trainer_at(0), None)
     epoch_end(again, val_loss=0.45, val_acc=0.95)
     assert again.best_metrics == {"val/loss_best": 0.4, "val/acc_best": 0.7}
-
-
-def test_a_field_that_nobody_declares_is_kept(path):
-    recorder = RunRecorder(path)
-    recorder.write(my_own={"a": 1})
-    assert read_record(path).other == {"my_own": {"a": 1}}

@@ -46,22 +46,6 @@ def test_an_epoch_shorter_than_the_interval_has_the_row_of_its_last_step(tmp_pat
     assert (row["step"], row["train/loss"], row["lr"]) == ("3", "1.0", "0.25")
 
 
-def test_a_callback_has_the_loss_from_the_batchs_outputs(tmp_path):
-    """As docs/howto.md says: divided by the accumulation steps, and not among the trainer's metrics."""
-    seen = []
-
-    class Reads(pl.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            seen.append((float(outputs["loss"]), "train/loss" in trainer.callback_metrics))
-
-    class Twelve(Net):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx) * 0 + 12.0
-
-    fit(tmp_path, Twelve(), batches=8, more=[Reads()], accumulate_grad_batches=4)
-    assert seen == [(3.0, False)] * 8
-
-
 @pytest.mark.parametrize("stop_at, step", [(15, "4"), (17, "4")])
 def test_a_training_that_stops_within_an_epoch_has_a_row(tmp_path, stop_at, step):
     """17: in the middle of an accumulation, as where other peers have filled the batch."""
@@ -150,11 +134,6 @@ def test_an_eps_that_is_zero_in_float16_is_refused_with_what_works(tmp_path):
     for precision, eps in (("16-mixed", 1e-8), ("bf16-true", 1e-8), ("16-true", 1e-4)):
         optimizer.param_groups[0]["eps"], trainer.precision = eps, precision
         check_eps(trainer)
-
-
-def test_a_row_whose_time_cannot_be_read_counts_from_zero(tmp_path):
-    (tmp_path / "metrics.csv").write_text("step,epoch,time_s\n1,0,soon\n")
-    assert 0 < float(fit(tmp_path, Net(), resume_step=1, batches=3)[-1]["time_s"]) < 60
 
 
 # --- speed ---

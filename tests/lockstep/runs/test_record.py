@@ -52,6 +52,11 @@ def test_an_update_that_fails_writes_nothing(tmp_path):
 def test_the_cost_is_that_of_the_time_in_which_the_run_ran(tmp_path):
     write_record(tmp_path / "run.json", run())
     assert read_record(tmp_path / "run.json").cost == {"usd": 3.156, "usd_per_epoch": 0.6312, "price_per_hour": 0.526}
+    write_record(tmp_path / "run.json", run(restarts=[Restart(lost_steps=0, idle_s=1800.0)]))
+    assert read_record(tmp_path / "run.json").cost["usd"] == 3.156, "the time after a finished run costs nothing"
+    for price in (None, 0.0):
+        write_record(tmp_path / "run.json", run(cost={"price_per_hour": price}))
+        assert read_record(tmp_path / "run.json").cost.get("usd") == price
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "\x00", "null", "[" * 99_999])
@@ -91,14 +96,9 @@ def test_a_running_record_without_a_heartbeat_is_lost():
     assert status_of(RunRecord()) == "lost"
     no_zone = RunRecord(status="running", updated_at="2026-01-01T00:00:00")  # this program wrote it not
     assert status_of(no_zone) == "lost"
-
-
-def test_a_run_that_still_prepares_its_images_is_not_lost():
-    record = RunRecord(status="running", phase="start", updated_at="2026-01-01T00:00:00Z")
+    record.phase = "start"  # it may still prepare its images
     assert status_of(record, "2026-01-01T00:30:00Z") == "running"
     assert status_of(record, "2026-01-01T01:30:00Z") == "lost"
-    record.phase = "training"
-    assert status_of(record, "2026-01-01T00:30:00Z") == "lost"
 
 
 def test_a_run_that_goes_on_claims_neither_its_old_test_nor_its_first_code_alone():
@@ -118,17 +118,6 @@ def test_a_run_that_goes_on_claims_neither_its_old_test_nor_its_first_code_alone
     before.status, before.code = "failed", begun().code
     [entry] = continued(before, begun(), step=0, checkpoint="first.ckpt").restarts
     assert not entry.code and entry.downtime_s == 86_400 and entry.lost_steps == 10
-
-
-@pytest.mark.parametrize("price, usd", [(None, None), (0.0, 0.0)])
-def test_no_price_no_cost(tmp_path, price, usd):
-    write_record(tmp_path / "run.json", run(cost={"price_per_hour": price}))
-    assert read_record(tmp_path / "run.json").cost.get("usd") == usd
-
-
-def test_the_time_between_a_finished_run_and_its_next_start_costs_nothing(tmp_path):
-    write_record(tmp_path / "run.json", run(restarts=[Restart(lost_steps=0, idle_s=1800.0)]))
-    assert read_record(tmp_path / "run.json").cost["usd"] == 3.156
 
 
 def test_a_restart_tells_the_ranks_of_then_and_now_and_the_limit_is_that_of_the_first_start_or_of_what_was_stated():

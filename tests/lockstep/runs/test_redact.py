@@ -47,16 +47,6 @@ def test_named_secrets_go_and_the_rest_stays(text, kept):
     assert kept in cleaned
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_known_forms_go(form):
-    assert redact_text(f"before {form} after") == f"before {REDACTED} after"
-
-
-@pytest.mark.parametrize("text", HARMLESS)
-def test_harmless_texts_stay_as_they_are(text):
-    assert redact_text(text) == text
-
-
 @pytest.mark.parametrize("text", ["-" * 200_000, "a-" * 100_000, "a://" * 50_000, "secret" * 30_000, "?" * 200_000])
 def test_long_texts_are_linear(text):
     """Quadratic behaviour would take minutes."""
@@ -75,13 +65,15 @@ def test_a_name_decides_on_pages_and_in_options_alike(name):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_known_form_is_no_option(form):
+def test_a_known_form_goes_and_is_no_option(form):
+    assert redact_text(f"before {form} after") == f"before {REDACTED} after"
     for value in (form, f"key is {form}", {"a": [form]}):
         with pytest.raises(UserError, match="holds a token or key"):
             refuse_secrets({"tags": value})
 
 
 @pytest.mark.parametrize("value", [*HARMLESS, "/home/Jane/Datasets/ILSVRC2012TrainImages", None, 40])
-def test_harmless_options_are_taken(value):
+def test_what_is_harmless_stays_and_is_taken(value):
+    assert redact(value) == value
     refuse_secrets({"tags": [value], "model": {"num_tokens": 196, "class_token": True}, "s3": {"sse_kms_key_id": "k"}})
     refuse_secrets({"s3": {"secret_key": None, "token": "", "password": "null"}})

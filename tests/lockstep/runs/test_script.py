@@ -29,13 +29,6 @@ def test_refusals_are_one_sentence(capsys):
     assert capsys.readouterr().err == "error: give a file.\nerror: they differ.\n"
 
 
-def test_a_full_disk_is_one_sentence(capsys, tmp_path):
-    full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "a"))
-    assert exit_code_of(failing(full)) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: no room on {tmp_path} (") and said.count("\n") == 1
-
-
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EISDIR])
 def test_a_place_that_cannot_be_written_is_one_sentence(number, capsys):
     assert exit_code_of(failing(OSError(number, "not so", "/mnt/x"))) == 2
