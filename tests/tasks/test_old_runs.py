@@ -14,6 +14,7 @@ def test_a_run_whose_config_names_the_classifier_resumes_and_evaluates(tmp_path)
     assert done.code == 0, done.output
     config = read_config(done.folder.config)
     del config["task"], config["choices"]["task"]
+    config["callbacks"]["throughput"] = {"_target_": "lockstep.callbacks.throughput.Throughput"}
     config["overrides"] = ["classifier.label_smoothing=0.1", *config["overrides"][:3]]
     done.folder.config.write_text(yaml.safe_dump({**config, "classifier": OLD}))
     evaluated = run_door("eval", "ckpt_path=r", logs=tmp_path)
