@@ -64,7 +64,7 @@ class ImageDataModule(LightningDataModule):
         val_fraction, num_val, fold, num_folds, stratify: as of `split.Split`.
         cache_dir: folder for decoded images, shared by all ranks of a node.
         path: array, loader, or auto: array where the images fit.
-        num_workers: processes per rank that load single images, at most one per core.
+        num_workers: processes per rank that load single images, at most one per core; "auto": by cores and device.
         views: how often each training image is augmented.
         seed: for split, order and augmentation.
     """
@@ -83,7 +83,7 @@ class ImageDataModule(LightningDataModule):
         mean: float | Sequence[float] | str | None = None, std: float | Sequence[float] | str | None = None,
         val_fraction: float = VAL_FRACTION, num_val: int | None = None, fold: int | None = None,
         num_folds: int | None = None, stratify: bool = True, cache_dir: str | Path = REPOSITORY / "data" / "cache",
-        path: str = "auto", num_workers: int = 4, views: int = 1, seed: int = 0,
+        path: str = "auto", num_workers: int | str = "auto", views: int = 1, seed: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         name = type(self).__name__.removesuffix("DataModule").lower() if name is None else name
@@ -92,7 +92,7 @@ class ImageDataModule(LightningDataModule):
         if not name or Path(name).name != name or name.startswith("."):
             raise UserError(f"data.name={name!r} names a cache folder: give a name without slashes.")
         for key, value, least in (("seed", seed, 0), ("data.num_workers", num_workers, 0), ("data.views", views, 1)):
-            if value < least:
+            if isinstance(value, int) and value < least or isinstance(value, str) and value != "auto":
                 raise UserError(f"{key}={value} must be at least {least}.")
         if path not in PATHS:
             raise UserError(f"data.path={path} must be one of {', '.join(PATHS)}.")

@@ -22,7 +22,9 @@ from lockstep.data.batches import Selection
 from lockstep.data.decoding import CorruptImage, pixels_of
 from lockstep.data.framing import Framing
 from lockstep.data.targets import Arrays, classes_of
+from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError
+from lockstep.runs.provenance import available_cores
 
 LoadedBatch = dict[str, Any]
 """`targets` by name; `images` (n, side, side, channels) uint8 and `masks` by name (n, side, side), or `index` into the
@@ -36,6 +38,14 @@ the random stream of one view, and several views are stacked"""
 _workers: set[multiprocessing.process.BaseProcess] = set()
 
 
+def workers_of(stated: int | str, device: torch.device) -> int:
+    """Return how many worker processes load the images of this rank."""
+    if stated == "auto":
+        own_cores = available_cores() // int(environment().get("LOCAL_WORLD_SIZE") or 1)
+        return max(1, min(16, own_cores - 2) if device.type == "cuda" else min(4, available_cores()))
+    return min(int(stated), len(os.sched_getaffinity(0)))
+
+
 class BatchLoader:
     """
     Args:
@@ -44,17 +54,18 @@ class BatchLoader:
         array: (n, side, side, channels) uint8; None: workers open each image.
         mask_arrays: by name (n, side, side) uint8, beside the array.
         device_array_gib: the largest array that is kept on a GPU; batches of a larger one are cut in CPU memory.
-        num_workers: at most; never more than there are cores.
+        num_workers: at most; never more than there are cores. "auto": on a GPU the cores of this rank but two, up to 16,
+            else up to 4.
     """
 
     def __init__(
         self, transforms: BatchTransforms, framing: Framing, targets: Arrays, device: torch.device, *,
         mask_names: list[str], array: np.ndarray | None, mask_arrays: Arrays, open_sample: OpenSample,
-        device_array_gib: float, num_workers: int,
+        device_array_gib: float, num_workers: int | str,
     ) -> None:  # fmt: skip
         self.transforms, self.framing, self.device = transforms.to(device), framing, device
         self.targets, self.mask_names, self.open_sample = targets, mask_names, open_sample
-        self.num_workers = min(num_workers, len(os.sched_getaffinity(0)))
+        self.num_workers = workers_of(num_workers, device)
         self.array = None if array is None else torch.from_numpy(array)
         self.mask_arrays = {name: torch.from_numpy(masks) for name, masks in mask_arrays.items()}
         self.is_resident = array is not None and (device.type == "cpu" or array.nbytes <= device_array_gib * 2**30)

@@ -43,6 +43,17 @@ def test_a_signal_to_the_whole_job_leaves_the_workers_to_the_rank():
     assert "Traceback" not in done.stderr and time.monotonic() - started < 30
 
 
+@pytest.mark.parametrize(
+    ("stated", "device", "cores", "ranks", "wanted"),
+    [("auto", "cuda", 64, "4", 14), ("auto", "cuda", 64, "1", 16), ("auto", "cuda", 4, "4", 1),
+     ("auto", "cpu", 64, "2", 4), ("auto", "cpu", 2, "2", 2), (0, "cuda", 64, "1", 0), (999, "cpu", 64, "1", len(os.sched_getaffinity(0)))],
+)  # fmt: skip
+def test_workers_follow_the_cores_of_a_rank(stated, device, cores, ranks, wanted, monkeypatch):
+    monkeypatch.setattr(loading, "available_cores", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert loading.workers_of(stated, torch.device(device)) == wanted
+
+
 @pytest.mark.parametrize("free", [0, 2**40])
 def test_batches_arrive_with_and_without_shared_memory(free, monkeypatch):
     monkeypatch.setattr(loading, "free_shared_memory", lambda: free)
