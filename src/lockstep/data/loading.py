@@ -54,8 +54,8 @@ class BatchLoader:
         array: (n, side, side, channels) uint8; None: workers open each image.
         mask_arrays: by name (n, side, side) uint8, beside the array.
         device_array_gib: the largest array that is kept on a GPU; batches of a larger one are cut in CPU memory.
-        num_workers: at most; never more than there are cores. "auto": on a GPU the cores of this rank but two, up to 16,
-            else up to 4.
+        num_workers: at most; never more than there are cores. "auto": on a GPU the cores of this rank but two, up to
+            16, else up to 4.
     """
 
     def __init__(

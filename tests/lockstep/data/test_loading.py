@@ -46,7 +46,8 @@ def test_a_signal_to_the_whole_job_leaves_the_workers_to_the_rank():
 @pytest.mark.parametrize(
     ("stated", "device", "cores", "ranks", "wanted"),
     [("auto", "cuda", 64, "4", 14), ("auto", "cuda", 64, "1", 16), ("auto", "cuda", 4, "4", 1),
-     ("auto", "cpu", 64, "2", 4), ("auto", "cpu", 2, "2", 2), (0, "cuda", 64, "1", 0), (999, "cpu", 64, "1", len(os.sched_getaffinity(0)))],
+     ("auto", "cpu", 64, "2", 4), ("auto", "cpu", 2, "2", 2),
+     (0, "cuda", 64, "1", 0), (999, "cpu", 64, "1", len(os.sched_getaffinity(0)))],
 )  # fmt: skip
 def test_workers_follow_the_cores_of_a_rank(stated, device, cores, ranks, wanted, monkeypatch):
     monkeypatch.setattr(loading, "available_cores", lambda: cores)
