@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.runs.errors import UserError
-from lockstep.training.losses import WeightedLoss
+from losses.weighted import WeightedLoss
 
 
 class BinaryCrossEntropy(WeightedLoss):

@@ -5,7 +5,7 @@ python src/train.py loss=cross_entropy loss.label_smoothing=0.1 loss.class_weigh
 
 from torch import Tensor
 
-from lockstep.training.losses import WeightedLoss
+from losses.weighted import WeightedLoss
 
 
 class CrossEntropy(WeightedLoss):

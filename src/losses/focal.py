@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.runs.errors import UserError
-from lockstep.training.losses import WeightedLoss
+from losses.weighted import WeightedLoss
 
 
 class Focal(WeightedLoss):

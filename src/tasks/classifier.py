@@ -12,7 +12,6 @@ from torchmetrics import Metric
 
 from lockstep.runs.errors import UserError
 from lockstep.runs.scores import BINS, ExactCounts, summary
-from lockstep.training.losses import losses_of_images, probabilities_of
 from lockstep.training.metrics import averaged_here, values_of
 from lockstep.training.parameter_groups import GroupRules
 from lockstep.training.task import Task
@@ -160,3 +159,16 @@ def check_logits(logits: Any, num_classes: int) -> None:
             f"The model gives {found} for an image and the data have {num_classes} classes: "
             "let its last layer have num_classes outputs, a number that its constructor is told."
         )
+
+
+def losses_of_images(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor) -> Tensor:
+    """(B,) also of a loss that gives the mean over a batch, as torch's and timm's do: by batches of one image."""
+    found = loss(logits, targets)
+    if found.ndim == 1:
+        return found
+    return torch.func.vmap(lambda row, target: loss(row[None], target[None]))(logits, targets)
+
+
+def probabilities_of(loss: object, logits: Tensor) -> Tensor:
+    """(B, classes), as the loss understands logits (B, classes)."""
+    return loss.probabilities(logits) if hasattr(loss, "probabilities") else logits.softmax(1)

@@ -1,6 +1,6 @@
-"""What every loss here shares: targets as shares, weights of classes, and the loss of each image of an evaluation."""
+"""The base of the losses here: targets as shares of the classes, label smoothing and weights of classes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,16 +88,3 @@ class WeightedLoss(nn.Module):
 
     def probabilities(self, logits: Tensor) -> Tensor:
         return logits.softmax(1)
-
-
-def losses_of_images(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor) -> Tensor:
-    """(B,) also of a loss that gives the mean over a batch, as torch's and timm's do: by batches of one image."""
-    found = loss(logits, targets)
-    if found.ndim == 1:
-        return found
-    return torch.func.vmap(lambda row, target: loss(row[None], target[None]))(logits, targets)
-
-
-def probabilities_of(loss: object, logits: Tensor) -> Tensor:
-    """(B, classes), as the loss understands logits (B, classes)."""
-    return loss.probabilities(logits) if hasattr(loss, "probabilities") else logits.softmax(1)

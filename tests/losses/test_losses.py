@@ -8,10 +8,10 @@ from torch.nn import functional as F
 
 from lockstep.runs.errors import UserError
 from lockstep.training.build_module import build_loss
-from lockstep.training.losses import losses_of_images, probabilities_of
 from losses.bce import BinaryCrossEntropy
 from losses.cross_entropy import CrossEntropy
 from losses.focal import Focal
+from tasks.classifier import losses_of_images, probabilities_of
 
 COUNTS = [60, 30, 10]
 torch.manual_seed(0)
