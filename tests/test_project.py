@@ -186,6 +186,16 @@ def test_uv_resolves_it(which, project, tmp_path):
     lock = tomllib.loads((folder / "uv.lock").read_text())
     versions = {package["name"]: package["version"] for package in lock["package"]}
     assert versions["torch"] in (ROOT / "requirements.txt").read_text() and "pytest" in versions
+    if which == "project":
+        (project / ".venv/bin").mkdir(parents=True)
+        (project / ".venv/bin/python").symlink_to(sys.executable)
+        (project / ".venv/bin/uv").symlink_to(uv)
+        run("touch", ".venv/.installed", cwd=project)
+        before = set((project / "requirements.txt").read_text().splitlines())
+        run("make", "lock", cwd=project)
+        changed = before ^ set((project / "requirements.txt").read_text().splitlines())
+        assert all("vendor/lockstep-" in line for line in changed), changed
+        assert "\npytest==" in (project / "requirements-dev.txt").read_text()
 
 
 @pytest.mark.parametrize(
