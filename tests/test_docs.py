@@ -90,12 +90,6 @@ def test_every_command_that_is_shown_composes_and_says_what_its_launcher_needs(c
         assert all(f"{name}=" in command for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK"))
 
 
-def test_commands_are_found_everywhere():
-    found = "\n".join(EVERY)
-    wanted = ("launch/train.sbatch experiment=alexnet_cifar10", "experiment=vit_hivemind", "torchrun", "NODE_RANK=")
-    assert len(found.splitlines()) > 30 and all(words in found for words in wanted)
-
-
 def test_torchrun_on_several_nodes_names_a_rendezvous():
     """Without a backend, torchrun takes every node for node 0 of a static rendezvous."""
     several = [line for line in EVERY if line.startswith("torchrun --nnodes=")]

@@ -99,15 +99,6 @@ def test_another_hash_is_refused_and_the_pinned_one_installed(with_uv, index, tm
     assert installed(folder) and (folder / ".venv/.installed").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("with_uv", [True, False], ids=["uv", "pip"])
-def test_a_requirement_without_a_hash_is_refused(with_uv, index, tmp_path):
-    folder = clone(tmp_path, "0" * 64, with_uv)
-    (folder / "requirements.txt").write_text(f"{NAME}==1.0\n")
-    refused = install(folder, index[0])
-    assert refused.returncode != 0 and "hash" in refused.stderr.lower() and not installed(folder)
-
-
 CUDA = "torch==2.1.0", "torchvision==0.2.0", "triton==3.0", "nvidia-cublas==1.0", "cuda-bindings==1.0"
 KEPT = "torchmetrics==1.0", "nvidia-ml-py==13.0"
 

@@ -59,13 +59,6 @@ def hits(text):
     return [secret for secret in [SECRET, *map(canary, range(1, 14))] if secret in text]
 
 
-def process_list(process):
-    lines = []
-    for member in [process, *process.children(recursive=True)]:
-        lines.append(" ".join(member.cmdline()))
-    return "\n".join(lines)
-
-
 @pytest.mark.slow
 def test_secrets_of_the_environment_and_the_home_go_nowhere(tmp_path):
     store = shared_store()
@@ -76,7 +69,8 @@ def test_secrets_of_the_environment_and_the_home_go_nowhere(tmp_path):
         environment=environment,
     )  # fmt: skip
     started.wait_for(lambda: any(logs.rglob("*.ckpt.json")))
-    processes = process_list(psutil.Process(started.process.pid))
+    parent = psutil.Process(started.process.pid)
+    processes = "".join(" ".join(each.cmdline()) for each in [parent, *parent.children(recursive=True)])
     done = started.done()
     assert done.code == 0, done.output
     assert hits(done.output + processes + everything_in(logs) + objects(store, bucket)) == []

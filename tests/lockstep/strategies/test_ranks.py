@@ -43,7 +43,7 @@ FURTHER = [
     ("fsdp", {"optimizer": partial(adamw, fused=True), "clip": 0.5}),
     ("fsdp", {"optimizer": partial(adamw, foreach=True)}),
     ("fsdp", {"optimizer": partial(sgd, foreach=True)}),
-    ("fsdp", {"recompute": True}),
+    *((name, {"recompute": True, "accumulate": 2}) for name in ("ddp", "allreduce", "fsdp")),
     ("fsdp", {"own": {"reshard_after_forward": False}}),
 ]
 
