@@ -16,7 +16,14 @@ from lockstep.data.augmentation import Augmentation, own_stream
 from lockstep.data.framing import Framing
 from lockstep.runs.errors import UserError
 
-OPTIONS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((CONFIGS / "augmentation").glob("*.yaml"))}
+SHARED = yaml.safe_load((CONFIGS / "augmentation/default.yaml").read_text())
+OPTIONS = {
+    path.stem: {
+        key: value for key, value in {**SHARED, **yaml.safe_load(path.read_text())}.items() if key != "defaults"
+    }
+    for path in sorted((CONFIGS / "augmentation").glob("*.yaml"))
+    if path.stem != "default"
+}
 FRAMING = Framing(24, 28, interpolation="bicubic", crop_padding=3, flip=True, mean=(0.5, 0.25, 0.75))
 FILL = [128, 64, 191]
 IMAGE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (37, 51, 3), dtype=np.uint8))

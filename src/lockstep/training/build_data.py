@@ -36,7 +36,7 @@ def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None
         UserError: it is no LightningDataModule, its images are not here, or ranks have other images.
     """
     config, is_rank_zero = plan.config, plan.cluster.is_rank_zero
-    if not hasattr(resolve_target(config["data"]["_target_"], "data._target_"), "place"):
+    if not hasattr(resolve_target(config["data"].get("_target_"), "data._target_"), "place"):
         return build_plain_data(config["data"])
     stated = {**config["data"], "global_batch_size": plan.batch.global_size}
     data = prepared_data(config, stated, "fit" if trained_on is None else "test")
@@ -78,7 +78,7 @@ def prepared_data(config: Config, stated: Config, stage: str = "fit") -> Any:
         stated: its options.
         stage: fit, or test for an evaluation.
     """
-    taken, any_name = options_of(resolve_target(stated["_target_"], "data._target_"))
+    taken, any_name = options_of(resolve_target(stated.get("_target_"), "data._target_"))
     options = {
         key: value
         for key, value in stated.items()
@@ -91,6 +91,7 @@ def prepared_data(config: Config, stated: Config, stage: str = "fit") -> Any:
         model = resolve_target(config["model"]["_target_"], "model._target_")
         own = {key: value for key, value in config["model"].items() if key != "_target_"}
         wanted = model.wanted_images(**own) if hasattr(model, "wanted_images") else {}
+        resolve_target(config["augmentation"].get("_target_"), "augmentation._target_")
         data.use(build(config["augmentation"]), wanted)
         data.prepare()
     except UserError as error:

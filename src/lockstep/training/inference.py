@@ -116,7 +116,7 @@ def load_data(address: str, logs: Path = REPOSITORY / "logs", s3: Config | None 
     """
     path, checkpoint = _found(address, logs, s3)
     config = config_of_checkpoint(path, checkpoint["lockstep"]["config"], logs, OF_DATA)
-    if not hasattr(resolve_target(config["data"]["_target_"], "data._target_"), "place"):
+    if not hasattr(resolve_target(config["data"].get("_target_"), "data._target_"), "place"):
         return build_plain_data({**config["data"], **options})
     return prepared_data(config, {**config["data"], **options})
 
