@@ -46,7 +46,11 @@ def folder_of(root, side):
 
 
 def augmentation(name):
-    option = yaml.safe_load((CONFIGS / "augmentation" / f"{name.split()[0]}.yaml").read_text())
+    shared, option = (
+        yaml.safe_load((CONFIGS / "augmentation" / f"{option}.yaml").read_text())
+        for option in ("default", name.split()[0])
+    )
+    option = {key: value for key, value in {**shared, **option}.items() if key != "defaults"}
     return build({**option, **AUGMENTATIONS[name]})
 
 
