@@ -20,7 +20,7 @@ TRAINERS = {
     "gpu": 1, "ddp": 2, "fsdp": 2, "allreduce": 2, "dp": 2, "model_parallel": 2,
     "ddp trainer.devices=8": 8, "fsdp trainer.devices=8": 8, "ddp trainer.accumulate_grad_batches=2": 2,
     "fsdp trainer.cpu_offload=true": 2, "fsdp trainer.activation_checkpointing=true": 2,
-    "ddp trainer.channels_last=true": 2, "ddp data.device_cache_gib=0": 2,
+    "ddp trainer.channels_last=true": 2,
 }  # fmt: skip
 QUICK = ("gpu", "ddp", "fsdp")
 ROUGH = {"bf16-mixed": 0.02, "16-mixed": 0.01, "bf16-true": 0.05, "64-true": TOLERANCE}
