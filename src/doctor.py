@@ -1,4 +1,4 @@
-"""Is this machine, this cluster, this bucket ready? One sentence for each finding, with what to do.
+"""Check this machine, this cluster and this bucket: one sentence for each finding, with what to do.
 
 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK=0 python src/doctor.py trainer=ddp trainer.num_nodes=2
 

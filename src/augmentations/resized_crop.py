@@ -40,12 +40,12 @@ class ResizedCrop(Augmentation):
         return [*self.crop(framing), *flip, *self.policy(framing)]
 
     def crop(self, framing: Framing) -> list[Operation]:
-        """To image_size × image_size."""
+        """Cut image_size × image_size."""
         if self.scale is None:
             return [framing.square, v2.RandomCrop(framing.image_size, framing.crop_padding or None)]
         mode = InterpolationMode(self.interpolation or framing.interpolation)
         return [v2.RandomResizedCrop(framing.image_size, tuple(self.scale), tuple(self.ratio), mode)]
 
     def policy(self, framing: Framing) -> list[Operation]:
-        """What a subclass does to the crop."""
+        """Return what a subclass does to the crop."""
         return []

@@ -1,4 +1,4 @@
-"""3-Augment of DeiT III: one of grey, solarised, blurred; then colour jitter (https://arxiv.org/abs/2204.07118)."""
+"""The 3-Augment of DeiT III: one of grey, solarised, blurred; then colour jitter (https://arxiv.org/abs/2204.07118)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ PADDING, BLUR, SIGMA = 4, 13, (0.1, 2.0)  # the kernel reaches over three of the
 
 
 class ThreeAugment(ResizedCrop):
-    """With the paper's simple random crop where `scale` is None: the short side to image_size, four mirrored pixels."""
+    """The paper's simple random crop where `scale` is None: the short side to image_size, four mirrored pixels."""
 
     def __init__(
         self, *, scale: Sequence[float] | None = None, color_jitter: Sequence[float] | None = (0.3,) * 3, **options: Any

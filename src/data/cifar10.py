@@ -139,5 +139,5 @@ def _from_tree(root: Path) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _canonical_order(names: list[str], labels: np.ndarray) -> list[int]:
-    """By file name, which all layouts have in common, so that the same seed draws the same images from each."""
+    """Sort by file name, which all layouts have in common, so that the same seed draws the same images from each."""
     return sorted(range(len(names)), key=lambda i: (natural_key(names[i]), labels[i]))

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits: 1,797 real images of 8×8 pixels inside the package, so no download."""
+"""Handwritten digits of scikit-learn: 1,797 real images of 8×8 pixels inside the package, so no download."""
 
 from typing import Any
 

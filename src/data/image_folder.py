@@ -23,7 +23,7 @@ from lockstep.runs.errors import UserError
 
 
 class ImageFolderDataModule(ListedDataModule):
-    """root/<class>/, or root/train/<class>/ beside val/ (valid/, dev/, …) and test/, in any case.
+    """Folders root/<class>/, or root/train/<class>/ beside val/ (valid/, dev/, …) and test/, in any case.
 
     Args:
         root: the folder.

@@ -62,7 +62,7 @@ class SyntheticDataModule(ImageDataModule):
         return ImageSet(images, labels, names, num_test=self._counts[1])
 
     def _patterns(self, generator: np.random.Generator) -> np.ndarray:
-        """(classes, size, size, channels) float32 of unit variance: sums of a few waves, symmetric left to right."""
+        """Return (classes, size, size, channels) float32 of unit variance: sums of a few waves, symmetric."""
         position = (np.arange(self._stored_size) + 0.5) / self._stored_size * np.pi
         waves = np.cos(np.arange(4)[:, None] * position).astype(np.float32)
         weights = generator.standard_normal((self._requested_classes, self.channels, 4, 4)).astype(np.float32)

@@ -12,13 +12,13 @@ AUTO = "auto"
 
 
 def shares_of(targets: Tensor, num_classes: int, label_smoothing: float, dtype: torch.dtype) -> Tensor:
-    """(B, classes) that sum to 1, from classes (B,) int64 or from shares (B, classes); smoothed towards 1 / classes."""
+    """Return (B, classes) that sum to 1, from classes (B,) int64 or shares (B, classes), smoothed to 1 / classes."""
     shares = targets if targets.ndim == 2 else targets[:, None] == torch.arange(num_classes, device=targets.device)
     return shares.to(dtype) * (1 - label_smoothing) + label_smoothing / num_classes
 
 
 def weights_of_classes(stated: str | Sequence[float] | None, class_counts: Sequence[int]) -> Tensor:
-    """(classes,) float64. "auto": images / (classes × images of the class), whose mean over the images is 1.
+    """Return (classes,) float64. "auto": images / (classes × images of the class), whose mean over the images is 1.
 
     Raises:
         UserError: neither auto nor one positive number a class.
@@ -43,7 +43,7 @@ def check_label_smoothing(value: float) -> None:
 
 
 class WeightedLoss(nn.Module):
-    """In training with label smoothing and class weights, in evaluation without: losses of recipes then compare.
+    """A loss with label smoothing and class weights in training, without in evaluation: losses of recipes then compare.
 
     Args:
         num_classes: the data's.
@@ -83,7 +83,7 @@ class WeightedLoss(nn.Module):
         return loss * (shares @ self.weights.to(logits.dtype)) if self.is_weighted else loss
 
     def of_each(self, logits: Tensor, shares: Tensor) -> Tensor:
-        """(B,) from logits and shares (B, classes)."""
+        """Return (B,) from logits and shares (B, classes)."""
         raise NotImplementedError
 
     def probabilities(self, logits: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ WHITENING_EPS = 5e-4
 
 
 class Conv(nn.Conv2d):
-    """3x3 without bias, initialised to pass its first inputs through (dirac)."""
+    """A 3x3 convolution without bias, initialised to pass its first inputs through (dirac)."""
 
     def __init__(self, channels_in: int, channels_out: int) -> None:
         super().__init__(channels_in, channels_out, 3, padding=1, bias=False)
@@ -33,7 +33,7 @@ class BatchNorm(nn.BatchNorm2d):
 
 
 class ConvGroup(nn.Sequential):
-    """conv, halve, norm, GELU, then depth - 1 times conv, norm, GELU."""
+    """The layers conv, halve, norm, GELU, then depth - 1 times conv, norm, GELU."""
 
     def __init__(self, channels_in: int, width: int, depth: int) -> None:
         layers: list[nn.Module] = [Conv(channels_in, width), nn.MaxPool2d(2), BatchNorm(width), nn.GELU()]
@@ -43,7 +43,7 @@ class ConvGroup(nn.Sequential):
 
 
 class Airbench(nn.Module):
-    """logits (B, num_classes) of images (B, channels, image_size, image_size), normalised.
+    """A net from normalised images (B, channels, image_size, image_size) to logits (B, num_classes).
 
     widths: channels of each group; every group halves the image. depth: convolutions in a group.
     Call `init_from_images` before training: without it the first convolution stays random and untrained.

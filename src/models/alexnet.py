@@ -22,7 +22,7 @@ def _side_after(image_size: int, pooled: tuple[int, ...]) -> int:
 
 
 class AlexNet(nn.Module):
-    """logits (B, num_classes) of images (B, channels, image_size, image_size).
+    """A net from images (B, channels, image_size, image_size) to logits (B, num_classes).
 
     The state dict has torchvision's keys and shapes (features.0 … classifier.6), so its weights load here.
 

@@ -11,7 +11,7 @@ SMALLEST = 6  # two 3x3 convolutions without padding and one pooling leave a sin
 
 
 class SmallCNN(nn.Module):
-    """conv 32·3, conv 64·3, max-pool 2, dropout, linear 128, dropout, linear num_classes.
+    """The layers conv 32·3, conv 64·3, max-pool 2, dropout, linear 128, dropout, linear num_classes.
 
     At 28 px the first linear layer has 9,216 inputs as in the example; other sizes give another count.
 

@@ -28,7 +28,7 @@ PREFIXES = ("module.", "_orig_mod.", "net.", "model.", "backbone.")  # of DDP, t
 
 
 class TimmModel(nn.Module):
-    """timm's model `name`, built for the classes, image size and channels of the data.
+    """The model `name` of timm, built for the classes, image size and channels of the data.
 
     A new head on trained weights starts at zero: every class is equally likely, and the loss is that of chance.
 

@@ -13,7 +13,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Keller Jordan's coefficients: steep
 
 
 def orthogonalise(matrix: Tensor, iterations: int = 3) -> Tensor:
-    """matrix (n, m) with its singular values moved to about 1 (0.5 to 1.5): what makes an update equally long each way.
+    """Return the matrix (n, m) with its singular values moved to about 1 (0.5 to 1.5), an update equally long each way.
 
     Computed in bf16 on a GPU and in the given precision on a CPU.
     """

@@ -1,4 +1,4 @@
-"""torch's OneCycleLR: the learning rate rises to lr and falls far below where it began (arXiv 1708.07120).
+"""The OneCycleLR of torch: the learning rate rises to lr and falls far below where it began (arXiv 1708.07120).
 
 python src/train.py scheduler=one_cycle scheduler.pct_start=0.3
 """

@@ -1,4 +1,4 @@
-"""task=classifier: one class for each image, with any net; exact counts in evaluation.
+"""Classification (task=classifier): one class for each image, with any net; exact counts in evaluation.
 
 Between log points nothing here reads a value from the device: counts add up in tensors.
 """
@@ -20,7 +20,7 @@ TOP5_FROM_CLASSES = 6
 
 
 class Counts:
-    """What one evaluation counts on this rank, on the device, in float64: counts stay exact up to 2**53.
+    """The counts of one evaluation on this rank, on the device, in float64: counts stay exact up to 2**53.
 
     confusion: (classes²,) true × predicted.
     calibration: (BINS, 3) images, hits and confidence of the images whose confidence is in the bin.
@@ -162,7 +162,7 @@ def check_logits(logits: Any, num_classes: int) -> None:
 
 
 def losses_of_images(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor) -> Tensor:
-    """(B,) also of a loss that gives the mean over a batch, as torch's and timm's do: by batches of one image."""
+    """Return (B,), also of a loss that returns the mean of a batch, as torch's and timm's: by batches of one image."""
     found = loss(logits, targets)
     if found.ndim == 1:
         return found
@@ -170,5 +170,5 @@ def losses_of_images(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, t
 
 
 def probabilities_of(loss: object, logits: Tensor) -> Tensor:
-    """(B, classes), as the loss understands logits (B, classes)."""
+    """Return (B, classes), as the loss understands logits (B, classes)."""
     return loss.probabilities(logits) if hasattr(loss, "probabilities") else logits.softmax(1)

@@ -1,4 +1,4 @@
-"""task=distillation: a student learns the labels and a teacher's probabilities (arXiv 1503.02531).
+"""Distillation (task=distillation): a student learns the labels and a teacher's probabilities (arXiv 1503.02531).
 
 python src/train.py task=distillation task.teacher=<run_id>           or a checkpoint, or a name of timm
 """

@@ -1,6 +1,7 @@
-"""task=manual_optimization: a step that calls the optimizer itself; here sharpness-aware minimisation.
+"""Manual optimization (task=manual_optimization): a step that calls the optimizer itself, here SAM's.
 
-SAM (arXiv 2010.01412) takes the gradient where the loss is highest near the weights: two backward passes per step.
+Sharpness-aware minimisation (arXiv 2010.01412)
+takes the gradient where the loss is highest near the weights: two backward passes per step.
 python src/train.py task=manual_optimization task.radius=0.05
 """
 

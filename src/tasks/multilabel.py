@@ -1,4 +1,4 @@
-"""task=multilabel: any number of labels for each image, as columns of 0 and 1.
+"""Several labels (task=multilabel): any number of labels for each image, as columns of 0 and 1.
 
 python src/train.py task=multilabel data=csv data.root=FILE.csv 'data.label_columns=[cat,dog]'
 """

@@ -1,4 +1,4 @@
-"""task=regression: a number for each image.
+"""Regression (task=regression): a number for each image.
 
 python src/train.py task=regression data=csv data.root=FILE.csv data.target=number
 """

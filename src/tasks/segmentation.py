@@ -1,4 +1,4 @@
-"""task=segmentation: a class for each pixel.
+"""Segmentation (task=segmentation): a class for each pixel.
 
 python src/train.py task=segmentation model=unet data=image_folder data.root=DIR data.target=mask
 """

@@ -1,4 +1,4 @@
-"""task=simclr: features without labels, from two views of each image (arXiv 2002.05709).
+"""SimCLR (task=simclr): features without labels, from two views of each image (arXiv 2002.05709).
 
 python src/train.py task=simclr data.views=2 augmentation=resized_crop run_id=features
 python src/train.py ckpt_path=features model.freeze=backbone              the linear probe on them

@@ -1,4 +1,4 @@
-"""How Lightning writes and reads checkpoint files: whole or not at all, and read once for all ranks."""
+"""Write and read checkpoint files for Lightning: whole or not at all, and read once for all ranks."""
 
 import copy
 import io

@@ -75,7 +75,7 @@ class Vote:
 
 
 class Interruption(Callback):
-    """On a signal finish this step, save, and raise Interrupted on all ranks (exit code 75).
+    """Finish the step on a signal, save, and raise Interrupted on all ranks (exit code 75).
 
     Args:
         timeout_s: of a vote, as of every collective.

@@ -1,4 +1,4 @@
-"""metrics.csv: one row per log point, its steps unique and rising, also over the restarts of a run.
+"""Write metrics.csv: one row per log point, its steps unique and rising, also over the restarts of a run.
 
 Lightning's CSVLogger deletes the file of an earlier start; this logger continues it.
 """

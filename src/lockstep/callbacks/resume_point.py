@@ -1,4 +1,4 @@
-"""Where in training a checkpoint stands, and Lightning's loop state rewritten to start again exactly there.
+"""The position of a checkpoint in training, and Lightning's loop state rewritten to start again exactly there.
 
 Lightning infers from five counters which hook a checkpoint was written in, and skips or repeats validation by
 what it infers; with another accumulation the counters mean something else. A checkpoint here states its place in
@@ -13,24 +13,24 @@ TRAINING, VALIDATION, EPOCH_END = "training", "validation", "epoch_end"
 
 
 def ends_step(trainer: pl.Trainer) -> bool:
-    """Whether the batch that has just ended was the last micro-batch of an optimizer step."""
+    """Return whether the batch that has just ended was the last micro-batch of an optimizer step."""
     batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return batches % trainer.accumulate_grad_batches == 0 or ends_epoch(trainer)
 
 
 def ends_epoch(trainer: pl.Trainer) -> bool:
-    """Whether the batch that has just ended was the epoch's last."""
+    """Return whether the batch that has just ended was the epoch's last."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready >= trainer.num_training_batches
 
 
 def is_due(trainer: pl.Trainer) -> bool:
-    """Whether a validation follows the batch that has just ended, as trainer.val_check_interval says."""
+    """Return whether a validation follows the batch that has just ended, as trainer.val_check_interval says."""
     batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return validates(trainer) and batches % trainer.val_check_batch == 0
 
 
 def validates(trainer: pl.Trainer) -> bool:
-    """Whether this epoch is validated: at its end, and within it where trainer.val_check_interval says so."""
+    """Return whether this epoch is validated: at its end, and within it if trainer.val_check_interval says so."""
     every = trainer.check_val_every_n_epoch or 1
     return trainer.enable_validation and (trainer.current_epoch + 1) % every == 0
 

@@ -44,7 +44,7 @@ asked: list[int] = []  # signals that asked the sweep to stop
 
 @dataclass(frozen=True)
 class Job:
-    """How one job of a sweep ended; of several SLURM tasks the worst code."""
+    """The end of one job of a sweep; the code is the worst of its SLURM tasks."""
 
     number: int
     code: int

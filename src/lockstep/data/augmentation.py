@@ -92,7 +92,7 @@ class CropFlip(Augmentation):
 
     @property
     def on_whole_batches(self) -> bool:
-        """Whether the device augments whole batches (BatchTransforms)."""
+        """Return whether the device augments whole batches (BatchTransforms)."""
         return not self.color_jitter and not self.erasing_prob
 
     def operations(self, framing: Framing) -> list[Operation]:

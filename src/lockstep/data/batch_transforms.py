@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 
 class BatchTransforms(nn.Module):
-    """uint8 images in, normalised float32 images out.
+    """Turn uint8 images into normalised float32 images.
 
     Args:
         image_size: side of the result.
@@ -43,7 +43,7 @@ class BatchTransforms(nn.Module):
 
     @property
     def num_starts(self) -> int:
-        """At how many positions along each side a crop can start."""
+        """Return at how many positions along each side a crop can start."""
         return self.resize + 2 * self.crop_padding - self.image_size + 1
 
     def draw(self, generator: np.random.Generator, n: int) -> np.ndarray:
@@ -84,7 +84,7 @@ class BatchTransforms(nn.Module):
         return self.crop(self.resized(images, interpolation), dy, dx)
 
     def resized(self, images: Tensor, interpolation: str) -> Tensor:
-        """(n, resize, resize, channels) uint8."""
+        """Return the images resized: (n, resize, resize, channels) uint8."""
         if images.shape[1] == self.resize:
             return images
         from torchvision.transforms import InterpolationMode

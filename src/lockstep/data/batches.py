@@ -19,7 +19,7 @@ SPLIT, ORDER, AUGMENTATION, TEST, MIXING = 0, 1, 2, 3, 4  # keep the random stre
 
 
 class Selection(NamedTuple):
-    """What one rank loads next.
+    """The images that one rank loads next.
 
     Args:
         positions: (n,) int64, of the images.

@@ -38,7 +38,7 @@ class CorruptImage(Exception):
 
 
 def is_image(name: str) -> bool:
-    """Whether a file name has an ending that Pillow can decode."""
+    """Return whether a file name has an ending that Pillow can decode."""
     return name[name.rfind(".") :].lower() in SUFFIXES
 
 

@@ -1,4 +1,4 @@
-"""How images are made: mean, deviation, crop and interpolation, and the square that the model gets of any image."""
+"""Mean, deviation, crop and interpolation of images, and the square that the model gets of any image."""
 
 import math
 from collections.abc import Mapping
@@ -84,7 +84,7 @@ def settle(
 
 @dataclass(frozen=True)
 class Framing:
-    """How an image becomes a square. All sizes are in pixels.
+    """Make a square of an image. All sizes are in pixels.
 
     The methods take a Pillow image or a mask of torchvision, or a tuple of them, which moves together.
 
@@ -125,7 +125,7 @@ class Framing:
 
     @property
     def crop_pct(self) -> float:
-        """image_size / resize, so that timm's rounding gives `resize` again."""
+        """Return image_size / resize, so that timm's rounding gives `resize` again."""
         share = self.image_size / self.resize
         return share if resize_of(self.image_size, None, share) == self.resize else math.nextafter(share, 0)
 

@@ -254,7 +254,7 @@ class ImageDataModule(LightningDataModule):
 
     @property
     def counts_per_split(self) -> dict[str, list[int]]:
-        """For train, val and test the number of images of each class or label; empty for other targets."""
+        """Return the number of images of each class or label in train, val and test; empty for other targets."""
         counts = {}
         for name in SPLITS:
             index = getattr(self.splits, name)

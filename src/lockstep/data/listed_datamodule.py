@@ -34,7 +34,7 @@ class ListedDataModule(ImageDataModule):
         channels: 3 for colour, 1 for grey.
         test_fraction: part of all images that tests, the same under every seed, where the source names no test images.
         fit: crop keeps an image's proportions and cuts its long side, squash distorts it to a square.
-        skip_corrupt: leave out images that cannot be decoded instead of ending with an error.
+        skip_corrupt: skip images that cannot be decoded instead of ending with an error.
         group: what keeps images together in one split: a column of a table, or a regular expression over the path.
         target: what images have: class, number, or mask.
         options: as of ImageDataModule.

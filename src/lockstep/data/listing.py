@@ -65,7 +65,7 @@ class Item:
 
 
 class ImageList:
-    """n images: first those to train on, then those to validate on, then those to test on; in a split in their order.
+    """A list of n images: first those to train on, then those to validate on, then those to test on.
 
     Attributes:
         targets: (n,) int64 classes, (n,) float32 numbers or (n, C) float32 labels; zeros where there are masks.

@@ -54,7 +54,7 @@ class ImageSet:
 
     @property
     def splits(self) -> np.ndarray:
-        """(n,) 0 train, 1 val, 2 test."""
+        """Return (n,) with 0 for train, 1 for val, 2 for test."""
         num_train = len(self.images) - self.num_val - self.num_test
         return np.repeat([TRAIN, VAL, TEST], [num_train, self.num_val, self.num_test]).astype(np.int8)
 

@@ -1,4 +1,4 @@
-"""How a rank ends: which rank failed first, the error file, the run record and the last line on the screen.
+"""The end of a rank: which rank failed first, the error file, the run record and the last line on the screen.
 
 The ranks publish their errors in the run's store. A rank that dies or hangs publishes nothing, but breaks a collective
 of every other rank: whoever stays silent then is the one to name.
@@ -41,7 +41,7 @@ OF_THE_NETWORK = ("connection closed", "connection reset", "broken pipe", "timed
 
 
 class RankError(TypedDict):
-    """How a rank ended.
+    """The end of a rank.
 
     kind: the class of the exception, or killed, lost or hangs; time: seconds since 1970.
     """

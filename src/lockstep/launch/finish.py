@@ -1,4 +1,4 @@
-"""What is left when the ranks have ended: the upload, the run's page and the last line on the screen."""
+"""Finish a run after its ranks have ended: the upload, the run's page and the last line on the screen."""
 
 import contextlib
 import logging

@@ -123,7 +123,7 @@ def _be_rank(
     folder: RunFolder | None = None
 
     def decide() -> dict[str, Any]:
-        """On rank 0: the run, where it begins, and its batch."""
+        """Decide on rank 0 which run it is, where it begins, and its batch."""
         nonlocal plan, folder
         folder, fresh = run_folder(config, named_run(config, environ) or agent_id(environ) or new_run_id(), environ)
         if not cluster.has_agent:

@@ -1,4 +1,4 @@
-"""Who started this process, and which rank of how many it is.
+"""Find out who started this process, and which rank of how many it is.
 
 Nobody (this machine alone), one command per node (MASTER_ADDR, MASTER_PORT, NODE_RANK), Lockstep's own agent, torchrun,
 SLURM's srun, MPI, or any other launcher that sets RANK and WORLD_SIZE.
@@ -32,7 +32,7 @@ VARIABLES = {  # rank, number of ranks, rank on the node, ranks of the node
 
 @dataclass(frozen=True)
 class Cluster:
-    """Which rank this process is, and of how many.
+    """The rank that this process is, and the ranks around it.
 
     Args:
         launcher: none, nodes, torchrun, slurm, mpirun, mpiexec or env.
@@ -72,7 +72,7 @@ class Cluster:
 
     @property
     def is_restarted(self) -> bool:
-        """torchrun starts ranks again that end with an exit code other than 0."""
+        """Return whether torchrun starts ranks again that end with an exit code other than 0."""
         return self.launcher == "torchrun"
 
 

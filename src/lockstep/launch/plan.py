@@ -19,7 +19,7 @@ CHECKPOINTS = "lockstep.callbacks.checkpoints.Checkpoints"
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What every rank of a run knows before it builds its parts.
+    """The facts that every rank of a run knows before it builds its parts.
 
     Args:
         config: composed, as the user asked for it; read-only.

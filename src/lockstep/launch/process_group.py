@@ -34,7 +34,7 @@ def meet(
 ) -> Answer:  # fmt: skip
     """Wait for every rank, and return rank 0's decisions on all of them.
 
-    torchrun keeps one store over its restarts, so nobody can tell from outside which start a key is of: rank 0 makes up
+    torchrun keeps one store over its restarts, so a rank cannot tell which start a key is of: rank 0 makes up
     a name, which counts once rank 0 has seen a fresh number of every rank under it and has sent the numbers back.
 
     Args:

@@ -53,7 +53,7 @@ def not_held_fixed(runs: Sequence[Run]) -> str:
 
 
 def number_rows(runs: Sequence[Run]) -> list[Row]:
-    """(name, one cell for each run), for what at least one run has."""
+    """Return (name, one cell for each run), for what at least one run has."""
     texts = {"Status": "status", "Model": "model", "Data": "data", "Strategy": "trainer", "Processes": "world_size"}
     rows = [(name, [str(run.value(field) or "") for run in runs]) for name, field in texts.items()]
     best = [run.record.summary.get("best", {}) for run in runs]
@@ -89,7 +89,7 @@ def _cell(value: float | None, first: float | None, show: Show, against: str) ->
 
 
 def setting_rows(runs: Sequence[Run]) -> list[Row]:
-    """(option, its value in each run), for the options in which the runs differ."""
+    """Return (option, its value in each run), for the options in which the runs differ."""
     found = differences([run.config for run in runs])
     return [(key, ["–" if value is None else str(value) for value in values]) for key, values in found.items()]
 

@@ -73,7 +73,7 @@ class Run:
 
     @property
     def results(self) -> list[tuple[str, str, str]]:
-        """(metric, its name in the validation, in the test), the monitored one first, then accuracy and loss."""
+        """Return (metric, its name in validation, in test), the monitored one first, then accuracy and loss."""
         rows: dict[str, dict[str, str]] = {}
         monitor = self.record.monitor
         for name in [*self.record.summary.get("best", {}), *self.record.metrics]:
@@ -93,7 +93,7 @@ class Run:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """{"optimizer.lr": 0.001, …}; empty if the folder has no readable config."""
+        """Return {"optimizer.lr": 0.001, …}; empty if the folder has no readable config."""
         return flatten(self.record.config or read_config(self.folder / "config.yaml"))
 
     @cached_property

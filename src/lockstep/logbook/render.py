@@ -65,7 +65,7 @@ def percent(share: float | None, digits: int = 2) -> str:
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """12,345 or 98.1 or 9.81, and its unit."""
+    """Return 12,345 or 98.1 or 9.81, and its unit."""
     if not isinstance(value, int | float):
         return "–"
     shown = f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"

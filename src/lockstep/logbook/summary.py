@@ -1,4 +1,4 @@
-"""What follows from a run's files, computed once when the run ends and written into run.json; pages only print it."""
+"""Compute what follows from a run's files, once when the run ends, and write it into run.json; pages print it."""
 
 import csv
 import math
@@ -52,7 +52,7 @@ def _best(run: Run) -> dict[str, float]:
 
 
 def _standard_errors(record: RunRecord) -> dict[str, float]:
-    """{"test/acc": 0.004, …} for each metric that is a share of counted images, by Agresti and Coull (1998).
+    """Return {"test/acc": 0.004, …} for each metric that is a share of counted images, by Agresti and Coull (1998).
 
     Two right and two wrong images are added, so that 9 of 9 is no certainty.
     """

@@ -1,4 +1,4 @@
-"""How a global batch is cut into what one rank computes at a time."""
+"""Cut a global batch into what one rank computes at a time."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ DEFAULT_EVAL_BATCH_SIZE = 512
 
 
 def states_accumulation(words: Iterable[str]) -> bool:
-    """Whether a command line says how many micro-batches a step has: then nothing else decides it."""
+    """Return whether a command line says how many micro-batches a step has: then nothing else decides it."""
     return any(word.lstrip("+").startswith(f"{ACCUMULATION}=") for word in words)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """global_size = per_device × ranks × accumulate.
+    """A global batch: global_size = per_device × ranks × accumulate.
 
     Args:
         global_size: images of one optimizer step, over all ranks.

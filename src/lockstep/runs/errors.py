@@ -8,7 +8,7 @@ EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: a checkpoint was saved, starting again goe
 
 
 class UserError(Exception):
-    """What the user can mend: one sentence that names what is wrong and what would work.
+    """An error that the user can mend: one sentence that names what is wrong and what would work.
 
     A script prints it without a traceback and ends with exit code 2.
     """

@@ -18,7 +18,7 @@ from lockstep.runs.full_disk import full_disk_named
 
 
 def utc_now() -> str:
-    """Now as `2026-11-21T10:30:12Z`."""
+    """Return the time as `2026-11-21T10:30:12Z`."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

@@ -21,7 +21,7 @@ RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass
 class RunFolder:
-    """Where each file of one run lies."""
+    """The paths of the files of one run."""
 
     path: Path
 

@@ -1,4 +1,4 @@
-"""Where a run came from: commit, the state of the code, package versions, host. Imports no torch."""
+"""The origin of a run: commit, the state of the code, package versions, host. Imports no torch."""
 
 import hashlib
 import os
@@ -102,7 +102,7 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What must be equal on all nodes and ranks of a run."""
+    """Values that must be equal on all nodes and ranks of a run."""
 
     tree_hash: str
     options: dict[str, str]  # by full name

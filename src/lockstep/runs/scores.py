@@ -1,4 +1,4 @@
-"""What exact counts of a test say: precision, recall and F1 of each class, balanced accuracy, calibration."""
+"""Compute scores from exact counts of a test: precision, recall, F1 of each class, balanced accuracy, calibration."""
 
 import csv
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ BINS = 15  # of confidence, equally wide (Guo et al. 2017)
 
 @dataclass(frozen=True)
 class ExactCounts:
-    """Of a whole test, over all ranks.
+    """The counts of a whole test, over all ranks.
 
     Args:
         confusion: square, `confusion[true][predicted]` images.

@@ -1,4 +1,4 @@
-"""How a script ends: what it refuses, and a full disk, are one sentence and an exit code. Imports no torch."""
+"""End a script: bad input and a full disk are one sentence and an exit code. Imports no torch."""
 
 import errno
 import logging

@@ -45,7 +45,7 @@ BY_STATUS = {401: "AccessDenied", 403: "AccessDenied", 404: "NoSuchKey", 409: "P
 
 
 class S3Error(UserError):
-    """What went wrong with a bucket.
+    """An error of a bucket.
 
     Attributes:
         code: as S3 names it, such as NoSuchKey and PreconditionFailed; the class of the exception if S3 did not answer.

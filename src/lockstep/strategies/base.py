@@ -1,4 +1,4 @@
-"""What strategies share: facts that the run asks for, the base of one process per device, broadcasts of tensors."""
+"""The common parts of strategies: facts that the run asks for, the base of one process per device, broadcasts."""
 
 from collections.abc import Iterable
 from typing import Any

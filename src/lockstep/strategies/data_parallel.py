@@ -1,4 +1,4 @@
-"""torch.nn.DataParallel: one process, every GPU of this machine (trainer=dp).
+"""Train by torch.nn.DataParallel: one process, every GPU of this machine (trainer=dp).
 
 Each forward cuts the batch over the GPUs and copies the weights to all of them: simple, and slower than trainer=ddp.
 BatchNorm normalises with the part of each GPU.

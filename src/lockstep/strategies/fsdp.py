@@ -30,7 +30,7 @@ LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class ShardedPrecision(MixedPrecision):
-    """bf16, or fp16 with loss scaling: shards and reduced gradients are float32, gathered weights 16 bit wide.
+    """Train in bf16, or fp16 with loss scaling: shards and reduced gradients are float32, gathered weights 16 bit wide.
 
     The scaler's state has the name that it has under DDP, so that either resumes from the other.
     """
@@ -59,7 +59,7 @@ class ShardedPrecision(MixedPrecision):
 
 
 class FSDP(Ranks):
-    """fully_shard over each network of the LightningModule: over its `shard_units()`, then over itself.
+    """Shard each network of the LightningModule by fully_shard: its `shard_units()`, then itself.
 
     Args:
         shard_within_node: shard over the ranks of a node and replicate over nodes (HSDP): the gathers stay inside a

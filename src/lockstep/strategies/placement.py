@@ -15,7 +15,7 @@ WITHOUT_GPUS = {"ddp": "ddp_sim", "fsdp": "fsdp_sim", "allreduce": "allreduce_si
 
 @dataclass(frozen=True)
 class RequestedDevices:
-    """What the options of a trainer ask for.
+    """The devices that the options of a trainer ask for.
 
     Args:
         devices: trainer.devices if the user stated it.

@@ -1,4 +1,4 @@
-"""What must hold between data, model and checkpoint before a run trains; each error says what to change."""
+"""Check data, model and checkpoint against each other before training; each error says what to change."""
 
 import math
 from collections.abc import Mapping
@@ -69,7 +69,7 @@ def check_data_of_run(checkpoint: Mapping[str, Any], facts: DataFacts, folder: R
 
 
 def whole_steps(limit: float, batches: int, accumulate: int) -> float:
-    """trainer.limit_train_batches so that an epoch ends with a whole optimizer step.
+    """Return trainer.limit_train_batches so that an epoch ends with a whole optimizer step.
 
     Args:
         limit: a share (float) or number (int) of `batches`, the micro-batches of an epoch.
@@ -88,7 +88,7 @@ def whole_steps(limit: float, batches: int, accumulate: int) -> float:
 
 
 def validation_interval(stated: float, batches: int, accumulate: int) -> float:
-    """trainer.val_check_interval as Lightning counts it: in micro-batches (int); 1.0 for an epoch's end only.
+    """Return trainer.val_check_interval as Lightning counts it: in micro-batches (int); 1.0 for an epoch's end only.
 
     Args:
         stated: a share of an epoch (float), or optimizer steps (int).

@@ -1,4 +1,4 @@
-"""model.freeze: parameters that training leaves as they are."""
+"""Freeze parameters by model.freeze: training leaves them as they are."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase

@@ -41,7 +41,7 @@ class FinishedModel:
 
     @property
     def net(self) -> nn.Module:
-        """(B, C, H, W) float32 normalised → outputs, of a classifier (B, classes) logits."""
+        """The net: (B, C, H, W) float32 normalised → outputs, of a classifier (B, classes) logits."""
         net: nn.Module = getattr(self.module, "net", self.module)
         return net
 
@@ -53,7 +53,7 @@ class FinishedModel:
 
     @property
     def framing(self) -> Framing:
-        """How evaluation makes squares; checkpoints that do not say were trained on squashed images."""
+        """Return how evaluation makes squares; checkpoints that do not say were trained on squashed images."""
         facts = self.facts
         return Framing(
             image_size=facts["image_size"],
@@ -82,7 +82,7 @@ class FinishedModel:
         return self.module.predict_step(images, 0)
 
     def sha256(self) -> str:
-        """Of the checkpoint file."""
+        """Return the sha256 of the checkpoint file."""
         return sha256_of(self.path)
 
 

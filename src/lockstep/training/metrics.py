@@ -1,4 +1,4 @@
-"""torchmetrics of the user's own for classes: tried before training, without a score for classes that are absent."""
+"""The user's torchmetrics for classes: tried before training, without a score for classes that are absent."""
 
 import functools
 import logging

@@ -1,4 +1,4 @@
-"""The ranks of a run from the moment they meet until they part: hosts, heartbeats, signals."""
+"""The ranks of a run from their meeting to their end: hosts, heartbeats, signals."""
 
 import contextlib
 import logging
@@ -48,7 +48,7 @@ EXPECTED_WARNINGS = (
 
 @dataclass
 class RankSession:
-    """What this rank shares with the others from before its parts are built.
+    """The objects that this rank shares with the others before its parts are built.
 
     Args:
         plan: with the checkpoint of rank 0.
@@ -158,13 +158,13 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
 
 
 def devices_of(plan: RunPlan) -> list[torch.device]:
-    """What this rank computes on."""
+    """Return the devices that this rank computes on."""
     names = devices_of_process(plan.trainer, plan.accelerator, plan.cluster.local_rank or 0)
     return [torch.device(name) for name in names]
 
 
 def device_of(plan: RunPlan) -> torch.device:
-    """Where this rank's data lie and its net begins."""
+    """Return the device on which this rank's data lie and its net begins."""
     return devices_of(plan)[0]
 
 
