@@ -74,7 +74,7 @@ class LocalJobs(Launcher):
             return result
 
         try:
-            with sweep.stops_reach_jobs(), ThreadPoolExecutor(number) as pool:
+            with sweep.forward_stop_signals(), ThreadPoolExecutor(number) as pool:
                 return list(map(run, jobs) if number == 1 else pool.map(run, jobs))
         finally:
             if left := len(jobs) - len(started):

@@ -150,7 +150,9 @@ class Checkpoints(Callback):
         if not due and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
             busy = bool(self._writing and not self._writing[0].done())
             due = not (self.asynchronous and trainer.strategy.broadcast(busy, src=0))
-        is_best = self._finds_best(trainer) if place.validates(trainer) else due and not trainer.enable_validation
+        is_best = (
+            self._finds_best(trainer) if place.is_validation_epoch(trainer) else due and not trainer.enable_validation
+        )
         if due or is_best:
             self.save(trainer, *(["best"] if is_best else []), *(["last"] if due else []))
         self.in_epoch_end = False
@@ -250,9 +252,12 @@ class Checkpoints(Callback):
         per_epoch = int(trainer.num_training_batches) // trainer.accumulate_grad_batches
         done = trainer.fit_loop.epoch_loop.batch_progress.current.ready // trainer.accumulate_grad_batches
         if done < per_epoch:  # a run that max_steps or max_time ends here can be made longer and goes on from here
-            validates, other = place.is_due(trainer) and self.validated_step != trainer.global_step, place.TRAINING
+            validates, other = (
+                place.is_validation_due(trainer) and self.validated_step != trainer.global_step,
+                place.TRAINING,
+            )
         else:
-            validates, other = place.validates(trainer) and not self.in_epoch_end, place.EPOCH_END
+            validates, other = place.is_validation_epoch(trainer) and not self.in_epoch_end, place.EPOCH_END
         phase = place.VALIDATION if validates else other
         return {"epoch": trainer.current_epoch, "batches_done": done, "batches_per_epoch": per_epoch, "phase": phase}
 

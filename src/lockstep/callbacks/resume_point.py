@@ -1,8 +1,8 @@
-"""The position of a checkpoint in training, and Lightning's loop state rewritten to start again exactly there.
+"""Resume points: the position of a checkpoint in training, and Lightning's loop state to resume there.
 
-Lightning infers from five counters which hook a checkpoint was written in, and skips or repeats validation by
-what it infers; with another accumulation the counters mean something else. A checkpoint here states its place in
-plain words, and the counters are made from them when it is loaded.
+Lightning infers from its progress counters in which hook a checkpoint was saved, and skips or repeats a validation
+accordingly; the counters also change meaning with accumulate_grad_batches. Checkpoints of this project therefore
+store the position explicitly (see `loop_state`), and the counters are computed from it when a checkpoint is loaded.
 """
 
 from typing import Any
@@ -23,25 +23,27 @@ def ends_epoch(trainer: pl.Trainer) -> bool:
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready >= trainer.num_training_batches
 
 
-def is_due(trainer: pl.Trainer) -> bool:
+def is_validation_due(trainer: pl.Trainer) -> bool:
     """Return whether a validation follows the batch that has just ended, as trainer.val_check_interval says."""
     batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    return validates(trainer) and batches % trainer.val_check_batch == 0
+    return is_validation_epoch(trainer) and batches % trainer.val_check_batch == 0
 
 
-def validates(trainer: pl.Trainer) -> bool:
+def is_validation_epoch(trainer: pl.Trainer) -> bool:
     """Return whether this epoch is validated: at its end, and within it if trainer.val_check_interval says so."""
     every = trainer.check_val_every_n_epoch or 1
     return trainer.enable_validation and (trainer.current_epoch + 1) % every == 0
 
 
 def loop_state(fit_loop: dict[str, Any], point: dict[str, Any], accumulate: int) -> dict[str, Any]:
-    """Lightning's `loops.fit_loop` state that continues at `point` with `accumulate` micro-batches per step.
+    """Return the state of Lightning's `loops.fit_loop` that resumes at `point`.
 
-    A point has `epoch`, counted from 0: the one that is under way (at EPOCH_END the one that has just ended);
-    `batches_done`, the global batches (optimizer steps) of that epoch; `batches_per_epoch`; and `phase`.
-    TRAINING goes on after the last batch; VALIDATION runs the whole validation at that place again, within an epoch
-    or at its end; EPOCH_END starts the next epoch.
+    Args:
+        fit_loop: the state stored in the checkpoint.
+        point: `epoch`, the current epoch from 0 (at EPOCH_END the one that has just ended); `batches_done`, the
+            optimizer steps done in it; `batches_per_epoch`; `phase`. TRAINING resumes after `batches_done`,
+            VALIDATION repeats the whole validation at that point, EPOCH_END starts the next epoch.
+        accumulate: micro-batches per optimizer step.
     """
     epoch, micro = point["epoch"], point["batches_done"] * accumulate
     if point["phase"] == EPOCH_END:
@@ -50,6 +52,7 @@ def loop_state(fit_loop: dict[str, Any], point: dict[str, Any], accumulate: int)
         last = point["batches_done"] >= point["batches_per_epoch"]
         epochs, batches = _counts(epoch + 1, epoch), _counts(micro, micro)
     else:
+        # completed = processed - 1 is how Lightning recognises a checkpoint saved in on_train_batch_end
         epochs, batches, last = _counts(epoch + 1, epoch), _counts(micro, micro, completed=micro - 1), False
     validation = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
     if point["phase"] != VALIDATION:

@@ -1,7 +1,7 @@
-"""Jobs of a sweep: fresh child processes with their own run id, folder and record, and a ranking at the end.
+"""Sweeps: run each job in a child process with its own run id, folder and record, and rank the jobs at the end.
 
-In the sweep's own process the ranks of one job would leave their environment to the next, and each rank would start the
-whole sweep again. On SLURM (hydra/launcher=submitit_slurm) each task of a job comes here too.
+Jobs do not run in the process of the sweep, because environment variables set for the ranks of one job would leak into
+the next, and each rank would start the whole sweep again. SLURM tasks (hydra/launcher=submitit_slurm) run this, too.
 """
 
 import itertools
@@ -33,9 +33,9 @@ from lockstep.runs.scores import as_read, tested_name
 
 log = logging.getLogger(__name__)
 
-CODES = ".exit-codes"  # in the sweep's folder: a JSON file per job and task
+RESULTS_FOLDER = ".exit-codes"  # in the sweep's folder: a JSON file per job and task
 SHOWN = 10  # lines of the ranking, and as many failed jobs
-LAST_WORDS_S = 0.5
+KILL_DELAY_S = 0.5
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 running: set[Any] = set()  # the processes of jobs
@@ -57,22 +57,22 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
     """Run Hydra's multirun; return the worst exit code of its jobs."""
     import hydra
 
-    _check_first_jobs(config_name, overrides)
+    _check_configs(config_name, overrides)
     register_resolvers()
     program = str(Path(sys.argv[0]).resolve())
     sys.argv[1:] = ["--multirun", "--", *overrides]
 
-    def job(cfg: Any) -> float | None:  # what a launcher other than ours runs, in its own process
+    def job(cfg: Any) -> float | None:  # called by launchers other than the project's own, such as submitit
         from hydra.core.hydra_config import HydraConfig
 
-        with stops_reach_jobs():
+        with forward_stop_signals():
             return run_job(cfg, HydraConfig.get(), program)
 
     hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
     return Ranking.worst
 
 
-def _check_first_jobs(config_name: str, words: list[str]) -> None:
+def _check_configs(config_name: str, words: list[str]) -> None:
     """Compose each combination of options, with the first of the values of every other key."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Glob, IntervalSweep
@@ -91,12 +91,14 @@ def _check_first_jobs(config_name: str, words: list[str]) -> None:
 
 
 def run_job(cfg: Any, hydra: Any, program: str, environ: Mapping[str, str] | None = None, output: Any = None) -> float:
-    """Run one job; return its optimised metric, nan if it failed.
+    """Run one job; return its optimized metric, or nan if it failed.
 
     Args:
-        hydra: Hydra's node of the job's config.
-        program: the script that the sweep was started with.
-        output: a file for what the job prints; None: the sweep's own.
+        cfg: config of the job.
+        hydra: the `hydra` node of the job's config.
+        program: path of the script that started the sweep.
+        environ: environment variables of the job; None: those of this process.
+        output: file for stdout and stderr of the job; None: those of this process.
     """
     sweep_dir, number = Path(str(hydra.sweep.dir)).resolve(), hydra.job.num
     folder = RunFolder(sweep_dir / f"{sweep_dir.name}_{number}")
@@ -110,10 +112,11 @@ def run_job(cfg: Any, hydra: Any, program: str, environ: Mapping[str, str] | Non
     code = run_child(command, environ=environ, output=output)
     metrics = read_record(folder.record).metrics if code == 0 and folder.record.exists() else {}
     names = (str(cfg.optimized_metric), tested_name(str(cfg.optimized_metric)))
-    value, tested = (float(metrics.get(f"{name}_best") or metrics.get(name, math.nan)) for name in names)
+    found = [(metrics.get(f"{name}_best"), metrics.get(name), math.nan) for name in names]
+    value, tested = (float(next(number for number in each if number is not None)) for each in found)
     ended = Job(number, code if code >= 0 else 128 - code, overrides, value, tested)
-    (sweep_dir / CODES).mkdir(parents=True, exist_ok=True)
-    (sweep_dir / CODES / f"{number}-{task}").write_text(json.dumps(asdict(ended)))
+    (sweep_dir / RESULTS_FOLDER).mkdir(parents=True, exist_ok=True)
+    (sweep_dir / RESULTS_FOLDER / f"{number}-{task}").write_text(json.dumps(asdict(ended)))
     return value
 
 
@@ -128,7 +131,7 @@ def run_child(command: list[str], environ: Mapping[str, str] | None = None, outp
 
 
 @contextmanager
-def stops_reach_jobs() -> Iterator[None]:
+def forward_stop_signals() -> Iterator[None]:
     """Hand a signal on to the running jobs, wait until they have saved, and end the sweep; a second Ctrl-C kills them.
 
     SLURM with cgroups signals this process alone. A job that submitit runs has a result to hand in all the same.
@@ -139,7 +142,7 @@ def stops_reach_jobs() -> Iterator[None]:
         again = number == signal.SIGINT and signal.SIGINT in asked
         asked.append(number)
         if again:
-            time.sleep(LAST_WORDS_S)  # the terminal has told the jobs too
+            time.sleep(KILL_DELAY_S)  # the terminal has sent Ctrl-C to the jobs as well: let them print their messages
         for process in list(running):
             process.send_signal(signal.SIGKILL if again else signal.SIGTERM if number == signal.SIGINT else number)
 
@@ -150,14 +153,14 @@ def stops_reach_jobs() -> Iterator[None]:
         for number, handler in previous.items():
             signal.signal(number, handler)
     requeue = previous[signal.SIGUSR1]
-    if signal.SIGUSR1 in asked and callable(requeue):  # submitit's: the job has saved, and is to be queued again
+    if signal.SIGUSR1 in asked and callable(requeue):  # submitit's handler, which requeues the job, now saved
         requeue(signal.SIGUSR1, None)
     if asked and "SUBMITIT_EXECUTOR" not in environment():
         raise SystemExit(128 + signal.SIGINT if asked.count(signal.SIGINT) > 1 else EXIT_INTERRUPTED)
 
 
 def is_minimized(config: Any) -> bool:
-    """Return whether a sweep's lowest optimized_metric is its best, as the search or the checkpoints' mode says."""
+    """Return whether lower is better for optimized_metric, by hydra.sweeper.direction or the checkpoint callback."""
     direction = OmegaConf.select(config, "hydra.sweeper.direction")
     if direction in ("minimize", "maximize"):
         return bool(direction == "minimize")
@@ -172,12 +175,14 @@ class Ranking(Callback):
     worst = 0
 
     def on_multirun_start(self, config: Any, **_: Any) -> None:
-        shutil.rmtree(Path(str(config.hydra.sweep.dir)) / CODES, ignore_errors=True)  # of an earlier sweep
+        shutil.rmtree(
+            Path(str(config.hydra.sweep.dir)) / RESULTS_FOLDER, ignore_errors=True
+        )  # left by an earlier sweep
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
         sweep_dir, metric = Path(str(config.hydra.sweep.dir)).resolve(), str(config.optimized_metric)
         jobs: dict[int, Job] = {}
-        for job in (Job(**json.loads(path.read_text())) for path in sorted((sweep_dir / CODES).glob("*"))):
+        for job in (Job(**json.loads(path.read_text())) for path in sorted((sweep_dir / RESULTS_FOLDER).glob("*"))):
             jobs[job.number] = max(jobs.get(job.number, job), job, key=lambda job: job.code)
         ended = [jobs[number] for number in sorted(jobs)]
         Ranking.worst = max((job.code for job in ended), default=0)
@@ -187,7 +192,7 @@ class Ranking(Callback):
 
 
 def ranking(jobs: list[Job], name: str, metric: str, *, minimize: bool) -> list[str]:
-    """Return lines of jobs by their metric, each with what tells it from the others; failed ones last."""
+    """Return the ranking as lines: jobs by metric, with the overrides that are not common to all; failed jobs last."""
     common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     ranked = sorted((job for job in jobs if math.isfinite(job.value)), key=lambda job: job.value, reverse=not minimize)
     lines = [f"{len(jobs)} jobs by {metric}{', the lowest first' if minimize else ''}:"]
@@ -200,7 +205,7 @@ def ranking(jobs: list[Job], name: str, metric: str, *, minimize: bool) -> list[
 
 
 def means(jobs: list[Job], metric: str) -> list[str]:
-    """Return a line for jobs that differ in the fold or the seed alone: mean ± standard deviation."""
+    """Return lines with mean ± standard deviation of each group of jobs that differ only in fold or seed."""
     groups: dict[tuple[str, ...], list[Job]] = {}
     for job in jobs:
         groups.setdefault(tuple(w for w in job.overrides if key_of(w) not in REPEATED), []).append(job)

@@ -22,7 +22,7 @@ TEXT = re.compile(
     r"run_id|resume|ckpt_path|experiment_name|tags|sweep_dir|optimized_metric|paths\.\w+|s3\.(uri|endpoint_url)"
     r"|data\.(name|group|root|images|cache_dir|download_dir)|model\.(name|weights)|hydra\.(sweeper\.study|sweep\.dir)"
 )
-OF_EVERY_TASK = ("monitor", "mode", "outputs")  # keys that any task has, whatever its class
+OPTIONAL_KEYS = ("monitor", "mode", "outputs")  # keys that any task has, whatever its class
 OF_DEFAULTS = (
     "A yaml chooses options in its `defaults`, by `- override /GROUP: NAME`; that of an experiment begins with "
     "`# @package _global_`."
@@ -103,7 +103,7 @@ def _drop_options_of_another_class(cfg: Any, options: Any) -> None:
         default: Any = OmegaConf.to_container(options[group])
         own: Any = OmegaConf.to_container(cfg[group])
         for key in default:
-            if key not in ("_target_", *OF_EVERY_TASK) and f"{group}.{key}" not in typed and own[key] == default[key]:
+            if key not in ("_target_", *OPTIONAL_KEYS) and f"{group}.{key}" not in typed and own[key] == default[key]:
                 with open_dict(cfg):
                     del cfg[group][key]
         with open_dict(cfg):

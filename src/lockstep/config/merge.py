@@ -1,6 +1,7 @@
-"""Lay the values of a run's config over freshly composed options, below the new overrides.
+"""Merge the stored config of a resumed run into a newly composed one; new overrides take precedence.
 
-Hydra does the merge: the run's options become overrides, its values a config in the ConfigStore. Imports no torch.
+Hydra does the merge: the run's config group choices become overrides, and its values a config in the ConfigStore.
+Here an "option" is the config chosen from a config group (model=vit: group model, option vit). Imports no torch.
 """
 
 from collections.abc import Mapping
@@ -14,26 +15,28 @@ from lockstep.runs.config import Config
 PLACEMENT = ("launch", "accelerator", "devices", "num_nodes", "strategy", "accumulate_grad_batches")
 OF_MACHINE = ("trainer.accelerator", "trainer.devices", "trainer.num_nodes")  # config.yaml holds what `auto` came to
 OF_START = ("choices", "overrides", "task_name", "resume", "run_id", "sweep_dir")
-OTHERS_CODE = ("task", "model", "loss", "metrics", "optimizer", "scheduler")  # whose classes take keys of no yaml
+CLASS_GROUPS = ("task", "model", "loss", "metrics", "optimizer", "scheduler")  # whose classes take keys of no yaml
 
 
 def is_another_recipe(stored: Config, named: Mapping[str, str]) -> bool:
-    """Return whether experiment= chooses another one than the run's: then everything is composed anew."""
+    """Return whether experiment= selects another experiment than the stored run's; nothing is merged then."""
     before = (stored.get("choices") or {}).get("experiment")
     return named.get("experiment", before) != before
 
 
 def options_of(stored: Config, named: Mapping[str, str], folders: tuple[Path, ...]) -> list[str]:
-    """Return overrides that choose the run's options.
+    """Return overrides that select the run's option in each config group.
 
     Args:
-        named: option by group, as the new overrides choose them.
+        named: option by config group, as selected by the new overrides.
+        folders: config folders.
     """
     from hydra.core.config_store import ConfigStore
 
     words = []
     for group, name in (stored.get("choices") or {}).items():
-        exists = any((folder / group.partition("/")[0]).is_dir() for folder in folders)  # version 1 had `hardware=`
+        # A group may no longer exist, such as `hardware=` of version 1
+        exists = any((folder / group.partition("/")[0]).is_dir() for folder in folders)
         if not name or not exists or group in named or group in ("paths", "hydra"):
             continue
         if missing_option(group, str(name), folders):  # its yaml is gone, or in a folder of --config-dir
@@ -45,11 +48,11 @@ def options_of(stored: Config, named: Mapping[str, str], folders: tuple[Path, ..
 
 
 def values_of(stored: Config, named: Mapping[str, str], fresh: Config) -> list[str]:
-    """Return the override that lays the run's values over its options.
+    """Store the run's values in the ConfigStore; return the override that merges them.
 
     Args:
-        named: option by group, as the new overrides choose them.
-        fresh: the options without those values, plain, with unresolved interpolations.
+        named: option by config group, as selected by the new overrides.
+        fresh: the config composed without those values, as plain containers with unresolved interpolations.
     """
     from hydra.core.config_store import ConfigStore
 
@@ -60,7 +63,7 @@ def values_of(stored: Config, named: Mapping[str, str], fresh: Config) -> list[s
         old = values.pop(group, None) or {}
         if group == "trainer":
             values[group] = {key: value for key, value in old.items() if key in fresh[group] and key not in PLACEMENT}
-    for group in FREE_GROUPS:  # an entry that the run had removed stays so; an accepted foreign config is incomplete
+    for group in FREE_GROUPS:  # keep entries removed that the run had removed; a config without overrides is incomplete
         if "overrides" in stored and isinstance(values.get(group), Mapping):
             values[group] = {**dict.fromkeys(fresh.get(group) or ()), **values[group]}
     node = _kept(values, fresh, typed, "")
@@ -71,21 +74,22 @@ def values_of(stored: Config, named: Mapping[str, str], fresh: Config) -> list[s
 
 
 def _kept(values: Config, fresh: Config, typed: set[str], place: str) -> dict[str, Any]:
-    """Return the values of a run without those that this version or this machine decides.
+    """Return the run's values to carry over: those that depend on the code version or the machine are dropped.
 
-    An interpolation of the configs stays one, unless its key was overridden. A key that the configs no longer have is
-    dropped, unless it is a parameter of a class that may have more.
+    A key that is an interpolation in the configs keeps it, unless the run overrode the key. A key that is no longer in
+    the configs is dropped, unless the class of its group may accept it (CLASS_GROUPS).
 
     Args:
-        typed: the keys of the run's overrides.
+        typed: keys of the run's overrides.
+        place: prefix of the keys, with a trailing dot.
     """
     kept = {}
     for name, value in values.items():
         key, now = f"{place}{name}", fresh.get(name)
         stated = key in typed or any("." in other and key.startswith(f"{other}.") for other in typed)
         if key in ("trainer.accumulate_grad_batches", "paths.log_dir") or (key in OF_MACHINE and not stated):
-            continue  # accumulation follows the number of ranks
-        if name not in fresh and not stated and place[:-1] not in FREE_GROUPS and key.split(".")[0] not in OTHERS_CODE:
+            continue  # recomputed for this start; accumulation depends on the number of ranks
+        if name not in fresh and not stated and place[:-1] not in FREE_GROUPS and key.split(".")[0] not in CLASS_GROUPS:
             continue
         if isinstance(now, str) and "${" in now and not stated:
             continue

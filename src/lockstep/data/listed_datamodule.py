@@ -1,4 +1,4 @@
-"""The base of data modules whose encoded images lie in files, tables or shards and are listed before they are read."""
+"""Base class of data modules that list their encoded images (in files, tables or shards) before reading them."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,24 +25,24 @@ class _OtherSizeError(Exception): ...
 
 
 class ListedDataModule(ImageDataModule):
-    """Labelled images of any size; a subclass lists them.
+    """Labelled images of any size, listed by the subclass.
 
-    On the array path all are decoded once per node. On the loader path no image is opened before a batch needs it,
-    unless `skip_corrupt` asks for a look at all of them first.
+    With path="array" all images are decoded once per node into one array. With path="loader" an image is opened when a
+    batch needs it; only `skip_corrupt` decodes all of them once at the start.
 
     Args:
         channels: 3 for colour, 1 for grey.
-        test_fraction: part of all images that tests, the same under every seed, where the source names no test images.
-        fit: crop keeps an image's proportions and cuts its long side, squash distorts it to a square.
+        test_fraction: fraction of images used for testing if the source defines no test split; independent of the seed.
+        fit: "crop" keeps the aspect ratio and crops the longer side, "squash" resizes to a square.
         skip_corrupt: skip images that cannot be decoded instead of ending with an error.
-        group: what keeps images together in one split: a column of a table, or a regular expression over the path.
-        target: what images have: class, number, or mask.
-        options: as of ImageDataModule.
+        group: table column, or regular expression on the path, whose value identifies images to keep in one split.
+        target: kind of label: "class", "number" or "mask".
+        options: passed to ImageDataModule.
     """
 
-    own_mean: Sequence[float] = (0.485, 0.456, 0.406)  # of ImageNet
+    own_mean: Sequence[float] = (0.485, 0.456, 0.406)  # ImageNet statistics
     own_std: Sequence[float] = (0.229, 0.224, 0.225)
-    array_limit_gib = 16.0  # beyond this size images stay in their files
+    array_limit_gib = 16.0  # path="auto" chooses the loader above this decoded size
     target_choices: tuple[str, ...] = ("class", "number")
 
     def __init__(
@@ -116,7 +116,7 @@ class ListedDataModule(ImageDataModule):
         return self._taken
 
     def _common_side(self) -> int | None:
-        """The side of a sample of the images if all are squares of one size, which an array can hold as they are."""
+        """Return the side if all checked images are squares of one size, at most `resize` pixels; else None."""
         sides = set(self.image_sizes())
         width, height = sides.pop() if len(sides) == 1 else (0, 1)
         return width if width == height <= self.resize else None
@@ -124,14 +124,15 @@ class ListedDataModule(ImageDataModule):
     def image_sizes(self) -> list[tuple[int, int]]:
         found = []
         for i in np.linspace(0, len(self._list) - 1, min(len(self._list), SAMPLE)).astype(int).tolist():
-            with suppress(CorruptImage):  # decoding names it
+            with suppress(CorruptImage):  # reported later, when all images are decoded
                 found.append(self.source_opener()(i)[0].size)
         return found
 
     def _write_array(self, side: int | None, folder: Path) -> Content:
-        """
+        """Decode all images into the array file in `folder`.
+
         Args:
-            side: as of `_common_side`.
+            side: result of `_common_side`.
         """
         size, open_one, n = side or self.resize, self.source_opener(), len(self._list)
         require_space(folder, n * size * size * self.channels)

@@ -1,7 +1,7 @@
-"""Mixup and cutmix of images 2i and 2i + 1 of an epoch's order, on whatever rank they are.
+"""Mixup and CutMix of pairs of images: 2i and 2i + 1 in the order of the epoch, independent of the number of ranks.
 
-mixup: https://arxiv.org/abs/1710.09412, cutmix: https://arxiv.org/abs/1905.04899. The mixing of a pair depends only on
-(seed, epoch, position), as it is drawn for the whole epoch at once.
+Mixup: https://arxiv.org/abs/1710.09412, CutMix: https://arxiv.org/abs/1905.04899. The random numbers are drawn for the
+whole epoch at once, so that those of a pair depend only on (seed, epoch, position).
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,13 @@ ROWS = 6  # share, blend, top, bottom, left, right
 
 @dataclass(frozen=True)
 class Mixing:
-    """
+    """Options of mixup and CutMix.
+
     Args:
-        mixup_alpha, cutmix_alpha: of the Beta distributions; 0: no mixup, no cutmix.
-        prob: share of the pairs that are mixed.
-        switch_prob: with both, the share of cutmix.
-        epochs: mix in the first so many epochs; None: in all.
+        mixup_alpha, cutmix_alpha: parameter alpha of Beta(alpha, alpha); 0 disables mixup or CutMix.
+        prob: probability that a pair is mixed.
+        switch_prob: probability of CutMix instead of mixup if both are enabled.
+        epochs: mix only in the first `epochs` epochs; None mixes in all.
     """
 
     mixup_alpha: float
@@ -36,7 +37,12 @@ class Mixing:
         return self.epochs is None or epoch < self.epochs
 
     def draw(self, generator: np.random.Generator, num_pairs: int, image_size: int) -> np.ndarray:
-        """Return (6, num_pairs) float64: an image's share of its label, its blend outside the box, the box."""
+        """Draw the mixing of all pairs of an epoch.
+
+        Returns:
+            (6, num_pairs) float64. Row 0: weight of an image's own label; row 1: weight of its own pixels outside the
+            box; rows 2 to 5: top, bottom, left and right of the box whose pixels come from the other image.
+        """
         mixed, cuts = generator.random((2, num_pairs))
         own = _shares(generator, self.mixup_alpha, num_pairs)
         outside = _shares(generator, self.cutmix_alpha, num_pairs)
@@ -60,8 +66,8 @@ def mix(images: Tensor, labels: Tensor, drawn: Tensor, num_classes: int) -> tupl
 
     Args:
         images: (B, C, H, W) float, B even.
-        labels: (B,) int64, or several labels (B, num_classes) float32.
-        drawn: (6, B/2) float, columns of Mixing.draw.
+        labels: class indices (B,) int64, or multi-label targets (B, num_classes) float32.
+        drawn: (6, B/2) float, the columns of Mixing.draw for these pairs.
     """
     share, blend = (row.float() for row in drawn[:2])
     box = drawn[2:].long()
@@ -79,7 +85,7 @@ def mix(images: Tensor, labels: Tensor, drawn: Tensor, num_classes: int) -> tupl
 
 
 def check_pairs(per_device_batch_size: int, global_batch_size: int) -> None:
-    """Raise UserError if a micro-batch of a rank cannot be cut into pairs."""
+    """Raise UserError if the micro-batch size of a rank is odd."""
     if per_device_batch_size % 2:
         raise UserError(
             f"augmentation.mixup_alpha and cutmix_alpha mix images in pairs, and data.global_batch_size="

@@ -1,7 +1,7 @@
 """The end of a rank: which rank failed first, the error file, the run record and the last line on the screen.
 
-The ranks publish their errors in the run's store. A rank that dies or hangs publishes nothing, but breaks a collective
-of every other rank: whoever stays silent then is the one to name.
+Each rank publishes its error in the torch.distributed store. A rank that died or hangs publishes nothing, but makes
+the collectives of all other ranks fail: the rank that has then published nothing is reported as the culprit.
 """
 
 import contextlib
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NO_MEMORY = (
+OUT_OF_MEMORY_HINT = (
     "A device takes half at a time with trainer.accumulate_grad_batches=2 (the same global batch), less with "
     "trainer.precision=bf16-mixed; data.global_batch_size=max finds what fits. What else is on the GPU: nvidia-smi."
 )
 PLAIN = (UserError, Diverged, NoRoom)  # whose message is a sentence
-ANSWER_S = 6.0  # for the other ranks to publish their error, or that they have lost a peer
+PEER_TIMEOUT_S = 6.0  # for the other ranks to publish their error, or that they have lost a peer
 ERROR = "first-error"
-OF_THE_NETWORK = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "gloo", "nccl")
+NETWORK_ERRORS = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "gloo", "nccl")
 
 
 class RankError(TypedDict):
     """The end of a rank.
 
-    kind: the class of the exception, or killed, lost or hangs; time: seconds since 1970.
+    kind: name of the exception class, or "killed", "lost" or "hangs"; time: Unix time in seconds.
     """
 
     rank: int
@@ -67,7 +67,7 @@ def message_of(error: BaseException) -> str:
     return str(error) if isinstance(error, PLAIN) else f"{type(error).__name__}: {error}"
 
 
-def explained(error: BaseException, store: "Store", cluster: Cluster, hosts: list[str]) -> BaseException:
+def with_culprit(error: BaseException, store: "Store", cluster: Cluster, hosts: list[str]) -> BaseException:
     """Return what the exception of a rank means: itself, with `culprit`, or Interrupted if another rank was stopped.
 
     Args:
@@ -86,16 +86,19 @@ def explained(error: BaseException, store: "Store", cluster: Cluster, hosts: lis
 
 
 def _first_error(error: BaseException, store: "Store", cluster: Cluster, hosts: list[str]) -> RankError:
-    """Publish this rank's error, and return the first one of the run; of all ranks together it takes ANSWER_S."""
+    """Publish this rank's error and return the run's first one; waits PEER_TIMEOUT_S for all ranks together."""
     from torch.distributed import DistError
 
-    phase, timed_out = getattr(error, "phase", "start"), "time" in str(error).lower()
+    phase, timed_out = (
+        getattr(error, "phase", "start"),
+        any(word in str(error).lower() for word in ("timeout", "timed out")),
+    )
     own = rank_error(cluster.rank, message_of(error), type(error).__name__, phase, hosts[cluster.rank])
     others = [rank for rank in range(cluster.world_size) if rank != cluster.rank]
-    # A collective that broke because of another rank, by the words of gloo, NCCL and the store
-    is_broken = isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OF_THE_NETWORK)
+    # Whether a collective failed because of another rank, judged by the error text of gloo, NCCL or the store
+    is_broken = isinstance(error, RuntimeError) and any(words in str(error).lower() for words in NETWORK_ERRORS)
     try:
-        store.set_timeout(timedelta(seconds=ANSWER_S))
+        store.set_timeout(timedelta(seconds=PEER_TIMEOUT_S))
         if not (is_broken or isinstance(error, DistError)):
             own = json.loads(store.compare_set(ERROR, "", json.dumps(own)))
             if cluster.rank == 0:  # this process may hold the store: the others read it first
@@ -117,7 +120,7 @@ def _first_error(error: BaseException, store: "Store", cluster: Cluster, hosts: 
 
 
 def _wait(store: "Store", keys: list[str]) -> bool:
-    deadline = time.monotonic() + ANSWER_S
+    deadline = time.monotonic() + PEER_TIMEOUT_S
     while not (found := store.check(keys)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found
@@ -142,15 +145,15 @@ def end_of(error: Exception, cluster: Cluster, folder: RunFolder | None) -> int:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(RankFailed(json.dumps(failure)))
-        if pid := getattr(error, "hung_pid", None):  # the agent would give it 30 s
+        if pid := getattr(error, "hung_pid", None):  # kill it now: torch's agent would wait 30 s before it does
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return code
-    if not isinstance(error, PLAIN) and failure["rank"] == cluster.rank:  # else this one only lost its peers
-        sys.stderr.write(redact_text(traceback.format_exc()))  # a library may quote a request
+    if not isinstance(error, PLAIN) and failure["rank"] == cluster.rank:  # otherwise another rank is the culprit
+        sys.stderr.write(redact_text(traceback.format_exc()))  # the text may contain a request with credentials
     if cluster.is_rank_zero and folder is not None:
         record_failure(folder, failure, code)
-    log.error(sentence_of(failure))
+    log.error(failure_message(failure))
     return code
 
 
@@ -159,12 +162,12 @@ def phase_of(folder: RunFolder | None) -> str:
     return (read_record(folder.record).phase if folder and folder.record.exists() else None) or "start"
 
 
-def sentence_of(failure: RankError) -> str:
+def failure_message(failure: RankError) -> str:
     """Return the message with the place where it happened, unless it says all that there is to say."""
     if failure["kind"] in ("UserError", "NoRoom"):
         return failure["message"]
     text = f"rank {failure['rank']} on {failure['host']}, in {failure['phase']}: {failure['message']}".rstrip()
-    return f"{text}\n{NO_MEMORY}" if failure["kind"] == "OutOfMemoryError" else text
+    return f"{text}\n{OUT_OF_MEMORY_HINT}" if failure["kind"] == "OutOfMemoryError" else text
 
 
 def record_failure(folder: RunFolder, failure: RankError, code: int) -> None:

@@ -109,7 +109,7 @@ def _start_ranks(config: Config, cluster: Cluster, environ: Mapping[str, str], k
     if failure:
         if failure["kind"] not in ("UserError", "Diverged", "NoRoom"):
             sys.stderr.write(callstack)
-        log.error(failures.sentence_of(failure))
+        log.error(failures.failure_message(failure))
     return code
 
 

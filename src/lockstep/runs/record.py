@@ -1,4 +1,4 @@
-"""The run record (run.json): its fields, its states, and the one function that changes it. Imports no torch."""
+"""The run record (run.json): its fields, its statuses, and functions to read and update it. Imports no torch."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from lockstep.runs.batch import states_accumulation
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import utc_now, write_atomically
 
-SCHEMA_VERSION = 2  # 1 is read as well
+SCHEMA_VERSION = 2  # version 1 can still be read
 STATUSES = ("running", "finished", "failed", "interrupted", "lost")
 HEARTBEAT_INTERVAL_S = 15.0
 LOST_AFTER_S = 300.0
@@ -23,7 +23,7 @@ LOST_AFTER_STARTING_S = 3600.0  # downloads and decoding have no heartbeat
 
 @dataclass(kw_only=True)
 class Part:
-    """A JSON object. One without any value is false, and keys without a field stay in `other`."""
+    """Base class of JSON objects. It is falsy if no field is set; keys without a field are kept in `other`."""
 
     other: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -74,7 +74,7 @@ class CodeState(Part):
 
 @dataclass(kw_only=True)
 class BestCheckpoint(Part):
-    """The best checkpoint: `path` from the run folder, `metric` the monitored metric and its value."""
+    """The best checkpoint. `path` is relative to the run folder, `metric` is {name: value} of the monitored metric."""
 
     path: str | None = None
     bytes: int | None = None
@@ -98,7 +98,7 @@ class Upload(Part):
 
 @dataclass(kw_only=True)
 class Restart(Part):
-    """A later start of the run: `downtime_s` after a start that had not finished, `idle_s` after one that had."""
+    """A restart of the run. The pause before it is `idle_s` if the previous start had finished, else `downtime_s`."""
 
     at: str | None = None
     resumed_step: int | None = None
@@ -126,14 +126,15 @@ class RunRecord(Part):
     Attributes:
         monitor, monitor_mode: the metric that chooses the best checkpoint, by its largest or smallest value.
         ended_by: "max_time" if that ended the training before its epochs and steps did.
-        per_device_batch_limit: images that a device takes at a time at most, of the first start or of the last one
-            that stated its accumulation.
-        images, data_report: how images are made, and which there are, by class and split.
-        cost: {usd, usd_per_epoch, price_per_hour}, of all nodes until the end of the run and of one machine.
+        per_device_batch_limit: largest micro-batch of a device, from the last start that set
+            accumulate_grad_batches, or else from the first start.
+        images: how images are preprocessed.
+        data_report: number of images by class and split.
+        cost: {usd, usd_per_epoch, price_per_hour}; the first two for all nodes, the price for one.
         largest_batch: what data.global_batch_size=max found.
-        summary: what lockstep.logbook.summary derives when the run ends; pages print it.
-        reports: the interactive reports that show the run, {title: address}.
-        config: all options, of a run in the logbook; a run folder has config.yaml.
+        summary: written by lockstep.logbook.summary when the run ends, and shown on its pages.
+        reports: interactive reports that contain the run, {title: URL}.
+        config: the full config; only in the logbook, as a run folder has config.yaml.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -241,7 +242,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_record(path: Path, record: RunRecord) -> None:
-    """Write the whole record atomically, with the time and the cost until now."""
+    """Update `updated_at` and `cost`, and write the record atomically."""
     record.schema_version, record.updated_at = SCHEMA_VERSION, utc_now()
     _set_cost(record)
     save_record(path, record)
@@ -266,26 +267,26 @@ def update_record(path: Path) -> Iterator[RunRecord]:
 
 
 def status_of(record: RunRecord, now: str | None = None) -> str:
-    """Return the record's status, or `lost` if it says running and its heartbeat is older than LOST_AFTER_S."""
+    """Return the record's status, or `lost` if it is unknown or says running without a recent heartbeat."""
     if record.status != "running":
         return record.status if record.status in STATUSES else "lost"
     silence_s = LOST_AFTER_STARTING_S if record.phase == "start" else LOST_AFTER_S
     return "running" if _between(record.updated_at or record.started_at, now or utc_now()) <= silence_s else "lost"
 
 
-KEPT = (
+KEPT_ON_RESTART = (
     "started_at", "fit_seconds", "best_checkpoint", "restarts", "command", "code", "epochs", "largest_batch",
     "initial_weights", "initial_weights_sha256", "reports",
 )  # fmt: skip
 
 
 def continued(previous: RunRecord, record: RunRecord, *, step: int, checkpoint: str | None) -> RunRecord:
-    """Return one record for the run across its restarts.
+    """Return the record of this start merged with that of the previous start.
 
     Args:
-        previous: of the start before.
-        record: of this start.
-        step, checkpoint: where this start resumes; 0 and None if it begins anew.
+        previous: record of the previous start.
+        record: record of this start; changed in place.
+        step, checkpoint: where this start resumes; 0 and None if it starts from scratch.
     """
     silent_s = _between(previous.updated_at, record.started_at)
     pause_s = None if math.isnan(silent_s) else silent_s
@@ -302,22 +303,22 @@ def continued(previous: RunRecord, record: RunRecord, *, step: int, checkpoint: 
         per_device_batch_size=record.per_device_batch_size,
         code=record.code if previous.code.tree_hash != record.code.tree_hash else CodeState(),
     )
-    for name in KEPT:
+    for name in KEPT_ON_RESTART:
         if value := getattr(previous, name):
             setattr(record, name, value)
     if not states_accumulation(record.overrides):
         record.per_device_batch_limit = previous.per_device_batch_limit or previous.per_device_batch_size
-    # Results of a test belong to a checkpoint that may not stay the best.
+    # Drop test metrics: they belong to a checkpoint that may not remain the best.
     record.metrics = {name: value for name, value in previous.metrics.items() if not name.startswith("test/")}
     record.restarts = [*record.restarts, restart]
     record.resumed_from = checkpoint if step else None
-    record.steps = step  # the lost steps are counted once, also if this start is killed before it trains
+    record.steps = step  # so that lost steps are not counted again if this start is killed before it trains
     record.other = {**previous.other, **record.other}
     return record
 
 
 def _set_cost(record: RunRecord) -> None:
-    """Multiply the price by the nodes and the time from the start to the last sign of life, without pauses."""
+    """Set `cost`: price per hour × nodes × time from the start to the last update, less the pauses before restarts."""
     price = record.cost.get("price_per_hour")
     running_s = _between(record.started_at, record.finished_at or record.updated_at)
     if price is not None and running_s >= 0:

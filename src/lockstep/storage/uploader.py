@@ -1,12 +1,12 @@
-"""Upload a run in the background: its best checkpoint, its last one, its small files. Training never waits for it.
+"""Background upload of a run's best checkpoint, last checkpoint and small files. Training never waits for it.
 
-A thread looks every second for the newest complete checkpoint of each kind: the run's folder is the queue, in which a
-newer one replaces the one that waits. What is sent has a second name in `<run folder>/upload/`, so that training may
-delete its own. After a failure the thread waits, longer each time, and begins again. Imports no torch.
+A thread polls the run folder every second for the newest complete checkpoint of each kind; a newer checkpoint replaces
+one that has not been sent yet. A file being sent is linked into `<run folder>/upload/`, so that training may delete
+the original. After a failure the thread retries with increasing delays. Imports no torch.
 
-best.json and last.json are moved by a conditional put, which holds only if the object is still the one that this
-process read or wrote. Each start of a run first writes its time into them, so that an older start which is still alive
-cannot move them any more: it reads that a newer one has taken over, and stops.
+best.json and last.json point to the uploaded checkpoints. They are written with a conditional PUT, which fails
+if another process has changed the object since this one read or wrote it. Each start of a run first writes its start
+time into them, so that an older start that is still alive can no longer update them: it sees the newer one, and stops.
 """
 
 import contextlib
@@ -39,11 +39,12 @@ SHORT_TIMEOUT_S = 5.0  # a stopped run has waited before; one whose input was re
 
 
 class Uploader:
-    """
+    """Upload thread of one run.
+
     Args:
-        run: the run's own place in the bucket.
-        start: the time at which the run was started, by which an older process knows that it is superseded.
-        takes_over: this is a new start of the run; false to send what an earlier process has left.
+        run: the bucket, at the prefix of this run.
+        start: start time of the run; a process with an older one stops uploading.
+        takes_over: true for a new start of the run, false to upload what an earlier process has left.
     """
 
     def __init__(self, run: Bucket, folder: RunFolder, start: float, takes_over: bool = True) -> None:
@@ -71,7 +72,7 @@ class Uploader:
             return self._answered == self._asked
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """End the thread; what is being sent is broken off and stays in the folder."""
+        """Stop the thread; an upload in progress is aborted, and its file stays in the run folder."""
         with self._wake:
             self._stopped = True
             self._wake.notify_all()
@@ -79,7 +80,7 @@ class Uploader:
             self._thread.join(timeout_s)
 
     def status(self) -> Upload:
-        """Return what is known of the best checkpoint in the bucket, and which kinds still wait."""
+        """Return the best checkpoint in the bucket, as far as known, and the kinds of checkpoint still to upload."""
         left, best = sorted(kind for kind in KINDS if self._newest(kind)), self._pointers.get("best", (None, None))[0]
         error = self._error if "best" in left else None
         if best is None:
@@ -87,7 +88,7 @@ class Uploader:
         return Upload(uri=self.run.address(best.key), sha256=best.sha256, step=best.step, error=error, left=left)
 
     def _newest(self, kind: str) -> tuple[Path, Sidecar] | None:
-        """Return the checkpoint that is to be uploaded; a last that is a second name for the best is not."""
+        """Return the next checkpoint to upload, or None; a last checkpoint identical to the best is skipped."""
         newest, best = (next(complete(self.folder.checkpoints, each), None) for each in (kind, "best"))
         is_best = kind == "last" and newest and best and newest[1].sha256 == best[1].sha256
         return None if is_best or not newest or newest[1].sha256 == self._uploaded.get(kind) else newest
@@ -132,24 +133,24 @@ class Uploader:
                 self._uploaded[path] = state
 
     def _begin(self) -> None:
-        """Become the newest start of the run; delete what a killed start left: unnamed objects, unfinished uploads."""
+        """Take over as the newest start of the run; delete unreferenced checkpoints and unfinished uploads."""
         pointers = {kind: read_pointer(self.run, kind) for kind in KINDS}
         newest = max([pointer.start for pointer, _ in pointers.values() if pointer], default=0.0)
         if newest > self.start_time:
             if not self.takes_over:
                 self._stopped = True
                 raise S3Error("a newer start of this run has taken over in the bucket")
-            self.start_time = newest + 0.001  # a start on a machine whose clock is behind is newer all the same
+            self.start_time = newest + 0.001  # this start is the newer one even if the clock of its machine is behind
         for kind, (pointer, etag) in pointers.items():
             if pointer and pointer.start != self.start_time:
                 pointers[kind] = self._put(kind, pointer, etag)
         if self.takes_over:
             keep_start(self.folder, self.start_time)
         self._pointers, self.takes_over, self._began = pointers, False, True
-        with contextlib.suppress(S3Error):  # a rule of the bucket may do it instead
+        with contextlib.suppress(S3Error):  # optional: a lifecycle rule of the bucket can clean up instead
             self.run.abort_unfinished()
             named = {pointer.key for pointer, _ in pointers.values() if pointer}
-            # Before the first best.json an older start that is still alive may be about to name one of them.
+            # Without a best.json, keep them: an older start that is still alive may be about to reference one.
             for key in {key for key, _, _ in self.run.list("checkpoints/")} - named if pointers["best"][0] else ():
                 self.run.call("delete_object", key)
 
@@ -206,7 +207,7 @@ def keep_start(folder: RunFolder, start: float) -> None:
 
 
 def finish_upload(s3: Mapping[str, Any] | None, folder: RunFolder, code: int) -> int:
-    """Send what the process of a run could not, when it has ended or by hand, and complete the run's record.
+    """Upload what the run's own process did not, after it has ended or on request, and update the run record.
 
     Returns:
         EXIT_NOT_UPLOADED if the code was EXIT_OK and the best checkpoint is not in the bucket (the record says why);

@@ -79,7 +79,7 @@ class FSDP(Ranks):
 
     @staticmethod
     def precision_for(precision: str, device_type: str) -> Precision:
-        """Return the precision plugin: Lightning refuses 16-mixed with a strategy that it does not know."""
+        """Return the precision plugin, chosen here because Lightning rejects 16-mixed with a custom strategy."""
         if precision in LOW_PRECISION:
             return ShardedPrecision(precision, device_type)
         if precision in ("bf16-true", "16-true"):
@@ -140,16 +140,16 @@ class FSDP(Ranks):
         if isinstance(self.precision_plugin, ShardedPrecision):
             dtype, full = LOW_PRECISION[self.precision_plugin.precision], torch.float32
             block = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=full)
-            root = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=full, output_dtype=full)  # logits
-            for layer in [layer for layer in net.modules() if isinstance(layer, BATCH_NORMS)]:  # whose statistics
-                shard(layer, mp_policy=MixedPrecisionPolicy(full, full, output_dtype=dtype))  # need float32
+            root = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=full, output_dtype=full)  # logits in float32
+            for layer in [layer for layer in net.modules() if isinstance(layer, BATCH_NORMS)]:  # statistics in float32
+                shard(layer, mp_policy=MixedPrecisionPolicy(full, full, output_dtype=dtype))
         for unit in units:
             shard(unit, mp_policy=block)
         shard(net, mp_policy=root)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Lightning runs all micro-batches of an accumulated step but the last in here: nothing is reduced."""
+        """Skip gradient reduction; Lightning uses this for all but the last micro-batch of an accumulated step."""
         networks: Any = networks_of(self.lightning_module).values()
         for net in networks:
             net.set_requires_gradient_sync(False)
@@ -159,8 +159,8 @@ class FSDP(Ranks):
             for net in networks:
                 net.set_requires_gradient_sync(True)
 
-    # --- checkpoints: whole on rank 0, so that any strategy and world size reads them. torch's own
-    # get_optimizer_state_dict is not used: it takes a step with an optimizer whose state is empty.
+    # --- checkpoints: rank 0 holds the full (unsharded) state, so that any strategy and world size can load them.
+    # torch's get_optimizer_state_dict is not used because it runs an optimizer step if the state is empty.
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -182,7 +182,7 @@ class FSDP(Ranks):
         return whole if self.is_global_zero else {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load full weights; names that the module lacks stay, so that a strict load names them."""
+        """Load a full state dict. Unexpected keys are passed on, so that strict=True reports them."""
         own = self.lightning_module.state_dict()
         state = {name: sharded_like(value, own.get(name)) for name, value in checkpoint["state_dict"].items()}
         self.lightning_module.load_state_dict(state, strict=strict)
@@ -201,7 +201,7 @@ def networks_of(module: nn.Module) -> dict[str, nn.Module]:
     """Return the children with parameters by name, and the members of lists and dicts of modules.
 
     Raises:
-        UserError: a parameter lies on the module itself, where no forward gathers it.
+        UserError: a parameter belongs directly to the module, so that no forward of a network gathers it.
     """
     if own := [name for name, _ in module.named_parameters(recurse=False)]:
         raise UserError(
@@ -218,9 +218,9 @@ def networks_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def gathered(value: Any, keep: bool) -> Any:
-    """Return a copy of a sharded tensor in CPU memory if `keep`, else None; every rank must call it.
+    """Gather a sharded tensor and return it in CPU memory if `keep`, else None; every rank must call it.
 
-    The tensors of a dict are gathered one after the other; anything that is no tensor comes back as it is.
+    A plain tensor is copied to the CPU, a dict is gathered value by value, and any other object is returned unchanged.
     """
     if isinstance(value, dict):
         return {name: gathered(part, keep) for name, part in value.items()}
@@ -231,10 +231,10 @@ def gathered(value: Any, keep: bool) -> Any:
 
 
 def sharded_like(value: Any, own: Any) -> Any:
-    """Return `value` (whole, equal on every rank) in the shards of `own`; unchanged if `own` has none."""
+    """Return `value` (full, equal on every rank) sharded like `own`; unchanged if `own` is not sharded."""
     if not isinstance(own, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor) or value.dim() == 0:
         return value
-    is_same = value.shape == own.shape  # factored states have another shape than the parameter: whole on every rank
+    is_same = value.shape == own.shape  # else a factored state (as in Adafactor), which is replicated
     placements = own.placements if is_same else [Replicate()] * own.device_mesh.ndim
     whole = value.detach().to(torch.device(own.device_mesh.device_type))
     shard = distribute_tensor(whole, own.device_mesh, placements, src_data_rank=None)

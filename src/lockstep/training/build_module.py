@@ -1,4 +1,4 @@
-"""Build the LightningModule of a run: what the constructor of task= asks for, from config and data."""
+"""Build the LightningModule of a run: pass the constructor of task= the arguments it declares, from config and data."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from lockstep.training.checks import DataFacts
 from lockstep.training.freeze import freeze
 from lockstep.training.parameter_groups import RULES, GroupRules
 
-OF_EVERY_TASK = ("monitor", "mode", "outputs")  # keys of the config that a constructor need not know
+OPTIONAL_KEYS = ("monitor", "mode", "outputs")  # keys of the config that a constructor need not know
 FACTS = ("num_classes", "class_names", "image_size", "channels", "class_counts")  # that a constructor may ask for
 OPTIONS_OF_LOSSES = {"label_smoothing": 0.0, "class_weights": None, "gamma": 2.0, "target_threshold": None}
 
@@ -26,24 +26,24 @@ def build_module(
     has_checkpoint: bool = False,
     learning_rates: Config | None = None,
 ) -> Any:
-    """Return the LightningModule of a run, with the same weights on every rank, whatever was drawn before.
+    """Return the LightningModule of a run; it is seeded here, so that all ranks have the same initial weights.
 
-    Its constructor is given by name what it asks for and its yaml does not state: net, optimizer, rules, scheduler,
-    loss, metrics, and facts of the data.
+    Parameters that the constructor declares and the yaml does not set are passed by name: net, optimizer, rules,
+    scheduler, loss, metrics and properties of the data (FACTS).
 
     Args:
-        facts: num_classes, class_names, image_size and channels, as far as the data module says them.
-        trainable: build an optimizer and a schedule.
-        has_checkpoint: all weights come from one, so that no pretrained ones are fetched.
-        learning_rates: in place of the optimizer's own, by option.
+        facts: properties of the data, as far as the data module defines them; see FACTS.
+        trainable: build an optimizer and a scheduler.
+        has_checkpoint: a checkpoint will provide all weights, so that no pretrained weights are downloaded.
+        learning_rates: learning-rate options that replace those of optimizer=.
     Raises:
-        UserError: the class is no LightningModule, or asks for what the config and the data do not have.
+        UserError: the class is not a LightningModule, or needs something that neither the config nor the data has.
     """
     torch.manual_seed(config["seed"])
     node = dict(config["task"])
     wanted, _ = options_of(resolve_target(node["_target_"], "task._target_"))
     outputs = node.get("outputs") or facts.get("num_classes")
-    node = {key: value for key, value in node.items() if key in wanted or key not in OF_EVERY_TASK}
+    node = {key: value for key, value in node.items() if key in wanted or key not in OPTIONAL_KEYS}
     asked = wanted.keys() - node.keys()
     parts: dict[str, Any] = {key: facts[key] for key in FACTS if key in facts}
     if "net" in asked:
@@ -77,7 +77,7 @@ def build_module(
 
 
 def build_net(config: Config, shape: Config, *, trainable: bool, has_checkpoint: bool) -> nn.Module:
-    """Return model=, frozen as model.freeze says, in the memory format of trainer.channels_last."""
+    """Build the network of model=, with layers frozen by model.freeze and the format of trainer.channels_last."""
     own = dict(config["model"])
     frozen = own.pop("freeze", None)
     if not trainable or has_checkpoint:  # the checkpoint brings the weights: nothing is fetched
@@ -88,12 +88,12 @@ def build_net(config: Config, shape: Config, *, trainable: bool, has_checkpoint:
     trainer = config["trainer"]
     in_16_bits = str(trainer["precision"]).startswith(("auto", "bf16", "16"))
     on_tensor_cores = in_16_bits and trainer["accelerator"] != "cpu" and torch.cuda.is_available()
-    if pays_channels_last(net, trainer.get("channels_last", False), on_tensor_cores):
+    if uses_channels_last(net, trainer.get("channels_last", False), on_tensor_cores):
         net = net.to(memory_format=torch.channels_last)
     return net
 
 
-def pays_channels_last(net: nn.Module, stated: bool | str, on_tensor_cores: bool = False) -> bool:
+def uses_channels_last(net: nn.Module, stated: bool | str, on_tensor_cores: bool = False) -> bool:
     """Return trainer.channels_last; "auto" is for depthwise convolutions, and for all on a GPU's tensor cores.
 
     EfficientNet-Lite0 at 96 px is 1.4 times as fast with it on a CPU; ResNet-18, AlexNet and ViT lose 5 %.
@@ -103,14 +103,14 @@ def pays_channels_last(net: nn.Module, stated: bool | str, on_tensor_cores: bool
     if stated != "auto":
         return bool(stated)
     convolutions = [layer for layer in net.modules() if isinstance(layer, nn.Conv2d)]
-    overlap = any(layer.kernel_size != layer.stride for layer in convolutions)  # a ViT's patches do not
+    overlap = any(layer.kernel_size != layer.stride for layer in convolutions)  # false for a ViT's patch embedding
     return (on_tensor_cores and overlap) or any(1 < layer.groups == layer.in_channels for layer in convolutions)
 
 
 def build_loss(config: Config, facts: DataFacts) -> Any:
-    """Return loss=, whose constructor may ask for num_classes and class_counts (the training images of each class).
+    """Build loss=; its constructor may declare num_classes and class_counts (number of training images by class).
 
-    For a class given by `loss._target_=`, unchanged options of the default loss that it lacks are left out.
+    If `loss._target_=` names a class without some options of the default loss, those left at their default are dropped.
     """
     node = dict(config.get("loss") or {})
     if not node:

@@ -16,7 +16,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lockstep.callbacks.hang_dump import HangDump
 from lockstep.callbacks.interruption import Interruption
 from lockstep.callbacks.ranks import gather_objects
-from lockstep.launch.failures import explained
+from lockstep.launch.failures import with_culprit
 from lockstep.launch.launchers import Cluster
 from lockstep.launch.plan import RunPlan
 from lockstep.launch.process_group import join
@@ -138,7 +138,7 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
     hosts = gather_objects(provenance.host(cluster.node_rank))
     pids = gather_objects(os.getpid())
     names = [str(host["host"]) for host in hosts]
-    dump = HangDump(folder.path, timeout_s, lambda error: explained(error, store, cluster, names))
+    dump = HangDump(folder.path, timeout_s, lambda error: with_culprit(error, store, cluster, names))
     try:
         yield RankSession(plan, hosts[:: cluster.devices], Interruption(timeout_s), dump, patient_group)
         torch.distributed.barrier()
@@ -149,7 +149,7 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
                 raise
             except RuntimeError as broken:  # another rank failed while it saved
                 error = broken
-        reason: Any = explained(error, store, cluster, names)
+        reason: Any = with_culprit(error, store, cluster, names)
         culprit = getattr(reason, "culprit", None)
         if culprit and culprit["kind"] == "hangs" and names[culprit["rank"]] == names[cluster.rank]:
             reason.hung_pid = pids[culprit["rank"]]

@@ -10,8 +10,8 @@ from lockstep.callbacks.resume_point import (
     TRAINING,
     VALIDATION,
     ends_step,
+    is_validation_epoch,
     loop_state,
-    validates,
 )
 
 SAVED = {"state_dict": {}, "epoch_loop.automatic_optimization.optim_progress": {"kept": 1}}
@@ -89,7 +89,7 @@ class Places(pl.Callback):
         self.validated = True
 
     def on_train_epoch_end(self, trainer, module):
-        self.epochs.append((validates(trainer), self.__dict__.pop("validated", False)))
+        self.epochs.append((is_validation_epoch(trainer), self.__dict__.pop("validated", False)))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from hydra_plugins import local_jobs
 from hydra_plugins.local_jobs import LocalJobs
 from lockstep.commands import sweep
-from lockstep.commands.sweep import Job, means, ranking, run_child, stops_reach_jobs
+from lockstep.commands.sweep import Job, forward_stop_signals, means, ranking, run_child
 from runs import run_door
 
 SRC = Path(__file__).resolve().parents[3] / "src"
@@ -28,14 +28,14 @@ def test_a_sweep_that_is_asked_to_stop_lets_its_job_save(tmp_path, number):
         f"signal.signal(15, lambda *_: None); os.kill(os.getppid(), {int(number)}); time.sleep(1.5); "
         f"pathlib.Path({str(saved)!r}).touch()"
     )
-    with pytest.raises(SystemExit) as end, stops_reach_jobs():
+    with pytest.raises(SystemExit) as end, forward_stop_signals():
         run_child(job(words))
     assert end.value.code == 75 and saved.exists() and signal.getsignal(signal.SIGINT) == before
 
 
 def test_a_second_ctrl_c_ends_the_job():
     words = "signal.signal(15, lambda *_: None)\nfor _ in 'ab': os.kill(os.getppid(), 2); time.sleep(1)\ntime.sleep(60)"
-    with pytest.raises(SystemExit) as end, stops_reach_jobs():
+    with pytest.raises(SystemExit) as end, forward_stop_signals():
         run_child(job(words))
     assert end.value.code == 130
 
@@ -50,7 +50,7 @@ def test_a_job_at_its_limit_saves_before_submitit_queues_it_again(tmp_path, monk
     )
     before = signal.signal(signal.SIGUSR1, lambda *_: queued.append(saved.exists()))
     try:
-        with stops_reach_jobs():
+        with forward_stop_signals():
             assert run_child(job(words)) == 75
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -65,7 +65,7 @@ def test_batches_arrive_with_and_without_shared_memory(free, monkeypatch):
     [handed_over] = loading._Batches(make, 2).__getitems__([(0, [3])])
     assert isinstance(handed_over, torch.Tensor if free else np.ndarray)
     selections = [Selection(np.array([i, i]), np.full((1, 2), 3)) for i in range(3)]
-    found = [images for _, [images] in loading.stream(selections, make, num_workers=2)]
+    found = [images for _, [images] in loading.stream(selections, make, num_workers=1)]
     assert [images.unique().tolist() for images in found] == [[3], [4], [5]]
 
 

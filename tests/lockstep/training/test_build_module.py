@@ -12,21 +12,21 @@ from lockstep.config.compose import CONFIGS
 from lockstep.config.instantiate import build
 from lockstep.config.schema import missing_option
 from lockstep.runs.errors import UserError
-from lockstep.training.build_module import pays_channels_last
+from lockstep.training.build_module import uses_channels_last
 from lockstep.training.metrics import averaged_here, values_of
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
 
 
 def test_channels_last_where_convolutions_are_depthwise_or_on_tensor_cores():
-    assert pays_channels_last(TimmModel(3, 32, 3, "tf_efficientnet_lite0", pretrained=False), "auto")
+    assert uses_channels_last(TimmModel(3, 32, 3, "tf_efficientnet_lite0", pretrained=False), "auto")
     for net in (TimmModel(3, 32, 3, "resnet10t", pretrained=False), SmallCNN(3, 8, 1)):
-        assert not pays_channels_last(net, "auto") and not pays_channels_last(net, False)
-        assert pays_channels_last(net, True) and pays_channels_last(net, "auto", on_tensor_cores=True)
+        assert not uses_channels_last(net, "auto") and not uses_channels_last(net, False)
+        assert uses_channels_last(net, True) and uses_channels_last(net, "auto", on_tensor_cores=True)
     vit = TimmModel(3, 32, 3, "vit_tiny_patch16_224", pretrained=False)
-    assert not pays_channels_last(vit, "auto", on_tensor_cores=True)
+    assert not uses_channels_last(vit, "auto", on_tensor_cores=True)
     with pytest.raises(UserError, match="trainer.channels_last=nhwc: give true, false or auto"):
-        pays_channels_last(SmallCNN(3, 8, 1), "nhwc")
+        uses_channels_last(SmallCNN(3, 8, 1), "nhwc")
 
 
 def test_the_metric_that_an_unknown_name_is_answered_with_gives_a_number():
