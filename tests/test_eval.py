@@ -51,7 +51,7 @@ def test_a_key_of_the_checkpoints_data_is_taken_as_typed(trained, tmp_path):
     ("word", "said"),
     [
         ("data.rooot=x", "use data.root."),
-        ("+data.rooot=x", "unexpected keyword argument 'rooot'"),
+        ("+data.rooot=x", "There is no data.rooot: use data.root"),
         ("batch_size=3", "use data.global_batch_size."),
         ("experiment=quickstart", "leave experiment= out"),
     ],

@@ -14,20 +14,22 @@ Show = Callable[[Any], str]
 
 # A row's name, the value's name in run.json, how it is shown, and whether its ratio to the first run means something
 MEASURED: tuple[tuple[str, str, Show, bool], ...] = (
-    ("Training time", "fit_seconds", duration, True),
+    ("Training time, with validation", "fit_seconds", duration, True),
     ("Epochs", "epochs", number, False),
     ("Steps", "steps", number, False),
-    ("Images/s", "images_per_s", number, True),
+    ("Images/s, mean", "images_per_s", number, True),
     ("Images/s per device", "throughput.images_per_s_per_device", number, True),
     ("Time per step, median", "throughput.step_seconds.p50", lambda value: number(value * 1000, "ms"), True),
     ("Waiting for data", "throughput.data_wait_share", lambda value: percent(value, 1), False),
-    ("Model FLOPs utilisation", "throughput.mfu", lambda value: percent(value, 1), True),
+    ("Model FLOPs utilisation", "throughput.mfu", lambda value: percent(value, 1), False),
     ("GPU utilisation", "gpu_percent", lambda value: number(value, "%"), False),
     ("Peak memory", "peak_memory_gib", lambda value: number(value, "GiB"), True),
     ("Global batch", "global_batch_size", number, True),
     ("Per-device batch", "per_device_batch_size", number, True),
     ("Largest batch per device", "largest_batch.per_device", number, True),
     ("Largest global batch", "largest_batch.global", number, True),
+    ("Memory at the largest batch", "largest_batch.peak_memory_gib", lambda value: number(value, "GiB"), False),
+    ("Memory limit of the search", "largest_batch.limit_gib", lambda value: number(value, "GiB"), False),
     ("Lost steps", "lost_steps", number, False),
     ("Cost", "cost.usd", dollars, True),
 )

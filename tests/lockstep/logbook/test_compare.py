@@ -25,7 +25,7 @@ def cells(rows):
 
 def test_numbers_stand_beside_their_ratio_to_the_first_run(runs):
     rows = cells(number_rows(runs))
-    assert rows["Training time"] == ["7 min 11 s", "14 min 22 s (×2.00)", "7 min 11 s (×1.00)"]
+    assert rows["Training time, with validation"] == ["7 min 11 s", "14 min 22 s (×2.00)", "7 min 11 s (×1.00)"]
     assert rows["test/acc"] == ["86.43 %", "86.51 % (+0.08)", "–"]
     assert rows["Epochs"] == ["12", "24", "12"] and rows["Largest batch per device"][0] == "412"
     assert rows["Status"] == ["finished", "finished", "out of memory"]
