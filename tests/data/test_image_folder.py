@@ -233,9 +233,9 @@ def test_whole_pictures_stay_in_their_files_where_single_images_are_augmented(tm
     dm = module(tmp_path, root)
     dm.use(CropFlip(erasing_prob=0.1))
     dm.prepare()
-    why = "the augmentation needs whole images, and in an array they would be resized to 24 px already"
+    why = "the augmentation needs images in their original size, but an array would hold them resized to 24 px"
     assert dm.path_taken() == ("loader", why)
-    with pytest.raises(UserError, match=f"data.path=array cannot be: {why}. Give data.path=auto"):
+    with pytest.raises(UserError, match=f"data.path=array is not possible: {why}. Set data.path=auto"):
         dm = module(tmp_path, root, path="array")
         dm.use(CropFlip(erasing_prob=0.1))
         dm.prepare()

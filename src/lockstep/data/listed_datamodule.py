@@ -90,7 +90,7 @@ class ListedDataModule(ImageDataModule):
         elif self._skip_corrupt:
             failures = cached(self.cache_folder(["damaged", images.identity]), self._find_damaged)["failures"]
         if failures and not self._skip_corrupt:
-            raise UserError(f"{next(iter(failures.values()))}: repair it, or give data.skip_corrupt=true.")
+            raise UserError(f"{next(iter(failures.values()))}: repair it, or set data.skip_corrupt=true.")
         if failures:
             self.left_out["damaged images"] = list(failures.values())
             self._given = self._given.copy()
@@ -103,13 +103,13 @@ class ListedDataModule(ImageDataModule):
             return "loader", "masks are read with their images"
         gib = len(self._list) * (side or self.resize) ** 2 * self.channels / 2**30
         if self._pipeline is not None and side is None and self.requested_path != "loader":
-            why = "the augmentation needs whole images, and in an array they would be resized to "
-            why += f"{self.resize} px already"
+            why = "the augmentation needs images in their original size, but an array would hold them resized to "
+            why += f"{self.resize} px"
             if self.requested_path == "array":
-                raise UserError(f"data.path=array cannot be: {why}. Give data.path=auto.")
+                raise UserError(f"data.path=array is not possible: {why}. Set data.path=auto.")
             return "loader", why
         if self.requested_path == "auto" and gib > self.array_limit_gib:
-            return "loader", f"{gib:.3g} GiB of images are more than {self.array_limit_gib:g}"
+            return "loader", f"the decoded images take {gib:.3g} GiB, the limit is {self.array_limit_gib:g} GiB"
         return super().path_taken()
 
     def path_taken(self) -> tuple[str, str]:
@@ -180,7 +180,7 @@ class ListedDataModule(ImageDataModule):
             groups = identical_files(self._list, self.used(), None if compare_all else MAX_COMPARED)
         except CorruptImage:  # the loader names it
             return {}
-        too_many = "too many files of equal size to look for identical images: `python src/check_data.py` does"
+        too_many = "not checked for identical images (too many files of equal size): run `python src/check_data.py`"
         return {too_many: []} if groups is None else describe(groups, self)
 
     def source_opener(self) -> OpenSample:

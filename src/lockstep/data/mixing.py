@@ -89,5 +89,6 @@ def check_pairs(per_device_batch_size: int, global_batch_size: int) -> None:
     if per_device_batch_size % 2:
         raise UserError(
             f"augmentation.mixup_alpha and cutmix_alpha mix images in pairs, and data.global_batch_size="
-            f"{global_batch_size} gives each device {per_device_batch_size} at a time: give one that makes it even."
+            f"{global_batch_size} gives each device {per_device_batch_size} at a time: choose one that makes this "
+            "number even."
         )

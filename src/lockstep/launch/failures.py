@@ -115,7 +115,7 @@ def _first_error(error: BaseException, store: "Store", cluster: Cluster, hosts: 
                 own = rank_error(silent[0], text, "lost", phase, hosts[silent[0]])
         return json.loads(store.compare_set(ERROR, "", json.dumps(own)))
     except (RuntimeError, DistError):
-        text = "died or was stopped, or its host or network: its store is gone"
+        text = "died, was stopped, or lost its host or network: the store that it holds cannot be reached"
         return rank_error(0, text, "lost", phase, hosts[0])
 
 

@@ -228,7 +228,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = foreign_files.read_json(path)
     except FileNotFoundError:
-        raise UserError(f"{path.parent} is no run folder: it has no {path.name}.") from None
+        raise UserError(f"{path.parent} is not a run folder: it has no {path.name}.") from None
     except ValueError as error:
         raise UserError(f"{path} is not a run record: {error}.") from None
     if not isinstance(values, dict):
@@ -236,7 +236,7 @@ def read_json(path: Path) -> dict[str, Any]:
     version = values.get("schema_version")
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise UserError(
-            f"{path} has schema version {version} and this program reads up to {SCHEMA_VERSION}: update this clone."
+            f"{path} has schema version {version} but this code reads only up to {SCHEMA_VERSION}: update the code."
         )
     return values
 

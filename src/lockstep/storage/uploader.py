@@ -186,7 +186,7 @@ class Uploader:
 
         def count(num_bytes: int) -> None:
             if self._stopped:
-                raise S3Error("the upload was broken off")
+                raise S3Error("the upload was aborted")
             progress(num_bytes)
 
         self.run.upload(key, path, sha256, count)

@@ -68,7 +68,7 @@ class FSDP(Ranks):
         reshard_after_forward: free a unit's weights between forward and backward; false trades memory for time.
     """
 
-    no_ema = "the average would be a second net in shards, which every validation and checkpoint would gather"
+    no_ema = "averaged weights would be a second sharded network, gathered in every validation and checkpoint"
 
     def __init__(
         self, *, shard_within_node: bool = False, cpu_offload: bool = False, reshard_after_forward: bool = True
@@ -99,7 +99,7 @@ class FSDP(Ranks):
         self.model = self.precision_plugin.convert_module(module)
         networks = networks_of(module)
         if not any(hasattr(net, "shard_units") for net in networks.values()) and self.global_rank == 0:
-            log.info("The model names no shard_units(): FSDP gathers it as a whole, which saves little memory.")
+            log.info("The model does not define shard_units(): FSDP gathers all its weights at once and saves little.")
         for net in networks.values():
             if not isinstance(net, FSDPModule):
                 self._shard(net)
@@ -128,7 +128,7 @@ class FSDP(Ranks):
     def _shard(self, net: nn.Module) -> None:
         units: list[nn.Module] = getattr(net, "shard_units", list)()
         if scalars := [name for name, parameter in net.named_parameters() if parameter.dim() == 0]:
-            raise UserError(f"The parameter {scalars[0]} is a scalar, which FSDP cannot shard: trainer=ddp works.")
+            raise UserError(f"The parameter {scalars[0]} is a scalar, which FSDP cannot shard: use trainer=ddp.")
         broadcast_from_rank_zero([*net.parameters(), *net.buffers()], self.root_device)
         for parameter in net.parameters():
             parameter.data = parameter.data.contiguous()  # fully_shard refuses channels_last weights

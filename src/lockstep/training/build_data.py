@@ -33,7 +33,7 @@ def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None
     Args:
         trained_on: for an evaluation, what the checkpoint says of the data that it was trained on.
     Raises:
-        UserError: it is no LightningDataModule, its images are not here, or ranks have other images.
+        UserError: it is not a LightningDataModule, its images are not here, or ranks have other images.
     """
     config, is_rank_zero = plan.config, plan.cluster.is_rank_zero
     if not hasattr(resolve_target(config["data"].get("_target_"), "data._target_"), "place"):
@@ -67,7 +67,7 @@ def build_plain_data(node: Config) -> pl.LightningDataModule:
     """Return a data module of Lightning's own kind, which has no rank to be placed on."""
     data = build({key: value for key, value in node.items() if not (key in OF_ALL and value is None)})
     if not isinstance(data, pl.LightningDataModule):
-        raise UserError(f"data._target_={node['_target_']} is no LightningDataModule.")
+        raise UserError(f"data._target_={node['_target_']} is not a LightningDataModule.")
     return data
 
 

@@ -70,7 +70,7 @@ def build_module(
         parts["metrics"] = {name: build(each, {"num_classes": outputs}) for name, each in nodes if each}
     module = build(node, parts)
     if not isinstance(module, pl.LightningModule):
-        raise UserError(f"task._target_={node['_target_']} is no LightningModule.")
+        raise UserError(f"task._target_={node['_target_']} is not a LightningModule.")
     if str(config["trainer"]["precision"]) in ("64-true", "64"):
         module = module.double()  # Lightning restores weights before it converts the module, and would round them
     return module

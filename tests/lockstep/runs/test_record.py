@@ -84,7 +84,7 @@ def test_a_record_of_version_1_is_read_with_null_for_what_it_does_not_know(tmp_p
 def test_a_newer_schema_is_refused_by_its_number(tmp_path):
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"schema_version": SCHEMA_VERSION + 1, "steps": {"of": "another shape"}}))
-    with pytest.raises(UserError, match=r"schema version 3 and this program reads up to 2: update this clone\.$"):
+    with pytest.raises(UserError, match=r"schema version 3 but this code reads only up to 2: update the code\.$"):
         read_record(path)
 
 

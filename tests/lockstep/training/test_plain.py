@@ -52,7 +52,7 @@ def test_what_cannot_work_is_one_sentence(tmp_path):
     for words, said in (
         (["trainer=model_parallel", "trainer.stage_devices=[cpu,cpu]"], "name its network self.net, or choose"),
         (["trainer=cpu", "callbacks.checkpoints.monitor=val_los"], "there are val_loss"),
-        (["trainer=cpu", "task._target_=collections.Counter"], "is no LightningModule"),
+        (["trainer=cpu", "task._target_=collections.Counter"], "is not a LightningModule"),
     ):
         done = run_door("train", *PLAIN, *words, logs=tmp_path / said[:5])
         assert done.code == 2 and said in done.output.strip().splitlines()[-1], done.output
