@@ -99,7 +99,7 @@ def test_a_stopped_node_and_a_lost_node_start_the_run_again_until_it_has_finishe
     assert codes[0] == "[75, 75]" and "-1" in codes[1] and codes[-1] == "[0, 0]" and len(codes) == 3
     record = driver.record
     assert (record["status"], record["epochs"], record["num_nodes"], record["launcher"]) == ("finished", 60, 2, "nodes")
-    assert [restart["previous_status"] for restart in record["restarts"]][0] == "interrupted"
+    assert record["restarts"][0]["downtime_s"] is not None, record["restarts"]
     assert len(record["restarts"]) == 2 and record["restarts"][0]["lost_steps"] == 0
     assert trainers(tmp_path) == []
 
