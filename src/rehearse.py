@@ -109,10 +109,12 @@ def lines(config: Any, words: list[str], capability: str, folder: Path, run: Run
 
     few = {"data.eval_batch_size": FEW_IMAGES} if "eval_batch_size" in data else {}
     code, place = start("few", min(FEW_IMAGES, per_device), True, **few)
-    yield _outcome(f"{STEPS} steps, a validation, a checkpoint and a test with few images", code, place)
+    unused = json.loads(_text(place / "unused.json") or "{}")
     word = "" if (trainer["strategy"] or {}).get("find_unused_parameters") else "FAILED"
-    for name, where in json.loads(_text(place / "unused.json") or "{}").items():
+    for name, where in unused.items():
         yield word, f"no gradient for {name}: {where}"
+    if not (code and unused):  # else DDP has refused them
+        yield _outcome(f"{STEPS} steps, a validation, a checkpoint and a test with few images", code, place)
     if code:
         return
     counts: dict[str, int] = {}  # of each line that synchronises, the largest of a rank

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+import local_ranks
 import nullgpu
 import ranks
 import runs
@@ -83,13 +84,13 @@ def _nodes(argv: tuple[str, ...], logs: Path, num_nodes: int, devices: int) -> l
 def call_on_null_gpus(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """`function(*arguments)` in a process of its own; both and the result can be pickled."""
     inner = functools.partial(_with_environment, settings(**options), function)
-    return _server().call(ranks.run_ranks, inner, 1, *arguments, distributed=False)[0]
+    return _server().call(local_ranks.run_ranks, inner, 1, *arguments)[0]
 
 
 def ranks_on_null_gpus(function: Callable[..., Any], world_size: int, *arguments: Any, **options: Any) -> list[Any]:
     """`function(*arguments)` in each of several ranks, each with its device, in an NCCL group; the results in order."""
     inner = functools.partial(_in_nccl_group, settings(devices=world_size, **options), function)
-    return _server().call(ranks.run_ranks, inner, world_size, *arguments, distributed=False)
+    return _server().call(local_ranks.run_ranks, inner, world_size, *arguments)
 
 
 def server_call(timeout_s: float, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -97,12 +98,12 @@ def server_call(timeout_s: float, function: Callable[..., Any], *arguments: Any,
     return _server().call(function, *arguments, timeout_s=timeout_s, **named)
 
 
-def _with_environment(environment: dict[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
+def _with_environment(environment: dict[str, str], function: Callable[..., Any], _: Any, *arguments: Any) -> Any:
     os.environ.update(environment)
     return function(*arguments)
 
 
-def _in_nccl_group(environment: dict[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
+def _in_nccl_group(environment: dict[str, str], function: Callable[..., Any], _: Any, *arguments: Any) -> Any:
     import torch
 
     os.environ.update(environment)
