@@ -72,7 +72,7 @@ def main() -> None:
     ends = time.monotonic() + options.budget
     results: dict[str, Any] = {"small": options.small, "parts": {}}
     for name in chosen:
-        limit_s = min(PARTS[name][1], ends - time.monotonic())
+        limit_s = min(PARTS[name][1] * (5 if SMALL else 1), ends - time.monotonic())  # a simulated GPU is slow
         results["parts"][name] = run_part(name, options.out, limit_s) if limit_s > 5 else {"skipped": "no time left"}
         part = options.out / "gpu.json.part"
         part.write_text(json.dumps(results, indent=1) + "\n")

@@ -145,8 +145,19 @@ def test_doctor_and_compilation(tmp_path):
     [("machine,ceilings,step,synchronisations,data,strategies,checkpoints,losses,profile,drift", True),
      ("compiled,memory", False)],  # Triton's kernels compute nothing, and a search only measures
 )  # fmt: skip
+@pytest.mark.timeout(900)
 def test_every_part_of_the_gpu_benchmark_reaches_its_figures(parts, compute, tmp_path):
-    command = [sys.executable, "benchmarks/gpu.py", "--out", str(tmp_path), "--small", "--only", parts]
+    command = [
+        sys.executable,
+        "benchmarks/gpu.py",
+        "--out",
+        str(tmp_path),
+        "--small",
+        "--budget",
+        "900",
+        "--only",
+        parts,
+    ]
     done = subprocess.run(command, env=null_gpus(compute=compute), cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
