@@ -92,7 +92,8 @@ def disturbed_run(
             time.sleep(0.1)
         assert not left, f"processes {left} are left:\n{done.output}"
         if number == signal.SIGTERM and done.output:  # else the process had not come to its handlers
-            assert done.code in (0, 75), done.output
+            is_over = "has finished" in done.output  # a start that found nothing to do ends without handlers
+            assert done.code in (0, 75) or is_over, done.output
         if done.code == 0:
             return done, sent
     return start_door("train", *command, "resume=auto", logs=logs, environment=environment).done(), sent

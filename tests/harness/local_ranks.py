@@ -103,7 +103,7 @@ def meet(cluster: Cluster, device_type: str = "cpu") -> None:
     """Make the default process group, once, as lockstep/launch/process_group.py does before a run's strategy."""
     import torch.distributed as dist
 
-    if cluster.world_size > 1 and not dist.is_initialized():
+    if (cluster.world_size > 1 or device_type != "cpu") and not dist.is_initialized():
         dist.init_process_group(
             "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl", rank=cluster.rank,
             world_size=cluster.world_size, timeout=timedelta(seconds=60),
