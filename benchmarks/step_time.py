@@ -187,8 +187,10 @@ def parts_of_run(session: Any, clock: Any) -> tuple[Any, Any, Any]:
     plan, strategy = session.plan, build.build_strategy(session.plan)
     data = build_data.build_data(plan, session)
     facts, recorder = build_data.data_facts(data), RunRecorder(plan.folder.record)
+    module = build_module.build_module(plan.config, facts)
+    build.prepare_net(module, data, plan, strategy)
     callbacks = [*build.build_callbacks(plan, session, recorder, facts), clock]
-    return build_trainer(plan, strategy, callbacks, [], data), build_module.build_module(plan.config, facts), data
+    return build_trainer(plan, strategy, callbacks, [], data), module, data
 
 
 class Cached:

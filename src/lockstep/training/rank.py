@@ -176,7 +176,7 @@ def prepare_process(plan: RunPlan) -> None:
     """
     threads = plan.trainer["num_threads"]
     cores, bound = available_cores(), int(environment().get("SLURM_CPUS_PER_TASK") or 0)
-    is_bound = plan.cluster.launcher == "slurm" and cores <= max(1, bound)  # these cores belong to this rank alone
+    is_bound = plan.cluster.launcher == "slurm" and cores <= bound  # these cores belong to this rank alone
     own_cores = cores if is_bound else max(1, cores // plan.cluster.devices)
     torch.set_num_threads(own_cores if threads == "auto" else threads)
     torch.manual_seed(plan.config["seed"])
