@@ -82,7 +82,7 @@ def test_headline_and_last_line(uninterrupted):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "steps", "wanted"),
-    [("fast_dev_run", 2, "finished"), ("overfit", 60, "finished"), ("profiler", 20, "run_training_batch")],
+    [("fast_dev_run", 2, "finished"), ("overfit", 60, "finished")],
 )
 def test_debug_options_run(tmp_path, option, steps, wanted):
     shorter = ["trainer.max_epochs=20", "trainer.check_val_every_n_epoch=20"] if option == "overfit" else []

@@ -23,7 +23,7 @@ REFUSED_TRAINER_KEYS = {
     "callbacks": "use callbacks=", "logger": "use logger=", "default_root_dir": "use paths.log_dir",
     "fast_dev_run": "use debug=fast_dev_run", "enable_checkpointing": "use '~callbacks.checkpoints'",
     "enable_progress_bar": "use '~callbacks.progress' or callbacks=rich_progress_bar",
-    "enable_model_summary": "use callbacks=model_summary", "barebones": "use callbacks=none logger=csv",
+    "enable_model_summary": "use callbacks=model_summary", "barebones": "use callbacks=none",
 }  # fmt: skip
 NUMBER_WORDS = {"data.global_batch_size": ("max",), "trainer.devices": ("auto",), "trainer.num_nodes": ("auto",)}
 
