@@ -1,4 +1,7 @@
-"""Write and read checkpoint files for Lightning: whole or not at all, and read once for all ranks."""
+"""Write and read checkpoint files for Lightning: whole or not at all, and read once for all ranks.
+
+Objects between ranks go through torch's own collectives; without a process group there is one rank.
+"""
 
 import copy
 import io
@@ -10,7 +13,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
-from lockstep.callbacks.ranks import broadcast_object
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import Checksum, checksum_of, write_atomically
 from lockstep.storage.load import Checkpoint, read_checkpoint
@@ -67,6 +69,22 @@ def load_on_all_ranks(path: str | Path, map_location: Any = "cpu") -> Checkpoint
             content.write(chunk)
     content.seek(0)
     return read_checkpoint(path, map_location, content)
+
+
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """Return every rank's value in rank order, on every rank."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+def broadcast_object(value: Any) -> Any:
+    """Return rank 0's value on every rank of a process group."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 def on_host(checkpoint: Checkpoint, always: bool = False) -> Checkpoint:

@@ -14,9 +14,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lockstep.callbacks import resume_point as place
-from lockstep.callbacks.checkpoint_io import Checkpoint, CheckpointFiles, on_host, write_checkpoint
+from lockstep.callbacks.checkpoint_io import Checkpoint, CheckpointFiles, gather_objects, on_host, write_checkpoint
 from lockstep.callbacks.random_states import State, random_state, set_random_state
-from lockstep.callbacks.ranks import gather_objects
 from lockstep.runs.config import Config
 from lockstep.runs.errors import Diverged, UserError
 from lockstep.storage import checkpoint_files as files

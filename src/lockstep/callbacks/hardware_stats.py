@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import torch
 
-from lockstep.callbacks.ranks import gather_objects
+from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.runs.errors import Interrupted
 from lockstep.runs.files import utc_now
 from lockstep.runs.provenance import cpu_name
@@ -45,43 +45,45 @@ class HardwareStats(pl.Callback):
         self.finished, self.thread = threading.Event(), threading.Thread()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.node_rank = trainer.node_rank
-        self.folder = Path(self.run_folder or trainer.default_root_dir)
+        self.node_rank, strategy = trainer.node_rank, trainer.strategy
+        self.devices = set(getattr(strategy, "process_devices", None) or [strategy.root_device])  # of this process
+        gpus = sorted({device.index or 0 for device in self.devices if device.type == "cuda"})
+        if not getattr(strategy, "process_devices", None) and gpus:
+            gpus = list(range(trainer.num_devices))  # one of each rank
+        self.gpus = gpus
         ranks = gather_objects((trainer.node_rank, trainer.global_rank, os.getpid()))
-        if trainer.local_rank != 0:
-            return
-        self.gpus = gpus_in_use(trainer)
-        queries = _queries(self.gpus, {rank: pid for node, rank, pid in ranks if node == self.node_rank})
-        self.thread = threading.Thread(target=self._sample, args=(queries,), name="hardware-stats", daemon=True)
-        self.thread.start()
+        if trainer.local_rank == 0:
+            queries = _queries(gpus, {rank: pid for node, rank, pid in ranks if node == self.node_rank})
+            path = Path(self.run_folder or trainer.default_root_dir) / f"hardware-node{self.node_rank}.csv"
+            self.thread = threading.Thread(target=self._sample, args=(path, queries), daemon=True)
+            self.thread.start()
 
     def latest_means(self) -> dict[str, float]:
         """Return the mean over this node's devices since the last log point, for the loggers."""
-        begin, self.shown, found = self.shown, max(map(len, list(self.values.values())), default=0), {}
+        values = dict(self.values)
+        begin, self.shown, found = self.shown, max(map(len, values.values()), default=0), {}
         for title, (first, last) in MEANS.items():
-            series = [
-                v[begin:] for name, v in list(self.values.items()) if name.startswith(first) and name.endswith(last)
-            ]
-            if means := [float(np.mean(values)) for values in series if values]:
+            series = [each[begin:] for name, each in values.items() if name.startswith(first) and name.endswith(last)]
+            if means := [float(np.mean(each)) for each in series if each]:
                 found[f"hardware/{title}"] = round(sum(means) / len(means), 3)
         return found
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end(trainer, all_ranks=True)
+        self._end(all_ranks=True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._end(trainer, all_ranks=isinstance(exception, Interrupted) and exception.agreed)
+        self._end(all_ranks=isinstance(exception, Interrupted) and exception.agreed)
 
-    def _end(self, trainer: pl.Trainer, all_ranks: bool) -> None:
+    def _end(self, all_ranks: bool) -> None:
         """Stop sampling, and collect the statistics of all nodes if all ranks call this."""
         self.finished.set()
         if self.thread.is_alive():
             self.thread.join(timeout=25)
-        devices = set(getattr(trainer.strategy, "process_devices", None) or [trainer.strategy.root_device])
-        peak = max((torch.cuda.max_memory_reserved(device) for device in devices if device.type == "cuda"), default=0)
+        cuda = [device for device in self.devices if device.type == "cuda"]
+        peak = max(map(torch.cuda.max_memory_reserved, cuda), default=0)
         peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        mine = (peak, {**self._node(), **nvidia_smi(self.gpus)} if self.values else None)
-        found = gather_objects(mine) if all_ranks else [mine]
+        node = {**self._node(), **({"nvidia_smi": nvidia_smi()} if self.gpus else {})} if self.values else None
+        found = gather_objects((peak, node)) if all_ranks else [(peak, node)]
         self.nodes = [node for _, node in found if node]
         self.peak_memory_gib = round(max(peak for peak, _ in found) / GIB, 4)
 
@@ -91,8 +93,7 @@ class HardwareStats(pl.Callback):
         fields: dict[str, object] = {"hardware": {"nodes": nodes}} if nodes else {}
         return fields | ({"peak_memory_gib": self.peak_memory_gib} if self.peak_memory_gib else {})
 
-    def _sample(self, queries: dict[str, Callable[[], float]]) -> None:
-        path = self.folder / f"hardware-node{self.node_rank}.csv"
+    def _sample(self, path: Path, queries: dict[str, Callable[[], float]]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():  # of an earlier start of the run
             path.rename(path.with_suffix(f".{len(list(path.parent.glob(f'{path.stem}.*.csv')))}.csv"))
@@ -114,32 +115,18 @@ class HardwareStats(pl.Callback):
     def _node(self) -> dict[str, Any]:
         gpus = map(torch.cuda.get_device_properties, self.gpus)
         return {
-            "node_rank": self.node_rank,
-            "host": socket.gethostname(),
-            "cpu": cpu_name(),
-            "cores": os.cpu_count(),
+            "node_rank": self.node_rank, "host": socket.gethostname(), "cpu": cpu_name(), "cores": os.cpu_count(),
             "memory_gib": round(psutil.virtual_memory().total / GIB, 2),
             "gpus": [{"name": gpu.name, "memory_gib": round(gpu.total_memory / GIB, 2)} for gpu in gpus],
             "stats": {name: {"p50": float(np.median(v[:])), "max": max(v)} for name, v in list(self.values.items())},
-        }
+        }  # fmt: skip
 
 
-def nvidia_smi(gpus: list[int]) -> dict[str, str]:
-    """Return what nvidia-smi prints now, as a field of a node."""
-    if not gpus:
-        return {}
+def nvidia_smi() -> str:
     try:
-        return {"nvidia_smi": subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20).stdout}
+        return subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
-        return {"nvidia_smi": str(error)}
-
-
-def gpus_in_use(trainer: pl.Trainer) -> list[int]:
-    """Return the indices of this node's GPUs that the run computes on."""
-    strategy: Any = trainer.strategy
-    if devices := getattr(strategy, "process_devices", None):
-        return sorted({device.index or 0 for device in devices if device.type == "cuda"})
-    return list(range(trainer.num_devices)) if strategy.root_device.type == "cuda" else []
+        return str(error)
 
 
 def _queries(gpus: list[int], processes: dict[int, int]) -> dict[str, Callable[[], float]]:

@@ -16,8 +16,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
+from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.callbacks.checkpoints import Checkpoints
-from lockstep.callbacks.ranks import gather_objects
 from lockstep.callbacks.resume_point import ends_epoch, ends_step
 from lockstep.runs import signals
 from lockstep.runs.durations import duration
@@ -30,10 +30,7 @@ MOST_STEPS = 100  # between two votes: quick steps may be followed by slow ones
 
 
 def silence_lightning(trainer: pl.Trainer) -> None:
-    """Take Lightning's handlers, per-step broadcast and hpc checkpoints out of this trainer.
-
-    tests/lockstep/callbacks/test_interruption.py fails if a release renames them.
-    """
+    """Take Lightning's handlers, per-step broadcast and hpc checkpoints out of this trainer."""
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
     connector.register_signal_handlers = loop._broadcast_sigterm_tensor = lambda: None
     trainer._checkpoint_connector.__class__ = _NoHpcCheckpoints
@@ -42,9 +39,7 @@ def silence_lightning(trainer: pl.Trainer) -> None:
 class _NoHpcCheckpoints(_CheckpointConnector):
     """Never resumes from a checkpoint that the user did not name."""
 
-    @property
-    def _hpc_resume_path(self) -> None:
-        return None
+    _hpc_resume_path = None
 
 
 class Vote:
@@ -95,15 +90,12 @@ class Interruption(Callback):
         self.ask(signal.Signals(number).name)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not self._previous:
-            self._previous = signals.on_stop(self._on_signal)
-            if signals.asked:  # before, in the middle of an import that went on
-                self.ask(signal.Signals(signals.asked[0]).name)
+        self._previous = self._previous or signals.on_stop(self._on_signal)
+        if signals.asked:  # before, in the middle of an import that went on
+            self.ask(signal.Signals(signals.asked[0]).name)
         group = None
-        if trainer.world_size > 1 and torch.distributed.is_initialized():
-            group = torch.distributed.new_group(  # of its own, so that a vote never waits for a GPU
-                backend="gloo", timeout=timedelta(seconds=self.timeout_s)
-            )
+        if trainer.world_size > 1 and torch.distributed.is_initialized():  # a vote never waits for a GPU
+            group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
         self.votes = {stage: Vote(trainer.world_size, group) for stage in ("train", "evaluate")}
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -123,13 +115,10 @@ class Interruption(Callback):
     def _vote(self, trainer: pl.Trainer, kind: str) -> None:
         """Stop if any rank was asked to; after the last step only in the test, as a resume would not validate it."""
         is_after_last = trainer.state.fn == "fit" and trainer.global_step == trainer.max_steps
-        if not is_after_last and self.votes[kind](self.reason is not None):
-            self._stop(trainer)
-
-    def _stop(self, trainer: pl.Trainer) -> None:
-        training = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if is_after_last or not self.votes[kind](self.reason is not None):
+            return
         for callback in trainer.callbacks:
-            if training and isinstance(callback, Checkpoints):
+            if isinstance(callback, Checkpoints) and trainer.state.fn == "fit" and not trainer.sanity_checking:
                 if callback.saved_step != trainer.global_step:
                     callback.save(trainer, "last")
                 callback.finish_writing()  # exit code 75 promises it

@@ -32,7 +32,7 @@ class MetricsCsv(Logger):
         if resume_step is not None and self.path.exists() and rank_zero_only.rank == 0:
             self.columns, rows = read_rows(self.path)
             self.rows = [row for row in rows if row["step"] <= resume_step]
-        self.num_written = -1  # rows that the file holds as they are here; -1: its head is another one too
+        self.num_written: int | None = None  # rows that the file holds as they are here; None: all are written anew
 
     def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing: the run folder holds config.yaml."""
@@ -53,12 +53,12 @@ class MetricsCsv(Logger):
         new = [name for name in metrics if name not in self.columns]
         self.columns += new
         if new or self.num_written == len(self.rows):  # the row that has changed is in the file
-            self.num_written = -1
+            self.num_written = None
 
     @rank_zero_only
     def save(self) -> None:
         """Append new rows; write the whole file if a row of it has changed or a column is new."""
-        if self.num_written < 0:
+        if self.num_written is None:
             write_atomically(self.path, lambda file: self._write(file, self.rows, head=True))
         else:
             with self.path.open("a", newline="") as file:
@@ -76,7 +76,7 @@ class MetricsCsv(Logger):
 
 
 def read_rows(path: Path) -> tuple[list[str], list[Row]]:
-    """Return the columns and the rows of a metrics.csv; a line without a step is skipped."""
+    """Return the columns and the rows of a metrics.csv; a line that was cut short is skipped."""
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         reader = csv.DictReader((line.replace("\0", "") for line in file), restkey="", restval="")
         if "step" not in (columns := list(reader.fieldnames or [])):

@@ -1,7 +1,6 @@
-"""Epoch, loss, monitored metrics and images per second: a bar on a terminal, elsewhere a line now and then."""
+"""Epoch, loss, monitored metrics and images per second in a line now and then."""
 
 import logging
-import sys
 import time
 from typing import Any
 
@@ -24,12 +23,11 @@ class Progress(Callback):
 
     def __init__(self, interval_s: float = 30.0, short_epoch_s: float = 5.0) -> None:
         self.interval_s, self.short_epoch_s = interval_s, short_epoch_s
-        self.bar: Any = None
         self.began_at = self.shown_at = time.monotonic()
 
-    def _show(self, trainer: pl.Trainer, place: str, after_s: float, done: int | None = None) -> None:
-        """Show the metrics, unless that was done less than `after_s` seconds ago; a bar has four updates a second."""
-        if not trainer.is_global_zero or time.monotonic() - self.shown_at < (0.25 if self.bar else after_s):
+    def _show(self, trainer: pl.Trainer, place: str, after_s: float) -> None:
+        """Log the metrics, unless that was done less than `after_s` seconds ago."""
+        if not trainer.is_global_zero or time.monotonic() - self.shown_at < after_s:
             return
         self.shown_at = time.monotonic()
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -37,35 +35,21 @@ class Progress(Callback):
             values |= getattr(callback, "latest", {})
         named = (str(callback.monitor) for callback in trainer.callbacks if hasattr(callback, "monitor"))
         monitored = dict.fromkeys(named) or ["val/acc"]
-        words = [f"loss {values['train/loss']:.4f}"] if "train/loss" in values else []
+        words = [f"epoch {min(trainer.current_epoch + 1, trainer.max_epochs or 0)}/{trainer.max_epochs}", place]
+        words += [f"loss {values['train/loss']:.4f}"] if "train/loss" in values else []
         words += [f"{name.replace('/', ' ')} {as_read(name, values[name])}" for name in monitored if name in values]
         words += [f"{values['images_per_s']:,.0f} images/s"] if "images_per_s" in values else []
-        epoch = f"epoch {min(trainer.current_epoch + 1, trainer.max_epochs or 0)}/{trainer.max_epochs}"
-        if self.bar:
-            self.bar.update(
-                self.task, completed=done, description=epoch, words=" · ".join(filter(None, (place, *words)))
-            )
-        else:
-            log.info(" · ".join(filter(None, (epoch, place, *words))))
+        log.info(" · ".join(words))
 
     def _within(self, trainer: pl.Trainer) -> str:
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        return "" if self.bar else f"batch {batches}/{int(trainer.num_training_batches)}"
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.is_global_zero and sys.stdout.isatty():
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self.bar = Progress(*columns, TextColumn("{task.fields[words]}"))
-            self.bar.start()
-            self.task = self.bar.add_task("epoch", total=int(trainer.num_training_batches), words="")
+        return f"batch {batches}/{int(trainer.num_training_batches)}"
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.began_at = time.monotonic()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._show(trainer, self._within(trainer), self.interval_s, batch_idx + 1)
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._show(trainer, self._within(trainer), self.interval_s)
 
     def on_validation_batch_end(
         self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, i: int, *_: Any
@@ -77,20 +61,10 @@ class Progress(Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking and not ends_epoch(trainer):
-            self._show(trainer, f"{self._within(trainer)} · validated".lstrip(" ·"), self.short_epoch_s)
+            self._show(trainer, f"{self._within(trainer)} · validated", self.short_epoch_s)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         last = trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs
         is_long = time.monotonic() - self.began_at > self.short_epoch_s
         place = "done" if ends_epoch(trainer) else self._within(trainer)
         self._show(trainer, place, 0.0 if last or is_long else 4 * self.short_epoch_s)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.bar:
-            self.on_exception()
-            self._show(trainer, "trained", 0.0)
-
-    def on_exception(self, *_: Any) -> None:
-        if self.bar:
-            self.bar.stop()
-            self.bar = None

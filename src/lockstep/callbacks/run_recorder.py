@@ -64,34 +64,40 @@ class RunRecorder(Callback):
     def _fit_seconds(self, started_at: float) -> float:
         return round(self.fit_before_s + time.monotonic() - started_at, 3)
 
-    def _enter(self, trainer: pl.Trainer, phase: str, **fields: object) -> None:
+    def _enter(self, trainer: pl.Trainer, phase: str) -> None:
         self.phase = phase
-        self.write(trainer, phase=phase, **fields)
+        self.write(trainer, phase=phase)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.is_global_zero:
-            self.is_begun_here = not self.path.exists()
-            if self.is_begun_here:
-                chooser = next((each for each in trainer.callbacks if hasattr(each, "best_path")), None)
-                begun = RunRecord(
-                    run_id=self.path.parent.name, task_name="train", status="running", started_at=utc_now(),
-                    model=type(pl_module).__name__, world_size=trainer.world_size, num_nodes=trainer.num_nodes,
-                    monitor=getattr(chooser, "monitor", "val/acc"), monitor_mode=getattr(chooser, "mode", "max"),
-                )  # fmt: skip
-                write_record(self.path, begun)
-            before = read_record(self.path)
-            self.monitor, self.mode = before.monitor, before.monitor_mode
-            self.fit_before_s, self.fit_started_at = before.fit_seconds or 0.0, time.monotonic()
-            best = ((name, before.metrics.get(name)) for name in (f"{self.monitor}_best", "val/acc_best"))
-            self.best_metrics = {name: value for name, value in best if isinstance(value, int | float)}
-            steps = before.restarts[-1].resumed_step if before.restarts else before.steps
-            self._enter(trainer, "start", steps=steps or 0)
+        if not trainer.is_global_zero:
+            return
+        self.is_begun_here = not self.path.exists()
+        if self.is_begun_here:
+            chooser = next((each for each in trainer.callbacks if hasattr(each, "best_path")), None)
+            begun = RunRecord(
+                run_id=self.path.parent.name, task_name="train", status="running", started_at=utc_now(),
+                model=type(pl_module).__name__, world_size=trainer.world_size, num_nodes=trainer.num_nodes,
+                monitor=getattr(chooser, "monitor", "val/acc"), monitor_mode=getattr(chooser, "mode", "max"),
+            )  # fmt: skip
+            write_record(self.path, begun)
+        before = read_record(self.path)
+        self.monitor, self.mode = before.monitor, before.monitor_mode
+        self.fit_before_s, self.fit_started_at = before.fit_seconds or 0.0, time.monotonic()
+        best = ((name, before.metrics.get(name)) for name in (f"{self.monitor}_best", "val/acc_best"))
+        self.best_metrics = {name: value for name, value in best if isinstance(value, int | float)}
+        steps = before.restarts[-1].resumed_step if before.restarts else before.steps
+        self.write(trainer, phase="start", steps=steps or 0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._enter(trainer, "training")
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._enter(trainer, "start" if trainer.sanity_checking else "validation")
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.on_train_epoch_end(trainer, pl_module)  # now: a stop in the next epoch writes no metrics
+            self._enter(trainer, "training")
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._enter(trainer, "test")
@@ -101,20 +107,14 @@ class RunRecorder(Callback):
         if trainer.is_global_zero and counts is not None and hasattr(data, "class_names"):
             write_confusion(counts.confusion, data.class_names, RunFolder(self.path.parent).confusion_matrix)
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self.on_train_epoch_end(trainer, pl_module)  # now: a stop in the next epoch writes no metrics
-            self._enter(trainer, "training")
-
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep the best of what is monitored as `<monitor>_best`, and the accuracy of that validation."""
         value, best = trainer.callback_metrics.get(self.monitor), self.best_metrics.get(f"{self.monitor}_best")
         if value is None or math.isnan(value):
             return
-        if best is not None and (value <= best if self.mode == "max" else value >= best):
-            return
-        reached = {self.monitor: value, "val/acc": trainer.callback_metrics.get("val/acc")}
-        self.best_metrics = {f"{name}_best": float(value) for name, value in reached.items() if value is not None}
+        if best is None or (value > best if self.mode == "max" else value < best):
+            reached = {self.monitor: value, "val/acc": trainer.callback_metrics.get("val/acc")}
+            self.best_metrics = {f"{name}_best": float(value) for name, value in reached.items() if value is not None}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.is_global_zero and time.monotonic() - self.written_at > HEARTBEAT_INTERVAL_S:
@@ -136,10 +136,9 @@ class RunRecorder(Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
-            self.write(trainer, phase="trained", epochs=trainer.current_epoch, steps=trainer.global_step)
+            ended = {"status": "finished", "exit_code": 0, "finished_at": utc_now()} if self.is_begun_here else {}
+            self.write(trainer, phase="trained", epochs=trainer.current_epoch, steps=trainer.global_step, **ended)
             self.fit_before_s, self.fit_started_at = self.elapsed(), None
-            if self.is_begun_here:
-                self.write(None, status="finished", exit_code=0, finished_at=utc_now())
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if trainer.is_global_zero and self.is_begun_here:

@@ -2,7 +2,6 @@
 
 import http.client
 import logging
-import os
 import threading
 import time
 import urllib.error
@@ -12,11 +11,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from lockstep.callbacks.interruption import Interruption
-from lockstep.runs.errors import EXIT_INTERRUPTED
 
 log = logging.getLogger(__name__)
 
 METADATA = "http://169.254.169.254"  # the link-local address that every EC2 instance has
+SECONDS_LEFT = 85.0  # for checkpoint and upload, of the two minutes that EC2 gives at best
 
 
 class SpotNotice(Callback):
@@ -27,11 +26,10 @@ class SpotNotice(Callback):
     Args:
         address: of the metadata service.
         interval_s: seconds between two polls; AWS recommends 5.
-        end_after_s: seconds from the notice to the end of this process, of the two minutes that EC2 gives at best.
     """
 
-    def __init__(self, address: str = METADATA, interval_s: float = 5.0, end_after_s: float = 90.0) -> None:
-        self.address, self.interval_s, self.end_after_s = address.rstrip("/"), interval_s, end_after_s
+    def __init__(self, address: str = METADATA, interval_s: float = 5.0) -> None:
+        self.address, self.interval_s = address.rstrip("/"), interval_s
         self.noticed_at: float | None = None
         self.ended, self.has_complained = threading.Event(), False
 
@@ -47,14 +45,16 @@ class SpotNotice(Callback):
         return {} if self.noticed_at is None else {"spot_notice_at": self.noticed_at}
 
     def _poll(self, trainer: pl.Trainer, ended: threading.Event) -> None:
-        notice = None
+        notice = ""
         while not notice:
             try:
-                notice = self._notice()
+                token = self._ask("api/token", "PUT", **{"X-aws-ec2-metadata-token-ttl-seconds": "60"})
+                notice = self._ask("meta-data/spot/instance-action", **{"X-aws-ec2-metadata-token": token})
             except (OSError, ValueError, http.client.HTTPException) as error:
-                if not self.has_complained:
+                is_there = isinstance(error, urllib.error.HTTPError) and error.code == 404  # and there is no notice
+                if not is_there and not self.has_complained:
                     log.info(f"No spot notices can be had ({error}); asking again every {self.interval_s:.0f} s.")
-                self.has_complained = True
+                    self.has_complained = True
             if not notice and ended.wait(self.interval_s):
                 return
         self.noticed_at = time.time()
@@ -63,20 +63,7 @@ class SpotNotice(Callback):
             if isinstance(callback, Interruption):
                 callback.ask("spot notice")
             if hasattr(callback, "expect_end"):
-                callback.expect_end(self.end_after_s - 5)
-        if not ended.wait(self.end_after_s):  # a checkpoint or an upload that hangs must not hold this process
-            log.info(f"Not done {self.end_after_s:.0f} s after the spot notice: ending now.")
-            os._exit(EXIT_INTERRUPTED)
-
-    def _notice(self) -> str | None:
-        """Return the notice's text, or None while there is none."""
-        token = self._ask("api/token", "PUT", **{"X-aws-ec2-metadata-token-ttl-seconds": "60"})
-        try:
-            return self._ask("meta-data/spot/instance-action", **{"X-aws-ec2-metadata-token": token})
-        except urllib.error.HTTPError as error:
-            if error.code != 404:
-                raise
-            return None
+                callback.expect_end(SECONDS_LEFT)
 
     def _ask(self, path: str, method: str = "GET", **headers: str) -> str:
         request = urllib.request.Request(f"{self.address}/latest/{path}", method=method, headers=headers)

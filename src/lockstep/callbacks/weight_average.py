@@ -27,8 +27,7 @@ class WeightAverage(EMAWeightAveraging):
 
     def __init__(self, decay: float, device: torch.device | None = None) -> None:
         super().__init__(device=device, decay=decay)
-        self.decay = decay
-        self.is_exchanged = False
+        self.decay, self.is_exchanged = decay, False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -45,11 +44,9 @@ class WeightAverage(EMAWeightAveraging):
         super().on_validation_epoch_end(trainer, pl_module)
         self.is_exchanged = False
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         averaged = checkpoint["state_dict"]
-        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        super().on_save_checkpoint(trainer, module, checkpoint)
         if self.is_exchanged:
             checkpoint["state_dict"], checkpoint["current_model_state"] = averaged, checkpoint["state_dict"]
 

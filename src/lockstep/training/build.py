@@ -132,5 +132,5 @@ def build_callbacks(
         first.append(WeightAverage(own["ema_decay"], device_of(plan)))
     if session.hang_dump is not None:
         first.append(session.hang_dump)
-    training_log = TrainingLog(given["global_batch_size"], (plan.config.get("hardware") or {}).get("peak_tflops"))
+    training_log = TrainingLog(given["global_batch_size"])
     return [*first, training_log, *chosen, session.interruption, recorder]

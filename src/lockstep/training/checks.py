@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lockstep.callbacks.ranks import gather_objects
+from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.launch.launchers import Cluster
 from lockstep.runs import provenance
 from lockstep.runs.errors import UserError

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
+from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.callbacks.hang_dump import HangDump
 from lockstep.callbacks.interruption import Interruption
-from lockstep.callbacks.ranks import gather_objects
 from lockstep.launch.failures import with_culprit
 from lockstep.launch.launchers import Cluster
 from lockstep.launch.plan import RunPlan

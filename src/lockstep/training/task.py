@@ -78,18 +78,21 @@ class Task(pl.LightningModule):
         doubles = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
         self.log_dict(doubles, logger=False, on_step=False, on_epoch=True, rank_zero_only=False)
 
-    def _log_means(self, stage: str) -> None:
-        totals = self.totals(stage)
-        self.log_exactly({name: total / number for name, (total, number) in totals.items() if number})
+    def train_means(self) -> dict[str, float]:
+        """Return the means of the epoch's training images as they were augmented; TrainingLog writes them."""
+        return self._means("train")
+
+    def _means(self, stage: str) -> dict[str, float]:
+        return {name: total / number for name, (total, number) in self.totals(stage).items() if number}
 
     def on_validation_epoch_start(self) -> None:
         self.take_sums("val")  # of an evaluation that was cut short
 
     def on_validation_epoch_end(self) -> None:
-        self._log_means("val")
+        self.log_exactly(self._means("val"))
 
     def on_test_epoch_end(self) -> None:
-        self._log_means("test")
+        self.log_exactly(self._means("test"))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what all ranks have counted in this epoch; a collective."""

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from local_ranks import meet, run_ranks
-from lockstep.callbacks.hardware_stats import HardwareStats, gpus_in_use
+from lockstep.callbacks.hardware_stats import HardwareStats
 from lockstep.callbacks.metrics_csv import MetricsCsv
 from lockstep.callbacks.training_log import TrainingLog
 
@@ -117,20 +117,3 @@ def test_statistics_of_other_nodes_come_to_rank_zero(tmp_path):
     nodes = run_ranks(_two_nodes, 2, tmp_path)[0]
     assert [node["node_rank"] for node in nodes] == [0, 1]
     assert list(nodes[1]["stats"])[-1] == "rank1/memory_gib"
-
-
-def strategy(device, **own):
-    return SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device), **own), num_devices=2)
-
-
-@pytest.mark.parametrize(
-    ("trainer", "used"),
-    [
-        (strategy("cpu"), []),
-        (strategy("cuda:1"), [0, 1]),
-        (strategy("cuda:2", process_devices=[torch.device("cuda:2"), torch.device("cpu")]), [2]),
-        (strategy("cpu", process_devices=[torch.device("cpu")] * 2), []),
-    ],
-)
-def test_only_gpus_that_the_run_computes_on_are_read(trainer, used):
-    assert gpus_in_use(trainer) == used

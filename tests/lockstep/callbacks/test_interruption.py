@@ -104,12 +104,12 @@ def stop_of_nodes(place, asked):
     """Whether this rank, one of two on its node, is told that only another node's was asked."""
     torch.distributed.init_process_group("gloo", rank=place.rank, world_size=place.world_size)
     interruption = Interruption()
-    interruption.votes = {"train": Vote(place.world_size)}
+    interruption.votes = {name: Vote(place.world_size) for name in ("train", "test")}
     interruption.reason = "spot notice" if place.rank == asked else None
     state = SimpleNamespace(fn="test")
     node = SimpleNamespace(node_rank=place.rank // 2, callbacks=[], state=state, sanity_checking=False)
     with pytest.raises(Interrupted) as stopped:
-        interruption._stop(node)
+        interruption._vote(node, "test")
     return stopped.value.elsewhere
 
 

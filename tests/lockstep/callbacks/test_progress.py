@@ -1,4 +1,4 @@
-"""Off a terminal: a line for each epoch, short ones summed up, the last always."""
+"""A line for each epoch, short ones summed up, the last always."""
 
 from types import SimpleNamespace
 
@@ -67,11 +67,3 @@ def test_a_long_evaluation_has_lines_within_it(clock, caplog):
     assert [message.split(" · ")[1] for message in caplog.messages] == [
         "validating 3/9", "validating 6/9", "testing 2/7", "testing 5/7"
     ]  # fmt: skip
-
-
-def test_on_a_terminal_the_bar_shows_how_far_an_evaluation_is(clock):
-    trainer, callback, shown = trainer_at(8, 3), Progress(), []
-    clock[0] = 1.0
-    callback.bar, callback.task = SimpleNamespace(update=lambda task, **named: shown.append(named["words"])), 0
-    callback.on_validation_batch_end(trainer, None, None, None, 2, 0)
-    assert shown == ["validating 3/9 · val acc 50.00%"]

@@ -56,8 +56,8 @@ def start(server):
     """Start a callback as a trainer does; returns it, the interruption and the upload that it reaches."""
     started = []
 
-    def start(local_rank=0, stage="fit", **options):
-        callback, interruption = SpotNotice(server.address, interval_s=0.02, **options), Interruption()
+    def start(local_rank=0, stage="fit"):
+        callback, interruption = SpotNotice(server.address, interval_s=0.02), Interruption()
         upload = SimpleNamespace(seconds=None)
         upload.expect_end = lambda seconds: setattr(upload, "seconds", seconds)
         trainer = SimpleNamespace(callbacks=[interruption, upload, callback], local_rank=local_rank)
@@ -103,11 +103,3 @@ def test_one_rank_of_a_node_asks_and_none_after_the_training(server, start):
     server.notice = NOTICE
     time.sleep(0.1)
     assert interruption.reason is None and server.asked <= 2
-
-
-def test_what_is_not_done_in_time_is_ended(server, start, monkeypatch):
-    codes = []
-    monkeypatch.setattr("lockstep.callbacks.spot_notice.os._exit", codes.append)
-    server.notice = NOTICE
-    start(end_after_s=0.1)
-    assert wait_for(lambda: codes == [75])

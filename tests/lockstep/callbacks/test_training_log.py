@@ -1,7 +1,8 @@
-"""Which steps become rows of metrics.csv, over all starts of a run; the speed against known sleeps and a hand count."""
+"""Which steps become rows of metrics.csv, over all starts of a run; the speed against known sleeps."""
 
 import csv
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 
 from lockstep.callbacks.metrics_csv import MetricsCsv
-from lockstep.callbacks.training_log import TrainingLog, check_eps, flops_per_image, peak_tflops
+from lockstep.callbacks.training_log import TrainingLog, check_eps
 from lockstep.runs.errors import Diverged, UserError
+from lockstep.training.task import Task
 
 
 class Net(pl.LightningModule):
@@ -136,48 +138,29 @@ def test_an_eps_that_is_zero_in_float16_is_refused_with_what_works(tmp_path):
         check_eps(trainer)
 
 
-# --- speed ---
-
-
-class Slow(pl.LightningModule):
-    """Per image of 1×4×4: 16·8 + 8·2 multiply-adds."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 2))
-
+class Slow(Net):
     def training_step(self, batch, batch_idx):
         time.sleep(0.3 if batch_idx == 0 else 0.006)
-        return self.net(batch).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        return self.layer(batch).sum()
 
 
-class Images(pl.LightningDataModule):
-    image_size, channels = 4, 1
-
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(SlowImages(), batch_size=5)
-
-
-class SlowImages(torch.utils.data.Dataset):
+class SlowRows(torch.utils.data.Dataset):
     def __len__(self):
         return 250
 
     def __getitem__(self, index):
         time.sleep(0.0008)
-        return torch.ones(1, 4, 4)
+        return torch.ones(2)
 
 
-def test_images_per_second_step_times_data_wait_and_mfu(tmp_path):
-    log = TrainingLog(peak_tflops=1e-5)
+def test_images_per_second_step_times_and_data_wait(tmp_path):
+    log = TrainingLog()
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[log], accumulate_grad_batches=2, log_every_n_steps=5,
     )  # fmt: skip
     assert log.record_fields() == {}
-    trainer.fit(Slow(), datamodule=Images())
+    trainer.fit(Slow(), torch.utils.data.DataLoader(SlowRows(), batch_size=5))
     fields = log.record_fields()
     throughput = fields["throughput"]
     # Two micro-batches of 6 ms compute and 4 ms data make a step of a little over 20 ms; the first step does not count.
@@ -185,38 +168,17 @@ def test_images_per_second_step_times_data_wait_and_mfu(tmp_path):
     assert throughput["images_per_s"] == pytest.approx(10 / throughput["step_seconds"]["mean"], rel=1e-3)
     assert fields["images_per_s"] == throughput["images_per_s"] == throughput["images_per_s_per_device"]
     assert 0.15 < throughput["data_wait_share"] < 0.65
-    flops = 3 * 2 * (16 * 8 + 8 * 2)
-    assert throughput["mfu"] == pytest.approx(flops * throughput["images_per_s"] / 1e7, rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "precision", "tflops"),
-    [
-        ("NVIDIA A100-SXM4-40GB", "bf16-mixed", 312), ("NVIDIA A100-SXM4-40GB", "32-true", 19.5),
-        ("NVIDIA H100 PCIe", "16-mixed", 756), ("NVIDIA H100 80GB HBM3", "bf16-true", 989),
-        ("Tesla T4", "bf16-mixed", None), ("NVIDIA L40S", "bf16-mixed", None),
-    ],
-)  # fmt: skip
-def test_the_peak_of_known_gpus(gpu, precision, tflops):
-    assert peak_tflops(gpu, precision) == tflops
+class Counted(Task):
+    """Half of the images of batch 0 are right, all of the others."""
+
+    def training_step(self, batch, batch_idx):
+        self.count(acc=torch.arange(len(batch)) >= (len(batch) // 2 if batch_idx == 0 else 0))
+        return self.net(batch).sum()
 
 
-def test_counting_operations_changes_neither_weights_nor_draws():
-    net = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Dropout(0.5), nn.Flatten(),
-                        nn.Linear(8 * 36, 10))  # fmt: skip
-    weights = {name: value.clone() for name, value in net.state_dict().items()}
-    torch.manual_seed(5)
-    drawn = torch.rand(3)
-    torch.manual_seed(5)
-    assert flops_per_image(net, (3, 8, 8)) == 3 * 2 * (8 * 3 * 9 * 36 + 8 * 36 * 10)
-    assert torch.equal(torch.rand(3), drawn)
-    assert all(torch.equal(value, weights[name]) for name, value in net.state_dict().items())
-
-
-def test_a_net_that_cannot_be_counted_has_no_mfu(capsys):
-    class Reads(nn.Module):
-        def forward(self, x):
-            return x * float(x.sum())
-
-    assert flops_per_image(Reads(), (1, 2, 2)) == 0
-    assert "no MFU" in capsys.readouterr().out
+def test_what_a_task_counts_in_training_is_in_the_row_of_an_epochs_end(tmp_path):
+    module = Counted(nn.Linear(2, 1), partial(torch.optim.SGD, lr=0.01))
+    first, last = fit(tmp_path, module, batches=4, log_every_n_steps=2)
+    assert first["train/acc"] == "" and float(last["train/acc"]) == 28 / 32
