@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
 sys.path.insert(0, str(REPOSITORY / "src"))
 
-from lockstep.runs import provenance  # noqa: E402 the line above puts it on the path
+from lockstep.runs import environment, provenance  # noqa: E402 the line above puts it on the path
 
 TRAIN = [sys.executable, str(REPOSITORY / "src" / "train.py")]
 
@@ -33,7 +33,7 @@ def save(name: str, goals: list[dict[str, Any]], **figures: Any) -> None:
     words = [str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY))]
     words += ["FOLDER" if Path(word).is_absolute() else word for word in sys.argv[1:]]  # another machine has others
     machine = {
-        "cpu": provenance.cpu_name(), "cores": provenance.available_cores(), "versions": provenance.versions()
+        "cpu": environment.cpu_name(), "cores": environment.available_cores(), "versions": provenance.versions()
     }  # fmt: skip
     content = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": "python " + shlex.join(words),

@@ -22,9 +22,9 @@ import psutil
 import torch
 
 from lockstep.callbacks.checkpoint_io import gather_objects
+from lockstep.runs.environment import cpu_name
 from lockstep.runs.errors import Interrupted
 from lockstep.runs.files import utc_now
-from lockstep.runs.provenance import cpu_name
 
 log = logging.getLogger(__name__)
 

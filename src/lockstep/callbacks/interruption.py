@@ -20,8 +20,8 @@ from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.callbacks.checkpoints import Checkpoints
 from lockstep.callbacks.resume_point import ends_epoch, ends_step
 from lockstep.runs import signals
-from lockstep.runs.durations import duration
 from lockstep.runs.errors import Interrupted
+from lockstep.runs.output import duration
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ import logging
 import math
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -24,11 +25,10 @@ from omegaconf import OmegaConf
 
 from lockstep.config.compose import CONFIGS, as_typed, compose, is_choice, register_resolvers
 from lockstep.config.schema import key_of
-from lockstep.runs.environment import environment, slurm_task
+from lockstep.runs.environment import environment
 from lockstep.runs.errors import EXIT_INTERRUPTED
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import read_record
-from lockstep.runs.repeats import REPEATED, spread
 from lockstep.runs.scores import as_read, tested_name
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 RESULTS_FOLDER = ".exit-codes"  # in the sweep's folder: a JSON file per job and task
 SHOWN = 10  # lines of the ranking, and as many failed jobs
 KILL_DELAY_S = 0.5
+REPEATED = ("data.fold", "seed", "data.seed")  # keys whose values do not make another configuration
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 running: set[Any] = set()  # the processes of jobs
@@ -104,7 +105,8 @@ def run_job(cfg: Any, hydra: Any, program: str, environ: Mapping[str, str] | Non
     folder = RunFolder(sweep_dir / f"{sweep_dir.name}_{number}")
     overrides = [word for word in hydra.overrides.task if key_of(word) not in ("run_id", "sweep_dir")]
     search = [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath")]
-    task, restarts = slurm_task(environment())
+    environ = environment()
+    task, restarts = (int(environ.get(name) or 0) for name in ("SLURM_PROCID", "SLURM_RESTART_COUNT"))
     if restarts:
         overrides.append("resume=auto")
     log.info(f"\njob {number}: {' '.join(overrides)}")
@@ -211,9 +213,12 @@ def means(jobs: list[Job], metric: str) -> list[str]:
         groups.setdefault(tuple(w for w in job.overrides if key_of(w) not in REPEATED), []).append(job)
     common, lines = set.intersection(*map(set, groups)), ["mean ± standard deviation over folds and seeds:"]
     for words, group in groups.items():
-        values, tests = [job.value for job in group], [job.tested for job in group]
-        found = [(metric, *spread(values)), (tested_name(metric), *spread(tests))]
-        shown = [f"{name} {as_read(name, mean)} ± {as_read(name, by)}" for name, mean, by in found if mean == mean]
+        found = ((metric, [job.value for job in group]), (tested_name(metric), [job.tested for job in group]))
+        shown = [
+            f"{name} {as_read(name, statistics.fmean(values))} ± {as_read(name, statistics.stdev(values))}"
+            for name, values in found
+            if len(values) > 1 and all(map(math.isfinite, values))
+        ]
         own = " ".join(word for word in words if word not in common)
         lines += ["  " + " · ".join(filter(None, [*shown, f"{len(group)} jobs", own]))] if shown else []
     return lines if len(lines) > 1 else []

@@ -22,9 +22,8 @@ from lockstep.data.batches import Selection
 from lockstep.data.decoding import CorruptImage, pixels_of
 from lockstep.data.framing import Framing
 from lockstep.data.targets import Arrays, classes_of
-from lockstep.runs.environment import environment
+from lockstep.runs.environment import available_cores, environment
 from lockstep.runs.errors import UserError
-from lockstep.runs.provenance import available_cores
 
 LoadedBatch = dict[str, Any]
 """`targets` by name; `images` (n, side, side, channels) uint8 and `masks` by name (n, side, side), or `index` into the

@@ -8,9 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs.errors import UserError
+from lockstep.runs.errors import UserError, no_room
 from lockstep.runs.files import NO_LOCKS, locked_file, sync_folder
-from lockstep.runs.full_disk import full_disk_named
 
 META = "meta.json"
 LARGER_DISK = "give data.cache_dir=FOLDER on a larger disk"
@@ -42,7 +41,7 @@ def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
                 shutil.rmtree(old, ignore_errors=True)
             part.mkdir()
             held.callback(shutil.rmtree, part, ignore_errors=True)
-            with full_disk_named(folder.parent, LARGER_DISK):
+            try:
                 content = build(part)
                 files = {path.name: path.stat().st_size for path in part.iterdir()}
                 (part / META).write_text(json.dumps({"files": files, "content": content}))
@@ -51,6 +50,10 @@ def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
                         os.fsync(file.fileno())
                 sync_folder(part)
                 os.replace(part, folder)
+            except Exception as error:
+                if full := no_room(error, folder.parent, LARGER_DISK):
+                    raise full from None
+                raise
             sync_folder(folder.parent)
         return read_meta(folder) or {}
 

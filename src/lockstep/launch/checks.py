@@ -9,10 +9,8 @@ from pathlib import Path
 from lockstep.config.schema import key_of
 from lockstep.launch.launchers import Cluster, faults, named_run
 from lockstep.launch.plan import CHECKPOINTS, resolve_batch, validates
-from lockstep.runs.config import Config
-from lockstep.runs.durations import seconds_of
-from lockstep.runs.errors import UserError
-from lockstep.runs.full_disk import is_full
+from lockstep.runs.config import Config, seconds_of
+from lockstep.runs.errors import UserError, is_full
 from lockstep.storage.s3 import Bucket
 
 log = logging.getLogger(__name__)

@@ -18,10 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from lockstep.launch.launchers import Cluster
-from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, Diverged, Interrupted, UserError
+from lockstep.runs.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    Diverged,
+    Interrupted,
+    NoRoom,
+    UserError,
+    no_room,
+)  # fmt: skip
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.full_disk import NoRoom, no_room
 from lockstep.runs.record import Failure, read_record, update_record
 from lockstep.runs.redact import redact_text
 

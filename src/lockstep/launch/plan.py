@@ -7,11 +7,11 @@ from typing import Any
 
 from lockstep.launch.launchers import Cluster, describe
 from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch, states_accumulation
-from lockstep.runs.config import Config, data_name, model_name
-from lockstep.runs.durations import duration, seconds_of
+from lockstep.runs.config import Config, data_name, model_name, seconds_of
 from lockstep.runs.environment import visible_gpus
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
+from lockstep.runs.output import duration
 from lockstep.strategies.placement import place
 
 CHECKPOINTS = "lockstep.callbacks.checkpoints.Checkpoints"

@@ -9,8 +9,7 @@ from lockstep.config.compose import compose, plain
 from lockstep.config.foreign import OF_RUN, accepted
 from lockstep.config.schema import key_of
 from lockstep.launch.launchers import is_first_on_node, is_started_rank, named_run
-from lockstep.runs.config import Config
-from lockstep.runs.durations import seconds_of
+from lockstep.runs.config import Config, seconds_of
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import locked_file

@@ -13,16 +13,14 @@ from lockstep.launch.plan import RunPlan, as_run, asks_for_largest, new_plan, re
 from lockstep.launch.resume import check_resumable, config_before, folder_of
 from lockstep.runs import provenance
 from lockstep.runs.config import Config
-from lockstep.runs.durations import seconds_of
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import lock, sha256_of, utc_now, write_atomically
 from lockstep.runs.folder import RunFolder, find_run, new_run_id
 from lockstep.runs.provenance import REPOSITORY
-from lockstep.runs.record import CodeState, RunRecord, continued, read_record, write_record
+from lockstep.runs.record import RunRecord, continued, read_record, write_record
 from lockstep.runs.redact import redact_text
 from lockstep.storage.checkpoint_files import newest_whole, read_sidecar
-from lockstep.strategies.placement import gpus_sharing_batch
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +132,7 @@ def begin(plan: RunPlan, fresh: bool, largest_batch: dict[str, Any] | None = Non
     record.summary = _changes_of_recipe(plan)
     if previous is None:  # a resume writes it when its ranks are built: one that fails leaves what ran before
         write_config(plan)
-        if diff := provenance.code_diff(REPOSITORY) if record.code.dirty else "":
+        if diff := provenance.code_diff(REPOSITORY) if record.code["dirty"] else "":
             write_atomically(folder.code_diff, lambda file: file.write(redact_text(diff)))
     else:
         record = continued(previous, record, step=plan.resume_step or 0, checkpoint=plan.checkpoint)
@@ -177,15 +175,13 @@ def first_record(plan: RunPlan) -> RunRecord:
         run_id=folder.run_id, task_name=config["task_name"], tags=list(config["tags"]), status="running", phase="start",
         started_at=now, updated_at=now, command=command,
         overrides=list(plan.overrides), experiment=config.get("experiment_name") or plan.choices.get("experiment"),
-        code=CodeState(**provenance.code_state(REPOSITORY)), versions=provenance.versions(),
+        code=provenance.code_state(REPOSITORY), versions=provenance.versions(),
         hosts=[provenance.host(cluster.node_rank)], launcher=cluster.launcher, agent=agent_id(environment()),
         model=plan.model_name, data=plan.data_name, trainer=plan.choices["trainer"], world_size=cluster.world_size,
-        num_nodes=cluster.num_nodes, devices=cluster.devices, num_gpus=gpus_sharing_batch(plan.trainer),
-        accelerator=plan.accelerator, precision=plan.trainer["precision"], seed=config["seed"],
+        num_nodes=cluster.num_nodes, accelerator=plan.accelerator, precision=plan.trainer["precision"],
+        seed=config["seed"],
         global_batch_size=plan.batch.global_size, per_device_batch_size=plan.batch.per_device,
         per_device_batch_limit=plan.batch.per_device, accumulate_grad_batches=plan.batch.accumulate,
-        max_epochs=plan.trainer["max_epochs"],
-        max_time_s=seconds_of(stated, "trainer.max_time") if (stated := plan.trainer["max_time"]) else None,
         monitor=chooser.get("monitor", "val/acc"), monitor_mode=chooser.get("mode", "max"), epochs=0, steps=0,
         cost={"price_per_hour": hardware.get("price_per_hour_usd")},
         initial_weights=None if plan.resume_step else plan.initial_weights,

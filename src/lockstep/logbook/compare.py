@@ -48,7 +48,7 @@ def not_held_fixed(runs: Sequence[Run]) -> str:
             (node.get("cpu"), node.get("cores"), str(node.get("gpus")))
             for node in run.record.hardware.get("nodes") or []
         ],
-        "the code": lambda run: run.record.code.tree_hash or run.record.code.commit,
+        "the code": lambda run: run.record.code.get("tree_hash") or run.record.code.get("commit"),
     }
     found = [name for name, read in held.items() if any(read(run) != read(runs[0]) for run in runs)]
     return f"Not held fixed between these runs: {', '.join(found)}." if found else ""

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.logbook import curves
+from lockstep.runs import folder as run_folder
 from lockstep.runs.errors import UserError
-from lockstep.runs.folder import no_such_run, run_folders, with_task
-from lockstep.runs.foreign_files import read_yaml
+from lockstep.runs.folder import no_such_run, run_folders
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import RunRecord, read_record, status_of
 from lockstep.runs.redact import redact
@@ -55,9 +55,9 @@ class Run:
     @property
     def commands(self) -> str:
         """The shell lines that repeat the run with its own code."""
-        code, tree = self.record.code, f"../{self.run_id}"
-        lines = [f"git worktree add {tree} {code.commit}"] if code.commit else []
-        if code.commit and code.dirty:
+        commit, tree = self.record.code.get("commit"), f"../{self.run_id}"
+        lines = [f"git worktree add {tree} {commit}"] if commit else []
+        if commit and self.record.code.get("dirty"):
             lines.append(f'git -C {tree} apply "$(realpath {self.place}/code.diff)"')
         return "\n".join([*lines, *([f"cd {tree}"] if lines else []), self.record.command or "# unknown"])
 
@@ -132,10 +132,9 @@ def read_run(folder: Path) -> Run:
 def read_config(path: Path) -> dict[str, Any]:
     """Return a config.yaml; an empty mapping if it is missing or unreadable."""
     try:
-        config = read_yaml(path)
-    except (OSError, ValueError):
+        return run_folder.read_config(path)
+    except UserError:
         return {}
-    return with_task(config) if isinstance(config, dict) else {}
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -10,7 +10,7 @@ from urllib.parse import quote as quote_url
 from jinja2 import ChainableUndefined, Environment, FileSystemLoader
 from markupsafe import Markup
 
-from lockstep.runs import durations
+from lockstep.runs import output
 from lockstep.runs.config import Config, data_name, model_name
 from lockstep.runs.redact import redact_text
 
@@ -79,7 +79,7 @@ def dollars(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    return durations.duration(seconds).replace(" ", NB) if isinstance(seconds, int | float) else "–"
+    return output.duration(seconds).replace(" ", NB) if isinstance(seconds, int | float) else "–"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

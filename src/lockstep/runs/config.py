@@ -1,9 +1,14 @@
-"""The composed config of a run, and what its model and data are called."""
+"""The composed config of a run: what its model and data are called, and its spans of time. Imports no torch."""
 
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.runs.errors import UserError
+
 Config = Mapping[str, Any]
+UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
 def model_name(config: Config) -> str:
@@ -17,3 +22,26 @@ def model_name(config: Config) -> str:
 def data_name(config: Config) -> str:
     """Return data.name, or the option of the group where the data config has no name."""
     return str(config["data"].get("name") or (config.get("choices") or {}).get("data") or "data")
+
+
+def seconds_of(stated: Any, key: str) -> float:
+    """Return the seconds of 5400, 90m, 1.5h, or days:hours:minutes:seconds, whose first parts are optional.
+
+    Args:
+        key: the option that states it.
+
+    Raises:
+        UserError: it is no span of time, or none above 0.
+    """
+    text, seconds = "" if isinstance(stated, bool) else str(stated).strip(), 0.0
+    if number := re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?([a-z]*)", text):
+        seconds = float(number[1]) * UNITS.get(number[2], 0)
+    elif re.fullmatch(r"\d+(:\d+){1,3}", text):
+        parts = map(int, reversed(text.split(":")))
+        seconds = float(sum(part * unit for part, unit in zip(parts, (1, 60, 3600, 86400), strict=False)))
+    if not 0 < seconds < math.inf:
+        raise UserError(
+            f"{key}={stated}: give days:hours:minutes:seconds as 00:01:30:00, a number with its unit as 90m or 1.5h, "
+            "or seconds."
+        )
+    return seconds

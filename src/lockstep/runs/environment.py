@@ -1,4 +1,4 @@
-"""This process's environment: its variables, which only this file reads, its GPUs, network interface and parent."""
+"""This process's environment: its variables, which only this file reads, its GPUs, cores, network and parent."""
 
 import ctypes
 import itertools
@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 log = logging.getLogger(__name__)
 
@@ -28,18 +29,17 @@ def set_variables(variables: Mapping[str, str], *, unless_set: bool = False) -> 
     os.environ.update({name: value for name, value in variables.items() if not (unless_set and name in os.environ)})
 
 
-def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Let Linux send this process a signal when its parent ends, however it ends; elsewhere do nothing."""
+def die_with_parent(parent: int) -> None:
+    """Let Linux kill this process when its parent ends, however it ends; elsewhere do nothing."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
     """Count the NVIDIA GPUs that a process started now would see, by the driver's library and without torch."""
-    environ = os.environ if environ is None else environ
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         words = [word.strip() for word in chosen.split(",")]
         names = itertools.takewhile(lambda word: word.isdigit() or word.startswith(("GPU-", "MIG-")), words)
@@ -61,9 +61,32 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
             return 0
 
 
-def slurm_task(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return this process's number among a SLURM step's tasks and how often its job was requeued; (0, 0) elsewhere."""
-    return int(environ.get("SLURM_PROCID") or 0), int(environ.get("SLURM_RESTART_COUNT") or 0)
+def available_cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the cores that this process may use: its affinity, within the CPU quotas of all control groups above."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    lines = [line.split(":", 2) for line in proc.read_text().splitlines()] if proc.exists() else []
+    for _, controllers, group in lines:
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        inner = mount / (controllers and "cpu") / group.strip("/")  # version 2 names no controllers
+        for folder in (inner, *inner.parents):
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+            try:
+                quota, period = " ".join((folder / name).read_text() for name in names).split()
+            except (OSError, ValueError):
+                continue  # the root group, and folders above it, state none
+            if quota not in ("max", "-1"):
+                cores = max(1, min(cores, int(quota) // int(period)))
+    return cores
+
+
+def cpu_name() -> str:
+    """Return the processor's name as /proc/cpuinfo has it, or the architecture."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return os.uname().machine
 
 
 def network_interface(address: str) -> str | None:

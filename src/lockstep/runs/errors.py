@@ -1,4 +1,10 @@
-"""The errors whose message is written for the user, and the exit codes that scripts rely on."""
+"""Errors whose message is written for the user, a full disk among them, and the exit codes. Imports no torch."""
+
+import errno
+import os
+import shutil
+import socket
+from pathlib import Path
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -23,3 +29,34 @@ class Interrupted(Exception):
 
 class Diverged(Exception):
     """The loss or a weight became nan or inf; raised on every rank at the same step."""
+
+
+class NoRoom(OSError):
+    """The disk of a folder is full, or the user's quota of it; the message names the folder."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def is_full(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def no_room(error: BaseException, folder: Path, mend: str = "free space there, then start again") -> NoRoom | None:
+    """Return None unless the error, or what it was raised for, says that a disk is full.
+
+    Args:
+        folder: named if the error does not name a file.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not is_full(cause):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None or isinstance(cause, NoRoom):
+        return cause
+    named = getattr(cause, "filename2", None) or getattr(cause, "filename", None)
+    place = Path(os.fsdecode(named)).parent if isinstance(named, str | bytes) else folder
+    room = ""
+    if place.is_dir():
+        usage = shutil.disk_usage(place)
+        room = f" ({usage.free / 2**20:.0f} of {usage.total / 2**20:.0f} MiB free on {socket.gethostname()})"
+    return NoRoom(errno.ENOSPC, f"no room on {place}{room}: {mend}")

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, locks that go with the process, and times as text. Imports no torch."""
+"""Files that are whole or not there, their checksums, and locks that go with the process. Imports no torch."""
 
 import contextlib
 import errno
@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs.full_disk import full_disk_named
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # Lustre mounted without -o flock, some network disks
 
 
 def utc_now() -> str:
@@ -29,26 +29,25 @@ def write_atomically(path: Path, write: Callable[[Any], None], *, binary: bool =
         write: called with the open file.
 
     Raises:
-        NoRoom: the disk is full, and the target as it was.
         OSError: names the target.
     """
-    with full_disk_named(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-        try:
-            # Text may hold a file name that is no UTF-8.
-            text: dict[str, Any] = {} if binary else {"encoding": "utf-8", "errors": "backslashreplace"}
-            with os.fdopen(handle, "wb" if binary else "w", **text) as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-        except BaseException as error:
-            Path(name).unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.errno and error.filename is None:
-                error.filename = os.fspath(path)
-            raise
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = ""
+    try:
+        handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        # Text may hold a file name that is no UTF-8.
+        text: dict[str, Any] = {} if binary else {"encoding": "utf-8", "errors": "backslashreplace"}
+        with os.fdopen(handle, "wb" if binary else "w", **text) as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(part, 0o644)
+        os.replace(part, path)
+    except BaseException as error:
+        Path(part).unlink(missing_ok=True) if part else None
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            error.filename = os.fspath(path)
+        raise
     sync_folder(path.parent)
 
 
@@ -79,16 +78,11 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of some network file systems
-
-
 def lock(handle: Any, wait_s: float = math.inf, *, required: bool = False) -> bool:
     """Take an exclusive lock that goes with the process; False if another holds it for longer than `wait_s`.
 
-    Nothing is locked on a disk without locks.
-
     Args:
-        required: raise on a disk without locks.
+        required: raise on a disk that has no locks, where otherwise nothing is locked.
     """
     deadline = time.monotonic() + wait_s
     while True:
@@ -106,14 +100,14 @@ def lock(handle: Any, wait_s: float = math.inf, *, required: bool = False) -> bo
 
 
 @contextlib.contextmanager
-def locked_file(path: Path, wait_s: float = math.inf, *, required: bool = False) -> Iterator[None]:
+def locked_file(path: Path, *, required: bool = False) -> Iterator[None]:
     """Hold `lock` on a file that is there for nothing else, for as long as the block lasts.
 
     It is unlocked, not only closed: a child that was forked meanwhile has the handle too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        lock(file, wait_s, required=required)
+        lock(file, required=required)
         try:
             yield
         finally:

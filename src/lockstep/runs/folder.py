@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import UserError
-from lockstep.runs.foreign_files import read_yaml
 
 GROUPS = ("model", "task", "data", "optimizer", "scheduler", "trainer", "callbacks", "logger", "paths", "s3")
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+RUNS = ("*/run.json", "runs/*/run.json", "*/runs/*/run.json", "train/multiruns/*/*/run.json")  # in logs/ and logbook/
 
 
 @dataclass
@@ -60,10 +60,13 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it is missing or is not a config; one with a tag that asks for code is not.
     """
+    import yaml
+
     try:
-        config = read_yaml(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as a run's config: {error}.") from None
+        config = yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{path} cannot be read as a run's config: {reason}.") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a run's config: it holds no mapping.")
     for key in GROUPS:
@@ -93,8 +96,7 @@ def with_task(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def run_folders(root: Path) -> list[Path]:
     """Return the folders of all runs and sweep jobs below logs/ or logbook/."""
-    patterns = ("*/run.json", "runs/*/run.json", "*/runs/*/run.json", "train/multiruns/*/*/run.json")
-    return sorted({path.parent for pattern in patterns for path in root.glob(pattern)})
+    return sorted({path.parent for pattern in RUNS for path in root.glob(pattern)})
 
 
 def find_run(logs: Path, run_id: str) -> RunFolder:

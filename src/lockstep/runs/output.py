@@ -61,3 +61,14 @@ def set_up(*, verbose: bool = False, quiet: bool = False) -> None:
     level = logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO
     for name in ("__main__", *(path.stem for path in SRC.iterdir())):
         logging.getLogger(name).setLevel(level)
+
+
+def duration(seconds: float) -> str:
+    """Return the two largest parts: 6.7 s, 48 s, 4 min 12 s, 3 h 7 min, 2 d 4 h."""
+    if seconds < 9.95:
+        return f"{seconds:.2g} s" if seconds < 1 else f"{round(seconds, 1):g} s"
+    left, words = round(seconds), []
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")):
+        count, left = divmod(left, size)
+        words += [f"{count} {unit}"] if count else []
+    return " ".join(words[:2])

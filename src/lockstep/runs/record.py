@@ -4,12 +4,11 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs import foreign_files
 from lockstep.runs.batch import states_accumulation
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import utc_now, write_atomically
@@ -19,37 +18,18 @@ STATUSES = ("running", "finished", "failed", "interrupted", "lost")
 HEARTBEAT_INTERVAL_S = 15.0
 LOST_AFTER_S = 300.0
 LOST_AFTER_STARTING_S = 3600.0  # downloads and decoding have no heartbeat
+KEPT_ON_RESTART = (
+    "started_at", "fit_seconds", "best_checkpoint", "restarts", "command", "code", "epochs", "largest_batch",
+    "initial_weights", "initial_weights_sha256", "reports",
+)  # fmt: skip
 
 
 @dataclass(kw_only=True)
 class Part:
-    """Base class of JSON objects. It is falsy if no field is set; keys without a field are kept in `other`."""
-
-    other: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Base class of the JSON objects in a record. It is falsy if no field is set; unknown keys are ignored."""
 
     def __bool__(self) -> bool:
         return self != type(self)()
-
-    def take(self, values: Mapping[str, Any]) -> None:
-        """Set fields from JSON values or from values of their own types."""
-        blanks = vars(type(self)())
-        for key, value in values.items():
-            blank = blanks.get(key)
-            if key not in blanks or key == "other":
-                self.other[key] = value
-            elif isinstance(blank, Part) and not isinstance(value, Part):
-                blank.take(value or {})
-                setattr(self, key, blank)
-            else:
-                setattr(self, key, type(blank)() if value is None and isinstance(blank, dict | list) else value)
-
-
-def _to_json(value: Any) -> Any:
-    """Return the fields of a part in their order, null for a part without values."""
-    if isinstance(value, Part):
-        held = {name: _to_json(item) for name, item in vars(value).items() if name != "other"}
-        return {**held, **value.other} if value else None
-    return [_to_json(item) for item in value] if isinstance(value, list) else value
 
 
 @dataclass(kw_only=True)
@@ -60,16 +40,6 @@ class Failure(Part):
     rank: int | None = None
     host: str | None = None
     phase: str | None = None
-
-
-@dataclass(kw_only=True)
-class CodeState(Part):
-    """The commit, whether the code has uncommitted changes, and the sha256 of src, configs and requirements."""
-
-    commit: str | None = None
-    dirty: bool | None = None
-    tree_hash: str | None = None
-    commit_unknown: str | None = None  # why there is no commit
 
 
 @dataclass(kw_only=True)
@@ -108,19 +78,11 @@ class Restart(Part):
     command: str | None = None
     previous_world_size: int | None = None
     world_size: int | None = None
-    num_nodes: int | None = None
-    per_device_batch_size: int | None = None
-    code: CodeState = field(default_factory=CodeState)
-
-    @classmethod
-    def of(cls, value: Any) -> "Restart":
-        restart = cls()
-        restart.take(value if isinstance(value, Mapping) else vars(value))
-        return restart
+    code: dict[str, Any] = field(default_factory=dict)  # if it changed
 
 
 @dataclass(kw_only=True)
-class RunRecord(Part):
+class RunRecord:
     """One run from its start to its end, across its restarts. Times are UTC, as 2026-11-21T10:30:12Z.
 
     Attributes:
@@ -128,6 +90,7 @@ class RunRecord(Part):
         ended_by: "max_time" if that ended the training before its epochs and steps did.
         per_device_batch_limit: largest micro-batch of a device, from the last start that set
             accumulate_grad_batches, or else from the first start.
+        code: commit, dirty (uncommitted changes), tree_hash of src, configs and requirements, or commit_unknown: why.
         images: how images are preprocessed.
         data_report: number of images by class and split.
         cost: {usd, usd_per_epoch, price_per_hour}; the first two for all nodes, the price for one.
@@ -135,6 +98,7 @@ class RunRecord(Part):
         summary: written by lockstep.logbook.summary when the run ends, and shown on its pages.
         reports: interactive reports that contain the run, {title: URL}.
         config: the full config; only in the logbook, as a run folder has config.yaml.
+        other: values of other versions and of the user's callbacks.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -151,7 +115,7 @@ class RunRecord(Part):
     command: str | None = None
     overrides: list[str] = field(default_factory=list)
     experiment: str | None = None
-    code: CodeState = field(default_factory=CodeState)
+    code: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     hosts: list[dict[str, Any]] = field(default_factory=list)
     launcher: str | None = None
@@ -161,8 +125,6 @@ class RunRecord(Part):
     trainer: str | None = None
     world_size: int | None = None
     num_nodes: int | None = None
-    devices: int | str | None = None
-    num_gpus: int | None = None
     accelerator: str | None = None
     precision: str | int | None = None
     seed: int | None = None
@@ -170,8 +132,6 @@ class RunRecord(Part):
     per_device_batch_size: int | None = None
     per_device_batch_limit: int | None = None
     accumulate_grad_batches: int | None = None
-    max_epochs: int | None = None
-    max_time_s: float | None = None
     ended_by: str | None = None
     monitor: str = "val/acc"
     monitor_mode: str = "max"
@@ -194,6 +154,7 @@ class RunRecord(Part):
     hardware: dict[str, Any] = field(default_factory=dict)
     cost: dict[str, Any] = field(default_factory=dict)
     largest_batch: dict[str, Any] = field(default_factory=dict)
+    swarm: dict[str, Any] = field(default_factory=dict)
     best_checkpoint: BestCheckpoint = field(default_factory=BestCheckpoint)
     upload: Upload = field(default_factory=Upload)
     initial_weights: str | None = None
@@ -203,10 +164,30 @@ class RunRecord(Part):
     summary: dict[str, Any] = field(default_factory=dict)
     reports: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    other: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def take(self, values: Mapping[str, Any]) -> None:
-        super().take(values)
-        self.restarts = [Restart.of(value) for value in self.restarts]
+        """Set fields from JSON values or from values of their own types."""
+        blanks = vars(RunRecord())
+        for name, value in values.items():
+            blank = blanks.get(name)
+            if name not in blanks or name == "other":
+                self.other[name] = value
+            elif isinstance(blank, Part):
+                setattr(self, name, _part(type(blank), value))
+            elif isinstance(blank, dict | list) and not isinstance(value, type(blank) | None):
+                raise TypeError(f"its {name} is a {type(value).__name__}")
+            else:
+                setattr(self, name, type(blank)() if value is None and isinstance(blank, dict | list) else value)
+        self.restarts = [_part(Restart, value) for value in self.restarts]
+
+
+def _part(kind: type[Any], value: Any) -> Any:
+    """Return a part from JSON; what is null or missing keeps its default."""
+    if isinstance(value, kind):
+        return value
+    known = {each.name for each in fields(kind)}
+    return kind(**{name: held for name, held in (value or {}).items() if name in known and held is not None})
 
 
 def read_record(path: Path) -> RunRecord:
@@ -226,10 +207,10 @@ def read_record(path: Path) -> RunRecord:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the record's JSON; raises as read_record."""
     try:
-        values = foreign_files.read_json(path)
+        values = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{path.parent} is not a run folder: it has no {path.name}.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a run record: {error}.") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} is not a run record: it holds no JSON object.")
@@ -244,13 +225,21 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_record(path: Path, record: RunRecord) -> None:
     """Update `updated_at` and `cost`, and write the record atomically."""
     record.schema_version, record.updated_at = SCHEMA_VERSION, utc_now()
-    _set_cost(record)
+    price = record.cost.get("price_per_hour")
+    running_s = _between(record.started_at, record.finished_at or record.updated_at)
+    if price is not None and running_s >= 0:  # the pauses before restarts cost nothing
+        running_s -= sum(restart.downtime_s or restart.idle_s or 0.0 for restart in record.restarts)
+        usd = price * (record.num_nodes or 1) * max(running_s, 0.0) / 3600
+        each = round(usd / record.epochs, 4) if record.epochs else None
+        record.cost = {"usd": round(usd, 4), "usd_per_epoch": each, "price_per_hour": price}
     save_record(path, record)
 
 
 def save_record(path: Path, record: RunRecord) -> None:
-    """Write the record as it is."""
-    text = json.dumps(_to_json(record), indent=1, allow_nan=False, default=str)
+    """Write the record as it is; a part without values is null."""
+    values = asdict(record)
+    empty = {name: None for name, value in vars(record).items() if isinstance(value, Part) and not value}
+    text = json.dumps(values | empty | values.pop("other"), indent=1, allow_nan=False, default=str)
     write_atomically(path, lambda file: file.write(text + "\n"))
 
 
@@ -274,35 +263,21 @@ def status_of(record: RunRecord, now: str | None = None) -> str:
     return "running" if _between(record.updated_at or record.started_at, now or utc_now()) <= silence_s else "lost"
 
 
-KEPT_ON_RESTART = (
-    "started_at", "fit_seconds", "best_checkpoint", "restarts", "command", "code", "epochs", "largest_batch",
-    "initial_weights", "initial_weights_sha256", "reports",
-)  # fmt: skip
-
-
 def continued(previous: RunRecord, record: RunRecord, *, step: int, checkpoint: str | None) -> RunRecord:
     """Return the record of this start merged with that of the previous start.
 
     Args:
-        previous: record of the previous start.
         record: record of this start; changed in place.
         step, checkpoint: where this start resumes; 0 and None if it starts from scratch.
     """
     silent_s = _between(previous.updated_at, record.started_at)
-    pause_s = None if math.isnan(silent_s) else silent_s
+    pause_s, was_finished = None if math.isnan(silent_s) else silent_s, previous.status == "finished"
     restart = Restart(
-        at=record.started_at,
-        resumed_step=step,
-        lost_steps=max(0, (previous.steps or 0) - step),
-        downtime_s=None if previous.status == "finished" else pause_s,
-        idle_s=pause_s if previous.status == "finished" else None,
-        command=record.command,
-        previous_world_size=previous.world_size,
-        world_size=record.world_size,
-        num_nodes=record.num_nodes,
-        per_device_batch_size=record.per_device_batch_size,
-        code=record.code if previous.code.tree_hash != record.code.tree_hash else CodeState(),
-    )
+        at=record.started_at, resumed_step=step, lost_steps=max(0, (previous.steps or 0) - step),
+        downtime_s=None if was_finished else pause_s, idle_s=pause_s if was_finished else None,
+        command=record.command, previous_world_size=previous.world_size, world_size=record.world_size,
+        code=record.code if previous.code.get("tree_hash") != record.code.get("tree_hash") else {},
+    )  # fmt: skip
     for name in KEPT_ON_RESTART:
         if value := getattr(previous, name):
             setattr(record, name, value)
@@ -315,17 +290,6 @@ def continued(previous: RunRecord, record: RunRecord, *, step: int, checkpoint: 
     record.steps = step  # so that lost steps are not counted again if this start is killed before it trains
     record.other = {**previous.other, **record.other}
     return record
-
-
-def _set_cost(record: RunRecord) -> None:
-    """Set `cost`: price per hour × nodes × time from the start to the last update, less the pauses before restarts."""
-    price = record.cost.get("price_per_hour")
-    running_s = _between(record.started_at, record.finished_at or record.updated_at)
-    if price is not None and running_s >= 0:
-        running_s -= sum(restart.downtime_s or restart.idle_s or 0.0 for restart in record.restarts)
-        usd = price * (record.num_nodes or 1) * max(running_s, 0.0) / 3600
-        each = round(usd / record.epochs, 4) if record.epochs else None
-        record.cost = {"usd": round(usd, 4), "usd_per_epoch": each, "price_per_hour": price}
 
 
 def _between(earlier: str | None, later: str | None) -> float:

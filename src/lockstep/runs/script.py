@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, Interrupted, UserError
-from lockstep.runs.full_disk import no_room
+from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, Interrupted, UserError, no_room
 from lockstep.runs.output import set_up
 
 log = logging.getLogger(__name__)
@@ -17,16 +16,11 @@ INSTALLED = ("hydra", "omegaconf", "yaml", "torch", "lightning", "numpy", "PIL",
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 
 
-def exit_code_of(task: Callable[[], int | None], *refusals: type[Exception]) -> int:
-    """Do the task; its exit code, 0 where it has none.
-
-    Args:
-        refusals: errors beside UserError that the user can mend.
-    """
-    refused: tuple[type[Exception], ...] = (UserError, *refusals)
+def exit_code_of(task: Callable[[], int | None]) -> int:
+    """Do the task; return its exit code, 0 where it has none."""
     try:
         return task() or EXIT_OK
-    except refused as error:
+    except UserError as error:
         log.error(f"{error}")
         return EXIT_USER_ERROR
     except Interrupted as error:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.files import sha256_of, sync_folder, write_atomically
-from lockstep.runs.foreign_files import read_json
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +84,8 @@ def write_sidecar(checkpoint: Path, sidecar: Sidecar) -> None:
 def read_sidecar(checkpoint: Path) -> Sidecar | None:
     """Return None if the checkpoint has no readable sidecar, and so is not complete."""
     try:
-        return parse_sidecar(read_json(sidecar_path(checkpoint)))
-    except (OSError, ValueError):
+        return parse_sidecar(json.loads(sidecar_path(checkpoint).read_bytes()))
+    except (OSError, ValueError, RecursionError):
         return None
 
 

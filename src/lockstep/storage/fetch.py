@@ -4,6 +4,7 @@
 <prefix>/<run_id>/checkpoints/best-step00000123-1a2b3c4d.ckpt      never changes: step and beginning of the sha256
 """
 
+import json
 import logging
 import re
 from collections.abc import Mapping
@@ -14,7 +15,6 @@ from typing import Any
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import checksum_of, locked_file
 from lockstep.runs.folder import RUN_ID_PATTERN, RunFolder, find_run
-from lockstep.runs.foreign_files import NotReadable, parse_json
 from lockstep.storage import checkpoint_files as files
 from lockstep.storage.checkpoint_files import Sidecar, checkpoint_name, newest_whole, parse_sidecar, read_sidecar
 from lockstep.storage.errors import S3Error
@@ -39,8 +39,8 @@ def read_pointer(run: Bucket, kind: str) -> tuple[Sidecar | None, str | None]:
     """Return (best.json or last.json of a run, its ETag); (None, …) if it names nothing that a run could write."""
     data, etag = run.read(f"{kind}.json")
     try:
-        pointer = parse_sidecar(parse_json(data or b"null"))
-    except NotReadable:
+        pointer = parse_sidecar(json.loads(data or b"null"))
+    except (ValueError, RecursionError):
         pointer = None
     key = pointer.key.removeprefix(run.prefix) if pointer else ""  # 1.0.0 wrote whole keys
     return (replace(pointer, key=key), etag) if pointer and KEY.fullmatch(key) else (None, etag)

@@ -14,7 +14,7 @@ from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.config.instantiate import build
 from lockstep.launch.plan import RunPlan, as_run
-from lockstep.runs.durations import seconds_of
+from lockstep.runs.config import seconds_of
 from lockstep.runs.errors import UserError
 from lockstep.strategies.base import capabilities
 from lockstep.strategies.data_parallel import DataParallel

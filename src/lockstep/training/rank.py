@@ -21,9 +21,8 @@ from lockstep.launch.launchers import Cluster
 from lockstep.launch.plan import RunPlan
 from lockstep.launch.process_group import join
 from lockstep.runs import provenance, signals
-from lockstep.runs.environment import environment
+from lockstep.runs.environment import available_cores, environment
 from lockstep.runs.errors import UserError
-from lockstep.runs.provenance import Host, available_cores
 from lockstep.strategies.placement import devices_of_process
 
 log = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class RankSession:
     """
 
     plan: RunPlan
-    hosts: list[Host]
+    hosts: list[dict[str, Any]]
     interruption: Interruption = field(default_factory=Interruption)
     hang_dump: HangDump | None = None
     patient_group: Any = None

@@ -133,7 +133,7 @@ def test_time_ends_a_training_which_is_validated_tested_and_finished(tmp_path, t
     assert done.code == 0, done.output
     record, steps = done.record, done.record["steps"]
     assert steps == 13 or trainer == "ddp_sim" and 13 <= steps < 40  # ranks agree about once a second
-    assert record["status"] == "finished" and record["ended_by"] == "max_time" and record["max_time_s"] == 13
+    assert record["status"] == "finished" and record["ended_by"] == "max_time"
     assert record["best_checkpoint"]["step"] == steps and record["metrics"]["test/images"] == 360
     assert [step for step, *_ in validated(done)] == [str(steps)]
     assert " · at most 13 s" in done.output.splitlines()[0]

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.data.node_cache import META, cached, read_meta, require_space
-from lockstep.runs.errors import UserError
-from lockstep.runs.full_disk import NoRoom
+from lockstep.runs.errors import NoRoom, UserError
 
 
 def build_slowly(part: Path):

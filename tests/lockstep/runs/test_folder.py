@@ -1,13 +1,17 @@
-"""Run ids, records, and files that are whole or not there."""
+"""Run ids, files that are whole or not there, a full disk in one sentence, and spans of time."""
 
+import errno
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from lockstep.runs.errors import UserError
+from lockstep.runs.config import seconds_of
+from lockstep.runs.errors import NoRoom, UserError, no_room
 from lockstep.runs.files import lock, locked_file, write_atomically
 from lockstep.runs.folder import checked_run_id, find_run, new_run_id
+from lockstep.runs.output import duration
 
 
 @pytest.mark.parametrize("bad", ["../x", "a/b", "", ".hidden", "a..b", "x" * 101, "a\nb", "a b", "-x"])
@@ -56,3 +60,45 @@ def test_a_file_is_free_after_the_block_though_a_child_has_the_handle_too(tmp_pa
     finally:
         child.kill()
         child.wait()
+
+
+def full(path: Path | None = None) -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device", *([str(path)] if path else []))
+
+
+def test_a_full_disk_is_named_by_the_folder_of_the_file_or_else_by_the_one_that_was_written_to(tmp_path):
+    assert str(no_room(full(tmp_path / "a" / "x.ckpt"), tmp_path)).startswith(f"no room on {tmp_path / 'a'}: free")
+    (tmp_path / "a").mkdir()
+    sentence = str(no_room(full(tmp_path / "a" / "x.ckpt"), tmp_path))
+    assert sentence.startswith(f"no room on {tmp_path / 'a'} (") and " MiB free on " in sentence
+    wrapped = RuntimeError("unexpected pos 64 vs 128")  # as torch.save raises for it
+    wrapped.__context__ = full()
+    for error in (full(), wrapped, OSError(errno.EDQUOT, "Disk quota exceeded")):
+        assert str(no_room(error, tmp_path)).startswith(f"no room on {tmp_path} (")
+    known = no_room(wrapped, tmp_path)
+    assert isinstance(known, NoRoom) and no_room(known, Path("/elsewhere")) is known
+    for other in (PermissionError(errno.EACCES, "no"), ValueError("x")):
+        assert no_room(other, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("stated", "wanted"),
+    [
+        (90, 90), (0.5, 0.5), ("5400", 5400), ("90m", 5400), ("90 min", 5400), ("1.5h", 5400), ("1d", 86400),
+        ("20s", 20), ("00:01:30:00", 5400), ("01:30:00", 5400), ("2:05", 125), ("1:00:00:01", 86401),
+    ],
+)  # fmt: skip
+def test_seconds_of_what_is_a_time(stated, wanted):
+    assert seconds_of(stated, "trainer.max_time") == wanted
+
+
+@pytest.mark.parametrize("stated", [0, -5, True, "soon", "90 weeks", "1:2:3:4:5", "1:x", "", "0m", float("nan"), "inf"])
+def test_what_is_none_is_refused(stated):
+    with pytest.raises(UserError, match="trainer.max_time=.*: give days:hours:minutes:seconds as 00:01:30:00"):
+        seconds_of(stated, "trainer.max_time")
+
+
+def test_a_time_duration():
+    assert [duration(s) for s in (0.4, 48, 252, 5400, 11220, 187261)] == [
+        "0.4 s", "48 s", "4 min 12 s", "1 h 30 min", "3 h 7 min", "2 d 4 h",
+    ]  # fmt: skip

@@ -1,12 +1,13 @@
-"""The state of the code with its uncommitted changes, and what differs between two nodes."""
+"""The state of the code with its uncommitted changes, and what this machine has: cores, GPUs, interfaces."""
 
 import os
 import subprocess
+import sys
 
 import pytest
 
 from lockstep.runs import provenance
-from lockstep.runs.record import CodeState
+from lockstep.runs.environment import available_cores, network_interface, visible_gpus
 
 
 @pytest.fixture
@@ -58,18 +59,18 @@ def test_the_diff_applies_to_the_commit_whatever_git_is_configured_to_print(repo
     assert (other / "tree/src/new one.py").read_text() == "x = 1\n" and not (other / "tree/logbook/new.md").exists()
 
 
-def test_the_diff_of_many_new_files_is_cut(repository):
-    (repository / "src" / "huge.bin").write_text("x" * 300_000)
+def test_a_long_diff_is_cut(repository):
     for i in range(5):
         (repository / "src" / f"large{i}.py").write_text("line\n" * 20_000)
     diff = provenance.code_diff(repository)
-    assert diff.startswith("new file src/huge.bin: its 300,000 bytes are left out here\n")
-    assert "+line" in diff and diff.endswith("… cut here\n") and len(diff) == provenance.DIFF_LIMIT_BYTES + 12
+    assert "+line" in diff and diff.endswith("… cut here\n") and len(diff) == provenance.DIFF_LIMIT + 12
 
 
 def test_an_unknown_commit_has_a_reason(repository, tmp_path_factory, monkeypatch):
     empty = tmp_path_factory.mktemp("empty")
-    assert "not a git repository" in (CodeState(**provenance.code_state(empty)).commit_unknown or "")
+    calls, run = [], subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *words, **options: calls.append(words) or run(*words, **options))
+    assert "not a git repository" in provenance.code_state(empty)["commit_unknown"] and len(calls) == 1
     os.chown(repository, 12345, 12345) if os.geteuid() == 0 else pytest.skip("only root can give a folder away")
     reason = provenance.code_state(repository)["commit_unknown"]
     assert "dubious ownership" in reason and reason.endswith(f"git config --global --add safe.directory {repository}")
@@ -90,7 +91,7 @@ def test_cores_follow_the_quota_of_every_group_above(groups, files, cores, tmp_p
     for name, text in {"cgroup": groups, **files}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    assert provenance.available_cores(tmp_path / "cgroup", tmp_path) == cores
+    assert available_cores(tmp_path / "cgroup", tmp_path) == cores
 
 
 def test_an_image_without_git_says_its_commit_by_a_file(tmp_path):
@@ -98,3 +99,36 @@ def test_an_image_without_git_says_its_commit_by_a_file(tmp_path):
     (tmp_path / "COMMIT").write_text("ab" * 20 + "\n")
     state = provenance.code_state(tmp_path)
     assert (state["commit"], state["dirty"]) == ("ab" * 20, None)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "count"), [("0,3", 2), ("", 0), ("-1", 0), ("NoDevFiles", 0), ("GPU-1f, 2,-1,3", 2)]
+)
+def test_chosen_gpus_are_counted_without_a_driver(chosen, count):
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": chosen}) == count
+
+
+@pytest.mark.parametrize(("error", "counted"), [(0, 3), (100, 0), (None, 0)])
+def test_without_nvml_cuda_itself_counts_gpus(error, counted, monkeypatch):
+    class Cuda:
+        def cuInit(self, flags):
+            return error
+
+        def cuDeviceGetCount(self, count):
+            count._obj.value = 3
+            return 0
+
+    def library(name):
+        if error is None:
+            raise OSError(f"{name}: no such file")
+        return Cuda()
+
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # importing it fails
+    monkeypatch.setattr("os.path.exists", lambda path: True)
+    monkeypatch.setattr("ctypes.CDLL", library)
+    assert visible_gpus({}) == counted
+
+
+def test_the_interface_of_an_address():
+    assert network_interface("127.0.0.1") == "lo"
+    assert network_interface("no.such.host.invalid") is None

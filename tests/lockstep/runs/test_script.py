@@ -1,15 +1,19 @@
-"""What ends a script: a refusal and a full disk are one sentence, a fault of the code is none."""
+"""What a script prints, what ends it, and the signals that ask a run to stop, each in a process of its own."""
 
 import errno
+import io
+import logging
+import subprocess
+import sys
 
 import pytest
 
 from lockstep.runs.errors import UserError
+from lockstep.runs.output import printable, say, set_up
 from lockstep.runs.script import exit_code_of
+from ranks import SRC
 
-
-class Differs(Exception):
-    pass
+log = logging.getLogger("lockstep.storage.fetch")
 
 
 def failing(error):
@@ -25,8 +29,7 @@ def test_the_tasks_own_code_and_none_for_success():
 
 def test_refusals_are_one_sentence(capsys):
     assert exit_code_of(failing(UserError("give a file."))) == 2
-    assert exit_code_of(failing(Differs("they differ.")), Differs) == 2
-    assert capsys.readouterr().err == "error: give a file.\nerror: they differ.\n"
+    assert capsys.readouterr().err == "error: give a file.\n"
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EISDIR])
@@ -36,11 +39,84 @@ def test_a_place_that_cannot_be_written_is_one_sentence(number, capsys):
 
 
 def test_a_fault_of_the_code_stays_one():
-    with pytest.raises(Differs):
-        exit_code_of(failing(Differs("they differ.")))
+    with pytest.raises(ZeroDivisionError):
+        exit_code_of(failing(ZeroDivisionError()))
     with pytest.raises(OSError):
         exit_code_of(failing(OSError(errno.EACCES, "Permission denied")))
 
 
 def test_a_ctrl_c_before_the_run_begins_is_no_traceback():
     assert exit_code_of(failing(KeyboardInterrupt())) == 130
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("\x1b[2J\x1b]0;title\x07gone", "\\x1b[2J\\x1b]0;title\\x07gone"),
+        ("100 %\rdone\x08", "100 %\\rdone\\x08"),
+        ("\u202egnp.exe", "\\u202egnp.exe"),
+        ("\x9b31m", "\\x9b31m"),
+        ("two\nlines\tand a tab · ü →", "two\nlines\tand a tab · ü →"),
+    ],
+    ids=["escape", "return", "right to left", "8-bit escape", "plain"],
+)
+def test_a_name_cannot_steer_the_terminal(text, shown, capsys):
+    assert printable(text) == shown
+    log.warning(f"left out {text}")
+    say(text)
+    said = capsys.readouterr()
+    assert said.err == f"warning: left out {shown}\n" and said.out == f"{shown}\n"
+
+
+@pytest.mark.parametrize(
+    "encoding, shown", [("ascii", "caf\\xe9 \\udce9 \\u2192"), ("utf-8", "café \\udce9 →")], ids=["ascii", "utf-8"]
+)
+def test_what_the_stream_cannot_write_does_not_silence_it(encoding, shown, monkeypatch):
+    """An ASCII terminal, and a file name that is no UTF-8: print() and the log go on."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict", newline="")
+    monkeypatch.setattr(sys, "stdout", stream)
+    set_up()
+    log.info("café \udce9 →")
+    print("café \udce9 →")
+    log.info("afterwards")
+    stream.flush()
+    assert stream.buffer.getvalue().decode(encoding) == f"{shown}\n{shown}\nafterwards\n"
+
+
+def test_a_reader_that_has_enough_ends_nothing():
+    code = "from lockstep.runs.output import say\nfor _ in range(2000): say('x' * 1000)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"x" * 1000 + b"\n"
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(30) == 0
+
+
+# --- signals ---
+
+
+def run(body):
+    text = f"import os, signal, sys; sys.path.insert(0, {str(SRC)!r})\nfrom lockstep.runs import signals\n"
+    text += "from lockstep.runs.errors import Interrupted\nsignal.signal(2, signal.default_int_handler)\n"
+    text += "def kill(number): os.kill(os.getpid(), number)\n"
+    return subprocess.run([sys.executable, "-S", "-c", text + body], capture_output=True, text=True, timeout=30)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+def test_the_first_signal_interrupts_and_the_next_is_remembered(name):
+    done = run(
+        f"signals.on_stop(signals.interrupt)\ntry:\n    kill(signal.{name})\nexcept Interrupted as error:\n"
+        f"    print(error)\nkill(signal.SIGTERM)\nprint(signals.asked == [signal.{name}, signal.SIGTERM])"
+    )
+    assert done.stdout.split() == [name, "True"], done.stderr
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once():
+    done = run("signals.on_stop(signals.note); signals.before_the_end(lambda: print('last', flush=True)); kill(2)\n"
+               "print('first', flush=True); kill(2); print('never')")  # fmt: skip
+    assert (done.returncode, done.stdout.split()) == (130, ["first", "last"])
+
+
+def test_what_nohup_ignores_stays_ignored():
+    done = run("signal.signal(signal.SIGHUP, signal.SIG_IGN); signals.on_stop(signals.interrupt)\n"
+               "kill(signal.SIGHUP); print(signals.asked)")  # fmt: skip
+    assert done.stdout.strip() == "[]"
