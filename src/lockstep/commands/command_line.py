@@ -31,17 +31,14 @@ def _parse(config_name: str, argv: list[str]) -> tuple[argparse.Namespace, list[
     parser.add_argument("--info", "-i", nargs="?", const="all")
     options, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
-        place = argv.index(unknown[0]) + 1
         name, _, value = unknown[0].partition("=")
-        value = value or next((word for word in argv[place : place + 1] if not re.match(r".*=|-", word)), "…")
         if name in ("--config-name", "-cn", "--config-path", "-cp"):
             raise UserError(f"{name}: choose a recipe as experiment=NAME; --config-dir adds a folder of yamls.")
-        if name == "--estimate":
-            raise UserError("--estimate is an option of python src/find_batch_size.py.")
+        place = argv.index(unknown[0]) + 1
+        value = value or next((word for word in argv[place : place + 1] if not re.match(r".*=|-", word)), "…")
         key = name.lstrip("-").replace("-", "_")
-        found = schema.nearest(key, list(schema.dotted(unresolved(compose(config_name, [])))))
-        meant = found if found and "=" in found else f"{found or key}={value}"
-        raise UserError(f"{unknown[0]}: keys are written without dashes: {meant}.")
+        found = schema.nearest(key, list(schema.dotted(unresolved(compose(config_name, []))))) or key
+        raise UserError(f"{unknown[0]}: keys are written without dashes: {found.rstrip('=')}={value}.")
     overrides = list(options.overrides)
     if options.config_dir:
         folder = Path(options.config_dir).expanduser().resolve()
@@ -71,12 +68,11 @@ def run_script(
             from lockstep.config.help import help_text
 
             say(help_text(CONFIGS, config_name, description))
-            return 0
-        if options.multirun:
+        elif options.multirun:
             from lockstep.commands.sweep import run_sweep
 
             return run_sweep(config_name, overrides)
-        if options.info or options.shell_completion or options.cfg in ("hydra", "all"):
+        elif options.info or options.shell_completion or options.cfg in ("hydra", "all"):
             import hydra
 
             register_resolvers()
@@ -84,14 +80,14 @@ def run_script(
             flags = [word for name, value in named.items() if value for word in (name, value)]
             sys.argv[1:] = [*flags, *["-sc"] * options.shell_completion, "--", *overrides]
             hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(lambda cfg: None)()
-            return 0
-        cfg = compose(config_name, overrides, find_stored(overrides))
-        if options.cfg:
+        else:
+            cfg = compose(config_name, overrides, find_stored(overrides))
+            if not options.cfg:
+                return task(cfg)
             from omegaconf import OmegaConf
 
             node: Any = OmegaConf.select(without_hydra(cfg), options.package or "")
             say(OmegaConf.to_yaml(node, resolve=options.resolve).rstrip())
-            return 0
-        return task(cfg)
+        return 0
 
     return exit_code_of(run)

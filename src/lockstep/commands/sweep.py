@@ -4,7 +4,6 @@ Jobs do not run in the process of the sweep, because environment variables set f
 the next, and each rank would start the whole sweep again. SLURM tasks (hydra/launcher=submitit_slurm) run this, too.
 """
 
-import itertools
 import json
 import logging
 import math
@@ -23,7 +22,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 
-from lockstep.config.compose import CONFIGS, as_typed, compose, is_choice, register_resolvers
+from lockstep.config.compose import CONFIGS, as_typed, compose, register_resolvers
 from lockstep.config.schema import key_of
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import EXIT_INTERRUPTED
@@ -34,8 +33,6 @@ from lockstep.runs.scores import as_read, tested_name
 log = logging.getLogger(__name__)
 
 RESULTS_FOLDER = ".exit-codes"  # in the sweep's folder: a JSON file per job and task
-SHOWN = 10  # lines of the ranking, and as many failed jobs
-KILL_DELAY_S = 0.5
 REPEATED = ("data.fold", "seed", "data.seed")  # keys whose values do not make another configuration
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -58,7 +55,7 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
     """Run Hydra's multirun; return the worst exit code of its jobs."""
     import hydra
 
-    _check_configs(config_name, overrides)
+    _check_config(config_name, overrides)
     register_resolvers()
     program = str(Path(sys.argv[0]).resolve())
     sys.argv[1:] = ["--multirun", "--", *overrides]
@@ -73,22 +70,21 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
     return Ranking.worst
 
 
-def _check_configs(config_name: str, words: list[str]) -> None:
-    """Compose each combination of options, with the first of the values of every other key."""
+def _check_config(config_name: str, words: list[str]) -> None:
+    """Compose the config with the first value of every key; each job checks its own."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Glob, IntervalSweep
 
-    choices = []
+    first = []
     for word, override in zip(words, OverridesParser.create().parse_overrides(list(map(as_typed, words))), strict=True):
-        key, value, found = word.partition("=")[0], override.value(), []
+        key, value = word.partition("=")[0], override.value()
         if isinstance(value, Glob):
-            found = value.filter([path.stem for path in CONFIGS.glob(f"{key}/*.yaml")])
+            word = f"{key}={value.filter(sorted(path.stem for path in CONFIGS.glob(f'{key}/*.yaml')))[0]}"
         elif override.is_sweep_override() and not key.startswith("hydra"):
-            found = [str(value.start)] if isinstance(value, IntervalSweep) else list(override.sweep_string_iterator())
-            found = found if is_choice(word, (CONFIGS,)) else found[:1]
-        choices.append([f"{key}={item}" for item in found] or [word])
-    for job in itertools.product(*choices):
-        compose(config_name, list(job))
+            start = value.start if isinstance(value, IntervalSweep) else next(override.sweep_string_iterator())
+            word = f"{key}={start}"
+        first.append(word)
+    compose(config_name, first)
 
 
 def run_job(cfg: Any, hydra: Any, program: str, environ: Mapping[str, str] | None = None, output: Any = None) -> float:
@@ -105,8 +101,7 @@ def run_job(cfg: Any, hydra: Any, program: str, environ: Mapping[str, str] | Non
     folder = RunFolder(sweep_dir / f"{sweep_dir.name}_{number}")
     overrides = [word for word in hydra.overrides.task if key_of(word) not in ("run_id", "sweep_dir")]
     search = [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath")]
-    environ = environment()
-    task, restarts = (int(environ.get(name) or 0) for name in ("SLURM_PROCID", "SLURM_RESTART_COUNT"))
+    task, restarts = (int(environment().get(name) or 0) for name in ("SLURM_PROCID", "SLURM_RESTART_COUNT"))
     if restarts:
         overrides.append("resume=auto")
     log.info(f"\njob {number}: {' '.join(overrides)}")
@@ -114,7 +109,7 @@ def run_job(cfg: Any, hydra: Any, program: str, environ: Mapping[str, str] | Non
     code = run_child(command, environ=environ, output=output)
     metrics = read_record(folder.record).metrics if code == 0 and folder.record.exists() else {}
     names = (str(cfg.optimized_metric), tested_name(str(cfg.optimized_metric)))
-    found = [(metrics.get(f"{name}_best"), metrics.get(name), math.nan) for name in names]
+    found = ([metrics.get(f"{name}_best"), metrics.get(name), math.nan] for name in names)
     value, tested = (float(next(number for number in each if number is not None)) for each in found)
     ended = Job(number, code if code >= 0 else 128 - code, overrides, value, tested)
     (sweep_dir / RESULTS_FOLDER).mkdir(parents=True, exist_ok=True)
@@ -144,7 +139,7 @@ def forward_stop_signals() -> Iterator[None]:
         again = number == signal.SIGINT and signal.SIGINT in asked
         asked.append(number)
         if again:
-            time.sleep(KILL_DELAY_S)  # the terminal has sent Ctrl-C to the jobs as well: let them print their messages
+            time.sleep(0.5)  # the terminal has sent Ctrl-C to the jobs as well: let them print their messages
         for process in list(running):
             process.send_signal(signal.SIGKILL if again else signal.SIGTERM if number == signal.SIGINT else number)
 
@@ -177,48 +172,43 @@ class Ranking(Callback):
     worst = 0
 
     def on_multirun_start(self, config: Any, **_: Any) -> None:
-        shutil.rmtree(
-            Path(str(config.hydra.sweep.dir)) / RESULTS_FOLDER, ignore_errors=True
-        )  # left by an earlier sweep
+        shutil.rmtree(Path(str(config.hydra.sweep.dir)) / RESULTS_FOLDER, ignore_errors=True)  # of an earlier sweep
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
-        sweep_dir, metric = Path(str(config.hydra.sweep.dir)).resolve(), str(config.optimized_metric)
+        sweep_dir = Path(str(config.hydra.sweep.dir)).resolve()
         jobs: dict[int, Job] = {}
         for job in (Job(**json.loads(path.read_text())) for path in sorted((sweep_dir / RESULTS_FOLDER).glob("*"))):
             jobs[job.number] = max(jobs.get(job.number, job), job, key=lambda job: job.code)
+        Ranking.worst = max((job.code for job in jobs.values()), default=0)
         ended = [jobs[number] for number in sorted(jobs)]
-        Ranking.worst = max((job.code for job in ended), default=0)
         if ended:
-            lines = ranking(ended, sweep_dir.name, metric, minimize=is_minimized(config))
-            log.info("\n" + "\n".join([*lines, *means(ended, metric)]))
+            lines = ranking(ended, sweep_dir.name, str(config.optimized_metric), minimize=is_minimized(config))
+            log.info("\n" + "\n".join(lines))
 
 
 def ranking(jobs: list[Job], name: str, metric: str, *, minimize: bool) -> list[str]:
-    """Return the ranking as lines: jobs by metric, with the overrides that are not common to all; failed jobs last."""
+    """Return the ranking as lines, failed jobs last, then mean ± deviation of jobs that differ in fold or seed alone.
+
+    A line has the overrides that are not common to all jobs.
+    """
     common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
-    ranked = sorted((job for job in jobs if math.isfinite(job.value)), key=lambda job: job.value, reverse=not minimize)
+    failed = [job for job in jobs if not math.isfinite(job.value)]
+    ranked = sorted((job for job in jobs if job not in failed), key=lambda job: job.value, reverse=not minimize)
     lines = [f"{len(jobs)} jobs by {metric}{', the lowest first' if minimize else ''}:"]
-    for part in (ranked, [job for job in jobs if not math.isfinite(job.value)]):
-        for job in part[:SHOWN]:
-            result = f"{as_read(metric, job.value):<12}" if math.isfinite(job.value) else f"exit code {job.code:<2}"
-            lines.append(f"  {result}  {' '.join(w for w in job.overrides if w not in common)}  {name}_{job.number}")
-        lines += [f"  … and {len(part) - SHOWN} more"] if len(part) > SHOWN else []
-    return lines
-
-
-def means(jobs: list[Job], metric: str) -> list[str]:
-    """Return lines with mean ± standard deviation of each group of jobs that differ only in fold or seed."""
-    groups: dict[tuple[str, ...], list[Job]] = {}
+    for job in (*ranked, *failed):
+        result = f"exit code {job.code:<2}" if job in failed else f"{as_read(metric, job.value):<12}"
+        lines.append(f"  {result}  {' '.join(w for w in job.overrides if w not in common)}  {name}_{job.number}")
+    groups: dict[str, list[Job]] = {}
     for job in jobs:
-        groups.setdefault(tuple(w for w in job.overrides if key_of(w) not in REPEATED), []).append(job)
-    common, lines = set.intersection(*map(set, groups)), ["mean ± standard deviation over folds and seeds:"]
-    for words, group in groups.items():
-        found = ((metric, [job.value for job in group]), (tested_name(metric), [job.tested for job in group]))
+        words = (word for word in job.overrides if word not in common and key_of(word) not in REPEATED)
+        groups.setdefault(" ".join(words), []).append(job)
+    for own, group in groups.items():
+        found = {metric: [job.value for job in group], tested_name(metric): [job.tested for job in group]}
         shown = [
-            f"{name} {as_read(name, statistics.fmean(values))} ± {as_read(name, statistics.stdev(values))}"
-            for name, values in found
+            f"{key} {as_read(key, statistics.fmean(values))} ± {as_read(key, statistics.stdev(values))}"
+            for key, values in found.items()
             if len(values) > 1 and all(map(math.isfinite, values))
         ]
-        own = " ".join(word for word in words if word not in common)
-        lines += ["  " + " · ".join(filter(None, [*shown, f"{len(group)} jobs", own]))] if shown else []
-    return lines if len(lines) > 1 else []
+        if shown:
+            lines.append("  mean of " + " · ".join(filter(None, [f"{len(group)} jobs", *shown, own])))
+    return lines

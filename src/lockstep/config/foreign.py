@@ -19,8 +19,8 @@ from lockstep.runs.folder import RunFolder, read_config, with_task
 OF_CHECKPOINT = ("data", "task", "model", "loss", "metrics", "trainer")
 OF_DATA = (*OF_CHECKPOINT, "augmentation", "seed")
 OF_RUN = (*OF_DATA, "optimizer", "scheduler", "callbacks", "tags", "experiment_name", "test")
-NEEDED = ("data", "task", "model")
 GROUPS = ("data", "task", "augmentation", "model", "loss", "optimizer", "scheduler", "trainer")
+NEEDED = ("data", "task", "model")
 NET = ("task", "model", "loss")  # a value of theirs that is not accepted would build another net
 WEIGHTS = ("weights", "pretrained", "freeze")  # a checkpoint brings its weights
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]{0,63}")  # without dot, slash and colon: no path, address or class
@@ -42,36 +42,35 @@ def accepted(stored: object, roots: tuple[str, ...], whose: str) -> tuple[dict[s
     if not isinstance(stored, Mapping):
         raise UserError(f"{whose} carries no config: it was not written by Lockstep.")
     stored = with_task(stored)
+    named, metrics = (found if isinstance(found := stored.get(k), Mapping) else {} for k in ("choices", "metrics"))
     choices: dict[str, str] = {}
-    rejected: list[str] = []
-    named = stored.get("choices") if isinstance(stored.get("choices"), Mapping) else {}
+    rejected: dict[str, Any] = {}
 
     def is_option(group: str, name: object) -> bool:
         return isinstance(name, str) and bool(WORD.fullmatch(name)) and not missing_option(group, name, (CONFIGS,))
 
     for group in (group for group in GROUPS if group in roots):
-        if is_option(group, name := named.get(group)):
+        name = named.get(group)
+        if group == "trainer" and name == "hivemind":  # the config would name the swarm to talk to
+            rejected[f"trainer={name}"] = None
+        elif is_option(group, name):
             choices[group] = str(name)
         elif group in NEEDED or (group in NET and stored.get(group)):
             there = ", ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
             raise UserError(f"{whose} names {group}={name!r:.60}, which is not here: there is {there}.")
-    if choices.get("trainer") == "hivemind":  # the config would name the swarm to talk to
-        rejected.append(f"trainer={choices.pop('trainer')}")
-    metrics = stored.get("metrics") if isinstance(stored.get("metrics"), Mapping) else {}
     if chosen := [name for name in metrics if is_option("metrics", name)]:
         choices["metrics"] = f"[{','.join(chosen)}]"
     here = plain(compose("train", [f"{group}={name}" for group, name in choices.items()]))
     values = {key: stored[key] for key in roots if key in stored and (key not in GROUPS or key in choices)}
     found = _accepted_values(values, here, "", rejected)
-    for key in rejected:
+    for key, value in rejected.items():
         root, _, name = key.partition(".")
         if root in NET and name not in WEIGHTS and not (root == "task" and PLACE.search(name)):
-            value = stored[root].get(name) if isinstance(stored[root], Mapping) else stored[root]
             raise UserError(f"{whose} has {key}={value!r:.60}, which cannot be built here.")
-    return {**found, "choices": choices}, rejected
+    return {**found, "choices": choices}, list(rejected)
 
 
-def _accepted_values(there: Config, here: Config, place: str, rejected: list[str]) -> dict[str, Any]:
+def _accepted_values(there: Config, here: Config, place: str, rejected: dict[str, Any]) -> dict[str, Any]:
     """Return what `there` says otherwise than `here`, as far as it is accepted."""
     found: dict[str, Any] = {}
     for name, value in there.items():
@@ -84,7 +83,7 @@ def _accepted_values(there: Config, here: Config, place: str, rejected: list[str
         elif isinstance(name, str) and KEY.fullmatch(name) and _is_accepted(key, value, own, known=name in here):
             found[name] = list(value) if isinstance(value, tuple) else value
         elif value is not None and value != {}:
-            rejected.append(key)
+            rejected[key] = value
     return found
 
 

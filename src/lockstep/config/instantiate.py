@@ -5,7 +5,6 @@ takes no `_target_` from it.
 """
 
 import difflib
-import importlib
 import inspect
 import re
 from collections.abc import Mapping
@@ -23,13 +22,12 @@ def resolve_target(target: Any, where: str) -> Any:
     Raises:
         UserError: it cannot be imported; names the key.
     """
-    module, _, name = MOVED.get(str(target), str(target)).rpartition(".")
-    if not isinstance(target, str) or not module:
-        raise UserError(f"{where}={target!r} names no class: write package.module.Class.")
+    from hydra.utils import get_object
+
     try:
-        found = getattr(importlib.import_module(module), name)
+        found = get_object(str(target))
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{where}={target!r} cannot be found: {error}.") from None
+        raise UserError(f"{where}={target!r} cannot be found: {' '.join(str(error).split())}.") from None
     if not callable(found):
         raise UserError(f"{where}={target!r} is neither a class nor a function.")
     return found
@@ -70,28 +68,21 @@ def build(node: Any, known: Mapping[str, Any] | None = None) -> Any:
         return node
     if "_target_" not in node:
         return {key: build(value) for key, value in node.items()}
-    target = resolve_target(node["_target_"], "_target_")
-    parameters, any_name = options_of(target)
-    for key in node.keys() - parameters.keys() - {"_target_", "_partial_"}:
-        if not any_name:
-            close = difflib.get_close_matches(key, parameters, 1)
-            meant = f"did you mean {close[0]}? It" if close else "it"
-            raise UserError(f"{node['_target_']} has no option {key!r}: {meant} has {', '.join(parameters)}.")
+    target = MOVED.get(node["_target_"], node["_target_"])
+    parameters, any_name = options_of(resolve_target(target, "_target_"))
+    for key in node.keys() - parameters.keys() - {"_target_", "_partial_"} if not any_name else ():
+        close = difflib.get_close_matches(key, parameters, 1)
+        meant = f"did you mean {close[0]}? It" if close else "it"
+        raise UserError(f"{target} has no option {key!r}: {meant} has {', '.join(parameters)}.")
     try:
-        partial = instantiate(dict(node), _partial_=True, _convert_="all")
+        partial = instantiate({**node, "_target_": target}, _partial_=True, _convert_="all")
+        given = {key: value for key, value in (known or {}).items() if key in parameters and key not in node}
+        return partial if node.get("_partial_") else partial(**given)
     except InstantiationException as error:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
         raise UserError(" ".join(str(error).split())) from error
-    if node.get("_partial_"):
-        return partial
-    given = {key: value for key, value in (known or {}).items() if key in parameters and key not in node}
-    needed = [name for name, p in parameters.items() if p.default is p.empty and name not in {*node, *given}]
-    if needed and not any_name:
-        raise UserError(f"{node['_target_']} cannot be made without {', '.join(needed)}.")
-    try:
-        return partial(**given)
-    except TypeError as error:  # raised by a base that got the **options
-        if re.match(r"[\w.]+__init__\(\) (got an unexpected|missing)", str(error)):
-            raise UserError(f"{node['_target_']} cannot be made: {error}; it has {', '.join(parameters)}.") from error
+    except TypeError as error:
+        if re.match(r"[\w.]+\(\) (got an unexpected|missing)", str(error)):
+            raise UserError(f"{target} cannot be made: {error}; it has {', '.join(parameters)}.") from error
         raise

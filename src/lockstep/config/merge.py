@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.schema import FREE_GROUPS, key_of, missing_option
+from lockstep.config.schema import FREE_GROUPS, is_group, key_of, missing_option
 from lockstep.runs.config import Config
 
 # Keys of a trainer that place the ranks. Another trainer has its own.
 PLACEMENT = ("launch", "accelerator", "devices", "num_nodes", "strategy", "accumulate_grad_batches")
 OF_MACHINE = ("trainer.accelerator", "trainer.devices", "trainer.num_nodes")  # config.yaml holds what `auto` came to
 OF_START = ("choices", "overrides", "task_name", "resume", "run_id", "sweep_dir")
+RECOMPUTED = ("trainer.accumulate_grad_batches", "paths.log_dir")  # accumulation depends on the number of ranks
 CLASS_GROUPS = ("task", "model", "loss", "metrics", "optimizer", "scheduler")  # whose classes take keys of no yaml
 
 
@@ -25,7 +26,7 @@ def is_another_recipe(stored: Config, named: Mapping[str, str]) -> bool:
 
 
 def options_of(stored: Config, named: Mapping[str, str], folders: tuple[Path, ...]) -> list[str]:
-    """Return overrides that select the run's option in each config group.
+    """Return overrides that select the run's option in each config group that the new overrides do not select.
 
     Args:
         named: option by config group, as selected by the new overrides.
@@ -36,8 +37,7 @@ def options_of(stored: Config, named: Mapping[str, str], folders: tuple[Path, ..
     words = []
     for group, name in (stored.get("choices") or {}).items():
         # A group may no longer exist, such as `hardware=` of version 1
-        exists = any((folder / group.partition("/")[0]).is_dir() for folder in folders)
-        if not name or not exists or group in named or group in ("paths", "hydra"):
+        if not name or group in named or group in ("paths", "hydra") or not is_group(group.partition("/")[0], folders):
             continue
         if missing_option(group, str(name), folders):  # its yaml is gone, or in a folder of --config-dir
             if not isinstance(stored.get(group), Mapping):
@@ -56,10 +56,9 @@ def values_of(stored: Config, named: Mapping[str, str], fresh: Config) -> list[s
     """
     from hydra.core.config_store import ConfigStore
 
-    choices = stored.get("choices") or {}
     values = {key: value for key, value in stored.items() if key not in OF_START}
     typed = {key_of(str(word)) for word in stored.get("overrides") or ()}
-    for group in (group for group, name in named.items() if name != choices.get(group)):
+    for group in _chosen_anew(stored, named):
         old = values.pop(group, None) or {}
         if group == "trainer":
             values[group] = {key: value for key, value in old.items() if key in fresh[group] and key not in PLACEMENT}
@@ -73,11 +72,16 @@ def values_of(stored: Config, named: Mapping[str, str], fresh: Config) -> list[s
     return ["+resumed=run"]
 
 
+def _chosen_anew(stored: Config, named: Mapping[str, str]) -> list[str]:
+    choices = stored.get("choices") or {}
+    return [group for group, name in named.items() if name != choices.get(group)]
+
+
 def _kept(values: Config, fresh: Config, typed: set[str], place: str) -> dict[str, Any]:
     """Return the run's values to carry over: those that depend on the code version or the machine are dropped.
 
-    A key that is an interpolation in the configs keeps it, unless the run overrode the key. A key that is no longer in
-    the configs is dropped, unless the class of its group may accept it (CLASS_GROUPS).
+    A key that is an interpolation in the configs keeps it, and a key that is no longer in the configs is dropped,
+    unless the run overrode the key, or the class of its group may accept it (CLASS_GROUPS).
 
     Args:
         typed: keys of the run's overrides.
@@ -87,11 +91,9 @@ def _kept(values: Config, fresh: Config, typed: set[str], place: str) -> dict[st
     for name, value in values.items():
         key, now = f"{place}{name}", fresh.get(name)
         stated = key in typed or any("." in other and key.startswith(f"{other}.") for other in typed)
-        if key in ("trainer.accumulate_grad_batches", "paths.log_dir") or (key in OF_MACHINE and not stated):
-            continue  # recomputed for this start; accumulation depends on the number of ranks
-        if name not in fresh and not stated and place[:-1] not in FREE_GROUPS and key.split(".")[0] not in CLASS_GROUPS:
-            continue
-        if isinstance(now, str) and "${" in now and not stated:
+        may_be_new = name in fresh or place[:-1] in FREE_GROUPS or key.split(".")[0] in CLASS_GROUPS
+        is_derived = key in OF_MACHINE or (isinstance(now, str) and "${" in now)
+        if key in RECOMPUTED or (not stated and (is_derived or not may_be_new)):
             continue
         both = isinstance(value, Mapping) and isinstance(now, Mapping)
         kept[name] = _kept(value, now or {}, typed, f"{key}.") if both else value
@@ -100,14 +102,9 @@ def _kept(values: Config, fresh: Config, typed: set[str], place: str) -> dict[st
 
 def overrides_of(stored: Config, overrides: list[str], named: Mapping[str, str]) -> list[str]:
     """Return the run's overrides that the new ones do not replace."""
-    new, choices = {key_of(word) for word in overrides}, stored.get("choices") or {}
-    anew = {group for group, name in named.items() if name != choices.get(group)}
-    kept = []
+    replaced, anew, kept = {*map(key_of, overrides), *OF_START, *RECOMPUTED}, _chosen_anew(stored, named), []
     for word in map(str, stored.get("overrides") or ()):
-        key = key_of(word)
-        group, _, name = key.partition(".")
-        replaced = group in anew and (group != "trainer" or name in PLACEMENT)
-        gone = key in (*OF_START, "paths.log_dir", "trainer.accumulate_grad_batches") or group == "hydra"
-        if key not in new and not replaced and not gone:
+        group, _, name = key_of(word).partition(".")
+        if key_of(word) not in replaced and (group not in anew or (group == "trainer" and name not in PLACEMENT)):
             kept.append(word)
     return kept

@@ -8,7 +8,6 @@ gives its type. An experiment declares no keys. The parameters of a `_target_` a
 import ast
 import difflib
 import importlib.util
-import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -25,7 +24,10 @@ REFUSED_TRAINER_KEYS = {
     "enable_progress_bar": "use '~callbacks.progress' or callbacks=rich_progress_bar",
     "enable_model_summary": "use callbacks=model_summary", "barebones": "use callbacks=none",
 }  # fmt: skip
-NUMBER_WORDS = {"data.global_batch_size": ("max",), "trainer.devices": ("auto",), "trainer.num_nodes": ("auto",)}
+WORDS = {"data.global_batch_size": "max", "trainer.devices": "auto", "trainer.num_nodes": "auto"}  # beside a number
+NODES = ("trainer.compile", "trainer.strategy")  # that may be a node in place of their default
+KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
+NAMES = ("run_id", "experiment_name", "data.name")
 
 # Names from other programs
 SYNONYMS = {
@@ -57,6 +59,11 @@ def key_of(override: str) -> str:
     return override.split("=")[0].lstrip("+~").split("@")[0]
 
 
+def is_group(key: str, folders: tuple[Path, ...]) -> bool:
+    """Return whether a key is the name of a config group."""
+    return any((folder / key).is_dir() for folder in folders)
+
+
 def check(config: Config, options: Config, overrides: list[str], folders: tuple[Path, ...]) -> None:
     """Check every key and type of a composed config.
 
@@ -67,43 +74,35 @@ def check(config: Config, options: Config, overrides: list[str], folders: tuple[
     Raises:
         UserError: names the first wrong key and the nearest valid one.
     """
-    for key, value, default in _differences(config, options):
-        typed = not overrides or any(key_of(word).startswith(key) or key.startswith(key_of(word)) for word in overrides)
-        place = "" if typed else " It is in a yaml of the experiment or the callbacks."
-        if default is None:
-            raise UserError(unknown_key(key, options, folders) + place)
-        raise UserError(f"{key}={value!r}: give {default}.{place}")
+    for key, value, expected in _differences(config, options):
+        typed = any(key_of(word).startswith(key) or key.startswith(key_of(word)) for word in overrides)
+        said = f"{key}={value!r}: give {expected}." if expected else unknown_key(key, options, folders)
+        raise UserError(
+            said if typed or not overrides else f"{said} It is in a yaml of the experiment or the callbacks."
+        )
 
 
 def _differences(config: Config, options: Config, place: str = "") -> Iterator[tuple[str, Any, str | None]]:
-    """Yield (key, value, what to give instead; None if nothing reads the key)."""
+    """Yield each wrong key, its value and what to give instead, None if nothing reads the key."""
     for name, value in config.items():
         key, default = f"{place}{name}", options.get(name)
-        interpolated = isinstance(value, str) and "${" in value
         if name not in options:
             if not _is_read(place[:-1], str(name), value, config, options):
                 yield key, value, None
-        elif value is None or interpolated or value == default or value in NUMBER_WORDS.get(key, ()):
+        elif key in NAMES and isinstance(value, int | float):
+            yield key, value, f"it in quotes: '{value}'"
+        elif value is None or value in (default, WORDS.get(key)) or (isinstance(value, str) and "${" in value):
             continue
-        elif isinstance(value, Mapping) and isinstance(default, Mapping):
-            yield from _differences(value, default, f"{key}.")
-        elif key == "trainer.strategy" and not isinstance(value, Mapping):
-            raise UserError(f"trainer.strategy={value}: choose a strategy as trainer=ddp, trainer=fsdp and the like.")
+        elif isinstance(value, Mapping) and (isinstance(default, Mapping) or key in NODES):
+            yield from _differences(value, default, f"{key}.") if isinstance(default, Mapping) else ()
+        elif key == "trainer.strategy":
+            yield key, value, "a strategy as trainer=ddp, trainer=fsdp and the like"
         elif isinstance(default, Mapping) and default:
             choice = f"; a yaml chooses an option in its defaults: `- override /{key}: {value}`" if not place else ""
             first = next((name for name in default if name not in ("_target_", "_partial_")), "KEY")
             yield key, value, f"one of its keys, as {key}.{first}=VALUE{choice}"
-        elif (
-            isinstance(default, bool)
-            and not isinstance(value, bool)
-            and not (key == "trainer.compile" and isinstance(value, Mapping))
-        ):
-            yield key, value, f"true or false (the default is {str(default).lower()})"
-        elif isinstance(default, int | float) and not isinstance(default, bool):
-            number: Any = int if isinstance(default, int) else int | float
-            if isinstance(value, bool) or not isinstance(value, number):
-                kind = "a whole number" if isinstance(default, int) else "a number"
-                yield key, value, f"{kind} (the default is {default})"
+        elif (kind := type(default)) in KINDS and (kind, type(value)) not in ((kind, kind), (float, int)):
+            yield key, value, f"{KINDS[kind]} (the default is {str(default).lower()})"
 
 
 def _is_read(place: str, name: str, value: Any, parent: Config, listed: Config) -> bool:
@@ -124,38 +123,28 @@ def trainer_arguments() -> tuple[str, ...]:
     spec = importlib.util.find_spec("lightning")
     assert spec is not None and spec.origin is not None
     source = (Path(spec.origin).parent / "pytorch" / "trainer" / "trainer.py").read_text()
-    init = next(
-        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == "__init__"
-    )
-    return tuple(argument.arg for argument in init.args.kwonlyargs)
+    found = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") == "__init__"]
+    return tuple(argument.arg for argument in found[0].args.kwonlyargs)  # type: ignore[attr-defined]
 
 
 def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
     """Return the sentence for a key that nothing reads."""
-    if key.startswith("trainer.strategy."):
-        return f"There is no {key} here: choose a trainer whose strategy has it, as trainer=ddp."
-    group, _, rest = key.partition(".")
+    group = key.partition(".")[0]
     if group == "classifier":  # of version 1
         return f"{key} is now task{key.removeprefix(group)}."
     if others := _options_with(key, folders):
         return f"There is no {key} here: {' or '.join(others[:4])} has it."
-    known = list(dotted(options))
-    known += [f"trainer.{name}" for name in trainer_arguments() if name not in REFUSED_TRAINER_KEYS]
+    here = list(dotted(options))
+    known = [*here, *(f"trainer.{name}" for name in trainer_arguments() if name not in REFUSED_TRAINER_KEYS)]
     known += [found.name for path in _files(group, folders) for found in keys(path, group)]
     found = nearest(key, known)
-    if found and any((folder / found).is_dir() for folder in folders):
-        found += "="
-    entry = f"{group}.{rest.partition('.')[0]}"
-    if group in FREE_GROUPS and entry not in known and not (found or "").startswith(f"{group}."):
-        return f"There is no {key}: add a new one as '+{entry}={{_target_: …}}'."
-    if found and "=" not in found and found not in set(dotted(options)) and (others := _options_with(found, folders)):
-        found += f" ({' or '.join(others[:2])})"
-    parent: Any = options
-    for part in key.split(".")[:-1]:
-        parent = parent.get(part) if isinstance(parent, Mapping) else None
-    if not found and isinstance(parent, Mapping) and "_target_" in parent:
-        return f"There is no {key}: write +{key}=VALUE if {parent['_target_']} has such a parameter."
-    return f"There is no {key}: {f'use {found}' if found else 'python src/train.py --help lists all keys'}."
+    if not found:
+        value = "{_target_: …}" if group in FREE_GROUPS else "VALUE"
+        more = f", '+{key}={value}' adds one" if "{" in value or "_target_" in (options.get(group) or ()) else ""
+        return f"There is no {key}: python src/train.py --help lists all keys{more}."
+    others = _options_with(found, folders) if found not in here else []
+    where = f" ({' or '.join(others[:2])})" if others else ""
+    return f"There is no {key}: use {found}{'=' if is_group(found, folders) else ''}{where}."
 
 
 def nearest(key: str, known: list[str]) -> str | None:
@@ -168,7 +157,7 @@ def nearest(key: str, known: list[str]) -> str | None:
     by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
     beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == place}
     for names in (beside, by_last, SYNONYMS):
-        if close := difflib.get_close_matches(last, names, 1, cutoff=0.75 if names is SYNONYMS else 0.7):
+        if close := difflib.get_close_matches(last, names, 1, cutoff=0.7):
             return names[close[0]]
     return None
 
@@ -194,14 +183,10 @@ def _options_with(key: str, folders: tuple[Path, ...]) -> list[str]:
 
 def missing_option(group: str, name: str, folders: tuple[Path, ...]) -> str | None:
     """Return the sentence for `model=resnet50`; None if the option exists or `group` is no group."""
-    files = _files(group, folders)
-    if not group or not files or name in {path.stem for path in files}:
+    names = [path.stem for path in _files(group, folders)]
+    if not group or not names or name in names:
         return None
-    by_lower = {path.stem.lower(): path.stem for path in files}
-    close = difflib.get_close_matches(name.lower(), by_lower, 1)
-    hint = f"did you mean {group}={by_lower[close[0]]}? " if close else ""
-    listed = [key for path in files for key in keys(path, group)] if not close and group not in FREE_GROUPS else []
-    if key := next((key for key in listed if name in re.split(r"[._]", f"{key.name}.{key.name}")), None):
-        hint = f"use {key.name}=… ({key.comment}); "
+    close = difflib.get_close_matches(name.lower(), names, 1)
+    hint = f"did you mean {group}={close[0]}? " if close else ""
     other = ANY_OTHER.get(group, "").format(name=name)
-    return f"There is no {group}={name}: {hint}{other}{group}= takes {', '.join(sorted(by_lower.values()))}."
+    return f"There is no {group}={name}: {hint}{other}{group}= takes {', '.join(sorted(names))}."
