@@ -1,10 +1,14 @@
 """The documents name every option, and what they show composes."""
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from lockstep.config.compose import compose, plain
 from lockstep.config.help import groups, help_text, keys
@@ -117,3 +121,29 @@ def test_strategies_md_names_every_trainer_that_there_is():
     text = (REPOSITORY / "docs" / "strategies.md").read_text()
     trainers = {path.stem for path in (CONFIGS / "trainer").glob("*.yaml")} - {"default"}
     assert {name for name in trainers if f"trainer={name}" not in text and f"={name}`" not in text} == set()
+
+
+ELSEWHERE = ("s3://", "push_to", "nodes.py", "rehearse.py", "upload.py", "…")  # tests of their own run these
+
+
+@pytest.mark.slow
+def test_the_other_commands_that_are_shown_run_as_printed(tmp_path):
+    text = "\n".join(path.read_text() for path in [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
+    found = re.findall(r"python (src/(?!train)\w+\.py [^`#|\n]*)", text)
+    lines = [line.strip() for line in found if not any(word in line for word in ELSEWHERE)]
+    commands = sorted({line.replace("<run_id>", "faster", 1).replace("<run_id>", "two") for line in lines})
+    assert len(commands) > 12
+    commands.sort(key=lambda line: (" remove " in line, " keep " not in line))  # a run is kept before it is removed
+    for folder in ("src", "configs"):
+        shutil.copytree(REPOSITORY / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("DIR", "photos"):
+        for number in range(24):
+            path = tmp_path / name / f"{number % 2}" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (20, 16), (10 * number, 99, 40)).save(path)
+    training = "src/train.py experiment=quickstart trainer.max_epochs=1 trainer.limit_train_batches=2 run_id="
+    for command in [training + "faster", training + "two", *commands]:
+        done = subprocess.run(
+            ["bash", "-c", f"{sys.executable} {command}"], cwd=tmp_path, capture_output=True, text=True, timeout=100
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
