@@ -36,10 +36,9 @@ ALONE := $(wildcard $(addprefix tests/,test_two_hosts.py test_slurm.py test_torc
   test_engines.py test_project.py test_rehearse.py \
   lockstep/callbacks lockstep/launch lockstep/storage lockstep/batch_size))
 
-test-gpu-sim: install-dev  ## PyTorch's CUDA code on a simulated driver (nullgpu/): all trainers, and rehearse.py
+test-gpu-sim: install-dev  ## PyTorch's CUDA code on a simulated driver (nullgpu/): all trainers
 	$(VENV)/bin/uv pip install -q --python $(PY) --no-deps ./nullgpu
-	$(PY) -m pytest nullgpu/tests
-	$(PY) -m pytest tests/test_rehearse.py -m "slow or not slow"
+	$(PY) -m pytest $(SIDE_BY_SIDE) nullgpu/tests
 
 install: $(VENV)/.installed  ## make .venv with the pinned, hash-checked requirements; DEVICE=cpu: without CUDA
 

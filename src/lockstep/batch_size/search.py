@@ -23,9 +23,9 @@ from lockstep.runs.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 
 log = logging.getLogger(__name__)
 
-START, MAX_RUNS = 8, 6  # images per device of the first run
-USABLE = 0.95  # of a device: the training that follows allocates in another order and leaves other gaps
-CLOSE = 0.97  # of what is predicted: nearer is not worth another run
+START, MAX_RUNS = 8, 8  # images per device of the first run
+USABLE = 0.95  # of what the process can have of a device: the training that follows leaves other gaps
+CLOSE = 0.97  # of a batch that failed is tried; nearer to it than the square of this is near enough
 GIB = 2**30
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 OUT_OF_MEMORY = ("out of memory", "alloc_failed", "status_not_initialized", "unable to find an engine",
@@ -47,10 +47,7 @@ def search(plan: RunPlan, environ: Mapping[str, str]) -> dict[str, Any]:
         record = _train_two_steps(plan, environ, batch)
         tried[batch] = peak = record["peak_memory_gib"]
         if peak:
-            nodes = record["hardware"]["nodes"]
-            devices = [gpu["memory_gib"] for node in nodes for gpu in node["gpus"]]
-            devices = devices or [nodes[0]["memory_gib"] / plan.cluster.devices]
-            limit = plan.trainer["memory_limit_gib"] or USABLE * min(devices)
+            limit = plan.trainer["memory_limit_gib"] or USABLE * record["usable_memory_gib"]
             bound = record["num_train"] // parts
         log.info(f"{batch} images per device: " + (f"{peak:.3g} of {limit:.3g} GiB" if peak else "out of memory"))
         batch = next_batch(tried, limit, bound, unit)
@@ -72,19 +69,20 @@ def next_batch(tried: Mapping[int, float | None], limit: float, bound: float, un
         bound: the images per device that there are.
         unit: every batch is a multiple of it.
     """
-    fit = max((batch for batch, peak in tried.items() if peak and peak <= limit), default=0)
-    failed = min((batch for batch, peak in tried.items() if not peak or peak > limit), default=bound + 1)
-    points = sorted((batch, peak) for batch, peak in tried.items() if peak)[-2:]
-    aim: float = failed / 4 if not fit else 4 * fit
-    if len(points) == 2 and fit:
-        (small, low), (large, high) = points
-        aim = min(large + (limit - high) * (large - small) / max(high - low, 1e-9), 8 * fit)
-    if aim >= failed:
-        failures = sum(not peak or peak > limit for peak in tried.values())
-        back = 0.9 if len(points) == 2 and failures == 1 else 0  # a first prediction is a little too high at most
-        aim = bound if failed > bound else max(back * failed, (fit + failed) / 2)
+    within = sorted((batch, peak) for batch, peak in tried.items() if peak and peak <= limit)
+    over = sorted((batch, peak) for batch, peak in tried.items() if not peak or peak > limit)
+    fit = within[-1][0] if within else 0
+    failed = over[0][0] if over else bound + 1
+    line = [*within[-2:], *((batch, peak) for batch, peak in over[:1] if peak)][-2:]
+    aim: float = 8 * fit if fit else failed / 4
+    if fit and len(line) == 2:
+        (small, low), (large, high) = line
+        aim = min(small + (limit - low) * (large - small) / max(high - low, 1e-9), 8 * fit)
+    if aim >= failed:  # a first prediction is a little too high at most
+        aim = bound if not over else max(0.9 * failed if len(within) > 1 == len(over) else 0, math.sqrt(fit * failed))
+    aim = min(aim, CLOSE * failed) if over else aim
     aim = int(max(aim, unit) // unit * unit)
-    return aim if fit < CLOSE * aim and aim not in tried and len(tried) < MAX_RUNS else None
+    return aim if fit < CLOSE**2 * aim and aim not in tried and len(tried) < MAX_RUNS else None
 
 
 def fitting(tried: Mapping[int, float | None], limit: float) -> int:

@@ -42,6 +42,7 @@ class HardwareStats(pl.Callback):
         self.shown = 0  # samples that a log point has had
         self.nodes: list[dict[str, Any]] = []  # of all nodes, once training has ended
         self.peak_memory_gib: float | None = None  # the largest of all ranks, once training has ended
+        self.usable_memory_gib: float | None = None  # of a device, by this process: the smallest of all ranks
         self.finished, self.thread = threading.Event(), threading.Thread()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -50,7 +51,7 @@ class HardwareStats(pl.Callback):
         gpus = sorted({device.index or 0 for device in self.devices if device.type == "cuda"})
         if not getattr(strategy, "process_devices", None) and gpus:
             gpus = list(range(trainer.num_devices))  # one of each rank
-        self.gpus = gpus
+        self.gpus, self.memory = gpus, psutil.virtual_memory().total / trainer.num_devices
         ranks = gather_objects((trainer.node_rank, trainer.global_rank, os.getpid()))
         if trainer.local_rank == 0:
             queries = _queries(gpus, {rank: pid for node, rank, pid in ranks if node == self.node_rank})
@@ -83,15 +84,20 @@ class HardwareStats(pl.Callback):
         peak = max(map(torch.cuda.max_memory_reserved, cuda), default=0)
         peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         node = {**self._node(), **({"nvidia_smi": nvidia_smi()} if self.gpus else {})} if self.values else None
-        found = gather_objects((peak, node)) if all_ranks else [(peak, node)]
-        self.nodes = [node for _, node in found if node]
-        self.peak_memory_gib = round(max(peak for peak, _ in found) / GIB, 4)
+        # after an error of the device it cannot be asked
+        free = [torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu) for gpu in cuda if all_ranks]
+        usable = min(free, default=self.memory)
+        found = gather_objects((peak, usable, node)) if all_ranks else [(peak, usable, node)]
+        self.nodes = [node for _, _, node in found if node]
+        self.peak_memory_gib = round(max(peak for peak, _, _ in found) / GIB, 4)
+        self.usable_memory_gib = round(min(usable for _, usable, _ in found) / GIB, 4)
 
     def record_fields(self) -> dict[str, object]:
         """Return this node's statistics so far, or those of all nodes once training has ended."""
         nodes = self.nodes or ([self._node()] if self.values else [])
         fields: dict[str, object] = {"hardware": {"nodes": nodes}} if nodes else {}
-        return fields | ({"peak_memory_gib": self.peak_memory_gib} if self.peak_memory_gib else {})
+        memory = {"peak_memory_gib": self.peak_memory_gib, "usable_memory_gib": self.usable_memory_gib}
+        return fields | (memory if self.peak_memory_gib else {})
 
     def _sample(self, path: Path, queries: dict[str, Callable[[], float]]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

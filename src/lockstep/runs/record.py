@@ -151,6 +151,7 @@ class RunRecord:
     images_per_s: float | None = None
     throughput: dict[str, Any] = field(default_factory=dict)
     peak_memory_gib: float | None = None
+    usable_memory_gib: float | None = None
     hardware: dict[str, Any] = field(default_factory=dict)
     cost: dict[str, Any] = field(default_factory=dict)
     largest_batch: dict[str, Any] = field(default_factory=dict)

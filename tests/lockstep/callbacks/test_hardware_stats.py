@@ -75,11 +75,13 @@ def test_gpu_readings_and_nvidia_smi_dumps_and_what_fails_is_named_once(tmp_path
     monkeypatch.setattr(torch.cuda, "temperature", lambda gpu: 60)
     card = SimpleNamespace(name="NVIDIA T4", total_memory=16 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: card)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (15 * 2**30, 16 * 2**30))
     strategy = SingleDeviceStrategy("cpu")
     strategy.process_devices = [torch.device("cuda:1")]
     callback = HardwareStats(interval_s=0.05)
     fit(tmp_path, callback, strategy=strategy)
     [node] = callback.record_fields()["hardware"]["nodes"]
+    assert callback.usable_memory_gib == 15
     assert node["gpus"] == [{"name": "NVIDIA T4", "memory_gib": 16.0}] and node["nvidia_smi"] == "NVIDIA-SMI\n"
     memory = node["stats"]["gpu1/memory_gib"]
     assert memory["max"] == next(readings) - 1 and memory["p50"] == memory["max"] / 2
