@@ -10,7 +10,6 @@ logs/check_data/<data.name>/. The exit code is 1 if a test image is identical to
 import logging
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +37,19 @@ def thumbnails(data: Any) -> tuple[np.ndarray, list[tuple[int, int]], list[str]]
     """
     from PIL import Image
 
-    from lockstep.data.decoding import CorruptImage, progress
+    from lockstep.data.decoding import decode_all
 
-    opened, found = data.sample_opener(), np.zeros((len(data.split_of_each()), SIDE * SIDE), np.float32)
+    opened, found = data.sample_opener(), np.zeros((len(data.splits.of_each), SIDE * SIDE), np.float32)
     sizes: list[tuple[int, int]] = []
-    damaged: list[str] = []
 
     def take(i: int) -> None:
-        try:
-            image = opened(i)[0]
-        except CorruptImage as error:
-            damaged.append(str(error))
-        else:
-            sizes.append(image.size)
-            pixels = np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX), np.float32).ravel()
-            found[i] = (pixels - pixels.mean()) / max(pixels.std() * SIDE, 1e-6)
-        advance(1)
+        image = opened(i)[0]
+        sizes.append(image.size)
+        pixels = np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX), np.float32).ravel()
+        found[i] = (pixels - pixels.mean()) / max(pixels.std() * SIDE, 1e-6)
 
-    with progress(f"Looking at {len(found)} images", len(found)) as advance, ThreadPoolExecutor() as pool:
-        for start in range(0, len(found), 4096):
-            list(pool.map(take, range(start, min(start + 4096, len(found)))))
-    return found, sizes, damaged
+    damaged = decode_all(len(found), take, skip_corrupt=True)
+    return found, sizes, list(damaged.values())
 
 
 def near_duplicates(thumbs: np.ndarray, rows: np.ndarray) -> list[tuple[int, int]]:
@@ -100,34 +91,28 @@ def check(cfg: Any) -> int:
     if sizes:
         smallest, largest = (choose(sizes, key=lambda size: size[0] * size[1]) for choose in (min, max))
         log.info(f"sizes: {smallest[0]}×{smallest[1]} to {largest[0]}×{largest[1]} px")
-    split_of = data.split_of_each()
+    split_of, kinds = data.splits.of_each, {}
     rows = np.flatnonzero(thumbs.any(1) & (split_of >= (0 if len(thumbs) <= EVERY_PAIR else 1)))
-    pairs = [(i, j) for i, j in near_duplicates(thumbs, rows) if min(split_of[i], split_of[j]) >= 0]
-    kinds = {(i, j): kind_of(split_of[i], split_of[j], data.target_name(i) != data.target_name(j)) for i, j in pairs}
+    for i, j in near_duplicates(thumbs, rows):
+        if min(split_of[i], split_of[j]) >= 0:
+            splits = " and ".join(sorted({SPLITS[split_of[i]], SPLITS[split_of[j]]}))
+            kinds[i, j] = f"{splits}, {'same label' if data.target_name(i) == data.target_name(j) else 'two labels'}"
     for kind in sorted(set(kinds.values())):
-        found = [pair for pair in pairs if kinds[pair] == kind]
-        lists[f"nearly identical, {kind}"] = [f"{data.image_name(i)} = {data.image_name(j)}" for i, j in found]
-        log.info(f"nearly identical, {kind}: {len(found)} pairs")
+        names = [f"{data.image_name(i)} = {data.image_name(j)}" for (i, j), each in kinds.items() if each == kind]
+        lists[f"nearly identical, {kind}"] = names
+        log.info(f"nearly identical, {kind}: {len(names)} pairs")
     folder = Path(config["paths"]["log_dir"]) / "check_data" / str(config["data"].get("name") or "data")
     folder.mkdir(parents=True, exist_ok=True)
     write_lists(folder, lists)
-    shown = sorted(pairs, key=lambda pair: "same label" in kinds[pair] and "test" not in kinds[pair])[:SHOWN_PAIRS]
-    if shown:
-        opened, tiles = data.sample_opener(), []
-        for pair in shown:
-            names = dict.fromkeys(data.target_name(i) for i in pair)
-            lines = [kinds[pair].split(",")[0], " | ".join(names)]
-            tiles.append(([opened(i)[0] for i in pair], lines, "black"))
+    opened, tiles = data.sample_opener(), []
+    for pair in sorted(kinds, key=lambda pair: "same label" in kinds[pair] and "test" not in kinds[pair])[:SHOWN_PAIRS]:
+        names = [kinds[pair].split(",")[0], " | ".join(dict.fromkeys(data.target_name(i) for i in pair))]
+        tiles.append(([opened(i)[0] for i in pair], names, "black"))
+    if tiles:
         contact_sheet(folder / "pairs.png", tiles, columns=4)
     if any(lists.values()):
         log.info(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     return EXIT_FAILED if any(re.match("[0-9]+ test image", sentence) for sentence in lists) else EXIT_OK
-
-
-def kind_of(split: int, other: int, two_labels: bool) -> str:
-    """Return e.g. "test and train, two labels"."""
-    splits = sorted({SPLITS[split], SPLITS[other]})
-    return f"{' and '.join(splits)}, {'two labels' if two_labels else 'same label'}"
 
 
 def main(argv: list[str]) -> int:

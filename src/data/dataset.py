@@ -39,17 +39,14 @@ class DatasetDataModule(ListedDataModule):
             raise UserError(
                 "data=dataset needs data.dataset._target_=package.Class: a torch Dataset with items (image, target)."
             )
-        self._datasets = {
-            split: each for split, each in enumerate((dataset, val_dataset, test_dataset)) if each is not None
-        }
+        self._datasets = (dataset, val_dataset, test_dataset)
 
     def list_images(self) -> ImageList:
         items: list[Item] = []
         self._items: list[tuple[Any, int]] = []
-        for split, dataset in self._datasets.items():
+        for split, dataset in enumerate(self._datasets):
             classes = getattr(dataset, "classes", None)
-            labels = _labels_of(dataset) if self.target == "class" else [0] * len(dataset)
-            for i, label in enumerate(labels):
+            for i, label in enumerate(_labels_of(dataset, self.target) if dataset is not None else ()):
                 title = str(label) if classes is None else str(classes[label])
                 items.append(Item(f"item {i} of the {SPLITS[split]} dataset", title, split))
                 self._items.append((dataset, i))
@@ -77,21 +74,22 @@ class DatasetDataModule(ListedDataModule):
             classes = mask_classes(len(items), lambda i: _mask_of(items[i][""]))
         self.class_names = [str(name) for name in classes or ()]
 
-    def _choose_path(self, side: int | None) -> tuple[str, str]:
+    def _choose_path(self) -> tuple[str, str]:
         return "loader", "a Dataset is read item by item"
 
     def identical_images(self, compare_all: bool = False) -> dict[str, list[str]]:
         return {}
 
-    def source_opener(self) -> OpenSample:
+    def sample_opener(self) -> OpenSample:
         return partial(_open_item, self._items, self.channels, self._mask_names)
 
 
-def _labels_of(dataset: Any) -> list[int]:
-    found = next((getattr(dataset, name) for name in ("targets", "labels") if hasattr(dataset, name)), None)
-    labels = [dataset[i][1] for i in range(len(dataset))] if found is None else found
+def _labels_of(dataset: Any, target: str) -> list[int]:
+    if target != "class":
+        return [0] * len(dataset)
+    found = getattr(dataset, "targets", getattr(dataset, "labels", None))
     try:
-        return [int(label) for label in labels]
+        return [int(label) for label in ((dataset[i][1] for i in range(len(dataset))) if found is None else found)]
     except (TypeError, ValueError) as error:
         raise UserError(
             f"data.dataset: a label of {type(dataset).__name__} is no whole number ({error}); data.target=any takes "

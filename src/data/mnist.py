@@ -38,36 +38,32 @@ class MNISTDataModule(ImageDataModule):
         self._root, self._download_dir = root, Path(download_dir or REPOSITORY / "data" / self.default_name)
 
     def identity(self) -> Any:
+        import torchvision.datasets
+
+        source = getattr(torchvision.datasets, self.source)
+        self._class_names = [name.split(" - ")[0].split("/")[0].lower() for name in source.classes]
         self._files = self._locate()
+        if not self._files and self._root:
+            raise UserError(f"data.root={self._root} must be a folder with {', '.join(FILES)} (or the same with .gz).")
+        if not self._files:
+            downloaded(source, self._download_dir)
+            self._files = self._locate()
         return [file_identity(path) for path in self._files]
 
     def read(self) -> ImageSet:
         train, train_labels, test, test_labels = (read_idx(path) for path in self._files)
-        try:
-            images = np.concatenate([train, test]).reshape(-1, 28, 28, 1)
-            labels = np.concatenate([train_labels, test_labels]).reshape(len(images))
-        except ValueError as error:
-            raise UserError(f"{self._files[0].parent} is not {self.source}: its files do not fit ({error}).") from None
-        names = [name.split(" - ")[0].split("/")[0].lower() for name in self._dataset().classes]
-        return ImageSet(images, labels, names, num_test=len(test))
-
-    def _dataset(self) -> Any:
-        import torchvision.datasets
-
-        return getattr(torchvision.datasets, self.source)
+        images, labels = np.concatenate([train, test])[..., None], np.concatenate([train_labels, test_labels])
+        return ImageSet(images, labels, self._class_names, num_test=len(test))
 
     def _locate(self) -> list[Path]:
         places: tuple[str | Path, ...] = (self._root,) if self._root else (*self.known_places, self._download_dir)
-        for place in map(Path, places):
-            for folder in (place.expanduser(), place / "raw", place / self.source / "raw"):
+        for place in (Path(place).expanduser() for place in places):
+            for folder in (place, place / "raw", place / self.source / "raw"):
                 for suffix in ("", ".gz"):
                     files = [folder / f"{name}{suffix}" for name in FILES]
                     if all(path.is_file() for path in files):
                         return files
-        if self._root:
-            raise UserError(f"data.root={self._root} must be a folder with {', '.join(FILES)} (or the same with .gz).")
-        downloaded(self._dataset(), self._download_dir)
-        return self._locate()
+        return []
 
 
 class FashionMNISTDataModule(MNISTDataModule):
@@ -79,7 +75,7 @@ class FashionMNISTDataModule(MNISTDataModule):
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """Return an IDX file of unsigned bytes, gzipped or not; format: http://yann.lecun.com/exdb/mnist/
+    """Return an IDX file of unsigned bytes, gzipped (which torchvision does not read) or not.
 
     Raises:
         UserError: truncated, or not one.
@@ -87,8 +83,6 @@ def read_idx(path: Path) -> np.ndarray:
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         shape = np.frombuffer(data, ">u4", data[3], 4)
-        if data[:3] != b"\x00\x00\x08":
-            raise ValueError("it does not begin as an IDX file of bytes")
         return np.frombuffer(data, np.uint8, offset=4 + 4 * len(shape)).reshape(shape)
     except (OSError, EOFError, zlib.error, ValueError, IndexError) as error:
         raise UserError(f"{path} is truncated or no IDX file ({error}): delete it and fetch it again.") from None

@@ -26,46 +26,36 @@ class SyntheticDataModule(ImageDataModule):
         self, *, name: str = "synthetic", image_size: int = 32, num_images: int = 4000, num_test_images: int = 1000,
         num_classes: int = 10, channels: int = 3, stored_size: int | None = None, noise: float = 1.0, **options: Any,
     ) -> None:  # fmt: skip
-        for key, value, least in (
-            ("num_images", num_images, 2),
-            ("num_test_images", num_test_images, 1),
-            ("num_classes", num_classes, 2),
-            ("channels", channels, 1),
-            ("stored_size", stored_size or 1, 1),
-        ):
+        for key, value, least in (("num_images", num_images, 2), ("num_classes", num_classes, 2)):
             if value < least:
                 raise UserError(f"data.{key}={value} must be at least {least}.")
         self.channels = channels
         super().__init__(name=name, image_size=image_size, **options)
         self._counts, self._noise = (num_images, num_test_images), noise
-        self._requested_classes, self._requested_size = num_classes, stored_size
-
-    @property
-    def _stored_size(self) -> int:
-        return self._requested_size or self.resize
+        self._num_patterns, self._stored_size = num_classes, stored_size
 
     def identity(self) -> list[Any]:
-        return [*self._counts, self._requested_classes, self.channels, self._stored_size, self._noise]
+        return [*self._counts, self._num_patterns, self.channels, self._stored_size or self.resize, self._noise]
 
     def read(self) -> ImageSet:
         generator = np.random.default_rng(0)
-        patterns = self._patterns(generator)
-        n, size = sum(self._counts), self._stored_size
-        labels = generator.permutation(np.arange(n) % self._requested_classes)
+        n, size = sum(self._counts), self._stored_size or self.resize
+        patterns = self._patterns(generator, size)
+        labels = generator.permutation(np.arange(n) % self._num_patterns)
         images = np.empty((n, size, size, self.channels), np.uint8)
         for start in range(0, n, 256):
             some = labels[start : start + 256]
             noise = generator.standard_normal((len(some), size, size, self.channels), np.float32)
             values = 128 + 32 * (patterns[some] + self._noise * noise)
             images[start : start + 256] = values.clip(0, 255)
-        names = [f"pattern {c}" for c in range(self._requested_classes)]
+        names = [f"pattern {c}" for c in range(self._num_patterns)]
         return ImageSet(images, labels, names, num_test=self._counts[1])
 
-    def _patterns(self, generator: np.random.Generator) -> np.ndarray:
+    def _patterns(self, generator: np.random.Generator, size: int) -> np.ndarray:
         """Return (classes, size, size, channels) float32 of unit variance: sums of a few waves, symmetric."""
-        position = (np.arange(self._stored_size) + 0.5) / self._stored_size * np.pi
+        position = (np.arange(size) + 0.5) / size * np.pi
         waves = np.cos(np.arange(4)[:, None] * position).astype(np.float32)
-        weights = generator.standard_normal((self._requested_classes, self.channels, 4, 4)).astype(np.float32)
+        weights = generator.standard_normal((self._num_patterns, self.channels, 4, 4)).astype(np.float32)
         weights[:, :, 0, 0] = 0  # no mean brightness: it would give the class away
         patterns = np.einsum("kcij,iy,jx->kyxc", weights, waves, waves)
         return patterns / np.maximum(patterns.std(axis=(1, 2, 3), keepdims=True), 1e-6)

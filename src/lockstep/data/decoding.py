@@ -34,7 +34,10 @@ THREADS, CHUNK = 8, 32  # Pillow decodes without Python's lock; images per task,
 
 
 class CorruptImage(Exception):
-    """An image that cannot be decoded; the message says which and why."""
+    """An image, or a file of images, that cannot be read or decoded; the message says which and why."""
+
+    def refusal(self) -> UserError:
+        return UserError(f"{self}: repair or remove it, or leave out what is damaged with data.skip_corrupt=true.")
 
 
 def is_image(name: str) -> bool:
@@ -55,31 +58,35 @@ def open_image(file: Path | bytes, channels: int, *, name: object = None) -> Ima
     name = name or file
     formats = [*FORMATS, "TGA"] if os.path.splitext(str(name))[1].lower() in TGA else FORMATS
     try:
-        with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=formats) as image:
-            upright = _opaque(_eight_bits(ImageOps.exif_transpose(image), image.format))
-            return upright.convert("L" if channels == 1 else "RGB")
-    except CorruptImage as error:
-        raise CorruptImage(f"{name} {error}") from None
-    except Image.DecompressionBombError as error:
-        raise CorruptImage(f"{name} claims too many pixels ({error})") from None
+        with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=formats) as opened:
+            image = ImageOps.exif_transpose(opened)
+            if image.mode.startswith("I;16") or (image.mode == "I" and opened.format == "PPM"):
+                # 16 bits, which Pillow's own conversion clips at 255
+                image = Image.fromarray(np.round(np.asarray(image) / 257).astype(np.uint8))
+            if image.mode in ("I", "F"):
+                raise ValueError("32 bits per pixel and no defined white: convert it to 8 or 16 bits")
+            if image.has_transparency_data:
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, BACKGROUND), image)
+            return image.convert("L" if channels == 1 else "RGB")
     except Exception as error:  # a damaged file makes Pillow raise nearly anything
         raise CorruptImage(f"{name} cannot be decoded ({error})") from None
 
 
-def _eight_bits(image: Image.Image, file_format: str | None) -> Image.Image:
-    """Scale 16 bits to 8: Pillow's own conversion clips them at 255."""
-    if image.mode.startswith("I;16") or (image.mode == "I" and file_format == "PPM"):  # PPM "I" holds 16 bits
-        return Image.fromarray(np.round(np.asarray(image) / 257).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise CorruptImage("has 32 bits per pixel and no defined white: convert it to 8 or 16 bits")
-    return image
+def open_mask(path: Path) -> np.ndarray:
+    """Return the class of each pixel, (height, width) uint8.
 
-
-def _opaque(image: Image.Image) -> Image.Image:
-    if not image.has_transparency_data:
-        return image
-    image = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", image.size, BACKGROUND), image)
+    Raises:
+        CorruptImage: it cannot be read, or has several channels.
+    """
+    try:
+        with Image.open(path) as image:
+            pixels = np.asarray(image)
+    except Exception as error:  # a damaged file makes Pillow raise nearly anything
+        raise CorruptImage(f"the mask {path} cannot be decoded ({error})") from None
+    if pixels.ndim != 2 or pixels.dtype not in (np.uint8, np.bool_):
+        raise CorruptImage(f"the mask {path} must have one channel of 8 bits, the class of each pixel")
+    return pixels.astype(np.uint8)
 
 
 def decode(path: Path, framing: Framing) -> np.ndarray:
@@ -99,14 +106,10 @@ def pixels_of(image: Any) -> np.ndarray:
     return pixels[..., None] if pixels.ndim == 2 else pixels
 
 
-def decode_all(
-    count: int, decode_one: Callable[[int], np.ndarray], out: np.ndarray | None, *, skip_corrupt: bool = False
-) -> dict[int, str]:
-    """Decode images 0 to count − 1 in threads; return the reason for each image that was skipped.
+def decode_all(count: int, decode_one: Callable[[int], Any], *, skip_corrupt: bool = False) -> dict[int, str]:
+    """Call decode_one(i) for images 0 to count − 1 in threads; return the reason for each image that was skipped.
 
     Args:
-        decode_one: returns (size, size, channels) uint8.
-        out: (count, size, size, channels) uint8; skipped images stay as they were. None: only check that all decode.
         skip_corrupt: collect the images that cannot be decoded instead of raising an error for the first.
     Raises:
         UserError: names the first image that cannot be decoded.
@@ -116,9 +119,7 @@ def decode_all(
     def work(first: int) -> None:
         for i in range(first, min(first + CHUNK, count)):
             try:
-                pixels = decode_one(i)
-                if out is not None:
-                    out[i] = pixels
+                decode_one(i)
             except CorruptImage as error:
                 if not skip_corrupt:
                     raise
@@ -131,9 +132,7 @@ def decode_all(
                 pass
         except CorruptImage as error:
             pool.shutdown(cancel_futures=True)
-            raise UserError(
-                f"{error}: repair or remove it, or leave out such images with data.skip_corrupt=true."
-            ) from None
+            raise error.refusal() from None
     return dict(sorted(failures.items()))
 
 

@@ -1,8 +1,9 @@
 """Mean, deviation, crop and interpolation of images, and the square that the model gets of any image."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
     from torchvision.transforms import InterpolationMode
 
 AUTO = "auto"
-NEUTRAL = {"crop_pct": 1.0, "interpolation": "bilinear"}
-FITS = ("crop", "squash")
 INTERPOLATIONS = ("bilinear", "bicubic")
 MAX_ASPECT = 16  # of longer images only the middle is used: resizing 3000×2 to a short side of 224 would take 225 MB
 
@@ -50,7 +49,7 @@ def settle(
     Raises:
         UserError: a value is invalid, or has another number of channels.
     """
-    theirs, default = dict(wanted), {**NEUTRAL, **own}
+    theirs, default = dict(wanted), {"crop_pct": 1.0, "interpolation": "bilinear", **own}
     for key in ("mean", "std"):  # of weights that were trained on another number of channels, their mean for each
         if key in theirs and len(theirs[key]) != channels:
             theirs[key] = [float(np.mean(theirs[key]))] * channels
@@ -58,28 +57,29 @@ def settle(
     for key, value in stated.items():
         used[key] = theirs.get(key, default[key]) if value == AUTO else default[key] if value is None else value
     for key in ("mean", "std"):
-        if isinstance(used[key], str):
-            raise UserError(f"data.{key}={used[key]} must be auto, a number, or one for each of {channels} channels.")
-        values = [float(value) for value in np.atleast_1d(used[key])]
-        if len(values) not in (1, channels):
-            raise UserError(
-                f"data.{key}={values} has {len(values)} values for {channels} channels: give 1 or {channels}."
-            )
-        used[key] = values * channels if len(values) == 1 else values
+        try:
+            used[key] = np.broadcast_to(np.asarray(used[key], float), channels).tolist()
+        except ValueError:
+            kinds = f"auto, a number, or one for each of {channels} channels"
+            raise UserError(f"data.{key}={used[key]} must be {kinds}.") from None
     if min(used["std"]) <= 0:
         raise UserError(f"data.std={used['std']} must be positive.")
-    if isinstance(used["crop_pct"], str):
-        raise UserError(f"data.crop_pct={used['crop_pct']} must be auto or a number above 0 and at most 1.")
+    against = [
+        key for key, value in theirs.items()
+        if (used[key] != value if isinstance(value, str) else not np.allclose(used[key], value, atol=0.01))
+    ]  # fmt: skip
+    taken = tuple(key for key in theirs if stated[key] == AUTO)
+    return ImageSettings(**used, from_weights=taken, against_weights=tuple(against))
 
-    def differs(key: str) -> bool:
-        return (
-            not np.allclose(used[key], theirs[key], atol=0.01) if key in ("mean", "std") else used[key] != theirs[key]
-        )
 
-    return ImageSettings(
-        **used, from_weights=tuple(key for key in theirs if stated[key] == AUTO),
-        against_weights=tuple(key for key in theirs if differs(key)),
-    )  # fmt: skip
+def moves_together(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Let a method of one image take a tuple of an image and its masks as well."""
+
+    @wraps(method)
+    def moved(self: Any, image: Any) -> Any:
+        return tuple(method(self, each) for each in image) if isinstance(image, tuple) else method(self, image)
+
+    return moved
 
 
 @dataclass(frozen=True)
@@ -111,17 +111,13 @@ class Framing:
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
 
     def __post_init__(self) -> None:
-        for key, allowed in (("fit", FITS), ("interpolation", INTERPOLATIONS)):
+        for key, allowed in (("fit", ("crop", "squash")), ("interpolation", INTERPOLATIONS)):
             if getattr(self, key) not in allowed:
                 raise UserError(f"data.{key}={getattr(self, key)} must be one of {', '.join(allowed)}.")
-        for key, least in (("image_size", 1), ("crop_padding", 0)):
+        for key, least in (("image_size", 1), ("crop_padding", 0), ("resize", self.image_size)):
             if getattr(self, key) < least:
-                raise UserError(f"data.{key}={getattr(self, key)} must be at least {least}.")
-        if self.resize < self.image_size:
-            raise UserError(
-                f"data.resize={self.resize} is smaller than the crop data.image_size={self.image_size}: give "
-                f"data.resize={self.image_size} or more, or leave it null."
-            )
+                size = f"data.image_size={self.image_size}, " if key == "resize" else ""
+                raise UserError(f"data.{key}={getattr(self, key)} must be at least {size}{least}.")
 
     @property
     def crop_pct(self) -> float:
@@ -140,46 +136,40 @@ class Framing:
 
         return InterpolationMode(self.interpolation)
 
+    @moves_together
     def trimmed(self, image: Any) -> Any:
         """Return the middle of an extremely long image."""
         from torchvision.transforms.v2 import functional as F
 
-        if isinstance(image, tuple):
-            return tuple(map(self.trimmed, image))
-        longest = MAX_ASPECT * min(F.get_size(image))
-        if self.fit == "squash" or max(F.get_size(image)) <= longest:
-            return image
         height, width = F.get_size(image)
-        top, left = (max(0, (side - longest) // 2) for side in (height, width))
-        return F.crop(image, top, left, height - 2 * top, width - 2 * left)
+        longest = MAX_ASPECT * min(height, width)
+        if self.fit == "squash" or max(height, width) <= longest:
+            return image
+        return F.center_crop(image, [min(height, longest), min(width, longest)])
 
-    def resized(self, image: Any) -> Any:
+    def _resized(self, image: Any) -> Any:
         """Resize the short side to `resize`, or with fit=squash both sides."""
         from torchvision.transforms.v2 import functional as F
 
-        if isinstance(image, tuple):
-            return tuple(map(self.resized, image))
         sides = [self.resize] if self.fit == "crop" else [self.resize, self.resize]
         return F.resize(self.trimmed(image), sides, self.interpolation_mode)
 
+    @moves_together
     def square(self, image: Any) -> Any:
         """Return resize × resize pixels whose centre crop equals the centre crop of the whole resized image."""
         from torchvision.transforms.v2 import functional as F
 
-        if isinstance(image, tuple):
-            return tuple(map(self.square, image))
-        image = self.resized(image)
+        image = self._resized(image)
         inner = round((self.resize - self.image_size) / 2)  # both centre crops round as torchvision's
         top, left = (round((side - self.image_size) / 2) - inner for side in F.get_size(image))
         return F.crop(image, top, left, self.resize, self.resize)
 
+    @moves_together
     def centre(self, image: Any) -> Any:
         """Return the image_size × image_size pixels that evaluation shows the model."""
         from torchvision.transforms.v2 import functional as F
 
-        if isinstance(image, tuple):
-            return tuple(map(self.centre, image))
-        return F.center_crop(self.resized(image), [self.image_size, self.image_size])
+        return F.center_crop(self._resized(image), [self.image_size, self.image_size])
 
 
 def resize_of(image_size: int, resize: int | None, crop_pct: float) -> int:
@@ -188,6 +178,6 @@ def resize_of(image_size: int, resize: int | None, crop_pct: float) -> int:
     Raises:
         UserError: crop_pct is not in (0, 1].
     """
-    if not 0 < crop_pct <= 1:
-        raise UserError(f"data.crop_pct={crop_pct} must be above 0 and at most 1.")
+    if isinstance(crop_pct, str) or not 0 < crop_pct <= 1:
+        raise UserError(f"data.crop_pct={crop_pct} must be auto, or above 0 and at most 1.")
     return resize or math.floor(image_size / crop_pct)

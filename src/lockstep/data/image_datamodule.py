@@ -2,12 +2,13 @@
 
 Images take one of two paths. `array`: all are decoded in one array, on the training device where they fit. `loader`:
 worker processes read each image when it is needed. Which crop, flip and augmentation an image gets depends only on
-(seed, epoch, position), on both paths. An image that is resized may differ by one step of 255 between the paths, as
-the array path resizes whole batches on the device.
+(seed, epoch, position), on both paths. The images of an ImageSet are resized on the device on the array path: then they
+may differ by one step of 255 between the paths.
 """
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ from lightning.pytorch import LightningDataModule
 from PIL import Image
 from torch import Tensor
 
-from lockstep.data.augmentation import Augmentation, CropFlip, Operation
+from lockstep.data.augmentation import Augmentation, CropFlip
 from lockstep.data.batch_transforms import BatchTransforms
 from lockstep.data.batches import EvalBatches, TrainBatches
 from lockstep.data.framing import Framing, resize_of, settle
-from lockstep.data.listing import SPLITS, LeftOut, fingerprint
+from lockstep.data.listing import SPLITS, TEST, LeftOut, fingerprint
 from lockstep.data.loading import BatchLoader, LoadedBatch, OpenSample
 from lockstep.data.mixing import check_pairs, mix
 from lockstep.data.node_cache import cached
@@ -34,8 +35,7 @@ from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SI
 from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import REPOSITORY
 
-CACHE_VERSION = 5
-PATHS = ("auto", "array", "loader")
+CACHE_VERSION = 6
 
 
 class ImageDataModule(LightningDataModule):
@@ -89,13 +89,15 @@ class ImageDataModule(LightningDataModule):
         name = type(self).__name__.removesuffix("DataModule").lower() if name is None else name
         if not isinstance(name, str):
             raise UserError(f"data.name={name} was read as a number: type data.name=\"'{name}'\" with both quotes.")
-        if not name or Path(name).name != name or name.startswith("."):
+        if Path(name).name != name or name.startswith("."):
             raise UserError(f"data.name={name!r} names a cache folder: give a name without slashes.")
-        for key, value, least in (("seed", seed, 0), ("data.num_workers", num_workers, 0), ("data.views", views, 1)):
-            if isinstance(value, int) and value < least or isinstance(value, str) and value != "auto":
-                raise UserError(f"{key}={value} must be at least {least}.")
-        if path not in PATHS:
-            raise UserError(f"data.path={path} must be one of {', '.join(PATHS)}.")
+        for key, value in (("seed", seed + 1), ("data.views", views), ("data.eval_batch_size", eval_batch_size)):
+            if value < 1:
+                raise UserError(f"{key}={value - (key == 'seed')} must be at least {1 - (key == 'seed')}.")
+        if num_workers != "auto" and (isinstance(num_workers, str) or num_workers < 0):
+            raise UserError(f"data.num_workers={num_workers} must be auto or at least 0.")
+        if path not in ("auto", "array", "loader"):
+            raise UserError(f"data.path={path} must be one of auto, array, loader.")
         self.name: str = name
         self.image_size, self.seed, self.cache_dir = image_size, seed, Path(cache_dir)
         self.global_batch_size, self.eval_batch_size = global_batch_size, eval_batch_size
@@ -113,7 +115,6 @@ class ImageDataModule(LightningDataModule):
         self._mask_names: list[str] = []
         self._groups: np.ndarray | None = None
         self._given = np.zeros(0, np.int8)  # (n,) the splits that the source names, −1 for images that are not used
-        self._set_splits(Splits(self._given, self._given, self._given))
         self._placed: dict[str, int] = {}  # rank and world_size; empty: not placed yet
         self.use()
 
@@ -135,12 +136,9 @@ class ImageDataModule(LightningDataModule):
             self.channels, tuple(self.mean),
         )  # fmt: skip
         self.augmentation = augmentation or CropFlip()
-        self._crop_flip: CropFlip | None = None  # where the device augments whole batches; else a pipeline per image
-        self._pipeline: Operation | None = None
-        if isinstance(self.augmentation, CropFlip) and self.augmentation.on_whole_batches:
-            self._crop_flip = self.augmentation
-        else:
-            self._pipeline = self.augmentation.pipeline(self.framing)
+        chosen = self.augmentation  # the device does it to whole batches, or a pipeline to single images
+        self._crop_flip = chosen if isinstance(chosen, CropFlip) and chosen.on_whole_batches else None
+        self._pipeline = None if self._crop_flip else chosen.pipeline(self.framing)
 
     def identity(self) -> Any:
         """Return what the images depend on, as JSON values; None: they are read anew by every process.
@@ -165,11 +163,10 @@ class ImageDataModule(LightningDataModule):
             return
         self._load()
         self.num_classes, self._is_prepared = len(self.class_names) or 1, True
-        splits = self.split.assign(self._classes(), self._given, self._groups, training=self.stage != "test")
-        if splits.drew_test:
-            self.data_hash = fingerprint([self.data_hash, splits.test.tolist()])
-        self.notes += splits.notes
-        self._set_splits(splits)
+        self._set_splits(self.split.assign(self._classes(), self._given, self._groups, training=self.stage != "test"))
+        if self.test_is_drawn:
+            self.data_hash = fingerprint([self.data_hash, self.splits.test.tolist()])
+        self.notes += self.splits.notes
         self._check()
 
     def _set_splits(self, splits: Splits) -> None:
@@ -183,7 +180,10 @@ class ImageDataModule(LightningDataModule):
             images = self.read().check(self.name)
             self.data_hash = images.hash()
         else:
-            folder = self.cache_folder([_code_of(type(self)), self.resize, self.image_size, identity])
+            code = ""  # after a change of the class it may read other images
+            with suppress(OSError, TypeError):  # typed in a notebook
+                code = inspect.getsource(type(self))
+            folder = self.cache_folder([code, self.resize, self.image_size, identity])
             facts = cached(folder, lambda part: self.read().check(self.name).save(part))
             images, self.data_hash = ImageSet.load(folder, facts["set"]), facts["data_hash"]
         self._array, self.class_names, self._given = images.images, images.class_names, images.splits
@@ -228,15 +228,14 @@ class ImageDataModule(LightningDataModule):
 
     def test_on_all(self) -> None:
         """Test on all images; call it between `prepare` and `place`."""
-        every = np.flatnonzero(self._given >= 0)
-        self._set_splits(Splits(every[:0], every[:0], every))
+        self._set_splits(Splits(np.where(self._given >= 0, TEST, -1)))
 
     def _check(self) -> None:
-        if self.eval_batch_size < 1:
-            raise UserError(f"data.eval_batch_size={self.eval_batch_size} must be at least 1.")
-        if self.stage != "test" and not self.num_train:
+        if self.stage == "test":
+            return
+        if not self.num_train:
             raise UserError(f"{self.name} has no images to train on: all are for validation or test.")
-        if self.stage != "test" and not 1 <= self.global_batch_size <= self.num_train:
+        if not 1 <= self.global_batch_size <= self.num_train:
             raise UserError(
                 f"data.global_batch_size={self.global_batch_size}, but {self.name} has {self.num_train} training "
                 f"images: give a size from 1 to {self.num_train}."
@@ -255,14 +254,14 @@ class ImageDataModule(LightningDataModule):
     @property
     def counts_per_split(self) -> dict[str, list[int]]:
         """Return the number of images of each class or label in train, val and test; empty for other targets."""
-        counts = {}
+        counts: dict[str, list[int]] = {}
         for name in SPLITS:
             index = getattr(self.splits, name)
+            counts[name] = []
             if self.target_kind == "labels":
                 counts[name] = (self._targets[""][index] > 0).sum(0).tolist()
-            else:
-                found = np.bincount(self._classes()[index], minlength=self.num_classes).tolist()
-                counts[name] = found if self.target_kind == "class" else []
+            elif self.target_kind == "class":
+                counts[name] = np.bincount(self._targets[""][index], minlength=self.num_classes).tolist()
         return counts
 
     @property
@@ -281,12 +280,12 @@ class ImageDataModule(LightningDataModule):
 
     def target_name(self, position: int) -> str:
         """Return the class, labels or number of an image; images of one name have equal targets."""
-        if self.target_kind not in ("class", "labels", "number"):
-            return ""
-        target = self._targets[""][position]
+        target: Any = self._targets[""][position] if self.target_kind in ("class", "labels", "number") else None
+        if self.target_kind == "class":
+            return self.class_names[target]
         if self.target_kind == "labels":
             return ", ".join(name for name, value in zip(self.class_names, target) if value > 0)
-        return self.class_names[target] if self.target_kind == "class" else f"{target:g}"
+        return "" if target is None else f"{target:g}"
 
     def image_sizes(self) -> list[tuple[int, int]]:
         """Return (width, height) of some images in pixels."""
@@ -298,18 +297,7 @@ class ImageDataModule(LightningDataModule):
         Args:
             compare_all: of files, however many there are.
         """
-        return describe(identical_arrays(self._array, self.used()), self) if self._array is not None else {}
-
-    def used(self) -> np.ndarray:
-        """Return the positions of all images of a split."""
-        return np.unique(np.concatenate([self.splits.train, self.splits.val, self.splits.test]))
-
-    def split_of_each(self) -> np.ndarray:
-        """Return (n,) 0 train, 1 val, 2 test, −1 none."""
-        split_of = np.full(len(self._given), -1, np.int8)
-        for number, name in enumerate(SPLITS):
-            split_of[getattr(self.splits, name)] = number
-        return split_of
+        return {} if self._array is None else describe(identical_arrays(self._array, self.splits.of_each), self)
 
     # Placement and loaders
 
@@ -347,15 +335,14 @@ class ImageDataModule(LightningDataModule):
         if self.augmentation.mixing and (self.views > 1 or self.target_kind not in ("class", "labels")):
             what = f"data.views={self.views}" if self.views > 1 else f"targets of the kind {self.target_kind}"
             raise UserError(f"augmentation.mixup_alpha and cutmix_alpha cannot mix {what}: give both 0.")
-        if self._pipeline is None or not self._mask_names:
-            return
-        blank = Image.new("L" if self.channels == 1 else "RGB", (self.resize, self.resize))
-        try:
-            self._pipeline((blank, *as_masks([np.zeros((self.resize, self.resize))])))
-        except TypeError as error:
-            raise UserError(
-                f"This augmentation cannot move masks ({error}): take augmentation=crop_flip or resized_crop."
-            ) from None
+        if self._pipeline is not None and self._mask_names:
+            blank = Image.new("L" if self.channels == 1 else "RGB", (self.resize, self.resize))
+            try:
+                self._pipeline((blank, *as_masks([np.zeros((self.resize, self.resize))])))
+            except TypeError as error:
+                raise UserError(
+                    f"This augmentation cannot move masks ({error}): take augmentation=crop_flip or resized_crop."
+                ) from None
 
     def setup(self, stage: str | None = None) -> None:
         trainer = self.trainer
@@ -417,9 +404,8 @@ class ImageDataModule(LightningDataModule):
     def sample_images(self, count: int) -> Tensor:
         """Return the first training images, not augmented: (count, channels, image_size, image_size) on the CPU."""
         self.setup()
-        index, loader = self.splits.train[:count], self._loader
-        batches = [loader.pixels(move_data_to_device(batch, loader.device)) for batch in self._eval_batches(index)]
-        return torch.cat(batches)[: len(index)].cpu()
+        batches, loader = self._eval_batches(self.splits.train[:count]), self._loader
+        return torch.cat([loader.pixels(move_data_to_device(batch, loader.device)).cpu() for batch in batches])
 
     def on_after_batch_transfer(self, batch: LoadedBatch, dataloader_idx: int) -> tuple[Tensor, Any]:
         """Return images and targets; mixed images have shares of classes, (n, num_classes) float."""
@@ -435,14 +421,6 @@ class ImageDataModule(LightningDataModule):
         """Return what opens a single image and its masks in a worker process."""
         assert self._array is not None
         return partial(_sample_of_arrays, self._array, list(self._mask_arrays.values()))
-
-
-def _code_of(module: type) -> str:
-    """The source of a data module: after a change it may read other images."""
-    try:
-        return inspect.getsource(module)
-    except (OSError, TypeError):  # typed in a notebook
-        return ""
 
 
 def _sample_of_arrays(array: np.ndarray, masks: list[np.ndarray], position: int) -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """Base class of data modules that list their encoded images (in files, tables or shards) before reading them."""
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,15 +14,12 @@ from lockstep.data.decoding import CorruptImage, decode_all, open_image, pixels_
 from lockstep.data.image_datamodule import ImageDataModule
 from lockstep.data.listing import ImageList
 from lockstep.data.loading import OpenSample
-from lockstep.data.node_cache import Content, cached, require_space
+from lockstep.data.node_cache import Content, cached
 from lockstep.data.report import MAX_COMPARED, describe, identical_files
 from lockstep.data.targets import BINARY, IMAGES, VOID, as_masks, hash_of_pixels, mask_classes
 from lockstep.runs.errors import UserError
 
-SAMPLE = 64  # images whose sizes are looked at before the path is chosen
-
-
-class _OtherSizeError(Exception): ...
+SAMPLE = 64  # images whose sizes are reported
 
 
 class ListedDataModule(ImageDataModule):
@@ -71,38 +69,38 @@ class ListedDataModule(ImageDataModule):
         self._list = images = self.list_images()
         self.class_names = images.class_names
         self._given, self._groups = images.splits, images.groups
-        if not images.has_masks:
-            self._set_targets({"": images.targets}, [])
-        else:
-            self._set_targets({}, [""])
+        self._set_targets({} if images.has_masks else {"": images.targets}, [""] if images.has_masks else [])
+        if images.has_masks:
             folder = self.cache_folder(["masks", images.identity])
             found = cached(folder, lambda _: {"classes": mask_classes(len(images), images.read_mask)})
             self.class_names = found["classes"]
         self.left_out, self.notes = dict(images.left_out), list(images.notes)
-        side = None if self.requested_path == "loader" else self._common_side()
-        self._taken = self._choose_path(side)
-        failures: dict[str, str] = {}
+        self._taken = self._choose_path()
+        content: Content = {}
         if self._taken[0] == "array":
-            decoding = [self.channels, self.resize, self.fit, self.framing.interpolation, self._pipeline is None]
-            folder = self.cache_folder([images.identity, decoding])
-            facts = cached(folder, partial(self._write_array, side))
-            self._array, failures = np.load(folder / IMAGES, mmap_mode="c"), facts["failures"]
+            decoding = [self.channels, self.resize, self.image_size, self.fit, self.framing.interpolation]
+            folder = self.cache_folder([images.identity, self._skip_corrupt, decoding])
+            content = cached(folder, self._write_array)
+            self._array = np.load(folder / IMAGES, mmap_mode="c")
         elif self._skip_corrupt:
-            failures = cached(self.cache_folder(["damaged", images.identity]), self._find_damaged)["failures"]
-        if failures and not self._skip_corrupt:
-            raise UserError(f"{next(iter(failures.values()))}: repair it, or set data.skip_corrupt=true.")
-        if failures:
+            content = cached(self.cache_folder(["damaged", images.identity]), self._find_damaged)
+        if failures := content.get("failures"):
             self.left_out["damaged images"] = list(failures.values())
-            self._given = self._given.copy()
-            self._given[[int(position) for position in failures]] = -1  # in no split
+            self._given = self._without(failures)
         kept = np.flatnonzero(self._given >= 0)
-        self.data_hash = facts["data_hash"] if self._taken[0] == "array" else images.content_hash(kept)
+        self.data_hash = content.get("data_hash") or images.content_hash(kept)
 
-    def _choose_path(self, side: int | None) -> tuple[str, str]:
+    def _without(self, failures: Content | dict[int, str]) -> np.ndarray:
+        """Return the splits that the source names, with −1 for images that cannot be decoded."""
+        given = self._given.copy()
+        given[[int(position) for position in failures]] = -1
+        return given
+
+    def _choose_path(self) -> tuple[str, str]:
         if self._mask_names:
             return "loader", "masks are read with their images"
-        gib = len(self._list) * (side or self.resize) ** 2 * self.channels / 2**30
-        if self._pipeline is not None and side is None and self.requested_path != "loader":
+        gib = len(self._list) * self.resize**2 * self.channels / 2**30
+        if self._pipeline is not None and self.requested_path != "loader":
             why = "the augmentation needs images in their original size, but an array would hold them resized to "
             why += f"{self.resize} px"
             if self.requested_path == "array":
@@ -115,51 +113,30 @@ class ListedDataModule(ImageDataModule):
     def path_taken(self) -> tuple[str, str]:
         return self._taken
 
-    def _common_side(self) -> int | None:
-        """Return the side if all checked images are squares of one size, at most `resize` pixels; else None."""
-        sides = set(self.image_sizes())
-        width, height = sides.pop() if len(sides) == 1 else (0, 1)
-        return width if width == height <= self.resize else None
-
     def image_sizes(self) -> list[tuple[int, int]]:
         found = []
         for i in np.linspace(0, len(self._list) - 1, min(len(self._list), SAMPLE)).astype(int).tolist():
-            with suppress(CorruptImage):  # reported later, when all images are decoded
-                found.append(self.source_opener()(i)[0].size)
+            with suppress(CorruptImage):  # which the loader names
+                found.append(self.sample_opener()(i)[0].size)
         return found
 
-    def _write_array(self, side: int | None, folder: Path) -> Content:
-        """Decode all images into the array file in `folder`.
-
-        Args:
-            side: result of `_common_side`.
-        """
-        size, open_one, n = side or self.resize, self.source_opener(), len(self._list)
-        require_space(folder, n * size * size * self.channels)
-        shape = (n, size, size, self.channels)
+    def _write_array(self, folder: Path) -> Content:
+        """Decode all images into the array file in `folder`."""
+        open_one, n = self.sample_opener(), len(self._list)
+        shape = (n, self.resize, self.resize, self.channels)
         out = np.lib.format.open_memmap(folder / IMAGES, mode="w+", dtype=np.uint8, shape=shape)
+        with (folder / IMAGES).open("r+b") as file:  # a disk that is full would kill the process later
+            os.posix_fallocate(file.fileno(), 0, out.offset + out.nbytes)
 
-        def decode_one(i: int) -> np.ndarray:
-            image = open_one(i)[0]
-            if side is not None and image.size != (side, side):
-                raise _OtherSizeError(
-                    f"{self.image_name(i)} has {image.width}×{image.height} pixels, others {side}×{side}"
-                )
-            return pixels_of(image if side else self.framing.square(image))
+        def decode_one(i: int) -> None:
+            out[i] = pixels_of(self.framing.square(open_one(i)[0]))
 
-        try:
-            failures = decode_all(n, decode_one, out, skip_corrupt=self._skip_corrupt)
-        except _OtherSizeError as error:
-            if self._pipeline is not None:
-                raise UserError(f"{error}: give data.path=loader.") from None
-            return self._write_array(None, folder)
-        kept = np.delete(np.arange(n), list(failures))
-        data_hash = hash_of_pixels(out, self._classes(), self.class_names, self._given, kept)
+        failures = decode_all(n, decode_one, skip_corrupt=self._skip_corrupt)
+        data_hash = hash_of_pixels(out, self._classes(), self.class_names, self._without(failures))
         return {"failures": failures, "data_hash": data_hash}
 
-    def _find_damaged(self, folder: Path) -> Content:
-        open_one = self.source_opener()
-        return {"failures": decode_all(len(self._list), lambda i: pixels_of(open_one(i)[0]), None, skip_corrupt=True)}
+    def _find_damaged(self, _folder: Path) -> Content:
+        return {"failures": decode_all(len(self._list), self.sample_opener(), skip_corrupt=True)}
 
     def _check(self) -> None:
         super()._check()
@@ -177,18 +154,15 @@ class ListedDataModule(ImageDataModule):
         if self._array is not None:
             return super().identical_images()
         try:
-            groups = identical_files(self._list, self.used(), None if compare_all else MAX_COMPARED)
+            groups = identical_files(self._list, self.splits.of_each, None if compare_all else MAX_COMPARED)
         except CorruptImage:  # the loader names it
             return {}
         too_many = "not checked for identical images (too many files of equal size): run `python src/check_data.py`"
         return {too_many: []} if groups is None else describe(groups, self)
 
-    def source_opener(self) -> OpenSample:
+    def sample_opener(self) -> OpenSample:
         """Return what opens an image and its mask where they lie."""
         return partial(_open_listed, self._list, self.channels, self.class_names == BINARY)
-
-    def sample_opener(self) -> OpenSample:
-        return self.source_opener() if self._array is None else super().sample_opener()
 
 
 def _open_listed(images: ImageList, channels: int, is_binary: bool, position: int) -> tuple[Any, ...]:

@@ -10,14 +10,12 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
-from lockstep.data.decoding import CorruptImage, is_image
+from lockstep.data.decoding import CorruptImage, is_image, open_mask
 from lockstep.runs.errors import UserError
 
 TRAIN, VAL, TEST = 0, 1, 2
@@ -26,9 +24,7 @@ SPLIT_OF = {  # the names that Hugging Face's datasets know, in any case
     "train": TRAIN, "training": TRAIN, "val": VAL, "valid": VAL, "validation": VAL, "dev": VAL,
     "test": TEST, "testing": TEST, "eval": TEST, "evaluation": TEST,
 }  # fmt: skip
-GROUPS = {".csv": "csv", ".parquet": "parquet", ".tar": "webdataset"}  # the option of data= for each kind of file
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.0*)?")
-DIGITS = re.compile("([0-9]+)")
 SYSTEM_NAMES = {  # of macOS, Synology, Linux, Windows, Python
     "__MACOSX", "@eaDir", "#recycle", "#snapshot", "lost+found", "$RECYCLE.BIN", "System Volume Information",
     "__pycache__",
@@ -95,19 +91,17 @@ class ImageList:
         # Arrays of bytes, which worker processes share; they would copy strings one by one.
         self._names = np.array([os.fsencode(item.name) for item in items])
         self.splits = np.array([item.split for item in items], np.int8)
-        self.size, self.mtime, self._start = (
+        self.size, self._mtime, self._start = (
             np.array([getattr(item, key) for item in items], np.int64) for key in ("size", "mtime", "start")
         )
-        number_of_file = {file: number for number, file in enumerate(dict.fromkeys(files))}
-        self._files = None if None in number_of_file else list(number_of_file)
-        self._file = np.array([number_of_file[file] for file in files], np.int32)
+        self._files = None if None in files else np.unique(files, return_inverse=True)
         self.groups = None if None in groups else np.unique(groups, return_inverse=True)[1]
         self._masks = np.array([os.fsencode(label) for label in labels]) if target == "mask" else None
         self.class_names = list(label_columns)
         if target == "mask":
             self.targets = np.zeros(len(items), np.int64)
         elif label_columns or target == "number":
-            self.targets = np.array([_number(folder, item) for item in items], np.float32)
+            self.targets = np.array([self._number(item) for item in items], np.float32)
         else:
             tidy = tidy_labels(set(labels))
             self.class_names = ordered_classes(tidy.values())
@@ -123,8 +117,21 @@ class ImageList:
     def has_masks(self) -> bool:
         return self._masks is not None
 
+    def _number(self, item: Item) -> np.ndarray:
+        try:
+            number = np.asarray(item.label, np.float32)
+        except (TypeError, ValueError):
+            number = np.array(np.nan)
+        if np.isnan(number).any():
+            raise UserError(f"{self.folder / item.name}: the target {str(item.label)[:50]} is no number.")
+        return number
+
     def name(self, i: int) -> str:
         return os.fsdecode(self._names[i])
+
+    def path(self, i: int) -> str:
+        """Return the image's name with the folder before it."""
+        return str(self.folder / self.name(i))
 
     def read(self, i: int) -> bytes:
         """Return the encoded image.
@@ -134,7 +141,7 @@ class ImageList:
         """
         size = int(self.size[i])
         try:
-            with open(self.folder / (self._files[self._file[i]] if self._files else self.name(i)), "rb") as file:
+            with open(self._files[0][self._files[1][i]] if self._files else self.path(i), "rb") as file:
                 file.seek(int(self._start[i]))
                 data = file.read(size)
         except OSError as error:
@@ -144,31 +151,15 @@ class ImageList:
         return data
 
     def read_mask(self, i: int) -> np.ndarray:
-        """Return the class of each pixel, (height, width) uint8.
-
-        Raises:
-            CorruptImage: it cannot be read, or has several channels.
-        """
+        """Return the class of each pixel, (height, width) uint8."""
         assert self._masks is not None
-        path = self.folder / os.fsdecode(self._masks[i])
-        try:
-            with Image.open(path) as image:
-                pixels = np.asarray(image)
-        except Exception as error:  # a damaged file makes Pillow raise nearly anything
-            raise CorruptImage(f"the mask {path} cannot be decoded ({error})") from None
-        if pixels.ndim != 2 or pixels.dtype not in (np.uint8, np.bool_):
-            raise CorruptImage(f"the mask {path} must have one channel of 8 bits, the class of each pixel")
-        return pixels.astype(np.uint8)
-
-    def path(self, i: int) -> str:
-        """Return the image's name with the folder before it."""
-        return str(self.folder / self.name(i))
+        return open_mask(self.folder / os.fsdecode(self._masks[i]))
 
     @property
     def identity(self) -> str:
         """A hash that changes with any name, size, time, target or split."""
         digest = hashlib.sha256(json.dumps([str(self.folder), self.class_names]).encode())
-        parts = [self._names, self.size, self.mtime, self.targets, self.splits]
+        parts = [self._names, self.size, self._mtime, self.targets, self.splits]
         if self._masks is not None:
             stats = [os.stat(self.folder / os.fsdecode(mask)) for mask in self._masks]
             parts += [self._masks, np.array([(each.st_size, each.st_mtime_ns) for each in stats])]
@@ -179,14 +170,6 @@ class ImageList:
     def content_hash(self, kept: np.ndarray) -> str:
         """Return a hash of names and sizes, for images that nobody has opened."""
         return fingerprint([[self.name(i) for i in kept.tolist()], self.size[kept].tolist()])
-
-
-def _number(folder: Path, item: Item) -> Any:
-    """Return one float or several."""
-    try:
-        return np.asarray(item.label, np.float32)
-    except ValueError:
-        raise UserError(f"{folder / item.name}: the target {item.label} is no number.") from None
 
 
 def tidy_labels(labels: Iterable[str]) -> dict[str, str]:
@@ -206,7 +189,7 @@ def ordered_classes(names: Iterable[str]) -> list[str]:
 
 def natural_key(name: str) -> list[str | int]:
     """Sort img9 before img10."""
-    parts: list[str | int] = list(DIGITS.split(name))  # text and digits in turn
+    parts: list[str | int] = list(re.split("([0-9]+)", name))  # text and digits in turn
     parts[1::2] = map(int, parts[1::2])
     return parts
 
@@ -223,26 +206,27 @@ def images_below(root: Path, left_out: LeftOut, tree: Tree | None = None) -> lis
     def collect(name: str, above: set[tuple[int, int]]) -> None:
         for entry in list(os.scandir(root / name)):
             inner = f"{name}/{entry.name}" if name else entry.name
+            reason = ""
             if entry.name.startswith(".") or entry.name in SYSTEM_NAMES:
-                if is_image(entry.name):
-                    left_out.setdefault("hidden images", []).append(inner)
+                reason = "hidden images" if is_image(entry.name) else ""
             elif entry.is_dir():
                 stat = os.stat(entry.path)
                 if (stat.st_dev, stat.st_ino) in above:
-                    left_out.setdefault("links to a folder above", []).append(inner)
-                    continue
-                top, _, second = inner.partition("/")
-                if tree is not None and "/" not in second:
-                    tree.setdefault(top, []).extend([second] if second else [])
-                collect(inner, above | {(stat.st_dev, stat.st_ino)})
+                    reason = "links to a folder above"
+                else:
+                    top, _, second = inner.partition("/")
+                    if tree is not None and "/" not in second:
+                        tree.setdefault(top, []).extend([second] if second else [])
+                    collect(inner, above | {(stat.st_dev, stat.st_ino)})
             elif not is_image(entry.name):
-                ending = os.path.splitext(entry.name)[1].lower()
-                left_out.setdefault(f"{ending or 'nameless'} files", []).append(inner)
+                reason = f"{os.path.splitext(entry.name)[1].lower() or 'nameless'} files"
             elif not entry.is_file():
                 raise UserError(f"{entry.path} cannot be read (a broken link or no regular file): remove it.")
             else:
                 stat = entry.stat()
                 found.append(Item(inner, size=stat.st_size, mtime=stat.st_mtime_ns))
+            if reason:
+                left_out.setdefault(reason, []).append(inner)
 
     top = os.stat(root)
     try:
@@ -275,33 +259,19 @@ def fingerprint(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def local_root(root: str | Path | None, option: str, example: str) -> Path:
+def local_root(root: str | Path | None, what: str) -> Path:
     """Return data.root as an absolute path.
 
+    Args:
+        what: it has to be, for the error.
     Raises:
         UserError: it is not given, or is a remote address.
     """
     if not root:
-        raise UserError(f"data={option} needs data.root={example}.")
+        raise UserError(f"data.root= is missing: give {what}.")
     if "://" in str(root):
         raise UserError(
             f"data.root={root} is an address, and images are read from a disk: copy them first, as train.py and "
             "eval.py do for s3://bucket/prefix."
         )
     return Path(root).expanduser().absolute()
-
-
-def suggestion(root: Path, mine: str) -> str:
-    """Return the end of an error of data=`mine`: the option that reads what is in `root`, if another does."""
-    inner = [*_some_of(root), *_some_of(root / "train"), *_some_of(root / "data")]
-    for path in (root, *inner):
-        option = GROUPS.get(path.suffix.lower(), mine)
-        if option != mine and path.is_file():
-            return f" Did you mean data={option} data.root={path if option == 'csv' else root}?"
-    if mine != "image_folder" and any(is_image(path.name) for each in inner for path in _some_of(each)):
-        return f" Did you mean data=image_folder data.root={root}?"
-    return ""
-
-
-def _some_of(folder: Path) -> list[Path]:
-    return sorted(islice(folder.iterdir(), 1000)) if folder.is_dir() else []

@@ -34,8 +34,6 @@ MakeSample = Callable[[int, list[int]], tuple[np.ndarray, ...]]
 """(position, draws) → uint8 pixels of the image (side, side, channels) and of each mask (side, side); each draw seeds
 the random stream of one view, and several views are stacked"""
 
-_workers: set[multiprocessing.process.BaseProcess] = set()
-
 
 def workers_of(stated: int | str, device: torch.device) -> int:
     """Return how many worker processes load the images of this rank."""
@@ -65,12 +63,10 @@ class BatchLoader:
         self.transforms, self.framing, self.device = transforms.to(device), framing, device
         self.targets, self.mask_names, self.open_sample = targets, mask_names, open_sample
         self.num_workers = workers_of(num_workers, device)
-        self.array = None if array is None else torch.from_numpy(array)
-        self.mask_arrays = {name: torch.from_numpy(masks) for name, masks in mask_arrays.items()}
         self.is_resident = array is not None and (device.type == "cpu" or array.nbytes <= device_array_gib * 2**30)
-        if self.array is not None and self.is_resident:
-            self.array = self.array.to(device)
-            self.mask_arrays = {name: masks.to(device) for name, masks in self.mask_arrays.items()}
+        place = device if self.is_resident else torch.device("cpu")
+        self.array = None if array is None else torch.from_numpy(array).to(place)
+        self.mask_arrays = {name: torch.from_numpy(masks).to(place) for name, masks in mask_arrays.items()}
 
     def whole(self, selections: Iterable[Selection]) -> Iterator[LoadedBatch]:
         """Yield images that the device crops: for evaluation, and for an augmentation of whole batches."""
@@ -162,7 +158,7 @@ class _Batches(Dataset):
         try:
             samples = [self._make(*each) for each in wanted]
         except (CorruptImage, UserError) as error:  # raised here it would carry the worker's traceback
-            return error
+            return error.refusal() if isinstance(error, CorruptImage) else error
         found = [np.stack(each) for each in zip(*samples)]
         # A worker that finds no shared memory (64 MB in a container by default) fails without a word to the loader:
         # arrays go through a pipe, more slowly.
@@ -199,34 +195,29 @@ def stream(
         pin_memory=pin_memory,
         generator=torch.Generator(),  # the loader draws a seed: not from the global stream, which a resume restores
     )  # fmt: skip
-    before = set(multiprocessing.active_children())
     # Workers are born with these blocked: a signal to all processes of a job is for the rank, which saves first.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     with warnings.catch_warnings():  # forking beside idle threads is what every DataLoader does; Python 3.12 warns
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork.*", DeprecationWarning)
         batches = iter(loader)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    started = set(multiprocessing.active_children()) - before
-    _workers.update(started)
     try:
         for found in batches:
-            if isinstance(found, CorruptImage):
-                raise UserError(f"{found}: repair or remove it, or leave out such images with data.skip_corrupt=true.")
             if isinstance(found, Exception):
                 raise found
             selection = waiting.popleft()
             yield selection, [torch.as_tensor(each[: len(selection.positions)]) for each in found]
     finally:
         del batches  # ends the workers now: an error's traceback would keep them, and the program's end wait for them
-        _workers.difference_update({worker for worker in started if not worker.is_alive()})
 
 
 @atexit.register
-def _end_workers() -> None:
-    """Runs before multiprocessing's own exit handler, which would wait for workers that ignore SIGTERM."""
-    if _workers:
+def _kill_workers() -> None:
+    """Run before multiprocessing's own exit handler, which would wait for workers that ignore SIGTERM."""
+    workers = [process for process in multiprocessing.active_children() if process.daemon]
+    if workers:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report them as failed
-    for worker in _workers:
+    for worker in workers:
         worker.kill()
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import UserError, no_room
-from lockstep.runs.files import NO_LOCKS, locked_file, sync_folder
+from lockstep.runs.files import locked_file, sync_folder
 
 META = "meta.json"
-LARGER_DISK = "give data.cache_dir=FOLDER on a larger disk"
 Content = dict[str, Any]  # JSON values
 
 
@@ -33,8 +32,8 @@ def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
         try:
             held.enter_context(locked_file(folder.with_name(f"{folder.name}.lock"), required=True))
         except OSError as error:
-            reason = "cannot lock files" if error.errno in NO_LOCKS else f"cannot be written ({error.strerror})"
-            raise UserError(f"{folder.parent} {reason}: give data.cache_dir=FOLDER on a local disk that can.") from None
+            reason = f"cannot be written or locked ({error.strerror}): give data.cache_dir=FOLDER on a local disk"
+            raise UserError(f"{folder.parent} {reason}.") from None
         if read_meta(folder) is None:  # nobody built it while this process waited
             part = folder.with_name(f".{folder.name}.part")
             for old in (folder, part):
@@ -48,10 +47,9 @@ def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
                 for path in part.iterdir():
                     with path.open("rb") as file:
                         os.fsync(file.fileno())
-                sync_folder(part)
                 os.replace(part, folder)
             except Exception as error:
-                if full := no_room(error, folder.parent, LARGER_DISK):
+                if full := no_room(error, folder.parent, "give data.cache_dir=FOLDER on a larger disk"):
                     raise full from None
                 raise
             sync_folder(folder.parent)
@@ -62,24 +60,13 @@ def read_meta(folder: Path) -> Content | None:
     """Return what `build` returned, or None where the folder is missing or a file of it has another size."""
     try:
         meta = json.loads((folder / META).read_text())
-        if all((folder / name).stat().st_size == size for name, size in meta["files"].items()):
-            return meta["content"]
+        whole = all((folder / name).stat().st_size == size for name, size in meta["files"].items())
+        return meta["content"] if whole else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
-    return None
+        return None
 
 
 def file_identity(path: Path) -> list[Any]:
     """Return path, size and modification time, which tell that a file is unchanged without reading it."""
     stat = os.stat(path)
     return [str(path), stat.st_size, stat.st_mtime_ns]
-
-
-def require_space(folder: Path, num_bytes: int) -> None:
-    """Raise UserError if the disk of `folder` has less free space."""
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise UserError(
-            f"{folder} has {free / 2**30:.1f} GiB free, and the images need {num_bytes / 2**30:.1f} GiB: "
-            "give data.cache_dir=FOLDER on a larger disk."
-        )

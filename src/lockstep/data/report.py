@@ -34,10 +34,7 @@ def report_of(data: Any, *, compare_all: bool = False) -> tuple[dict[str, Any], 
         data: a prepared ImageDataModule.
         compare_all: look for identical files, however many have the same size.
     """
-    identical, sizes = (
-        data.identical_images(compare_all),
-        sorted(data.image_sizes(), key=lambda size: size[0] * size[1]),
-    )
+    identical, sizes = data.identical_images(compare_all), sorted(data.image_sizes(), key=np.prod)
     counts = data.counts_per_split
     fields = {
         "images_per_class": {
@@ -139,22 +136,24 @@ def contact_sheet(path: Path, tiles: Sequence[tuple[list["Image.Image"], list[st
     sheet.save(path)
 
 
-def identical_arrays(images: np.ndarray, index: np.ndarray) -> list[list[int]]:
-    """Return groups of positions (out of `index`) whose pixels are equal.
+def identical_arrays(images: np.ndarray, split_of: np.ndarray) -> list[list[int]]:
+    """Return groups of positions whose pixels are equal.
 
     Args:
         images: (n, size, size, channels) uint8.
+        split_of: (n,) −1 for images that do not count.
     """
-    flat = images.reshape(len(images), -1)
+    flat, index = images.reshape(len(images), -1), np.flatnonzero(split_of >= 0)
     columns = np.linspace(0, flat.shape[1] - 1, min(SAMPLE_BYTES, flat.shape[1])).astype(int)
     samples = np.ascontiguousarray(flat[index[:, None], columns])
     return _groups(zip(index.tolist(), samples.view(f"V{len(columns)}").ravel().tolist()), lambda i: flat[i].tobytes())
 
 
-def identical_files(images: ImageList, index: np.ndarray, limit: int | None = MAX_COMPARED) -> list[list[int]] | None:
-    """Return groups of positions (out of `index`) whose files are equal; None: more than `limit` have equal sizes."""
-    sizes, counts = np.unique(images.size[index], return_counts=True)
-    index = index[np.isin(images.size[index], sizes[counts > 1])]
+def identical_files(images: ImageList, split_of: np.ndarray, limit: int | None) -> list[list[int]] | None:
+    """Return groups of positions whose files are equal; None: more than `limit` have equal sizes."""
+    index = np.flatnonzero(split_of >= 0)
+    _, of_size, counts = np.unique(images.size[index], return_inverse=True, return_counts=True)
+    index = index[counts[of_size] > 1]
     if limit is not None and len(index) > limit:
         return None
     return _groups(((i, (int(images.size[i]), images.read(i)[-SAMPLE_BYTES:])) for i in index.tolist()), images.read)
@@ -177,7 +176,7 @@ def describe(groups: list[list[int]], data: Any) -> dict[str, list[str]]:
     Args:
         data: a prepared ImageDataModule.
     """
-    splits = data.split_of_each()
+    splits = data.splits.of_each
     pairs: dict[str, list[tuple[int, int]]] = {"test": [], "validation": [], "labels": []}
     for group in groups:
         trained = [i for i in group if splits[i] == TRAIN]
@@ -187,12 +186,12 @@ def describe(groups: list[list[int]], data: Any) -> dict[str, list[str]]:
         pairs["labels"] += [(group[0], i) for i in group if data.target_name(i) != first][:1]
     found = {}
     for kind, some in pairs.items():
-        n, one = len(some), len(some) == 1
-        sentence = f"{n} {kind} image{' is' if one else 's are'} identical to {'a ' if one else ''}training image"
         if kind == "labels":
-            sentence = f"{n} image{' occurs' if one else 's occur'} under two labels"
-        elif not one:
-            sentence += "s"
+            sentence = "1 image occurs" if len(some) == 1 else f"{len(some)} images occur"
+            sentence += " under two labels"
+        else:
+            sentence = f"1 {kind} image is" if len(some) == 1 else f"{len(some)} {kind} images are"
+            sentence += " identical to " + ("a training image" if len(some) == 1 else "training images")
         if some:
             found[sentence] = [f"{data.image_name(a)} = {data.image_name(b)}" for a, b in some]
     return found

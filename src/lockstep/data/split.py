@@ -1,7 +1,7 @@
 """Decide which images train, validate and test: as the source says, else drawn per class or per group from the seed."""
 
+import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -12,18 +12,21 @@ from lockstep.runs.errors import UserError
 
 VAL_FRACTION = 0.1
 TEST_SEED = 42  # of drawn test images: every seed trains on the others
-TEST_IS_VAL = "no test images: the validation images are tested"
 
 
-@dataclass(frozen=True)
 class Splits:
-    """Positions of the images of each split, ascending; notes: sentences for the log."""
+    """The images that train, validate and test.
 
-    train: np.ndarray
-    val: np.ndarray
-    test: np.ndarray
-    drew_test: bool = False
-    notes: tuple[str, ...] = ()
+    Attributes:
+        of_each: (n,) int8, 0 train, 1 val, 2 test, −1 none.
+        train, val, test: positions of the images, ascending.
+        drew_test: the source names no test images.
+        notes: sentences for the log.
+    """
+
+    def __init__(self, of_each: np.ndarray, drew_test: bool = False, notes: tuple[str, ...] = ()) -> None:
+        self.of_each, self.drew_test, self.notes = of_each.astype(np.int8), drew_test, notes
+        self.train, self.val, self.test = (np.flatnonzero(of_each == split) for split in (TRAIN, VAL, TEST))
 
 
 @dataclass(frozen=True)
@@ -50,25 +53,17 @@ class Split:
     def __post_init__(self) -> None:
         if self.fold is None and self.num_folds is None:
             return
-        if self.fold is None or self.num_folds is None:
-            raise UserError("data.fold and data.num_folds go together, as data.fold=0 data.num_folds=5.")
-        if type(self.num_folds) is not int or self.num_folds < 2:
-            raise UserError(f"data.num_folds={self.num_folds}: give a whole number from 2 on.")
-        if type(self.fold) is not int or not 0 <= self.fold < self.num_folds:
-            last = self.num_folds - 1
+        fold, folds = self.fold, self.num_folds
+        if type(fold) is not int or type(folds) is not int or not 0 <= fold < folds or folds < 2:
             raise UserError(
-                f"data.fold={self.fold}: with data.num_folds={self.num_folds} give a whole number from 0 to {last}."
+                f"data.fold={fold} data.num_folds={folds}: give both, as data.fold=0 data.num_folds=5, the fold from 0 "
+                "to num_folds - 1."
             )
-        key, value = self._stated
-        if value != VAL_FRACTION:
+        if self.num_val is not None or self.val_fraction != VAL_FRACTION:
             raise UserError(
-                f"data.{key}={value} and data.fold={self.fold} both select the validation images: leave one of them "
-                f"out (data.{key}={'null' if key == 'num_val' else VAL_FRACTION})."
+                f"data.num_val={self.num_val} data.val_fraction={self.val_fraction} and data.fold={fold} both select "
+                f"the validation images: give data.num_val=null data.val_fraction={VAL_FRACTION} with folds."
             )
-
-    @property
-    def _stated(self) -> tuple[str, float]:
-        return ("val_fraction", self.val_fraction) if self.num_val is None else ("num_val", self.num_val)
 
     def assign(
         self, labels: np.ndarray, given: np.ndarray, groups: np.ndarray | None = None, *, training: bool = True
@@ -88,83 +83,104 @@ class Split:
         except UserError:
             if training:
                 raise
-            index = np.flatnonzero(given >= 0)
-            return Splits(index[:0], index[:0], index, drew_test=True)
+            return Splits(np.where(given >= 0, TEST, -1), drew_test=True)
 
     def _assign(self, labels: np.ndarray, given: np.ndarray, groups: np.ndarray | None) -> Splits:
-        train, val, test = (np.flatnonzero(given == split) for split in (TRAIN, VAL, TEST))
+        of_each, has_val, has_test = given.copy(), (given == VAL).any(), (given == TEST).any()
         if groups is not None:
-            pairs = np.unique(np.stack([groups, given.astype(np.int64)]), axis=1)
-            counts = np.unique(pairs[0], return_counts=True)[1]
-            if (counts > 1).any():
+            parts_of_group = np.unique(np.unique(np.stack([groups, given]), axis=1)[0], return_counts=True)[1]
+            if several := (parts_of_group > 1).sum():
                 raise UserError(
-                    f"data.group: {(counts > 1).sum()} of {len(counts)} groups have images in several of train, val "
-                    "and test, which the source assigns: give all images of a group one split, or leave splits out."
+                    f"data.group: {several} of {len(parts_of_group)} groups have images in several of train, val and "
+                    "test, which the source assigns: give all images of a group one split, or leave splits out."
                 )
-        if len(val) and self.fold is not None:
+        if has_val and self.fold is not None:
             raise UserError(
                 f"data.fold={self.fold}: the data have validation images of their own, so there is nothing to fold."
             )
-        key, value = self._stated
-        used_val = val[:0] if value == 0 else val
-        if len(val) and not len(test):
-            return Splits(train, used_val, val, notes=(TEST_IS_VAL,))
-        drew_test = not len(test)
-        if drew_test:
-            num_test, stream = round(self.test_fraction * len(train)), random_stream(TEST_SEED, TEST_STREAM)
-            train, test = self._draw(train, labels, groups, num_test, stream, "test_fraction", self.test_fraction)
-        if not len(val) and len(train) and value != 0:
+        if has_val and not has_test:
+            of_each[given == VAL] = TEST
+            splits = Splits(of_each, notes=("no test images: the validation images are tested",))
+            splits.val = splits.test if self._validates else splits.val
+            return splits
+        if not has_test:
+            train = np.flatnonzero(of_each == TRAIN)
+            count, stream = round(self.test_fraction * len(train)), random_stream(TEST_SEED, TEST_STREAM)
+            option = f"test_fraction={self.test_fraction}"
+            of_each[self._draw(train, labels, groups, count, stream, TEST_SEED, option)] = TEST
+        if not self._validates:
+            of_each[of_each == VAL] = -1
+        elif not has_val and (train := np.flatnonzero(of_each == TRAIN)).size:
             stream = random_stream(self.seed, SPLIT)
             if self.fold is not None:
-                train, used_val = self._folded(train, labels, groups, stream)
+                val = self._fold(train, labels, groups, stream)
+            elif self.num_val is not None:
+                val = self._draw(train, labels, groups, self.num_val, stream, self.seed, f"num_val={self.num_val}")
             else:
-                num_val = round(value * len(train)) if key == "val_fraction" else int(value)
-                train, used_val = self._draw(train, labels, groups, num_val, stream, key, value)
-        return Splits(train, used_val, test, drew_test)
+                count, option = round(self.val_fraction * len(train)), f"val_fraction={self.val_fraction}"
+                val = self._draw(train, labels, groups, count, stream, self.seed, option)
+            of_each[val] = VAL
+        return Splits(of_each, drew_test=not has_test)
+
+    @property
+    def _validates(self) -> bool:
+        return (self.val_fraction if self.num_val is None else self.num_val) != 0
 
     def _draw(
         self, index: np.ndarray, labels: np.ndarray, groups: np.ndarray | None, count: int,
-        stream: np.random.Generator, key: str, value: Any,
-    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """Return (rest, drawn), of which `drawn` has `count` images as far as classes and groups allow."""
-        if not 1 <= count < len(index):
-            purpose, off = ("test", "") if key == "test_fraction" else ("validate", f"; data.{key}=0 validates nothing")
+        stream: np.random.Generator, seed: int, option: str,
+    ) -> np.ndarray:  # fmt: skip
+        """Return about `count` of the images: exactly as many where they have no groups and the classes suffice."""
+        n = len(index)
+        if not 1 <= count < n:
             raise UserError(
-                f"data.{key}={value} of {len(index)} images leaves {len(index) - count} to train and {count} to "
-                f"{purpose} on: both need one at least{off}."
+                f"data.{option} of {n} images leaves {n - count} to train on and takes {count}: both need one at least."
             )
-        order = index[stream.permutation(len(index))]
         if groups is not None:
-            drawn = _drawn_groups(order, labels, groups, count)
+            num_folds = max(2, min(round(n / count), len(np.unique(groups[index]))))
+            folds = _folds_of_groups(labels[index], groups[index], num_folds, seed, option)
+            choices = [index[fold] for fold in folds]
         else:
-            drawn = _drawn_per_class(order, labels, count) if self.stratify else order[:count]
-        if not len(drawn):
-            raise UserError(
-                f"data.{key}={value} would draw {count} of {len(index)} images, but no "
-                f"{'class has a second image' if groups is None else 'group can be spared'}: each class keeps one to "
-                f"train on. Add images, or give data.{key}=0."
-            )
-        return np.setdiff1d(index, drawn), np.sort(drawn)
+            order = index[stream.permutation(n)]
+            choices = [_drawn_per_class(order, labels, count) if self.stratify else order[:count]]
+        for drawn in choices:
+            if len(drawn) and (not self.stratify or np.isin(labels[drawn], labels[np.setdiff1d(index, drawn)]).all()):
+                return drawn
+        raise UserError(
+            f"data.{option} would draw {count} of {n} images, but a class has no second "
+            f"{'image' if groups is None else 'group'}: each keeps one to train on. Add images, or give "
+            f"data.{option.partition('=')[0]}=0."
+        )
 
-    def _folded(
+    def _fold(
         self, index: np.ndarray, labels: np.ndarray, groups: np.ndarray | None, stream: np.random.Generator
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> np.ndarray:
         fold, num_folds = self.fold or 0, self.num_folds or 2
         if num_folds > len(index):
             raise UserError(f"data.num_folds={num_folds} exceeds the {len(index)} images: give at most {len(index)}.")
-        if groups is None:  # dealt out like cards, class by class: folds differ by at most one image, also in a class
-            order = index[stream.permutation(len(index))]
-            by_class = order[np.argsort(labels[order], kind="stable")]
-            validates = np.arange(len(index)) % num_folds == fold
-            return np.sort(by_class[~validates]), np.sort(by_class[validates])
-        from sklearn.model_selection import StratifiedGroupKFold
+        if groups is not None:
+            option = f"num_folds={num_folds}"
+            return index[_folds_of_groups(labels[index], groups[index], num_folds, self.seed, option)[fold]]
+        # Dealt out like cards, class by class: folds differ by at most one image, also in a class.
+        order = index[stream.permutation(len(index))]
+        return order[np.argsort(labels[order], kind="stable")][fold::num_folds]
 
-        folds = StratifiedGroupKFold(num_folds, shuffle=True, random_state=self.seed)
+
+def _folds_of_groups(
+    labels: np.ndarray, groups: np.ndarray, num_folds: int, seed: int, option: str
+) -> list[np.ndarray]:  # fmt: skip
+    """Return folds that keep groups together and have about the same share of each class."""
+    from sklearn.model_selection import StratifiedGroupKFold
+
+    if num_folds > (num_groups := len(np.unique(groups))):
+        raise UserError(f"data.{option} does not fit the {num_groups} groups of the images.")
+    with warnings.catch_warnings():  # of classes that have fewer images than there are folds
+        warnings.simplefilter("ignore", UserWarning)
+        folds = StratifiedGroupKFold(num_folds, shuffle=True, random_state=seed)
         try:
-            train, val = list(folds.split(index, labels[index], groups[index]))[fold]
+            return [fold for _, fold in folds.split(groups, labels, groups)]
         except ValueError as error:
-            raise UserError(f"data.num_folds={num_folds} does not fit the groups: {error}.") from None
-        return index[train], index[val]
+            raise UserError(f"data.{option} does not fit the groups: {error}.") from None
 
 
 def _drawn_per_class(order: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
@@ -183,18 +199,3 @@ def _drawn_per_class(order: np.ndarray, labels: np.ndarray, count: int) -> np.nd
     by_class = np.argsort(of_class, kind="stable")
     rank = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of an image within its class
     return order[by_class[rank < np.repeat(take, sizes)]]
-
-
-def _drawn_groups(order: np.ndarray, labels: np.ndarray, groups: np.ndarray, count: int) -> np.ndarray:
-    """Take whole groups in random order while they fit, and leave each class an image of another group."""
-    left, missing, taken = np.bincount(labels[order]), count, [order[:0]]
-    _, first_seen, of_group = np.unique(groups[order], return_index=True, return_inverse=True)
-    by_group = np.split(order[np.argsort(of_group, kind="stable")], np.cumsum(np.bincount(of_group))[:-1])
-    for number in np.argsort(first_seen):  # random, as the order is
-        members = by_group[number]
-        classes, counts = np.unique(labels[members], return_counts=True)
-        if missing > 0 and (len(members) <= missing or missing == count) and (left[classes] > counts).all():
-            taken.append(members)
-            left[classes] -= counts
-            missing -= len(members)
-    return np.concatenate(taken)

@@ -50,28 +50,30 @@ class ImageSet:
         if self.labels is not None:
             return {"": np.asarray(self.labels, np.int64)}
         given = self.targets if isinstance(self.targets, dict) else {"": self.targets}
-        return {name: _typed(np.asarray(values), self.images.shape[:3]) for name, values in given.items()}
+        found = {}
+        for name, values in ((name, np.asarray(values)) for name, values in given.items()):
+            if values.shape == self.images.shape[:3]:
+                found[name] = np.where(values < 0, VOID, values).astype(np.uint8)
+            else:
+                found[name] = values.astype(np.float32 if values.dtype.kind == "f" else np.int64)
+        return found
 
     @property
     def splits(self) -> np.ndarray:
         """Return (n,) with 0 for train, 1 for val, 2 for test."""
-        num_train = len(self.images) - self.num_val - self.num_test
+        num_train = max(len(self.images) - self.num_val - self.num_test, 0)
         return np.repeat([TRAIN, VAL, TEST], [num_train, self.num_val, self.num_test]).astype(np.int8)
 
     def check(self, name: str) -> "ImageSet":
         """Return itself, or raise UserError if the parts do not fit together."""
         n, num_classes = len(self.images), len(self.class_names)
-        for values in self.arrays().values():
+        for values in (self.splits, *self.arrays().values()):
             if len(values) != n:
                 raise UserError(f"{name} holds {n} images and {len(values)} labels: one of its files is not complete.")
-        if n <= self.num_val + self.num_test:
-            raise UserError(f"{name} holds {n} images, of which none is left to train on.")
         labels = np.zeros(0) if self.labels is None else self.labels
         wrong = labels[(labels < 0) | (labels >= num_classes)]
         if len(wrong):
-            raise UserError(
-                f"{name} has a label {wrong[0]}, but its {num_classes} classes go from 0 to {num_classes - 1}."
-            )
+            raise UserError(f"{name} has a label {wrong[0]}; its {num_classes} classes go from 0 to {num_classes - 1}.")
         return self
 
     def hash(self) -> str:
@@ -100,28 +102,19 @@ class ImageSet:
         return cls(np.load(folder / IMAGES, mmap_mode="c"), None, targets=targets, **rest)
 
 
-def hash_of_pixels(
-    images: np.ndarray, labels: np.ndarray, class_names: list[str], splits: np.ndarray, kept: np.ndarray | None = None
-) -> str:
+def hash_of_pixels(images: np.ndarray, labels: np.ndarray, class_names: list[str], splits: np.ndarray) -> str:
     """Return a hash over names, labels and pixels, independent of the files that they came in.
 
     Args:
-        kept: positions of the images that count; None: all.
+        splits: (n,) 0 train, 1 val, 2 test, −1 for an image that does not count.
     """
-    kept = np.arange(len(labels)) if kept is None else kept
-    counts = [int((splits[kept] == split).sum()) for split in (TRAIN, VAL)]
+    kept = np.flatnonzero(splits >= 0)
+    counts = [int((splits == split).sum()) for split in (TRAIN, VAL)]
     digest = hashlib.sha256(json.dumps([class_names, *counts]).encode())
     digest.update(np.ascontiguousarray(labels[kept], np.int64).data)
     for start in range(0, len(kept), 4096):
         digest.update(np.ascontiguousarray(images[kept[start : start + 4096]]).data)
     return digest.hexdigest()
-
-
-def _typed(values: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
-    """Return masks, which are whole numbers for each pixel of images of this size, as uint8; else int64 or float32."""
-    if values.dtype.kind == "f":
-        return values.astype(np.float32)
-    return np.where(values < 0, VOID, values).astype(np.uint8) if values.shape == size else values.astype(np.int64)
 
 
 def kind_of(targets: Arrays, mask_names: Iterable[str]) -> str:
@@ -154,13 +147,11 @@ def mask_classes(count: int, read: Callable[[int], np.ndarray]) -> list[str]:
     """
     is_there = np.zeros(256, bool)
 
-    def look(i: int) -> np.ndarray:
-        pixels = read(i)
-        is_there[pixels.ravel()] = True
-        return pixels
+    def look(i: int) -> None:
+        is_there[read(i).ravel()] = True
 
-    decode_all(count, look, None)
+    decode_all(count, look)
     values = np.flatnonzero(is_there).tolist()
     if VOID in values and set(values) <= {0, VOID}:
         return BINARY
-    return [str(value) for value in range(max([-1, *(value for value in values if value != VOID)]) + 1)]
+    return [str(value) for value in range(1 + max((value for value in values if value != VOID), default=-1))]

@@ -28,7 +28,7 @@ def test_an_image_that_claims_to_be_huge_is_refused(tmp_path):
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0))
     path = tmp_path / "bomb.png"
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b""))
-    with pytest.raises(CorruptImage, match="bomb.png claims too many pixels"):
+    with pytest.raises(CorruptImage, match="bomb.png cannot be decoded .*pixels"):
         decode(path, SQUARE)
 
 
@@ -76,7 +76,7 @@ def test_sixteen_bits_keep_their_shades(tmp_path, suffix):
 
 def test_thirty_two_bits_are_refused(tmp_path):
     Image.fromarray(np.ones((9, 9), np.float32)).save(tmp_path / "x.tif")
-    with pytest.raises(CorruptImage, match="x.tif has 32 bits per pixel"):
+    with pytest.raises(CorruptImage, match="x.tif cannot be decoded .32 bits per pixel"):
         decode(tmp_path / "x.tif", SQUARE)
 
 

@@ -66,8 +66,8 @@ def test_the_crop_share_that_is_exported_gives_the_resized_side_again():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"image_size": 64, "resize": 32}, "data.resize=32 is smaller than the crop data.image_size=64"),
-        ({"image_size": 0, "resize": 0}, "image_size=0"),
+        ({"image_size": 64, "resize": 32}, "data.resize=32 must be at least data.image_size=64"),
+        ({"image_size": 0, "resize": 0}, "image_size=0 must be at least 1"),
         ({"image_size": 8, "resize": 8, "crop_padding": -1}, "crop_padding=-1"),
         ({"image_size": 8, "resize": 8, "fit": "stretch"}, "data.fit=stretch must be one of crop, squash"),
         ({"image_size": 8, "resize": 8, "interpolation": "lanczos"}, "data.interpolation=lanczos"),
@@ -81,5 +81,5 @@ def test_what_contradicts_itself(options, message):
 def test_the_crop_share_is_a_share():
     assert [resize_of(224, None, 0.875), resize_of(224, 300, 0.875), resize_of(32, None, 1)] == [256, 300, 32]
     for share in (0, 1.1):
-        with pytest.raises(UserError, match=f"data.crop_pct={share} must be above 0"):
+        with pytest.raises(UserError, match=f"data.crop_pct={share} must be auto, or above 0"):
             resize_of(224, None, share)

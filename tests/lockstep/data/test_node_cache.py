@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.data.node_cache import META, cached, read_meta, require_space
+from lockstep.data.node_cache import META, cached, read_meta
 from lockstep.runs.errors import NoRoom, UserError
 
 
@@ -64,11 +64,9 @@ def test_no_space_left(tmp_path):
 
     with pytest.raises(NoRoom, match=f"no room on {tmp_path} .*: give data.cache_dir=FOLDER on a larger disk"):
         cached(tmp_path / "entry", build)
-    with pytest.raises(UserError, match="GiB free, and the images need 1073741824.0"):
-        require_space(tmp_path, 2**60)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written .*data.cache_dir"):
+    with pytest.raises(UserError, match="cannot be written or locked .*data.cache_dir"):
         cached(tmp_path / "file" / "entry", build_slowly)

@@ -69,7 +69,7 @@ def test_of_a_checkpoint_from_elsewhere_the_root_is_said_here(run, tmp_path):
     """Its augmentation and seed are names and numbers, which count."""
     best = run.folder.path / run.record["best_checkpoint"]["path"]
     path = str(shutil.copy(best, tmp_path / "theirs.ckpt"))
-    with pytest.raises(UserError, match="needs data.root=FOLDER"):
+    with pytest.raises(UserError, match="data.root= is missing"):
         load_data(path, tmp_path / "logs")
     data = load_data(path, tmp_path / "logs", root=run.logs / "images", cache_dir=tmp_path / "cache")
     assert isinstance(data.augmentation, RandAugment) and data.augmentation.num_ops == 1

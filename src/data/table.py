@@ -1,0 +1,238 @@
+"""Images that a table lists: a CSV file that names their files, or parquet files that hold them."""
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from data.webdataset import ShardedDataModule
+from lockstep.data.decoding import CorruptImage
+from lockstep.data.listed_datamodule import ListedDataModule
+from lockstep.data.listing import SPLIT_OF, SPLITS, ImageList, Item, LeftOut, group_of, local_root
+from lockstep.data.node_cache import Content
+from lockstep.runs.errors import UserError
+
+ALIASES = {  # names that are tried where a table has no column path, label or split
+    "path": ("file", "filename", "file_name", "filepath", "image", "image_path", "img"),
+    "label": ("labels", "class", "class_name", "target", "category"),
+    "split": ("set", "subset", "partition", "fold"),
+}  # fmt: skip
+HUB, ENCODED, ROWS = "hf://datasets/", "encoded.bin", 64  # rows of a parquet file that are read at a time
+
+
+def column_of(path: Path, names: Sequence[str], wanted: str, option: str) -> str:
+    """Return the column of a name, in any case; for path, label and split also of a usual other name.
+
+    Args:
+        option: that names the column; "": return "" where there is none.
+    Raises:
+        UserError: there is none.
+    """
+    for name in (wanted, *ALIASES.get(wanted, ())):
+        for column in sorted(names, key=lambda each: each != name):  # the very name first
+            if column.lower() == name.lower():
+                return column
+    if option:
+        raise UserError(f"{path} has no column {wanted}: it has {', '.join(names[:20])}. Give data.{option}=COLUMN.")
+    return ""
+
+
+class CSVDataModule(ListedDataModule):
+    """Columns may be separated by commas, semicolons, tabs or bars; names of columns may be in any case.
+
+    Args:
+        root: the CSV file, whose first line names the columns.
+        images: the folder that paths are relative to; None: the folder of the file.
+        path_column, label_column: names of the columns of image files and classes.
+        label_columns: several columns of numbers, mostly 0 and 1, in place of label_column.
+        split_column: name of the column of train, val or test; a file may do without it.
+        target: what label_column holds: class, number, or mask, the path of an image whose pixels are classes.
+        options: as of ListedDataModule; `group` may name a column.
+    """
+
+    target_choices = ("class", "number", "mask")
+
+    def __init__(
+        self, *, root: str | Path | None = None, images: str | Path | None = None, path_column: str = "path",
+        label_column: str = "label", label_columns: Sequence[str] | None = None, split_column: str = "split",
+        name: str = "csv", **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(name=name, **options)
+        self._table = local_root(root, "a CSV file with the columns path and label")
+        self._folder = local_root(images or self._table.parent, "")
+        self._path_column, self._label_column, self._split_column = path_column, label_column, split_column
+        self._label_columns = list(label_columns or [])
+
+    def list_images(self) -> ImageList:
+        first: dict[str, tuple[int, Item]] = {}
+        left_out: LeftOut = {}
+        for line, item in self._items():
+            earlier, same = first.setdefault(item.name, (line, item))
+            if (same.split, same.label) != (item.split, item.label):
+                found = " and ".join(f"{SPLITS[each.split]} {each.label}" for each in (same, item))
+                raise UserError(f"{self._table}, lines {earlier} and {line}: {item.name} is {found}: give one.")
+            if same is not item:
+                left_out.setdefault("repeated lines", []).append(f"line {line}: {item.name}")
+        items, columns = [item for _, item in first.values()], self._label_columns
+        return ImageList(self._folder, items, left_out=left_out, target=self.target, label_columns=columns)
+
+    def _items(self) -> Iterator[tuple[int, Item]]:
+        table = self._table
+        try:
+            data = table.read_bytes()
+            text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
+            delimiter = max(",;\t|", key=text.partition("\n")[0].count)
+            rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+            names = [name.strip() for name in next(rows, [])]
+            path = column_of(table, names, self._path_column, "path_column")
+            several = [column_of(table, names, column, "label_columns") for column in self._label_columns]
+            labels = several or [column_of(table, names, self._label_column, "label_column")]
+            split = column_of(table, names, self._split_column, "")
+            for cells in rows:
+                where, row = f"{table}, line {rows.line_num}", dict(zip(names, map(str.strip, cells)))
+                if not any(row.values()):
+                    continue
+                if len(cells) != len(names):
+                    raise UserError(f"{where}: {len(cells)} values for {len(names)} columns.")
+                if not all(row[column] for column in (path, *labels)):
+                    raise UserError(f"{where}: a path and a label are needed.")
+                part = row[split].lower() if split else "train"
+                if part not in SPLIT_OF:
+                    raise UserError(f"{where}: the split is {part or 'empty'}: give one of {', '.join(SPLITS)}.")
+                name, label = row[path], [row[column] for column in several] if several else row[labels[0]]
+                if "\\" in name and not (self._folder / name).exists():  # written on Windows
+                    name = name.replace("\\", "/")
+                try:
+                    stat = os.stat(self._folder / name)
+                except OSError as error:
+                    raise UserError(f"{where}: {self._folder / name} cannot be read ({error.strerror}).") from None
+                group = (row[self.group] if self.group in row else group_of(self.group, name)) if self.group else None
+                yield rows.line_num, Item(name, label, SPLIT_OF[part], stat.st_size, stat.st_mtime_ns, group)
+        except (OSError, csv.Error, UnicodeDecodeError) as error:
+            raise UserError(f"data.root={table} is no CSV file in UTF-8 or UTF-16 ({error}).") from None
+
+
+class ParquetDataModule(ShardedDataModule):
+    """A parquet file has no access to single images: the encoded images are copied once into the node's cache.
+
+    Args:
+        root: as of ShardedDataModule, or hf://datasets/OWNER/NAME: the files of the Hugging Face hub.
+        image_column: of encoded images, of structs with `bytes` or `path`, or of paths; None: the column that is
+            declared as images, or the only one that can be.
+        label_column: None: the column that is declared as a class label, or `label`, or `labels`.
+        label_columns: several columns of numbers, mostly 0 and 1, in place of label_column.
+        options: as of ShardedDataModule; `group` may name a column.
+    """
+
+    suffix = ".parquet"
+
+    def __init__(
+        self, *, root: str | Path | None = None, image_column: str | None = None, label_column: str | None = None,
+        label_columns: Sequence[str] | None = None, name: str = "parquet", **options: Any,
+    ) -> None:  # fmt: skip
+        is_on_hub = str(root).startswith(HUB)
+        super().__init__(root="." if is_on_hub else root, name=name, **options)
+        self._image_column, self._label_column = image_column, label_column
+        self.label_columns = list(label_columns or [])
+        if is_on_hub:
+            self._root = from_hub(str(root), self.cache_dir / "hub")
+
+    def shard_options(self) -> list[Any]:
+        return [self._image_column, self._label_column, self.label_columns, self.target, self.group]
+
+    def read_shard(self, path: Path, folder: Path) -> Content:
+        from pyarrow import ArrowException, parquet
+
+        items: list[tuple[str, Any, int, int, str | None]] = []
+        try:
+            with parquet.ParquetFile(path) as file, (folder / ENCODED).open("wb") as out:
+                image, labels, class_names = self._columns_of(path, file.schema_arrow)
+                group = self.group if self.group in file.schema_arrow.names else None
+                wanted = dict.fromkeys([image, *labels, *filter(None, [group])])
+                for batch in file.iter_batches(ROWS, columns=list(wanted)):
+                    for row in batch.to_pylist():
+                        name, start = f"row {len(items)}", out.tell()
+                        data = _encoded(row[image], f"{path}, {name}: {image}", path.parent)
+                        label = [row[column] for column in labels] if self.label_columns else row[labels[0]]
+                        if self.target == "class" and not self.label_columns:
+                            label = _class_of(label, f"{path}, {name}: {labels[0]}", class_names)
+                        items.append((name, label, start, out.write(data), str(row[group]) if group else None))
+        except ArrowException as error:
+            reason = " ".join(str(error).split())[:200]
+            raise CorruptImage(f"{path} is no parquet file, or cut off ({reason})") from None
+        return {"items": items, "data": ENCODED, "left_out": {}}
+
+    def _columns_of(self, path: Path, schema: Any) -> tuple[str, list[str], list[str]]:
+        """Return the names of the columns of images and labels, and of the classes, as stated or declared.
+
+        Raises:
+            UserError: there is none, or several.
+        """
+        try:  # what Hugging Face's datasets wrote about the columns, if they wrote this file
+            declared = dict(json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"])
+        except (KeyError, TypeError, ValueError):
+            declared = {}
+        kinds = {name: each.get("_type") for name, each in declared.items() if isinstance(each, dict)}
+        held = {field.name: str(field.type) for field in schema}
+        able = [name for name, kind in held.items() if "binary" in kind or "path: string" in kind]
+        images = [name for name in held if kinds.get(name) == "Image"] or able
+        if self._image_column is None and len(images) != 1:
+            found = ", ".join(images or list(held)[:20])
+            raise UserError(f"{path}: the column of the images is not clear. Give data.image_column= one of {found}.")
+        image = column_of(path, list(held), self._image_column or images[0], "image_column")
+        if image not in able and "string" not in held[image]:
+            raise UserError(f"{path}: the column {image} holds no encoded images, but {held[image]}.")
+        if self.label_columns:
+            return image, [column_of(path, list(held), name, "label_columns") for name in self.label_columns], []
+        classes = [name for name in held if kinds.get(name) == "ClassLabel"]
+        wanted = self._label_column or (classes[0] if len(classes) == 1 else "label")
+        label = column_of(path, list(held), wanted, "label_column")
+        return image, [label], list(map(str, declared[label].get("names") or ())) if label in classes else []
+
+
+def from_hub(address: str, cache: Path) -> Path:
+    """Copy the parquet files of hf://datasets/OWNER/NAME[@REVISION][/FOLDER], and return the folder of the copy.
+
+    Raises:
+        UserError: the hub or the data set cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+
+    owner, _, rest = address.removeprefix(HUB).strip("/").partition("/")
+    name, _, inner = rest.partition("/")
+    name, _, revision = name.partition("@")
+    try:
+        copy = snapshot_download(
+            f"{owner}/{name}", repo_type="dataset", revision=revision or None, cache_dir=cache,
+            allow_patterns=f"{inner}/*.parquet" if inner else "*.parquet",
+        )  # fmt: skip
+    except Exception as error:  # of the network, the hub and its authentication
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"data.root={address} cannot be fetched ({type(error).__name__}: {reason}).") from None
+    return Path(copy, inner)
+
+
+def _encoded(image: Any, where: str, folder: Path) -> bytes:
+    """Return the bytes of one image, which may lie in a file beside the table."""
+    value = (image.get("bytes") or image.get("path")) if isinstance(image, Mapping) else image
+    if isinstance(value, str):
+        if not (folder / value).is_file():
+            raise UserError(f"{where} names {value}, and there is no file {folder / value}.")
+        return (folder / value).read_bytes()
+    if not value:
+        raise UserError(f"{where} holds no image.")
+    return value
+
+
+def _class_of(value: Any, where: str, names: list[str]) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int) and 0 <= value < len(names):
+        return names[value]
+    if (isinstance(value, str) and value.strip()) or (isinstance(value, int) and value >= 0 and not names):
+        return str(value)
+    hint = " Images without labels test nothing: data.test='*val*' leaves them out." if value in (None, -1) else ""
+    raise UserError(f"{where} is {str(value)[:50]}, which is no class.{hint}")

@@ -1,0 +1,331 @@
+"""Tables of images, CSV and parquet: spellings of columns, classes and paths; rows that are no images are named."""
+
+import csv
+import io
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from data.table import CSVDataModule, ParquetDataModule
+from lockstep.runs.errors import UserError
+from runs import run_door
+
+HEADER = ["path", "label", "split"]
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Twelve images of each of two colours, in a folder without an order."""
+    (tmp_path / "pictures").mkdir()
+    for i in range(24):
+        Image.new("RGB", (9, 6), (200 * (i % 2), 40, i)).save(tmp_path / "pictures" / f"{i:02d}.png")
+    return tmp_path / "pictures"
+
+
+def rows(split=lambda i: "test" if i >= 20 else "val" if i >= 16 else "train", label=lambda i: ["blue", "red"][i % 2]):
+    return [[f"{i:02d}.png", label(i), split(i)] for i in range(24)]
+
+
+def table(path, rows, header=HEADER, **dialect):
+    with path.open("w", newline="") as file:
+        csv.writer(file, **dialect).writerows([header, *rows])
+    return path
+
+
+def csv_module(root, tmp_path, **options):
+    options = {"image_size": 8, "global_batch_size": 4, "num_workers": 0, "path": "loader", **options}
+    return CSVDataModule(root=root, cache_dir=tmp_path / "cache", **options)
+
+
+def facts(dm):
+    dm.prepare()
+    return dm.num_train, dm.num_val, dm.num_test, dm.class_names
+
+
+USUAL = (16, 4, 4, ["blue", "red"])
+
+
+def test_splits_and_classes_are_those_of_the_table(pictures, tmp_path):
+    dm = csv_module(table(pictures / "list.csv", rows()), tmp_path)
+    assert facts(dm) == USUAL
+    dm.place()
+    images, labels = dm.on_after_batch_transfer(next(iter(dm.test_dataloader())), 0)
+    assert labels.tolist() == [0, 1, 0, 1] and (images[labels == 1][:, 0] > images[labels == 0][:, 0]).all()
+
+
+def test_without_a_split_column_test_images_are_drawn(pictures, tmp_path):
+    root = table(tmp_path / "list.csv", [row[:2] for row in rows()], HEADER[:2])
+    assert facts(csv_module(root, tmp_path, images=pictures, test_fraction=0.25)) == (16, 2, 6, ["blue", "red"])
+
+
+@pytest.mark.parametrize(
+    ("header", "val"),
+    [(["Path", "Label", "Split"], "Valid"), (["filename", "class", "set"], "dev"), ([" path", "label ", "SET"], "VAL")],
+)
+def test_columns_and_splits_by_other_names(header, val, pictures, tmp_path):
+    def split(i):
+        return "Test " if i >= 20 else val if i >= 16 else "Training"
+
+    assert facts(csv_module(table(pictures / "list.csv", rows(split), header), tmp_path)) == USUAL
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_other_delimiters_and_line_ends(delimiter, pictures, tmp_path):
+    for end in ("\n", "\r\n"):
+        root = table(pictures / "list.csv", rows(), delimiter=delimiter, lineterminator=end)
+        assert facts(csv_module(root, tmp_path)) == USUAL
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le with a mark"])
+def test_other_encodings(encoding, pictures, tmp_path):
+    root = table(pictures / "list.csv", rows(label=lambda i: ["blau", "rötlich"][i % 2]))
+    text = root.read_text()
+    root.write_bytes(("\ufeff" + text).encode("utf-16-le") if "mark" in encoding else text.encode(encoding))
+    assert facts(csv_module(root, tmp_path)) == (16, 4, 4, ["blau", "rötlich"])
+
+
+def test_spellings_of_one_class_and_of_a_path(pictures, tmp_path):
+    blanks = table(
+        pictures / "a.csv", rows(label=lambda i: ["blue", "red "][i % 2] if i < 9 else [" blue", "red"][i % 2])
+    )
+    assert facts(csv_module(blanks, tmp_path)) == USUAL
+    numbers = table(pictures / "b.csv", rows(label=lambda i: ["1", "10.0"][i % 2] if i < 9 else ["1.0", "10"][i % 2]))
+    assert facts(csv_module(numbers, tmp_path))[3] == ["1", "10"]
+    windows = table(tmp_path / "c.csv", [[f"pictures\\{row[0]}", *row[1:]] for row in rows()])
+    assert facts(csv_module(windows, tmp_path)) == USUAL
+
+
+def test_the_same_path_twice(pictures, tmp_path):
+    dm = csv_module(table(pictures / "a.csv", [*rows(), *rows()[:3]]), tmp_path)
+    assert facts(dm) == USUAL and len(dm.left_out["repeated lines"]) == 3
+    with pytest.raises(UserError, match="lines 2 and 26: 00.png is train blue and test blue: give one"):
+        csv_module(table(pictures / "b.csv", [*rows(), ["00.png", "blue", "test"]]), tmp_path).prepare()
+    with pytest.raises(UserError, match="lines 2 and 26: 00.png is train blue and train red: give one"):
+        csv_module(table(pictures / "c.csv", [*rows(), ["00.png", "red", "train"]]), tmp_path).prepare()
+
+
+def test_a_column_of_a_csv_names_the_groups(pictures, tmp_path):
+    patients = [[*row[:2], f"p{i // 3}"] for i, row in enumerate(rows())]
+    root = table(pictures / "list.csv", patients, ["path", "label", "patient_id"])
+    dm = csv_module(root, tmp_path, group="patient_id", test_fraction=0.25)
+    dm.prepare()
+    patient_of = {row[0]: row[2] for row in patients}
+    groups = [{patient_of[dm.image_name(i)] for i in getattr(dm.splits, split)} for split in ("train", "val", "test")]
+    assert sum(map(len, groups)) == 8 == len(set.union(*groups)) and dm.num_test == 6
+
+
+BAD = {
+    "has no column path: it has name, label. Give data.path_column=": "name,label\n00.png,red\n",
+    "has no column label: it has path. Give data.label_column=": "path\n00.png\n",
+    "line 3: 2 values for 3 columns": "path,label,split\n00.png,red,train\n01.png,red\n",
+    "line 3: the split is extra: give one of train, val": "path,label,split\n00.png,red,train\n01.png,red,extra\n",
+    "line 2: a path and a label are needed": "path,label\n00.png,\n",
+    "line 2: .*nowhere.png cannot be read": "path,label\nnowhere.png,red\n",
+    "has no images": "path,label\n",
+    "the class red has no image to train on": "path,label,split\n00.png,blue,train\n03.png,red,test\n",
+    "is no CSV file in UTF-8 or UTF-16": "path,label\n00.png,\udce4\n",
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_a_line_that_is_no_image_is_named(said, pictures, tmp_path):
+    (pictures / "list.csv").write_text(BAD[said], errors="surrogateescape")
+    with pytest.raises(UserError, match=said):
+        csv_module(pictures / "list.csv", tmp_path, global_batch_size=1, val_fraction=0).prepare()
+
+
+COLOURS = ["red", "green", "blue"]
+
+
+def png(label, i=0):
+    pixels = np.full((12, 12, 3), 5 + i, np.uint8)
+    pixels[..., label] = 200 + i
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "png")
+    return out.getvalue()
+
+
+PICTURES = [png(k, i) for i in range(8) for k in range(3)]
+
+
+def arrow(count=8, image="image", label="label", names=COLOURS, declared=True, flat=False, labels=None, pictures=None):
+    pictures = pictures or [png(k, i) for i in range(count) for k in range(3)]
+    labels = labels if labels is not None else [k for _ in range(count) for k in range(3)]
+    column = pictures if flat else [{"bytes": data, "path": "x.png"} for data in pictures]
+    features = {image: {"_type": "Image"}, label: {"names": names, "_type": "ClassLabel"}, "id": {"dtype": "int64"}}
+    found = pa.table({"id": [i // 3 for i in range(len(labels))], image: column, label: labels})
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})} if declared else None
+    return found.replace_schema_metadata(metadata)
+
+
+def write(path, *args, **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(arrow(*args, **options), path, row_group_size=10)
+    return path
+
+
+def parquet_module(root, tmp_path, **options):
+    options = {"image_size": 12, "global_batch_size": 6, "num_workers": 0, "test_fraction": 0.25, **options}
+    return ParquetDataModule(root=root, cache_dir=tmp_path / "cache", **options)
+
+
+def counts(dm):
+    return facts(dm)[:3]
+
+
+def test_the_layout_of_the_hub(tmp_path):
+    for name, count in {"train-00000-of-00002": 8, "train-00001-of-00002": 6, "validation-00000-of-00001": 2,
+                        "test-00000-of-00001": 1}.items():  # fmt: skip
+        write(tmp_path / "a" / "data" / f"{name}.parquet", count)
+    dm = parquet_module(tmp_path / "a", tmp_path)
+    assert counts(dm) == (42, 6, 3) and dm.class_names == sorted(COLOURS)
+    dm.place()
+    for batch in dm.test_dataloader():
+        images, labels = dm.on_after_batch_transfer(batch, 0)[:2]
+        assert (2 - images.mean((2, 3)).argmax(1)).tolist() == labels.tolist()  # blue, green, red
+
+
+@pytest.mark.parametrize(
+    "options, classes",
+    [
+        ({}, sorted(COLOURS)),
+        ({"image": "img", "label": "fine_label"}, sorted(COLOURS)),
+        ({"declared": False}, ["0", "1", "2"]),
+        ({"declared": False, "image": "picture", "flat": True}, ["0", "1", "2"]),
+        ({"declared": False, "labels": ["b", "a ", "c"] * 8}, ["a", "b", "c"]),
+        ({"declared": False, "labels": [1.0, 2.0, 10.0] * 8}, ["1", "2", "10"]),
+        ({"labels": pa.array([0.0, 1.0, 2.0] * 8)}, sorted(COLOURS)),
+        ({"declared": False, "labels": [True, False] * 12}, ["False", "True"]),
+        ({"declared": False, "labels": pa.array(["b", "a"] * 12).dictionary_encode()}, ["a", "b"]),
+        ({"declared": False, "labels": pa.array(["b", "a"] * 12, pa.string_view())}, ["a", "b"]),
+        ({"declared": False, "pictures": pa.array(PICTURES, pa.large_binary()), "flat": True}, ["0", "1", "2"]),
+        ({"declared": False, "pictures": pa.array(PICTURES, pa.binary_view()), "flat": True}, ["0", "1", "2"]),
+    ],
+)
+def test_columns_and_labels_of_every_type(options, classes, tmp_path):
+    dm = parquet_module(write(tmp_path / "x.parquet", **options), tmp_path)
+    assert sum(counts(dm)) == 24 and dm.class_names == classes
+
+
+def test_images_in_files_beside_the_table(tmp_path):
+    for i, data in enumerate(PICTURES):
+        (tmp_path / f"{i}.png").write_bytes(data)
+    paths = [f"{i}.png" for i in range(24)]
+    root = write(tmp_path / "x.parquet", declared=False, flat=True, pictures=paths)
+    assert sum(counts(parquet_module(root, tmp_path, image_column="image"))) == 24
+    root = write(tmp_path / "y.parquet", flat=True, pictures=[{"bytes": None, "path": path} for path in paths])
+    assert sum(counts(parquet_module(root, tmp_path))) == 24
+    root = write(tmp_path / "z.parquet", flat=True, pictures=[{"bytes": None, "path": "no.png"}] * 24)
+    with pytest.raises(UserError, match="z.parquet, row 0: image names no.png, and there is no file"):
+        parquet_module(root, tmp_path).prepare()
+    root = write(tmp_path / "u.parquet", flat=True, pictures=[png(0), None, png(1)] * 8)
+    with pytest.raises(UserError, match="u.parquet, row 1: image holds no image"):
+        parquet_module(root, tmp_path).prepare()
+
+
+def test_columns_are_named_where_it_is_not_clear(tmp_path):
+    root = write(tmp_path / "x.parquet", declared=False, label="kind")
+    with pytest.raises(UserError, match=r"x.parquet has no column label: it has id, image, kind. Give data.label_col"):
+        parquet_module(root, tmp_path).prepare()
+    with pytest.raises(UserError, match="has no column sort: it has id, image, kind. Give data.label_column="):
+        parquet_module(root, tmp_path, label_column="sort").prepare()
+    with pytest.raises(UserError, match="the column id holds no encoded images, but int64"):
+        parquet_module(root, tmp_path, label_column="kind", image_column="id").prepare()
+    assert sum(counts(parquet_module(root, tmp_path, label_column="Kind"))) == 24
+    two = arrow(declared=False).append_column("mask", pa.array(PICTURES))
+    parquet.write_table(two, tmp_path / "two.parquet")
+    with pytest.raises(UserError, match="the column of the images is not clear. Give .* one of image, mask"):
+        parquet_module(tmp_path / "two.parquet", tmp_path).prepare()
+
+
+@pytest.mark.parametrize(
+    "labels, said",
+    [
+        ([0, 1, 2, -1] * 6, r"row 3: label is -1, which is no class. .*data.test='\*val\*'"),
+        ([0, 1, 2, 7] * 6, "row 3: label is 7, which is no class.$"),
+        ([0, 1, 2, None] * 6, "row 3: label is None, which is no class"),
+        ([0.5, 1, 2] * 8, "row 0: label is 0.5, which is no class"),
+        ([[0], [1], [2]] * 8, r"row 0: label is \[0\], which is no class"),
+    ],
+)
+def test_a_row_without_a_class_is_named(labels, said, tmp_path):
+    with pytest.raises(UserError, match=said):
+        parquet_module(write(tmp_path / "x.parquet", labels=labels), tmp_path).prepare()
+
+
+def test_a_file_that_is_cut_off_is_named_or_left_out_and_listed(tmp_path):
+    write(tmp_path / "a" / "0.parquet")
+    broken = write(tmp_path / "a" / "1.parquet")
+    whole = broken.read_bytes()
+    for length in (0, len(whole) // 2, len(whole) - 1):
+        broken.write_bytes(whole[:length])
+        with pytest.raises(UserError, match=f"{broken} .*cut off.*data.skip_corrupt=true"):
+            parquet_module(tmp_path / "a", tmp_path).prepare()
+        dm = parquet_module(tmp_path / "a", tmp_path, skip_corrupt=True)
+        assert sum(counts(dm)) == 24 and str(broken) in dm.left_out["damaged files"][0]
+
+
+def test_what_is_unpacked_stays_where_only_another_file_or_the_size_changes(tmp_path):
+    write(tmp_path / "a" / "0.parquet")
+    parquet_module(tmp_path / "a", tmp_path, path="loader").prepare()
+    write(tmp_path / "a" / "1.parquet", 5)
+    first = parquet_module(tmp_path / "a", tmp_path, path="loader", image_size=10)
+    assert sum(counts(first)) == 39
+    assert len(list((tmp_path / "cache").glob("*/encoded.bin"))) == 2
+    second = ParquetDataModule(root=tmp_path / "a", cache_dir=tmp_path / "b", path="loader", image_size=10,
+                               global_batch_size=6, test_fraction=0.25)  # fmt: skip
+    second.prepare()
+    assert second.data_hash == first.data_hash, "wherever the cache lies"
+
+
+def test_a_column_of_a_parquet_file_names_the_groups(tmp_path):
+    dm = parquet_module(write(tmp_path / "x.parquet"), tmp_path, group="id")
+    assert counts(dm) == (15, 3, 6)
+    groups = [{int(dm.image_name(i).split()[-1]) // 3 for i in index} for index in (dm.splits.train, dm.splits.test)]
+    assert not groups[0] & groups[1]
+
+
+def test_a_data_set_of_the_hub_is_fetched(tmp_path, monkeypatch):
+    """Through the function of its client that fetches the files of a repository."""
+    asked = []
+
+    def snapshot_download(repo_id, **options):
+        asked.append((repo_id, options["revision"], options["allow_patterns"]))
+        if repo_id == "me/nothing":
+            raise OSError("no such data set")
+        return str(tmp_path / "copy")
+
+    for name, count in (("train-0", 8), ("test-0", 1)):
+        write(tmp_path / "copy" / "data" / f"{name}.parquet", count)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert counts(parquet_module("hf://datasets/me/colours", tmp_path)) == (22, 2, 3)
+    assert counts(parquet_module("hf://datasets/me/colours@v1/data", tmp_path)) == (22, 2, 3)
+    assert asked == [("me/colours", None, "*.parquet"), ("me/colours", "v1", "data/*.parquet")]
+    with pytest.raises(UserError, match="hf://datasets/me/nothing cannot be fetched .OSError: no such data set"):
+        parquet_module("hf://datasets/me/nothing", tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_parquet_files_and_goes_on(tmp_path):
+    write(tmp_path / "a" / "train-0.parquet", 16)
+    write(tmp_path / "a" / "test-0.parquet", 4)
+    words = ["data=parquet", f"data.root={tmp_path / 'a'}", "data.image_size=12", "data.global_batch_size=6",
+             "model=small_cnn", "trainer=cpu", "trainer.max_epochs=6", "data.flip=false", "data.path=loader",
+             "run_id=r"]  # fmt: skip
+    done = run_door("train", *words, logs=tmp_path / "logs")
+    assert done.code == 0 and done.record["metrics"]["test/acc"] == 1.0, done.output
+    again = run_door("train", "resume=r", "trainer.max_epochs=7", logs=tmp_path / "logs")
+    assert again.code == 0, again.output
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_a_csv_file(pictures, tmp_path):
+    root = table(pictures / "list.csv", rows())
+    words = ["data=csv", f"data.root={root}", "data.image_size=8", "data.global_batch_size=4", "model=small_cnn",
+             "trainer=cpu", "trainer.max_epochs=8", "data.flip=false", "run_id=r"]  # fmt: skip
+    done = run_door("train", *words, logs=tmp_path / "logs")
+    assert done.code == 0 and done.record["metrics"]["test/acc"] == 1.0, done.output
