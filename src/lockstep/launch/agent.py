@@ -24,50 +24,42 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from lockstep.launch.failures import RankError, rank_error
-from lockstep.launch.launchers import AGENT, OUTPUT, Cluster
+from lockstep.launch.launchers import AGENT, Cluster
 from lockstep.runs import signals
 from lockstep.runs.environment import set_variables
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR
-from lockstep.runs.redact import redact_text
-
-log = logging.getLogger(__name__)
 
 GRACE_AFTER_STOP_S = 100  # for a coordinated checkpoint and its upload after SIGTERM or Ctrl-C
 AGENT_KILLS_AFTER_S = 30  # torch's agent, from the end of the first rank on
 STOPPED = (EXIT_INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM)
+Ended = tuple[int, RankError | None, str]  # exit code, how the rank that failed first ended, its traceback
 
 
-class RankLogs(LogsSpecs):
-    """Local rank 0 writes to the terminal, the others into rank<N>.log, which they open themselves."""
+class ErrorFiles(LogsSpecs):
+    """Only names the ranks' error files: each rank opens its log by itself, to append to it."""
 
-    def __init__(self, folder: Path, errors: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
-        self.folder, self.errors = folder, errors
+        self.folder = folder
 
     @property
     def root_log_dir(self) -> str:
         return str(self.folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        terminal, errors = dict.fromkeys(envs, ""), {local: str(self.errors / f"{local}.json") for local in envs}
+        terminal, errors = dict.fromkeys(envs, ""), {local: str(self.folder / f"{local}.json") for local in envs}
         for local, variables in envs.items():
             variables["TORCHELASTIC_ERROR_FILE"] = errors[local]
-            variables[OUTPUT] = str(self.folder) if local else ""
         return LogsDest(stdouts=terminal, stderrs=terminal, error_files=errors)
 
 
-def start_ranks(
-    cluster: Cluster, run_id: str | None, folder: Path, arguments: list[str], timeout_s: float
-) -> tuple[int, RankError | None, str]:
+def start_ranks(cluster: Cluster, run_id: str | None, folder: Path, arguments: list[str], timeout_s: float) -> Ended:
     """Start this node's ranks and wait until all have ended; none of them is left afterwards.
 
     Args:
         run_id: handed to the ranks; None if only node 0 knows it.
         folder: for the output of local ranks other than 0.
         arguments: of this Python program.
-
-    Returns:
-        The exit code, how the rank that failed first ended, and its traceback.
     """
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # what counts is said by this project's own lines
@@ -78,8 +70,9 @@ def start_ranks(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
         multi_tenant=True, master_listen_fd=listener.detach(),
     )  # fmt: skip
-    where = f"{cluster.num_nodes} {cluster.node_rank} {cluster.master_addr} {cluster.master_port or port}"
-    set_variables({AGENT: f"{os.getpid()} {cluster.launcher} {where}", **({"RUN_ID": run_id} if run_id else {})})
+    own = [os.getpid(), cluster.launcher, cluster.num_nodes, cluster.node_rank, cluster.master_addr]
+    own += [port if cluster.num_nodes == 1 else cluster.master_port, folder]
+    set_variables({AGENT: " ".join(map(str, own)), **({"RUN_ID": run_id} if run_id else {})})
     stopped_at: list[float] = []
 
     def stop(number: int, _frame: Any) -> None:
@@ -89,13 +82,13 @@ def start_ranks(
         signals.note(number)
         if not stopped_at:
             stopped_at.append(time.monotonic())
-            raise SignalException(f"{signal.Signals(number).name}", signal.SIGTERM)
+            raise SignalException(signal.Signals(number).name, signal.SIGTERM)
 
     with tempfile.TemporaryDirectory(prefix="lockstep-errors-") as errors:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=cluster.devices, run_id=run_id or "none", max_restarts=0,
             rdzv_backend="static", rdzv_endpoint=f"127.0.0.1:{port}", monitor_interval=0.1,
-            rdzv_configs={"rank": 0, "timeout": int(timeout_s) + 1}, logs_specs=RankLogs(folder, Path(errors)),
+            rdzv_configs={"rank": 0, "timeout": int(timeout_s) + 1}, logs_specs=ErrorFiles(Path(errors)),
             signals_to_handle="SIGQUIT",  # the others raise the same exception in `stop`
             shutdown_timeout=GRACE_AFTER_STOP_S,
         )  # fmt: skip
@@ -118,26 +111,26 @@ def start_ranks(
                 signal.signal(number, handler)
 
 
-def _first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -> tuple[int, RankError | None, str]:
+def _first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -> Ended:
     """Tell which rank failed first: the agent ends the others then, and lists them too."""
-    written = {local: Path(each.error_file) for local, each in failures.items() if Path(each.error_file).is_file()}
-    for path in written.values():  # the ranks that waited for one that hangs have killed it
-        if (ended := _read(path))[1]["kind"] == "hangs":
+    written = [local for local, each in failures.items() if Path(each.error_file).is_file()]
+    for local in written:  # the ranks that waited for one that hangs have killed it
+        if (ended := _read(Path(failures[local].error_file)))[1]["kind"] == "hangs":
             return ended
     first = min(each.timestamp for each in failures.values())
 
     def came(local: int) -> tuple[bool, bool, float]:
         code, time = failures[local].exitcode, failures[local].timestamp
-        by_agent = code == -signal.SIGKILL and time >= first + AGENT_KILLS_AFTER_S - 1  # times are whole seconds
-        killed = code < 0 and code not in STOPPED
-        return by_agent, code in STOPPED and local not in written, time - 2 * killed
+        is_killed = code < 0 and code not in STOPPED
+        by_agent = code == -signal.SIGKILL and time >= first + AGENT_KILLS_AFTER_S - 1
+        return by_agent, code in STOPPED and local not in written, time - 2 * is_killed  # times are whole seconds
 
     local_rank = min(failures, key=came)
     code = failures[local_rank].exitcode
-    if code in STOPPED and local_rank not in written:
-        return EXIT_INTERRUPTED, None, ""
     if local_rank in written and (code > 0 or code in STOPPED):
-        return _read(written[local_rank])
+        return _read(Path(failures[local_rank].error_file))
+    if code in STOPPED:
+        return EXIT_INTERRUPTED, None, ""
     text = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return EXIT_FAILED, rank_error(cluster.rank + local_rank, text, "killed"), ""
 
@@ -146,4 +139,4 @@ def _read(error_file: Path) -> tuple[int, RankError, str]:
     message = json.loads(error_file.read_text())["message"]
     failure: RankError = json.loads(message["message"].partition(": ")[2])
     code = EXIT_USER_ERROR if failure["kind"] == "UserError" else EXIT_FAILED
-    return code, failure, redact_text(message["extraInfo"]["py_callstack"])  # a library may quote a request
+    return code, failure, message["extraInfo"]["py_callstack"]

@@ -24,11 +24,10 @@ MOST_OF_TMPDIR = 76  # a socket's path has 107 characters at most; multiprocessi
 
 def check(config: Config, cluster: Cluster, accelerator: str, environ: Mapping[str, str]) -> None:
     """Refuse, by a UserError, an option that cannot work or a place that is not there."""
-    refuse_days_on_cpu(config, accelerator)
-    may_go_on = config.get("resume") or cluster.is_restarted
-    resolve_batch(config, cluster, limit=math.inf if may_go_on else None)
-    check_numbers(config)
-    check_validation(config)
+    may_resume = config.get("resume") or cluster.launcher == "torchrun"
+    resolve_batch(config, cluster, limit=math.inf if may_resume else None)
+    if config["task_name"] == "train":
+        check_training(config, accelerator)
     if (config.get("s3") or {}).get("uri"):
         Bucket.of(config["s3"])
     if config.get("logbook") not in (None, "keep"):
@@ -37,24 +36,39 @@ def check(config: Config, cluster: Cluster, accelerator: str, environ: Mapping[s
         raise UserError("resume=auto needs to know which run: give run_id=… (or RUN_ID), or resume=<run_id>.")
     if cluster.num_nodes == 1:  # else the others would wait: all ranks end together where one finds no images
         check_root(config)
-    check_temporary_folder()
-    if cluster.local_rank in (0, None):
+    if len(temporary := tempfile.gettempdir()) > MOST_OF_TMPDIR:
+        raise UserError(f"TMPDIR={temporary} is too long for the sockets of worker processes: set TMPDIR=/tmp.")
+    if not cluster.local_rank:
         check_writable(Path(config["paths"]["log_dir"]))
         for sentence in faults(cluster, environ) if cluster.world_size > 1 and not cluster.has_agent else ():
             log.warning(sentence)
 
 
-def refuse_days_on_cpu(config: Config, accelerator: str) -> None:
-    """Refuse the default training, which takes GPUs, on a machine without one, unless somebody chose what to train."""
-    chosen = any(key_of(word) in CHOSEN for word in config["overrides"])
-    if accelerator == "gpu" or config["task_name"] != "train" or chosen:
-        return
-    data, epochs = config["data"], config["trainer"]["max_epochs"]
-    raise UserError(
-        f"This would train {config['model']['name']} on {data['name']} at {data['image_size']} pixels for {epochs} "
-        "epochs, days on a machine without a GPU: make train (experiment=quickstart) takes a minute, and trainer=cpu "
-        "begins all the same."
-    )
+def check_training(config: Config, accelerator: str) -> None:
+    """Refuse a length or a monitor that cannot be, and the default training, which takes GPUs, where none is.
+
+    On a machine without GPUs somebody has to choose what is trained.
+    """
+    data, epochs, time = config["data"], config["trainer"].get("max_epochs"), config["trainer"].get("max_time")
+    if isinstance(epochs, int) and epochs < 1:
+        raise UserError(f"trainer.max_epochs={epochs}: give a whole number from 1 on; trainer.max_time ends a run too.")
+    if time:
+        seconds_of(time, "trainer.max_time")
+    if accelerator == "cpu" and not any(key_of(word) in CHOSEN for word in config["overrides"]):
+        raise UserError(
+            f"This would train {config['model']['name']} on {data['name']} at {data['image_size']} pixels for {epochs} "
+            "epochs, days on a machine without a GPU: make train (experiment=quickstart) takes a minute, and "
+            "trainer=cpu begins all the same."
+        )
+    for name, node in (config.get("callbacks") or {}).items() if not validates(config) else ():
+        metric = (node or {}).get("monitor")
+        # The checkpoints do without their default if nothing validates
+        default = config["task"].get("monitor") if metric and node["_target_"] == CHECKPOINTS else None
+        if metric and (metric != default if default else metric.startswith("val/")):
+            raise UserError(
+                "This run validates nothing (data.val_fraction=0, data.num_val=0 or trainer.limit_val_batches=0), and "
+                f"callbacks.{name}.monitor={metric} waits for a validation: leave one of the two out."
+            )
 
 
 def check_writable(logs: Path) -> None:
@@ -70,46 +84,10 @@ def check_writable(logs: Path) -> None:
         raise UserError(f"{reason}: give another place with paths.log_dir=.") from None
 
 
-def check_temporary_folder() -> None:
-    if len(folder := tempfile.gettempdir()) > MOST_OF_TMPDIR:
-        raise UserError(f"TMPDIR={folder} is too long for the sockets of worker processes: set TMPDIR=/tmp.")
-
-
 def check_root(config: Config) -> None:
     """Refuse a data.root that is no place of this machine."""
-    data = config["data"]
-    root, reader = str(data.get("root") or ""), str(data.get("_target_")).rpartition(".")[0]
+    root, reader = str(config["data"].get("root") or ""), str(config["data"].get("_target_")).rpartition(".")[0]
     if root and "://" not in root and reader in READERS and not Path(root).exists():
         raise UserError(
             f"data.root={root} does not exist: give a folder or file of this machine, or s3://bucket/prefix."
         )
-
-
-def check_numbers(config: Config) -> None:
-    """Refuse a length of the training, a learning rate or a weight decay that none can be."""
-    epochs, time = config["trainer"].get("max_epochs"), config["trainer"].get("max_time")
-    if isinstance(epochs, int) and epochs < 1:
-        raise UserError(f"trainer.max_epochs={epochs}: give a whole number from 1 on; trainer.max_time ends a run too.")
-    if time:
-        seconds_of(time, "trainer.max_time")
-    for key, value in (config.get("optimizer") or {}).items():
-        if isinstance(value, int | float) and value < 0 and (key.endswith("lr") or key == "weight_decay"):
-            raise UserError(f"optimizer.{key}={value}: give a number from 0 on.")
-
-
-def check_validation(config: Config) -> None:
-    """Refuse an option that waits for a value of a validation if nothing validates."""
-    if config["task_name"] != "train" or validates(config):
-        return
-    without = "This run validates nothing (data.val_fraction=0, data.num_val=0 or trainer.limit_val_batches=0)"
-    nodes = {f"callbacks.{name}": node or {} for name, node in (config.get("callbacks") or {}).items()}
-    for name, node in {**nodes, "scheduler": config.get("scheduler") or {}}.items():
-        metric = str(node.get("monitor") or "")
-        # The checkpoints do without their default if nothing validates
-        default = config["task"].get("monitor") if node.get("_target_") == CHECKPOINTS else None
-        waits = metric != default if default else metric.startswith("val/")
-        if metric and waits:
-            raise UserError(f"{without}, and {name}.monitor={metric} waits for a validation: leave one of the two out.")
-    metric = str(config.get("optimized_metric"))
-    if config.get("sweep_dir") and metric.startswith("val/"):
-        raise UserError(f"{without}: give the sweep another optimized_metric than {metric}, as train/loss.")

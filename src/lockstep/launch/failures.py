@@ -15,7 +15,7 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from lockstep.launch.launchers import Cluster
 from lockstep.runs.errors import (
@@ -49,30 +49,24 @@ NETWORK_ERRORS = ("connection closed", "connection reset", "broken pipe", "timed
 
 
 class RankError(TypedDict):
-    """The end of a rank.
-
-    kind: name of the exception class, or "killed", "lost" or "hangs"; time: Unix time in seconds.
-    """
+    """The end of a rank; `kind` is the name of the exception class, or "killed", "lost" or "hangs"."""
 
     rank: int
     host: str
     phase: str
     message: str
     kind: str
-    time: float
 
 
 class RankFailed(Exception):
     """Carries a RankError as JSON into the error file that torch's agent reads."""
 
 
-def rank_error(rank: int, message: str, kind: str, phase: str = "", host: str = "") -> RankError:
-    host = host or socket.gethostname()
-    return {"rank": rank, "host": host, "phase": phase, "message": message, "kind": kind, "time": time.time()}
-
-
-def message_of(error: BaseException) -> str:
-    return str(error) if isinstance(error, PLAIN) else f"{type(error).__name__}: {error}"
+def rank_error(rank: int, message: str | BaseException, kind: str = "", phase: str = "", host: str = "") -> RankError:
+    if isinstance(message, BaseException):
+        kind = type(message).__name__
+        message = str(message) if isinstance(message, PLAIN) else f"{kind}: {message}"
+    return {"rank": rank, "host": host or socket.gethostname(), "phase": phase, "message": message, "kind": kind}
 
 
 def with_culprit(error: BaseException, store: "Store", cluster: Cluster, hosts: list[str]) -> BaseException:
@@ -97,41 +91,36 @@ def _first_error(error: BaseException, store: "Store", cluster: Cluster, hosts: 
     """Publish this rank's error and return the run's first one; waits PEER_TIMEOUT_S for all ranks together."""
     from torch.distributed import DistError
 
-    phase, timed_out = (
-        getattr(error, "phase", "start"),
-        any(word in str(error).lower() for word in ("timeout", "timed out")),
-    )
-    own = rank_error(cluster.rank, message_of(error), type(error).__name__, phase, hosts[cluster.rank])
+    def wait_for(keys: list[str]) -> bool:
+        deadline = time.monotonic() + PEER_TIMEOUT_S
+        while not (found := store.check(keys)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+    text, phase = str(error).lower(), getattr(error, "phase", "start")
+    own = rank_error(cluster.rank, error, phase=phase, host=hosts[cluster.rank])
     others = [rank for rank in range(cluster.world_size) if rank != cluster.rank]
     # Whether a collective failed because of another rank, judged by the error text of gloo, NCCL or the store
-    is_broken = isinstance(error, RuntimeError) and any(words in str(error).lower() for words in NETWORK_ERRORS)
+    has_lost_peer = isinstance(error, RuntimeError) and any(words in text for words in NETWORK_ERRORS)
     try:
         store.set_timeout(timedelta(seconds=PEER_TIMEOUT_S))
-        if not (is_broken or isinstance(error, DistError)):
+        if not (has_lost_peer or isinstance(error, DistError)):
             own = json.loads(store.compare_set(ERROR, "", json.dumps(own)))
             if cluster.rank == 0:  # this process may hold the store: the others read it first
-                _wait(store, [f"lost-peer/{rank}" for rank in others])
+                wait_for([f"lost-peer/{rank}" for rank in others])
             return own
         store.set(f"lost-peer/{cluster.rank}", "")
-        if not _wait(store, [ERROR]):
+        if not wait_for([ERROR]):
             silent = [rank for rank in others if not store.check([f"lost-peer/{rank}"])]
-            if silent and timed_out:
-                text = f"hangs: the other ranks waited for it; see stack-rank{silent[0]}.txt"
-                own = rank_error(silent[0], text, "hangs", phase, hosts[silent[0]])
-            elif silent:
-                text = "died or was cut off without an error"
-                own = rank_error(silent[0], text, "lost", phase, hosts[silent[0]])
+            hangs = "timeout" in text or "timed out" in text
+            for rank in silent[:1]:
+                words = f"hangs: the other ranks waited for it; see stack-rank{rank}.txt"
+                words = words if hangs else "died or was cut off without an error"
+                own = rank_error(rank, words, "hangs" if hangs else "lost", phase, hosts[rank])
         return json.loads(store.compare_set(ERROR, "", json.dumps(own)))
     except (RuntimeError, DistError):
         text = "died, was stopped, or lost its host or network: the store that it holds cannot be reached"
         return rank_error(0, text, "lost", phase, hosts[0])
-
-
-def _wait(store: "Store", keys: list[str]) -> bool:
-    deadline = time.monotonic() + PEER_TIMEOUT_S
-    while not (found := store.check(keys)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return found
 
 
 def end_of(error: Exception, cluster: Cluster, folder: RunFolder | None) -> int:
@@ -139,13 +128,12 @@ def end_of(error: Exception, cluster: Cluster, folder: RunFolder | None) -> int:
     if isinstance(error, Interrupted):
         if cluster.is_rank_zero and folder is not None and folder.record.exists():
             if not cluster.has_agent:
-                record_interruption(folder)
+                record_end(folder, EXIT_INTERRUPTED)
             if error.agreed or not cluster.has_agent:  # else another rank may have failed
                 log.info(f"Interrupted ({error}): resume={folder.run_id} goes on.")
         return EXIT_INTERRUPTED
     error = no_room(error, folder.path if folder else Path()) or error
-    phase = getattr(error, "phase", None) or phase_of(folder)
-    own = rank_error(cluster.rank, message_of(error), type(error).__name__, phase)
+    own = rank_error(cluster.rank, error, phase=getattr(error, "phase", None) or phase_of(folder))
     failure: RankError = getattr(error, "culprit", None) or own
     failure["message"] = redact_text(failure["message"])
     code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
@@ -157,11 +145,10 @@ def end_of(error: Exception, cluster: Cluster, folder: RunFolder | None) -> int:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return code
-    if not isinstance(error, PLAIN) and failure["rank"] == cluster.rank:  # otherwise another rank is the culprit
-        sys.stderr.write(redact_text(traceback.format_exc()))  # the text may contain a request with credentials
     if cluster.is_rank_zero and folder is not None:
-        record_failure(folder, failure, code)
-    log.error(failure_message(failure))
+        record_end(folder, code, failure)
+    is_culprit = failure["rank"] == cluster.rank and not isinstance(error, PLAIN)
+    log_failure(failure, traceback.format_exc() if is_culprit else "")
     return code
 
 
@@ -170,24 +157,22 @@ def phase_of(folder: RunFolder | None) -> str:
     return (read_record(folder.record).phase if folder and folder.record.exists() else None) or "start"
 
 
-def failure_message(failure: RankError) -> str:
-    """Return the message with the place where it happened, unless it says all that there is to say."""
-    if failure["kind"] in ("UserError", "NoRoom"):
-        return failure["message"]
-    text = f"rank {failure['rank']} on {failure['host']}, in {failure['phase']}: {failure['message']}".rstrip()
-    return f"{text}\n{OUT_OF_MEMORY_HINT}" if failure["kind"] == "OutOfMemoryError" else text
+def log_failure(failure: RankError, callstack: str) -> None:
+    """Print the traceback, then the message with the place where it happened, unless it says all that there is."""
+    text = failure["message"]
+    if failure["kind"] not in ("UserError", "Diverged", "NoRoom"):
+        sys.stderr.write(redact_text(callstack))  # it may quote a request with credentials
+    if failure["kind"] not in ("UserError", "NoRoom"):
+        text = f"rank {failure['rank']} on {failure['host']}, in {failure['phase']}: {text}".rstrip()
+    log.error(f"{text}\n{OUT_OF_MEMORY_HINT}" if failure["kind"] == "OutOfMemoryError" else text)
 
 
-def record_failure(folder: RunFolder, failure: RankError, code: int) -> None:
-    error = Failure(message=failure["message"], rank=failure["rank"], host=failure["host"], phase=failure["phase"])
-    _record_end(folder, ("running", "failed"), "failed", code, error)
-
-
-def record_interruption(folder: RunFolder, code: int = EXIT_INTERRUPTED) -> None:
-    _record_end(folder, ("running", "failed", "interrupted"), "interrupted", code, Failure())
-
-
-def _record_end(folder: RunFolder, before: tuple[str, ...], status: str, code: int, error: Failure) -> None:
-    if folder.record.exists() and read_record(folder.record).status in before:
-        with update_record(folder.record) as record:
-            record.status, record.exit_code, record.finished_at, record.error = status, code, utc_now(), error
+def record_end(folder: RunFolder, code: int, failure: RankError | None = None) -> None:
+    """Complete the record of a run that failed or, without a failure, was interrupted."""
+    status = read_record(folder.record).status if folder.record.exists() else "finished"
+    if status == "finished" or (failure and status == "interrupted"):
+        return
+    where: Any = {key: value for key, value in (failure or {}).items() if key != "kind"}
+    with update_record(folder.record) as record:
+        record.status, record.exit_code = "failed" if failure else "interrupted", code
+        record.finished_at, record.error = utc_now(), Failure(**where)

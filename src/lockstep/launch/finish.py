@@ -1,6 +1,5 @@
 """Finish a run after its ranks have ended: the upload, the run's page and the last line on the screen."""
 
-import contextlib
 import logging
 import os
 import shutil
@@ -28,18 +27,14 @@ def finish(config: Config, cluster: Cluster, folder: RunFolder, code: int) -> in
         config: with `choices`.
     """
     for path in [*folder.path.glob("stack-rank*.txt"), *folder.path.glob("rank*.log")]:
-        with contextlib.suppress(FileNotFoundError):  # another rank that shares the folder was first
-            if path.stat().st_size == 0:
-                path.unlink()
+        if path.exists() and path.stat().st_size == 0:
+            path.unlink(missing_ok=True)  # another rank that shares the folder may be first
     if cluster.is_rank_zero:
         code = finish_upload(config.get("s3"), folder, code)
         keeps = config.get("logbook") == "keep" and not config["choices"].get("debug")
         metrics = [f"test/{name}" for name in config.get("metrics") or {}]
-        if folder.record.exists():
-            conclude(folder, Path(config["paths"]["logbook_dir"]) if keeps else None, code, metrics)
-        elif code == EXIT_USER_ERROR:  # rank 0 refused the run before it began
-            shutil.rmtree(folder.path, ignore_errors=True)
-    if cluster.is_restarted and code == EXIT_INTERRUPTED:
+        conclude(folder, Path(config["paths"]["logbook_dir"]) if keeps else None, code, metrics[:MAX_METRICS])
+    if code == EXIT_INTERRUPTED and cluster.launcher == "torchrun":
         return EXIT_OK  # the ranks would be started again, although somebody asked them to stop
     saved = any(folder.checkpoints.glob("*.json"))  # 75 promises a checkpoint to go on from
     ctrl_c = code == EXIT_INTERRUPTED and signal.SIGINT in signals.asked and not saved
@@ -51,15 +46,16 @@ def conclude(folder: RunFolder, keep_in: Path | None, code: int, metrics: list[s
 
     Args:
         keep_in: the logbook that the run goes into; None: it stays in its folder.
-        metrics: names of the user's own, for the last line unless they would fill it.
+        metrics: names of the user's own, for the last line.
     """
     pages: list[Path] = []
     record = RunRecord()
     try:
-        record = read_record(folder.record)
-        began = record.steps or record.restarts or any(folder.checkpoints.glob("*"))
-        if code == EXIT_USER_ERROR and not began:  # its input was refused: there is nothing to look at
-            return shutil.rmtree(folder.path, ignore_errors=True)
+        record = read_record(folder.record) if folder.record.exists() else record
+        if code == EXIT_USER_ERROR and not (record.steps or record.restarts or any(folder.checkpoints.glob("*"))):
+            return shutil.rmtree(folder.path, ignore_errors=True)  # its input was refused: there is nothing to look at
+        if not folder.record.exists():
+            return None
         from lockstep.logbook.build import keep_run, write_run_page
 
         pages.append(write_run_page(folder.path))
@@ -71,10 +67,8 @@ def conclude(folder: RunFolder, keep_in: Path | None, code: int, metrics: list[s
         reason = f"{type(error).__name__}: {error}"
         log.warning(f"The run's page was not written ({reason}); python src/logbook.py build tries again.")
     if code == EXIT_OK and record.status == "finished":
-        own = metrics if len(metrics) <= MAX_METRICS else []
-        shown = {
-            name: record.metrics.get(name) for name in (f"{record.monitor}_best", tested_name(record.monitor), *own)
-        }
+        names = [f"{record.monitor}_best", tested_name(record.monitor), *metrics]
+        shown = {name: record.metrics.get(name) for name in names}
         words = [f"{name} {as_read(name, value)}" for name, value in shown.items() if isinstance(value, float)]
         images, there = record.metrics.get("test/images"), record.num_test
         if isinstance(images, float) and there is not None and images < there:

@@ -18,9 +18,8 @@ from typing import Any
 from lockstep.config.compose import chosen_options, plain
 from lockstep.launch import failures
 from lockstep.launch.checks import check
-from lockstep.launch.failures import record_interruption
 from lockstep.launch.finish import finish
-from lockstep.launch.launchers import AGENT, OUTPUT, Cluster, agent_id, named_run, set_rank_environment
+from lockstep.launch.launchers import AGENT, Cluster, agent_id, named_run, set_rank_environment
 from lockstep.launch.plan import RunPlan, headlines, new_plan, resolve_cluster, resolved
 from lockstep.launch.resume import finished_already
 from lockstep.launch.start import Search, begin, hold_run_lock, make_plan, run_folder, write_config
@@ -59,9 +58,10 @@ def launch_config(config: Config, work: Work, search: Search | None = None) -> i
     refuse_secrets(config)
     cluster, accelerator = resolve_cluster(config, config["choices"].get("trainer", "this trainer"), environ)
     if cluster.has_agent:
-        die_with_parent(int(environ[AGENT].split()[0]))
-        if environ[OUTPUT]:
-            with (Path(environ[OUTPUT]) / f"rank{cluster.rank}.log").open("ab") as file:
+        agent, *_, output = environ[AGENT].split(maxsplit=6)
+        die_with_parent(int(agent))
+        if cluster.local_rank:  # the first one writes to the terminal
+            with (Path(output) / f"rank{cluster.rank}.log").open("ab") as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
     check(config, cluster, accelerator, environ)
@@ -70,8 +70,8 @@ def launch_config(config: Config, work: Work, search: Search | None = None) -> i
             log.info(f"The run {done.run_id} has finished.")
             if cluster.is_rank_zero:
                 kept.enter_context(hold_run_lock(done))
-            return finish(config, cluster, done, EXIT_OK) if cluster.local_rank in (0, None) else EXIT_OK
-        if cluster.starts_ranks:
+            return finish(config, cluster, done, EXIT_OK) if not cluster.local_rank else EXIT_OK
+        if cluster.local_rank is None:
             return _start_ranks(config, cluster, environ, kept)
         return _be_rank(config, cluster, accelerator, environ, work, search, kept)
 
@@ -86,7 +86,7 @@ def _start_ranks(config: Config, cluster: Cluster, environ: Mapping[str, str], k
         kept.enter_context(hold_run_lock(folder))
     else:  # the ranks' first meeting tells which run it is
         folder = RunFolder(Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-ranks-"))))
-    signals.before_the_end(partial(record_interruption, folder, signals.INTERRUPTED_AT_ONCE))
+    signals.before_the_end(partial(failures.record_end, folder, signals.INTERRUPTED_AT_ONCE))
     try:
         signals.on_stop(signals.interrupt)
         from lockstep.launch.agent import start_ranks
@@ -101,15 +101,11 @@ def _start_ranks(config: Config, cluster: Cluster, environ: Mapping[str, str], k
         signals.on_stop(signals.note)  # what is left is short
     if failure:
         failure["phase"] = failure["phase"] or failures.phase_of(folder)
-    if is_first and failure:
-        failures.record_failure(folder, failure, code)
-    elif is_first and code:
-        record_interruption(folder)
+    if is_first and code:
+        failures.record_end(folder, code, failure)
     code = finish(config, cluster, folder, code) if is_first else code
     if failure:
-        if failure["kind"] not in ("UserError", "Diverged", "NoRoom"):
-            sys.stderr.write(callstack)
-        log.error(failures.failure_message(failure))
+        failures.log_failure(failure, callstack)
     return code
 
 
@@ -140,7 +136,6 @@ def _be_rank(
 
     set_rank_environment(cluster)
     signals.on_stop(signals.interrupt)
-    code = EXIT_FAILED
     try:
         try:
             if cluster.world_size == 1:
@@ -149,45 +144,31 @@ def _be_rank(
                 from lockstep.launch.process_group import meet
 
                 mine = provenance.fingerprint(resolved(config, cluster, accelerator))
-                answer = meet(cluster, config["trainer"]["timeout_s"], mine, named_run(config, environ), decide)
+                answer = meet(cluster, config["trainer"]["timeout_s"], mine, decide)
                 folder = RunFolder((logs / answer["folder"]).resolve())
                 size, accumulate = answer["batch"]
                 batch = Batch.cut(size, cluster.world_size, accumulate)
                 plan = plan or replace(new_plan(config, cluster, accelerator, folder, batch), **answer["decided"])
             assert plan is not None and folder is not None
+            folder.path.mkdir(parents=True, exist_ok=True)
             if cluster.is_rank_zero:
-                signals.before_the_end(partial(record_interruption, folder, signals.INTERRUPTED_AT_ONCE))
+                signals.before_the_end(partial(failures.record_end, folder, signals.INTERRUPTED_AT_ONCE))
             elif cluster.local_rank == 0:
                 if not folder.config.exists():  # on a disk of its own, for a later resume
                     write_config(plan)
                 where = f"node {cluster.node_rank} of {cluster.num_nodes} (counted from 0)"
                 log.info(f"{where} joined run {folder.run_id}; output is on node 0")
-            _record_collectives(folder)
+            set_variables({"TORCH_FR_DUMP_TEMP_FILE": str(folder.path / "nccl-trace-rank")}, unless_set=True)
             code = work(plan)
         finally:
             signals.on_stop(signals.note)  # what is left is short
     except Exception as error:
         # An import that the signal broke raises anything. Ranks that have met know better: `culprit` names who failed.
-        stopped = signals.asked and not isinstance(error, Interrupted | UserError) and not hasattr(error, "culprit")
-        code = failures.end_of(
-            Interrupted(signal.Signals(signals.asked[0]).name) if stopped else error, cluster, folder
-        )
-        is_restarted = cluster.is_restarted and cluster.num_nodes > 1
-        if getattr(error, "elsewhere", False) and is_restarted:
+        if signals.asked and not isinstance(error, Interrupted | UserError) and not hasattr(error, "culprit"):
+            error = Interrupted(signal.Signals(signals.asked[0]).name)
+        code = failures.end_of(error, cluster, folder)
+        if getattr(error, "elsewhere", False) and cluster.launcher == "torchrun" and cluster.num_nodes > 1:
             code = EXIT_FAILED  # torchrun shall start this node's ranks again, beside a node that comes back
     if cluster.has_agent or folder is None or cluster.local_rank:
         return code
     return finish(config, cluster, folder, code)
-
-
-def _record_collectives(folder: RunFolder) -> None:
-    """Let NCCL's flight recorder keep the last collectives in the run folder."""
-    folder.path.mkdir(parents=True, exist_ok=True)
-    variables = {
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        # The step that meets a lost GPU raises an exception: NCCL's watchdog would abort the process before that
-        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-        "TORCH_FR_DUMP_TEMP_FILE": str(folder.path / "nccl-trace-rank"),
-    }
-    set_variables(variables, unless_set=True)

@@ -106,16 +106,12 @@ def resolve_batch(config: Config, cluster: Cluster, limit: float | None = None, 
         UserError: it does not divide.
     """
     accumulate = config["trainer"]["accumulate_grad_batches"]
-    if size is None and asks_for_largest(config):
-        return Batch.of_device(1, cluster.world_size, accumulate)
     size = size or config["data"].get("global_batch_size", DEFAULT_GLOBAL_BATCH_SIZE)
+    if size == "max":
+        return Batch.of_device(1, cluster.world_size, accumulate)
     if limit is None or states_accumulation(config.get("overrides", ())):
         return Batch.cut(size, cluster.world_size, accumulate)
     return Batch.within(size, cluster.world_size, limit)
-
-
-def asks_for_largest(config: Config) -> bool:
-    return bool(config["data"].get("global_batch_size") == "max")
 
 
 def validates(config: Config) -> bool:
@@ -154,22 +150,23 @@ def as_run(plan: RunPlan) -> dict[str, Any]:
 
 def headlines(plan: RunPlan) -> list[str]:
     """Return the first line of a run's output, and one on scaled learning rates."""
-    batch, trainer, config = plan.batch, plan.choices["trainer"], plan.config
+    batch, data, optimizer, trainer = plan.batch, plan.config["data"], plan.config["optimizer"], plan.choices["trainer"]
     where = f"{trainer} ({plan.accelerator})" if trainer == "default" else trainer
-    task = [plan.choices["task"]] if plan.choices.get("task", "classifier") != "classifier" else []
-    parts = [f"run {plan.folder.run_id}", *task, plan.model_name, plan.data_name, where]
-    if config["task_name"] != "train":
-        return [" · ".join([*parts, f"batches of {config['data'].get('eval_batch_size', DEFAULT_EVAL_BATCH_SIZE)}"])]
-    ranks = plan.cluster.world_size
-    if "global_batch_size" in config["data"] or str(config["data"].get("_target_")).startswith("data."):
-        parts.append(f"global batch {batch.global_size} = {batch.per_device} × {ranks} × {batch.accumulate}")
-    if stated := config["trainer"].get("max_time"):
+    parts = [f"run {plan.folder.run_id}", plan.model_name, plan.data_name, where]
+    if plan.config["task_name"] != "train":
+        return [" · ".join([*parts, f"batches of {data.get('eval_batch_size', DEFAULT_EVAL_BATCH_SIZE)}"])]
+    if "global_batch_size" in data or str(data.get("_target_")).startswith("data."):
+        split = f"{batch.per_device} × {plan.cluster.world_size} × {batch.accumulate}"
+        parts.append(f"global batch {batch.global_size} = {split}")
+    if stated := plan.trainer.get("max_time"):
         parts.append(f"at most {duration(seconds_of(stated, 'trainer.max_time'))}")
-    if not any(node and node.get("_target_") == CHECKPOINTS for node in (config.get("callbacks") or {}).values()):
+    callbacks = (plan.config.get("callbacks") or {}).values()
+    if not any(node and node.get("_target_") == CHECKPOINTS for node in callbacks):
         parts.append("WITHOUT CHECKPOINTS")
-    elif not validates(config):
+    elif not validates(plan.config):
         parts.append("no validation: the last checkpoint counts as the best")
-    own = config["optimizer"]
-    changes = ", ".join(f"{name} {own[name]:g} → {value:g}" for name, value in plan.learning_rates.items())
-    scaled = f"optimizer: {changes} (global batch {batch.global_size} / base_batch_size {own.get('base_batch_size')})"
-    return [" · ".join(parts), *([scaled] if changes else [])]
+    lines, base = [" · ".join(parts)], optimizer.get("base_batch_size")
+    if plan.learning_rates:
+        changes = ", ".join(f"{name} {optimizer[name]:g} → {rate:g}" for name, rate in plan.learning_rates.items())
+        lines.append(f"optimizer: {changes} (global batch {batch.global_size} / base_batch_size {base})")
+    return lines

@@ -22,15 +22,14 @@ from lockstep.runs.provenance import Fingerprint
 log = logging.getLogger(__name__)
 
 SPEAK_INTERVAL_S = 5.0
-READ_WITHIN_S = 5.0  # rank 0, whose process may hold the store, stays so long for the others to read an error
+READ_WITHIN_S = 2.0  # rank 0, whose process may hold the store, stays so long for the others to read an error
 NCCL_LATER_S = 15.0  # NCCL's timeout aborts the process: gloo's, which raises an exception, comes first
 Answer = dict[str, Any]
 _met: list[dist.Store] = []  # the store of this start
 
 
 def meet(
-    cluster: Cluster, timeout_s: float, mine: Fingerprint | None = None, run_id: str | None = None,
-    decide: Callable[[], Answer] = dict,
+    cluster: Cluster, timeout_s: float, mine: Fingerprint | None = None, decide: Callable[[], Answer] = dict
 ) -> Answer:  # fmt: skip
     """Wait for every rank, and return rank 0's decisions on all of them.
 
@@ -39,70 +38,75 @@ def meet(
 
     Args:
         mine: the code, config and packages of this rank, which must be those of rank 0.
-        run_id: the one that this rank was given, if any, which must be rank 0's if both were given one.
         decide: called on rank 0 once all are there; its result must have a JSON form.
 
     Raises:
         UserError: on every rank if a rank did not come in time, differs, or rank 0 decided so.
     """
-    store, number, start = _open_store(cluster, timeout_s), secrets.token_hex(8), None
-    own = json.dumps([number, socket.gethostname(), asdict(mine) if mine else None, run_id])
-    where, missing = f"{cluster.master_addr}:{cluster.master_port}", list(range(cluster.world_size))
+    where, rank, number = f"{cluster.master_addr}:{cluster.master_port}", cluster.rank, secrets.token_hex(8)
+    own = json.dumps([number, socket.gethostname(), asdict(mine) if mine else None])
     deadline, speak_at = time.monotonic() + timeout_s, time.monotonic() + SPEAK_INTERVAL_S
-    if cluster.rank == 0:
-        start = number
-        store.set("lockstep/start", start)
+    store: dist.Store | None = None
+    start, missing, keys, answer = b"", [0], [""], Answer()
     while True:
+        waits_for = "node rank " + ", ".join(
+            str(node) for node in sorted({rank // cluster.devices for rank in missing})
+        )
+        error = (
+            f"{waits_for} did not arrive at {where} within {timeout_s:.0f} s: is the same command running there, with "
+            "the same MASTER_PORT, and the port open?"
+        )
+        waits_for += f" (ranks {', '.join(map(str, missing[:8]))})"
         try:
-            if cluster.rank > 0 and store.check(["lockstep/start"]):
-                start = store.get("lockstep/start").decode()
-            keys = [f"lockstep/{start}/{rank}" for rank in range(cluster.world_size)]
-            if start is not None:
-                store.set(keys[cluster.rank], own)
-                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            nodes = ", ".join(str(node) for node in sorted({rank // cluster.devices for rank in missing}))
-            late = f"node rank {nodes} did not arrive at {where} within {timeout_s:.0f} s: is the same command running "
-            late += "there, with the same MASTER_PORT, and the port open?"
-            if cluster.rank == 0 and (not missing or time.monotonic() > deadline):
-                came = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if rank not in missing}
-                answer: Answer = {"error": late} if missing else _answer(list(came.values()), cluster, decide)
-                answer["numbers"] = [each[0] for each in came.values()]
-                store.set(f"lockstep/{start}/answer", json.dumps(answer))
-                break
-            if cluster.rank > 0 and start and store.check([f"lockstep/{start}/answer"]):
-                answer = json.loads(store.get(f"lockstep/{start}/answer"))
+            store = store or _open_store(cluster, timeout_s)
+            if rank == 0:
+                store.set("lockstep/start", number)
+            if rank == 0 or store.check(["lockstep/start"]):
+                start = store.get("lockstep/start")
+                keys = [f"lockstep/{start.decode()}/{each}" for each in range(cluster.world_size)]
+                store.set(keys[rank], own)
+                missing = [each for each, key in enumerate(keys) if not store.check([key])]
+            if rank > 0 and start and store.check([f"{keys[0]}/answer"]):
+                answer = json.loads(store.get(f"{keys[0]}/answer"))
                 if number in answer["numbers"]:
                     break
-        except dist.DistError:
-            raise RuntimeError(f"rank 0 at {where} has ended before the run began") from None
+        except (OSError, dist.DistError) as problem:
+            if store is not None:
+                raise RuntimeError(f"rank 0 at {where} has ended before the run began") from None
+            reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
+            waits_for = f"node rank 0 at {where} ({reason})"
+            error = (
+                f"rank {rank} cannot reach rank 0 at {where} within {timeout_s:.0f} s ({reason}): node rank 0 did not "
+                "start the same command, or MASTER_ADDR or MASTER_PORT is wrong."
+            )
+        if rank == 0 and store is not None and (not missing or time.monotonic() > deadline):
+            everyone = [json.loads(store.get(key)) for each, key in enumerate(keys) if each not in missing]
+            answer = {"error": error} if missing else _answer(everyone, decide)
+            answer["numbers"] = [each[0] for each in everyone]
+            store.set(f"{keys[0]}/answer", json.dumps(answer))
+            break
         if missing and time.monotonic() > deadline + 2:  # rank 0 tells the others first
-            raise UserError(late)
+            raise UserError(error)
         if missing and time.monotonic() > speak_at and cluster.local_rank == 0:
-            log.info(f"Waiting for node rank {nodes} (ranks {', '.join(map(str, missing[:8]))}) …")
+            log.info(f"Waiting for {waits_for} …")
             speak_at += SPEAK_INTERVAL_S
         time.sleep(0.05)
-    _met.append(dist.PrefixStore(f"lockstep/{start}", store))
-    if error := answer.get("error"):
-        _met[-1].set(f"read/{cluster.rank}", "")
-        everyone = [f"read/{rank}" for rank in range(cluster.world_size) if rank not in missing]
-        until = time.monotonic() + READ_WITHIN_S
-        while cluster.rank == 0 and time.monotonic() < until and not _met[-1].check(everyone):
-            time.sleep(0.05)
-        raise UserError(error)
+    _met.append(dist.PrefixStore(f"lockstep/{start.decode()}", store))
+    if "error" in answer:
+        time.sleep(READ_WITHIN_S if rank == 0 and not cluster.agent_store else 0)
+        raise UserError(answer["error"])
     return answer
 
 
-def _answer(everyone: list[list[Any]], cluster: Cluster, decide: Callable[[], Answer]) -> Answer:
+def _answer(everyone: list[list[Any]], decide: Callable[[], Answer]) -> Answer:
     """Compare every rank with rank 0, and decide if all are equal."""
-    _, first_host, first, first_id = everyone[0]
-    for rank, (_, host, other, run_id) in enumerate(everyone):
+    _, first_host, first = everyone[0]
+    for rank, (_, host, other) in enumerate(everyone):
         who, who_first = f"rank {rank} on {host}", f"rank 0 on {first_host}"
         if first and other and (error := Fingerprint(**other).difference(Fingerprint(**first), who, who_first)):
             return {"error": error}
-        if run_id and first_id and run_id != first_id:
-            return {"error": f"{who} was given run_id={run_id}, {who_first} {first_id}: give all the same, or none."}
     try:
-        return {**decide(), "hosts": [host for _, host, _, _ in everyone]}
+        return {**decide(), "hosts": [host for _, host, _ in everyone]}
     except UserError as error:
         return {"error": str(error)}
 
@@ -133,50 +137,39 @@ def join(cluster: Cluster, device: torch.device, timeout_s: float) -> dist.Store
 
 
 def _open_store(cluster: Cluster, timeout_s: float) -> dist.TCPStore:
-    """Connect to the store of torchrun's or Lockstep's agent, or of rank 0, which serves it here."""
-    where = f"{cluster.master_addr}:{cluster.master_port}"
+    """Connect to the store of torchrun's or Lockstep's agent, or of rank 0, which serves it here.
+
+    Raises:
+        UserError: rank 0 cannot serve it.
+        OSError: nobody listens there yet; torch's own connect would be silent for as long as it waits.
+    """
+    address, port = cluster.master_addr, cluster.master_port or 0
+    listener = None
     if cluster.rank == 0 and not cluster.agent_store:
         try:
-            return _connect(cluster, timeout_s, _listen(cluster).detach())
+            listener = _listen(address, port, cluster.num_nodes).detach()
         except OSError as error:
-            reason = f"rank 0 cannot serve at {where} ({error.strerror})"
+            reason = f"rank 0 cannot serve at {address}:{port} ({error.strerror})"
             raise UserError(f"{reason}: check MASTER_ADDR and MASTER_PORT.") from None
-    deadline, speak_at = time.monotonic() + timeout_s, time.monotonic() + SPEAK_INTERVAL_S
-    while True:
-        try:  # torch's own connect would be silent for as long as it waits
-            socket.create_connection((cluster.master_addr, cluster.master_port or 0), timeout=2).close()
-            return _connect(cluster, timeout_s)
-        except (OSError, RuntimeError) as error:
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"rank {cluster.rank} cannot reach rank 0 at {where} within {timeout_s:.0f} s ({reason}): node rank 0 "
-                "did not start the same command, or MASTER_ADDR or MASTER_PORT is wrong."
-            )
-        if time.monotonic() > speak_at and cluster.local_rank == 0:
-            log.info(f"Waiting for node rank 0 at {where} ({reason}) …")
-            speak_at += SPEAK_INTERVAL_S
-        time.sleep(0.1)
-
-
-def _connect(cluster: Cluster, timeout_s: float, listener: int | None = None) -> dist.TCPStore:
+    else:
+        socket.create_connection((address, port), timeout=2).close()
     return dist.TCPStore(
-        cluster.master_addr, cluster.master_port or 0, is_master=listener is not None, wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s), master_listen_fd=listener,
+        address, port, is_master=listener is not None, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener,
     )  # fmt: skip
 
 
-def _listen(cluster: Cluster) -> socket.socket:
-    """Listen at MASTER_PORT on the address of MASTER_ADDR alone; torch's store would listen on every interface.
+def _listen(master_addr: str, port: int, num_nodes: int) -> socket.socket:
+    """Listen on the address of MASTER_ADDR alone; torch's store would listen on every interface.
 
     It does so if the address is translated by the network, or this machine's name stands for loopback (127.0.1.1).
     """
-    family, *_, found = socket.getaddrinfo(cluster.master_addr, cluster.master_port, type=socket.SOCK_STREAM)[0]
-    address, port = str(found[0]), cluster.master_port or 0
+    family, *_, found = socket.getaddrinfo(master_addr, port, type=socket.SOCK_STREAM)[0]
+    address = str(found[0])
     is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    by_name = cluster.num_nodes > 1 and is_loopback and address != cluster.master_addr
     try:
-        return socket.create_server(("" if by_name else address, port), family=family, backlog=1024)
+        listen_at = "" if num_nodes > 1 and is_loopback and address != master_addr else address
+        return socket.create_server((listen_at, port), family=family, backlog=1024)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise

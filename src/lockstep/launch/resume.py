@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.config.compose import compose, plain
 from lockstep.config.foreign import OF_RUN, accepted
 from lockstep.config.schema import key_of
-from lockstep.launch.launchers import is_first_on_node, is_started_rank, named_run
+from lockstep.launch.launchers import is_first_on_node, launcher_of, named_run
 from lockstep.runs.config import Config, seconds_of
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError
@@ -36,7 +36,7 @@ def folder_of(config: Config, run_id: str) -> RunFolder:
 def find_stored(overrides: list[str]) -> Config | None:
     """Return the config of the run to resume; None for a new run, or on a node that does not have it.
 
-    A run that only its bucket knows is fetched first.
+    A run that only its bucket knows is fetched first, by one process of each node.
 
     Raises:
         UserError: the bucket cannot be used, or its config names what is not here.
@@ -44,33 +44,18 @@ def find_stored(overrides: list[str]) -> Config | None:
     if not any(key_of(word) == "resume" for word in overrides):
         return None
     config = plain(compose("train", [word for word in overrides if key_of(word).partition(".")[0] in FINDERS]))
-    environ = environment()
-    folder = _folder_to_resume(config, environ)
-    before = config_before(folder) if folder else None
-    if folder is None or before is None:
+    environ, is_auto = environment(), config["resume"] == "auto"
+    run_id = named_run(config, environ) if is_auto else config["resume"]
+    if not run_id:
         return None
-    if not folder.config.exists():  # it came from the bucket
-        before, rejected = accepted(before, OF_RUN, f"The config of the run {folder.run_id} in its bucket")
-        named = {key_of(word) for word in overrides}
-        if (left := [key for key in rejected if key not in named]) and is_first_on_node(environ):
-            log.info(f"Not taken from the bucket's config, give them again to have them: {', '.join(left)}")
-    if is_started_rank(environ):
-        words = [word for word in before.get("overrides") or () if key_of(str(word)) not in RANKS]
-        before = {**before, "overrides": words}
-    return before
-
-
-def _folder_to_resume(config: Config, environ: Mapping[str, str]) -> RunFolder | None:
-    """Return the folder of the run that resume= names, fetched from its bucket by the first rank of a node."""
-    if config["resume"] not in (None, "auto"):
+    if is_auto:
+        folder = folder_of(config, run_id)
+    else:
         try:
-            return find_run(Path(config["paths"]["log_dir"]), config["resume"])
+            folder = find_run(Path(config["paths"]["log_dir"]), run_id)
         except UserError:  # another node may have it; the launch names the run that is missing
-            return folder_of(config, config["resume"])
-    if not config["resume"] or not (named := named_run(config, environ)):
-        return None
-    folder = folder_of(config, named)
-    if (config.get("s3") or {}).get("uri"):
+            return None
+    if is_auto and (config.get("s3") or {}).get("uri"):
         from lockstep.storage.fetch import fetch_run
         from lockstep.storage.s3 import Bucket
 
@@ -78,7 +63,15 @@ def _folder_to_resume(config: Config, environ: Mapping[str, str]) -> RunFolder |
             logging.getLogger("lockstep.storage").setLevel(logging.WARNING)  # the first rank of the node logs it
         with locked_file(folder.path.parent / f".{folder.run_id}.lock"):
             fetch_run(Bucket.of(config["s3"]).at(folder.run_id), folder)
-    return folder
+    before = config_before(folder)
+    if before and not folder.config.exists():  # it came from the bucket
+        before, rejected = accepted(before, OF_RUN, f"The config of the run {folder.run_id} in its bucket")
+        left = [key for key in rejected if key not in map(key_of, overrides)]
+        if left and is_first_on_node(environ):
+            log.info(f"Not taken from the bucket's config, give them again to have them: {', '.join(left)}")
+    if before and launcher_of(environ):
+        before["overrides"] = [word for word in before.get("overrides") or () if key_of(str(word)) not in RANKS]
+    return before
 
 
 def config_before(folder: RunFolder) -> dict[str, Any] | None:
@@ -88,10 +81,8 @@ def config_before(folder: RunFolder) -> dict[str, Any] | None:
         UserError: it is no run's config.
     """
     path = folder.config if folder.config.exists() else folder.bucket_config
-    if not path.exists():
-        return None
-    config = read_config(path)
-    if not all(isinstance(config.get(part), Mapping) for part in ("data", "model", "trainer")):
+    config = read_config(path) if path.exists() else None
+    if config and not all(isinstance(config.get(part), Mapping) for part in ("data", "model", "trainer")):
         raise UserError(f"{path} is no config of a run.")
     return config
 
@@ -121,7 +112,7 @@ def what_is_over(config: Config, before: Config, previous: RunRecord) -> str | N
     return what if is_over and previous.status == "finished" else None
 
 
-def check_resumable(folder: RunFolder, now: Config, overrides: tuple[str, ...], previous: RunRecord) -> None:
+def check_resumable(folder: RunFolder, now: Config, previous: RunRecord) -> None:
     """Refuse to resume a run that is over, or with an option that cannot change within a run.
 
     Args:
@@ -134,25 +125,21 @@ def check_resumable(folder: RunFolder, now: Config, overrides: tuple[str, ...], 
         )
     longest = [(tree.get("trainer") or {}).get("max_epochs") for tree in (before, now)]
     if longest[0] != longest[1] and "_target_" in (now.get("scheduler") or {}):
-        log.info(
-            f"trainer.max_epochs was {longest[0]}, now {longest[1]}: the learning rate's schedule is stretched over "
-            "the new length, and may jump."
-        )
-    typed = {key_of(word) for word in overrides}
+        change = f"trainer.max_epochs was {longest[0]}, now {longest[1]}"
+        log.info(f"{change}: the learning rate's schedule is stretched over the new length, and may jump.")
     for key in (key for key in COMPARED if key in before and key in now):
-        if differs := _difference(before[key], now[key], key, typed):
+        if differs := _difference(before[key], now[key], key):
             raise UserError(
                 f"The run {folder.run_id} was started with another {key} ({differs}): "
                 "resume it with the same options, or start a new run with ckpt_path=."
             )
 
 
-def _difference(before: Any, now: Any, path: str, typed: set[str]) -> str | None:
-    """Return the first value that differs; a key that another version lacks counts only if an override names it."""
+def _difference(before: Any, now: Any, path: str) -> str | None:
+    """Return the first value that differs; a key that another version lacks does not count."""
     if before == now or path in MAY_DIFFER:
         return None
     if isinstance(before, dict) and isinstance(now, dict):
-        keys = sorted((key for key in now if key in before or f"{path}.{key}" in typed), key=str)
-        found = (_difference(before.get(key), now[key], f"{path}.{key}", typed) for key in keys)
+        found = (_difference(before[key], now[key], f"{path}.{key}") for key in now if key in before)
         return next(filter(None, found), None)
     return f"{path.partition('.')[2] or path} was {before!r}, now {now!r}"

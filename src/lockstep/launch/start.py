@@ -1,6 +1,7 @@
 """The start of a run: its folder and lock, its plan, config.yaml and first record."""
 
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -8,8 +9,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from lockstep.config.compose import chosen_options, compose, plain
-from lockstep.launch.launchers import Cluster, agent_id, command_line
-from lockstep.launch.plan import RunPlan, as_run, asks_for_largest, new_plan, resolve_batch
+from lockstep.launch.launchers import Cluster, agent_id
+from lockstep.launch.plan import RunPlan, as_run, new_plan, resolve_batch
 from lockstep.launch.resume import check_resumable, config_before, folder_of
 from lockstep.runs import provenance
 from lockstep.runs.config import Config
@@ -41,23 +42,20 @@ def run_folder(config: Config, run_id: str | None, environ: Mapping[str, str]) -
         return find_run(Path(config["paths"]["log_dir"]), resume), False
     folder = folder_of(config, run_id or new_run_id())
     if folder.record.exists() and not resume:
-        agent = agent_id(environ)
+        agent = agent_id(environ)  # torchrun's agent may have started its ranks again, or SLURM requeued the job
         if agent is None or read_record(folder.record).agent != agent:
             raise UserError(
                 f"The run {folder.run_id} exists already: resume={folder.run_id} goes on with it, "
                 "another run_id= starts anew."
-            )  # else torchrun's agent started its ranks again, or SLURM requeued the job
+            )
     return folder, not folder.record.exists()
 
 
 def hold_run_lock(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
-    """Lock the run for this process: a second one would remove the first one's checkpoints.
+    """Lock the run for this process and return the file to keep open: a second one would remove its checkpoints.
 
     It waits for a process that is just ending, and for a lost machine, whose locks a network file system frees in a
     minute or two.
-
-    Returns:
-        The file to keep open.
 
     Raises:
         UserError: another process still trains the run.
@@ -84,12 +82,12 @@ def make_plan(
     Args:
         config: with `choices` and `overrides`.
     """
-    record = read_record(folder.record) if folder.record.exists() else None
-    limit = (record.per_device_batch_limit or record.per_device_batch_size) if record else None
+    record = read_record(folder.record) if folder.record.exists() else RunRecord()
+    limit, found = record.per_device_batch_limit or record.per_device_batch_size, None
     plan = new_plan(config, cluster, accelerator, folder, resolve_batch(config, cluster, limit))
-    if not asks_for_largest(config):
+    if config["data"].get("global_batch_size") != "max":
         return plan, None
-    size, found = ((config_before(folder) or {}).get("data") or {}).get("global_batch_size"), None
+    size = ((config_before(folder) or {}).get("data") or {}).get("global_batch_size")
     if not isinstance(size, int):
         assert search is not None, "this script cannot look for a batch"
         log.info("Looking for the largest batch …")
@@ -107,21 +105,20 @@ def begin(plan: RunPlan, fresh: bool, largest_batch: dict[str, Any] | None = Non
     Raises:
         UserError: the run cannot be resumed like this, or there is no ckpt_path.
     """
-    folder, config, previous = plan.folder, plan.config, None
-    if not fresh:
-        previous = read_record(folder.record)
-        check_resumable(folder, as_run(plan), plan.overrides, previous)
+    folder, config = plan.folder, plan.config
+    previous = None if fresh else read_record(folder.record)
+    if previous:
+        check_resumable(folder, as_run(plan), previous)
     checkpoint = newest_whole(folder.checkpoints) if previous or config.get("resume") == "auto" else None
     if previous or checkpoint:
-        log.info(
-            f"Resuming {folder.run_id} from {checkpoint.name if checkpoint else 'its start: no whole checkpoint'}."
-        )
-    if previous or config.get("resume") == "auto":
-        plan = replace(plan, resume_step=0)
+        name = checkpoint.name if checkpoint else "its start: no whole checkpoint"
+        log.info(f"Resuming {folder.run_id} from {name}.")
     if checkpoint:
         sidecar = read_sidecar(checkpoint)
         plan = replace(plan, resume_step=sidecar.step if sidecar else 0, resume_checkpoint=str(checkpoint.resolve()))
-    elif stated := config.get("ckpt_path"):
+    elif previous or config.get("resume") == "auto":
+        plan = replace(plan, resume_step=0)
+    if (stated := config.get("ckpt_path")) and not checkpoint:
         from lockstep.storage.fetch import locate_checkpoint
 
         logs = Path(config["paths"]["log_dir"])
@@ -129,7 +126,6 @@ def begin(plan: RunPlan, fresh: bool, largest_batch: dict[str, Any] | None = Non
         plan = replace(plan, initial_weights=str(found.resolve()))
     folder.path.mkdir(parents=True, exist_ok=True)
     record = first_record(plan)
-    record.summary = _changes_of_recipe(plan)
     if previous is None:  # a resume writes it when its ranks are built: one that fails leaves what ran before
         write_config(plan)
         if diff := provenance.code_diff(REPOSITORY) if record.code["dirty"] else "":
@@ -167,23 +163,21 @@ def first_record(plan: RunPlan) -> RunRecord:
     now, folder, cluster, config = utc_now(), plan.folder, plan.cluster, plan.config
     program = Path(sys.argv[0]).resolve()
     script = str(program.relative_to(REPOSITORY)) if program.is_relative_to(REPOSITORY) else program.name
-    command = command_line([script, *sys.argv[1:]], cluster, plan.accelerator == "gpu")
     hardware, chooser = config.get("hardware") or {}, (config.get("callbacks") or {}).get("checkpoints") or {}
     named = plan.initial_weights or config["model"].get("weights")
     starts_from = Path(named) if isinstance(named, str) and not plan.resume_step and Path(named).is_file() else None
     return RunRecord(
         run_id=folder.run_id, task_name=config["task_name"], tags=list(config["tags"]), status="running", phase="start",
-        started_at=now, updated_at=now, command=command,
+        started_at=now, updated_at=now, command=f"python {shlex.join([script, *sys.argv[1:]])}",
         overrides=list(plan.overrides), experiment=config.get("experiment_name") or plan.choices.get("experiment"),
         code=provenance.code_state(REPOSITORY), versions=provenance.versions(),
         hosts=[provenance.host(cluster.node_rank)], launcher=cluster.launcher, agent=agent_id(environment()),
         model=plan.model_name, data=plan.data_name, trainer=plan.choices["trainer"], world_size=cluster.world_size,
         num_nodes=cluster.num_nodes, accelerator=plan.accelerator, precision=plan.trainer["precision"],
-        seed=config["seed"],
-        global_batch_size=plan.batch.global_size, per_device_batch_size=plan.batch.per_device,
+        seed=config["seed"], global_batch_size=plan.batch.global_size, per_device_batch_size=plan.batch.per_device,
         per_device_batch_limit=plan.batch.per_device, accumulate_grad_batches=plan.batch.accumulate,
         monitor=chooser.get("monitor", "val/acc"), monitor_mode=chooser.get("mode", "max"), epochs=0, steps=0,
-        cost={"price_per_hour": hardware.get("price_per_hour_usd")},
+        cost={"price_per_hour": hardware.get("price_per_hour_usd")}, summary=_changes_of_recipe(plan),
         initial_weights=None if plan.resume_step else plan.initial_weights,
         initial_weights_sha256=sha256_of(starts_from) if starts_from else None,
         resumed_from=plan.checkpoint if plan.resume_step else None,

@@ -24,7 +24,7 @@ rank = int(os.environ["RANK"])
 folder = sys.argv[1]
 open(f"{folder}/pid-{rank}", "w").write(str(os.getpid()))
 def fail(message, kind="ValueError", code=1, at=None):
-    failure = dict(rank=rank, host="h", phase="training", message=message, kind=kind, time=0.0)
+    failure = dict(rank=rank, host="h", phase="training", message=message, kind=kind)
     own = dict(message=f"RankFailed: {json.dumps(failure)}",
                extraInfo=dict(py_callstack="the traceback", timestamp=str(int(at or time.time()))))
     json.dump(dict(message=own), open(os.environ["TORCHELASTIC_ERROR_FILE"], "w"))
@@ -62,7 +62,7 @@ def test_ranks_get_torchruns_variables(run, tmp_path):
     first, second = (json.loads((tmp_path / f"env-{rank}").read_text()) for rank in (0, 1))
     assert first["MASTER_PORT"] == second["MASTER_PORT"] and second["WORLD_SIZE"] == "2" == second["LOCAL_WORLD_SIZE"]
     assert (second["LOCAL_RANK"], second["RUN_ID"]) == ("1", "r")
-    assert (first["LOCKSTEP_OUTPUT"], second["LOCKSTEP_OUTPUT"]) == ("", str(tmp_path))
+    assert second["LOCKSTEP_AGENT"].split(maxsplit=6)[-1] == str(tmp_path)
     cluster = describe(second, RequestedDevices())
     assert (cluster.launcher, cluster.rank, cluster.world_size, cluster.has_agent) == ("none", 1, 2, True)
     assert cluster.agent_store and cluster.master_port == int(first["MASTER_PORT"])

@@ -8,11 +8,9 @@ from lockstep.launch.launchers import (
     AGENT,
     Cluster,
     agent_id,
-    command_line,
     describe,
     first_host,
     is_first_on_node,
-    launcher_of,
     named_run,
     set_rank_environment,
 )
@@ -29,10 +27,11 @@ TORCHRUN = {
 NODES = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "NODE_RANK": "1"}
 SLURM = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_NODEID": "1", "SLURM_LOCALID": "1", "SLURM_PROCID": "3", "SLURM_JOB_NODELIST": "gpu[03-04]",
+    "SLURM_NODEID": "1", "SLURM_LOCALID": "1", "SLURM_PROCID": "3", "SLURM_STEP_NODELIST": "gpu[03-04]",
 }  # fmt: skip
 
 
+RANKS = {"RANK": "0", "WORLD_SIZE": "2"}
 MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
        "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}  # fmt: skip
 
@@ -48,8 +47,7 @@ def ask(environ, devices=None, num_nodes=None, several=True, machine=1):
         ({}, {"devices": 2}, ("none", 0, None, 2, 1)),  # it starts two
         (NODES, {"devices": 1, "num_nodes": 2}, ("nodes", 1, 0, 1, 2)),  # it is the only rank of its node
         ({**NODES, "WORLD_SIZE": "4"}, {"devices": 2, "num_nodes": 2}, ("nodes", 2, None, 2, 2)),
-        ({**NODES, "WORLD_SIZE": "4"}, {"num_nodes": 2}, ("nodes", 2, None, 2, 2)),
-        ({**NODES, "WORLD_SIZE": "4"}, {"devices": 2}, ("nodes", 2, None, 2, 2)),
+        ({**NODES, "WORLD_SIZE": "4"}, {"num_nodes": 2, "machine": 2}, ("nodes", 2, None, 2, 2)),
         (TORCHRUN, {}, ("torchrun", 5, 1, 4, 2)),
         (SLURM, {}, ("slurm", 3, 1, 2, 2)),
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, {}, ("none", 0, 0, 1, 1)),  # no srun
@@ -59,6 +57,11 @@ def ask(environ, devices=None, num_nodes=None, several=True, machine=1):
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **ADDRESS}, {"devices": 2}, ("env", 3, 1, 2, 2)),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, {}, ("env", 1, 1, 2, 1)),
         ({"RANK": "0", "WORLD_SIZE": "1"}, {"several": False}, ("env", 0, 0, 1, 1)),
+        ({"RANK": "1"}, {}, ("none", 0, 0, 1, 1)),
+        (NODES, {"several": False}, ("none", 0, 0, 1, 1)),
+        ({AGENT: "1 none 1 0 h 1 /runs"}, {}, ("none", 0, 0, 1, 1)),
+        ({**TORCHRUN, **SLURM, AGENT: "1 nodes 2 1 h 1 /my runs"}, {}, ("nodes", 5, 1, 4, 2)),
+        ({**TORCHRUN, **SLURM}, {}, ("torchrun", 5, 1, 4, 2)),
     ],
 )
 def test_every_launcher_says_which_rank_of_how_many_this_process_is(environ, options, wanted):
@@ -77,24 +80,20 @@ def test_first_host_of_a_slurm_list(nodes, host):
 @pytest.mark.parametrize(
     ("environ", "options", "said"),
     [
-        ({}, {"devices": 1, "num_nodes": 2}, "MASTER_ADDR and MASTER_PORT and NODE_RANK"),
-        ({**NODES, "MASTER_PORT": ""}, {"devices": 1, "num_nodes": 2}, "MASTER_PORT not set"),
+        ({}, {"devices": 1, "num_nodes": 2}, "MASTER_ADDR and MASTER_PORT and NODE_RANK not set"),
+        (NODES, {"devices": 1}, "trainer.num_nodes not set"),
         ({**NODES, "NODE_RANK": "2"}, {"devices": 1, "num_nodes": 2}, "counts from 0 to 1"),
         ({**NODES, "WORLD_SIZE": "3"}, {"devices": 1, "num_nodes": 2}, "WORLD_SIZE=3"),
         ({**NODES, "MASTER_PORT": "x"}, {"devices": 1, "num_nodes": 2}, "no whole number"),
         (TORCHRUN, {"devices": 2}, "torchrun started 8 processes, 4 on each of 2 nodes, but trainer.devices=2"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "2", **ADDRESS},
-            {"devices": 4},
-            "2, 4 on each node: .* unset RANK and WORLD_SIZE",
-        ),
-        ({"RANK": "0", "WORLD_SIZE": "2", **ADDRESS}, {"several": False}, "unset RANK and WORLD_SIZE"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, {}, "set MASTER_ADDR and MASTER_PORT"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, {}, "give trainer.devices=N"),
-        ({"RANK": "5", "WORLD_SIZE": "2", **ADDRESS}, {}, "rank 5 of 2"),
+        ({**RANKS, **ADDRESS}, {"devices": 4}, "rank 0 of 2, on its node 0 of 4: .* unset RANK and WORLD_SIZE"),
+        ({**RANKS, **ADDRESS}, {"several": False}, "unset RANK and WORLD_SIZE"),
+        (RANKS, {}, "set MASTER_ADDR and MASTER_PORT"),
+        ({**RANKS, **ADDRESS, "RANK": "1", "LOCAL_RANK": "1"}, {}, "on its node 1 of 1: .* give trainer.devices=N"),
+        ({**RANKS, **ADDRESS, "RANK": "5"}, {}, "rank 5 of 2"),
         (TORCHRUN, {"several": False}, "runs in one"),
         (SLURM, {"devices": 4}, "slurm started 4 processes, 2 on each of 2 nodes, but trainer.devices=4"),
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "5"}, {}, "every node as many"),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "5"}, {}, "every node needs as many ranks"),
     ],
 )
 def test_contradictions_end_in_one_sentence(environ, options, said):
@@ -134,32 +133,6 @@ def test_neighbouring_jobs_and_steps_of_one_have_ports_of_their_own():
         taken.add(port)
 
 
-ALONE = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
-
-
-@pytest.mark.parametrize(
-    ("environ", "several", "name"),
-    [
-        ({}, True, "none"),
-        (ALONE, True, "none"),
-        (NODES, True, "nodes"),
-        (NODES, False, "none"),
-        (TORCHRUN, True, "torchrun"),
-        ({**TORCHRUN, **SLURM}, True, "torchrun"),
-        (SLURM, True, "slurm"),
-        ({**TORCHRUN, **SLURM, AGENT: "1 none 1 0 h 1"}, True, "agent"),
-        ({AGENT: "1 none 1 0 h 1"}, True, "none"),
-        ({"RANK": "1"}, True, "none"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, True, "env"),
-        (MPI, True, "mpirun"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, True, "mpiexec"),
-    ],
-)
-def test_each_launcher_is_recognised_by_its_environment(environ, several, name):
-    found = launcher_of(environ, RequestedDevices(several_processes=several))
-    assert found == name
-
-
 def test_one_rank_of_each_node_prepares_what_the_others_read():
     assert is_first_on_node({}) and is_first_on_node({**TORCHRUN, "LOCAL_RANK": "0"})
     assert is_first_on_node({**SLURM, "SLURM_LOCALID": "0"}) and not is_first_on_node(SLURM)
@@ -169,41 +142,6 @@ def test_one_rank_of_each_node_prepares_what_the_others_read():
 def test_torchrun_inside_an_srun_step_goes_by_slurms_job_where_it_has_no_id_of_its_own():
     assert named_run({}, {**TORCHRUN, **SLURM}) == "slurm-7-0"
     assert named_run({}, {**TORCHRUN, **SLURM, "TORCHELASTIC_RUN_ID": "mine"}) == "mine"
-
-
-TYPED = ["src/train.py", "trainer=ddp", "tags=[a b]"]
-
-
-@pytest.mark.parametrize(
-    ("cluster", "gpus", "wanted"),
-    [
-        (Cluster("none", 1, 4, 0, None, "127.0.0.1", None), True, "python src/train.py trainer=ddp 'tags=[a b]'"),
-        (
-            Cluster("slurm", 2, 4, 0, 0, "node0", 29511), True,
-            "srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 python src/train.py trainer=ddp 'tags=[a b]'",
-        ),
-        (
-            Cluster("slurm", 2, 1, 0, 0, "node0", 29511), False,
-            "srun --nodes=2 --ntasks-per-node=1 python src/train.py trainer=ddp 'tags=[a b]'",
-        ),
-        (
-            Cluster("torchrun", 1, 2, 0, 0, "localhost", 41234), False,
-            "torchrun --standalone --nproc-per-node=2 src/train.py trainer=ddp 'tags=[a b]'",
-        ),
-        (
-            Cluster("torchrun", 2, 4, 0, 0, "10.0.0.1", 41234), True,
-            "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=10.0.0.1:29500 "
-            "--nproc-per-node=4 src/train.py trainer=ddp 'tags=[a b]'",
-        ),
-        (
-            Cluster("nodes", 2, 4, 0, None, "10.0.0.1", 29501), True,
-            "MASTER_ADDR=10.0.0.1 MASTER_PORT=29501 WORLD_SIZE=8 NODE_RANK=0 "
-            "python src/train.py trainer=ddp 'tags=[a b]'",
-        ),
-    ],
-)  # fmt: skip
-def test_the_command_names_what_launched_the_ranks(cluster, gpus, wanted):
-    assert command_line(TYPED, cluster, gpus) == wanted
 
 
 def test_gloo_takes_the_interface_towards_the_master_unless_the_user_chose(monkeypatch):

@@ -109,7 +109,7 @@ def test_the_largest_batch_takes_the_place_of_max(tmp_path):
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr("lockstep.launch.plan.visible_gpus", lambda environ: 1)
     slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "1",
-             "SLURM_NODEID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "a"}  # fmt: skip
+             "SLURM_NODEID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "a"}  # fmt: skip
     with pytest.raises(UserError, match="4 ranks on this node see 1 GPU: "):
         resolve_cluster(config_of("trainer=ddp"), "ddp", slurm)
 

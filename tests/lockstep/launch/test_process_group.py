@@ -30,12 +30,12 @@ class Ranks:
         self.address, self.world_size, self.timeout_s, self.port = address, world_size, timeout_s, port or free_port()
         self.answers, self.threads, self.agent_store = {}, [], port is not None
 
-    def start(self, rank, *, port=None, mine=SAME, run_id=None, decide=dict):
+    def start(self, rank, *, port=None, mine=SAME, decide=dict):
         cluster = Cluster("nodes", self.world_size, 1, rank, 0, self.address, port or self.port, self.agent_store)
 
         def run():
             try:
-                self.answers[rank] = meet(cluster, self.timeout_s, mine, run_id, decide)
+                self.answers[rank] = meet(cluster, self.timeout_s, mine, decide)
             except UserError as error:
                 self.answers[rank] = str(error)
 
@@ -72,11 +72,10 @@ def test_a_restart_in_the_same_store_never_meets_its_past():
         ({"mine": Fingerprint("x", {"seed": "1"}, {"torch": "2"})}, "runs with other code"),
         ({"mine": Fingerprint("t", {"seed": "2"}, {"torch": "2"})}, "has seed=2, rank 0 on"),
         ({"mine": Fingerprint("t", {"seed": "1"}, {"torch": "3"})}, "has torch 3, rank 0 on"),
-        ({"run_id": "other"}, "was given run_id=other, rank 0 on"),
     ],
 )
 def test_what_differs_is_named_to_every_rank(other, sentence):
-    answers = Ranks(2).start(0, run_id="r").start(1, **other).end()
+    answers = Ranks(2).start(0).start(1, **other).end()
     assert answers[0] == answers[1] and answers[0].startswith("rank 1 on ") and sentence in answers[0]
 
 

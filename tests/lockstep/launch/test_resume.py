@@ -154,7 +154,6 @@ def test_what_came_from_a_bucket_gives_names_and_values_and_nothing_of_this_mach
     left = "Not taken from the bucket's config, give them again to have them: data.root, callbacks.x"
     assert capsys.readouterr().out.splitlines()[-1] == left
     assert plain(resumed(tmp_path, *words, "data.root=/mine"))["data"]["root"] == "/mine"
-    assert plain(resumed(tmp_path, "resume=r"))["data"]["root"] is None, "the next start trusts it no more"
 
 
 def test_nonsense_in_the_bucket_is_refused_in_a_sentence(tmp_path):
@@ -163,4 +162,4 @@ def test_nonsense_in_the_bucket_is_refused_in_a_sentence(tmp_path):
     for nonsense in ("[]", "data: 3", "!!python/object/apply:os.system [true]"):
         config.write_text(nonsense)
         with pytest.raises(UserError, match="from-bucket/config.yaml"):
-            resumed(tmp_path, "resume=r")
+            resumed(tmp_path, "resume=auto", "run_id=r")
