@@ -25,6 +25,7 @@ from lockstep.runs.provenance import REPOSITORY
 
 log = logging.getLogger(__name__)
 
+FINE = (EXIT_OK, EXIT_INTERRUPTED)
 GRACE_AFTER_FAILURE_S = 30.0  # within which the other nodes notice by themselves, and name the cause
 GRACE_AFTER_STOP_S = 120.0  # for the coordinated checkpoint and its upload
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=6"]
@@ -63,17 +64,11 @@ class Host:
             self.error = line.rstrip() if line.startswith("error: ") else self.error
             print(f"[{self.name}] {printable(line)}", end="", flush=True)
 
-    @property
-    def code(self) -> int | None:
-        """The exit code; None while it runs."""
-        code = self.process.poll()
-        return EXIT_FAILED if code is not None and code < 0 else code
-
     def tell(self, word: str) -> None:
+        assert self.process.stdin
         with contextlib.suppress(OSError):  # the connection is gone
-            if self.code is None and self.process.stdin:
-                self.process.stdin.write(f"{word}\n".encode())
-                self.process.stdin.flush()
+            self.process.stdin.write(f"{word}\n".encode())
+            self.process.stdin.flush()
 
 
 def watch(hosts: list[Host]) -> int:
@@ -81,32 +76,30 @@ def watch(hosts: list[Host]) -> int:
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _frame: asked.append(number))
-    failed: Host | None = None
-    stop_by, told_at, killed_at = float("inf"), 0.0, float("inf")
-    while any(host.code is None for host in hosts):
+    failed: list[Host] = []
+    kill_at = float("inf")
+    while running := [host for host in hosts if host.process.poll() is None]:
+        failed = failed or [host for host in hosts if host.process.returncode not in (None, *FINE)]
         now = time.monotonic()
-        failed = failed or next((host for host in hosts if host.code not in (None, EXIT_OK, EXIT_INTERRUPTED)), None)
-        if asked and not told_at:
-            told_at, stop_by = now, now + GRACE_AFTER_STOP_S
-            for host in hosts:
+        if kill_at == float("inf") and (asked or failed):
+            kill_at = now + (GRACE_AFTER_STOP_S if asked else GRACE_AFTER_FAILURE_S)
+            for host in running if asked else ():
                 host.tell("stop")
-        elif failed and stop_by == float("inf"):
-            stop_by = now + GRACE_AFTER_FAILURE_S
-        if killed_at == float("inf") and (now > stop_by or len(asked) > 1):
-            killed_at = now
-            for host in hosts:
-                host.tell("kill")
-        for host in hosts if now > killed_at + 5 else ():
-            host.process.kill()
+        if len(asked) > 1:
+            kill_at = min(kill_at, now)
+        for host in running if now >= kill_at else ():
+            host.tell("kill")
+            if now > kill_at + 5:  # its connection hangs
+                host.process.kill()
         time.sleep(0.1)
     for host in hosts:
         host.reader.join(5)
-    failed = failed or next((host for host in hosts if host.code not in (EXIT_OK, EXIT_INTERRUPTED)), None)
-    if failed and failed.error:
-        log.info(f"[{failed.name}] {failed.error}")  # last on the screen, whoever spoke after it
-    if failed:
-        return failed.code or EXIT_FAILED
-    return EXIT_INTERRUPTED if any(host.code == EXIT_INTERRUPTED for host in hosts) else EXIT_OK
+    failed = failed or [host for host in hosts if host.process.returncode not in FINE]
+    if not failed:
+        return EXIT_INTERRUPTED if any(host.process.returncode == EXIT_INTERRUPTED for host in hosts) else EXIT_OK
+    if failed[0].error:
+        log.info(f"[{failed[0].name}] {failed[0].error}")  # last on the screen, whoever spoke after it
+    return max(failed[0].process.returncode, 0) or EXIT_FAILED
 
 
 def main(argv: list[str]) -> int:
@@ -117,21 +110,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dir", nargs="+", default=[str(REPOSITORY)], help="the repository there: one, or one a host")
     parser.add_argument("--master-addr", help="host0's address as the others reach it (default: its name)")
     parser.add_argument("--master-port", type=int, default=29500)
-    parser.add_argument("--env", nargs="*", default=[], help="NAME=value, set on every host")
-    parser.add_argument("--script", default="train", choices=["train", "eval", "find_batch_size", "doctor"])
     parser.add_argument("--ssh", type=shlex.split, default=SSH, help="the ssh command with its options")
     options: Any = parser.parse_args(argv[:at])
     overrides = argv[at + 1 :]
-    if len(options.dir) not in (1, len(options.hosts)):
-        parser.error(f"--dir has {len(options.dir)} folders for {len(options.hosts)} hosts: give one, or one for each")
     run_id, hosts = run_id_for(overrides, environment()), []
     for rank, name in enumerate(options.hosts):
         variables = [f"MASTER_ADDR={options.master_addr or options.hosts[0].split('@')[-1]}"]
         variables += [f"MASTER_PORT={options.master_port}", f"NODE_RANK={rank}", *[f"RUN_ID={run_id}"] * bool(run_id)]
-        train = ["env", *variables, *options.env, ".venv/bin/python", f"src/{options.script}.py"]
-        train += [f"trainer.num_nodes={len(options.hosts)}", *overrides]
-        folder = shlex.quote(options.dir[rank if len(options.dir) > 1 else 0])
-        hosts.append(Host(name, [*options.ssh, name, REMOTE.format(folder=folder, train=shlex.join(train))]))
+        train = ["env", *variables, ".venv/bin/python", "src/train.py", f"trainer.num_nodes={len(options.hosts)}"]
+        folder = shlex.quote(options.dir[min(rank, len(options.dir) - 1)])
+        remote = REMOTE.format(folder=folder, train=shlex.join([*train, *overrides]))
+        hosts.append(Host(name, [*options.ssh, name, remote]))
     return watch(hosts)
 
 
