@@ -8,9 +8,9 @@ from pathlib import Path
 
 from lockstep.config.schema import key_of
 from lockstep.launch.launchers import Cluster, faults, named_run
-from lockstep.launch.plan import CHECKPOINTS, resolve_batch, validates
+from lockstep.launch.plan import resolve_batch
 from lockstep.runs.config import Config, seconds_of
-from lockstep.runs.errors import UserError, is_full
+from lockstep.runs.errors import UserError
 from lockstep.storage.s3 import Bucket
 
 log = logging.getLogger(__name__)
@@ -38,17 +38,13 @@ def check(config: Config, cluster: Cluster, accelerator: str, environ: Mapping[s
         check_root(config)
     if len(temporary := tempfile.gettempdir()) > MOST_OF_TMPDIR:
         raise UserError(f"TMPDIR={temporary} is too long for the sockets of worker processes: set TMPDIR=/tmp.")
-    if not cluster.local_rank:
-        check_writable(Path(config["paths"]["log_dir"]))
-        for sentence in faults(cluster, environ) if cluster.world_size > 1 and not cluster.has_agent else ():
+    if not cluster.local_rank and cluster.world_size > 1 and not cluster.has_agent:
+        for sentence in faults(cluster, environ):
             log.warning(sentence)
 
 
 def check_training(config: Config, accelerator: str) -> None:
-    """Refuse a length or a monitor that cannot be, and the default training, which takes GPUs, where none is.
-
-    On a machine without GPUs somebody has to choose what is trained.
-    """
+    """Refuse a length that cannot be, and on a machine without GPUs a training that nobody chose."""
     data, epochs, time = config["data"], config["trainer"].get("max_epochs"), config["trainer"].get("max_time")
     if isinstance(epochs, int) and epochs < 1:
         raise UserError(f"trainer.max_epochs={epochs}: give a whole number from 1 on; trainer.max_time ends a run too.")
@@ -60,28 +56,6 @@ def check_training(config: Config, accelerator: str) -> None:
             "epochs, days on a machine without a GPU: make train (experiment=quickstart) takes a minute, and "
             "trainer=cpu begins all the same."
         )
-    for name, node in (config.get("callbacks") or {}).items() if not validates(config) else ():
-        metric = (node or {}).get("monitor")
-        # The checkpoints do without their default if nothing validates
-        default = config["task"].get("monitor") if metric and node["_target_"] == CHECKPOINTS else None
-        if metric and (metric != default if default else metric.startswith("val/")):
-            raise UserError(
-                "This run validates nothing (data.val_fraction=0, data.num_val=0 or trainer.limit_val_batches=0), and "
-                f"callbacks.{name}.monitor={metric} waits for a validation: leave one of the two out."
-            )
-
-
-def check_writable(logs: Path) -> None:
-    """Refuse a folder for runs that cannot be made or written."""
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=logs):
-            pass
-    except OSError as error:
-        if is_full(error):
-            raise
-        reason = f"{logs} cannot be written ({error.strerror})"
-        raise UserError(f"{reason}: give another place with paths.log_dir=.") from None
 
 
 def check_root(config: Config) -> None:

@@ -58,10 +58,14 @@ def hold_run_lock(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
     minute or two.
 
     Raises:
-        UserError: another process still trains the run.
+        UserError: another process still trains the run, or its folder cannot be written.
     """
-    folder.path.mkdir(parents=True, exist_ok=True)
-    handle = folder.alive.open("a")
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        handle = folder.alive.open("a")
+    except OSError as error:
+        reason = f"{folder.path} cannot be written ({error.strerror})"
+        raise UserError(f"{reason}: give another place with paths.log_dir=.") from None
     if not lock(handle, wait_s=0):
         log.info(f"The run {folder.run_id} is trained by another process: waiting for it to end …")
         if not lock(handle, wait_s):

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import time
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +44,10 @@ def test_a_finished_run_that_is_started_again_from_outside_ends_at_once(tmp_path
     assert again.record["restarts"] == [] and again.record["steps"] == 2
     longer = run_door("train", *SMALL, "resume=auto", "trainer.max_steps=3", logs=tmp_path)
     assert longer.code == 0 and longer.record["steps"] == 3 and len(longer.record["restarts"]) == 1
+
+
+def test_a_log_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file" / "r", Path("/proc/logs/r")):
+        with pytest.raises(UserError, match=f"{place} cannot be written .*paths.log_dir="):
+            hold_run_lock(RunFolder(place))
