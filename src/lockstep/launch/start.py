@@ -15,7 +15,7 @@ from lockstep.launch.resume import check_resumable, config_before, folder_of
 from lockstep.runs import provenance
 from lockstep.runs.config import Config
 from lockstep.runs.environment import environment
-from lockstep.runs.errors import UserError
+from lockstep.runs.errors import UserError, is_full
 from lockstep.runs.files import lock, sha256_of, utc_now, write_atomically
 from lockstep.runs.folder import RunFolder, find_run, new_run_id
 from lockstep.runs.provenance import REPOSITORY
@@ -64,6 +64,8 @@ def hold_run_lock(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
         folder.path.mkdir(parents=True, exist_ok=True)
         handle = folder.alive.open("a")
     except OSError as error:
+        if is_full(error):
+            raise
         reason = f"{folder.path} cannot be written ({error.strerror})"
         raise UserError(f"{reason}: give another place with paths.log_dir=.") from None
     if not lock(handle, wait_s=0):
