@@ -18,8 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from lockstep.launch.launchers import Cluster
-from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR
-from lockstep.runs.errors import Diverged, Interrupted, NoRoom, UserError, no_room
+from lockstep.runs.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    Diverged,
+    Interrupted,
+    NoRoom,
+    UserError,
+    no_room,
+)
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import Failure, read_record, update_record
