@@ -32,7 +32,7 @@ test-alone: install-dev
 	$(PY) -m pytest -m slow $(ALONE)
 # Tests that wait for something to happen within seconds, or that start many processes
 ALONE := $(wildcard $(addprefix tests/,test_two_hosts.py test_slurm.py test_torchrun.py test_train.py test_kills.py \
-  test_ctrl_c.py test_nodes.py test_s3_runs.py test_ray.py test_install.py test_doctor.py \
+  test_ctrl_c.py test_nodes.py test_s3_runs.py test_install.py test_doctor.py \
   test_engines.py test_project.py test_rehearse.py \
   lockstep/callbacks lockstep/launch lockstep/storage lockstep/batch_size))
 
@@ -89,8 +89,6 @@ lock: install  ## resolve requirements*.txt anew from pyproject.toml
 	$(VENV)/bin/uv pip compile $(LOCK) --group dev -c requirements.txt -o requirements-dev.txt
 	grep -oE '^hivemind==[0-9.]+' requirements-hivemind.txt | \
 	  $(VENV)/bin/uv pip compile $(LOCK) -c requirements.txt - -o requirements-hivemind.txt
-	grep -oE '^ray==[0-9.]+' requirements-ray.txt | \
-	  $(VENV)/bin/uv pip compile $(LOCK) -c requirements.txt - -o requirements-ray.txt
 	grep -oE '^pip-audit==[0-9.]+' launch/audit.txt | $(VENV)/bin/uv pip compile $(LOCK) - -o launch/audit.txt
 	grep -oE '^mkdocs(-material)?==[0-9.]+' launch/site.txt | $(VENV)/bin/uv pip compile $(LOCK) - -o launch/site.txt
 	grep -oE '^uv==[0-9.]+' launch/uv.txt | $(VENV)/bin/uv pip compile $(LOCK) - -o launch/uv.txt
@@ -100,7 +98,7 @@ audit: install  ## ask the package index's advisories about every pinned version
 	$(VENV)/bin/uv venv -q --clear $(VENV)/audit
 	$(VENV)/bin/uv pip install -q --python $(VENV)/audit --require-hashes -r launch/audit.txt
 	$(VENV)/audit/bin/pip-audit --strict --disable-pip --require-hashes --progress-spinner off \
-	  -r requirements.txt -r requirements-hivemind.txt -r requirements-ray.txt
+	  -r requirements.txt -r requirements-hivemind.txt
 
 parity: install-dev  ## every strategy against one process, in float64, with seeded faults
 	$(PY) benchmarks/parity.py

@@ -111,16 +111,6 @@ def twice(step):
 
 
 @pytest.mark.slow
-def test_a_first_ctrl_c_saves_and_resume_goes_on(tmp_path):
-    short = ["experiment=quickstart", "trainer.max_epochs=2", "run_id=r"]
-    stop = partial(signal_at_step, 5, number=signal.SIGINT)
-    stopped = run_door("train", *short, logs=tmp_path, before=stop)
-    assert stopped.code == 75 and stopped.record["steps"] == 5, stopped.output
-    done = run_door("train", "resume=r", logs=tmp_path)
-    assert done.code == 0 and done.record["steps"] == 40, done.output
-
-
-@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(tmp_path):
     done = run_door("train", *WORDS, "run_id=r", logs=tmp_path, before=partial(twice, 5))
     assert done.code == 130 and "Traceback" not in done.output, done.output

@@ -1,4 +1,4 @@
-"""launch/train.sbatch on a real SLURM of two nodes: requeue, time limit, cancel, a lost node, a killed task."""
+"""launch/train.sbatch on a real SLURM of two nodes: requeue, cancel, a lost node, a killed task."""
 
 import json
 import os
@@ -131,16 +131,3 @@ def test_each_job_of_a_sweep_is_a_slurm_job(slurm):
     assert {name: record["status"] for name, record in records.items()} == {"night_0": "finished", "night_1": "failed"}
     assert {(r["launcher"], r["num_nodes"], r["world_size"]) for r in records.values()} == {("slurm", 2, 2)}
     assert done.returncode == 1, done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_a_job_at_its_time_limit_saves_and_goes_on(slurm):
-    """SLURM looks at time limits twice a minute, and a minute is the shortest."""
-    job = slurm.sbatch("--time=1", "--signal=USR1@20", *NODES, "trainer.max_epochs=300")
-    slurm.wait_until(lambda: slurm.facts(job)["Restarts"] == "1", job, 180)
-    assert record(slurm, job)["status"] == "interrupted", slurm.output(job)
-    slurm.wait(job, "RUNNING", seconds=60)
-    slurm.wait_until(lambda: len(record(slurm, job)["restarts"]) == 1, job, 120)
-    slurm.run("scancel", job)
-    slurm.wait(job, "CANCELLED", seconds=60)
-    gone(slurm, job)

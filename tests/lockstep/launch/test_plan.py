@@ -1,6 +1,9 @@
-"""The plan: what is decided from the config, frozen, and the same again from its file."""
+"""The plan of a run, its lock, and a run that has finished, which is left alone by whoever starts it again."""
 
+import multiprocessing
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -14,11 +17,12 @@ from lockstep.launch.plan import (
     resolve_cluster,
     scaled_learning_rates,
 )
-from lockstep.launch.start import make_plan
+from lockstep.launch.start import hold_run_lock, make_plan
 from lockstep.runs.batch import Batch
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import RunRecord, write_record
+from runs import run_door
 
 WORDS = ["experiment=quickstart", "trainer=ddp_sim"]
 
@@ -42,13 +46,6 @@ def test_a_plan_holds_what_was_decided_and_the_config_as_it_was(tmp_path):
     assert not {"choices", "overrides", "per_device_batch_size", "resume_step"} & plan.config.keys()
     assert plan.config["trainer"]["num_nodes"] == "auto"
     assert (plan.resume_step, plan.checkpoint, plan.initial_weights, plan.learning_rates) == (None, None, None, {})
-
-
-def test_weights_come_from_the_runs_own_checkpoint_before_those_that_it_began_with(tmp_path):
-    plan = replace(plan_of(tmp_path), initial_weights="/w.ckpt")
-    assert (plan.checkpoint, plan.resume_step) == ("/w.ckpt", None)
-    goes_on = replace(plan, resume_step=40, resume_checkpoint="/last.ckpt")
-    assert goes_on.checkpoint == "/last.ckpt"
 
 
 def test_the_config_as_run_has_the_decided_values(tmp_path):
@@ -147,3 +144,45 @@ def test_the_largest_batch_that_a_run_was_started_with_is_cut_for_the_ranks_of_n
     (tmp_path / "config.yaml").write_text("data: {global_batch_size: 96}\nmodel: {}\ntrainer: {}\n")
     plan = plan_of(tmp_path, "data.global_batch_size=max", "trainer.devices=1", "resume=auto", "run_id=r", search=print)
     assert plan.batch == Batch(96, 24, 4)
+
+
+SMALL = ["experiment=quickstart", "trainer.max_steps=2", "run_id=r", "test=false"]
+
+
+def hold(path, held) -> None:
+    kept = hold_run_lock(RunFolder(path))
+    held.set()
+    time.sleep(60)
+    del kept
+
+
+def test_a_second_process_neither_trains_nor_harms_a_run(tmp_path, capsys):
+    held = multiprocessing.get_context("spawn").Event()
+    first = multiprocessing.get_context("spawn").Process(target=hold, args=(tmp_path / "r", held))
+    first.start()
+    try:
+        assert held.wait(60)
+        with pytest.raises(UserError, match="r is still trained by another process"):
+            hold_run_lock(RunFolder(tmp_path / "r"), wait_s=0.6)
+        assert "waiting for it to end" in capsys.readouterr().out
+    finally:
+        first.kill()
+        first.join()
+    hold_run_lock(RunFolder(tmp_path / "r"), wait_s=5).close()  # the lock went with the process
+
+
+@pytest.mark.slow
+def test_a_finished_run_that_is_started_again_from_outside_ends_at_once(tmp_path):
+    assert run_door("train", *SMALL, logs=tmp_path).code == 0
+    again = run_door("train", *SMALL, "resume=auto", logs=tmp_path)
+    assert again.code == 0 and "The run r has finished." in again.output, again.output
+    assert again.record["restarts"] == [] and again.record["steps"] == 2
+    longer = run_door("train", *SMALL, "resume=auto", "trainer.max_steps=3", logs=tmp_path)
+    assert longer.code == 0 and longer.record["steps"] == 3 and len(longer.record["restarts"]) == 1
+
+
+def test_a_log_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file" / "r", Path("/proc/logs/r")):
+        with pytest.raises(UserError, match=f"{place} cannot be written .*paths.log_dir="):
+            hold_run_lock(RunFolder(place))
