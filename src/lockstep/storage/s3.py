@@ -156,8 +156,9 @@ class Bucket:
         return False
 
     def web_url(self, key: str) -> str:
-        """Return the address under which a browser finds an object that everybody may read."""
-        return f"{self.client.meta.endpoint_url.rstrip('/')}/{self.name}/{self.prefix}{key}"
+        """Return the address, in boto3's addressing style, under which a browser finds an object that all may read."""
+        place = {"Bucket": self.name, "Key": self.prefix + key}
+        return str(self.client.generate_presigned_url("get_object", place)).partition("?")[0]
 
     def _storage(self) -> dict[str, str]:
         chosen = {"StorageClass": self.storage_class, "ServerSideEncryption": self.server_side_encryption,

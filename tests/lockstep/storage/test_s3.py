@@ -3,9 +3,11 @@
 import dataclasses
 import os
 import socket
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
+from botocore.awsrequest import AWSResponse
 
 from expiring_keys import Keys
 from faulty_proxy import FaultyProxy
@@ -98,6 +100,25 @@ def test_boto3s_own_configuration_is_obeyed(server, name, tmp_path, monkeypatch)
             bucket.write("x", b"1")
             assert bucket.client.meta.region_name == "eu-central-1"
             assert bucket.client.meta.config.s3 == {"addressing_style": "path"}
+
+
+@pytest.mark.parametrize(
+    "style, address", [("virtual", "https://bin.s3.example.com/"), ("path", "https://s3.example.com/bin/")]
+)
+def test_requests_go_to_the_address_of_boto3s_addressing_style(style, address, tmp_path, monkeypatch):
+    (tmp_path / "config").write_text(f"[default]\ns3 =\n    addressing_style = {style}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "key")
+    bucket, sent = Bucket("s3://bin/a b+ü", "https://s3.example.com"), []
+
+    def answer(request, **_):
+        sent.append(request.url)
+        return AWSResponse(request.url, 200, {"ETag": "1"}, SimpleNamespace(stream=list))
+
+    bucket.client.meta.events.register("before-send.s3", answer)
+    bucket.write("x", b"1")
+    assert sent == [address + "a%20b%2B%C3%BC/x"] and bucket.web_url("x") == sent[0]
 
 
 @pytest.mark.parametrize("way", ["process", "file"])
