@@ -20,29 +20,22 @@ SMALL = ("experiment=quickstart", "data.global_batch_size=16", "callbacks.hardwa
 ONE, TWO = ("trainer=gpu",), ("trainer=ddp", "trainer.devices=2")
 NET = ("model._target_=own.Net",)
 STEP = ("task._target_=own.Classifier",)
-CALLBACK = ("+callbacks.own._target_=own.Watcher",)
-METRIC = ("+metrics.own._target_=own.Share",)
 
 OWN = """
     import torch
     import torch.distributed as dist
-    from lightning.pytorch.callbacks import Callback
     from torch import nn
-    from torchmetrics import Metric
 
     from tasks.classifier import ImageClassifier
 
     class Net(nn.Module):
-        def __init__(self, num_classes, channels=1, **_):
+        def __init__(self, num_classes, **_):
             super().__init__()
             self.conv = nn.Conv2d(1, 8, 3, padding=1)
             self.head = nn.Linear(8, num_classes)
-            self.mean = torch.zeros(8)
-            self.calls, self.kept = 0, []
             {init}
 
         def forward(self, x):
-            self.calls += 1
             h = self.conv(x).relu().mean((2, 3))
             {forward}
             return self.head(h)
@@ -52,55 +45,23 @@ OWN = """
             images, labels = batch
             {step}
             return super().training_step((images, labels), batch_idx)
-
-        def test_step(self, batch, batch_idx):
-            {test}
-            return super().validation_step(batch, batch_idx)
-
-    class Watcher(Callback):
-        def __init__(self):
-            self.kept = []
-
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            {callback}
-
-    class Share(Metric):
-        def __init__(self, num_classes=10, **options):
-            super().__init__(**options)
-            self.add_state("hits", torch.zeros(()), dist_reduce_fx="sum")
-
-        def update(self, logits, labels):
-            {metric}
-            self.hits += (logits.argmax(1) == labels).sum()
-
-        def compute(self):
-            return self.hits
 """
-PARTS = ("init", "forward", "step", "test", "callback", "metric")
 
 DEFECTS = {  # name: (words, the part of OWN, its code)
     "a tensor made on the CPU in forward": (ONE, NET, "forward", "h = h + torch.ones(8)  # HERE"),
-    "a tensor that is no buffer": (ONE, NET, "forward", "h = h - self.mean  # HERE"),
-    "item in forward": (ONE, NET, "forward", "h.sum().item()  # HERE"),
     "a synchronisation": (ONE, NET, "forward", "float(h.detach().max())  # HERE"),
     "rank 1's device by number": (TWO, NET, "forward", "h = h + torch.ones(8, device='cuda:0')  # HERE"),
     "an unused parameter": (TWO, NET, "init", "self.extra = nn.Linear(4, 4)  # HERE"),
     "a collective on one rank only": (
         TWO, NET, "forward", "dist.get_rank() or dist.all_reduce(torch.ones(3, device=h.device))  # HERE",
     ),
-    "a collective of two shapes": (
-        TWO, NET, "forward", "dist.all_reduce(torch.ones(3 + dist.get_rank(), device=h.device))  # HERE",
-    ),
     "item in a step": (ONE, STEP, "step", "images.mean().item()  # HERE"),
-    "a shape in the test": (ONE, STEP, "test", "batch[0].view(7, -1, 3)  # HERE"),
-    "item in a callback": (ONE, CALLBACK, "callback", "outputs['loss'].item()  # HERE"),
-    "a metric on the CPU": (ONE, METRIC, "metric", "logits + torch.ones(10)  # HERE"),
 }  # fmt: skip
 
 
 def write_own(folder, part: str | None = None, code: str = "pass") -> str:
     """own.py with the code in its part; where the marked line is, as file:line."""
-    parts = {name: "pass" for name in PARTS} | ({part: code} if part else {})
+    parts = dict.fromkeys(("init", "forward", "step"), "pass") | ({part: code} if part else {})
     text = textwrap.dedent(OWN).format(**parts)
     path = folder / "own.py"
     path.write_text(text)
@@ -141,9 +102,7 @@ def test_it_names_the_line_of_a_defect(name, tmp_path):
 
 @needs_null_gpus
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "capability"), [(ONE, "8.0"), (ONE, "7.5"), (TWO, "8.0"), ((*TWO[1:], "trainer=fsdp"), "8.0")]
-)
+@pytest.mark.parametrize(("words", "capability"), [(ONE, "7.5"), ((*TWO[1:], "trainer=fsdp"), "8.0")])
 def test_sound_code_fails_nowhere_in_bf16_and_in_fp16(words, capability, tmp_path):
     write_own(tmp_path)
     said = list(report(*SMALL, *words, folder=tmp_path, capability=capability))

@@ -65,34 +65,22 @@ def test_a_run_leaves_its_whole_folder(uninterrupted):
     assert record["summary"]["confusion"]["counts"] == counts
     assert list(folder.tensorboard.glob("events*"))
     assert not list(folder.path.rglob("*.part"))
-
-
-def test_metrics_rows_have_unique_rising_steps(uninterrupted):
-    steps = [int(row["step"]) for row in rows(uninterrupted.folder)]
-    assert steps == sorted(set(steps)) and steps[-1] == uninterrupted.record["steps"]
-    assert [row["val/acc"] for row in rows(uninterrupted.folder) if row["val/acc"]][-1]
-
-
-def test_headline_and_last_line(uninterrupted):
+    steps = [int(row["step"]) for row in rows(folder)]
+    assert steps == sorted(set(steps)) and steps[-1] == record["steps"]
     lines = uninterrupted.output.strip().splitlines()
     assert lines[0].endswith("small_cnn · digits · cpu · global batch 64 = 64 × 1 × 1")
-    assert lines[-1].startswith("finished") and uninterrupted.folder.run_id in lines[-1]
+    assert lines[-1].startswith("finished") and folder.run_id in lines[-1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("option", "steps", "wanted"),
-    [("fast_dev_run", 2, "finished"), ("overfit", 60, "finished")],
-)
-def test_debug_options_run(tmp_path, option, steps, wanted):
+@pytest.mark.parametrize(("option", "steps"), [("fast_dev_run", 2), ("overfit", 60)])
+def test_debug_options_run(tmp_path, option, steps):
     shorter = ["trainer.max_epochs=20", "trainer.check_val_every_n_epoch=20"] if option == "overfit" else []
     done = run_door("train", "experiment=quickstart", f"debug={option}", *shorter, logs=tmp_path)
     assert done.code == 0, done.output
     assert done.record["steps"] == steps and done.record["tags"] == ["debug"]
-    assert wanted in done.output
-    if option == "overfit":
-        losses = [float(row["train/loss"]) for row in rows(done.folder) if row["train/loss"]]
-        assert losses[-1] < 0.5 * losses[0]
+    losses = [float(row["train/loss"]) for row in rows(done.folder) if row["train/loss"]]
+    assert option == "fast_dev_run" or losses[-1] < 0.5 * losses[0]
 
 
 @pytest.mark.slow
@@ -131,7 +119,7 @@ def test_a_checkpoint_is_plain_and_carries_its_config(uninterrupted):
     assert sidecar.epoch in (0, 1, 2)
 
 
-@pytest.mark.parametrize("stop_after", [3, *(pytest.param(step, marks=SOAK) for step in (20, 21, 30))])
+@pytest.mark.parametrize("stop_after", [3, *(pytest.param(step, marks=SOAK) for step in (20, 21))])
 def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(uninterrupted, tmp_path, stop_after):
     """Mid-epoch, at an epoch's last step (20 of 20), just after it, and later; dropout and shuffling on."""
     done = run_door("train", *SMALL, "run_id=r", logs=tmp_path, before=partial(signal_at_step, stop_after))
@@ -184,21 +172,18 @@ def test_a_sweep_of_two_rank_jobs_makes_four_runs_and_survives_a_failing_one(tmp
     assert done.code == 1
 
 
-BAD = {
+BAD = {  # the first of them in make test
     "data.global_batch_size=0": "from 1 on",
-    "data.global_batch_size=-64": "from 1 on",
     "data.global_batch_size=5000": "5000",
-    "data.global_batch_size=65 trainer.accumulate_grad_batches=2": "64 and 66",
     "trainer=ddp": "trainer=ddp_sim works here",
-    "trainer=gpu": "trainer=cpu works here",
-    "trainer.max_epochs=many": "trainer.max_epochs",
-    "optimizer.lr=fast": "optimizer.lr",
     "optimizer.learning_rate=1": "optimizer.learning_rate",
     "model=alexnett": "alexnet",
-    "callbacks=0": "callbacks=0",
-    "~callbacks=0": "~callbacks=0",
     "ckpt_path=nowhere.ckpt": "nowhere.ckpt",
     "resume=nothing": "No run 'nothing'",
+    "trainer.precision=fp16": "take one of auto, 32-true",
+    "data.global_batch_size=65 trainer.accumulate_grad_batches=2": "64 and 66",
+    "optimizer.lr=fast": "optimizer.lr",
+    "callbacks=0": "callbacks=0",
     "resume=auto": "run_id=",
     "run_id=../x": "run_id",
     "model=alexnet": "image",
@@ -207,24 +192,17 @@ BAD = {
     "trainer=model_parallel trainer.devices=2": "give trainer.stage_devices",
     "trainer.val_check_interval=500": "from 1 to 20, which is an epoch",
     "trainer.max_time=soon": "give days:hours:minutes:seconds",
-    "trainer.log_every_n_steps=0": "from 1 on",
-    "callbacks.checkpoints.mode=Max": "max or min",
-    "trainer.precision=fp16": "take one of auto, 32-true",
     "callbacks.checkpoints.monitor=val/loss": "give mode=min",
     "experiment=quickstart callbacks.checkpoints.monitor=val_acc": "there are val/acc,",
     "data=synthetic data.image_size=32 model=airbench trainer=cpu data.global_batch_size=1": "size=2 or more",
     "experiment=quickstart trainer.precision=16-true": "optimizer.eps=1e-4",
     "+callbacks.x._target_=lockstep.callbacks.checkpoints.write_checkpoint": "cannot be made without checkpoint, path",
-    "+callbacks.x._target_=models.small_cnn.SmallCNN +callbacks.x.num_classes=2": "cannot be made without image_size",
     "+callbacks.x._target_=collections.Counter": "Counter is no callback",
-    "+callbacks.x._target_=models.small_cnn.nn.Linear": "cannot be found",
 }
+FIRST = [pytest.param(words, marks=[SOAK] * (place >= 8)) for place, words in enumerate(BAD)]
 
 
-EVERY_OTHER = [pytest.param(words, marks=[SOAK] * (place % 2)) for place, words in enumerate(BAD)]
-
-
-@pytest.mark.parametrize("overrides", EVERY_OTHER, ids=BAD)
+@pytest.mark.parametrize("overrides", FIRST, ids=BAD)
 def test_bad_input_ends_with_one_sentence_and_exit_code_2(overrides, tmp_path):
     done = run_door("train", *overrides.split(), logs=tmp_path)
     assert done.code == 2, done.output
@@ -306,21 +284,6 @@ def test_a_stop_at_the_last_step_of_max_steps_waits_for_its_validation(tmp_path)
     assert over.code == 2 and "give more trainer.max_steps" in over.output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["cpu", "fsdp_sim"])
-def test_bfloat16_is_clipped_also_where_one_kernel_steps_all_parameters(tmp_path, trainer):
-    words = [f"trainer={trainer}", "trainer.precision=bf16-mixed", "trainer.gradient_clip_val=0.1", "optimizer=sgd"]
-    words += ["trainer.max_steps=6", "test=false", "scheduler=none"]
-    done = [
-        run_door("train", *words, *more, logs=tmp_path / name)
-        for name, more in (("fused", []), ("plain", ["+optimizer.fused=false"]))
-    ]
-    assert [d.code for d in done] == [0, 0], [d.output for d in done]
-    fused, plain = (weights(d.folder) for d in done)
-    for name, value in fused.items():
-        torch.testing.assert_close(value, plain[name], rtol=1e-4, atol=1e-6)
-
-
 def other_images():
     from lockstep.training import weights
 
@@ -349,14 +312,9 @@ def test_a_finished_run_and_another_config_are_not_overwritten(uninterrupted, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["cpu", "ddp_sim"])
-def test_without_validation_the_last_checkpoint_is_the_best(tmp_path, trainer):
-    words = [
-        "experiment=quickstart",
-        f"trainer={trainer}",
-        "data.val_fraction=0",
-        "callbacks.checkpoints.every_n_epochs=2",
-    ]
+def test_without_validation_the_last_checkpoint_is_the_best(tmp_path):
+    words = ["experiment=quickstart", "trainer=ddp_sim", "data.val_fraction=0"]
+    words += ["callbacks.checkpoints.every_n_epochs=2"]
     first = run_door("train", *words, "trainer.max_epochs=1", "run_id=r", logs=tmp_path)
     assert first.code == 0, first.output
     assert " · no validation: the last checkpoint counts as the best" in first.output.splitlines()[0]
@@ -374,19 +332,20 @@ def test_without_validation_the_last_checkpoint_is_the_best(tmp_path, trainer):
     assert tested.code == 0 and tested.record["metrics"]["test/acc"] == record["metrics"]["test/acc"] > 0.8
 
 
+@pytest.mark.slow
 def test_a_run_that_early_stopping_ended_is_over_at_every_further_start(tmp_path):
     stopping = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, min_delta: 100, patience: 1}"
     early = f"+callbacks.early={stopping}"
     words = ["experiment=quickstart", "trainer.limit_train_batches=2", early, "run_id=r", "resume=auto"]
     first = run_door("train", *words, logs=tmp_path)
     assert first.code == 0 and first.record["epochs"] == 2, first.output
-    for _ in range(2):
-        again = run_door("train", *words, logs=tmp_path)
-        assert again.code == 0 and again.record["epochs"] == 2 and "has finished" in again.output, again.output
+    again = run_door("train", *words, logs=tmp_path)
+    assert again.code == 0 and again.record["epochs"] == 2 and "has finished" in again.output, again.output
     longer = run_door("train", *words, "trainer.max_epochs=21", logs=tmp_path)
     assert longer.code == 0 and longer.record["epochs"] == 3, longer.output
 
 
+@pytest.mark.slow
 def test_a_resume_that_fails_changes_nothing_of_the_run_also_in_a_renamed_folder(tmp_path):
     words = ["experiment=quickstart", "trainer.limit_train_batches=2", "trainer.max_epochs=1", "optimizer.lr=0.5"]
     done = run_door("train", *words, "run_id=r", logs=tmp_path)

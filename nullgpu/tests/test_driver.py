@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -116,13 +115,11 @@ def run(code: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=null_gpus(**options), capture_output=True, text=True, timeout=100)
 
 
-@pytest.mark.slow
 def test_a_function_without_code_is_an_error_that_names_it():
     done = run("print(ctypes.CDLL('libnullgpu.so').cuMemImportFromShareableHandle())")
     assert done.stdout == "801\n" and "nullgpu: there is no code for cuMemImportFromShareableHandle" in done.stderr
 
 
-@pytest.mark.slow
 def test_the_host_cannot_read_device_memory():
     assert run("ctypes.string_at(torch.ones(4, device='cuda').data_ptr(), 4)").returncode == -signal.SIGSEGV
 

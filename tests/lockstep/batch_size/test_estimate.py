@@ -20,15 +20,10 @@ VIT = ("model=vit", "data.image_size=224")
 RESNET = ("model=timm", "model.name=resnet18", "data.image_size=96", "trainer=ddp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "words", "ranks", "reserved_mib"),
-    [
-        (64, (*VIT, "trainer=ddp"), 2, 2706),
-        pytest.param(128, RESNET, 2, 534, marks=pytest.mark.slow),
-        pytest.param(736, (*VIT, "trainer=ddp"), 4, 14510, marks=pytest.mark.slow),
-        pytest.param(755, (*VIT, "trainer=gpu"), 1, 14592, marks=pytest.mark.slow),
-        pytest.param(910, (*VIT, "trainer=fsdp"), 4, 14612, marks=pytest.mark.slow),
-    ],
+    [(128, RESNET, 2, 534), (736, (*VIT, "trainer=ddp"), 4, 14510), (910, (*VIT, "trainer=fsdp"), 4, 14612)],
 )
 def test_an_estimate_is_within_ten_percent_of_the_allocator(batch, words, ranks, reserved_mib):
     assert peak_mib(batch, *words, ranks=ranks, devices=ranks) == pytest.approx(reserved_mib, rel=0.1)
@@ -50,8 +45,8 @@ def test_recomputed_activations_take_less_and_an_average_of_the_weights_more():
 
 
 def test_the_command_prints_the_largest_batch_of_all_ranks(tmp_path):
-    words = ["model=small_cnn", "data=synthetic", "trainer=ddp", "trainer.devices=4", "trainer.num_nodes=2"]
-    done = run_door("find_batch_size", "--estimate", *words, "trainer.memory_limit_gib=0.5", logs=tmp_path)
+    words = ["model=small_cnn", "data=digits", "trainer=ddp", "trainer.devices=4", "trainer.num_nodes=2"]
+    done = run_door("find_batch_size", "--estimate", *words, "trainer.memory_limit_gib=0.01", logs=tmp_path)
     assert done.code == 0 and " × 8 × 1 · " in done.output and "nothing was run" in done.output, done.output
 
 
@@ -60,7 +55,6 @@ def test_the_command_prints_the_largest_batch_of_all_ranks(tmp_path):
     [
         (["trainer=ddp"], "pass trainer.memory_limit_gib=16"),
         (["trainer=dp", "trainer.memory_limit_gib=16"], "use trainer=gpu, ddp, fsdp or allreduce"),
-        (["trainer=gpu", "trainer.memory_limit_gib=0.001"], "Not even 1 images per device fit"),
     ],
 )
 def test_what_it_cannot_estimate_is_refused(words, said, tmp_path):
