@@ -8,21 +8,22 @@ something to mend. Takes ten seconds at most, and waits for other nodes as long 
 
 import json
 import logging
+import os
 import resource
 import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.commands.command_line import run_script
 from lockstep.config.compose import chosen_options, plain
-from lockstep.launch.checks import check_temporary_folder, check_writable
+from lockstep.launch.checks import MOST_OF_TMPDIR
 from lockstep.launch.launchers import Cluster, faults, set_rank_environment
 from lockstep.launch.plan import resolve_batch, resolve_cluster, resolved
 from lockstep.runs import provenance
@@ -71,13 +72,12 @@ def examine(config: Config, trainer_name: str, environ: Mapping[str, str]) -> It
 
 def _machine(config: Config) -> Iterator[Finding]:
     folder, shm = Path(config["paths"]["log_dir"]).resolve(), Path("/dev/shm")
-    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free, may_write = shutil.disk_usage(there).free, there.is_dir() and os.access(there, os.W_OK)
+    yield found(may_write, f"runs are written to {folder}", "it cannot be written, pass paths.log_dir=OTHER")
     yield found(free > DISK, f"{free / GIB:.0f} GiB free at {folder}", "make room, or pass paths.log_dir=OTHER")
-    for check in (check_temporary_folder, partial(check_writable, folder)):
-        try:
-            check()
-        except UserError as error:
-            yield False, str(error)
+    temporary = tempfile.gettempdir()
+    yield found(len(temporary) <= MOST_OF_TMPDIR, f"temporary files in {temporary}", "too long, export TMPDIR=/tmp")
     shared = shutil.disk_usage(shm).free if shm.is_dir() else 0
     yield found(shared > SHARED, f"{shared / 2**20:.0f} MiB of shared memory", "docker run --shm-size=8g")
     handles = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -55,7 +55,7 @@ def test_a_script_reads_its_findings_and_its_exit_code(monkeypatch, tmp_path, ca
         ("doctor.SHARED", 2**60, "docker run --shm-size=8g"),
         ("doctor.FIRST_YEAR", 2999, "timedatectl set-ntp true"),
         ("doctor.available_cores", lambda: 1, "1 cores for 2 ranks: #SBATCH --cpus-per-task"),
-        ("tempfile.tempdir", "/tmp/" + 80 * "x", "set TMPDIR=/tmp"),
+        ("tempfile.tempdir", "/tmp/" + 80 * "x", "export TMPDIR=/tmp"),
         ("doctor.provenance.versions", lambda: {"timm": "missing"}, "timm not installed: make install"),
     ],
 )
