@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from measuring import REPOSITORY, in_turns, median, places
-from step_time import Cached, parts_of_run
+from step_time import Cached
 
 SMALL = "--small" in sys.argv
 BATCH = 8 if SMALL else 1024
@@ -169,6 +169,7 @@ def lockstep_run(words: str, *, batch: int = BATCH, cached: bool = True, watch: 
 
     from lockstep.config.compose import chosen_options, compose, plain
     from lockstep.launch.launcher import launch_config
+    from lockstep.training.build import build_run
     from lockstep.training.rank import joined_ranks
 
     class Clock(pl.Callback):
@@ -195,11 +196,12 @@ def lockstep_run(words: str, *, batch: int = BATCH, cached: bool = True, watch: 
                      "data.num_test_images=40", f"data.global_batch_size={batch}", f"trainer.max_steps={steps}",
                      *QUIET.split(), *words.split(), *places(scratch)]  # fmt: skip
         cfg = compose("train", overrides)
-        config = {**plain(cfg), "choices": chosen_options(cfg), "overrides": overrides}
+        config = {**plain(cfg), "choices": chosen_options(cfg), "overrides": overrides, "logger": {}}
 
         def fit(plan: Any) -> int:
             with joined_ranks(plan) as session:
-                trainer, module, data = parts_of_run(session, clock)
+                trainer, module, data, _ = build_run(session)
+                trainer.callbacks.append(clock)
                 if cached:
                     batches = random_batches(batch)
                     data.train_dataloader = lambda: Cached(batches, steps)

@@ -21,8 +21,7 @@ from lockstep.strategies.ddp import DDP
 from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.model_parallel import ModelParallel
 from lockstep.strategies.sync_batchnorm import synchronise
-from lockstep.training.freeze import freeze
-from lockstep.training.parameter_groups import GroupRules, parameter_groups
+from lockstep.training.parameter_groups import GroupRules, freeze, parameter_groups
 from lockstep.training.rank import StartedRanks
 from models.alexnet import AlexNet, AlexNetBN
 from models.small_cnn import SmallCNN

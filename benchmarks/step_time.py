@@ -70,6 +70,7 @@ class Sides:
         overrides += places(scratch)
         cfg = compose("train", overrides)
         self.config: dict[str, Any] = plain(cfg)
+        self.config["logger"] = {}
         self.config["choices"], self.config["overrides"] = chosen_options(cfg), overrides
         self.steps, self.warmup = steps, max(2, steps // 20)
         self.scratch = scratch
@@ -87,10 +88,12 @@ class Sides:
         return clock.seconds_per_step()
 
     def _fit(self, plan: Any, clock: Any) -> int:
+        from lockstep.training.build import build_run
         from lockstep.training.rank import joined_ranks
 
         with joined_ranks(plan) as session:
-            trainer, module, data = parts_of_run(session, clock)
+            trainer, module, data, _ = build_run(session)
+            trainer.callbacks.append(clock)
             if not self.batches:
                 self._keep_batches(data)
             data.train_dataloader = lambda: Cached(self.batches, self.steps + self.warmup)
@@ -176,21 +179,6 @@ class Sides:
                 return (self.ended - self.started) / self.steps
 
         return Clock()
-
-
-def parts_of_run(session: Any, clock: Any) -> tuple[Any, Any, Any]:
-    """Return trainer, module and data of a run, without loggers."""
-    from lockstep.callbacks.run_recorder import RunRecorder
-    from lockstep.training import build, build_data, build_module
-    from lockstep.training.trainer import build_trainer
-
-    plan, strategy = session.plan, build.build_strategy(session.plan)
-    data = build_data.build_data(plan, session)
-    facts, recorder = build_data.data_facts(data), RunRecorder(plan.folder.record)
-    module = build_module.build_module(plan.config, facts)
-    build.prepare_net(module, data, plan, strategy)
-    callbacks = [*build.build_callbacks(plan, session, recorder, facts), clock]
-    return build_trainer(plan, strategy, callbacks, [], data), module, data
 
 
 class Cached:

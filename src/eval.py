@@ -34,35 +34,19 @@ IMAGES = ("image_size", "channels", "mean", "std", "fit", "crop_pct", "interpola
 def evaluate(plan: RunPlan) -> int:
     """One rank's evaluation."""
     from lockstep.callbacks.checkpoint_io import load_on_all_ranks
-    from lockstep.callbacks.run_recorder import RunRecorder
     from lockstep.runs.files import utc_now
-    from lockstep.training.build import build_callbacks, build_strategy
-    from lockstep.training.build_data import build_data, data_facts
-    from lockstep.training.build_module import build_module
-    from lockstep.training.checks import check_fits
+    from lockstep.training.build import build_run
     from lockstep.training.rank import joined_ranks
-    from lockstep.training.trainer import build_trainer
-    from lockstep.training.weights import facts_of
 
     with joined_ranks(plan) as session:
-        plan, is_rank_zero = session.plan, session.plan.cluster.is_rank_zero
-        checkpoint = load_on_all_ranks(str(plan.checkpoint))
-        trained_on, strategy = facts_of(checkpoint), build_strategy(plan)
-        data = build_data(plan, session, trained_on)
-        facts = {**data_facts(data), **{key: trained_on[key] for key in ("class_counts",) if key in trained_on}}
-        module = build_module(plan.config, facts, trainable=False)
-        check_fits(module, checkpoint["state_dict"], str(plan.checkpoint), plan.model_name)
-        module.load_state_dict(checkpoint["state_dict"])
-        recorder = RunRecorder(plan.folder.record)
-        callbacks = build_callbacks(plan, session, recorder, facts, trainable=False)
-        trainer = build_trainer(plan, strategy, callbacks, [], data, trainable=False)
+        trainer, module, data, recorder = build_run(session, load_on_all_ranks(str(session.plan.checkpoint)))
         trainer.test(module, datamodule=data, verbose=False)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         if not metrics:
             raise UserError("There is nothing to test: trainer.limit_test_batches=0, or test_step logs nothing.")
-        if is_rank_zero:
-            ended = {"status": "finished", "phase": "end", "exit_code": 0, "finished_at": utc_now()}
-            recorder.write(trainer, **ended, num_test=getattr(data, "num_test", None))
+        ended = {"status": "finished", "phase": "end", "exit_code": 0, "finished_at": utc_now()}
+        recorder.write(trainer, **ended, num_test=getattr(data, "num_test", None))
+        if trainer.is_global_zero:
             log.info(" · ".join(f"{name} {value:.10g}" for name, value in metrics.items()))
     return 0
 

@@ -16,44 +16,26 @@ log = logging.getLogger(__name__)
 
 def train(plan: RunPlan) -> int:
     """One rank's whole run: fit, test the best checkpoint, finish the record."""
-    import torch
-
-    from lockstep.callbacks.run_recorder import RunRecorder
     from lockstep.launch.start import write_config
     from lockstep.runs.files import utc_now
-    from lockstep.training.build import build_callbacks, build_loggers, build_strategy, prepare_net
-    from lockstep.training.build_data import build_data, data_facts
-    from lockstep.training.build_module import build_module
+    from lockstep.training.build import build_run
     from lockstep.training.rank import joined_ranks
-    from lockstep.training.trainer import build_trainer
-    from lockstep.training.weights import load_weights
 
     with joined_ranks(plan) as session:
-        plan, config, is_rank_zero = session.plan, session.plan.config, session.plan.cluster.is_rank_zero
-        strategy = build_strategy(plan)
-        data = build_data(plan, session)
-        facts = data_facts(data)
-        has_checkpoint, rates = bool(plan.checkpoint), plan.learning_rates
-        module = build_module(config, facts, has_checkpoint=has_checkpoint, learning_rates=rates)
-        prepare_net(module, data, plan, strategy)
-        load_weights(module, facts, plan)
-        torch.manual_seed(config["seed"] + 7919 * plan.cluster.rank)  # dropout differs between ranks
-        recorder = RunRecorder(plan.folder.record)
-        callbacks = build_callbacks(plan, session, recorder, facts)
-        trainer = build_trainer(plan, strategy, callbacks, build_loggers(plan), data)
-        if is_rank_zero:
+        plan = session.plan
+        trainer, module, data, recorder = build_run(session)  # strategy, data, module, weights, callbacks, loggers
+        if trainer.is_global_zero:
             if plan.resume_step is not None:  # a resume that fails up to here leaves the config of what ran before
                 write_config(plan)
             recorder.write(**known_at_start(trainer, module, data, plan), hosts=session.hosts)
         resume_from = plan.checkpoint if plan.resume_step else None
         trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
-        for profile in sorted(plan.folder.path.glob("fit-profile*.txt")) if is_rank_zero else ():
+        for profile in sorted(plan.folder.path.glob("fit-profile*.txt")) if trainer.is_global_zero else ():
             log.info(profile.read_text())
-        if config["test"]:
+        if plan.config["test"]:
             test_best(trainer, module, data)
-        if is_rank_zero:
-            ended = {"status": "finished", "phase": "end", "exit_code": 0, "finished_at": utc_now(), "error": None}
-            recorder.write(trainer, **ended)
+        ended = {"status": "finished", "phase": "end", "exit_code": 0, "finished_at": utc_now(), "error": None}
+        recorder.write(trainer, **ended)
     return 0
 
 

@@ -7,18 +7,24 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.config.schema import key_of
 from lockstep.data import report
+from lockstep.launch.launchers import Cluster
 from lockstep.launch.plan import RunPlan
+from lockstep.runs import provenance
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 from lockstep.storage.s3 import is_s3
 from lockstep.storage.sync import sync
-from lockstep.training.checks import DataFacts, check_same_data
 from lockstep.training.rank import RankSession, device_of
 
 log = logging.getLogger(__name__)
+
+# class_names, num_classes, image_size, channels, mean, std, crop_pct, resize, fit, interpolation, data_hash,
+# class_counts
+DataFacts = dict[str, Any]
 
 FACTS_OF_ANY = ("num_classes", "class_names", "image_size", "channels")  # attributes of any data module
 NEW_DATA = {"data", "data.root", "data.images"}  # overrides that name other images
@@ -84,7 +90,7 @@ def prepared_data(config: Config, stated: Config, stage: str = "fit") -> Any:
         for key, value in stated.items()
         if not (key in OF_ALL and value is None) and (any_name or key not in RETIRED or key in taken)
     }
-    here = on_this_node(options, config["s3"])
+    here, copies = on_this_node(options, config["s3"])
     try:
         data = build(here, {"seed": config["seed"]})
         data.stage = stage
@@ -95,30 +101,24 @@ def prepared_data(config: Config, stated: Config, stage: str = "fit") -> Any:
         data.use(build(config["augmentation"]), wanted)
         data.prepare()
     except UserError as error:
-        raise UserError(with_addresses(str(error), options, here)) from None
+        sentence = str(error)
+        for copy, address in copies.items():  # the bucket is what the user can correct, and not its copy here
+            sentence = sentence.replace(copy, address)
+        raise UserError(sentence) from None
     return data
 
 
-def on_this_node(options: Mapping[str, Any], s3: Config) -> Config:
-    """Return the options of a data module with the path of a copy on this node in place of each s3:// address."""
-    here, cache = dict(options), Path(options.get("cache_dir") or "data/cache")
+def on_this_node(options: Mapping[str, Any], s3: Config) -> tuple[Config, dict[str, str]]:
+    """Copy what lies at s3:// addresses; return the options with paths on this node, and the address of each copy."""
+    here, copies, cache = dict(options), {}, Path(options.get("cache_dir") or "data/cache")
     for key in ADDRESSES:
         if is_s3(address := str(options.get(key) or "").rstrip("/")):
             folder, _, name = address.rpartition("/")
-            beside = name.endswith(".csv") and not options.get("images")  # the table names images beside it
-            here[key] = str(sync(folder, cache, s3) / name if beside else sync(address, cache, s3))
-    return here
-
-
-def with_addresses(sentence: str, options: Mapping[str, Any], here: Config) -> str:
-    """Return an error that names the bucket, where the user can correct something, and not the copy on this node."""
-    for key in ADDRESSES:
-        if is_s3(address := str(options.get(key) or "").rstrip("/")):
-            copy = Path(here[key])
-            if copy.is_file():
-                copy, address = copy.parent, address.rpartition("/")[0]
-            sentence = sentence.replace(str(copy), address)
-    return sentence
+            if beside := name.endswith(".csv") and not options.get("images"):  # the table names images beside it
+                address = folder
+            copy = str(sync(address, cache, s3))
+            copies[copy], here[key] = address, str(Path(copy) / name) if beside else copy
+    return here, copies
 
 
 def data_facts(data: Any) -> DataFacts:
@@ -140,3 +140,22 @@ def data_facts(data: Any) -> DataFacts:
         "data_hash": str(data.data_hash),
         "class_counts": [int(count) for count in data.class_counts],
     }
+
+
+def check_same_data(facts: DataFacts, data: Any, cluster: Cluster) -> None:
+    """All ranks draw positions of one list of images.
+
+    Raises:
+        UserError: on every rank, naming the first that has other images (a file damaged or missing on its node).
+    """
+    if cluster.world_size == 1:
+        return
+    mine = (facts["data_hash"], data.num_train, data.num_val, data.num_test)
+    everyone = gather_objects([provenance.host(0)["host"], *mine])
+    for rank, (host, data_hash, *counts) in enumerate(everyone):
+        if [data_hash, *counts] != everyone[0][1:]:
+            raise UserError(
+                f"rank {rank} on {host} has other images than rank 0 on {everyone[0][0]}: {counts[0]} training, "
+                f"{counts[1]} validation, {counts[2]} test, hash {data_hash[:12]}, instead of {everyone[0][2]}, "
+                f"{everyone[0][3]}, {everyone[0][4]}, {everyone[0][1][:12]}: make data.root equal on all nodes."
+            )

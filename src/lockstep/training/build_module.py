@@ -9,9 +9,8 @@ from torch import nn
 from lockstep.config.instantiate import build, options_of, resolve_target
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
-from lockstep.training.checks import DataFacts
-from lockstep.training.freeze import freeze
-from lockstep.training.parameter_groups import RULES, GroupRules
+from lockstep.training.build_data import DataFacts
+from lockstep.training.parameter_groups import RULES, GroupRules, freeze
 
 OPTIONAL_KEYS = ("monitor", "mode", "outputs")  # keys of the config that a constructor need not know
 FACTS = ("num_classes", "class_names", "image_size", "channels", "class_counts")  # that a constructor may ask for
@@ -59,8 +58,7 @@ def build_module(
         stated = {key: value for key, value in config["optimizer"].items() if key not in of_all}
         parts["optimizer"] = build({**stated, **(learning_rates or {})})
     if "rules" in asked:
-        parts["rules"] = GroupRules.of(config["optimizer"])
-        parts["rules"].check(getattr(parts.get("optimizer"), "func", None))
+        parts["rules"] = GroupRules.of(config["optimizer"], getattr(parts.get("optimizer"), "func", None))
     if trainable and "scheduler" in asked and "_target_" in (config.get("scheduler") or {}):
         parts["scheduler"] = build(config["scheduler"])
     if "loss" in asked and "num_classes" in facts:
@@ -78,14 +76,13 @@ def build_module(
 
 def build_net(config: Config, shape: Config, *, trainable: bool, has_checkpoint: bool) -> nn.Module:
     """Build the network of model=, with layers frozen by model.freeze and the format of trainer.channels_last."""
-    own = dict(config["model"])
+    own, trainer = dict(config["model"]), config["trainer"]
     frozen = own.pop("freeze", None)
     if not trainable or has_checkpoint:  # the checkpoint brings the weights: nothing is fetched
         own.update({key: value for key, value in (("pretrained", False), ("weights", None)) if key in own})
     net: nn.Module = build(own, shape)
     if frozen and trainable:
         freeze(net, frozen)
-    trainer = config["trainer"]
     in_16_bits = str(trainer["precision"]).startswith(("auto", "bf16", "16"))
     on_tensor_cores = in_16_bits and trainer["accelerator"] != "cpu" and torch.cuda.is_available()
     if uses_channels_last(net, trainer.get("channels_last", False), on_tensor_cores):

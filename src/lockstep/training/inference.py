@@ -18,9 +18,9 @@ from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import RunRecord, read_record
 from lockstep.storage.fetch import locate_checkpoint
 from lockstep.storage.load import Checkpoint, read_checkpoint
-from lockstep.training.build_data import build_plain_data, prepared_data
+from lockstep.training.build_data import DataFacts, build_plain_data, prepared_data
 from lockstep.training.build_module import build_module
-from lockstep.training.checks import DataFacts, check_fits
+from lockstep.training.weights import check_fits
 
 
 @dataclass

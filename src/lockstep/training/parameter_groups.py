@@ -1,9 +1,9 @@
-"""Parameters in groups with a learning rate and a weight decay of their own, for fine-tuning.
+"""Parameters for fine-tuning: in groups with a learning rate and a weight decay of their own, or frozen.
 
 Where an option asks for none of it, an optimizer gets the parameters as one group.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,6 +12,9 @@ from torch import nn
 
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
+from lockstep.strategies.sync_batchnorm import BATCH_NORMS
+
+BACKBONE = "backbone"  # everything but the head
 
 Group = dict[str, Any]  # as torch's optimizers take it
 
@@ -30,30 +33,25 @@ class GroupRules:
     decay_norms: bool = True
 
     @classmethod
-    def of(cls, options: Config) -> "GroupRules":
+    def of(cls, options: Config, optimizer: Any = None) -> "GroupRules":
         """
         Args:
             options: the config's optimizer.
+            optimizer: its class.
         Raises:
-            UserError: a value that is no share or factor.
+            UserError: a value that is no share or factor, or an optimizer that makes groups of its own.
         """
         rules = cls(**{key: options[key] for key in RULES if key in options})
         if rules.layer_decay is not None and not _is_within(rules.layer_decay, 1.0):
             raise UserError(f"optimizer.layer_decay={rules.layer_decay}: give a number above 0 and up to 1, or null.")
         if not _is_within(rules.head_lr_factor, float("inf")):
             raise UserError(f"optimizer.head_lr_factor={rules.head_lr_factor}: give a number above 0.")
-        return rules
-
-    def check(self, optimizer: Any) -> None:
-        """
-        Raises:
-            UserError: the optimizer makes groups of its own.
-        """
-        if self != GroupRules() and hasattr(optimizer, "takes_named_parameters"):
+        if rules != cls() and hasattr(optimizer, "takes_named_parameters"):
             raise UserError(
                 f"{optimizer.__name__} groups the parameters itself: leave optimizer.layer_decay, head_lr_factor and "
                 "decay_norms as they are, or choose another optimizer, e.g. adamw."
             )
+        return rules
 
 
 RULES = tuple(GroupRules.__dataclass_fields__)
@@ -109,3 +107,37 @@ def layer_numbers(net: nn.Module) -> dict[str, int]:
     parts = [part for part in parts if any(True for _ in part.parameters())]
     layer_of = {id(parameter): number for number, part in enumerate(parts) for parameter in part.parameters()}
     return {name: layer_of.get(id(parameter), 0) for name, parameter in net.named_parameters()}
+
+
+def freeze(net: nn.Module, stated: str | Sequence[str]) -> None:
+    """Freeze by model.freeze; BatchNorm in a part that is frozen as a whole stays in evaluation mode.
+
+    Args:
+        stated: "backbone", or patterns of names of parameters and modules, as blocks.0 or blocks.[0-5].*
+    Raises:
+        UserError: a pattern that matches nothing, or nothing is left to train.
+    """
+    parameters = dict(net.named_parameters())
+    frozen: set[str] = set()
+    for pattern in [stated] if isinstance(stated, str) else stated:
+        found = parameters.keys() - head_names(net) if pattern == BACKBONE else {
+            name for name in parameters for own in (name, name.removeprefix(f"{BACKBONE}."))  # as timm names it
+            if fnmatchcase(own, pattern) or fnmatchcase(own, f"{pattern}.*")
+        }  # fmt: skip
+        if not found:
+            names = [name.removeprefix(f"{BACKBONE}.") for name in parameters]
+            raise UserError(
+                f"model.freeze={pattern!r} matches no parameter: take {BACKBONE}, or patterns of names as {names[0]} "
+                f"and {names[-1]}."
+            )
+        frozen |= found
+    if all(name in frozen or not parameter.requires_grad for name, parameter in parameters.items()):
+        raise UserError(f"model.freeze={stated!r} matches every parameter: leave at least the head to train.")
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    for name, part in net.named_modules():
+        own = {f"{name}.{inner}".lstrip(".") for inner, _ in part.named_parameters()}
+        for layer in part.modules() if own and own <= frozen else ():
+            if isinstance(layer, BATCH_NORMS):  # whoever sets the net to training: Lightning, timm, a copy for averages
+                layer.eval()
+                layer.__dict__["train"] = lambda mode=True, layer=layer: layer

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.callbacks.hang_dump import HangDump
@@ -71,16 +72,16 @@ class RankSession:
             arrived.wait()
 
 
-class StartedRanks(ClusterEnvironment):
+class StartedRanks(LightningEnvironment):
     """Tells Lightning what the Cluster knows, so that it neither launches nor detects anything by itself."""
+
+    creates_processes_externally = True
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__()
         self.cluster = cluster
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
+        self.set_world_size(cluster.world_size)
+        self.set_global_rank(cluster.rank)
 
     @property
     def main_address(self) -> str:
@@ -89,22 +90,6 @@ class StartedRanks(ClusterEnvironment):
     @property
     def main_port(self) -> int:
         return self.cluster.master_port or 0
-
-    @staticmethod
-    def detect() -> bool:
-        return False
-
-    def world_size(self) -> int:
-        return self.cluster.world_size
-
-    def set_world_size(self, size: int) -> None:
-        assert size == self.cluster.world_size, (size, self.cluster)
-
-    def global_rank(self) -> int:
-        return self.cluster.rank
-
-    def set_global_rank(self, rank: int) -> None:
-        assert rank == self.cluster.rank, (rank, self.cluster)
 
     def local_rank(self) -> int:
         return self.cluster.local_rank or 0
@@ -125,6 +110,7 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
     cluster, folder, timeout_s = plan.cluster, plan.folder, plan.trainer["timeout_s"]
     signals.check()  # the imports of torch and Lightning are done
     prepare_process(plan)
+    set_breakpoints(cluster)
     if cluster.world_size == 1:
         with contextlib.ExitStack() as alone:
             if plan.trainer["strategy"] and plan.trainer["launch"] == "process_per_device":
@@ -156,15 +142,25 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
     torch.distributed.destroy_process_group()
 
 
-def devices_of(plan: RunPlan) -> list[torch.device]:
-    """Return the devices that this rank computes on."""
-    names = devices_of_process(plan.trainer, plan.accelerator, plan.cluster.local_rank or 0)
-    return [torch.device(name) for name in names]
-
-
 def device_of(plan: RunPlan) -> torch.device:
     """Return the device on which this rank's data lie and its net begins."""
-    return devices_of(plan)[0]
+    return torch.device(devices_of_process(plan.trainer, plan.accelerator, plan.cluster.local_rank or 0)[0])
+
+
+def set_breakpoints(cluster: Cluster) -> None:
+    """Let breakpoint() open the debugger of rank 0 on a terminal; other ranks wait for it in their next collective.
+
+    Raises:
+        UserError: by breakpoint(), on a rank 0 without a terminal.
+    """
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UserError("breakpoint() of several ranks needs a terminal: debug with trainer=cpu, in one process.")
+
+    if cluster.world_size > 1 and not cluster.is_rank_zero:
+        sys.breakpointhook = lambda *_, **__: None
+    elif cluster.world_size > 1 and not sys.stdin.isatty():
+        sys.breakpointhook = refuse
 
 
 def prepare_process(plan: RunPlan) -> None:

@@ -9,8 +9,10 @@ from torch import Tensor
 from lockstep.callbacks.checkpoint_io import load_on_all_ranks
 from lockstep.launch.plan import RunPlan
 from lockstep.runs.config import Config
+from lockstep.runs.errors import UserError
+from lockstep.runs.folder import RunFolder
 from lockstep.storage.load import Checkpoint
-from lockstep.training.checks import DataFacts, check_data_of_run, check_fits
+from lockstep.training.build_data import DataFacts
 from lockstep.training.parameter_groups import head_names
 
 log = logging.getLogger(__name__)
@@ -31,17 +33,42 @@ def load_weights(module: pl.LightningModule, facts: DataFacts, plan: RunPlan) ->
     Raises:
         UserError: the checkpoint is of another model, or the run to resume was trained on other images.
     """
-    if not plan.checkpoint:
-        return
-    if plan.resume_step:
+    if plan.checkpoint and plan.resume_step:
         checkpoint = load_on_all_ranks(plan.checkpoint)
         check_fits(module, checkpoint["state_dict"], plan.checkpoint, plan.model_name)
         if "data_hash" in facts:
             check_data_of_run(checkpoint, facts, plan.folder)
-        return
-    loaded = start_from(module, plan.checkpoint, plan.model_name, plan.config["data"], facts)
-    if plan.cluster.is_rank_zero:
-        log.info(loaded)
+    elif plan.checkpoint:
+        loaded = start_from(module, plan.checkpoint, plan.model_name, plan.config["data"], facts)
+        if plan.cluster.is_rank_zero:
+            log.info(loaded)
+
+
+def check_fits(module: torch.nn.Module, found: dict[str, Tensor], path: str, model_name: str) -> None:
+    """Compare keys and shapes before anything is loaded."""
+    wanted = module.state_dict()
+    for name in sorted(wanted.keys() | found.keys()):
+        here, there = (tuple(state[name].shape) if name in state else "missing" for state in (wanted, found))
+        if here != there:
+            raise UserError(
+                f"The checkpoint {path} is of another model than model={model_name}: "
+                f"{name} is {there} there, {here} here."
+            )
+
+
+def check_data_of_run(checkpoint: Checkpoint, facts: DataFacts, folder: RunFolder) -> None:
+    """Refuse to resume a run with other images than it began with."""
+    there = {**facts, **facts_of(checkpoint)}
+    for name in ("class_names", "data_hash"):
+        if there.get(name) != facts.get(name):
+            before, now = (
+                ", ".join(own[name][:10]) if name == "class_names" else f"hash {own[name][:12]}"
+                for own in (there, facts)
+            )
+            raise UserError(
+                f"The run {folder.run_id} was trained on other images ({before}, now {now}): give it the same "
+                "data.root, or start a new run with ckpt_path=."
+            )
 
 
 def start_from(module: pl.LightningModule, path: str, model_name: str, data: Config, facts: DataFacts) -> str:
@@ -77,8 +104,15 @@ def start_from(module: pl.LightningModule, path: str, model_name: str, data: Con
     found = {**{name: value for name, value in own.items() if not name.startswith(prefix)}, **found}
     check_fits(module, found, path, model_name)
     module.load_state_dict(found)
-    said = "; ".join([f"Starting from the weights of {path}", *notes])
-    return f"{said}.{_seen_before(checkpoint, data, before, facts)}"
+    sentence = "; ".join([f"Starting from the weights of {path}", *notes]) + "."
+    then = ((checkpoint.get("lockstep") or {}).get("config") or {}).get("data") or {}
+    splits = ("seed", "fold", "num_folds")
+    if then.get("name") == data.get("name") and (
+        any(then.get(key) != data.get(key) for key in splits)
+        or (before.get("image_size") == facts.get("image_size") and before.get("data_hash") != facts.get("data_hash"))
+    ):
+        sentence += " It may have trained on images that validate or test here, because the split is another one."
+    return sentence
 
 
 def _match_head(
@@ -88,7 +122,10 @@ def _match_head(
     here = list(facts.get("class_names") or ())
     there = list(before.get("class_names") or here)
     if there == here:
-        resized = sorted(name for name in of_head & found.keys() if _has_other_rows(found[name], own[name]))
+        resized = sorted(
+            name for name in of_head & found.keys()
+            if found[name].ndim and found[name].shape[1:] == own[name].shape[1:] and len(found[name]) != len(own[name])
+        )  # fmt: skip
         if not resized:
             return []
         outputs = f"{len(found[resized[0]])} outputs, now {len(own[resized[0]])}"
@@ -108,23 +145,5 @@ def _match_head(
     return [f"the head is new ({', '.join(sorted(heads))}): the classes were {_shown(there)}, now {_shown(here)}"]
 
 
-def _has_other_rows(there: Tensor, here: Tensor) -> bool:
-    return there.ndim > 0 and there.shape[1:] == here.shape[1:] and len(there) != len(here)
-
-
 def _shown(names: list[str]) -> str:
     return ", ".join(names[:SHOWN_CLASSES]) + (f", … ({len(names)})" if len(names) > SHOWN_CLASSES else "")
-
-
-def _seen_before(checkpoint: Checkpoint, data: Config, before: DataFacts, facts: DataFacts) -> str:
-    """Return a warning if the checkpoint may have trained on images that this run evaluates."""
-    then = ((checkpoint.get("lockstep") or {}).get("config") or {}).get("data") or {}
-    if then.get("name") != data.get("name"):
-        return ""
-    changed = [key for key in ("seed", "fold", "num_folds") if then.get(key) != data.get(key)]
-    if changed:
-        why = ", ".join(f"data.{key} was {then.get(key)}, is {data.get(key)}" for key in changed)
-        return f" It may have trained on images that validate here: {why}."
-    if before.get("image_size") == facts.get("image_size") and before.get("data_hash") != facts.get("data_hash"):
-        return " It may have trained on images that validate or test here, because the images have changed since."
-    return ""

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from faults import signal_at_step
-from lockstep.runs.errors import UserError
 from lockstep.storage.checkpoint_files import complete, read_sidecar
 from lockstep.storage.load import read_checkpoint
-from lockstep.training.checks import validation_interval
 from runs import run_door
 
 WORDS = ["experiment=quickstart", "trainer.max_epochs=2", "trainer.log_every_n_steps=4", "trainer.num_threads=1",
@@ -32,25 +30,6 @@ def assert_equal(a, b):
 def validated(done):
     with done.folder.metrics.open(newline="") as file:
         return [(row["step"], row["val/loss"], row["val/acc"]) for row in csv.DictReader(file) if row["val/acc"]]
-
-
-@pytest.mark.parametrize(
-    ("stated", "batches", "accumulate", "wanted"),
-    [
-        (1.0, 20, 1, 1.0), (0.25, 20, 1, 5), (0.25, 40, 2, 10), (0.3, 20, 1, 6), (0.25, 10, 1, 3), (0.1, 30, 1, 3),
-        (0.001, 20, 2, 2), (5, 20, 1, 5), (5, 20, 4, 20.0), (5, 24, 4, 20), (1, 20, 2, 2), (20, 20, 1, 1.0),
-        (1.0, 0, 1, 1.0),
-    ],
-)  # fmt: skip
-def test_an_interval_is_stated_in_steps_and_told_to_lightning_in_micro_batches(stated, batches, accumulate, wanted):
-    found = validation_interval(stated, batches, accumulate)
-    assert found == (1.0 if wanted == batches else wanted) and type(found) is type(1.0 if found == 1.0 else 1)
-
-
-@pytest.mark.parametrize("stated", [0, 0.0, 1.5, 11, -1, True, "often", "00:00:15:00"])
-def test_what_is_no_interval_is_refused(stated):
-    with pytest.raises(UserError, match="trainer.val_check_interval=.* from 1 to 10, which is an epoch"):
-        validation_interval(stated, 20, 2)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,11 @@ from lockstep.launch.plan import RunPlan, resolve_batch, resolve_cluster
 from lockstep.launch.process_group import join
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
-from lockstep.training.checks import check_data_of_run, check_same_data, whole_steps
+from lockstep.training.build import build_strategy, prepare_net, validation_interval, whole_steps
+from lockstep.training.build_data import build_data, check_same_data, data_facts
+from lockstep.training.build_module import build_module
+from lockstep.training.rank import RankSession
+from lockstep.training.weights import check_data_of_run
 from runs import run_door
 from tasks.classifier import check_logits
 
@@ -38,6 +42,25 @@ def test_an_epoch_ends_with_a_whole_step(limit, batches, accumulate, wanted):
 def test_less_than_one_step_is_refused():
     with pytest.raises(UserError, match="leaves 3 micro-batches and a step takes 4: give at least 4"):
         whole_steps(3, 40, 4)
+
+
+@pytest.mark.parametrize(
+    ("stated", "batches", "accumulate", "wanted"),
+    [
+        (1.0, 20, 1, 1.0), (0.25, 20, 1, 5), (0.25, 40, 2, 10), (0.3, 20, 1, 6), (0.25, 10, 1, 3), (0.1, 30, 1, 3),
+        (0.001, 20, 2, 2), (5, 20, 1, 5), (5, 20, 4, 20.0), (5, 24, 4, 20), (1, 20, 2, 2), (20, 20, 1, 1.0),
+        (1.0, 0, 1, 1.0),
+    ],
+)  # fmt: skip
+def test_an_interval_is_stated_in_steps_and_told_to_lightning_in_micro_batches(stated, batches, accumulate, wanted):
+    found = validation_interval(stated, batches, accumulate)
+    assert found == (1.0 if wanted == batches else wanted) and type(found) is type(1.0 if found == 1.0 else 1)
+
+
+@pytest.mark.parametrize("stated", [0, 0.0, 1.5, 11, -1, True, "often", "00:00:15:00"])
+def test_what_is_no_interval_is_refused(stated):
+    with pytest.raises(UserError, match="trainer.val_check_interval=.* from 1 to 10, which is an epoch"):
+        validation_interval(stated, 20, 2)
 
 
 @pytest.mark.parametrize(
@@ -90,15 +113,17 @@ def test_a_run_does_not_go_on_with_other_images(tmp_path):
     checkpoint = {"lockstep": {"data": {"data_hash": "a" * 64}}}
     check_data_of_run(checkpoint, {"data_hash": "a" * 64}, folder)
     check_data_of_run({}, {"data_hash": "a" * 64}, folder)
-    with pytest.raises(UserError, match="The run r was trained on other images .hash aaaaaaaaaaaa, now bbbbbbbbbbbb"):
+    with pytest.raises(
+        UserError, match="The run r was trained on other images .hash aaaaaaaaaaaa, now hash bbbbbbbbbbbb"
+    ):
         check_data_of_run(checkpoint, {"data_hash": "b" * 64}, folder)
 
 
 def other_images():
-    from lockstep.training import build_data
+    from lockstep.training import build
 
-    facts = build_data.data_facts
-    build_data.data_facts = lambda data: {**facts(data), "data_hash": "b" * 64}
+    facts = build.data_facts
+    build.data_facts = lambda data: {**facts(data), "data_hash": "b" * 64}
 
 
 @pytest.mark.slow
@@ -114,11 +139,6 @@ def test_a_run_that_goes_on_asks_for_its_images_and_a_new_one_from_its_checkpoin
 
 
 def test_a_compiled_net_is_asked_for_and_refused_where_one_process_has_several_devices(tmp_path):
-    from lockstep.training.build import build_strategy, prepare_net
-    from lockstep.training.build_data import build_data, data_facts
-    from lockstep.training.build_module import build_module
-    from lockstep.training.rank import RankSession
-
     def planned(overrides, folder):
         cfg = compose("train", [*overrides, f"paths.data_dir={folder}/data", f"paths.log_dir={folder}/logs"])
         config, choices = plain(cfg), chosen_options(cfg)
