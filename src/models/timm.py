@@ -9,6 +9,7 @@ import difflib
 import logging
 import socket
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -128,57 +129,43 @@ class TimmModel(nn.Module):
                 "trainer=model_parallel works with vit_* names, alexnet, alexnet_bn, small_cnn and airbench."
             )
         vit = self.backbone
-        return [_PatchEmbedding(vit), *vit.blocks, vit.norm, _Head(vit)]
-
-
-class _PatchEmbedding(nn.Module):
-    """The part of VisionTransformer before its blocks, with the same parameter objects, so that it can be moved."""
-
-    def __init__(self, vit: nn.Module) -> None:
-        super().__init__()
-        for name, module in vit.named_children():
-            if name not in ("blocks", "norm", *HEAD_NAMES):
-                self.add_module(name, module)
+        first = [name for name, _ in vit.named_children() if name not in ("blocks", "norm", *HEAD_NAMES)]
+        embedding = _Part(vit, first, _embed)
         for name, parameter in vit.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
-        self._vit = (vit,)  # in a tuple: not a child, or all of it would be moved along
-
-    def forward(self, images: Tensor) -> Tensor:
-        vit = self._vit[0]
-        return vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
+            embedding.register_parameter(name, parameter)
+        return [embedding, *vit.blocks, vit.norm, _Part(vit, HEAD_NAMES, lambda whole, x: whole.forward_head(x))]
 
 
-class _Head(nn.Module):
-    """The part of VisionTransformer after its norm."""
+class _Part(nn.Module):
+    """A part of a VisionTransformer with the same parameter objects, so that it can be moved to another device.
 
-    def __init__(self, vit: nn.Module) -> None:
+    Args:
+        forward_part: computes its output from the whole net and the part's input.
+    """
+
+    def __init__(self, vit: nn.Module, children: Iterable[str], forward_part: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        for name in HEAD_NAMES:
+        for name in children:
             if getattr(vit, name, None) is not None:
                 self.add_module(name, getattr(vit, name))
-        self._vit = (vit,)
+        self._vit, self.forward_part = (vit,), forward_part  # in a tuple: not a child, or all of it would be moved
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self._vit[0].forward_head(tokens)
+    def forward(self, values: Tensor) -> Tensor:
+        return self.forward_part(self._vit[0], values)
+
+
+def _embed(vit: Any, images: Tensor) -> Tensor:
+    return vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
 
 
 def vit_tiny_32(
-    num_classes: int,
-    image_size: int,
-    channels: int,
-    pretrained: bool = False,
-    weights: str | None = None,
-    patch_size: int = 4,
-    embed_dim: int = 192,
-    depth: int = 6,
-    num_heads: int = 3,
-    drop_path_rate: float | None = None,
-) -> TimmModel:
+    num_classes: int, image_size: int, channels: int, weights: str | None = None, patch_size: int = 4,
+    embed_dim: int = 192, depth: int = 6, num_heads: int = 3, drop_path_rate: float | None = None,
+) -> TimmModel:  # fmt: skip
     """A ViT for small images that a CPU can train."""
-    return TimmModel(
-        num_classes, image_size, channels, "vit_tiny_patch16_224", pretrained, weights, patch_size=patch_size,
-        embed_dim=embed_dim, depth=depth, num_heads=num_heads, drop_path_rate=drop_path_rate,
-    )  # fmt: skip
+    sizes = {"patch_size": patch_size, "embed_dim": embed_dim, "depth": depth, "num_heads": num_heads}
+    name, own = "vit_tiny_patch16_224", {**sizes, "drop_path_rate": drop_path_rate}
+    return TimmModel(num_classes, image_size, channels, name, False, weights, **own)
 
 
 def pretrained_config(name: str | None) -> dict[str, Any]:
@@ -201,10 +188,6 @@ def pretrained_config(name: str | None) -> dict[str, Any]:
         config: dict[str, Any] = resolve_model_input_args(name)["pretrained_cfg"]
         return config
     except Exception as error:  # timm's, the hub client's and its HTTP library's
-        architecture, _, tag = name.partition(".")
-        if tag and ":" not in name:
-            tags = ", ".join(known.partition(".")[2] for known in timm.list_pretrained(f"{architecture}.*"))
-            raise UserError(f"{architecture} has no weights with the tag {tag} (model.name); it has {tags}.") from None
         raise UserError(f"model.name={name} cannot be used ({offline or _one_line(error)}).") from error
 
 
@@ -230,36 +213,15 @@ def _create(name: str, image_size: int, channels: int, settings: dict[str, Any])
                     "file with model.weights=FILE, or train from scratch with model.pretrained=false."
                 ) from error
             raise UserError(f"{name} cannot be built for data.image_size={image_size} ({_one_line(error)}).") from error
-        found = _problem(backbone, image_size, channels)
-        if not found:
-            return backbone
-        problem = problem or found
+        parameter = next(backbone.parameters())
+        try:
+            if not parameter.is_meta:
+                with torch.no_grad():
+                    backbone.eval()(torch.zeros(1, channels, image_size, image_size, dtype=parameter.dtype))
+            return backbone.train()
+        except Exception as error:  # assertions, shapes and indices of any model
+            problem = problem or _one_line(error)
     raise UserError(f"{name} cannot take data.image_size={image_size} ({problem}).")
-
-
-@torch.no_grad()
-def _problem(backbone: nn.Module, image_size: int, channels: int) -> str:
-    """Return why a forward of this image size fails; warn if it ignores a part of the image."""
-    from timm.layers import PatchEmbed
-
-    parameter = next(backbone.parameters())
-    if parameter.is_meta:
-        return ""
-    backbone.eval()
-    try:
-        backbone(torch.zeros(1, channels, image_size, image_size, dtype=parameter.dtype))
-    except Exception as error:  # assertions, shapes and indices of any model
-        return _one_line(error)
-    finally:
-        backbone.train()
-    patches = getattr(backbone, "patch_embed", None)
-    if isinstance(patches, PatchEmbed) and not patches.dynamic_img_pad and image_size % patches.patch_size[0]:
-        side, lost = patches.patch_size[0], image_size % patches.patch_size[0]
-        log.warning(
-            f"The model cuts images into patches of {side} px and ignores the last {lost} px of data.image_size="
-            f"{image_size}; {image_size - lost} and {image_size - lost + side} px lose nothing."
-        )
-    return ""
 
 
 def _without_network() -> str:
@@ -288,32 +250,23 @@ def _load(backbone: nn.Module, path: Path, name: str, channels: int) -> bool:
     """
     from timm.models import adapt_input_conv
 
-    own = backbone.state_dict()
+    own, is_head_new = backbone.state_dict(), False
     state = _read_weights(path, own)
-    head = [f"{layer}.{kind}" for layer in _classifiers(backbone) for kind in ("weight", "bias")]
     try:
         state = _filtered(state, backbone)
         first = backbone.pretrained_cfg.get("first_conv") or ()
         for weight in [f"{layer}.weight" for layer in ((first,) if isinstance(first, str) else first)]:
             if weight in state and weight in own and state[weight].shape[1] != own[weight].shape[1]:
                 state[weight] = adapt_input_conv(channels, state[weight])
-        if any(key in state and key in own and state[key].shape != own[key].shape for key in head):
-            state = {key: value for key, value in state.items() if key not in head}
+        head = [f"{layer}.{kind}" for layer in _classifiers(backbone) for kind in ("weight", "bias")]
+        if any(key in own and (key not in state or state[key].shape != own[key].shape) for key in head):
+            is_head_new = True
+            state = {**{key: value for key, value in state.items() if key not in head},
+                     **{key: own[key] for key in head if key in own}}  # fmt: skip
+        backbone.load_state_dict(state)
     except Exception as error:  # timm's filters index what they expect to find
         raise UserError(f"model.weights={path} does not fit {name}: {_one_line(error)}.") from error
-    lacking = [key for key in own if key not in state and key not in head]
-    shapes = [key for key in own if key in state and own[key].shape != state[key].shape]
-    extra = [key for key in state if key not in own]
-    if lacking or shapes or extra:
-        if lacking:
-            problem = f"it lacks {len(lacking)} of {len(own)} weights, {lacking[0]} first"
-        elif shapes:
-            problem = f"{shapes[0]} is {tuple(state[shapes[0]].shape)}, the model's {tuple(own[shapes[0]].shape)}"
-        else:
-            problem = f"it has {len(extra)} weights too many, {extra[0]} first"
-        raise UserError(f"model.weights={path} does not fit {name}: {problem}.")
-    backbone.load_state_dict(state, strict=False)
-    return not all(key in state for key in head if key in own)
+    return is_head_new
 
 
 def _read_weights(path: Path, own: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -339,16 +292,14 @@ def _read_weights(path: Path, own: dict[str, Tensor]) -> dict[str, Tensor]:
             "weights_only=False)['state_dict'], 'weights.pth')."
         ) from error
     held: dict[str, Any] = content if isinstance(content, dict) else {}
-    key = next((key for key in STATES if isinstance(held.get(key), dict)), "")
-    state: dict[str, Tensor] = held[key] if key else held
+    notes = [key for key in STATES if isinstance(held.get(key), dict)][:1]
+    state: dict[str, Tensor] = held[notes[0]] if notes else held
     if not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise UserError(f"model.weights={path} holds no state dict: give a file of tensors by name.")
-    notes = [key] if key else []
-    while prefix := next(
-        (p for p in PREFIXES if any(k.startswith(p) for k in state) and not any(k.startswith(p) for k in own)), ""
-    ):
-        state = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        notes.append(f"prefix {prefix} removed")
+    for prefix in PREFIXES * 2:  # one may lie within another
+        if any(key.startswith(prefix) for key in state) and not any(key.startswith(prefix) for key in own):
+            state = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            notes.append(f"prefix {prefix} removed")
     rank_zero_only(log.info)(f"model.weights={path}: {len(state)} tensors{''.join(f', {note}' for note in notes)}")
     return state
 

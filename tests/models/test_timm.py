@@ -73,9 +73,7 @@ def test_unknown_name_is_answered_with_the_closest():
         tiny(name="vit_bass_patch32_224")
 
 
-def test_an_image_size_that_patches_do_not_divide_is_warned_of(caplog):
-    assert tiny(image_size=18)(torch.zeros(1, 3, 18, 18)).shape == (1, 10)
-    assert "ignores the last 2 px of data.image_size=18; 16 and 20 px lose nothing" in caplog.text
+def test_an_image_size_that_is_too_small_is_refused():
     with pytest.raises(UserError, match="vit_tiny_patch16_224 cannot take data.image_size=2 "):
         tiny(image_size=2)
 
@@ -102,9 +100,9 @@ def test_layers_rise_from_the_images_to_the_head_in_families_that_state_them_and
     assert ordered[0] == 0 and ordered[-1] == max(ordered) >= 2
 
 
-def test_an_unknown_tag_is_answered_with_those_there_are():
+def test_an_unknown_tag_is_refused():
     for call in (TimmModel.wanted_images, lambda name: TimmModel(10, 32, 3, name)):
-        with pytest.raises(UserError, match="resnet18 has no weights with the tag nope .*it has a1_in1k, a2_in1k"):
+        with pytest.raises(UserError, match="model.name=resnet18.nope cannot be used .*nope"):
             call(name="resnet18.nope")
 
 
@@ -251,7 +249,7 @@ class Trap:
         (None, "is not a file"),
         ({"trap": Trap()}, "cannot be read as weights.*this converts it: torch.save"),
         (["a"], "holds no state dict"),
-        ({"other.weight": torch.zeros(3)}, "does not fit .*it lacks"),
+        ({"other.weight": torch.zeros(3)}, "does not fit .*Missing key"),
     ],
 )
 def test_files_that_are_no_weights(tmp_path, content, says, capsys):
@@ -263,13 +261,14 @@ def test_files_that_are_no_weights(tmp_path, content, says, capsys):
     assert "executed" not in capsys.readouterr().out
 
 
-def test_weights_of_another_architecture(tmp_path):
-    save_file(tiny(embed_dim=24).backbone.state_dict(), tmp_path / "weights.safetensors")
-    with pytest.raises(UserError, match=r"does not fit vit_tiny_patch16_224: cls_token is \(1, 1, 24\)"):
-        tiny(weights=str(tmp_path / "weights.safetensors"))
-
-
-def test_weights_with_more_blocks(tmp_path):
-    save_file(tiny(depth=3).backbone.state_dict(), tmp_path / "weights.safetensors")
-    with pytest.raises(UserError, match="12 weights too many, blocks.2"):
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"embed_dim": 24}, r"does not fit vit_tiny_patch16_224: .* size mismatch for cls_token: .*\[1, 1, 24\]"),
+        ({"depth": 3}, 'Unexpected key.* "blocks.2'),
+    ],
+)
+def test_weights_of_another_architecture(tmp_path, other, says):
+    save_file(tiny(**other).backbone.state_dict(), tmp_path / "weights.safetensors")
+    with pytest.raises(UserError, match=says):
         tiny(weights=str(tmp_path / "weights.safetensors"))

@@ -51,6 +51,7 @@ SYNONYMS = {
 ANY_OTHER = {
     "model": "any model of timm is model=timm model.name={name}; ",
     "metrics": "any class of torchmetrics is '+metrics.auroc={{_target_: torchmetrics.AUROC, task: multiclass}}'; ",
+    "hydra/launcher": "hydra.launcher.n_jobs=4 runs jobs side by side, else `pip install hydra-{name}-launcher`; ",
 }
 
 
@@ -186,6 +187,8 @@ def missing_option(group: str, name: str, folders: tuple[Path, ...]) -> str | No
     names = [path.stem for path in _files(group, folders)]
     if not group or not names or name in names:
         return None
+    if group == "hydra/launcher" and importlib.util.find_spec(f"hydra_plugins.hydra_{name}_launcher"):
+        return None  # the plugin is installed, and brings its option
     close = difflib.get_close_matches(name.lower(), names, 1)
     hint = f"did you mean {group}={close[0]}? " if close else ""
     other = ANY_OTHER.get(group, "").format(name=name)

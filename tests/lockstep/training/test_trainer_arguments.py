@@ -1,13 +1,16 @@
 """Every argument of Lightning's Trainer is trainer.NAME=VALUE, or one sentence says what to use instead."""
 
 import inspect
+import re
 
 import lightning.pytorch as pl
 import pytest
 
-from lockstep.config.compose import compose
+from lockstep.config.compose import compose, plain
+from lockstep.config.instantiate import build
 from lockstep.config.schema import REFUSED_TRAINER_KEYS
 from lockstep.runs.errors import UserError
+from lockstep.runs.provenance import REPOSITORY
 from runs import run_door
 
 WORKS = {
@@ -34,10 +37,32 @@ def test_all_of_them_in_one_run(tmp_path):
     )
 
 
+PAGE = (REPOSITORY / "docs" / "coming_from.md").read_text().split("\n## timm")[0]
+
+
 def test_the_others_are_refused_with_what_to_use():
     names = inspect.signature(pl.Trainer).parameters.keys()
     assert names == WORKS.keys() | REFUSED_TRAINER_KEYS.keys()
+    assert dict(re.findall(r"^\| `(\w+)` \| (use .*) \|$", PAGE, re.MULTILINE)) == REFUSED_TRAINER_KEYS
+    assert all(f"`{name}`" in PAGE for name in WORKS)
     for name, said in REFUSED_TRAINER_KEYS.items():
         with pytest.raises(UserError, match=f"trainer.{name} cannot be given: ") as refused:
             compose("train", [f"trainer.{name}=true"])
         assert said in str(refused.value)
+
+
+COMMANDS = PAGE.split("as they are typed there")[1].split("Every argument")[0]
+README = re.findall(r"^\| `([^`]+)` \| (.*) \|$", COMMANDS, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("words", "result"), README)
+def test_a_command_of_the_templates_readme_works_or_is_refused_as_the_page_says(words, result):
+    def built():
+        config = plain(compose("train", words.split()))
+        node = {key: value for key, value in config["model"].items() if key not in ("freeze", "pretrained", "name")}
+        build({**node, "_partial_": True})  # the net's options, without the net
+
+    if result == "works":
+        return built()
+    with pytest.raises(UserError, match=re.escape(result)):
+        built()
