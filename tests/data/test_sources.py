@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from augmentations.rand_augment import RandAugment
+from augmentations.policies import RandAugment
 from lockstep.data.image_datamodule import ImageDataModule
 from lockstep.runs.errors import UserError
 from sources import MODULES, Encoded, write

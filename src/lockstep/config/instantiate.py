@@ -15,6 +15,11 @@ from lockstep.runs.errors import UserError
 # Classes that runs of 1.0 name in their config.yaml
 MOVED = {
     "lockstep.strategies.sharded.Sharded": "lockstep.strategies.fsdp.FSDP",
+    "augmentations.auto_augment.AutoAugment": "augmentations.policies.AutoAugment",
+    "augmentations.rand_augment.RandAugment": "augmentations.policies.RandAugment",
+    "augmentations.resized_crop.ResizedCrop": "augmentations.policies.ResizedCrop",
+    "augmentations.three_augment.ThreeAugment": "augmentations.policies.ThreeAugment",
+    "augmentations.trivial_augment.TrivialAugment": "augmentations.policies.TrivialAugment",
     "data.csv.CSVDataModule": "data.table.CSVDataModule",
     "data.parquet.ParquetDataModule": "data.table.ParquetDataModule",
 }

@@ -11,35 +11,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.data.framing import Framing
+
 
 class BatchTransforms(nn.Module):
     """Turn uint8 images into normalised float32 images.
 
     Args:
-        image_size: side of the result.
-        resize: side that images are resized to before the crop; None: image_size.
-        crop_padding: width of the black border that a random crop may reach into.
-        flip: mirror half of the training images left to right.
-        mean: per channel, for pixels from 0 to 1.
-        std: likewise.
-        interpolation: bilinear or bicubic, antialiased.
+        framing: sizes, interpolation, border and flip of a training; its `fit` is of single images.
+        std: per channel, for pixels from 0 to 1.
     """
 
     row_scale: Tensor
     row_shift: Tensor
 
-    def __init__(
-        self, *, image_size: int, mean: Sequence[float], std: Sequence[float], resize: int | None = None,
-        crop_padding: int = 0, flip: bool = False, interpolation: str = "bilinear",
-    ) -> None:  # fmt: skip
+    def __init__(self, framing: Framing, std: Sequence[float]) -> None:
         super().__init__()
-        self.image_size, self.resize, self.interpolation = image_size, resize or image_size, interpolation
-        self.crop_padding, self.flip = crop_padding, flip
+        self.image_size, self.resize, self.interpolation = framing.image_size, framing.resize, framing.interpolation
+        self.crop_padding, self.flip = framing.crop_padding, framing.flip
         scale = 1 / (255 * torch.tensor(std, dtype=torch.float64))
-        shift = -torch.tensor(mean, dtype=torch.float64) * 255 * scale
+        shift = -torch.tensor(framing.mean, dtype=torch.float64) * 255 * scale
         # Repeated for a whole row of pixels: a longer inner loop is several times as fast as one over the channels.
-        self.register_buffer("row_scale", scale.float().repeat(image_size), persistent=False)
-        self.register_buffer("row_shift", shift.float().repeat(image_size), persistent=False)
+        self.register_buffer("row_scale", scale.float().repeat(self.image_size), persistent=False)
+        self.register_buffer("row_shift", shift.float().repeat(self.image_size), persistent=False)
 
     @property
     def num_starts(self) -> int:
@@ -70,7 +64,6 @@ class BatchTransforms(nn.Module):
         """
         return self.normalise(self.moved(images, draws, self.interpolation))
 
-    @torch.no_grad()
     def moved(self, images: Tensor, draws: Tensor, interpolation: str = "nearest") -> Tensor:
         """Return resized, cropped and flipped images, (n, image_size, image_size, channels) uint8.
 
@@ -81,17 +74,13 @@ class BatchTransforms(nn.Module):
         if self.flip:  # before the resize, where images are small; the crop then starts at the other end
             images = _mirrored(images, flip)
             dx = dx + flip * (self.num_starts - 1 - 2 * dx)
-        return self.crop(self.resized(images, interpolation), dy, dx)
+        if images.shape[1] != self.resize:
+            from torchvision.transforms import InterpolationMode
+            from torchvision.transforms.v2 import functional
 
-    def resized(self, images: Tensor, interpolation: str) -> Tensor:
-        """Return the images resized: (n, resize, resize, channels) uint8."""
-        if images.shape[1] == self.resize:
-            return images
-        from torchvision.transforms import InterpolationMode
-        from torchvision.transforms.v2 import functional
-
-        mode, sides = InterpolationMode(interpolation), [self.resize, self.resize]
-        return functional.resize(images.permute(0, 3, 1, 2), sides, mode, antialias=True).permute(0, 2, 3, 1)
+            mode, sides = InterpolationMode(interpolation), [self.resize, self.resize]
+            images = functional.resize(images.permute(0, 3, 1, 2), sides, mode, antialias=True).permute(0, 2, 3, 1)
+        return self.crop(images, dy, dx)
 
     def crop(self, images: Tensor, dy: Tensor, dx: Tensor) -> Tensor:
         """Cut image_size × image_size out of each image and its black border."""

@@ -9,6 +9,7 @@ may differ by one step of 255 between the paths.
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from lockstep.data.listing import SPLITS, TEST, LeftOut, fingerprint
 from lockstep.data.loading import BatchLoader, LoadedBatch, OpenSample
 from lockstep.data.mixing import check_pairs, mix
 from lockstep.data.node_cache import cached
-from lockstep.data.report import describe, identical_arrays
+from lockstep.data.report import describe, identical_images, samples_of
 from lockstep.data.split import VAL_FRACTION, Split, Splits
 from lockstep.data.targets import Arrays, ImageSet, as_masks, kind_of
 from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch
@@ -297,7 +298,10 @@ class ImageDataModule(LightningDataModule):
         Args:
             compare_all: of files, however many there are.
         """
-        return {} if self._array is None else describe(identical_arrays(self._array, self.splits.of_each), self)
+        images, index = self._array, np.flatnonzero(self.splits.of_each >= 0)
+        if images is None:
+            return {}
+        return describe(identical_images(samples_of(images, index), index, lambda i: images[i].tobytes()), self)
 
     # Placement and loaders
 
@@ -314,12 +318,10 @@ class ImageDataModule(LightningDataModule):
         self._check()
         self.per_device_batch_size = Batch.cut(self.global_batch_size, world_size, accumulate_grad_batches).per_device
         self._placed, self._accumulate = {"rank": rank, "world_size": world_size}, accumulate_grad_batches
-        crop_flip = self._crop_flip
-        self._transforms = BatchTransforms(
-            image_size=self.image_size, resize=self.resize, mean=self.mean, std=self.std,
-            crop_padding=self.crop_padding if crop_flip and crop_flip.random_crop else 0,
-            flip=bool(crop_flip and crop_flip.flips(self.framing)), interpolation=self.framing.interpolation,
-        )  # fmt: skip
+        chosen = self._crop_flip  # none of this for an augmentation of single images
+        padding = self.crop_padding if chosen and chosen.random_crop else 0
+        framing = replace(self.framing, crop_padding=padding, flip=bool(chosen and chosen.flips(self.framing)))
+        self._transforms = BatchTransforms(framing, self.std)
         self._check_augmentation()
         self._loader = BatchLoader(
             self._transforms, self.framing, self._targets, torch.device(device), mask_names=self._mask_names,

@@ -15,7 +15,7 @@ from lockstep.data.image_datamodule import ImageDataModule
 from lockstep.data.listing import ImageList
 from lockstep.data.loading import OpenSample
 from lockstep.data.node_cache import Content, cached
-from lockstep.data.report import MAX_COMPARED, describe, identical_files
+from lockstep.data.report import MAX_COMPARED, describe, identical_images
 from lockstep.data.targets import BINARY, IMAGES, VOID, as_masks, hash_of_pixels, mask_classes
 from lockstep.runs.errors import UserError
 
@@ -153,12 +153,10 @@ class ListedDataModule(ImageDataModule):
     def identical_images(self, compare_all: bool = False) -> dict[str, list[str]]:
         if self._array is not None:
             return super().identical_images()
-        try:
-            groups = identical_files(self._list, self.splits.of_each, None if compare_all else MAX_COMPARED)
-        except CorruptImage:  # the loader names it
-            return {}
-        too_many = "not checked for identical images (too many files of equal size): run `python src/check_data.py`"
-        return {too_many: []} if groups is None else describe(groups, self)
+        index, limit = np.flatnonzero(self.splits.of_each >= 0), None if compare_all else MAX_COMPARED
+        with suppress(CorruptImage):  # which the loader names
+            return describe(identical_images(self._list.size[index], index, self._list.read, limit), self)
+        return {}
 
     def sample_opener(self) -> OpenSample:
         """Return what opens an image and its mask where they lie."""

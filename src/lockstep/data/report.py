@@ -5,13 +5,13 @@ It finds images that occur twice: in two splits, or under two labels.
 
 import hashlib
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.data.listing import TEST, TRAIN, VAL, ImageList
+from lockstep.data.listing import TEST, TRAIN, VAL
 from lockstep.runs.files import write_atomically
 from lockstep.runs.output import printable
 
@@ -136,46 +136,46 @@ def contact_sheet(path: Path, tiles: Sequence[tuple[list["Image.Image"], list[st
     sheet.save(path)
 
 
-def identical_arrays(images: np.ndarray, split_of: np.ndarray) -> list[list[int]]:
-    """Return groups of positions whose pixels are equal.
+def identical_images(
+    keys: np.ndarray, index: np.ndarray, content: Callable[[int], bytes], limit: int | None = None
+) -> list[list[int]] | None:
+    """Return groups of positions whose images are equal; None: more than `limit` share their key.
 
     Args:
-        images: (n, size, size, channels) uint8.
-        split_of: (n,) −1 for images that do not count.
+        keys: (n,) of any type; only images of equal keys are compared as a whole.
+        index: the positions of the n images.
     """
-    flat, index = images.reshape(len(images), -1), np.flatnonzero(split_of >= 0)
-    columns = np.linspace(0, flat.shape[1] - 1, min(SAMPLE_BYTES, flat.shape[1])).astype(int)
-    samples = np.ascontiguousarray(flat[index[:, None], columns])
-    return _groups(zip(index.tolist(), samples.view(f"V{len(columns)}").ravel().tolist()), lambda i: flat[i].tobytes())
-
-
-def identical_files(images: ImageList, split_of: np.ndarray, limit: int | None) -> list[list[int]] | None:
-    """Return groups of positions whose files are equal; None: more than `limit` have equal sizes."""
-    index = np.flatnonzero(split_of >= 0)
-    _, of_size, counts = np.unique(images.size[index], return_inverse=True, return_counts=True)
-    index = index[counts[of_size] > 1]
+    _, of_key, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    index = index[counts[of_key] > 1]
     if limit is not None and len(index) > limit:
         return None
-    return _groups(((i, (int(images.size[i]), images.read(i)[-SAMPLE_BYTES:])) for i in index.tolist()), images.read)
-
-
-def _groups(keyed: Iterable[tuple[int, Hashable]], content: Callable[[int], bytes]) -> list[list[int]]:
-    same_key: dict[Hashable, list[int]] = {}
-    for i, key in keyed:
-        same_key.setdefault(key, []).append(i)
-    same: dict[Hashable, list[int]] = {}
-    for key, candidates in same_key.items():
-        for i in candidates if len(candidates) > 1 else ():
-            same.setdefault((key, hashlib.blake2b(content(i)).digest()), []).append(i)
+    same: dict[bytes, list[int]] = {}
+    for i in index.tolist():
+        same.setdefault(hashlib.blake2b(content(i)).digest(), []).append(i)
     return [group for group in same.values() if len(group) > 1]
 
 
-def describe(groups: list[list[int]], data: Any) -> dict[str, list[str]]:
+def samples_of(images: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Return some bytes of each image, (n,) of one type of fixed size.
+
+    Args:
+        images: (…, size, size, channels) uint8.
+    """
+    flat = images.reshape(len(images), -1)
+    columns = np.linspace(0, flat.shape[1] - 1, min(SAMPLE_BYTES, flat.shape[1])).astype(int)
+    return np.ascontiguousarray(flat[index[:, None], columns]).view(f"V{len(columns)}").ravel()
+
+
+def describe(groups: list[list[int]] | None, data: Any) -> dict[str, list[str]]:
     """Return sentences for the log, each with the pairs of images that it counts, "a = b".
 
     Args:
+        groups: from `identical_images`.
         data: a prepared ImageDataModule.
     """
+    if groups is None:
+        too_many = "not checked for identical images (too many files of equal size): run `python src/check_data.py`"
+        return {too_many: []}
     splits = data.splits.of_each
     pairs: dict[str, list[tuple[int, int]]] = {"test": [], "validation": [], "labels": []}
     for group in groups:

@@ -7,14 +7,15 @@ from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
 from lockstep.data.batch_transforms import BatchTransforms
+from lockstep.data.framing import Framing
 
 MEAN, STD = [0.49, 0.48, 0.44], [0.25, 0.24, 0.26]
 RAW = np.random.default_rng(1).integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
 ONE_STEP = 1.01 / 255 / min(STD)  # what was resized may round otherwise
 
 
-def transforms(**options):
-    return BatchTransforms(**{"image_size": 32, "mean": MEAN, "std": STD, **options})
+def transforms(image_size=32, resize=None, mean=MEAN, std=STD, **options):
+    return BatchTransforms(Framing(image_size, resize or image_size, mean=tuple(mean), **options), std)
 
 
 def theirs(draws, image_size, resize, padding, interpolation=InterpolationMode.BILINEAR):
@@ -70,7 +71,7 @@ def test_draws_reach_every_start_and_both_sides():
 
 
 def test_grey_images():
-    module = BatchTransforms(image_size=32, mean=[0.5], std=[0.25], crop_padding=2)
+    module = transforms(mean=[0.5], std=[0.25], crop_padding=2)
     draws = module.draw(np.random.default_rng(0), 12)
     found = module(torch.from_numpy(RAW[..., :1]), torch.from_numpy(draws))
     image = np.pad(RAW[5, :, :, 0], 2)[draws[0, 5] : draws[0, 5] + 32, draws[1, 5] : draws[1, 5] + 32]

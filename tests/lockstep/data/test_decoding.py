@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from augmentations.auto_augment import AutoAugment
-from augmentations.rand_augment import RandAugment
-from augmentations.resized_crop import ResizedCrop
-from augmentations.three_augment import ThreeAugment
-from augmentations.trivial_augment import TrivialAugment
+from augmentations.policies import AutoAugment, RandAugment, ResizedCrop, ThreeAugment, TrivialAugment
 from lockstep.data.augmentation import CropFlip
 from lockstep.data.decoding import SUFFIXES, CorruptImage, decode, open_image
 from lockstep.data.framing import Framing

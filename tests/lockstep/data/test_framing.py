@@ -26,8 +26,9 @@ def photograph(width, height):
 def test_evaluation_is_timms_to_the_last_digit(name, image_size):
     wanted = resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
     theirs = create_transform(**{**wanted, "input_size": (3, image_size, image_size)}, is_training=False)
-    framing = Framing(image_size, resize_of(image_size, None, wanted["crop_pct"]), "crop", wanted["interpolation"])
-    transforms = BatchTransforms(image_size=image_size, resize=framing.resize, mean=wanted["mean"], std=wanted["std"])
+    resize = resize_of(image_size, None, wanted["crop_pct"])
+    framing = Framing(image_size, resize, "crop", wanted["interpolation"], mean=tuple(wanted["mean"]))
+    transforms = BatchTransforms(framing, wanted["std"])
     for _ in range(12):
         image = photograph(*RNG.integers(60, 300, 2))
         square = torch.from_numpy(np.array(framing.square(image)))[None]

@@ -9,8 +9,7 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 
-from augmentations.rand_augment import RandAugment
-from augmentations.resized_crop import ResizedCrop
+from augmentations.policies import RandAugment, ResizedCrop
 from data.dataset import DatasetDataModule
 from data.image_folder import ImageFolderDataModule
 from data.table import CSVDataModule, ParquetDataModule

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from augmentations.rand_augment import RandAugment
+from augmentations.policies import RandAugment
 from lockstep.callbacks.checkpoint_io import write_checkpoint
 from lockstep.runs.errors import UserError
 from lockstep.storage.load import read_checkpoint
