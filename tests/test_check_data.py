@@ -66,11 +66,6 @@ def test_clean_data_and_a_damaged_image_are_no_failure(tmp_path, capsys):
     assert "1 images are damaged" in said.err and "broken.png" in said.err and "identical" not in said.out
 
 
-def test_the_exit_code_is_2_for_data_that_cannot_be_listed(tmp_path, capsys):
-    assert main(ask(tmp_path / "none", tmp_path)) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 def test_similar_images_are_near_only_if_they_stand_out():
     rng = np.random.default_rng(0)
     base = rng.normal(size=(1, 64))

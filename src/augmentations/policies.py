@@ -98,7 +98,7 @@ class AutoAugment(ResizedCrop):
 
 
 class ThreeAugment(ResizedCrop):
-    """3-Augment of DeiT III: grey, solarised or blurred; then colour jitter (https://arxiv.org/abs/2204.07118).
+    """The 3-Augment of DeiT III: grey, solarised or blurred, then jitter (https://arxiv.org/abs/2204.07118).
 
     Where `scale` is None it is the paper's simple random crop: the short side to image_size, four mirrored pixels.
     """

@@ -1,9 +1,16 @@
-"""A folder, a table, tar shards and parquet files of the same images give the same batches, errors and colours."""
+"""A folder, a table, tar shards and parquet files of the same images give the same batches, errors and colours.
 
+The yaml of each data set states every argument of the class that it builds, and no other.
+"""
+
+import inspect
 import io
+from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
 from augmentations.policies import RandAugment
@@ -151,14 +158,42 @@ def test_every_kind_of_file_becomes_what_a_viewer_shows(kind, tmp_path):
             assert np.array_equal(pixels[name], expected), (path, name)
 
 
-@pytest.mark.parametrize("kind", MODULES)
-def test_an_address_is_not_taken_for_a_folder(kind, tmp_path):
-    with pytest.raises(UserError, match="is an address.*train.py and eval.py do for s3://bucket/prefix"):
-        module(kind, "s3://b/x", tmp_path)
-
-
 def test_the_hash_of_an_array_is_that_of_its_pixels_wherever_they_come_from(roots, tmp_path):
     modules: list[ImageDataModule] = [module(kind, root, tmp_path / kind) for kind, root in roots.items()]
     for dm in modules:
         dm.prepare()
     assert len({dm.data_hash for dm in modules}) == 1
+
+
+OF_ALL = {"fold", "num_folds", "stratify", "views"}  # in configs/train.yaml
+FOLDER = Path(__file__).parents[2] / "configs" / "data"
+SHARED = FOLDER / "default.yaml"
+CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if path != SHARED)
+
+
+def arguments(cls):
+    names = set()
+    for base in cls.__mro__:
+        if base.__module__.startswith(("data.", "lockstep.data.")):
+            parameters = inspect.signature(base.__init__).parameters.values()
+            names |= {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    return names - {"self"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_and_class_have_the_same_options(path):
+    config = {**yaml.safe_load(SHARED.read_text()), **yaml.safe_load(path.read_text())}
+    assert config.pop("defaults") == ["default"]
+    module, name = config.pop("_target_").rsplit(".", 1)
+    unused = {"group", "skip_corrupt"} if path.stem == "dataset" else set()
+    assert arguments(getattr(import_module(module), name)) - unused - OF_ALL == set(config)
+    assert config["name"] == path.stem and config["seed"] == "${seed}"
+
+
+@pytest.mark.parametrize("path", [*CONFIGS, SHARED], ids=lambda path: path.stem)
+def test_every_option_is_explained(path):
+    first, *lines = path.read_text().splitlines()
+    assert first.startswith("# ")
+    shared = () if path == SHARED else yaml.safe_load(SHARED.read_text())
+    unexplained = {line.partition(":")[0] for line in lines if "  # " not in line}
+    assert unexplained <= {"_target_", "defaults", *shared}

@@ -12,7 +12,6 @@ from pyarrow import parquet
 
 from data.table import CSVDataModule, ParquetDataModule
 from lockstep.runs.errors import UserError
-from runs import run_door
 
 HEADER = ["path", "label", "split"]
 
@@ -307,25 +306,3 @@ def test_a_data_set_of_the_hub_is_fetched(tmp_path, monkeypatch):
     assert asked == [("me/colours", None, "*.parquet"), ("me/colours", "v1", "data/*.parquet")]
     with pytest.raises(UserError, match="hf://datasets/me/nothing cannot be fetched .OSError: no such data set"):
         parquet_module("hf://datasets/me/nothing", tmp_path)
-
-
-@pytest.mark.slow
-def test_a_run_trains_on_parquet_files_and_goes_on(tmp_path):
-    write(tmp_path / "a" / "train-0.parquet", 16)
-    write(tmp_path / "a" / "test-0.parquet", 4)
-    words = ["data=parquet", f"data.root={tmp_path / 'a'}", "data.image_size=12", "data.global_batch_size=6",
-             "model=small_cnn", "trainer=cpu", "trainer.max_epochs=6", "data.flip=false", "data.path=loader",
-             "run_id=r"]  # fmt: skip
-    done = run_door("train", *words, logs=tmp_path / "logs")
-    assert done.code == 0 and done.record["metrics"]["test/acc"] == 1.0, done.output
-    again = run_door("train", "resume=r", "trainer.max_epochs=7", logs=tmp_path / "logs")
-    assert again.code == 0, again.output
-
-
-@pytest.mark.slow
-def test_a_run_trains_on_a_csv_file(pictures, tmp_path):
-    root = table(pictures / "list.csv", rows())
-    words = ["data=csv", f"data.root={root}", "data.image_size=8", "data.global_batch_size=4", "model=small_cnn",
-             "trainer=cpu", "trainer.max_epochs=8", "data.flip=false", "run_id=r"]  # fmt: skip
-    done = run_door("train", *words, logs=tmp_path / "logs")
-    assert done.code == 0 and done.record["metrics"]["test/acc"] == 1.0, done.output

@@ -88,8 +88,6 @@ class ImageDataModule(LightningDataModule):
     ) -> None:  # fmt: skip
         super().__init__()
         name = type(self).__name__.removesuffix("DataModule").lower() if name is None else name
-        if not isinstance(name, str):
-            raise UserError(f"data.name={name} was read as a number: type data.name=\"'{name}'\" with both quotes.")
         if Path(name).name != name or name.startswith("."):
             raise UserError(f"data.name={name!r} names a cache folder: give a name without slashes.")
         for key, value in (("seed", seed + 1), ("data.views", views), ("data.eval_batch_size", eval_batch_size)):

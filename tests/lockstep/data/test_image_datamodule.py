@@ -157,7 +157,7 @@ def steps(module, accumulate=1):
     return [(group[0][0], tuple(x for micro in group for x in micro[1:])) for group in merged]
 
 
-@pytest.mark.parametrize(("at", "saved_with", "resumed_with"), [(2, 1, 1), (6, 2, 2), (7, 2, 1), (7, 1, 4)])
+@pytest.mark.parametrize(("at", "saved_with", "resumed_with"), [(2, 1, 1), (6, 2, 2), (7, 1, 4)])
 def test_a_real_trainer_goes_on_in_mid_epoch(make, tmp_path, at, saved_with, resumed_with):
     whole = fit(tmp_path, make(), accumulate_grad_batches=saved_with, callbacks=[SaveAt(tmp_path / "c.ckpt", at)])
     resumed = fit(tmp_path, make(), tmp_path / "c.ckpt", accumulate_grad_batches=resumed_with)
@@ -195,13 +195,6 @@ def test_mixing_ends_after_its_epochs(make, tmp_path):
     dm.use(CropFlip(mixup_alpha=1.0, mix_epochs=1))
     assert fit(tmp_path, dm, max_epochs=1).targets.shape == (32, 7)
     assert fit(tmp_path, dm, max_epochs=2).targets.shape == (32,)
-
-
-def test_a_batch_that_cannot_be_cut_into_pairs(make, tmp_path):
-    dm = make(global_batch_size=33)
-    dm.use(CropFlip(cutmix_alpha=1.0))
-    with pytest.raises(UserError, match="global_batch_size=33 gives each device 33 at a time"):
-        fit(tmp_path, dm)
 
 
 def test_testing_alone_counts_all_and_true_precision_reaches_the_batch(make, tmp_path):
