@@ -26,8 +26,10 @@ TAKEN = (
     ".github/workflows/checks.yml", ".gitignore", "LICENSE", "configs", "launch/install.sh",
     "launch/project.py", "launch/train.sbatch", "launch/uv.txt", "requirements-dev.txt", "requirements.txt", "src",
 )  # fmt: skip
-LEFT = (  # the package, which comes as a wheel, the dry run on a driver that it lacks, and our exercises
-    "src/lockstep/", "src/rehearse.py", "*alexnet*", "*airbench*", "*mnist*", "*hivemind*", "*allreduce*",
+PACKAGES = ("hydra_plugins", "lockstep")  # that come as a wheel
+LEFT = (  # the packages, the dry run on a driver that a project lacks, and our exercises
+    *(f"src/{package}/" for package in PACKAGES), "src/rehearse.py", "*three_augment*", "*/experiment/deit3*",
+    "*alexnet*", "*airbench*", "*mnist*", "*hivemind*", "*allreduce*",
     "*/experiment/*cats*", "*/experiment/*cpu*", "*/experiment/*speedrun*",
 )  # fmt: skip
 REQUIRED = re.compile(r"(?m)^Requires-Dist: (.+)$")
@@ -70,7 +72,8 @@ def build_wheel(source: Path, vendor: Path) -> Path:
     project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
     files = {
         str(path.relative_to(source / "src")): path.read_bytes()
-        for path in sorted((source / "src" / "lockstep").rglob("*"))
+        for package in PACKAGES
+        for path in sorted((source / "src" / package).rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
     }
     info = f"lockstep-{project['version']}.dist-info"
@@ -202,7 +205,7 @@ def vendor() -> None:
         raise Refused("src/lockstep exists already.")
     [wheel] = (ROOT / "vendor").glob("lockstep-*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(ROOT / "src", [name for name in archive.namelist() if name.startswith("lockstep/")])
+        archive.extractall(ROOT / "src", [name for name in archive.namelist() if ".dist-info/" not in name])
         [name] = [name for name in archive.namelist() if name.endswith("/METADATA")]
         metadata = archive.read(name).decode()
     wheel.unlink()

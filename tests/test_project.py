@@ -49,10 +49,10 @@ def environment(project):
     return {"PYTHONPATH": f"{project.parent / 'installed'}", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def test_the_wheel_holds_lockstep_alone_with_its_templates(first):
+def test_the_wheel_holds_lockstep_and_its_hydra_plugins_with_their_templates(first):
     [wheel] = (first / "vendor").glob("lockstep-*-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"lockstep"}
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"hydra_plugins", "lockstep"}
     static = [path for path in (ROOT / "src/lockstep").rglob("*") if path.suffix in (".j2", ".js", ".css", ".html")]
     assert {str(path.relative_to(ROOT / "src")) for path in static} <= set(names) and static
     assert wheel.stat().st_size < 1_000_000
@@ -61,7 +61,8 @@ def test_the_wheel_holds_lockstep_alone_with_its_templates(first):
 def test_the_wheel_is_that_of_pip_and_its_bytes_are_the_same_each_time(first, tmp_path):
     [ours] = (first / "vendor").glob("*.whl")
     source = tmp_path / "source"  # setuptools leaves its build folder behind
-    shutil.copytree(ROOT / "src/lockstep", source / "src/lockstep", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in ("hydra_plugins", "lockstep"):
+        shutil.copytree(ROOT / "src" / package, source / "src" / package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     options = ["--no-deps", "--no-build-isolation", "-q", "-w", tmp_path, source]
@@ -82,8 +83,8 @@ def read_metadata(archive):
 
 def test_a_new_project_is_small_committed_and_has_no_machinery(first):
     files = git("ls-files", cwd=first).splitlines()
-    assert git("status", "--porcelain", cwd=first) == "" and len(files) <= 165
-    assert sum((first / name).read_text().count("\n") for name in files if name.endswith(".py")) <= 4_550
+    assert git("status", "--porcelain", cwd=first) == "" and len(files) <= 150
+    assert sum((first / name).read_text().count("\n") for name in files if name.endswith(".py")) <= 4_500
     assert not [name for name in files if name.startswith(("src/lockstep", "docs", "benchmarks", "nullgpu"))]
     assert {"src/train.py", "configs/train.yaml", "logbook/README.md", "Makefile", "pyproject.toml"} <= set(files)
     assert (first / "requirements.txt").read_text().startswith("./vendor/lockstep-")
@@ -113,13 +114,15 @@ def test_an_upgrade_replaces_the_wheel_and_its_pins_alone(project, tmp_path):
     for name in ("pyproject.toml", "launch/project.py"):
         (template / name).write_bytes((ROOT / name).read_bytes())
     text = (template / "pyproject.toml").read_text()
-    (template / "pyproject.toml").write_text(re.sub(r'(?m)^version = ".*"', 'version = "9.1.0"', text))
     version = re.search(r'(?m)^version = "(.*)"', text)[1]
-    log = f"# Changelog\n\n## Unreleased\n\n## 9.1.0\n\n- new words\n\n## {version}\n\n- old words\n"
-    (template / "CHANGELOG.md").write_text(log)
-    git("add", "-A", cwd=template)
-    git("commit", "-qm", "9.1.0", cwd=template)
-    git("tag", "v9.1.0", cwd=template)
+    log = f"## {version}\n\n- words of {version}\n"
+    for release in ("9.1.0", "9.2.0"):
+        (template / "pyproject.toml").write_text(re.sub(r'(?m)^version = ".*"', f'version = "{release}"', text))
+        log = f"## {release}\n\n- words of {release}\n\n{log}"
+        (template / "CHANGELOG.md").write_text(f"# Changelog\n\n## Unreleased\n\n{log}")
+        git("add", "-A", cwd=template)
+        git("commit", "-qm", release, cwd=template)
+        git("tag", f"v{release}", cwd=template)
     stub = tmp_path / "bin"  # in place of `make install`, which would fetch every package
     stub.mkdir()
     (stub / "make").write_text("#!/bin/sh\n")
@@ -128,15 +131,17 @@ def test_an_upgrade_replaces_the_wheel_and_its_pins_alone(project, tmp_path):
     (project / ".venv/bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (project / ".venv/bin/python").chmod(0o755)
     own = environment(project) | {"PATH": f"{stub}:{os.environ['PATH']}"}
-    said = run(sys.executable, "launch/project.py", "upgrade", "v9.1.0", "--from", template, cwd=project, **own)
-    assert "new words" in said and "old words" not in said and f"{version} → 9.1.0" in said
-    git("add", "-A", cwd=project)
-    changed = git("diff", "--cached", "--name-only", "--no-renames", cwd=project).splitlines()
-    wheels = [f"vendor/lockstep-{each}-py3-none-any.whl" for each in (version, "9.1.0")]
-    assert changed == ["pyproject.toml", "requirements.txt", *wheels]
-    assert f"lockstep=={version}" not in (project / "pyproject.toml").read_text()
-    again = run(sys.executable, "launch/project.py", "upgrade", "9.1.0", "--from", template, cwd=project, **own)
-    assert "already uses lockstep 9.1.0" in again
+    upgrade = (sys.executable, "launch/project.py", "upgrade")
+    for old, new in ((version, "9.1.0"), ("9.1.0", "9.2.0")):
+        said = run(*upgrade, f"v{new}", "--from", template, cwd=project, **own)
+        assert f"words of {new}" in said and f"words of {old}" not in said and f"{old} → {new}" in said
+        git("add", "-A", cwd=project)
+        changed = git("diff", "--cached", "--name-only", "--no-renames", cwd=project).splitlines()
+        wheels = [f"vendor/lockstep-{each}-py3-none-any.whl" for each in (old, new)]
+        assert changed == ["pyproject.toml", "requirements.txt", *wheels]
+        assert f"lockstep=={old}" not in (project / "pyproject.toml").read_text()
+        git("commit", "-qm", new, cwd=project)
+    assert "already uses lockstep 9.2.0" in run(*upgrade, "9.2.0", "--from", template, cwd=project, **own)
 
 
 def test_adopt_copies_a_file_and_points_its_yaml_at_the_copy(project):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from lockstep.runs.output import set_up
 from lockstep.training.build_module import build_module
 
 SRC = Path(__file__).resolve().parents[1] / "src"
-GROUPS = sorted(
-    path.name for path in CONFIGS.iterdir() if path.name not in ("fits", "hydra", "paths", "s3", "train.yaml")
-)
-OPTIONS = [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]
+GROUPS = {path.name: sorted(option.stem for option in path.glob("*.yaml")) for path in sorted(CONFIGS.iterdir())}
+RECIPES = [[f"experiment={name}"] for name in GROUPS.pop("experiment")]
+ROUNDS = [  # the first option of every group together, then the second of each, …
+    [f"{group}={name}" for group, name in zip(GROUPS, names) if name] for names in zip_longest(*GROUPS.values())
+]
 SIZES = {"vit": 224}  # what a model wants; else 64
 MORE = {"timm": ["model.name=resnet18"]}
 MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
@@ -27,9 +29,9 @@ def console():
     set_up()
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_an_option_composes(option):
-    assert compose("train", [option]).seed == 42
+@pytest.mark.parametrize("options", [*RECIPES, *ROUNDS], ids=" ".join)
+def test_options_compose(options):
+    assert compose("train", options).seed == 42
 
 
 @pytest.mark.parametrize("name", MODELS)

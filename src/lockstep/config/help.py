@@ -64,7 +64,7 @@ def help_text(configs: Path, config_name: str, description: str) -> str:
     text = (configs / f"{config_name}.yaml").read_text()
     defaults = set(re.findall(r"^  - (\w+)(?:: |/)(\w+)$", text, re.MULTILINE))
     for group, options in groups(configs).items():
-        if group in ("hydra", "paths"):
+        if group == "hydra":
             continue
         lines.append(f"{group}=")
         for option in options:

@@ -37,7 +37,7 @@ def options_of(stored: Config, named: Mapping[str, str], folders: tuple[Path, ..
     words = []
     for group, name in (stored.get("choices") or {}).items():
         # A group may no longer exist, such as `hardware=` of version 1
-        if not name or group in named or group in ("paths", "hydra") or not is_group(group.partition("/")[0], folders):
+        if not name or group in named or group == "hydra" or not is_group(group.partition("/")[0], folders):
             continue
         if missing_option(group, str(name), folders):  # its yaml is gone, or in a folder of --config-dir
             if not isinstance(stored.get(group), Mapping):

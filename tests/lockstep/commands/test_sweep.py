@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from hydra_plugins import local_jobs
-from hydra_plugins.local_jobs import LocalJobs
+from hydra_plugins import lockstep_sweeps
+from hydra_plugins.lockstep_sweeps import LocalJobs
 from lockstep.commands import sweep
 from lockstep.commands.sweep import Job, forward_stop_signals, ranking, run_child
 from runs import run_door
@@ -86,7 +86,7 @@ def test_a_job_that_slurm_queued_again_goes_on(tmp_path, monkeypatch, restarts, 
     ],
 )
 def test_there_is_a_job_for_each_gpu(gpus, visible, trainer, n_jobs, expected, monkeypatch):
-    monkeypatch.setattr(local_jobs, "visible_gpus", lambda environ: gpus)
+    monkeypatch.setattr(lockstep_sweeps, "visible_gpus", lambda environ: gpus)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     launcher = LocalJobs(n_jobs)
