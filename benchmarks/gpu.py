@@ -190,7 +190,7 @@ def lockstep_run(words: str, *, batch: int = BATCH, cached: bool = True, watch: 
                 self.seconds = (time.perf_counter() - self.began) / STEPS
 
     torch.cuda.reset_peak_memory_stats()
-    clock, steps = Clock(), WARMUP + STEPS
+    clock, steps = Clock(), WARMUP + STEPS + 1  # the last ends the epoch, and is logged
     with tempfile.TemporaryDirectory() as scratch:
         overrides = [*NET.split(), "data=synthetic", f"data.image_size={SIZE}", f"data.num_images={4 * batch}",
                      "data.num_test_images=40", f"data.global_batch_size={batch}", f"trainer.max_steps={steps}",

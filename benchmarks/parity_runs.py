@@ -42,10 +42,9 @@ LEARNING_RATE = {"vit": 0.005, "alexnet": 0.0003, "alexnet_bn": 0.0003, "small_c
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table for one model and precision."""
+    """A row of the table for one model."""
 
     model: str
-    precision: str  # 64-true or 32-true
     strategy: str  # bare, one_process, ddp, fsdp, allreduce, model_parallel, dp
     accumulate: int = 1
     fine_tuning: bool = False  # with FROZEN layers, layer decay, and weight decay on matrices alone
@@ -54,15 +53,15 @@ class Case:
     cache_dir: str = ""
 
 
-def net_of(case: Case) -> nn.Module:
-    net = build_net(case.model)
+def build_net(case: Case) -> nn.Module:
+    net = bare_net(case.model)
     if case.fine_tuning:
         freeze(net, FROZEN[case.model])
     return net
 
 
-def build_net(model: str) -> nn.Module:
-    """The template's models with dropout off (its random numbers differ between ranks) and AlexNet's head narrowed."""
+def bare_net(model: str) -> nn.Module:
+    """Return a model with dropout off, whose random numbers differ between ranks, and AlexNet's head narrowed."""
     torch.manual_seed(SEED)
     shape: dict[str, Any] = {"num_classes": CLASSES, "image_size": IMAGE_SIZE[model], "channels": 3}
     if model == "vit":
@@ -110,15 +109,14 @@ def parameters_of(net: nn.Module, case: Case) -> Any:
 
 def bare_loop(case: Case) -> dict[str, Any]:
     """What the strategies must reproduce: plain PyTorch over the same batches, without Lightning."""
-    dtype = torch.float64 if case.precision == "64-true" else torch.float32
-    net, data = net_of(case).to(dtype), build_data(case)
+    net, data = build_net(case).double(), build_data(case)
     optimizer, losses = sgd(case)(parameters_of(net, case)), []
     loader = data.train_dataloader()
     for epoch in range(EPOCHS):
         loader.set_epoch(epoch)
         for index, batch in enumerate(loader):
             images, labels = data.on_after_batch_transfer(batch, 0)
-            loss = F.cross_entropy(net(images.to(dtype)), labels)
+            loss = F.cross_entropy(net(images.double()), labels)
             (loss / case.accumulate).backward()
             losses.append(float(loss.detach()))
             if (index + 1) % case.accumulate == 0:
@@ -177,13 +175,13 @@ def lightning_run(cluster: Cluster, case: Case) -> dict[str, Any]:
     warnings.filterwarnings("ignore", module="lightning")
     data = build_data(case, cluster.rank, cluster.world_size)
     rules = FINE_TUNING if case.fine_tuning else None
-    net = ImageClassifier(net_of(case), sgd(case), num_classes=CLASSES, rules=rules)
+    net = ImageClassifier(build_net(case), sgd(case), num_classes=CLASSES, rules=rules)
     meet(cluster, "cpu")
     if case.model == "alexnet_bn" and cluster.world_size > 1:
         synchronise(net.net, "cpu")
     strategy, losses = build_strategy(case, cluster), Losses()
     plugins: list[Any] = [StartedRanks(cluster)]
-    given = {"precision": case.precision}
+    given = {"precision": "64-true"}
     if isinstance(strategy, FSDP):
         plugins.append(strategy.precision_for(given.pop("precision"), "cpu"))
     trainer = pl.Trainer(

@@ -13,6 +13,7 @@ import logging
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,12 @@ from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserErro
 log = logging.getLogger(__name__)
 
 SRC = Path(__file__).resolve().parent
-STEPS, FEW_IMAGES, MOST_RANKS = 3, 4, 4
-MEMORY_GIB = 16.0  # of a device, unless trainer.memory_limit_gib says otherwise
+STEPS, FEW_IMAGES, MOST_RANKS, MEMORY_GIB = 3, 4, 4, 16.0
 REPLACED = ("resume", "run_id", "sweep_dir", "ckpt_path", "logger")
 TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n((?:[ \t]+.*\n)+)(\S.*(?:\n(?!Traceback|error: )\S.*)?)")
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "/nullgpu/", "<frozen", "<string>")
-NOT_YOURS = (*LIBRARIES, f"{SRC}/lockstep/", f"{SRC}/train.py", f"{SRC}/rehearse.py")
+NOT_YOURS = ("/site-packages/", "/dist-packages/", "/lib/python3", "/nullgpu/", "<frozen", "<string>",
+             f"{SRC}/lockstep/", f"{SRC}/train.py", f"{SRC}/rehearse.py")  # fmt: skip
 FIXED = {
     "trainer.max_epochs": 1, "trainer.max_steps": -1, "trainer.max_time": "null", "trainer.compile": False,
     "trainer.limit_val_batches": 1, "trainer.limit_test_batches": 1, "trainer.num_sanity_val_steps": 0,
@@ -42,25 +42,6 @@ FIXED = {
 }  # fmt: skip
 Line = tuple[str, str]  # ok, FAILED or nothing, and the text
 Run = Callable[[list[str], Mapping[str, str], Path], int]  # starts train.py; returns its exit code
-
-
-def main(argv: list[str]) -> int:
-    stated = [word.partition("=")[2] for word in argv if word.startswith("--capability=")]
-    words = [word for word in argv if not word.startswith("--capability=")]
-    return run_script("train", words, lambda cfg: rehearse(cfg, [*stated, "8.0"][0]), __doc__ or "")
-
-
-def rehearse(cfg: Any, capability: str) -> int:
-    """Print what fails; return the exit code."""
-    from lockstep.batch_size.search import run_train
-
-    failed = False
-    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-        for word, text in lines(plain(cfg), list(cfg.hydra.overrides.task), capability, Path(folder), run_train):
-            log.info(f"{word:7} {text}")
-            failed = failed or word == "FAILED"
-    log.info("Something FAILED." if failed else "Nothing failed; nothing was on a GPU, and no speed is seen.")
-    return EXIT_FAILED if failed else EXIT_OK
 
 
 def lines(config: Any, words: list[str], capability: str, folder: Path, run: Run) -> Iterator[Line]:
@@ -80,9 +61,8 @@ def lines(config: Any, words: list[str], capability: str, folder: Path, run: Run
         raise UserError("This trainer uses no GPU: pass trainer=gpu, ddp or fsdp.")
     if data.get("global_batch_size") == "max":
         raise UserError("data.global_batch_size=max: pass the number that find_batch_size.py --estimate prints.")
-    nodes, devices = (
-        default if trainer[key] == "auto" else trainer[key] for key, default in (("num_nodes", 1), ("devices", 2))
-    )
+    nodes = 1 if trainer["num_nodes"] == "auto" else trainer["num_nodes"]
+    devices = 2 if trainer["devices"] == "auto" else trainer["devices"]
     one_process, accumulate = trainer["launch"] == "one_process", trainer["accumulate_grad_batches"]
     world_size = 1 if one_process else devices * nodes
     ranks = min(world_size, MOST_RANKS)
@@ -90,46 +70,45 @@ def lines(config: Any, words: list[str], capability: str, folder: Path, run: Run
     memory_gib = trainer["memory_limit_gib"] or MEMORY_GIB
     yield "", f"{per_device} images per device, {ranks} of {world_size} ranks on simulated GPUs of {memory_gib:g} GiB"
 
-    def start(name: str, images: int, compute: bool, **more: Any) -> tuple[int, Path]:
+    def start(place: Path, images: int, compute: bool, **more: Any) -> int:
         changes = FIXED | {
             "data.global_batch_size": images * ranks * accumulate,
             "trainer.limit_train_batches": STEPS * accumulate,
             **({} if one_process else {"trainer.devices": ranks, "trainer.num_nodes": 1}),
             **({"model.pretrained": False} if "pretrained" in config["model"] else {}),
-            "paths.log_dir": folder / name, "+callbacks.rehearsal.path": folder / name / "unused.json", **more,
+            "paths.log_dir": place, "+callbacks.rehearsal.path": place / "unused.json", **more,
         }  # fmt: skip
         kept = [word for word in words if key_of(word) not in changes and key_of(word).split(".")[0] not in REPLACED]
-        overrides = [*kept, *(f"{key}={value}" for key, value in changes.items())]
-        (folder / name).mkdir()
+        place.mkdir()
         simulated = nullgpu.environment(
-            max(devices, ranks), memory_gib, compute, capability, syncs=folder / name, nccl_timeout_s=20
+            max(devices, ranks), memory_gib, compute, capability, syncs=place, nccl_timeout_s=20
         )
         simulated["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a rank waits for a collective at the line that calls it
-        return run(overrides, {**environment(), **simulated}, folder / name / "output"), folder / name
+        overrides = [*kept, *(f"{key}={value}" for key, value in changes.items())]
+        return run(overrides, {**environment(), **simulated}, place / "output")
 
-    few = {"data.eval_batch_size": FEW_IMAGES} if "eval_batch_size" in data else {}
-    code, place = start("few", min(FEW_IMAGES, per_device), True, **few)
-    unused = json.loads(_text(place / "unused.json") or "{}")
+    few, whole = folder / "few", folder / "whole"
+    code = start(
+        few, min(FEW_IMAGES, per_device), True, **{key: FEW_IMAGES for key in data if key == "eval_batch_size"}
+    )
+    unused = _json(few / "unused.json")
     word = "" if (trainer["strategy"] or {}).get("find_unused_parameters") else "FAILED"
-    for name, where in unused.items():
-        yield word, f"no gradient for {name}: {where}"
+    yield from ((word, f"no gradient for {name}: {where}") for name, where in unused.items())
     if not (code and unused):  # else DDP has refused them
-        yield _outcome(f"{STEPS} steps, a validation, a checkpoint and a test with few images", code, place)
+        yield _outcome(f"{STEPS} steps, a validation, a checkpoint and a test with few images", code, few)
     if code:
         return
-    counts: dict[str, int] = {}  # of each line that synchronises, the largest of a rank
-    for path in place.glob("steps-rank*.json"):
-        for line, count in json.loads(path.read_text()).items():
-            counts[line] = max(count, counts.get(line, 0))
+    counts: Counter[str] = Counter()  # of each line that synchronises, the largest of a rank
+    for path in few.glob("steps-rank*.json"):
+        counts |= Counter(_json(path))
     for line, count in counts.items():
         if count >= STEPS:
             word = "" if line.startswith("GradScaler") else "FAILED"  # torch's own check for overflow in fp16
             yield word, f"the host waits for the device {count // STEPS} times a step: {line}"
-    code, place = start("whole", per_device, False, **{"test": "false", "callbacks.checkpoints": "null"})
-    if "became nan" not in _text(place / "output"):  # nothing is computed: losses are what lay in the memory
-        yield _outcome(f"{STEPS} steps and a validation with {per_device} images per device", code, place)
-    record = json.loads(_text(place / "train/runs/rehearsal/run.json") or "{}")
-    if peak := record.get("peak_memory_gib"):
+    code = start(whole, per_device, False, **{"test": "false", "callbacks.checkpoints": "null"})
+    if "became nan" not in (whole / "output").read_text():  # nothing is computed: losses are what lay in the memory
+        yield _outcome(f"{STEPS} steps and a validation with {per_device} images per device", code, whole)
+    if peak := _json(whole / "train/runs/rehearsal/run.json").get("peak_memory_gib"):
         yield "", f"peak memory of a rank: {peak:.2f} GiB, and about 0.6 for CUDA, of {memory_gib:g} GiB"
 
 
@@ -139,23 +118,23 @@ def _outcome(what: str, code: int, place: Path) -> Line:
     Raises:
         UserError: train.py refused the options.
     """
-    output = _text(place / "output")
     if code == EXIT_OK:
         return "ok", what
+    output, faults = (place / "output").read_text(), []
+    last = output.strip().rpartition("\n")[2]
     if code == EXIT_USER_ERROR:
-        raise UserError(output.strip().splitlines()[-1].removeprefix("error: "))
-    logs = {path.stem.removeprefix("rank"): path.read_text() for path in sorted(place.glob("train/runs/*/rank*.*"))}
-    faults = []
-    for rank, text in {"0": output, **logs}.items():
-        driver = [line for line in re.findall(r"nullgpu: .*", text) if "differ" in line or "collective" in line]
-        for frames, message in TRACEBACK.findall(text):
+        raise UserError(last.removeprefix("error: "))
+    for path in (place / "output", *sorted(place.glob("train/runs/*/rank*.*"))):
+        driver = [
+            line for line in re.findall("nullgpu: .*", path.read_text()) if "differ" in line or "collective" in line
+        ]
+        for frames, message in TRACEBACK.findall(path.read_text()):
             words = " ".join([*message.split(), *dict.fromkeys(driver)])[:400]
-            faults.append((_yours(FRAME.findall(frames)), f"rank {rank} · {words}"))
-    last = "".join(output.strip().splitlines()[-1:])
-    where, fault = next((found for found in faults if found[0]), faults[0] if faults else ("", last))
+            faults.append((_yours(FRAME.findall(frames)), f"rank {path.stem.removeprefix('rank')} · {words}"))
+    where, fault = next((each for each in faults if each[0]), faults[0] if faults else ("", last))
     stacks = (_yours(reversed(FRAME.findall(path.read_text()))) for path in sorted(place.glob("stack-rank*.txt")))
     waits = "".join(f"; a rank was at {line}" for line in stacks if line)
-    return "FAILED", f"{what}: {where or 'not in your code'} · {fault}{waits}"
+    return "FAILED", f"{what}: {where or 'not in your code'} · {fault.replace('rank output', 'rank 0')}{waits}"
 
 
 def _yours(frames: Iterable[tuple[str, str]]) -> str:
@@ -164,8 +143,25 @@ def _yours(frames: Iterable[tuple[str, str]]) -> str:
     return f"{yours[-1][0].removeprefix(f'{SRC.parent}/')}:{yours[-1][1]}" if yours else ""
 
 
-def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
+def _json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def main(argv: list[str]) -> int:
+    capability = next((word.partition("=")[2] for word in argv if word.startswith("--capability=")), "8.0")
+
+    def rehearse(cfg: Any) -> int:
+        from lockstep.batch_size.search import run_train
+
+        failed = False
+        with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+            for word, text in lines(plain(cfg), list(cfg.hydra.overrides.task), capability, Path(folder), run_train):
+                log.info(f"{word:7} {text}")
+                failed = failed or word == "FAILED"
+        log.info("Something FAILED." if failed else "Nothing failed; nothing was on a GPU, and no speed is seen.")
+        return EXIT_FAILED if failed else EXIT_OK
+
+    return run_script("train", [word for word in argv if not word.startswith("--cap")], rehearse, __doc__ or "")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""The logbook's command line: keep, remove, compare, table, build."""
+"""The logbook's command line; every record of this repository's logbook can be read, and no link leads nowhere."""
 
 import csv
 import io
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from example_runs import write_run
+from lockstep.logbook.build import write_index, write_page
+from lockstep.logbook.folders import read_run
+from lockstep.logbook.report import report_html
 from logbook import main
 from object_store import shared_store
 
@@ -50,25 +55,19 @@ def test_compare_prints_both_runs_and_changes_no_file(logbook, tmp_path, capsys)
     assert files(tmp_path) == before
 
 
-def test_compare_writes_a_page_that_the_logbook_lists_and_a_report(logbook, tmp_path, capsys):
-    logbook("keep", "run-ddp", "run-fsdp")
-    page, report = tmp_path / "logbook" / "two.md", tmp_path / "x" / "two.html"
-    assert logbook("compare", "run-ddp", "fsdp", "--md", page, "--html", report, "--title", "DDP beside FSDP") == 0
-    assert capsys.readouterr().out.splitlines()[-2:] == [str(page), str(report)]
-    assert "# DDP beside FSDP" in page.read_text() and "<title>DDP beside FSDP</title>" in report.read_text()
-    assert "- [DDP beside FSDP](two.md)" in (tmp_path / "logbook" / "README.md").read_text()
-
-
-def test_a_report_is_linked_from_the_pages_of_its_runs(logbook, tmp_path):
+def test_compare_writes_a_page_and_a_report_that_the_index_and_the_pages_of_the_runs_list(logbook, tmp_path, capsys):
     logbook("keep", "run-ddp")
-    report = tmp_path / "logbook/two-ways.html"
-    assert logbook("compare", "run-ddp", "run-fsdp", "--html", report, "--title", "Two ways") == 0
-    assert "<title>Two ways</title>" in report.read_text()
-    assert "[Two ways](two-ways.html)" in (tmp_path / "logbook/README.md").read_text()
-    page = (tmp_path / "logbook/run-ddp/page.md").read_text()
-    assert "Interactive report: [Two ways](../two-ways.html)" in page
-    page = (tmp_path / "logs/train/runs/run-fsdp/page.md").read_text()
-    assert "[Two ways](../../../../logbook/two-ways.html)" in page
+    page, report = tmp_path / "logbook" / "two.md", tmp_path / "logbook/two-ways.html"
+    assert logbook("compare", "run-ddp", "fsdp", "--md", page, "--html", report, "--title", "Two ways") == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [str(page), str(report)]
+    assert "# Two ways" in page.read_text() and "<title>Two ways</title>" in report.read_text()
+    index = (tmp_path / "logbook/README.md").read_text()
+    assert "- [Two ways](two.md)" in index and "[Two ways](two-ways.html)" in index
+    kept = (tmp_path / "logbook/run-ddp/page.md").read_text()
+    assert "Interactive report: [Two ways](../two-ways.html)" in kept
+    assert (
+        "[Two ways](../../../../logbook/two-ways.html)" in (tmp_path / "logs/train/runs/run-fsdp/page.md").read_text()
+    )
 
 
 def test_a_report_in_a_bucket_can_be_read_back(logbook, tmp_path, monkeypatch, capsys):
@@ -124,3 +123,38 @@ def test_the_script_and_the_pages_import_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=SRC, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+# The logbook of this repository
+LOGBOOK = Path(__file__).resolve().parents[1] / "logbook"
+FOLDERS = sorted(path.parent for path in LOGBOOK.glob("*/run.json"))
+
+
+def test_this_repository_keeps_runs_and_not_too_many():
+    assert 10 <= len(FOLDERS) <= 18
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_the_page_of_every_run_is_that_of_its_record(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.logbook.folders.REPOSITORY", tmp_path)
+    copy = shutil.copytree(folder, tmp_path / "logbook" / folder.name)
+    text = write_page(read_run(copy)).read_text()
+    assert text == (folder / "page.md").read_text()
+    assert (copy / "curves.svg").exists() == (folder / "curves.svg").exists()
+
+
+def test_the_index_is_that_of_the_runs(tmp_path):
+    copy = shutil.copytree(LOGBOOK, tmp_path / "logbook")
+    write_index(copy)
+    assert (copy / "README.md").read_text() == (LOGBOOK / "README.md").read_text()
+
+
+def test_the_report_takes_all_of_them():
+    assert len(report_html("all", [read_run(folder) for folder in FOLDERS])) > 200_000
+
+
+@pytest.mark.parametrize("page", sorted(LOGBOOK.rglob("*.md")), ids=lambda page: str(page.relative_to(LOGBOOK)))
+def test_every_link_leads_somewhere(page):
+    text = re.sub(r"^(`{3,}).*?^\1", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^()\s]+)\)", text):
+        assert re.match(r"[a-z]+:", target) or (page.parent / target.partition("#")[0]).exists(), target

@@ -146,7 +146,7 @@ def test_every_part_of_the_gpu_benchmark_reaches_its_figures(parts, compute, tmp
     assert [*found] == parts.split(",") and not any("error" in figures for figures in found.values())
     if compute:
         assert found["losses"]["fp32_largest_difference"] < TOLERANCE
-        assert found["synchronisations"]["bf16-mixed"] <= 1
+        assert found["synchronisations"]["bf16-mixed"] < 1
     else:
         assert found["compiled"]["compile_s"] > 1
 

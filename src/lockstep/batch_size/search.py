@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 START, MAX_RUNS = 8, 8  # images per device of the first run
 USABLE = 0.95  # of what the process can have of a device: the training that follows leaves other gaps
-CLOSE = 0.97  # of a batch that failed is tried; nearer to it than the square of this is near enough
+CLOSE = 0.95  # of a batch that failed is tried; nearer to what is aimed at than this is not worth another run
 GIB = 2**30
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 OUT_OF_MEMORY = ("out of memory", "alloc_failed", "status_not_initialized", "unable to find an engine",
@@ -82,7 +82,7 @@ def next_batch(tried: Mapping[int, float | None], limit: float, bound: float, un
         aim = bound if not over else max(0.9 * failed if len(within) > 1 == len(over) else 0, math.sqrt(fit * failed))
     aim = min(aim, CLOSE * failed) if over else aim
     aim = int(max(aim, unit) // unit * unit)
-    return aim if fit < CLOSE**2 * aim and aim not in tried and len(tried) < MAX_RUNS else None
+    return aim if fit < CLOSE * aim and aim not in tried and len(tried) < MAX_RUNS else None
 
 
 def fitting(tried: Mapping[int, float | None], limit: float) -> int:
