@@ -68,19 +68,14 @@ def test_weights_are_those_of_the_local_folder(group, place, trainer, sources, t
     assert done.record["metrics"]["test/correct"] == local.record["metrics"]["test/correct"]
 
 
-def test_a_bucket_that_cannot_be_read_ends_the_run_before_it_begins(sources, tmp_path):
-    server, uri, _ = sources
-    words = ("data=image_folder", *SMALL, "trainer=cpu", f"s3.endpoint_url={server.endpoint_url}")
-    done = run_door("train", *words, f"data.root={uri}/nothing", logs=tmp_path, environment=server.environment())
-    assert done.code == 2 and "there is nothing under this prefix in the bucket" in done.output, done.output
-    assert not list(tmp_path.glob("train/runs/*"))
-
-
-def test_what_the_bucket_lacks_is_said_by_its_address(sources, tmp_path):
+@pytest.mark.parametrize(
+    ("place", "sentence"),
+    [("nothing", "there is nothing under this prefix in the bucket"), ("photographs/cat", "has no class folders")],
+)
+def test_a_bucket_that_cannot_be_used_ends_the_run_with_its_address(sources, tmp_path, place, sentence):
     server, uri, _ = sources
     words = ("data=image_folder", *SMALL, "trainer=cpu", f"s3.endpoint_url={server.endpoint_url}",
-             f"data.cache_dir={tmp_path}/cache")  # fmt: skip
-    done = run_door(
-        "train", *words, f"data.root={uri}/photographs/cat", logs=tmp_path, environment=server.environment()
-    )
-    assert done.code == 2 and f"{uri}/photographs/cat has no class folders" in done.output, done.output
+             f"data.cache_dir={tmp_path}/cache", f"data.root={uri}/{place}")  # fmt: skip
+    done = run_door("train", *words, logs=tmp_path, environment=server.environment())
+    assert done.code == 2 and f"{uri}/{place}" in done.output and sentence in done.output, done.output
+    assert not list(tmp_path.glob("train/runs/*"))

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
 
 from lockstep.callbacks import resume_point as place
 from lockstep.callbacks.checkpoint_io import Checkpoint, CheckpointFiles, gather_objects, on_host, write_checkpoint
-from lockstep.callbacks.random_states import State, random_state, set_random_state
 from lockstep.runs.config import Config
 from lockstep.runs.errors import Diverged, UserError
 from lockstep.storage import checkpoint_files as files
@@ -56,45 +54,14 @@ class Checkpoints(Callback):
         self.every_n_epochs, self.every_minutes = every_n_epochs, every_minutes
         self.weights_only, self.asynchronous, self.contents = weights_only, asynchronous, contents or {}
         self.best_value: float | None = None
-        self.best_file: str | None = None
+        self.best_path: Path | None = None
         self.saved_step = self.validated_step = -1
-        self.loaded: Checkpoint | None = None
         self.in_epoch_end = False
-        self.stalled_s = 0.0  # seconds that training stood still to write
-        self._thread: ThreadPoolExecutor | None = None
-        self._writing: tuple[Future[None], Callable[[], None]] | None = None
+        self.loaded: Checkpoint | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: tuple[Future[None], Callable[[], None]] | None = None  # and what follows
 
-    # --- what a checkpoint holds
-
-    def state_dict(self) -> State:
-        best = {"file": self.best_file} if self.best_file else None
-        return {"best_value": self.best_value, "best": best, "monitor": self.monitor, "mode": self.mode}
-
-    def load_state_dict(self, state: State) -> None:
-        self.best_value, self.best_file = state["best_value"], (state["best"] or {}).get("file")
-        if state.get("monitor", self.monitor) != self.monitor or state.get("mode", self.mode) != self.mode:
-            self.best_value = None  # the first value of the new metric is its best; the old best stays until then
-
-    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Checkpoint) -> None:
-        loader: Any = trainer.train_dataloader
-        checkpoint["lockstep"] = {
-            **self.contents,
-            "point": self._point(trainer),
-            "loader": loader.state_dict() if hasattr(loader, "state_dict") else {},
-            "random": self._random_states,
-        }
-        for of in (module, getattr(trainer, "datamodule", None)):  # optimizers and nets would not load safely
-            if of is not None and of.CHECKPOINT_HYPER_PARAMS_KEY in checkpoint:
-                held = checkpoint[of.CHECKPOINT_HYPER_PARAMS_KEY].items()
-                checkpoint[of.CHECKPOINT_HYPER_PARAMS_KEY] = {key: value for key, value in held if is_plain(value)}
-
-    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Checkpoint) -> None:
-        self.loaded = checkpoint.get("lockstep")
-        if self.loaded is not None:
-            loops, point = checkpoint["loops"], self.loaded["point"]
-            loops["fit_loop"] = place.loop_state(loops["fit_loop"], point, trainer.accumulate_grad_batches)
-
-    # --- when
+    # --- when to save
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.asynchronous == "auto":
@@ -107,26 +74,27 @@ class Checkpoints(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.saved_at = time.monotonic()
-        if self.loaded is not None:
-            self.saved_step = trainer.global_step
-            # Lightning loses the loader's state if something asked for the number of steps before fit began.
-            loader: Any = trainer.train_dataloader
-            if hasattr(loader, "load_state_dict"):
-                loader.load_state_dict(self.loaded["loader"])
-            elif trainer.is_global_zero and self.loaded["point"]["phase"] != place.EPOCH_END:
-                log.info("The loader has no state_dict: the rest of this epoch is drawn anew.")
-            states = self.loaded["random"]
-            if len(states) == trainer.world_size:
-                set_random_state(states[trainer.global_rank])
+        if self.loaded is None:
+            return
+        self.saved_step = trainer.global_step
+        if trainer.is_global_zero and self.best_path and files.read_sidecar(self.best_path):
+            self._announce(trainer, {"best": self.best_path})  # again: a kill may have come before
+        # Lightning loses the loader's state if something asked for the number of steps before fit began.
+        loader: Any = trainer.train_dataloader
+        if hasattr(loader, "load_state_dict"):
+            loader.load_state_dict(self.loaded["loader"])
+        elif trainer.is_global_zero and self.loaded["point"]["phase"] != place.EPOCH_END:
+            log.info("The loader has no state_dict: the rest of this epoch is drawn anew.")
+        if len(self.loaded["random"]) == trainer.world_size:
+            place.set_random_state(self.loaded["random"][trainer.global_rank])
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking and self.monitor.startswith("val"):
             self._check_monitor(trainer)
-        if trainer.state.fn != "fit" or trainer.sanity_checking:
-            return
-        self.validated_step = trainer.global_step
-        if not place.ends_epoch(trainer) and self._finds_best(trainer):
-            self.save(trainer, "best")
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.validated_step = trainer.global_step
+            if not place.ends_epoch(trainer) and self._finds_best(trainer):
+                self.save(trainer, "best")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if self._writing and self._writing[0].done():
@@ -134,24 +102,21 @@ class Checkpoints(Callback):
         if trainer.global_step == trainer.max_steps:
             trainer.should_stop = True  # else Lightning would not validate a run that ends in mid-epoch
             return
-        if self.every_minutes is None or trainer.global_step == self.saved_step or place.ends_epoch(trainer):
-            return
         # Every rank looks at the clock of rank 0, and only at log points: other steps have no collective.
-        if place.ends_step(trainer) and trainer.global_step % trainer.log_every_n_steps == 0:
+        is_log_point = place.ends_step(trainer) and trainer.global_step % trainer.log_every_n_steps == 0
+        if is_log_point and self.every_minutes is not None and trainer.global_step != self.saved_step:
             due = time.monotonic() - self.saved_at > 60 * self.every_minutes
-            if trainer.strategy.broadcast(due, src=0):
+            if not place.ends_epoch(trainer) and trainer.strategy.broadcast(due, src=0):
                 self.save(trainer, "last")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.in_epoch_end = True
-        is_end = trainer.current_epoch + 1 == trainer.max_epochs or trainer.global_step == trainer.max_steps
-        due = is_end or trainer.should_stop
-        if not due and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
-            busy = bool(self._writing and not self._writing[0].done())
+        epochs, busy = trainer.current_epoch + 1, bool(self._writing and not self._writing[0].done())
+        due = epochs == trainer.max_epochs or trainer.global_step == trainer.max_steps or trainer.should_stop
+        if not due and epochs % self.every_n_epochs == 0:
             due = not (self.asynchronous and trainer.strategy.broadcast(busy, src=0))
-        is_best = (
-            self._finds_best(trainer) if place.is_validation_epoch(trainer) else due and not trainer.enable_validation
-        )
+        validates = place.is_validation_epoch(trainer)
+        is_best = self._finds_best(trainer) if validates else due and not trainer.enable_validation
         if due or is_best:
             self.save(trainer, *(["best"] if is_best else []), *(["last"] if due else []))
         self.in_epoch_end = False
@@ -164,16 +129,6 @@ class Checkpoints(Callback):
             self.finish_writing()
         except BaseException as error:  # the exception that ends the run is the one to report
             log.info(f"The last checkpoint was not written ({type(error).__name__}: {error}).")
-
-    def finish_writing(self) -> None:
-        """Wait for the checkpoint that is being written; raise what went wrong with it."""
-        if self._writing:
-            started, (job, announce), self._writing = time.monotonic(), self._writing, None
-            job.result()
-            announce()
-            self.stalled_s += time.monotonic() - started
-
-    # --- how
 
     def _finds_best(self, trainer: pl.Trainer) -> bool:
         """Return whether the metric of the validation is the best so far.
@@ -193,18 +148,59 @@ class Checkpoints(Callback):
         if validations and self.monitor not in trainer.callback_metrics:
             raise UserError(f"callbacks.checkpoints.monitor={self.monitor}: there are {', '.join(validations)}.")
 
+    # --- what a checkpoint holds
+
+    def state_dict(self) -> dict[str, Any]:
+        best = {"file": self.best_path.name} if self.best_path else None
+        return {"best_value": self.best_value, "best": best, "monitor": self.monitor, "mode": self.mode}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best_value, best = state["best_value"], state["best"]
+        self.best_path = self.folder / Path(best["file"]).name if best else None
+        if state.get("monitor", self.monitor) != self.monitor or state.get("mode", self.mode) != self.mode:
+            self.best_value = None  # the first value of the new metric is its best; the old best stays until then
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Checkpoint) -> None:
+        loader: Any = trainer.train_dataloader
+        checkpoint["lockstep"] = {
+            **self.contents,
+            "point": self._point(trainer),
+            "loader": loader.state_dict() if hasattr(loader, "state_dict") else {},
+            "random": self._random_states,
+        }
+        for key in (module.CHECKPOINT_HYPER_PARAMS_KEY, pl.LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY):
+            if key in checkpoint:  # optimizers and nets among them would not load safely
+                checkpoint[key] = {name: value for name, value in checkpoint[key].items() if is_plain(value)}
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Checkpoint) -> None:
+        self.loaded = checkpoint.get("lockstep")
+        if self.loaded is not None:
+            loops, point = checkpoint["loops"], self.loaded["point"]
+            loops["fit_loop"] = place.loop_state(loops["fit_loop"], point, trainer.accumulate_grad_batches)
+
+    def _point(self, trainer: pl.Trainer) -> dict[str, Any]:
+        per_epoch = int(trainer.num_training_batches) // trainer.accumulate_grad_batches
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready // trainer.accumulate_grad_batches
+        if done < per_epoch:  # a run that max_steps or max_time ends here can be made longer and goes on from here
+            validates = place.is_validation_due(trainer) and self.validated_step != trainer.global_step
+        else:
+            validates = place.is_validation_epoch(trainer) and not self.in_epoch_end
+        phase = place.VALIDATION if validates else place.TRAINING if done < per_epoch else place.EPOCH_END
+        return {"epoch": trainer.current_epoch, "batches_done": done, "batches_per_epoch": per_epoch, "phase": phase}
+
+    # --- how it is written
+
     def save(self, trainer: pl.Trainer, *kinds: str) -> None:
         """Save a checkpoint as best, as last or as both; every rank calls it at the same step."""
         self.finish_writing()
-        started = time.monotonic()
         refuse_non_finite(trainer)
         kinds = ("best", "last") if self.weights_only and "best" in kinds else kinds
         paths = {kind: files.new_path(self.folder, kind, trainer.global_step) for kind in kinds}
         metric = {}
         if "best" in paths:
-            self.best_file, value = paths["best"].name, self.best_value if trainer.enable_validation else None
+            self.best_path, value = paths["best"], self.best_value if trainer.enable_validation else None
             metric, self.best_value = {} if value is None else {self.monitor: value}, value
-        self._random_states = gather_objects(random_state())
+        self._random_states = gather_objects(place.random_state())
         checkpoint_io: Any = trainer.strategy.checkpoint_io
         checkpoint_io.keeps = True
         trainer.save_checkpoint(paths[kinds[0]])
@@ -212,29 +208,33 @@ class Checkpoints(Callback):
         if trainer.is_global_zero:
             content, checkpoint_io.content = on_host(checkpoint_io.content, always=bool(self.asynchronous)), None
             sidecar = Sidecar(trainer.global_step, epoch=trainer.current_epoch, metric=metric)
-            write, announce = partial(self._write, content, paths, sidecar), partial(self._announce, trainer, paths)
-            if self.asynchronous:
-                self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
-                self._writing = self._thread.submit(write), announce
-            else:
-                write()
-                announce()
+            written = self._thread.submit(self._write, content, paths, sidecar)
+            self._writing = written, partial(self._announce, trainer, paths)
         if not self.asynchronous:
+            self.finish_writing()
             trainer.strategy.barrier("checkpoint is complete")
         if "last" in paths:
             self.saved_step, self.saved_at = trainer.global_step, time.monotonic()
-        self.stalled_s += time.monotonic() - started
 
     def _write(self, content: Checkpoint, paths: dict[str, Path], sidecar: Sidecar) -> None:
         for kind, path in paths.items():
-            if kind == "best" and self.weights_only:  # nor the weights beside an average of weights
-                weights = {key: value for key, value in content.items() if key != "current_model_state"}
-                written = write_checkpoint({**weights, "optimizer_states": []}, path)
-                write_sidecar(path, replace(sidecar, weights_only=True, **vars(written)))
-            elif kind == "last" and "best" in paths and not self.weights_only:
+            if kind == "last" and "best" in paths and not self.weights_only:
                 files.link(paths["best"], path)
-            else:
-                write_sidecar(path, replace(sidecar, **vars(write_checkpoint(content, path))))
+                continue
+            held, weights_only = content, kind == "best" and self.weights_only
+            if weights_only:  # nor the weights beside an average of weights
+                held = {
+                    **{key: content[key] for key in content if key != "current_model_state"},
+                    "optimizer_states": [],
+                }
+            write_sidecar(path, replace(sidecar, weights_only=weights_only, **vars(write_checkpoint(held, path))))
+
+    def finish_writing(self) -> None:
+        """Wait for the checkpoint that is being written; raise what went wrong with it."""
+        if self._writing:
+            (job, announce), self._writing = self._writing, None
+            job.result()
+            announce()
 
     def _announce(self, trainer: pl.Trainer, paths: dict[str, Path]) -> None:
         """Tell the callbacks that record it, then delete its predecessors."""
@@ -247,38 +247,6 @@ class Checkpoints(Callback):
                 if older != path:
                     files.remove(older)
 
-    def _point(self, trainer: pl.Trainer) -> State:
-        per_epoch = int(trainer.num_training_batches) // trainer.accumulate_grad_batches
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready // trainer.accumulate_grad_batches
-        if done < per_epoch:  # a run that max_steps or max_time ends here can be made longer and goes on from here
-            validates, other = (
-                place.is_validation_due(trainer) and self.validated_step != trainer.global_step,
-                place.TRAINING,
-            )
-        else:
-            validates, other = place.is_validation_epoch(trainer) and not self.in_epoch_end, place.EPOCH_END
-        phase = place.VALIDATION if validates else other
-        return {"epoch": trainer.current_epoch, "batches_done": done, "batches_per_epoch": per_epoch, "phase": phase}
-
-    def record_fields(self) -> dict[str, object]:
-        """Return best_checkpoint of the run record: relative path, bytes, sha256, position, metric."""
-        path = self.best_path
-        if path is None or self._writing or not (best := files.read_sidecar(path)):
-            return {}  # a crash may still take away one that is being written
-        known = {
-            "bytes": best.bytes,
-            "sha256": best.sha256,
-            "epoch": best.epoch,
-            "step": best.step,
-            "metric": best.metric,
-        }
-        record = {"path": f"{self.folder.name}/{path.name}", **known}
-        return {"best_checkpoint": record, "checkpoint_stall_s": round(self.stalled_s, 3)}
-
-    @property
-    def best_path(self) -> Path | None:
-        return self.folder / self.best_file if self.best_file else None
-
 
 def is_plain(value: Any) -> bool:
     """Return whether a hyperparameter is a number, a text, or a list or dict of these."""
@@ -288,15 +256,13 @@ def is_plain(value: Any) -> bool:
 
 
 def refuse_non_finite(trainer: pl.Trainer) -> None:
-    """Check the weights before they are saved; costs one synchronisation.
+    """Check the weights before they are saved.
 
     Raises:
         Diverged: on every rank, if a weight on any rank is not finite.
     """
-    local = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.lightning_module.parameters()]
-    # The norm reads each weight once; it can overflow where no weight does, and only then each is looked at.
-    finite = bool(torch.nn.utils.get_total_norm(local).isfinite()) or all(bool(p.isfinite().all()) for p in local)
-    if not trainer.strategy.reduce_boolean_decision(finite, all=True):
+    local = (p.to_local() if hasattr(p, "to_local") else p for p in trainer.lightning_module.parameters())
+    if not trainer.strategy.reduce_boolean_decision(all(bool(p.isfinite().all()) for p in local), all=True):
         raise Diverged(
             f"weights became nan or inf by step {trainer.global_step}: nothing was saved; lower optimizer.lr"
         )

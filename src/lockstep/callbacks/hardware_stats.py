@@ -43,6 +43,7 @@ class HardwareStats(pl.Callback):
         self.nodes: list[dict[str, Any]] = []  # of all nodes, once training has ended
         self.peak_memory_gib: float | None = None  # the largest of all ranks, once training has ended
         self.usable_memory_gib: float | None = None  # of a device, by this process: the smallest of all ranks
+        self.devices, self.gpus, self.memory = set[torch.device](), list[int](), 0.0  # until fit starts
         self.finished, self.thread = threading.Event(), threading.Thread()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

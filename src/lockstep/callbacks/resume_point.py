@@ -1,13 +1,16 @@
-"""Resume points: the position of a checkpoint in training, and Lightning's loop state to resume there.
+"""Resume points: the position of a checkpoint in training, and the loop state and random states to resume there.
 
 Lightning infers from its progress counters in which hook a checkpoint was saved, and skips or repeats a validation
 accordingly; the counters also change meaning with accumulate_grad_batches. Checkpoints of this project therefore
 store the position explicitly (see `loop_state`), and the counters are computed from it when a checkpoint is loaded.
 """
 
+import random
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
+import torch
 
 TRAINING, VALIDATION, EPOCH_END = "training", "validation", "epoch_end"
 
@@ -69,3 +72,28 @@ def loop_state(fit_loop: dict[str, Any], point: dict[str, Any], accumulate: int)
 def _counts(started: int, processed: int, completed: int | None = None) -> dict[str, int]:
     completed = processed if completed is None else completed
     return {"ready": started, "started": started, "processed": processed, "completed": completed}
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of every generator that this process draws from."""
+    cuda: Any = None
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # one process may use several GPUs (dp)
+        several = not torch.distributed.is_initialized() and torch.cuda.device_count() > 1
+        cuda = torch.cuda.get_rng_state_all() if several else torch.cuda.get_rng_state()
+    name, keys, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(), "cuda": cuda, "numpy": [name, keys.tolist(), *rest],
+        "python": random.getstate(),
+    }  # fmt: skip
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] is not None and torch.cuda.is_available():
+        states = state["cuda"] if isinstance(state["cuda"], list) else [state["cuda"]]
+        for device, own in zip(range(torch.cuda.device_count()), states, strict=False):  # there may be fewer here
+            torch.cuda.set_rng_state(own.cpu(), device if len(states) > 1 else "cuda")
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))

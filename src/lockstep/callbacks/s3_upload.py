@@ -4,7 +4,6 @@ import logging
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -30,17 +29,16 @@ class S3Upload(Callback):
         endpoint_url: the address of a store other than Amazon's.
         required: end the run before training if the bucket cannot be written; else train on and keep trying.
         flush_timeout_s: how long the end of fit may wait for what is not yet uploaded.
-        storage: storage_class, server_side_encryption, sse_kms_key_id as in the config group s3.
     Raises:
         UserError: at the start of fit, in one sentence, what is wrong with the bucket.
     """
 
     def __init__(
         self, run_folder: str | Path, uri: str, endpoint_url: str | None = None, required: bool = True,
-        flush_timeout_s: float = 300.0, **storage: Any,
+        flush_timeout_s: float = 300.0,
     ) -> None:  # fmt: skip
         self.folder, self.required, self.flush_timeout_s = RunFolder(Path(run_folder)), required, flush_timeout_s
-        self.bucket = Bucket.of({"uri": uri, "endpoint_url": endpoint_url, **storage})
+        self.bucket = Bucket(uri, endpoint_url)
         self.uploader: Uploader | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

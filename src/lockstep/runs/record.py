@@ -57,13 +57,12 @@ class BestCheckpoint(Part):
 
 @dataclass(kw_only=True)
 class Upload(Part):
-    """The best checkpoint in the bucket; `left` lists the kinds of files that are still to be sent."""
+    """The best checkpoint in the bucket, and why a newer one is not there."""
 
     uri: str | None = None
     sha256: str | None = None
     step: int | None = None
     error: str | None = None
-    left: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)

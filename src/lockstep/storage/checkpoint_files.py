@@ -19,7 +19,7 @@ from lockstep.runs.files import sha256_of, sync_folder, write_atomically
 
 log = logging.getLogger(__name__)
 
-NAME = re.compile(r"(?P<kind>best|last)-step(?P<step>\d{8,})(-(?P<again>\d))?\.ckpt")
+NAME = re.compile(r"(?P<kind>best|last)-step\d{8,}(-(?P<again>\d))?\.ckpt")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -49,17 +49,15 @@ class Sidecar:
 
 def parse_sidecar(held: Any) -> Sidecar | None:
     """Return None unless every field is what it must be; unknown fields are ignored."""
-    try:
-        sidecar = Sidecar(
-            held["step"], held["bytes"], held["sha256"], held.get("epoch") or 0,
-            {str(name): float(value) for name, value in (held.get("metric") or {}).items()},
-            bool(held.get("weights_only")), held.get("key") or "", float(held.get("start") or 0.0),
-        )  # fmt: skip
-        numbers = (sidecar.step, sidecar.bytes, sidecar.epoch)
-        valid = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
-        return sidecar if valid and SHA256.fullmatch(sidecar.sha256) and isinstance(sidecar.key, str) else None
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+    blank = vars(Sidecar(0))
+    known = {name: value for name, value in held.items() if value is not None} if isinstance(held, dict) else {}
+    known = {name: value for name, value in known.items() if name in blank}
+    typed = all(type(value) is type(blank[name]) for name, value in known.items())
+    if not typed or not {"step", "bytes", "sha256"} <= known.keys() or not SHA256.fullmatch(known["sha256"]):
         return None
+    sidecar = Sidecar(**known)
+    counts = all(0 <= number < 2**63 for number in (sidecar.step, sidecar.bytes, sidecar.epoch))
+    return sidecar if counts and all(isinstance(value, int | float) for value in sidecar.metric.values()) else None
 
 
 def checkpoint_name(kind: str, step: int) -> str:
@@ -91,8 +89,7 @@ def read_sidecar(checkpoint: Path) -> Sidecar | None:
 
 def fault_of(checkpoint: Path) -> str | None:
     """Say why a checkpoint cannot be used; None if it is whole. Reads the whole file."""
-    sidecar = read_sidecar(checkpoint)
-    if sidecar is None:
+    if (sidecar := read_sidecar(checkpoint)) is None:
         return "it has no readable " + sidecar_path(checkpoint).name
     same = checkpoint.is_file() and sha256_of(checkpoint) == sidecar.sha256
     return None if same else "its sha256 is not the one that was written"
@@ -117,8 +114,7 @@ def newest_whole(folder: Path, kind: str | None = None) -> Path | None:
     for path, sidecar in complete(folder, kind):
         if kind is None and sidecar.weights_only:
             continue
-        fault = fault_of(path)
-        if fault is None:
+        if (fault := fault_of(path)) is None:
             return path
         log.info(f"Passed over {path.name}: {fault}.")
     return None
@@ -150,8 +146,6 @@ def remove(checkpoint: Path) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what a killed process left: half-written files, and checkpoints without a sidecar."""
-    for path in folder.glob(".*.part"):
+    halves = [path for path in folder.glob("*.ckpt") if NAME.fullmatch(path.name) and not sidecar_path(path).exists()]
+    for path in (*folder.glob(".*.part"), *halves):
         path.unlink(missing_ok=True)
-    for path in folder.glob("*.ckpt"):
-        if NAME.fullmatch(path.name) and not sidecar_path(path).exists():
-            path.unlink()

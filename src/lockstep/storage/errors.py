@@ -13,6 +13,7 @@ from lockstep.runs.errors import UserError
 
 CLOCK = "the clock of this machine differs too much from the store's{at}: set the clock"
 REGION = "bucket {bucket} lies in another region: set AWS_DEFAULT_REGION to it"
+KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or give a role"
 SENTENCES = {  # by the code of S3's answer or the class of botocore's exception
     "NoSuchBucket": "the bucket {bucket} does not exist{at}: create it, or correct the s3:// address",
     "NoSuchKey": "there is no such object in bucket {bucket}{at}",
@@ -25,23 +26,19 @@ SENTENCES = {  # by the code of S3's answer or the class of botocore's exception
     "a run needs s3:PutObject and s3:DeleteObject too, and a KMS key kms:GenerateDataKey and kms:Decrypt",
     "AuthorizationHeaderMalformed": REGION,
     "PermanentRedirect": REGION,
-    "QuotaExceeded": "bucket {bucket} is full{at}: free space or raise its quota",
-    "InsufficientStorage": "the store is full{at}: free space there",
+    "QuotaExceeded": "bucket {bucket} or its store is full{at}: free space or raise its quota",
     "PreconditionFailed": "another process wrote the object in the meantime",
     "SlowDown": "the store is too busy{at}",
-    "NoCredentialsError": "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, "
-    "or give a role",
-    "PartialCredentialsError": "the credentials are incomplete: both the key id and the secret are needed",
+    "NoCredentialsError": f"no credentials were found: {KEYS}",
+    "PartialCredentialsError": f"the credentials are incomplete: {KEYS}",
     "ProfileNotFound": "the profile of AWS_PROFILE is not in the AWS configuration: correct it",
-    "CredentialRetrievalError": "the credentials could not be fetched from where the profile says",
     "NoRegionError": "no region is known: set AWS_DEFAULT_REGION",
     "SSLError": "the certificate of the store{at} cannot be verified: check the endpoint",
     "EndpointConnectionError": "the store{at} cannot be reached: check the network and the endpoint",
     "ConnectTimeoutError": "the store{at} does not answer: check the network and the endpoint",
 }
 BY_STATUS = {401: "AccessDenied", 403: "AccessDenied", 404: "NoSuchKey", 409: "PreconditionFailed",
-             412: "PreconditionFailed", 416: "PreconditionFailed", 503: "SlowDown",
-             507: "InsufficientStorage"}  # fmt: skip
+             412: "PreconditionFailed", 416: "PreconditionFailed", 503: "SlowDown", 507: "QuotaExceeded"}  # fmt: skip
 
 
 class S3Error(UserError):
@@ -87,10 +84,10 @@ def translate(error: BaseException, bucket: str, at: str) -> S3Error | None:
         code = "ExpiredToken"
     if code in SENTENCES:
         return S3Error(SENTENCES[code].format(bucket=bucket, at=at), code)
+    shown = code if re.fullmatch(r"[A-Za-z0-9.]{1,60}", code) else "no code"
     if status:
-        shown = code if re.fullmatch(r"[A-Za-z0-9.]{1,60}", code) else "no code"
         full = "; it or the bucket may be full" if status >= 500 else ""
         return S3Error(f"the store{at} refused the request (HTTP {status}, {shown}){full}", code)
     if isinstance(error, BotoCoreError | Boto3Error | ConnectionError | TimeoutError | ValueError):
-        return S3Error(f"the store{at} failed ({code}): check network, endpoint and AWS configuration", code)
+        return S3Error(f"the store{at} failed ({shown}): check network, endpoint and AWS configuration", code)
     return None

@@ -1,6 +1,6 @@
 """Fetch checkpoints and whole runs from a bucket: verified by sha256, cached, with progress. Imports no torch.
 
-<prefix>/<run_id>/best.json, last.json                             each names one complete checkpoint
+<prefix>/<run_id>/best.json, last.json                             each names one complete checkpoint, or none yet
 <prefix>/<run_id>/checkpoints/best-step00000123-1a2b3c4d.ckpt      never changes: step and beginning of the sha256
 """
 
@@ -28,22 +28,25 @@ STEP = re.compile(r"-step(\d{1,12})")
 TRIES = 3  # a running training may replace the checkpoint while it is fetched
 # What a run records; nothing here decides anything, because others may write to the bucket.
 RECORDED = re.compile(
-    r"run\.json|config\.yaml|metrics\.csv|confusion_matrix\.csv|calibration\.csv|code\.diff|train\.log"
-    r"|hardware-node\d{1,5}(\.\d{1,3})?\.csv|nvidia-smi-node\d{1,5}-(start|peak|end)\.txt"
+    r"run\.json|config\.yaml|[a-z][a-z0-9_.-]{0,99}\.(csv|diff|log|txt)"
     r"|tensorboard/([A-Za-z0-9_-][A-Za-z0-9._-]*/)?[A-Za-z0-9_][A-Za-z0-9._=@+-]{0,199}"
 )
 MAX_FILE_BYTES = 64 * 2**20
 
 
-def read_pointer(run: Bucket, kind: str) -> tuple[Sidecar | None, str | None]:
-    """Return (best.json or last.json of a run, its ETag); (None, …) if it names nothing that a run could write."""
+def read_pointer(run: Bucket, kind: str) -> tuple[Sidecar | None, float, str | None]:
+    """Return (the checkpoint that best.json or last.json names, the start that wrote it, ETag); None for no checkpoint.
+
+    A pointer to something that a run could not have written names none.
+    """
     data, etag = run.read(f"{kind}.json")
     try:
-        pointer = parse_sidecar(json.loads(data or b"null"))
+        held = json.loads(data or b"null")
     except (ValueError, RecursionError):
-        pointer = None
-    key = pointer.key.removeprefix(run.prefix) if pointer else ""  # 1.0.0 wrote whole keys
-    return (replace(pointer, key=key), etag) if pointer and KEY.fullmatch(key) else (None, etag)
+        held = None
+    start, pointer = held.get("start") if isinstance(held, dict) else 0.0, parse_sidecar(held)
+    named = pointer if pointer and KEY.fullmatch(pointer.key) else None
+    return named, start if isinstance(start, float) else 0.0, etag
 
 
 def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None, cache: Path) -> Path:
@@ -53,7 +56,7 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None, ca
         address: a file; a run: its id or its folder; s3://bucket/prefix/run_id, of which best.json names the
             checkpoint; or an object s3://…/x.ckpt.
         logs: the folder that holds runs.
-        s3: the config group (endpoint_url and so on); its uri is not used.
+        s3: the config group (endpoint_url); its uri is not used.
         cache: the folder for what is fetched.
     Raises:
         UserError: there is none, the bucket cannot be used, or the object is not what was uploaded.
@@ -82,35 +85,33 @@ def _fetch_address(address: str, s3: Mapping[str, Any], cache: Path) -> Path:
         head = bucket.call("head_object", name)
         sha256, step = head["Metadata"].get("sha256", ""), int((STEP.findall(name) or [0])[-1])
         folder = cache / (sha256 or head["ETag"].strip('"'))[:16]
-        return fetch(
-            bucket, Sidecar(step, head["ContentLength"], sha256, key=name), folder, checkpoint_name("best", step)
-        )
+        return fetch(bucket, Sidecar(step, head["ContentLength"], sha256, key=name), folder, "best")
     kind = name.removesuffix(".json") if name in ("best.json", "last.json") else ""
-    run = Bucket.of(s3, above if kind else address)
-    for attempt in range(1, TRIES + 1):
-        pointer, _ = read_pointer(run, kind or "best")
+    run, kind = Bucket.of(s3, above if kind else address), kind or "best"
+    for attempt in range(TRIES):
+        pointer, *_ = read_pointer(run, kind)
         if pointer is None:
-            raise S3Error("there is no readable best.json: give the address of a run, or of a .ckpt file")
+            break
         try:
-            return fetch(run, pointer, cache / pointer.sha256[:16], checkpoint_name(kind or "best", pointer.step))
+            return fetch(run, pointer, cache / pointer.sha256[:16], kind)
         except S3Error as error:
-            if error.code != "NoSuchKey" or attempt == TRIES:
+            if error.code != "NoSuchKey" or attempt + 1 == TRIES:
                 raise
-    raise AssertionError
+    raise S3Error("there is no readable best.json: give the address of a run, or of a .ckpt file")
 
 
-def fetch(bucket: Bucket, pointer: Sidecar, folder: Path, name: str) -> Path:
+def fetch(bucket: Bucket, pointer: Sidecar, folder: Path, kind: str) -> Path:
     """Return the checkpoint that a pointer names as a whole file in `folder`, with its sidecar.
 
     Raises:
         S3Error: code Damaged if the object is not what was uploaded.
     """
-    path, address = folder / name, bucket.address(pointer.key)
+    name, address = checkpoint_name(kind, pointer.step), bucket.address(pointer.key)
+    path, part = folder / name, folder / f".{name}.part"
     with locked_file(folder / f".{name}.lock"):
         known = read_sidecar(path)
         if known and pointer.sha256 in ("", known.sha256) and files.fault_of(path) is None:
             return path
-        part = path.with_name(f".{name}.part")
         log.info(f"Fetching {address} ({pointer.bytes / 1e6:,.0f} MB) …")
         bucket.download(pointer.key, part, Progress(f"fetching {name}", pointer.bytes))
         found = checksum_of(part)
@@ -133,14 +134,14 @@ def fetch_run(run: Bucket, folder: RunFolder) -> None:
     is_newer = not folder.record.exists()
     try:
         for kind in KINDS:
-            pointer, _ = read_pointer(run, kind)
+            pointer, *_ = read_pointer(run, kind)
             # A last that is not newer than the best is not needed, unless the best has weights alone.
             here = newest_whole(folder.checkpoints, "best" if kind == "best" else None)
             known = read_sidecar(here) if here else None
             if pointer and (known is None or pointer.step > known.step):
                 is_newer = True
                 try:
-                    fetch(run, pointer, folder.checkpoints, checkpoint_name(kind, pointer.step))
+                    fetch(run, pointer, folder.checkpoints, kind)
                 except S3Error as error:
                     if error.code not in ("Damaged", "NoSuchKey"):
                         raise

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from lockstep.storage.errors import S3Error, translated
 
 log = logging.getLogger(__name__)
 
-URI = re.compile(r"s3://(?P<bucket>[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9])(?P<key>(/[^/\x00-\x1f\x7f?#\\]+)*)/?")
+URI = re.compile(r"s3://[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9](/[^/\x00-\x1f\x7f?#\\]+)*/?")
 ENDPOINT = re.compile(r"https?://[^\s@?]+")
 PART_BYTES = 16 * 2**20  # larger files are sent in parts of this size, four at once
+PROGRESS_S = 10.0
 
 
 def is_s3(address: str | Path) -> bool:
@@ -35,31 +36,25 @@ class Bucket:
     Args:
         uri: s3://bucket/prefix; the prefix may be empty.
         endpoint_url: the address of a store other than Amazon's; None: as boto3's configuration says.
-        storage_class, server_side_encryption, sse_kms_key_id: as S3 names them.
     Raises:
         UserError: an invalid address, or one that carries credentials, which are not repeated.
     """
 
     uri: str
     endpoint_url: str | None = None
-    storage_class: str | None = None
-    server_side_encryption: str | None = None
-    sse_kms_key_id: str | None = None
 
     def __post_init__(self) -> None:
-        found = URI.fullmatch(str(self.uri))
-        if not found:
+        if not URI.fullmatch(str(self.uri)):
             raise UserError("An S3 address is s3://bucket/prefix, without credentials, query, \\ or empty parts.")
-        if {".", ".."} & set(found["key"].split("/")):
-            raise UserError(f"{found['key'][1:]!r} cannot be a key of S3: it has '.' or '..' in it.")
+        if {".", ".."} & set(self.uri.split("/")):
+            raise UserError(f"{self.prefix!r} cannot begin a key of S3: it has '.' or '..' in it.")
         if self.endpoint_url and not ENDPOINT.fullmatch(self.endpoint_url):
             raise UserError("s3.endpoint_url is http(s)://host:port, without credentials or a query.")
 
     @classmethod
     def of(cls, s3: Mapping[str, Any], uri: str | None = None) -> "Bucket":
         """Take the config group `s3`, with `uri` in place of its own."""
-        given = {field.name: s3[field.name] for field in fields(cls) if s3.get(field.name) is not None}
-        return cls(**{**given, **({"uri": uri} if uri else {})})
+        return cls(uri or s3["uri"], s3.get("endpoint_url"))
 
     def at(self, name: str) -> "Bucket":
         """Return the place of that name below this one."""
@@ -108,7 +103,7 @@ class Bucket:
 
     def write(self, key: str, data: bytes, **arguments: str) -> str:
         """Write a small object, return its ETag; the arguments are put_object's, such as IfMatch and IfNoneMatch."""
-        return str(self.call("put_object", key, Body=data, **self._storage(), **arguments)["ETag"])
+        return str(self.call("put_object", key, Body=data, **arguments)["ETag"])
 
     def upload(self, key: str, path: Path, sha256: str = "", progress: Callable[[int], None] | None = None) -> None:
         """Upload a file by boto3's transfer manager: in parallel parts, with retries, verified by checksums.
@@ -120,7 +115,7 @@ class Bucket:
         from boto3.s3.transfer import TransferConfig
 
         with translated(self):
-            extra: dict[str, Any] = {**self._storage(), **({"Metadata": {"sha256": sha256}} if sha256 else {})}
+            extra: dict[str, Any] = {"Metadata": {"sha256": sha256}} if sha256 else {}
             if self.client.meta.config.request_checksum_calculation != "when_required":  # as older stores need it
                 extra["ChecksumAlgorithm"] = "CRC32"
             config = TransferConfig(PART_BYTES, max_concurrency=4, multipart_chunksize=PART_BYTES)
@@ -137,11 +132,6 @@ class Bucket:
             pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=self.prefix + below)
             for entry in (entry for page in pages for entry in page.get("Contents", [])):
                 yield entry["Key"].removeprefix(self.prefix), entry["Size"], entry["ETag"].strip('"')
-
-    def abort_unfinished(self) -> None:
-        """Abort the multipart uploads below here that a killed process left, which are billed and in no listing."""
-        for upload in self.call("list_multipart_uploads", Prefix=self.prefix).get("Uploads", []):
-            self.call("abort_multipart_upload", upload["Key"].removeprefix(self.prefix), UploadId=upload["UploadId"])
 
     def check_writable(self) -> bool:
         """Write, overwrite and delete a small object; return whether the store honours conditional writes."""
@@ -160,31 +150,25 @@ class Bucket:
         place = {"Bucket": self.name, "Key": self.prefix + key}
         return str(self.client.generate_presigned_url("get_object", place)).partition("?")[0]
 
-    def _storage(self) -> dict[str, str]:
-        chosen = {"StorageClass": self.storage_class, "ServerSideEncryption": self.server_side_encryption,
-                  "SSEKMSKeyId": self.sse_kms_key_id}  # fmt: skip
-        return {name: value for name, value in chosen.items() if value}
-
 
 class Progress:
-    """Count transferred bytes, and log now and then how many there are and how long the rest takes.
+    """Count transferred bytes, and log every ten seconds how many there are and how long the rest takes.
 
     Args:
         what: the noun that the line begins with.
-        done: bytes that were there at the start.
     """
 
-    def __init__(self, what: str, total: int, done: int = 0, interval_s: float = 10.0) -> None:
-        self.what, self.total, self.done, self.before, self.interval_s = what, total, done, done, interval_s
+    def __init__(self, what: str, total: int) -> None:
+        self.what, self.total, self.done = what, total, 0
         self._lock, self._started = threading.Lock(), time.monotonic()
-        self._next = self._started + interval_s
+        self._next = self._started + PROGRESS_S
 
     def __call__(self, num_bytes: int) -> None:
         with self._lock:
             self.done, now = self.done + num_bytes, time.monotonic()
             if now < self._next:
                 return
-            self._next = now + self.interval_s
-        rate = max((self.done - self.before) / (now - self._started), 1.0)
+            self._next = now + PROGRESS_S
+        rate = max(self.done / (now - self._started), 1.0)
         done, left_s = f"{self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB", (self.total - self.done) / rate
         log.info(f"{self.what}: {done}, {rate / 1e6:,.1f} MB/s, about {left_s:,.0f} s left")

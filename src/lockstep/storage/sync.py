@@ -1,11 +1,8 @@
 """Copy a prefix of a bucket to the disk of this node before training. Imports no torch.
 
-    folder = sync("s3://bucket/photographs", Path("data/cache"), config["s3"])      # then read files as from any folder
-
-Every rank may call it: the first one on a node copies, the others wait for it and find everything there.
+Every rank may call `sync`: the first one on a node copies, the others wait for it and find everything there.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -23,7 +20,7 @@ from lockstep.storage.s3 import Bucket, Progress
 
 log = logging.getLogger(__name__)
 
-THREADS, TRIES = 16, 5
+THREADS, PAUSES_S = 16, (1, 2, 4, 8, None)
 SYNCED = ".synced"  # a line for each file that is here whole, with its ETag
 
 
@@ -44,8 +41,8 @@ def sync(uri: str, cache: Path, s3: Mapping[str, Any] | None = None) -> Path:
     try:
         wanted = {key: (size, etag) for key, size, etag in bucket.list() if not key.endswith("/")}
         if not wanted and bucket.prefix:  # it may be one object
-            stem, _, name = uri.rstrip("/").rpartition("/")
-            bucket = Bucket.of(s3 or {}, stem)
+            above, _, name = uri.rstrip("/").rpartition("/")
+            bucket = Bucket.of(s3 or {}, above)
             wanted = {key: (size, etag) for key, size, etag in bucket.list(name) if key == name}
         if not wanted:
             raise UserError(f"{uri}: there is nothing under this prefix in the bucket.")
@@ -56,25 +53,22 @@ def sync(uri: str, cache: Path, s3: Mapping[str, Any] | None = None) -> Path:
         folder = cache.absolute() / f"{bucket.name}-{place}"
         with locked_file(folder.with_name(f"{folder.name}.lock")):
             _copy(bucket, wanted, folder)
-        return folder / name
     except S3Error as error:
         raise UserError(f"{uri} cannot be read: {error}.") from None
+    return folder / name
 
 
 def _copy(bucket: Bucket, wanted: dict[str, tuple[int, str]], folder: Path) -> None:
-    marks, here = folder / SYNCED, set()
-    for line in marks.read_text().splitlines() if marks.exists() else ():
-        with contextlib.suppress(ValueError):  # a kill may have cut the last line
-            key, etag = json.loads(line)
-            path = folder / key
-            if path.is_file() and wanted.get(key) == (path.stat().st_size, etag):
-                here.add(key)
-            else:
-                path.unlink(missing_ok=True)
-    missing, total = sorted(wanted.keys() - here), sum(size for size, _ in wanted.values())
-    progress = Progress(f"copying {bucket.uri}", total, sum(wanted[key][0] for key in here))
     folder.mkdir(parents=True, exist_ok=True)
-    left, free = total - progress.done, shutil.disk_usage(folder).free
+    marks, here = folder / SYNCED, set()
+    lines = marks.read_text().split("\n")[:-1] if marks.exists() else []  # without one that a kill has cut
+    for key, etag in map(json.loads, lines):
+        if (folder / key).is_file() and wanted.get(key) == ((folder / key).stat().st_size, etag):
+            here.add(key)
+        else:
+            (folder / key).unlink(missing_ok=True)
+    missing = sorted(wanted.keys() - here)
+    left, free = sum(wanted[key][0] for key in missing), shutil.disk_usage(folder).free
     if left > free:
         raise UserError(
             f"{bucket.uri} needs {left / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB free: give "
@@ -82,23 +76,24 @@ def _copy(bucket: Bucket, wanted: dict[str, tuple[int, str]], folder: Path) -> N
         )
     if missing:
         log.info(f"Copying {bucket.uri} to {folder}: {len(missing):,} files, {left / 1e6:,.0f} MB …")
-    lines = {key: json.dumps((key, etag)) + "\n" for key, (_, etag) in wanted.items()}
-    write_atomically(marks, lambda file: file.writelines(lines[key] for key in here))
+    line_of = {key: json.dumps((key, etag)) + "\n" for key, (_, etag) in wanted.items()}
+    write_atomically(marks, lambda file: file.writelines(line_of[key] for key in here))
+    progress = Progress(f"copying {bucket.uri}", left)
     with marks.open("a") as file, ThreadPoolExecutor(THREADS, "sync") as pool:
 
         def copy(key: str) -> None:
             _fetch(bucket, key, *wanted[key], folder / key, progress)
-            file.write(lines[key])
+            file.write(line_of[key])
             file.flush()
 
         list(pool.map(copy, missing))  # after an error those that have not begun are cancelled
 
 
 def _fetch(bucket: Bucket, key: str, size: int, etag: str, path: Path, progress: Progress) -> None:
-    """Fetch one object, from where an earlier try or process broke off."""
+    """Fetch one object, from where an earlier try or process broke off; boto3 checks the number of bytes."""
     part = path.with_name(f".{path.name[:100]}.{etag[:16]}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
-    for attempt in range(TRIES):
+    for pause_s in PAUSES_S:
         try:
             with part.open("ab") as file, translated(bucket):
                 if file.tell() < size:
@@ -108,10 +103,7 @@ def _fetch(bucket: Bucket, key: str, size: int, etag: str, path: Path, progress:
                         progress(len(block))
             break
         except S3Error as error:
-            if attempt + 1 == TRIES or error.code in ("AccessDenied", "NoSuchKey", "PreconditionFailed"):
+            if pause_s is None or error.code in ("AccessDenied", "NoSuchKey", "PreconditionFailed"):
                 raise
-            time.sleep(2**attempt)
-    if part.stat().st_size != size:
-        part.unlink()
-        raise S3Error(f"{key} has not the {size} bytes that the bucket lists")
+            time.sleep(pause_s)
     part.replace(path)

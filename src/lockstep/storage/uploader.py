@@ -4,17 +4,17 @@ A thread polls the run folder every second for the newest complete checkpoint of
 one that has not been sent yet. A file being sent is linked into `<run folder>/upload/`, so that training may delete
 the original. After a failure the thread retries with increasing delays. Imports no torch.
 
-best.json and last.json point to the uploaded checkpoints. They are written with a conditional PUT, which fails
-if another process has changed the object since this one read or wrote it. Each start of a run first writes its start
-time into them, so that an older start that is still alive can no longer update them: it sees the newer one, and stops.
+best.json and last.json point to the uploaded checkpoints. Each start of a run first claims both: it writes its start
+time into them, and creates the one that is missing without a checkpoint in it. Every later write is a conditional PUT,
+which fails if another start has claimed them since: an older start that is still alive sees the newer one, and stops.
 """
 
 import contextlib
 import logging
+import stat
 import threading
 import time
-import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -55,7 +55,7 @@ class Uploader:
         self._pointers: dict[str, tuple[Sidecar | None, str | None]] = {}  # by kind, with the ETag
         self._error, self._failures = "not uploaded yet", 0
         self._asked = self._answered = 0  # number of flushes
-        self._began = self._stopped = False
+        self._has_claimed = self._stopped = False
         self._wake, self._thread = threading.Condition(), threading.Thread(target=self._work, name="s3", daemon=True)
         if takes_over:
             keep_start(folder, start)
@@ -80,12 +80,11 @@ class Uploader:
             self._thread.join(timeout_s)
 
     def status(self) -> Upload:
-        """Return the best checkpoint in the bucket, as far as known, and the kinds of checkpoint still to upload."""
-        left, best = sorted(kind for kind in KINDS if self._newest(kind)), self._pointers.get("best", (None, None))[0]
-        error = self._error if "best" in left else None
+        """Return the best checkpoint in the bucket, as far as known, and why a newer one is not there."""
+        best, error = self._pointers.get("best", (None, None))[0], self._error if self._newest("best") else None
         if best is None:
-            return Upload(error=error, left=left)
-        return Upload(uri=self.run.address(best.key), sha256=best.sha256, step=best.step, error=error, left=left)
+            return Upload(error=error)
+        return Upload(uri=self.run.address(best.key), sha256=best.sha256, step=best.step, error=error)
 
     def _newest(self, kind: str) -> tuple[Path, Sidecar] | None:
         """Return the next checkpoint to upload, or None; a last checkpoint identical to the best is skipped."""
@@ -99,71 +98,66 @@ class Uploader:
         while not self._stopped:
             asked, delay_s = self._asked, POLL_S
             try:
-                for kind in INTERVALS_S:
+                if not self._has_claimed:
+                    self._claim()
+                for kind, interval_s in self.intervals_s.items():
                     if asked != self._answered or time.monotonic() >= self._due[kind]:
-                        self._send(kind)
-                        self._due[kind] = time.monotonic() + self.intervals_s[kind]
+                        self._send_files() if kind == "files" else self._send_checkpoint(kind)
+                        self._due[kind] = time.monotonic() + interval_s
                 self._answered, self._failures, self._error = asked, 0, "not uploaded yet"
             except Exception as error:  # a mistake in this code must not end the uploads of the run
-                where = traceback.extract_tb(error.__traceback__)[-1]
-                place = f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}"
-                self._error = str(error) if isinstance(error, S3Error) else place
+                self._error = str(error) if isinstance(error, S3Error | OSError) else type(error).__name__
                 delay_s = RETRY_DELAYS_S[min(self._failures, len(RETRY_DELAYS_S) - 1)]
                 self._failures += 1
                 then = "this process uploads nothing more" if self._stopped else f"next try in {delay_s:g} s"
                 log.info(f"s3: not uploaded: {self._error}; {then}.")
-                self.run, self._began = replace(self.run), False  # a new client reads credentials anew
+                self.run, self._has_claimed = replace(self.run), False  # a new client reads credentials anew
             with self._wake:
                 self._wake.notify_all()
                 delay_s = min(delay_s, RETRY_DELAY_AT_END_S) if asked != self._answered else delay_s
                 if not self._stopped and self._asked == asked:
                     self._wake.wait(delay_s)
 
-    def _send(self, kind: str) -> None:
-        if not self._began:
-            self._begin()
-        if kind in KINDS:
-            return self._send_checkpoint(kind)
-        for relative, path in small_files(self.folder):
-            with contextlib.suppress(FileNotFoundError):
-                facts = path.stat()
-                state = (facts.st_mtime_ns, facts.st_size)
-                if facts.st_size and self._uploaded.get(path) != state:
-                    self._upload(relative, path)
-                self._uploaded[path] = state
-
-    def _begin(self) -> None:
-        """Take over as the newest start of the run; delete unreferenced checkpoints and unfinished uploads."""
-        pointers = {kind: read_pointer(self.run, kind) for kind in KINDS}
-        newest = max([pointer.start for pointer, _ in pointers.values() if pointer], default=0.0)
+    def _claim(self) -> None:
+        """Make this the start of the run that may move the pointers; delete what no pointer names."""
+        unnamed: set[str] = set()
+        with contextlib.suppress(S3Error):  # listing is optional: a lifecycle rule of the bucket can clean up instead
+            unnamed = {key for key, _, _ in self.run.list("checkpoints/")}  # before: a newer start adds others
+        found = {kind: read_pointer(self.run, kind) for kind in KINDS}
+        newest = max(start for _, start, _ in found.values())
         if newest > self.start_time:
             if not self.takes_over:
                 self._stopped = True
                 raise S3Error("a newer start of this run has taken over in the bucket")
             self.start_time = newest + 0.001  # this start is the newer one even if the clock of its machine is behind
-        for kind, (pointer, etag) in pointers.items():
-            if pointer and pointer.start != self.start_time:
-                pointers[kind] = self._put(kind, pointer, etag)
+        for kind, (pointer, start, etag) in found.items():
+            self._pointers[kind] = pointer, etag
+            if start != self.start_time:
+                self._point(kind, pointer)
         if self.takes_over:
             keep_start(self.folder, self.start_time)
-        self._pointers, self.takes_over, self._began = pointers, False, True
-        with contextlib.suppress(S3Error):  # optional: a lifecycle rule of the bucket can clean up instead
-            self.run.abort_unfinished()
-            named = {pointer.key for pointer, _ in pointers.values() if pointer}
-            # Without a best.json, keep them: an older start that is still alive may be about to reference one.
-            for key in {key for key, _, _ in self.run.list("checkpoints/")} - named if pointers["best"][0] else ():
+        self.takes_over, self._has_claimed = False, True
+        with contextlib.suppress(S3Error):
+            for left in self.run.call("list_multipart_uploads", Prefix=self.run.prefix).get("Uploads", []):  # billed
+                key = left["Key"].removeprefix(self.run.prefix)
+                self.run.call("abort_multipart_upload", key, UploadId=left["UploadId"])
+            for key in unnamed - {pointer.key for pointer, _ in self._pointers.values() if pointer}:
                 self.run.call("delete_object", key)
 
-    def _put(self, kind: str, pointer: Sidecar, etag: str | None) -> tuple[Sidecar, str]:
-        """Write best.json or last.json unless it has changed since `etag`; return it with its new ETag."""
-        pointer = replace(pointer, start=self.start_time)
+    def _point(self, kind: str, pointer: Sidecar | None) -> None:
+        """Write best.json or last.json, unless another process has written it since this one did.
+
+        Args:
+            pointer: the checkpoint in the bucket; None: there is none yet.
+        """
+        etag, written = self._pointers[kind][1], replace(pointer or Sidecar(0), start=self.start_time)
         condition = {"IfMatch": etag} if etag else {"IfNoneMatch": "*"}
-        return pointer, self.run.write(f"{kind}.json", pointer.as_json().encode(), **condition)
+        self._pointers[kind] = pointer, self.run.write(f"{kind}.json", written.as_json().encode(), **condition)
 
     def _send_checkpoint(self, kind: str) -> None:
         if not (newest := self._newest(kind)):
             return
-        (path, known), (before, etag) = newest, self._pointers[kind]
+        (path, known), before = newest, self._pointers[kind][0]
         if not before or before.sha256 != known.sha256:
             key = f"checkpoints/{kind}-step{known.step:08d}-{known.sha256[:8]}.ckpt"
             second = self.folder.path / "upload" / "sending.ckpt"
@@ -175,11 +169,22 @@ class Uploader:
                 self._upload(key, second, known.sha256)
             finally:
                 remove(second)
-            self._pointers[kind] = self._put(kind, replace(known, key=key), etag)
+            self._point(kind, replace(known, key=key))
             with contextlib.suppress(S3Error):
                 if before and before.key != key:
                     self.run.call("delete_object", before.key)
         self._uploaded[kind] = known.sha256
+
+    def _send_files(self) -> None:
+        """Send record, config, metrics, pages and TensorBoard files that changed."""
+        for path in (*self.folder.path.glob("[!.]*"), *self.folder.tensorboard.rglob("*")):
+            key = path.relative_to(self.folder.path).as_posix()
+            with contextlib.suppress(FileNotFoundError):
+                facts = path.lstat()
+                state, wanted = (facts.st_mtime_ns, facts.st_size), path.suffix in SUFFIXES or "/" in key
+                if wanted and stat.S_ISREG(facts.st_mode) and facts.st_size and self._uploaded.get(path) != state:
+                    self._upload(key, path)
+                    self._uploaded[path] = state
 
     def _upload(self, key: str, path: Path, sha256: str = "") -> None:
         progress = Progress(f"uploading {key}", path.stat().st_size)
@@ -190,15 +195,6 @@ class Uploader:
             progress(num_bytes)
 
         self.run.upload(key, path, sha256, count)
-
-
-def small_files(folder: RunFolder) -> Iterator[tuple[str, Path]]:
-    """Yield (name in the bucket, path) of record, config, metrics, pages and TensorBoard files."""
-    for path in sorted([*folder.path.glob("*"), *folder.tensorboard.rglob("*")]):
-        below = path.relative_to(folder.path).as_posix()
-        wanted = below.startswith("tensorboard/") or path.suffix in SUFFIXES
-        if wanted and path.is_file() and not path.is_symlink() and not path.name.startswith("."):
-            yield below, path
 
 
 def keep_start(folder: RunFolder, start: float) -> None:
@@ -227,7 +223,7 @@ def finish_upload(s3: Mapping[str, Any] | None, folder: RunFolder, code: int) ->
     uploader.flush(timeout_s)
     status = uploader.status()
     with update_record(folder.record) as record:
-        record.upload = status if status.sha256 else replace(record.upload, error=status.error, left=status.left)
+        record.upload = status if status.sha256 else replace(record.upload, error=status.error)
         if status.sha256 and record.best_checkpoint.step == status.step:
             record.best_checkpoint.s3_uri = status.uri
     uploader.flush(timeout_s if status.error is None else 0.0)  # the record, too

@@ -8,9 +8,9 @@ import torch
 
 from lockstep.callbacks.checkpoint_io import CheckpointFiles
 from lockstep.callbacks.checkpoints import Checkpoints, refuse_non_finite
-from lockstep.callbacks.random_states import random_state, set_random_state
+from lockstep.callbacks.resume_point import random_state, set_random_state
 from lockstep.runs.errors import Diverged, UserError
-from lockstep.storage.checkpoint_files import Sidecar, complete, newest_whole, write_sidecar
+from lockstep.storage.checkpoint_files import complete, newest_whole
 from lockstep.storage.load import read_checkpoint
 from runs import run_door
 
@@ -49,17 +49,14 @@ def test_a_rank_of_several_keeps_its_own_alone(monkeypatch):
 
 def test_another_monitor_finds_its_own_best(tmp_path):
     before = Checkpoints(tmp_path)
-    before.best_value, before.best_file = 0.95, "best-step00000040.ckpt"
-    write_sidecar(before.best_path, Sidecar(40, 7, "ab" * 32, 3, {"val/acc": 0.95}))
+    before.best_value, before.best_path = 0.95, tmp_path / "best-step00000040.ckpt"
     same, other = Checkpoints(tmp_path), Checkpoints(tmp_path, monitor="val/loss", mode="min")
     for callback in (same, other):
         callback.load_state_dict(before.state_dict())
     trainer = SimpleNamespace(callback_metrics={"val/acc": torch.tensor(0.9), "val/loss": torch.tensor(2.5)})
     assert not same._finds_best(trainer) and other._finds_best(trainer) and other.best_value == 2.5
     trainer.callback_metrics["val/loss"] = torch.tensor(float("nan"))
-    assert not other._finds_best(trainer)
-    best = other.record_fields()["best_checkpoint"]
-    assert (best["metric"], best["step"], best["epoch"]) == ({"val/acc": 0.95}, 40, 3)
+    assert not other._finds_best(trainer) and other.best_path == before.best_path
 
 
 def test_an_error_of_the_thread_that_writes_is_raised_in_training(tmp_path):
@@ -123,7 +120,7 @@ def test_a_trial_of_two_batches_leaves_no_checkpoint(tmp_path):
     assert not list(done.folder.path.rglob("*.ckpt"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 @pytest.mark.parametrize("value", [0.0, -60000.0, float("nan"), float("inf"), -float("inf")])
 def test_weights_that_are_not_finite_are_not_saved(dtype, value):
     module = torch.nn.Module()

@@ -65,12 +65,6 @@ def test_leftovers_of_a_killed_process_go_and_complete_ones_stay(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [kept.name, sidecar_path(kept).name]
 
 
-def test_a_torn_sidecar_makes_no_checkpoint(tmp_path):
-    path = make(tmp_path, "last", 1)
-    sidecar_path(path).write_text(json.dumps({"bytes": 7})[:-2])
-    assert list(complete(tmp_path)) == [] and "no readable" in fault_of(path)
-
-
 def test_a_step_that_is_saved_again_leaves_the_first_one_as_it_is(tmp_path):
     """A run that stopped in the validation of a step saves that step a second time."""
     first = make(tmp_path, "last", 30, b"the first")
@@ -92,9 +86,12 @@ def test_a_sidecar_that_an_older_version_wrote(tmp_path):
     assert read_sidecar(path) == Sidecar(20, 3, "cd" * 32, 1, {"val/acc": 0.5})
 
 
-@pytest.mark.parametrize("change", [{"step": "x"}, {"step": float("inf")}, {"bytes": []}, {"sha256": None}])
-def test_a_sidecar_with_nonsense_in_it_names_no_whole_checkpoint(tmp_path, change):
+@pytest.mark.parametrize(
+    "change",
+    [{"step": "x"}, {"step": -1}, {"bytes": []}, {"sha256": None}, {"sha256": "x"}, {"metric": {"a": "b"}}, None],
+)
+def test_a_sidecar_with_nonsense_in_it_makes_no_checkpoint(tmp_path, change):
     path = make(tmp_path, "last", 1)
-    held = {**json.loads(sidecar_path(path).read_text()), **change}
-    sidecar_path(path).write_text(json.dumps(held))
-    assert fault_of(path) is not None and newest_whole(tmp_path) is None
+    held = json.loads(sidecar_path(path).read_text())
+    sidecar_path(path).write_text(json.dumps({**held, **change} if change else held)[: None if change else -2])
+    assert "no readable" in fault_of(path) and newest_whole(tmp_path) is None and list(complete(tmp_path)) == []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.callbacks.random_states import random_state
+from lockstep.callbacks.resume_point import random_state
 from lockstep.runs.errors import UserError
 from lockstep.storage.load import read_checkpoint
 
@@ -46,12 +46,9 @@ def test_a_checkpoint_comes_back_as_it_was_written(tmp_path):
     [
         ({"state_dict": []}, "it holds no state_dict"),
         ({"state_dict": {"a": 1}}, "its state_dict is not tensors by name"),
-        ({"state_dict": {1: torch.zeros(1)}}, "its state_dict is not tensors by name"),
         ({"lockstep": ["nonsense"]}, "its lockstep is a list"),
         ({"lockstep": {"config": "x"}}, "its config is a str"),
-        ({"lockstep": {"data": None}}, "its data is a NoneType"),
         ({"lockstep": {"data": {"class_names": "abc"}}}, "its data.class_names is 'abc'"),
-        ({"lockstep": {"data": {"image_size": "3"}}}, "its data.image_size is '3'"),
         ({"extra": np.float64(1.0)}, "UnpicklingError"),
     ],
     ids=str,
