@@ -8,17 +8,13 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.runs.errors import UserError
 
 
 class BFloat16Mixed(MixedPrecision):
-    """Autocast in bfloat16. Lightning's own plugin refuses to clip with a fused optimizer, but nothing is scaled here.
-
-    Args:
-        device_type: "cpu" or "cuda".
-    """
+    """Autocast in bfloat16; clips with a fused optimizer too, which Lightning refuses although nothing is scaled."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__("bf16-mixed", device_type)
@@ -85,8 +81,8 @@ class Ranks(Capabilities, ParallelStrategy):
         if not isinstance(tensor, Tensor):
             return tensor
         is_mean = reduce_op in ("mean", "avg")
-        op = dist.ReduceOp.SUM if is_mean else reduce_op
-        dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op, group)
+        op = "SUM" if is_mean else str(reduce_op).rpartition(".")[2].upper()  # "sum", or torch's RedOpType.SUM
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group)
         return tensor.copy_(tensor / dist.get_world_size(group)) if is_mean else tensor
 
     def on_validation_start(self) -> None:
@@ -101,17 +97,8 @@ def broadcast_from_rank_zero(tensors: Iterable[Tensor], device: torch.device) ->
     Strategies call it once before an evaluation for the buffers, in place of DDP's broadcast in every forward:
     BatchNorm that is not synchronised holds other running statistics on each rank, and checkpoints hold rank 0's.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    for tensor in tensors:
-        sent = tensor.detach().to(device).contiguous()
-        dist.broadcast(sent, src=0)
-        if sent.data_ptr() != tensor.data_ptr():
+    if dist.is_initialized():
+        for tensor in tensors:
+            sent = tensor.detach().to(device).contiguous()
+            dist.broadcast(sent, src=0)
             tensor.detach().copy_(sent)
-
-
-def move_all_but_net(module: nn.Module, device: torch.device) -> None:
-    """Move a LightningModule without its net, for strategies that place the net themselves."""
-    net, module.net = module.net, nn.Identity()
-    module.to(device)
-    module.net = net

@@ -59,9 +59,4 @@ class _Spread(nn.DataParallel):
 def under_this_autocast(call: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     """Return `call` for another thread: torch takes autocast along, but not its dtype, and would compute in fp16."""
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-
-    def called(*inputs: Any, **named: Any) -> Any:
-        with torch.autocast(device_type, dtype=dtype, enabled=enabled):
-            return call(*inputs, **named)
-
-    return called
+    return torch.autocast(device_type, dtype=dtype, enabled=enabled)(call)

@@ -20,26 +20,17 @@ class DDP(Capabilities, DDPStrategy):
     """Lightning's DDPStrategy over a process group that exists already, without collectives in evaluation's forwards.
 
     Args:
-        bucket_cap_mb: gradients travel in buckets of this size, each as soon as it is full.
-        find_unused_parameters: costs a walk over the graph in every step; only for nets that skip layers.
-        static_graph: the net does the same in every step; DDP can reorder buckets and combine with checkpointing.
         gradient_dtype: float32, or bfloat16 or float16, in which gradients travel between ranks: half the bytes.
-
+        options: of DistributedDataParallel, as find_unused_parameters, static_graph and bucket_cap_mb.
     Raises:
         UserError: gradient_dtype is none of these.
     """
 
-    def __init__(
-        self, *, bucket_cap_mb: float = 25.0, find_unused_parameters: bool = False, static_graph: bool = False,
-        gradient_dtype: str = "float32", **options: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, gradient_dtype: str = "float32", **options: Any) -> None:
         if gradient_dtype not in HOOKS:
             raise UserError(f"trainer.gradient_dtype={gradient_dtype}: give {', '.join(HOOKS)}.")
-        super().__init__(
-            gradient_as_bucket_view=True,  # gradients are views of the buckets: no second copy
-            broadcast_buffers=False, bucket_cap_mb=bucket_cap_mb, find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph, **options,
-        )  # fmt: skip
+        # Gradients are views of the buckets: no second copy. Buffers are broadcast before an evaluation.
+        super().__init__(**{"gradient_as_bucket_view": True, "broadcast_buffers": False, **options})
         self.hook = HOOKS[gradient_dtype]
 
     def setup(self, trainer: pl.Trainer) -> None:

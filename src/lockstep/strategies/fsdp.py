@@ -16,8 +16,8 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lockstep.runs.errors import UserError
 from lockstep.strategies.base import Ranks, broadcast_from_rank_zero
@@ -64,18 +64,14 @@ class FSDP(Ranks):
     Args:
         shard_within_node: shard over the ranks of a node and replicate over nodes (HSDP): the gathers stay inside a
             node, which pays off if the network between nodes is slow and the model fits one node.
-        cpu_offload: keep shards and optimizer state in CPU memory, and step there: slow, for the largest models.
         reshard_after_forward: free a unit's weights between forward and backward; false trades memory for time.
     """
 
     no_ema = "averaged weights would be a second sharded network, gathered in every validation and checkpoint"
 
-    def __init__(
-        self, *, shard_within_node: bool = False, cpu_offload: bool = False, reshard_after_forward: bool = True
-    ) -> None:
+    def __init__(self, shard_within_node: bool = False, reshard_after_forward: bool = True) -> None:
         super().__init__()
-        self.shard_within_node, self.cpu_offload = shard_within_node, cpu_offload
-        self.reshard_after_forward = reshard_after_forward
+        self.shard_within_node, self.reshard_after_forward = shard_within_node, reshard_after_forward
 
     @staticmethod
     def precision_for(precision: str, device_type: str) -> Precision:
@@ -98,9 +94,9 @@ class FSDP(Ranks):
         module = self.lightning_module
         self.model = self.precision_plugin.convert_module(module)
         networks = networks_of(module)
-        if not any(hasattr(net, "shard_units") for net in networks.values()) and self.global_rank == 0:
+        if not any(hasattr(net, "shard_units") for net in networks) and self.global_rank == 0:
             log.info("The model does not define shard_units(): FSDP gathers all its weights at once and saves little.")
-        for net in networks.values():
+        for net in networks:
             if not isinstance(net, FSDPModule):
                 self._shard(net)
         self.model_to_device()
@@ -110,14 +106,7 @@ class FSDP(Ranks):
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
-        """Move what is not sharded; offloaded shards stay in CPU memory."""
-        module = self.lightning_module
-        sharded = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
-        for name in sharded:
-            setattr(module, name, nn.Identity())
-        module.to(self.root_device)
-        for name, child in sharded.items():
-            setattr(module, name, child)
+        self.lightning_module.to(self.root_device)  # what is sharded lies there already
 
     def teardown(self) -> None:
         """Tear down without Lightning's move of the shards to the CPU."""
@@ -126,23 +115,18 @@ class FSDP(Ranks):
         self.accelerator.teardown()
 
     def _shard(self, net: nn.Module) -> None:
-        units: list[nn.Module] = getattr(net, "shard_units", list)()
-        if scalars := [name for name, parameter in net.named_parameters() if parameter.dim() == 0]:
-            raise UserError(f"The parameter {scalars[0]} is a scalar, which FSDP cannot shard: use trainer=ddp.")
         broadcast_from_rank_zero([*net.parameters(), *net.buffers()], self.root_device)
         for parameter in net.parameters():
             parameter.data = parameter.data.contiguous()  # fully_shard refuses channels_last weights
         block = root = MixedPrecisionPolicy()
-        offload = CPUOffloadPolicy() if self.cpu_offload and self.root_device.type != "cpu" else OffloadPolicy()
-        shard = partial(
-            fully_shard, mesh=self.device_mesh, offload_policy=offload, reshard_after_forward=self.reshard_after_forward
-        )
+        shard = partial(fully_shard, mesh=self.device_mesh, reshard_after_forward=self.reshard_after_forward)
         if isinstance(self.precision_plugin, ShardedPrecision):
             dtype, full = LOW_PRECISION[self.precision_plugin.precision], torch.float32
             block = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=full)
             root = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=full, output_dtype=full)  # logits in float32
             for layer in [layer for layer in net.modules() if isinstance(layer, BATCH_NORMS)]:  # statistics in float32
                 shard(layer, mp_policy=MixedPrecisionPolicy(full, full, output_dtype=dtype))
+        units: list[nn.Module] = getattr(net, "shard_units", list)()
         for unit in units:
             shard(unit, mp_policy=block)
         shard(net, mp_policy=root)
@@ -150,7 +134,7 @@ class FSDP(Ranks):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Skip gradient reduction; Lightning uses this for all but the last micro-batch of an accumulated step."""
-        networks: Any = networks_of(self.lightning_module).values()
+        networks = networks_of(self.lightning_module)
         for net in networks:
             net.set_requires_gradient_sync(False)
         try:
@@ -197,8 +181,8 @@ class FSDP(Ranks):
             optimizer.load_state_dict({**state, "state": states})
 
 
-def networks_of(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the children with parameters by name, and the members of lists and dicts of modules.
+def networks_of(module: nn.Module) -> list[Any]:
+    """Return the children with parameters, and in place of a ModuleList or ModuleDict its members.
 
     Raises:
         UserError: a parameter belongs directly to the module, so that no forward of a network gathers it.
@@ -208,13 +192,9 @@ def networks_of(module: nn.Module) -> dict[str, nn.Module]:
             f"The parameter {own[0]} lies on {type(module).__name__} itself, where FSDP does not gather it: put it "
             "into a module with a forward, or choose trainer=ddp (on CPUs ddp_sim)."
         )
-    found: dict[str, nn.Module] = {}
-    for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            found |= {f"{name}.{key}": net for key, net in child.named_children()}
-        else:
-            found[name] = child
-    return {name: net for name, net in found.items() if any(True for _ in net.parameters())}
+    lists = (nn.ModuleList, nn.ModuleDict)
+    found = [net for child in module.children() for net in (child.children() if isinstance(child, lists) else [child])]
+    return [net for net in found if any(True for _ in net.parameters())]
 
 
 def gathered(value: Any, keep: bool) -> Any:
@@ -232,10 +212,7 @@ def gathered(value: Any, keep: bool) -> Any:
 
 def sharded_like(value: Any, own: Any) -> Any:
     """Return `value` (full, equal on every rank) sharded like `own`; unchanged if `own` is not sharded."""
-    if not isinstance(own, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor) or value.dim() == 0:
-        return value
-    is_same = value.shape == own.shape  # else a factored state (as in Adafactor), which is replicated
-    placements = own.placements if is_same else [Replicate()] * own.device_mesh.ndim
+    if not isinstance(own, DTensor) or not isinstance(value, Tensor) or value.shape != own.shape:
+        return value  # as the count of steps
     whole = value.detach().to(torch.device(own.device_mesh.device_type))
-    shard = distribute_tensor(whole, own.device_mesh, placements, src_data_rank=None)
-    return shard.to(own.dtype) if is_same else shard
+    return distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)

@@ -53,14 +53,9 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
     scales_losses = False  # peers cannot scale theirs together
 
     def __init__(
-        self,
-        device: torch.device | str | None = None,
-        initial_peers: list[str] | None = None,
-        swarm: str = "lockstep",
-        host_maddrs: list[str] | None = None,
-        client_mode: bool = False,
-        matchmaking_time_s: float = 5.0,
-    ) -> None:
+        self, device: torch.device | str | None = None, initial_peers: list[str] | None = None, swarm: str = "lockstep",
+        host_maddrs: list[str] | None = None, client_mode: bool = False, matchmaking_time_s: float = 5.0,
+    ) -> None:  # fmt: skip
         if importlib.util.find_spec("hivemind") is None:
             raise UserError(
                 "trainer=hivemind needs the package hivemind, which is not installed: "
@@ -195,26 +190,23 @@ def _children_end_with_this_process() -> Iterator[None]:
 
 
 def initialise_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer's state tensors exist, as sharing them needs, by a step with learning rate 0.
+    """Make the optimizer's state tensors exist, as sharing them needs, by a step after which everything is as before.
 
     hivemind would do so by a step with the learning rate and weight decay of the run.
     """
     if optimizer.state:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * 0
+    before = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for parameter in parameters:
+    for parameter, value in zip(parameters, before, strict=True):
+        parameter.data.copy_(value)
         parameter.grad = None
-        for name, value in optimizer.state.get(parameter, {}).items():  # moments, and Adam's count of steps
-            if isinstance(value, Tensor) or name == "step":
-                optimizer.state[parameter][name] = value * 0
+        for name, held in optimizer.state.get(parameter, {}).items():  # moments, and Adam's count of steps
+            if isinstance(held, Tensor) or name == "step":
+                optimizer.state[parameter][name] = held * 0
 
 
 def clip_before_step(optimizer: torch.optim.Optimizer, largest_norm: float) -> None:

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lockstep.runs.errors import UserError
-from lockstep.strategies.base import Capabilities, move_all_but_net
+from lockstep.strategies.base import Capabilities
 
 
 class ModelParallel(Capabilities, SingleDeviceStrategy):
@@ -47,7 +47,9 @@ class ModelParallel(Capabilities, SingleDeviceStrategy):
         if not hasattr(module.net, "stages"):
             raise UserError(f"{type(module.net).__name__} names no stages(): trainer=model_parallel cannot cut it.")
         groups = cut_into_groups(module.net, len(self.process_devices), self.cut)
-        move_all_but_net(module, self.root_device)
+        net, module.net = module.net, nn.Identity()
+        module.to(self.root_device)
+        module.net = net
         for group, device in zip(groups, self.process_devices, strict=True):
             group.to(device)
         module.net.__dict__["forward"] = Pipeline(groups, self.process_devices, self.micro_batches)
@@ -72,19 +74,17 @@ class Pipeline:
         results = []
         for x in images.tensor_split(min(self.micro_batches, len(images))):
             for group, device in zip(self.groups, self.devices, strict=True):
-                x = group(moved(x, device, next(group.parameters(), None)))
+                x = moved(x, device)
+                if x.device.type == "cpu" and (weight := next(group.parameters(), None)) is not None:
+                    x = x.to(weight.dtype)  # a GPU's autocast does not reach a CPU
+                x = group(x)
             results.append(moved(x, self.devices[0]))
         return torch.cat(results)
 
 
-def moved(x: Tensor, device: torch.device, weight: Tensor | None = None) -> Tensor:
-    """Return x on `device`; a copy to a GPU does not wait, but a CPU would read what has not arrived.
-
-    A GPU's autocast does not reach a CPU: x gets the type of the weights there.
-    """
-    if device.type != "cpu" or x.device.type == "cpu":
-        return x.to(device, non_blocking=True)
-    return x.to(device, dtype=None if weight is None else weight.dtype)
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """Return x on `device`; a copy to a GPU does not wait, but a CPU would read what has not arrived."""
+    return x.to(device, non_blocking=device.type != "cpu")
 
 
 def cut_into_groups(net: nn.Module, count: int, cut: list[int] | None = None) -> list[nn.Module]:

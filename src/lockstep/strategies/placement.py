@@ -18,8 +18,7 @@ class RequestedDevices:
     """The devices that the options of a trainer ask for.
 
     Args:
-        devices: trainer.devices if the user stated it.
-        num_nodes: trainer.num_nodes if the user stated it.
+        devices, num_nodes: trainer.devices and trainer.num_nodes if the user stated them.
         several_processes: one process for each device; else one process, whatever it computes on.
         machine: the default number of devices of this machine.
     """
@@ -42,12 +41,12 @@ def place(trainer: Config, name: str, gpus: int) -> tuple[str, RequestedDevices]
             asked to be several.
     """
     devices, num_nodes = (None if trainer[key] == "auto" else trainer[key] for key in ("devices", "num_nodes"))
-    if trainer["launch"] == "one_process":
-        for key, number in (("devices", devices), ("num_nodes", num_nodes)):
-            if number not in (None, 1):
-                own = [option for option in ("num_gpus", "stage_devices") if option in trainer and key == "devices"]
-                instead = f"give trainer.{own[0]}" if own else "trainer=ddp (on CPUs ddp_sim) has several"
-                raise UserError(f"trainer.{key}={number}, but trainer={name} is one process: {instead}.")
+    is_one = trainer["launch"] == "one_process"
+    if is_one and (devices or 1, num_nodes or 1) != (1, 1):
+        raise UserError(
+            f"trainer.devices={devices} trainer.num_nodes={num_nodes}, but trainer={name} is one process: trainer=ddp "
+            "(on CPUs ddp_sim) has several; dp takes trainer.num_gpus, model_parallel trainer.stage_devices."
+        )
     if devices is not None and (not isinstance(devices, int) or devices < 1):
         raise UserError(f"trainer.devices={devices!r}: give a number from 1 on, or auto.")
     if stages := trainer.get("stage_devices"):
@@ -63,8 +62,7 @@ def place(trainer: Config, name: str, gpus: int) -> tuple[str, RequestedDevices]
             f"trainer={name} asks for {needed} GPU{'s' if needed > 1 else ''} and this machine has {has}: "
             f"trainer={WITHOUT_GPUS.get(name, 'cpu')} works here."
         )
-    machine = gpus if accelerator == "gpu" else 1
-    return accelerator, RequestedDevices(devices, num_nodes, trainer["launch"] == "process_per_device", machine)
+    return accelerator, RequestedDevices(devices, num_nodes, not is_one, gpus if accelerator == "gpu" else 1)
 
 
 def devices_of_process(trainer: Config, accelerator: str, local_rank: int) -> list[str]:

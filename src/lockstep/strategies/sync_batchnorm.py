@@ -74,19 +74,19 @@ def synchronise(net: nn.Module, device_type: str) -> None:
     Raises:
         UserError: a layer has a forward of its own, which would be lost.
     """
-    on_gpu = device_type == "cuda"
+    plain, with_act = (
+        (nn.SyncBatchNorm, TorchSyncBatchNormAct) if device_type == "cuda" else (SyncBatchNorm, SyncBatchNormAct)
+    )
     for layer in [layer for layer in net.modules() if isinstance(layer, BATCH_NORMS)]:
         if isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm):
             continue
-        if type(layer).forward is nn.BatchNorm2d.forward:
-            layer.__class__ = nn.SyncBatchNorm if on_gpu else SyncBatchNorm
-        elif type(layer).__module__.startswith("timm.") and {"drop", "act"} <= dict(layer.named_children()).keys():
-            layer.__class__ = TorchSyncBatchNormAct if on_gpu else SyncBatchNormAct
-        else:
+        is_timms = type(layer).__module__.startswith("timm.") and {"drop", "act"} <= dict(layer.named_children()).keys()
+        if not is_timms and type(layer).forward is not nn.BatchNorm2d.forward:
             raise UserError(
                 f"trainer.sync_batchnorm=true cannot convert {type(layer).__name__}, which has a forward of its own: "
                 "leave it out, or build the net with plain nn.BatchNorm layers."
             )
+        layer.__class__ = with_act if is_timms else plain
         layer.process_group = None  # torch's attribute: all ranks
 
 
@@ -103,23 +103,21 @@ def check_batch_norm(
     """
     if not any(isinstance(layer, BATCH_NORMS) and layer.training for layer in net.modules()):
         return []
-    if images < 2 and not (world_size > 1 and synchronised):
-        options = [f"data.global_batch_size={2 * world_size * micro_batches} or more"]
-        options += ["trainer.accumulate_grad_batches=1"] if micro_batches > 1 else []
-        options += ["trainer.sync_batchnorm=true"] if world_size > 1 else []
+    alone = world_size > 1 and not synchronised
+    if images < 2 and (alone or world_size == 1):
+        size, synced = 2 * world_size * micro_batches, ", trainer.sync_batchnorm=true" if alone else ""
         raise UserError(
-            f"BatchNorm cannot normalise one image at a time, which data.global_batch_size={world_size * micro_batches}"
-            f" gives each device: {', '.join(options)}, or a net without BatchNorm works."
+            f"BatchNorm cannot normalise one image at a time: give data.global_batch_size={size} or more{synced}, or a "
+            "net without BatchNorm."
         )
     found = []
-    if world_size > 1 and not synchronised:
+    if alone:
         found.append(
             f"The model has BatchNorm, and each of the {world_size} ranks normalises with its own part of the batch: "
             "trainer.sync_batchnorm=true uses the whole batch, as one process does."
         )
     if micro_batches > 1:
         found.append(
-            f"The model has BatchNorm, and the batch comes in {micro_batches} micro-batches: the statistics are those "
-            "of a micro-batch, so the result differs from that of the whole batch at once."
+            f"BatchNorm's statistics are those of one of {micro_batches} micro-batches, not of the whole batch."
         )
     return found

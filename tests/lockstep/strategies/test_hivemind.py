@@ -29,12 +29,6 @@ def test_without_the_package_it_names_the_file_to_install(monkeypatch):
         Hivemind()
 
 
-def test_by_default_it_listens_on_loopback_only_and_opens_no_port(monkeypatch):
-    monkeypatch.setattr(hivemind.importlib.util, "find_spec", lambda name: object())
-    peer = Hivemind("cpu")
-    assert peer.host_maddrs == ["/ip4/127.0.0.1/tcp/0"] and peer.initial_peers == []
-
-
 @pytest.mark.parametrize(
     "build",
     [

@@ -36,7 +36,7 @@ def test_what_is_asked_of_the_launcher(words, gpus, accelerator, wanted):
         (["trainer=fsdp", "trainer.devices=4"], "fsdp", 2, "asks for 4 GPUs and this machine has 2 GPUs"),
         (["trainer=dp"], "dp", 1, "asks for 2 GPUs and this machine has 1 GPU: trainer=ddp_sim works"),
         (["trainer=dp", "trainer.num_gpus=3"], "dp", 2, "asks for 3 GPUs"),
-        (["trainer=dp", "trainer.devices=2"], "dp", 2, "trainer=dp is one process: give trainer.num_gpus"),
+        (["trainer=dp", "trainer.devices=2"], "dp", 2, "dp takes trainer.num_gpus"),
         (["trainer=cpu", "trainer.num_nodes=2"], "cpu", 0, "is one process: trainer=ddp (on CPUs ddp_sim) has several"),
         (["trainer=ddp_sim", "++trainer.devices=0"], "ddp_sim", 0, "trainer.devices=0: give a number from 1 on"),
     ],

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from local_ranks import run_ranks
 from lockstep.runs.errors import UserError
 from lockstep.strategies.base import capabilities
-from lockstep.strategies.fsdp import FSDP
 from strategy_runs import (
     Batches,
     Classifier,
@@ -178,20 +176,6 @@ def test_batchnorm_of_rank_zero_is_evaluated_everywhere():
     settings = {"batch_norm": True, "steps": 2, "inspect": running_mean}
     for found in ranks_all(2, [(name, settings) for name in ("fsdp", "ddp", "allreduce")]):
         np.testing.assert_array_equal(found[0]["inspect"], found[1]["inspect"])
-
-
-class Scalar(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(1.0))
-
-    def shard_units(self):
-        return [self]
-
-
-def test_a_scalar_parameter_is_refused_before_it_is_sharded():
-    with pytest.raises(UserError, match="temperature is a scalar.*trainer=ddp"):
-        FSDP()._shard(Scalar())
 
 
 def made(dotted):
