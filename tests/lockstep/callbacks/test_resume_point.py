@@ -28,37 +28,22 @@ def state(phase, done, accumulate=1, epoch=2):
     )
 
 
-def test_mid_epoch_counts_micro_batches_of_the_new_accumulation():
-    for accumulate in (1, 4):
-        found = state(TRAINING, 7, accumulate)
-        n = 7 * accumulate
-        assert counts(found["epoch_loop.batch_progress"]) == (n, n, n, n - 1)
-        assert counts(found["epoch_progress"]) == (3, 3, 2, 2)
-        assert not found["epoch_loop.batch_progress"]["is_last_batch"]
-
-
-def test_validation_starts_again_from_its_first_batch():
-    found = state(VALIDATION, 20)
-    assert counts(found["epoch_loop.batch_progress"]) == (20, 20, 20, 20)
-    assert found["epoch_loop.batch_progress"]["is_last_batch"]
-    assert counts(found["epoch_loop.val_loop.batch_progress"]) == (1, 1, 0, 0)
-
-
-def test_a_validation_within_an_epoch_starts_again_and_the_epoch_goes_on():
-    found = state(VALIDATION, 8, accumulate=2)
-    assert counts(found["epoch_loop.batch_progress"]) == (16, 16, 16, 16)
-    assert not found["epoch_loop.batch_progress"]["is_last_batch"]
-    assert counts(found["epoch_loop.val_loop.batch_progress"]) == (1, 1, 0, 0)
-
-
-def test_an_ended_epoch_begins_the_next_one():
-    found = state(EPOCH_END, 20)
-    assert counts(found["epoch_progress"]) == (3, 3, 3, 3)
-    assert counts(found["epoch_loop.batch_progress"]) == (0, 0, 0, 0)
-
-
-def test_optimizer_progress_is_kept_and_the_saved_state_is_not_changed():
-    found = state(TRAINING, 3)
+@pytest.mark.parametrize(
+    ("phase", "done", "accumulate", "epochs", "batches", "validation", "is_last"),
+    [
+        (TRAINING, 7, 1, (3, 3, 2, 2), (7, 7, 7, 6), (0, 0, 0, 0), False),
+        (TRAINING, 7, 4, (3, 3, 2, 2), (28, 28, 28, 27), (0, 0, 0, 0), False),  # micro-batches of the new accumulation
+        (VALIDATION, 20, 1, (3, 3, 2, 2), (20, 20, 20, 20), (1, 1, 0, 0), True),  # starts again from its first batch
+        (VALIDATION, 8, 2, (3, 3, 2, 2), (16, 16, 16, 16), (1, 1, 0, 0), False),  # within an epoch, which goes on
+        (EPOCH_END, 20, 1, (3, 3, 3, 3), (0, 0, 0, 0), (0, 0, 0, 0), False),  # the next epoch begins
+    ],
+)
+def test_loop_state_of_each_phase(phase, done, accumulate, epochs, batches, validation, is_last):
+    found = state(phase, done, accumulate)
+    assert counts(found["epoch_progress"]) == epochs
+    assert counts(found["epoch_loop.batch_progress"]) == batches
+    assert counts(found["epoch_loop.val_loop.batch_progress"]) == validation
+    assert found["epoch_loop.batch_progress"]["is_last_batch"] == is_last
     assert found["epoch_loop.automatic_optimization.optim_progress"] == {"kept": 1}
     assert "epoch_progress" not in SAVED
 

@@ -18,32 +18,21 @@ class Recorder(nn.DataParallel):
         return torch.cat([replica(part) for replica, part in zip(replicas, images.chunk(2), strict=True)])
 
 
-def test_forward_is_spread_and_names_stay(monkeypatch):
+class Dropping(TinyNet):
+    def forward(self, images):
+        return nn.functional.dropout(super().forward(images), 0.99, training=self.training)
+
+
+def test_forward_is_spread_names_stay_and_the_replicas_follow_train_and_eval(monkeypatch):
     monkeypatch.setattr(data_parallel, "_Spread", Recorder)
-    net = TinyNet()
-    names, images = list(net.state_dict()), torch.randn(6, 1, 3, 4)
+    net = Dropping().eval()
+    names, images = list(net.state_dict()), torch.randn(64, 1, 3, 4)
     expected = net(images)
     data_parallel.spread_forward(net, [0, 1])
     torch.testing.assert_close(net(images), expected)
-    assert list(net.state_dict()) == names
     net(images).sum().backward()
-    assert all(parameter.grad is not None for parameter in net.parameters())
-
-
-def test_the_net_s_own_flag_follows_train_and_eval(monkeypatch):
-    class Dropping(TinyNet):
-        def forward(self, images):
-            return nn.functional.dropout(super().forward(images), 0.99, training=self.training)
-
-    monkeypatch.setattr(data_parallel, "_Spread", Recorder)
-    net = Dropping()
-    images = torch.randn(64, 1, 3, 4)
-    net.eval()
-    expected = net(images)
-    data_parallel.spread_forward(net, [0, 1])
-    torch.testing.assert_close(net(images), expected)
-    net.train()
-    assert (net(images) == 0).any()
+    assert list(net.state_dict()) == names and all(parameter.grad is not None for parameter in net.parameters())
+    assert (net.train()(images) == 0).any()
 
 
 def test_threads_compute_in_the_dtype_of_autocast_here():
