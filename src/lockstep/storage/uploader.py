@@ -51,7 +51,7 @@ class Uploader:
         self.run, self.folder, self.start_time, self.takes_over = run, folder, start, takes_over
         self.intervals_s = INTERVALS_S.copy()
         self._due = {"last": time.monotonic() + INTERVALS_S["last"], "best": 0.0, "files": 0.0}
-        self._uploaded: dict[str | Path, object] = {}  # sha256 by kind, time and size by small file
+        self._uploaded: dict[Path, tuple[int, int]] = {}  # time and size of small files
         self._pointers: dict[str, tuple[Sidecar | None, str | None]] = {}  # by kind, with the ETag
         self._error, self._failures = "not uploaded yet", 0
         self._asked = self._answered = 0  # number of flushes
@@ -89,8 +89,8 @@ class Uploader:
     def _newest(self, kind: str) -> tuple[Path, Sidecar] | None:
         """Return the next checkpoint to upload, or None; a last checkpoint identical to the best is skipped."""
         newest, best = (next(complete(self.folder.checkpoints, each), None) for each in (kind, "best"))
-        is_best = kind == "last" and newest and best and newest[1].sha256 == best[1].sha256
-        return None if is_best or not newest or newest[1].sha256 == self._uploaded.get(kind) else newest
+        there = [self._pointers.get(kind, (None, None))[0], best[1] if best and kind == "last" else None]
+        return newest if newest and newest[1].sha256 not in [each.sha256 for each in there if each] else None
 
     # --- the thread
 
@@ -158,22 +158,20 @@ class Uploader:
         if not (newest := self._newest(kind)):
             return
         (path, known), before = newest, self._pointers[kind][0]
-        if not before or before.sha256 != known.sha256:
-            key = f"checkpoints/{kind}-step{known.step:08d}-{known.sha256[:8]}.ckpt"
-            second = self.folder.path / "upload" / "sending.ckpt"
-            try:
-                link(path, second)
-            except FileNotFoundError:  # training has deleted it for a newer one
-                return self._send_checkpoint(kind)
-            try:
-                self._upload(key, second, known.sha256)
-            finally:
-                remove(second)
-            self._point(kind, replace(known, key=key))
-            with contextlib.suppress(S3Error):
-                if before and before.key != key:
-                    self.run.call("delete_object", before.key)
-        self._uploaded[kind] = known.sha256
+        key = f"checkpoints/{kind}-step{known.step:08d}-{known.sha256[:8]}.ckpt"
+        second = self.folder.path / "upload" / "sending.ckpt"
+        try:
+            link(path, second)
+        except FileNotFoundError:  # training has deleted it for a newer one
+            return self._send_checkpoint(kind)
+        try:
+            self._upload(key, second, known.sha256)
+        finally:
+            remove(second)
+        self._point(kind, replace(known, key=key))
+        with contextlib.suppress(S3Error):
+            if before and before.key != key:
+                self.run.call("delete_object", before.key)
 
     def _send_files(self) -> None:
         """Send record, config, metrics, pages and TensorBoard files that changed."""
