@@ -56,7 +56,7 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None, ca
         address: a file; a run: its id or its folder; s3://bucket/prefix/run_id, of which best.json names the
             checkpoint; or an object s3://…/x.ckpt.
         logs: the folder that holds runs.
-        s3: the config group (endpoint_url); its uri is not used.
+        s3: the config's node s3 (endpoint_url); its uri is not used.
         cache: the folder for what is fetched.
     Raises:
         UserError: there is none, the bucket cannot be used, or the object is not what was uploaded.

@@ -53,7 +53,7 @@ class Bucket:
 
     @classmethod
     def of(cls, s3: Mapping[str, Any], uri: str | None = None) -> "Bucket":
-        """Take the config group `s3`, with `uri` in place of its own."""
+        """Take the config's node `s3`, with `uri` in place of its own."""
         return cls(uri or s3["uri"], s3.get("endpoint_url"))
 
     def at(self, name: str) -> "Bucket":

@@ -33,7 +33,7 @@ def sync(uri: str, cache: Path, s3: Mapping[str, Any] | None = None) -> Path:
     Args:
         uri: s3://bucket/prefix, or s3://bucket/key of one object.
         cache: a folder on the disk of this node.
-        s3: the config group s3 (endpoint_url); its own uri is not used.
+        s3: the config's node s3 (endpoint_url); its own uri is not used.
     Raises:
         UserError: the bucket cannot be read, nothing lies there, or the disk has no room for it.
     """
