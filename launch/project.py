@@ -28,7 +28,7 @@ TAKEN = (
 )  # fmt: skip
 PACKAGES = ("hydra_plugins", "lockstep")  # that come as a wheel
 LEFT = (  # the packages, the dry run on a driver that a project lacks, and our exercises
-    *(f"src/{package}/" for package in PACKAGES), "src/rehearse.py", "*three_augment*", "*/experiment/deit3*",
+    *(f"src/{package}/" for package in PACKAGES), "src/rehearse.py",
     "*alexnet*", "*airbench*", "*mnist*", "*hivemind*", "*allreduce*",
     "*/experiment/*cats*", "*/experiment/*cpu*", "*/experiment/*speedrun*",
 )  # fmt: skip

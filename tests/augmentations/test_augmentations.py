@@ -16,11 +16,15 @@ from lockstep.data.augmentation import Augmentation, own_stream
 from lockstep.data.framing import Framing
 from lockstep.runs.errors import UserError
 
-SHARED = yaml.safe_load((CONFIGS / "augmentation/default.yaml").read_text())
+
+def with_defaults(name):
+    option = yaml.safe_load((CONFIGS / f"augmentation/{name}.yaml").read_text())
+    return {key: value for base in option.pop("defaults", ()) for key, value in with_defaults(base).items()} | option
+
+
+SHARED = with_defaults("default")
 OPTIONS = {
-    path.stem: {
-        key: value for key, value in {**SHARED, **yaml.safe_load(path.read_text())}.items() if key != "defaults"
-    }
+    path.stem: with_defaults(path.stem)
     for path in sorted((CONFIGS / "augmentation").glob("*.yaml"))
     if path.stem != "default"
 }

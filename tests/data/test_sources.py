@@ -171,6 +171,12 @@ SHARED = FOLDER / "default.yaml"
 CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if path != SHARED)
 
 
+def with_defaults(path):
+    config = yaml.safe_load(path.read_text())
+    bases = config.pop("defaults", ())
+    return {key: value for base in bases for key, value in with_defaults(FOLDER / f"{base}.yaml").items()} | config
+
+
 def arguments(cls):
     names = set()
     for base in cls.__mro__:
@@ -182,8 +188,7 @@ def arguments(cls):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_config_and_class_have_the_same_options(path):
-    config = {**yaml.safe_load(SHARED.read_text()), **yaml.safe_load(path.read_text())}
-    assert config.pop("defaults") == ["default"]
+    config = with_defaults(path)
     module, name = config.pop("_target_").rsplit(".", 1)
     unused = {"group", "skip_corrupt"} if path.stem == "dataset" else set()
     assert arguments(getattr(import_module(module), name)) - unused - OF_ALL == set(config)
@@ -194,6 +199,7 @@ def test_config_and_class_have_the_same_options(path):
 def test_every_option_is_explained(path):
     first, *lines = path.read_text().splitlines()
     assert first.startswith("# ")
-    shared = () if path == SHARED else yaml.safe_load(SHARED.read_text())
+    inherited = [key for base in yaml.safe_load(path.read_text()).get("defaults", ())
+                 for key in with_defaults(FOLDER / f"{base}.yaml")]  # fmt: skip
     unexplained = {line.partition(":")[0] for line in lines if "  # " not in line}
-    assert unexplained <= {"_target_", "defaults", *shared}
+    assert unexplained <= {"_target_", "defaults", "name", "download_dir", *inherited}

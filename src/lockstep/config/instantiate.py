@@ -12,18 +12,6 @@ from typing import Any
 
 from lockstep.runs.errors import UserError
 
-# Classes that runs of 1.0 name in their config.yaml
-MOVED = {
-    "lockstep.strategies.sharded.Sharded": "lockstep.strategies.fsdp.FSDP",
-    "augmentations.auto_augment.AutoAugment": "augmentations.policies.AutoAugment",
-    "augmentations.rand_augment.RandAugment": "augmentations.policies.RandAugment",
-    "augmentations.resized_crop.ResizedCrop": "augmentations.policies.ResizedCrop",
-    "augmentations.three_augment.ThreeAugment": "augmentations.policies.ThreeAugment",
-    "augmentations.trivial_augment.TrivialAugment": "augmentations.policies.TrivialAugment",
-    "data.csv.CSVDataModule": "data.table.CSVDataModule",
-    "data.parquet.ParquetDataModule": "data.table.ParquetDataModule",
-}
-
 
 def resolve_target(target: Any, where: str) -> Any:
     """Return the class or function that a `_target_` names.
@@ -77,14 +65,14 @@ def build(node: Any, known: Mapping[str, Any] | None = None) -> Any:
         return node
     if "_target_" not in node:
         return {key: build(value) for key, value in node.items()}
-    target = MOVED.get(node["_target_"], node["_target_"])
+    target = node["_target_"]
     parameters, any_name = options_of(resolve_target(target, "_target_"))
     for key in node.keys() - parameters.keys() - {"_target_", "_partial_"} if not any_name else ():
         close = difflib.get_close_matches(key, parameters, 1)
         meant = f"did you mean {close[0]}? It" if close else "it"
         raise UserError(f"{target} has no option {key!r}: {meant} has {', '.join(parameters)}.")
     try:
-        partial = instantiate({**node, "_target_": target}, _partial_=True, _convert_="all")
+        partial = instantiate(dict(node), _partial_=True, _convert_="all")
         given = {key: value for key, value in (known or {}).items() if key in parameters and key not in node}
         return partial if node.get("_partial_") else partial(**given)
     except InstantiationException as error:

@@ -17,6 +17,17 @@ from lockstep.runs.errors import UserError
 GROUPS = ("model", "task", "data", "optimizer", "scheduler", "trainer", "callbacks", "logger", "paths", "s3")
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RUNS = ("*/run.json", "runs/*/run.json", "*/runs/*/run.json", "train/multiruns/*/*/run.json")  # in logs/ and logbook/
+# Classes that runs of 1.0 name in their config.yaml by another name
+MOVED = {
+    "lockstep.strategies.sharded.Sharded": "lockstep.strategies.fsdp.FSDP",
+    "augmentations.auto_augment.AutoAugment": "augmentations.policies.AutoAugment",
+    "augmentations.rand_augment.RandAugment": "augmentations.policies.RandAugment",
+    "augmentations.resized_crop.ResizedCrop": "augmentations.policies.ResizedCrop",
+    "augmentations.three_augment.ThreeAugment": "augmentations.policies.ThreeAugment",
+    "augmentations.trivial_augment.TrivialAugment": "augmentations.policies.TrivialAugment",
+    "data.csv.CSVDataModule": "data.table.CSVDataModule",
+    "data.parquet.ParquetDataModule": "data.table.ParquetDataModule",
+}
 
 
 @dataclass
@@ -75,9 +86,16 @@ def read_config(path: Path) -> dict[str, Any]:
     return with_task(config)
 
 
+def _with_new_names(node: Mapping[str, Any]) -> dict[str, Any]:
+    new = {key: _with_new_names(value) if isinstance(value, Mapping) else value for key, value in node.items()}
+    if isinstance(target := new.get("_target_"), str):
+        new["_target_"] = MOVED.get(target, target)
+    return new
+
+
 def with_task(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's config as this version writes it: version 1 had `classifier` for `task`, and one more callback."""
-    found = dict(config)
+    found = _with_new_names(config)
     if isinstance(callbacks := found.get("callbacks"), Mapping):
         found["callbacks"] = {name: node for name, node in callbacks.items() if name != "throughput"}
     before, choices = found.pop("classifier", None), found.get("choices")

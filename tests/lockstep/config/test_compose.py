@@ -18,7 +18,7 @@ WRONG = {
     "+batch_size=16": "use data.global_batch_size.",
     "drop_out=0.1 model=small_cnn": "use model.dropout.",
     "optimizer.momentun=0.9": "use optimizer.momentum (optimizer=muon or optimizer=sgd).",
-    "data.root=/images data=digits": "data=csv or data=fashion_mnist or data=image_folder has it.",
+    "data.root=/images data=digits": "data=csv or data=image_folder or data=mnist has it.",
     "+data.rooot=photos": "There is no data.rooot: use data.root.",
     "optimizer.amsgrd=true": "'+optimizer.amsgrd=VALUE' adds one.",
     "trainer.barebones=true": "trainer.barebones cannot be given: use callbacks=none.",
