@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torchvision.transforms import v2
 
 Operation = Callable[[Any], Any]
-JITTERS = ("brightness", "contrast", "saturation", "hue")
 
 
 class Augmentation:
@@ -38,13 +37,12 @@ class Augmentation:
         mixup_alpha: float = 0.0, cutmix_alpha: float = 0.0, mix_prob: float = 1.0, switch_prob: float = 0.5,
         mix_epochs: int | None = None,
     ) -> None:  # fmt: skip
-        for key, value in (("erasing_prob", erasing_prob), ("mix_prob", mix_prob), ("switch_prob", switch_prob)):
+        for key, value in (("mix_prob", mix_prob), ("switch_prob", switch_prob)):
             if not 0 <= value <= 1:
                 raise UserError(f"augmentation.{key}={value} must be from 0 to 1.")
-        for key, value in (("mixup_alpha", mixup_alpha), ("cutmix_alpha", cutmix_alpha)):
-            if value < 0:
-                raise UserError(f"augmentation.{key}={value} must not be negative.")
-        self.flip, self.color_jitter, self.erasing_prob = flip, _jitter(color_jitter), erasing_prob
+        if min(mixup_alpha, cutmix_alpha) < 0:
+            raise UserError(f"augmentation.mixup_alpha={mixup_alpha} and cutmix_alpha={cutmix_alpha} must be from 0.")
+        self.flip, self.color_jitter, self.erasing_prob = flip, list(color_jitter or ()), erasing_prob
         alphas = mixup_alpha, cutmix_alpha
         self.mixing = Mixing(*alphas, mix_prob, switch_prob, mix_epochs) if max(alphas) > 0 else None
 
@@ -62,7 +60,7 @@ class Augmentation:
         """Return all operations on one image, in order.
 
         Raises:
-            UserError: the images have neither one channel nor three.
+            UserError: an option is out of its range, or the images have neither one channel nor three.
         """
         from torchvision.transforms import v2
 
@@ -72,10 +70,14 @@ class Augmentation:
                 "augmentation=crop_flip or augmentation=none, without color_jitter and erasing_prob."
             )
         found = self.operations(framing)
-        if self.color_jitter:
-            found.append(v2.ColorJitter(**dict(zip(JITTERS, self.color_jitter, strict=False))))
-        if self.erasing_prob:
-            found.append(v2.RandomErasing(self.erasing_prob, value=framing.fill))
+        try:
+            if self.color_jitter:
+                found.append(v2.ColorJitter(*self.color_jitter))
+            if self.erasing_prob:
+                found.append(v2.RandomErasing(self.erasing_prob, value=framing.fill))
+        except (TypeError, ValueError) as error:  # torchvision checks the ranges
+            values = f"color_jitter={self.color_jitter} erasing_prob={self.erasing_prob}"
+            raise UserError(f"augmentation: {values}: {error}.") from None
         return v2.Compose(found)
 
 
@@ -102,15 +104,6 @@ class CropFlip(Augmentation):
         if not self.random_crop:
             return [framing.centre, *flip]
         return [framing.square, v2.RandomCrop(framing.image_size, framing.crop_padding or None), *flip]
-
-
-def _jitter(values: Sequence[float] | None) -> list[float]:
-    found = list(values or [])
-    if len(found) > len(JITTERS) or any(value < 0 for value in found) or (len(found) == 4 and found[3] > 0.5):
-        raise UserError(
-            f"augmentation.color_jitter={found} takes up to four numbers from 0, hue at most 0.5: {', '.join(JITTERS)}."
-        )
-    return found
 
 
 @contextmanager

@@ -241,11 +241,6 @@ class ImageDataModule(LightningDataModule):
             )
 
     @property
-    def num_images(self) -> int:
-        """All images, whatever their split."""
-        return int((self._given >= 0).sum())
-
-    @property
     def left_out_per_epoch(self) -> int:
         """Training images that no complete global batch holds; other ones in each epoch."""
         return self.num_train % self.global_batch_size
@@ -253,14 +248,12 @@ class ImageDataModule(LightningDataModule):
     @property
     def counts_per_split(self) -> dict[str, list[int]]:
         """Return the number of images of each class or label in train, val and test; empty for other targets."""
-        counts: dict[str, list[int]] = {}
-        for name in SPLITS:
-            index = getattr(self.splits, name)
-            counts[name] = []
-            if self.target_kind == "labels":
-                counts[name] = (self._targets[""][index] > 0).sum(0).tolist()
-            elif self.target_kind == "class":
-                counts[name] = np.bincount(self._targets[""][index], minlength=self.num_classes).tolist()
+        counts: dict[str, list[int]] = {name: [] for name in SPLITS}
+        for name in counts if self.target_kind in ("class", "labels") else ():
+            of_split = self._targets[""][getattr(self.splits, name)]
+            is_class = self.target_kind == "class"
+            found = np.bincount(of_split, minlength=self.num_classes) if is_class else (of_split > 0).sum(0)
+            counts[name] = found.tolist()
         return counts
 
     @property
@@ -279,12 +272,13 @@ class ImageDataModule(LightningDataModule):
 
     def target_name(self, position: int) -> str:
         """Return the class, labels or number of an image; images of one name have equal targets."""
-        target: Any = self._targets[""][position] if self.target_kind in ("class", "labels", "number") else None
-        if self.target_kind == "class":
-            return self.class_names[target]
-        if self.target_kind == "labels":
-            return ", ".join(name for name, value in zip(self.class_names, target) if value > 0)
-        return "" if target is None else f"{target:g}"
+        if self.target_kind not in ("class", "labels", "number"):
+            return ""
+        target = np.atleast_1d(self._targets[""][position])
+        if self.target_kind == "number":
+            return f"{target[0]:g}"
+        places = target if self.target_kind == "class" else np.flatnonzero(target > 0)
+        return ", ".join(self.class_names[place] for place in places)
 
     def image_sizes(self) -> list[tuple[int, int]]:
         """Return (width, height) of some images in pixels."""
@@ -340,19 +334,18 @@ class ImageDataModule(LightningDataModule):
             try:
                 self._pipeline((blank, *as_masks([np.zeros((self.resize, self.resize))])))
             except TypeError as error:
-                raise UserError(
-                    f"This augmentation cannot move masks ({error}): take augmentation=crop_flip or resized_crop."
-                ) from None
+                hint = "take augmentation=crop_flip or resized_crop"
+                raise UserError(f"This augmentation cannot move masks ({error}): {hint}.") from None
 
     def setup(self, stage: str | None = None) -> None:
-        trainer = self.trainer
-        if not self._placed and trainer is None:  # in a notebook
-            self.place()
-        elif not self._placed:
-            self.place(
-                rank=trainer.global_rank, world_size=trainer.world_size,
-                accumulate_grad_batches=trainer.accumulate_grad_batches, device=trainer.strategy.root_device,
-            )  # fmt: skip
+        if self._placed:
+            return
+        if (trainer := self.trainer) is None:  # in a notebook
+            return self.place()
+        accumulate, device = trainer.accumulate_grad_batches, trainer.strategy.root_device
+        self.place(
+            rank=trainer.global_rank, world_size=trainer.world_size, accumulate_grad_batches=accumulate, device=device
+        )
 
     def train_dataloader(self) -> TrainBatches:
         """
@@ -362,17 +355,12 @@ class ImageDataModule(LightningDataModule):
         self.setup()
         if self.augmentation.mixing:
             check_pairs(self.per_device_batch_size, self.global_batch_size)
+        deliver = partial(self._loader.augmented, self._pipeline) if self._pipeline else self._loader.whole
         return TrainBatches(
-            partial(self._loader.augmented, self._pipeline) if self._pipeline else self._loader.whole,
-            self.splits.train,
-            self._draw,
-            draw_mixing=self._draw_mixing if self.augmentation.mixing else None,
-            global_batch_size=self.global_batch_size,
-            accumulate_grad_batches=self._accumulate,
-            seed=self.seed,
-            fixed=bool(getattr(self.trainer, "overfit_batches", 0)),
-            **self._placed,
-        )
+            deliver, self.splits.train, self._draw, draw_mixing=self._draw_mixing if self.augmentation.mixing else None,
+            global_batch_size=self.global_batch_size, accumulate_grad_batches=self._accumulate, seed=self.seed,
+            fixed=bool(getattr(self.trainer, "overfit_batches", 0)), **self._placed,
+        )  # fmt: skip
 
     def _draw(self, generator: np.random.Generator, n: int) -> np.ndarray:
         """Draw what decides the pixels of n training images: crop starts and flips, or a seed for each."""

@@ -78,7 +78,7 @@ def log_contents(data: Any, fields: Mapping[str, Any]) -> None:
     }  # fmt: skip
     counts = f"{data.num_train} images to train, {data.num_val} to validate, {data.num_test} to test"
     if data.stage == "test":
-        counts = f"testing on {'all ' if data.num_test == data.num_images else ''}{data.num_test} images"
+        counts = f"testing on {'' if data.num_train or data.num_val else 'all '}{data.num_test} images"
     log.info(f"data: {what[data.target_kind]} · {counts}")
     for note in data.notes:
         log.info(note)

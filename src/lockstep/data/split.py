@@ -55,15 +55,12 @@ class Split:
             return
         fold, folds = self.fold, self.num_folds
         if type(fold) is not int or type(folds) is not int or not 0 <= fold < folds or folds < 2:
-            raise UserError(
-                f"data.fold={fold} data.num_folds={folds}: give both, as data.fold=0 data.num_folds=5, the fold from 0 "
-                "to num_folds - 1."
-            )
+            hint = "give both, as data.fold=0 data.num_folds=5, the fold from 0 to num_folds - 1"
+            raise UserError(f"data.fold={fold} data.num_folds={folds}: {hint}.")
         if self.num_val is not None or self.val_fraction != VAL_FRACTION:
-            raise UserError(
-                f"data.num_val={self.num_val} data.val_fraction={self.val_fraction} and data.fold={fold} both select "
-                f"the validation images: give data.num_val=null data.val_fraction={VAL_FRACTION} with folds."
-            )
+            hint = f"with folds give data.num_val=null data.val_fraction={VAL_FRACTION}"
+            stated = f"data.num_val={self.num_val} data.val_fraction={self.val_fraction} and data.fold={fold}"
+            raise UserError(f"{stated} both select the validation images: {hint}.")
 
     def assign(
         self, labels: np.ndarray, given: np.ndarray, groups: np.ndarray | None = None, *, training: bool = True

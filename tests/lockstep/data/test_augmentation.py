@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from lockstep.data.augmentation import Augmentation, CropFlip, own_stream
+from lockstep.data.augmentation import CropFlip, own_stream
 from lockstep.data.framing import Framing
 from lockstep.data.mixing import Mixing, check_pairs, mix
 from lockstep.runs.errors import UserError
@@ -40,15 +40,15 @@ def test_only_what_the_device_can_do_is_done_on_whole_batches():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"erasing_prob": 1.1}, "augmentation.erasing_prob=1.1 must be from 0 to 1"),
-        ({"mixup_alpha": -1}, "augmentation.mixup_alpha=-1 must not be negative"),
-        ({"color_jitter": [1] * 5}, "takes up to four numbers"),
-        ({"color_jitter": [0, 0, 0, 0.6]}, "hue at most 0.5"),
+        ({"erasing_prob": 1.1}, "erasing_prob=1.1: .* should be between 0 and 1"),
+        ({"mixup_alpha": -1}, "augmentation.mixup_alpha=-1 and cutmix_alpha=0.0 must be from 0"),
+        ({"color_jitter": [1] * 5}, r"color_jitter=\[1, 1, 1, 1, 1\] .*takes from 1 to 5 positional arguments"),
+        ({"color_jitter": [0, 0, 0, 0.6]}, "hue values should be between"),
     ],
 )
 def test_options_that_are_none(options, message):
     with pytest.raises(UserError, match=message):
-        Augmentation(**options)
+        CropFlip(**options).pipeline(FRAMING)
 
 
 def test_images_that_are_neither_grey_nor_colour():
