@@ -5,6 +5,7 @@ python src/train.py [group=option …] [key=value …]      --help lists them al
 
 import logging
 import sys
+from functools import partial
 from typing import Any
 
 from lockstep.commands.command_line import run_script
@@ -25,8 +26,8 @@ def train(plan: RunPlan) -> int:
         plan = session.plan
         trainer, module, data, recorder = build_run(session)  # strategy, data, module, weights, callbacks, loggers
         if trainer.is_global_zero:
-            if plan.resume_step is not None:  # a resume that fails up to here leaves the config of what ran before
-                write_config(plan)
+            if plan.resume_step is not None:  # a resume that trains no step leaves the config of what ran before
+                recorder.on_first_step = partial(write_config, plan)
             recorder.write(**known_at_start(trainer, module, data, plan), hosts=session.hosts)
         resume_from = plan.checkpoint if plan.resume_step else None
         trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)

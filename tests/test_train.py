@@ -180,7 +180,7 @@ BAD = {  # the first of them in make test
     "model=alexnett": "alexnet",
     "ckpt_path=nowhere.ckpt": "nowhere.ckpt",
     "resume=nothing": "No run 'nothing'",
-    "trainer.precision=fp16": "take one of auto, 32-true",
+    "trainer.precision=fp16": "Precision 'fp16' is invalid. Allowed",
     "data.global_batch_size=65 trainer.accumulate_grad_batches=2": "64 and 66",
     "optimizer.lr=fast": "optimizer.lr",
     "callbacks=0": "callbacks=0",
@@ -285,10 +285,10 @@ def test_a_stop_at_the_last_step_of_max_steps_waits_for_its_validation(tmp_path)
 
 
 def other_images():
-    from lockstep.training import weights
+    from lockstep.training import build
 
-    original = weights.facts_of
-    weights.facts_of = lambda checkpoint: {**original(checkpoint), "data_hash": "others"}
+    original = build.facts_of
+    build.facts_of = lambda checkpoint: {**original(checkpoint), "data_hash": "others"}
 
 
 @pytest.mark.slow
@@ -300,6 +300,29 @@ def test_a_test_of_no_batches_is_no_failure(tmp_path):
     assert "the training, which may have seen some of these test images" in done.output, done.output
     done = run_door("eval", "ckpt_path=r", "trainer.limit_test_batches=0", logs=tmp_path)
     assert done.code == 2 and "nothing to test" in done.output
+
+
+def breaks_before_the_first_step():
+    from lockstep.callbacks.training_log import TrainingLog
+
+    def fails(self, *_):
+        raise RuntimeError("no step")
+
+    TrainingLog.on_train_start = fails
+
+
+def test_the_id_of_a_run_that_died_before_its_first_step_can_be_used_again(tmp_path):
+    words = ["experiment=quickstart", "trainer=cpu", "trainer.max_steps=2", "test=false", "run_id=r"]
+    died = run_door("train", *words, "optimizer.lr=7", logs=tmp_path, before=breaks_before_the_first_step)
+    assert died.code == 1 and died.record["status"] == "failed", died.output
+    again = run_door("train", *words, "model=alexnet", "data.image_size=64", logs=tmp_path)
+    assert again.code == 0 and again.record["steps"] == 2 and again.record["restarts"] == [], again.output
+    assert again.record["error"] is None and "lr: 0.003" in again.folder.config.read_text()
+    assert "exists already" in run_door("train", *words, logs=tmp_path).output
+    before = again.folder.config.read_text()
+    longer = ["resume=r", "trainer.max_steps=4", "seed=42"]
+    died = run_door("train", *longer, logs=tmp_path, before=breaks_before_the_first_step)
+    assert died.code == 1 and again.folder.config.read_text() == before, "its options do not stick"
 
 
 def test_a_finished_run_and_another_config_are_not_overwritten(uninterrupted, tmp_path):

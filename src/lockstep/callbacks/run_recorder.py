@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ class RunRecorder(Callback):
 
     Args:
         path: run.json, which train.py has begun; in another script this callback begins and ends it.
+        on_first_step: called on rank zero when this start has trained a step.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, on_first_step: Callable[[], None] | None = None) -> None:
+        self.on_first_step = on_first_step
         self.path, self.phase, self.written_at = Path(path), "start", 0.0
         self.fit_started_at: float | None = None
         self.fit_before_s = 0.0  # seconds of fit in earlier starts of this run
@@ -117,10 +120,20 @@ class RunRecorder(Callback):
             self.best_metrics = {f"{name}_best": float(value) for name, value in reached.items() if value is not None}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not trainer.is_global_zero:
+            return
+        is_first = not self.steps and trainer.global_step  # from now on the run is one to resume
+        if is_first or time.monotonic() - self.written_at > HEARTBEAT_INTERVAL_S:
+            self.write(trainer)
+        if self.on_first_step is not None:
+            self.on_first_step()
+            self.on_first_step = None
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.is_global_zero and time.monotonic() - self.written_at > HEARTBEAT_INTERVAL_S:
             self.write(trainer)
 
-    on_validation_batch_end = on_test_batch_end = on_train_batch_end
+    on_test_batch_end = on_validation_batch_end
 
     def on_checkpoint_complete(self, path: Path, sidecar: Sidecar, kind: str) -> None:
         """Record a best checkpoint at once: the process may be killed."""

@@ -21,7 +21,7 @@ from lockstep.launch.checks import check
 from lockstep.launch.finish import finish
 from lockstep.launch.launchers import AGENT, Cluster, agent_id, named_run, set_rank_environment
 from lockstep.launch.plan import RunPlan, headlines, new_plan, resolve_cluster, resolved
-from lockstep.launch.resume import finished_already
+from lockstep.launch.resume import finished_already, has_trained
 from lockstep.launch.start import Search, begin, hold_run_lock, make_plan, run_folder, write_config
 from lockstep.runs import provenance, signals
 from lockstep.runs.batch import Batch
@@ -124,8 +124,8 @@ def _be_rank(
         folder, fresh = run_folder(config, named_run(config, environ) or agent_id(environ) or new_run_id(), environ)
         if not cluster.has_agent:
             kept.enter_context(hold_run_lock(folder))
-            fresh = fresh and not folder.record.exists()  # another process may have begun it meanwhile
-        planned, largest_batch = make_plan(config, cluster, accelerator, folder, environ, search)
+            fresh = fresh and not has_trained(folder)  # another process may have trained it meanwhile
+        planned, largest_batch = make_plan(config, cluster, accelerator, folder, fresh, environ, search)
         plan = begin(planned, fresh, largest_batch)
         for line in headlines(plan):
             log.info(line)

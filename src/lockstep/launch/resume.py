@@ -63,6 +63,9 @@ def find_stored(overrides: list[str]) -> Config | None:
             logging.getLogger("lockstep.storage").setLevel(logging.WARNING)  # the first rank of the node logs it
         with locked_file(folder.path.parent / f".{folder.run_id}.lock"):
             fetch_run(Bucket.of(config["s3"]).at(folder.run_id), folder)
+    # A job script gives all options each time: those of an attempt that trained nothing may have been wrong.
+    if is_auto and folder.config.exists() and not has_trained(folder):
+        return None
     before = config_before(folder)
     if before and not folder.config.exists():  # it came from the bucket
         before, rejected = accepted(before, OF_RUN, f"The config of the run {folder.run_id} in its bucket")
@@ -72,6 +75,14 @@ def find_stored(overrides: list[str]) -> Config | None:
     if before and launcher_of(environ):
         before["overrides"] = [word for word in before.get("overrides") or () if key_of(str(word)) not in RANKS]
     return before
+
+
+def has_trained(folder: RunFolder) -> bool:
+    """Return whether a run has trained a step or finished: otherwise its id can be used again, with other options."""
+    if any(folder.checkpoints.glob("*.ckpt")):
+        return True
+    record = read_record(folder.record) if folder.record.exists() else RunRecord()
+    return bool(record.steps) or record.status == "finished"
 
 
 def config_before(folder: RunFolder) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from typing import IO, Any
 from lockstep.config.compose import chosen_options, compose, plain
 from lockstep.launch.launchers import Cluster, agent_id
 from lockstep.launch.plan import RunPlan, as_run, new_plan, resolve_batch
-from lockstep.launch.resume import check_resumable, config_before, folder_of
+from lockstep.launch.resume import check_resumable, config_before, folder_of, has_trained
 from lockstep.runs import provenance
 from lockstep.runs.config import Config
 from lockstep.runs.environment import environment
@@ -39,16 +39,18 @@ def run_folder(config: Config, run_id: str | None, environ: Mapping[str, str]) -
     """
     resume = config.get("resume")
     if resume and resume != "auto":
-        return find_run(Path(config["paths"]["log_dir"]), resume), False
+        folder = find_run(Path(config["paths"]["log_dir"]), resume)
+        return folder, not has_trained(folder)
     folder = folder_of(config, run_id or new_run_id())
-    if folder.record.exists() and not resume:
+    is_new = not has_trained(folder)
+    if not is_new and not resume:
         agent = agent_id(environ)  # torchrun's agent may have started its ranks again, or SLURM requeued the job
         if agent is None or read_record(folder.record).agent != agent:
             raise UserError(
                 f"The run {folder.run_id} exists already: resume={folder.run_id} goes on with it, "
                 "another run_id= starts anew."
             )
-    return folder, not folder.record.exists()
+    return folder, is_new
 
 
 def hold_run_lock(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
@@ -80,7 +82,7 @@ def hold_run_lock(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
 
 
 def make_plan(
-    config: Config, cluster: Cluster, accelerator: str, folder: RunFolder, environ: Mapping[str, str],
+    config: Config, cluster: Cluster, accelerator: str, folder: RunFolder, fresh: bool, environ: Mapping[str, str],
     search: Search | None,
 ) -> tuple[RunPlan, dict[str, Any] | None]:  # fmt: skip
     """Return the plan, and the result of a search for the largest batch, if there was one.
@@ -88,12 +90,13 @@ def make_plan(
     Args:
         config: with `choices` and `overrides`.
     """
-    record = read_record(folder.record) if folder.record.exists() else RunRecord()
+    record = RunRecord() if fresh else read_record(folder.record)
     limit, found = record.per_device_batch_limit or record.per_device_batch_size, None
     plan = new_plan(config, cluster, accelerator, folder, resolve_batch(config, cluster, limit))
     if config["data"].get("global_batch_size") != "max":
         return plan, None
-    size = ((config_before(folder) or {}).get("data") or {}).get("global_batch_size")
+    before = {} if fresh else config_before(folder) or {}
+    size = (before.get("data") or {}).get("global_batch_size")
     if not isinstance(size, int):
         assert search is not None, "this script cannot look for a batch"
         log.info("Looking for the largest batch …")

@@ -35,7 +35,8 @@ def config_of(*words):
 def plan_of(folder, *words, search=None) -> RunPlan:
     config = config_of(*WORDS, *words)
     cluster, accelerator = resolve_cluster(config, "ddp_sim", {})
-    return make_plan(config, cluster, accelerator, RunFolder(folder), {}, search)[0]
+    run = RunFolder(folder)
+    return make_plan(config, cluster, accelerator, run, not run.record.exists(), {}, search)[0]
 
 
 def test_a_plan_holds_what_was_decided_and_the_config_as_it_was(tmp_path):
@@ -95,11 +96,12 @@ def test_the_largest_batch_takes_the_place_of_max(tmp_path):
     config = config_of(*WORDS, "data.global_batch_size=max", "trainer.accumulate_grad_batches=2")
     cluster, accelerator = resolve_cluster(config, "ddp_sim", {})
     folder = RunFolder(tmp_path / "r")
-    plan, found = make_plan(config, cluster, accelerator, folder, {}, search)
+    plan, found = make_plan(config, cluster, accelerator, folder, True, {}, search)
     assert plan.batch == Batch(512, 128, 2) and found == {"global": 512} and asked == [Batch(4, 1, 2)]
     folder.path.mkdir()
     folder.config.write_text(yaml.safe_dump(as_run(plan)))
-    again, found = make_plan(config, cluster, accelerator, folder, {}, search)
+    folder.record.write_text("{}")
+    again, found = make_plan(config, cluster, accelerator, folder, False, {}, search)
     assert again.batch == plan.batch and found is None and len(asked) == 1, "a run that goes on keeps its size"
 
 

@@ -18,7 +18,7 @@ def leave_run(logs, run_id, *words):
     folder.mkdir(parents=True)
     config = {**plain(cfg), "choices": dict(chosen_options(cfg)), "overrides": list(words)}
     config["trainer"].update(devices=3, num_nodes=5)  # what `auto` came to
-    (folder / "run.json").write_text("{}")
+    (folder / "run.json").write_text('{"steps": 1}')
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     return config
 
@@ -43,6 +43,15 @@ def test_a_run_goes_on_with_what_ran_by_its_id_by_auto_and_in_a_renamed_folder(t
         assert {key: now[key] for key in same} == {key: before[key] for key in same}
         assert chosen_options(cfg)["experiment"] == "quickstart" and now["paths"]["log_dir"] == str(tmp_path)
     assert plain(resumed(tmp_path, "run_id=r"))["trainer"]["max_epochs"] == 26
+
+
+def test_options_of_an_attempt_that_trained_no_step_do_not_stick_to_a_job_script(tmp_path):
+    leave_run(tmp_path, "r", "trainer=ddp_sim", "optimizer.lr=7", "run_id=r", "resume=auto")
+    words = ["trainer=ddp_sim", "run_id=r", "resume=auto"]
+    assert plain(resumed(tmp_path, *words))["optimizer"]["lr"] == 7
+    (tmp_path / "train/runs/r/run.json").write_text('{"steps": 0, "status": "failed"}')
+    assert plain(resumed(tmp_path, *words))["optimizer"]["lr"] == 0.0003
+    assert plain(resumed(tmp_path, "resume=r"))["optimizer"]["lr"] == 7, "it names what goes on"
 
 
 def test_an_option_that_another_key_repeats_follows_the_new_value(tmp_path):
