@@ -50,7 +50,7 @@ def test_options_of_an_attempt_that_trained_no_step_do_not_stick_to_a_job_script
     words = ["trainer=ddp_sim", "run_id=r", "resume=auto"]
     assert plain(resumed(tmp_path, *words))["optimizer"]["lr"] == 7
     (tmp_path / "train/runs/r/run.json").write_text('{"steps": 0, "status": "failed"}')
-    assert plain(resumed(tmp_path, *words))["optimizer"]["lr"] == 0.0003
+    assert plain(resumed(tmp_path, *words))["optimizer"]["lr"] == 0.0001
     assert plain(resumed(tmp_path, "resume=r"))["optimizer"]["lr"] == 7, "it names what goes on"
 
 
