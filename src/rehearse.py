@@ -88,9 +88,8 @@ def lines(config: Any, words: list[str], capability: str, folder: Path, run: Run
         return run(overrides, {**environment(), **simulated}, place / "output")
 
     few, whole = folder / "few", folder / "whole"
-    code = start(
-        few, min(FEW_IMAGES, per_device), True, **{key: FEW_IMAGES for key in data if key == "eval_batch_size"}
-    )
+    batches = {"data.eval_batch_size": FEW_IMAGES} if "eval_batch_size" in data else {}
+    code = start(few, min(FEW_IMAGES, per_device), True, **batches)
     unused = _json(few / "unused.json")
     word = "" if (trainer["strategy"] or {}).get("find_unused_parameters") else "FAILED"
     yield from ((word, f"no gradient for {name}: {where}") for name, where in unused.items())

@@ -41,7 +41,7 @@ def test_every_experiment_composes(experiment):
     config = plain(compose("train", [f"experiment={experiment}"]))
     assert config["experiment_name"] == experiment
     text = (CONFIGS / "experiment" / f"{experiment}.yaml").read_text()
-    assert "Source" in text and "Command" in text
+    assert "Source" in text and f"experiment={experiment}" in text.partition("Command")[2]
     shape = {"num_classes": 10, "image_size": config["data"]["image_size"], "channels": 3}
     own = dict(config["model"])
     own |= {key: value for key, value in {"pretrained": False, "weights": None}.items() if key in own}
@@ -51,11 +51,8 @@ def test_every_experiment_composes(experiment):
 
 
 def shown_commands(*pages: Path) -> list[str]:
-    """Return the trainings in code blocks of pages and in the heads of experiments."""
+    """Return the trainings in code blocks of pages."""
     blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", "\n".join(path.read_text() for path in pages), re.DOTALL)
-    for path in (path for path in pages if path.suffix == ".yaml"):
-        lines = [line.lstrip("# ").replace("Command: ", "") for line in path.read_text().splitlines()]
-        blocks.append("\n".join(line.split("   ")[0] for line in lines))
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     found = [line.split(" #")[0].strip() for line in lines]
     for path in (path for path in pages if path.name in ("recipes.md", "coming_from.md")):
@@ -75,9 +72,7 @@ def config_of(command: str):
 
 
 QUICK = shown_commands(REPOSITORY / "README.md", REPOSITORY / "docs" / "strategies.md")
-EVERY = shown_commands(
-    REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"), *(CONFIGS / "experiment").glob("*.yaml")
-)
+EVERY = shown_commands(REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"))
 SLOW = [pytest.param(command, marks=pytest.mark.slow) for command in EVERY if command not in QUICK]
 
 
