@@ -47,12 +47,7 @@ def settings(**options: Any) -> dict[str, str]:
 
 
 def run_on_null_gpus(
-    door: str,
-    *argv: str,
-    logs: Path,
-    environment: dict[str, str] | None = None,
-    before: Callable[[], Any] | None = None,
-    **options: Any,
+    door: str, *argv: str, logs: Path, environment: dict[str, str] | None = None, before: Any = None, **options: Any
 ) -> runs.Done:
     """A door as runs.run_door runs it; `options` are those of null_gpus."""
     return _server().call(
@@ -69,13 +64,8 @@ def _nodes(argv: tuple[str, ...], logs: Path, num_nodes: int, devices: int) -> l
     port, started = ranks.free_port(), []
     for node in range(num_nodes):
         gpus = ",".join(str(node * devices + index) for index in range(devices))
-        own = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "NODE_RANK": str(node),
-            "CUDA_VISIBLE_DEVICES": gpus,
-        }
-        environment = {**settings(devices=num_nodes * devices), **own}
+        own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": str(node)}
+        environment = {**settings(devices=num_nodes * devices), **own, "CUDA_VISIBLE_DEVICES": gpus}
         options = (f"trainer.num_nodes={num_nodes}", f"trainer.devices={devices}")
         started.append(runs.start_door("train", *argv, *options, logs=logs / f"node{node}", environment=environment))
     return [one.done() for one in started]
@@ -91,11 +81,6 @@ def ranks_on_null_gpus(function: Callable[..., Any], world_size: int, *arguments
     """`function(*arguments)` in each of several ranks, each with its device, in an NCCL group; the results in order."""
     inner = functools.partial(_in_nccl_group, settings(devices=world_size, **options), function)
     return _server().call(local_ranks.run_ranks, inner, world_size, *arguments)
-
-
-def server_call(timeout_s: float, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """A call in the server, which sees null GPUs, but has not asked for a device."""
-    return _server().call(function, *arguments, timeout_s=timeout_s, **named)
 
 
 def _with_environment(environment: dict[str, str], function: Callable[..., Any], _: Any, *arguments: Any) -> Any:

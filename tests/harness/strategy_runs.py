@@ -134,70 +134,35 @@ def strategy_of(name: str, **own: Any) -> Any:
 
 
 def trainer_of(
-    cluster: Cluster,
-    name: str,
-    *,
-    precision: str = "64-true",
-    epochs: int = 1,
-    accumulate: int = 1,
-    clip: float | None = None,
-    device: torch.device = CPU,
-    own: dict[str, Any] | None = None,
-    callbacks: Sequence[pl.Callback] = (),
-) -> pl.Trainer:
+    cluster: Cluster, name: str, precision: str = "64-true", device: torch.device = CPU,
+    own: dict[str, Any] | None = None, **given: Any,
+) -> pl.Trainer:  # fmt: skip
     meet(cluster, device.type)
     warnings.filterwarnings("ignore", module="lightning")
     for library in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(library).setLevel(logging.ERROR)
+    given = {"max_epochs": 1, **given}
     strategy = strategy_of(name, **(own or {}))
     plugins: list[Any] = [StartedRanks(cluster), CheckpointFiles()]
-    given: dict[str, Any] = {"precision": precision}
     if plugin := capabilities(strategy).precision_for(precision, device.type):
         plugins.append(plugin)
-        given = {}
+    else:
+        given["precision"] = precision
     return pl.Trainer(
-        accelerator="cpu" if device.type == "cpu" else "gpu",
-        devices=cluster.devices,
-        num_nodes=cluster.num_nodes,
-        strategy=strategy,
-        plugins=plugins,
-        max_epochs=epochs,
-        accumulate_grad_batches=accumulate,
-        gradient_clip_val=clip,
-        callbacks=list(callbacks),
-        log_every_n_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
+        accelerator="cpu" if device.type == "cpu" else "gpu", devices=cluster.devices, num_nodes=cluster.num_nodes,
+        strategy=strategy, plugins=plugins, log_every_n_steps=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, num_sanity_val_steps=0,
         **given,
-    )
+    )  # fmt: skip
 
 
 def fit(
-    cluster: Cluster,
-    name: str,
-    *,
-    precision: str = "64-true",
-    steps: int = 6,
-    epochs: int = 1,
-    accumulate: int = 1,
-    optimizer=sgd,
-    batch_norm: bool = False,
-    sync_batchnorm: bool = False,
-    clip: float | None = None,
-    save: str | None = None,
-    resume: str | None = None,
-    overflow_at: int | None = None,
-    device: torch.device = CPU,
-    test: bool = False,
-    inspect: Any = None,
-    own: dict[str, Any] | None = None,
-    recompute: bool = False,
+    cluster: Cluster, name: str, *, precision: str = "64-true", steps: int = 6, epochs: int = 1, accumulate: int = 1,
+    optimizer=sgd, batch_norm: bool = False, sync_batchnorm: bool = False, clip: float | None = None,
+    save: str | None = None, resume: str | None = None, overflow_at: int | None = None, device: torch.device = CPU,
+    test: bool = False, inspect: Any = None, own: dict[str, Any] | None = None, recompute: bool = False,
     callbacks: Sequence[pl.Callback] = (),
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Train; returns this rank's losses, the whole weights (rank 0) and what `inspect(trainer)` says."""
     from lockstep.strategies.recompute import recompute_activations
     from lockstep.strategies.sync_batchnorm import synchronise
@@ -212,12 +177,11 @@ def fit(
         recompute_activations(module.net)
     module.overflow_at = overflow_at
     trainer = trainer_of(
-        cluster, name, precision=precision, epochs=epochs, accumulate=accumulate, clip=clip, device=device,
-        own=own, callbacks=callbacks,
+        cluster, name, precision, device, own, max_epochs=epochs, accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip, callbacks=list(callbacks),
     )  # fmt: skip
-    rank = cluster.rank
-    train = Batches(steps, rank, cluster.world_size, accumulate)
-    held_out = Batches(2, rank, cluster.world_size, 1)
+    train = Batches(steps, cluster.rank, cluster.world_size, accumulate)
+    held_out = Batches(2, cluster.rank, cluster.world_size, 1)
     result: dict[str, Any] = {}
     if test:
         [values] = trainer.test(module, held_out, ckpt_path=resume, verbose=False, weights_only=True)
