@@ -68,7 +68,10 @@ def check_learned(task, done):
         assert f"test/{monitor.partition('/')[2]}" in done.output
 
 
-@pytest.mark.parametrize("task", CASES)
+QUICK = ("regression", "segmentation")
+
+
+@pytest.mark.parametrize("task", [pytest.param(t, marks=[pytest.mark.slow] * (t not in QUICK)) for t in CASES])
 def test_it_learns_and_everything_works_with_it(task, logs, tmp_path, monkeypatch):
     """cpu, S3, page, eval, predict and resume."""
     store = shared_store()
