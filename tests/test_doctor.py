@@ -74,6 +74,17 @@ def test_a_place_options_or_an_interface_that_cannot_be(tmp_path):
     assert ["NCCL_SOCKET_IFNAME=eth77: there are" in sentence for fine, sentence in found if not fine] == [True]
 
 
+def test_efa_without_its_plugin_and_a_driver_that_torch_cannot_use_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    [(fine, sentence)] = doctor._gpus()
+    assert not fine and "a driver for CUDA" in sentence
+    (tmp_path / "efa_0").mkdir()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(doctor, "INFINIBAND", tmp_path)
+    [(fine, sentence)] = doctor._gpus()
+    assert not fine and "install aws-ofi-nccl" in sentence
+
+
 NODES = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "0"}
 
 

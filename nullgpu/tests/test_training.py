@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from null_gpus import REPOSITORY, needs_null_gpus, nodes_on_null_gpus, null_gpus, run_on_null_gpus
+from ranks import free_port
 from runs import run_door
 
 pytestmark = needs_null_gpus
@@ -122,10 +123,19 @@ def test_the_largest_batch_fills_the_device_and_trains(tmp_path):
     assert found["limit_gib"] == pytest.approx(0.95 * (2 - 400 / 1024), abs=0.001)  # the context takes 400 MiB
 
 
-def test_doctor_and_compilation(tmp_path):
-    command = [sys.executable, "src/doctor.py", "trainer=ddp"]
-    done = subprocess.run(command, env=null_gpus(devices=2), cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0 and "GPU 1 NVIDIA A100-SXM4-80GB: 16 of 16 GiB free" in done.stdout, done.stdout
+def test_the_doctor_of_two_nodes_sees_their_gpus_and_measures_nccl():
+    command = [sys.executable, "src/doctor.py", "trainer=ddp", "trainer.num_nodes=2", "trainer.devices=1"]
+    nodes, port = [], {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for rank in "01":
+        environment = {**null_gpus(devices=2), **port, "NODE_RANK": rank, "CUDA_VISIBLE_DEVICES": rank}
+        nodes.append(subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True))
+    for node in nodes:
+        said, _ = node.communicate(timeout=200)
+        assert node.returncode == 0 and "GPU 0 NVIDIA A100-SXM4-80GB: 16 of 16 GiB free" in said, said
+        assert "all-reduce by gloo: " in said and "all-reduce by NCCL: " in said, said
+
+
+def test_compilation(tmp_path):
     words = ["trainer=gpu", "trainer.compile=true", "callbacks.checkpoints=null"]  # Triton's kernels compute nothing
     done = run_on_null_gpus("train", *SMALL, *words, logs=tmp_path, compute=False)
     assert done.code == 0, done.output
