@@ -5,13 +5,11 @@ The canary is a file that each attack would create.
 
 import json
 import os
-import pickle
 from pathlib import Path
 
 import pytest
 import torch
 
-from lockstep.callbacks.checkpoint_io import write_checkpoint
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import checksum_of
 from lockstep.storage.checkpoint_files import Sidecar, complete, write_sidecar
@@ -53,10 +51,6 @@ def canary(tmp_path):
 def good(trained):
     path, _ = next(complete(trained.folder.checkpoints, "best"))
     return read_checkpoint(path)
-
-
-def raw_pickle(content, path, canary):
-    path.write_bytes(pickle.dumps({**content, "x": Payload(canary)}, 2))
 
 
 def torch_zip(content, path, canary):
@@ -102,7 +96,6 @@ def an_option_that_climbs(content, path, canary):
 
 
 CHECKPOINTS = {
-    raw_pickle: "no checkpoint that can be loaded safely",
     torch_zip: "no checkpoint that can be loaded safely",
     optimizer_state: "no checkpoint that can be loaded safely",
     lightning_instantiator: None,
@@ -142,23 +135,7 @@ def test_going_on_from_a_hostile_checkpoint_runs_nothing(attack, trained, canary
         assert "Traceback" not in done.output and (wanted or "finished") in done.output.strip().splitlines()[-1]
 
 
-@pytest.mark.slow
-def test_anothers_checkpoint_does_not_choose_where_anything_is_written_or_sent(trained, canary, tmp_path):
-    content = good(trained)
-    config = content["lockstep"]["config"]
-    config["data"].update(cache_dir=str(canary.parent / "cache"))
-    config["paths"] = dict.fromkeys(config["paths"], str(canary.parent))
-    config["s3"] = {"uri": "s3://anothers/bucket", "endpoint_url": "http://127.0.0.1:9", "required": True}
-    path = tmp_path / "anothers.ckpt"
-    write_checkpoint(content, path)
-    done = run_door("eval", f"ckpt_path={path}", logs=tmp_path / "logs")
-    assert done.code == 0 and "s3" not in done.output and "127.0.0.1:9" not in done.output, done.output
-    config["data"]["name"] = "../../outside/x"
-    write_checkpoint(content, path)
-    assert run_door("eval", f"ckpt_path={path}", logs=tmp_path / "logs").code == 0
-
-
-@pytest.mark.parametrize("word", ["run_id=../x", "resume=../../x", "data.name=../../x", "s3.uri=s3://bucket/../../x"])
+@pytest.mark.parametrize("word", ["run_id=../x", "data.name=../../x", "s3.uri=s3://bucket/../../x"])
 def test_a_name_that_climbs_is_refused_by_its_key(word, canary, tmp_path):
     done = run_door("train", *SMALL, word, logs=tmp_path / "logs")
     assert done.code == 2 and "Traceback" not in done.output, done.output

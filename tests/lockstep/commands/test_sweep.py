@@ -60,15 +60,16 @@ def test_a_job_at_its_limit_saves_before_submitit_queues_it_again(tmp_path, monk
 @pytest.mark.parametrize(("restarts", "words"), [("", []), ("2", ["resume=auto"])])
 def test_a_job_that_slurm_queued_again_goes_on(tmp_path, monkeypatch, restarts, words):
     asked = []
-    monkeypatch.setattr(sweep, "run_child", lambda command, **_: asked.extend(command) or 0)
+    monkeypatch.setattr(sweep, "run_child", lambda command, environ, output: asked.extend([*command, environ]) or 0)
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
     node = {
         "sweep": {"dir": str(tmp_path / "night")},
         "job": {"num": 3},
         "overrides": {"task": ["seed=1"], "hydra": []},
     }
-    sweep.run_job(OmegaConf.create({"optimized_metric": "val/acc"}), OmegaConf.create(node), "src/train.py")
-    assert asked[1:3] == ["src/train.py", "seed=1"] and "run_id=night_3" in asked
+    config, own = OmegaConf.create({"optimized_metric": "val/acc"}), {"CUDA_VISIBLE_DEVICES": "3"}
+    sweep.run_job(config, OmegaConf.create(node), "src/train.py", own)
+    assert asked.pop() == own and asked[1:3] == ["src/train.py", "seed=1"] and "run_id=night_3" in asked
     assert [word for word in asked if word.startswith("resume=")] == words
 
 

@@ -12,53 +12,42 @@ from lockstep.runs.errors import UserError
 
 WRONG = {
     "batch_size=16": "use data.global_batch_size.",
-    "gpus=2": "use trainer.devices.",
     "epochs=5": "use trainer.max_epochs.",
     "trainer.max_epoch=5": "use trainer.max_epochs.",
-    "+batch_size=16": "use data.global_batch_size.",
     "drop_out=0.1 model=small_cnn": "use model.dropout.",
     "optimizer.momentun=0.9": "use optimizer.momentum (optimizer=muon or optimizer=sgd).",
     "data.root=/images data=digits": "data=csv or data=image_folder or data=mnist has it.",
     "+data.rooot=photos": "There is no data.rooot: use data.root.",
     "optimizer.amsgrd=true": "'+optimizer.amsgrd=VALUE' adds one.",
-    "trainer.barebones=true": "trainer.barebones cannot be given: use callbacks=none.",
     "trainer.fast_dev_run=true": "use debug=fast_dev_run.",
     "callbacks.checkpoints.moniter=x": "use callbacks.checkpoints.monitor.",
     "trainer.strategy.bucket_cap_mb=1": "There is no trainer.strategy.bucket_cap_mb: ",
     "trainer.strategy=ddp": "give a strategy as trainer=ddp",
     "callbacks.mine=3": "'+callbacks.mine={_target_: …}' adds one.",
     "optimiser=sgd": "use optimizer=.",
-    "recipe=quickstart": "use experiment=.",
-    "~callbacks.checkpoint": "use callbacks.checkpoints.",
     "model=resnet50": "any model of timm is model=timm model.name=resnet50",
-    "model=x/y": "There is no model=x/y: ",
     "model=alexnett": "did you mean model=alexnet?",
     "metrics=[f1,kapa]": "There is no metrics=kapa: did you mean metrics=kappa?",
     "~scheduler": "scheduler=VALUE or scheduler=none",
     "~model": "a run needs model. Give it another value, model=VALUE",
     "~seed": "Give it another value, seed=VALUE",
     "fsdp": "write trainer=fsdp.",
-    "trainer.max_epochs": "write trainer.max_epochs=VALUE.",
     "=3": "write KEY=VALUE",
     "classifier.label_smoothing=0.1": "classifier.label_smoothing is now task.label_smoothing.",
-    "optimizer.lr=fast": "optimizer.lr='fast': give a number (the default is",
     "seed=abc": "seed='abc': give a whole number",
     "trainer.max_epochs=2.5": "give a whole number",
     "data=csv data.test=/a=b": """quote the value, 'data.test="/a=b"'.""",
     "data=csv data.root=/a,b": "Ambiguous value for argument 'data.root=/a,b'",
 }
 RIGHT = [
-    "+experiment=quickstart",
     "+trainer.strategy={_target_: lockstep.strategies.ddp.DDP, static_graph: true}",
     "trainer=ddp +trainer.strategy.find_unused_parameters=true",
     "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, patience: 3}",
     "+optimizer.amsgrad=true",
     "trainer.detect_anomaly=true",
-    "trainer.profiler=simple",
     "optimizer=sgd optimizer.momentum=0",
     "data=image_folder data.root=/x data.mean=[0.1,0.2,0.3]",
     "data.global_batch_size=max",
-    "scheduler=none",
 ]
 
 
@@ -79,16 +68,12 @@ def test_what_something_reads_passes(words):
     [
         ("run_id=20251125", "run_id", "20251125"),
         ("run_id=2025_11_25", "run_id", "2025_11_25"),
-        ("resume=3e5", "resume", "3e5"),
         ("tags=[1,2.50,on]", "tags", ["1", "2.50", "on"]),
         ("data.name=7", "data.name", "7"),
         ("experiment_name=2025", "experiment_name", "2025"),
-        ("experiment_name=true", "experiment_name", "true"),
         ("data.root=/tmp/größe (1)/a=b", "data.root", "/tmp/größe (1)/a=b"),
-        ("data.root=/tmp/Данные", "data.root", "/tmp/Данные"),
         ("data.root='/a,b'", "data.root", "/a,b"),
         ("data.root=~/x", "data.root", "/home/me/x"),
-        ("paths.data_dir=~", "paths.data_dir", "/home/me"),
     ],
 )
 def test_a_name_stays_as_it_was_typed(word, key, value, monkeypatch):
@@ -97,12 +82,6 @@ def test_a_name_stays_as_it_was_typed(word, key, value, monkeypatch):
     for part in key.split("."):
         found = found[part]
     assert found == value
-
-
-def test_the_models_and_trainers_arguments_count_without_a_plus():
-    assert compose("train", ["optimizer.lr=0.5"]).optimizer.lr == 0.5
-    assert compose("train", ["trainer.detect_anomaly=true"]).trainer.detect_anomaly is True
-    assert compose("train", ["+model=alexnet"]).hydra.runtime.choices["model"] == "alexnet"
 
 
 @pytest.mark.slow
@@ -146,13 +125,11 @@ YAMLS = {
         f"{GLOBAL}defaults:\n  - override /modl: vit\n",
         "In 'experiment/mine': Could not override 'modl'.* by `- override /GROUP: NAME`",
     ),
-    "override misspelt": (f"{GLOBAL}defaults:\n  - overide /model: small_cnn\n", "by `- override /GROUP: NAME`"),
     "without its first line": ("defaults:\n  - override /model: vit\n", "begins with `# @package _global_`."),
     "indented unevenly": (
         f"{GLOBAL}trainer:\n   max_epochs: 3\n  precision: 16\n",
         'mine.yaml", line 4, column 3',
     ),
-    "neither override nor slash": (f"{GLOBAL}defaults:\n  - model: alexnet\n", "by `- override /GROUP: NAME`"),
     "an option beside the defaults": (f"{GLOBAL}model: small_cnn\n", "`- override /model: small_cnn`."),
     "a word for a number": (f"{GLOBAL}optimizer: {{lr: fast}}\n", "optimizer.lr='fast': give a number.*in a yaml"),
     "a name that is a number": (f"{GLOBAL}experiment_name: 2025\n", "experiment_name=2025: give it in quotes"),
