@@ -4,8 +4,10 @@ import csv
 import json
 import shutil
 import signal
+import time
 from functools import partial
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -13,7 +15,7 @@ import yaml
 from faults import signal_at_step
 from lockstep.storage.checkpoint_files import complete, fault_of
 from lockstep.storage.load import read_checkpoint
-from runs import run_door
+from runs import run_door, start_door
 
 SOAK = pytest.mark.slow
 SMALL = ["experiment=quickstart", "trainer.max_epochs=3", "trainer.log_every_n_steps=4"]
@@ -381,3 +383,23 @@ def test_a_resume_that_fails_changes_nothing_of_the_run_also_in_a_renamed_folder
     again = run_door("train", "resume=renamed", "trainer.max_epochs=2", logs=tmp_path)
     assert again.code == 0 and again.record["epochs"] == 2, again.output
     assert yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["lr"] == 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["cpu", "ddp_sim"])
+def test_a_run_that_ctrl_z_stops_for_longer_than_its_timeout_goes_on(trainer, tmp_path):
+    words = ["experiment=quickstart", f"trainer={trainer}", "trainer.timeout_s=3", "trainer.max_epochs=15", "run_id=r"]
+    started = start_door("train", *words, logs=tmp_path)
+    metrics = tmp_path / "train/runs/r/metrics.csv"
+    started.wait_for(metrics.exists)
+    own = psutil.Process(started.process.pid)
+    group = [own, *own.children(recursive=True)]
+    for process in group:
+        process.suspend()
+    before = metrics.read_text()
+    time.sleep(7)
+    assert started.process.is_alive() and metrics.read_text() == before
+    for process in group:
+        process.resume()
+    done = started.done()
+    assert done.code == 0 and done.record["epochs"] == 15, done.output
