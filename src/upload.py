@@ -14,16 +14,11 @@ from lockstep.runs.record import read_record, status_of
 from lockstep.runs.script import run_with_options
 from lockstep.storage.uploader import finish_upload
 
-log = logging.getLogger(__name__)
-
 OPTIONS = {"run": None, "s3.uri": "", "s3.endpoint_url": "", "paths.log_dir": str(REPOSITORY / "logs")}
 
 
 def upload(given: dict[str, str]) -> int:
-    """
-    Raises:
-        UserError: an unknown run, one that is still training, a bucket that is no bucket.
-    """
+    """Send what is left, and return EXIT_NOT_UPLOADED if the best checkpoint is still not in the bucket."""
     folder = find_run(Path(given["paths.log_dir"]), given["run"])
     s3 = (read_config(folder.config).get("s3") or {}) if folder.config.exists() else {}
     s3 |= {key: given[f"s3.{key}"] for key in ("uri", "endpoint_url") if given[f"s3.{key}"]}
@@ -32,14 +27,14 @@ def upload(given: dict[str, str]) -> int:
     if status_of(read_record(folder.record)) == "running":
         raise UserError(f"The run {folder.run_id} is still training: it uploads by itself.")
     code = finish_upload({**s3, "flush_timeout_s": 3600.0}, folder, EXIT_OK)
-    error = read_record(folder.record).upload.error
-    log.info(f"{folder.run_id} is in {s3['uri']}." if code == EXIT_OK else f"not uploaded: {error}.")
+    sent = f"{folder.run_id} is in {s3['uri']}." if code == EXIT_OK else "not uploaded: "
+    logging.getLogger(__name__).info(sent + (read_record(folder.record).upload.error or ""))
     return code
 
 
 def main(argv: list[str]) -> int:
-    named = [word for word in argv if "=" not in word and not word.startswith("-")]
-    words = [word for word in argv if word not in named] + ([f"run={' '.join(named)}"] if named else [])
+    ids = [word for word in argv if "=" not in word and not word.startswith("-")]
+    words = [word for word in argv if word not in ids] + ([f"run={' '.join(ids)}"] if ids else [])
     return run_with_options(words, __doc__ or "", OPTIONS, upload)
 
 

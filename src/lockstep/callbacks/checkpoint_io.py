@@ -5,7 +5,6 @@ Objects between ranks go through torch's own collectives; without a process grou
 
 import copy
 import io
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +56,15 @@ def load_on_all_ranks(path: str | Path, map_location: Any = "cpu") -> Checkpoint
     Raises:
         UserError: on every rank, as read_checkpoint.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized():
         return read_checkpoint(path, map_location)
-    content = io.BytesIO()
-    with ExitStack() as stack:
-        is_here = dist.get_rank() == 0 and Path(path).is_file()
-        file = stack.enter_context(open(path, "rb")) if is_here else None
-        if not broadcast_object(is_here):
-            raise UserError(f"There is no checkpoint {path}.")
-        while chunk := broadcast_object(file.read(CHUNK_BYTES) if file else None):
+    data = Path(path).read_bytes() if dist.get_rank() == 0 and Path(path).is_file() else b""
+    size, content = broadcast_object(len(data)), io.BytesIO(data)
+    if not size:
+        raise UserError(f"There is no checkpoint {path}.")
+    for start in range(0, size, CHUNK_BYTES):
+        chunk = broadcast_object(data[start : start + CHUNK_BYTES])
+        if not data:
             content.write(chunk)
     content.seek(0)
     return read_checkpoint(path, map_location, content)

@@ -118,13 +118,8 @@ def test_the_newest_of_each_kind_arrives_and_the_one_before_it_goes(setting):
     assert (status.step, status.error) == (30, None)
     assert status.uri == f"{setting.run.uri}/{setting.objects()[0]}"
     assert list((setting.folder.path / "upload").glob("*.ckpt")) == []
-    uploader.stop()
-
-
-def test_a_last_that_equals_the_best_is_sent_once(setting):
-    uploader = setting.uploader()
-    checkpoint_files.link(setting.checkpoint(10), setting.folder.checkpoints / "last-step00000010.ckpt")
-    assert uploader.flush(30) and len(setting.objects()) == 1 and setting.pointed("last") is None
+    checkpoint_files.link(setting.checkpoint(50), setting.folder.checkpoints / "last-step00000050.ckpt")
+    assert uploader.flush(30) and setting.pointed() == 50 and setting.pointed("last") == 40, "equal files are sent once"
     uploader.stop()
 
 
@@ -263,25 +258,19 @@ def test_kills_in_the_midst_of_uploads(setting, tmp_path):
     assert sha256_of(newest_whole(there.checkpoints)) == sha256_of(best)
 
 
-def test_the_end_of_a_run_sends_what_its_process_left(setting, caplog):
+def test_the_end_of_a_run_sends_what_its_process_left_and_else_upload_py_does(setting, capsys):
     setting.checkpoint(10)
-    assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK and setting.pointed() == 10
+    away = {**setting.s3, "endpoint_url": "http://127.0.0.1:9", "flush_timeout_s": 2}
+    assert finish_upload(away, setting.folder, 0) == EXIT_NOT_UPLOADED
+    assert "cannot be reached" in read_record(setting.folder.record).upload.error
+    assert finish_upload({**away, "flush_timeout_s": 0.1}, setting.folder, 75) == 75
+    assert upload.main(["the-run", f"paths.log_dir={setting.folder.path.parents[2]}"]) == EXIT_OK
+    assert capsys.readouterr().out.endswith(f"the-run is in {setting.s3['uri']}.\n")
     record = read_record(setting.folder.record)
+    assert setting.pointed() == 10 and record.upload.error is None
     assert record.upload.uri == f"{setting.run.uri}/{setting.objects()[0]}" == record.best_checkpoint.s3_uri
-    assert record.upload.error is None
     assert setting.run.read("run.json")[0] == setting.folder.record.read_bytes(), "the final record"
     assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK, "nothing is left"
-
-
-def test_a_best_that_never_arrived_is_in_the_record_and_the_exit_code_until_upload_py_sends_it(setting, capsys):
-    setting.checkpoint(10)
-    s3 = {**setting.s3, "endpoint_url": "http://127.0.0.1:9", "flush_timeout_s": 2}
-    assert finish_upload(s3, setting.folder, 0) == EXIT_NOT_UPLOADED
-    assert "cannot be reached" in read_record(setting.folder.record).upload.error
-    assert finish_upload({**s3, "flush_timeout_s": 0.1}, setting.folder, 75) == 75
-    assert upload.main(["the-run", f"paths.log_dir={setting.folder.path.parents[2]}"]) == EXIT_OK
-    assert setting.pointed() == 10 and read_record(setting.folder.record).upload.error is None
-    assert capsys.readouterr().out.endswith(f"the-run is in {setting.s3['uri']}.\n")
 
 
 def test_a_run_that_never_reached_the_bucket_or_has_none_is_not_waited_for(setting):

@@ -112,8 +112,8 @@ def test_a_layer_that_does_more_is_refused():
     ("net", "world_size", "micro_batches", "synchronised", "said"),
     [
         (nn.Linear(1, 1), 4, 4, False, []),
+        (nn.BatchNorm1d(1).eval(), 4, 4, False, []),  # frozen
         (nn.BatchNorm1d(1), 1, 1, False, []),
-        (nn.BatchNorm1d(1), 2, 1, True, []),
         (nn.BatchNorm1d(1), 2, 4, True, ["4 micro-batches"]),
         (nn.BatchNorm1d(1), 2, 4, False, ["trainer.sync_batchnorm=true", "4 micro-batches"]),
     ],
@@ -123,9 +123,7 @@ def test_one_warning_for_each_way_in_which_batchnorm_depends_on_the_spread(
 ):
     batch = {"world_size": world_size, "micro_batches": micro_batches, "synchronised": synchronised}
     found = check_batch_norm(net, images=8, **batch)
-    assert len(found) == len(said)
-    for sentence, words in zip(found, said, strict=True):
-        assert words in sentence
+    assert len(found) == len(said) and all(words in sentence for sentence, words in zip(found, said, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +137,5 @@ def test_one_image_at_a_time_is_refused_with_the_sizes_that_work(world_size, mic
     batch = {"images": 1, "world_size": world_size, "micro_batches": micro_batches}
     with pytest.raises(UserError, match=said):
         check_batch_norm(nn.BatchNorm1d(1), **batch, synchronised=False)
-    assert check_batch_norm(nn.Linear(1, 1), **batch, synchronised=False) == []
-    assert check_batch_norm(nn.BatchNorm1d(1).eval(), **batch, synchronised=False) == []  # frozen
     if world_size > 1:
         assert check_batch_norm(nn.BatchNorm1d(1), **batch, synchronised=True) == []
