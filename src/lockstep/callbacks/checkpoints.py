@@ -77,8 +77,11 @@ class Checkpoints(Callback):
         if self.loaded is None:
             return
         self.saved_step = trainer.global_step
-        if trainer.is_global_zero and self.best_path and files.read_sidecar(self.best_path):
-            self._announce(trainer, {"best": self.best_path})  # again: a kill may have come before
+        if trainer.is_global_zero and self.best_path:
+            if not self.best_path.exists():  # one that was fetched from a bucket may have another name
+                self.best_path = next((path for path, _ in files.complete(self.folder, "best")), self.best_path)
+            if files.read_sidecar(self.best_path):
+                self._announce(trainer, {"best": self.best_path})  # again: a kill may have come before
         # Lightning loses the loader's state if something asked for the number of steps before fit began.
         loader: Any = trainer.train_dataloader
         if hasattr(loader, "load_state_dict"):

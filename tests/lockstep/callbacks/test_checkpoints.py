@@ -10,7 +10,8 @@ from lockstep.callbacks.checkpoint_io import CheckpointFiles
 from lockstep.callbacks.checkpoints import Checkpoints, refuse_non_finite
 from lockstep.callbacks.resume_point import random_state, set_random_state
 from lockstep.runs.errors import Diverged, UserError
-from lockstep.storage.checkpoint_files import complete, newest_whole
+from lockstep.runs.files import checksum_of
+from lockstep.storage.checkpoint_files import Sidecar, complete, newest_whole, write_sidecar
 from lockstep.storage.load import read_checkpoint
 from runs import run_door
 
@@ -53,6 +54,20 @@ def test_another_monitor_finds_its_own_best(tmp_path):
     assert not same._finds_best(trainer) and other._finds_best(trainer) and other.best_value == 2.5
     trainer.callback_metrics["val/loss"] = torch.tensor(float("nan"))
     assert not other._finds_best(trainer) and other.best_path == before.best_path
+
+
+def test_a_best_that_was_fetched_is_tested_and_recorded_by_its_name_here(tmp_path):
+    here, told = tmp_path / "best-step00000040.ckpt", []
+    here.write_bytes(b"weights")
+    write_sidecar(here, Sidecar(40, **vars(checksum_of(here))))
+    callback = Checkpoints(tmp_path)
+    callback.load_state_dict({"best_value": 0.9, "best": {"file": "best-step00000040-2.ckpt"}})
+    callback.loaded = {"random": [], "loader": {}, "point": {"phase": "epoch_end"}}
+    recorder = SimpleNamespace(on_checkpoint_complete=lambda path, sidecar, kind: told.append((path, kind)))
+    trainer = SimpleNamespace(is_global_zero=True, global_step=40, train_dataloader=None, world_size=1)
+    trainer.callbacks = [recorder]
+    callback.on_train_start(trainer, None)
+    assert callback.best_path == here and told == [(here, "best")] and here.exists()
 
 
 def test_an_error_of_the_thread_that_writes_is_raised_in_training(tmp_path):
