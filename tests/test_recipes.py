@@ -21,7 +21,6 @@ TWO_STEPS = [
         ("deit3_imagenet", []),
         ("convnext_imagenet", []),
         ("resnet50_a2", []),
-        ("finetune_cifar10", ["model.pretrained=false"]),
         ("linear_probe", ["model.pretrained=false"]),
     ],
 )

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import shutil
 import signal
 import time
 from functools import partial
@@ -75,31 +74,12 @@ def test_a_run_leaves_its_whole_folder(uninterrupted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("option", "steps"), [("fast_dev_run", 2), ("overfit", 60)])
-def test_debug_options_run(tmp_path, option, steps):
-    shorter = ["trainer.max_epochs=20", "trainer.check_val_every_n_epoch=20"] if option == "overfit" else []
-    done = run_door("train", "experiment=quickstart", f"debug={option}", *shorter, logs=tmp_path)
-    assert done.code == 0, done.output
-    assert done.record["steps"] == steps and done.record["tags"] == ["debug"]
+def test_overfit_learns_a_few_batches_by_heart(tmp_path):
+    words = ["experiment=quickstart", "debug=overfit", "trainer.max_epochs=20", "trainer.check_val_every_n_epoch=20"]
+    done = run_door("train", *words, logs=tmp_path)
+    assert done.code == 0 and done.record["tags"] == ["debug"], done.output
     losses = [float(row["train/loss"]) for row in rows(done.folder) if row["train/loss"]]
-    assert option == "fast_dev_run" or losses[-1] < 0.5 * losses[0]
-
-
-@pytest.mark.slow
-def test_learning_rates_follow_the_batch_where_asked(tmp_path):
-    options = ["experiment=quickstart", "optimizer=muon", "trainer.max_steps=2", "test=false"]
-    options += ["optimizer.lr=0.02", "optimizer.head_lr=0.01", "optimizer.base_batch_size=32", "scheduler=none"]
-    scaled = run_door("train", *options, "optimizer.scale_lr_with_batch=true", logs=tmp_path / "scaled")
-    assert scaled.code == 0, scaled.output
-    said = "optimizer: lr 0.02 → 0.04, head_lr 0.01 → 0.02, vector_lr 0.1 → 0.2 (global batch 64 / base_batch_size 32)"
-    assert said in scaled.output.splitlines()
-    wanted = ["optimizer.lr=0.04", "optimizer.head_lr=0.02", "optimizer.vector_lr=0.2"]
-    stated = run_door("train", *options, *wanted, logs=tmp_path / "stated")
-    assert_equal(weights(scaled.folder), weights(stated.folder))
-    refused = run_door(
-        "train", *options, "optimizer.scale_lr_with_batch=true", "optimizer.base_batch_size=0", logs=tmp_path
-    )
-    assert refused.code == 2 and "optimizer.base_batch_size=0" in refused.output
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_eval_counts_the_same_and_its_loss_is_bit_equal(uninterrupted):
@@ -131,13 +111,10 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(uninterrupted,
     assert done.code == 0, done.output
     assert_equal(weights(done.folder), weights(uninterrupted.folder))
     assert_equal(weights(done.folder, "best"), weights(uninterrupted.folder, "best"))
-    kept = [{k: v for k, v in row.items() if k not in ("time_s", "images_per_s")} for row in rows(done.folder)]
-    wanted = [
-        {k: v for k, v in row.items() if k not in ("time_s", "images_per_s")} for row in rows(uninterrupted.folder)
-    ]
+    kept, wanted = rows(done.folder), rows(uninterrupted.folder)
     assert [r["step"] for r in kept] == sorted({r["step"] for r in kept}, key=int)
-    validated = [(r["step"], r["val/acc"], r["val/loss"]) for r in kept if r["val/acc"]]
-    assert validated == [(r["step"], r["val/acc"], r["val/loss"]) for r in wanted if r["val/acc"]]
+    validated = [[(r["step"], r["val/acc"], r["val/loss"]) for r in each if r["val/acc"]] for each in (kept, wanted)]
+    assert validated[0] == validated[1]
     assert done.record["restarts"][0]["resumed_step"] == stop_after
     assert done.record["restarts"][0]["lost_steps"] == 0
     assert done.record["metrics"]["test/correct"] == uninterrupted.record["metrics"]["test/correct"]
@@ -225,7 +202,6 @@ def test_a_file_that_is_no_checkpoint_and_one_of_another_model(uninterrupted, tm
 
 @pytest.mark.slow
 def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_it(uninterrupted, tmp_path):
-    """Optimizer, schedule, epochs and best are its own, also where it is killed before its first checkpoint."""
     best = weights(uninterrupted.folder, "best")
     still = ["experiment=quickstart", f"ckpt_path={uninterrupted.folder.run_id}", "trainer.max_epochs=1"]
     still += ["optimizer.lr=1e-30", "optimizer.weight_decay=0"]
@@ -237,26 +213,6 @@ def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_i
     assert_equal(weights(done.folder, "best"), best)
     assert done.record["metrics"]["test/correct"] == uninterrupted.record["metrics"]["test/correct"]
     assert done.record["resumed_from"] is None and "/best-step" in done.record["initial_weights"]
-
-    own = shutil.copy(uninterrupted.folder.path / uninterrupted.record["best_checkpoint"]["path"], tmp_path / "w.ckpt")
-    moves = ["experiment=quickstart", f"ckpt_path={own}", "trainer.max_epochs=1", "seed=7"]
-    whole = run_door("train", *moves, "run_id=whole", logs=there)
-    assert "It may have trained on images that validate or test here, because the split is another one." in whole.output
-    died = run_door("train", *moves, "run_id=k", logs=there, before=partial(signal_at_step, 3, number=signal.SIGKILL))
-    assert died.code == -signal.SIGKILL and not list(died.folder.checkpoints.glob("*.ckpt")), died.output
-    again = run_door("train", "resume=k", logs=there)
-    assert again.code == 0, again.output
-    assert_equal(weights(again.folder), weights(whole.folder))
-    assert again.record["initial_weights"] == whole.record["initial_weights"] and again.record["resumed_from"] is None
-    best_sha256 = uninterrupted.record["best_checkpoint"]["sha256"]
-    assert [run.record["initial_weights_sha256"] for run in (whole, again)] == [best_sha256] * 2
-
-    own.unlink()  # a run that has checkpoints of its own asks no more for what it started from
-    longer = run_door("train", "resume=whole", "trainer.max_epochs=2", logs=there)
-    assert longer.code == 0 and longer.record["steps"] == 40, longer.output
-    assert "trainer.max_epochs was 1, now 2: the learning rate's schedule is stretched" in longer.output
-    assert longer.record["initial_weights"] == str(own) and "/last-step" in longer.record["resumed_from"]
-    assert longer.record["initial_weights_sha256"] == best_sha256
 
 
 @pytest.mark.slow
@@ -273,37 +229,6 @@ def test_a_run_that_max_steps_ends_in_mid_epoch_is_validated_tested_and_goes_on(
     assert {row["step"] for row in rows(again.folder) if row["val/acc"]} == {"7", "20", "30"}
 
 
-@pytest.mark.slow
-def test_a_stop_at_the_last_step_of_max_steps_waits_for_its_validation(tmp_path):
-    words = ["experiment=quickstart", "trainer.max_steps=7", "run_id=r"]
-    stopped = run_door("train", *words, logs=tmp_path, before=partial(signal_at_step, 7))
-    assert stopped.code == 75 and stopped.record["best_checkpoint"]["step"] == 7, stopped.output
-    again = run_door("train", "resume=r", logs=tmp_path)
-    assert again.code == 0 and again.record["metrics"]["test/images"] == 360, again.output
-    longer = run_door("train", "resume=r", "trainer.max_steps=8", "trainer.max_epochs=1", logs=tmp_path)
-    assert longer.code == 0 and longer.record["steps"] == 8, longer.output
-    over = run_door("train", "resume=r", logs=tmp_path)
-    assert over.code == 2 and "give more trainer.max_steps" in over.output
-
-
-def other_images():
-    from lockstep.training import build
-
-    original = build.facts_of
-    build.facts_of = lambda checkpoint: {**original(checkpoint), "data_hash": "others"}
-
-
-@pytest.mark.slow
-def test_a_test_of_no_batches_is_no_failure(tmp_path):
-    words = ["experiment=quickstart", "trainer.max_steps=2", "run_id=r"]
-    done = run_door("train", *words, "trainer.limit_test_batches=0", logs=tmp_path)
-    assert done.code == 0 and not done.folder.confusion_matrix.exists(), done.output
-    done = run_door("eval", "ckpt_path=r", logs=tmp_path, before=other_images)
-    assert "the training, which may have seen some of these test images" in done.output, done.output
-    done = run_door("eval", "ckpt_path=r", "trainer.limit_test_batches=0", logs=tmp_path)
-    assert done.code == 2 and "nothing to test" in done.output
-
-
 def breaks_before_the_first_step():
     from lockstep.callbacks.training_log import TrainingLog
 
@@ -313,6 +238,7 @@ def breaks_before_the_first_step():
     TrainingLog.on_train_start = fails
 
 
+@pytest.mark.slow
 def test_the_id_of_a_run_that_died_before_its_first_step_can_be_used_again(tmp_path):
     words = ["experiment=quickstart", "trainer=cpu", "trainer.max_steps=2", "test=false", "run_id=r"]
     died = run_door("train", *words, "optimizer.lr=7", logs=tmp_path, before=breaks_before_the_first_step)
