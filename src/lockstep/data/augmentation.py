@@ -77,7 +77,7 @@ class Augmentation:
                 found.append(v2.RandomErasing(self.erasing_prob, value=framing.fill))
         except (TypeError, ValueError) as error:  # torchvision checks the ranges
             values = f"color_jitter={self.color_jitter} erasing_prob={self.erasing_prob}"
-            raise UserError(f"augmentation: {values}: {error}.") from None
+            raise UserError(f"augmentation: {values}: {str(error).rstrip('.')}.") from None
         return v2.Compose(found)
 
 

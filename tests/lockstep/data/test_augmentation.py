@@ -40,7 +40,7 @@ def test_only_what_the_device_can_do_is_done_on_whole_batches():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"erasing_prob": 1.1}, "erasing_prob=1.1: .* should be between 0 and 1"),
+        ({"erasing_prob": 1.1}, "erasing_prob=1.1: .* in the interval .0.0, 1.0..$"),
         ({"mixup_alpha": -1}, "augmentation.mixup_alpha=-1 and cutmix_alpha=0.0 must be from 0"),
         ({"color_jitter": [1] * 5}, r"color_jitter=\[1, 1, 1, 1, 1\] .*takes from 1 to 5 positional arguments"),
         ({"color_jitter": [0, 0, 0, 0.6]}, "hue values should be between"),
