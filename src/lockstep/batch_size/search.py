@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ REPLACED = ("resume", "run_id", "debug", "logger", "logbook", "ckpt_path", "swee
 
 def search(plan: RunPlan, environ: Mapping[str, str]) -> dict[str, Any]:
     """Run train.py with several batches; return the fields of `largest_batch` in the record."""
-    began, parts = time.monotonic(), plan.cluster.world_size * plan.batch.accumulate
+    parts = plan.cluster.world_size * plan.batch.accumulate
     mixes = any(plan.config["augmentation"].get(key, 0) for key in ("mixup_alpha", "cutmix_alpha"))  # pairs of images
     unit = math.lcm(2 if mixes else 1, plan.trainer.get("micro_batches") or 1)
     limit = bound = math.inf
@@ -53,11 +52,8 @@ def search(plan: RunPlan, environ: Mapping[str, str]) -> dict[str, Any]:
         batch = next_batch(tried, limit, bound, unit)
     largest = fitting(tried, limit)
     return {
-        "per_device": largest, "global": largest * parts, "probes": len(tried),
-        "out_of_memory": sum(peak is None for peak in tried.values()), "seconds": round(time.monotonic() - began, 1),
-        "peak_memory_gib": tried[largest], "limit_gib": round(limit, 4),
-        "bounded_by": "data set" if largest == bound else "memory",
-        "tried": [[batch, peak and round(peak / limit, 4)] for batch, peak in tried.items()],
+        "per_device": largest, "global": largest * parts, "probes": len(tried), "peak_memory_gib": tried[largest],
+        "limit_gib": round(limit, 4), "bounded_by": "data set" if largest == bound else "memory",
     }  # fmt: skip
 
 
@@ -125,12 +121,7 @@ def _train_two_steps(plan: RunPlan, environ: Mapping[str, str], batch: int) -> d
 
 
 def run_train(overrides: list[str], environ: Mapping[str, str], output: Path) -> int:
-    """Run train.py in a process that ends with this one; return its exit code.
-
-    Args:
-        environ: of this process; what a launcher has set in it is left out.
-        output: file for what it prints.
-    """
+    """Run train.py without a launcher's variables, until it or this process ends; return its exit code."""
     own = {name: value for name, value in environ.items() if not name.startswith(LAUNCHER)}
     before = signals.on_stop(signals.interrupt)
     signals.check()
