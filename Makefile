@@ -117,7 +117,7 @@ bench-gpu: install  ## measure one GPU in ten minutes, into benchmarks/results/g
 soak: install-dev  ## kill runs at random moments and compare their weights; PIECE="kills sigterm uploads" COUNT=60 SEED=1
 	$(PY) benchmarks/soak.py $(PIECE) $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT))
 
-logbook: install  ## write the pages of the runs that logbook/ keeps, with what has become of them
+logbook: install  ## write the pages of the runs in logbook/ anew
 	$(PY) src/logbook.py build
 
 new:  ## make a project of your own: make new NAME=birds DIR=../birds

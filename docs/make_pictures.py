@@ -1,7 +1,7 @@
-"""Draw README's pictures from real runs.    python docs/make_pictures.py   (Debian's chromium for page and report)
+"""Draw README's pictures from real runs.    python docs/make_pictures.py   (Debian's chromium for the pages)
 
-docs/pictures/terminal.svg: what `make train` prints. page.png, comparison.png and report.png: a page, a comparison and
-a report of the logbook.
+docs/pictures/terminal.svg: what `make train` prints. page.png, page_two_nodes.png and comparison.png: two pages and
+a comparison of the logbook.
 """
 
 import os
@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from markdown_it import MarkdownIt
+from PIL import Image
 from rich.console import Console
 from rich.text import Text
 
@@ -66,6 +67,8 @@ def photograph(html: Path, picture: str) -> None:
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"]
         own = [f"--user-data-dir={folder}", f"--screenshot={PICTURES / picture}", "--window-size=940,1500"]
         subprocess.run(["chromium", *options, *own, html.as_uri()], check=True, capture_output=True)
+    with Image.open(PICTURES / picture) as image:
+        image.convert("RGB").quantize(64).save(PICTURES / picture, optimize=True)  # a quarter of the bytes
 
 
 def main() -> None:
@@ -76,8 +79,8 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     if shutil.which("chromium"):
         draw_page(logbook / "vit_cifar10-two-cores-ddp_sim" / "page.md", "page.png")
+        draw_page(logbook / "alexnet_cifar10-slurm-two-nodes" / "page.md", "page_two_nodes.png")
         draw_page(logbook / "ddp-beside-fsdp-26-epochs.md", "comparison.png")
-        photograph(logbook / "ddp-beside-fsdp.html", "report.png")
 
 
 if __name__ == "__main__":

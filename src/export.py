@@ -7,27 +7,26 @@ By default it makes every format whose packages are installed. A timm model is l
 timm.create_model("local-dir:FOLDER", pretrained=True). ONNX needs onnx, onnxscript and onnxruntime.
 """
 
+import copy
 import json
 import logging
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs.config import model_name
+from lockstep.runs.config import data_name, model_name
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.runs.provenance import REPOSITORY
+from lockstep.runs.redact import redact_text
 from lockstep.runs.script import run_with_options
 
 log = logging.getLogger(__name__)
 
-OPTIONS: dict[str, str | None] = {
-    "ckpt_path": None, "out": "", "formats": "", "log_dir": str(REPOSITORY / "logs"), "endpoint_url": "",
-    "push_to": "",
-}  # fmt: skip
+LOGS = str(REPOSITORY / "logs")
+OPTIONS: dict[str, str | None] = {"ckpt_path": None, "out": "", "formats": "", "log_dir": LOGS, "push_to": ""}
 TOLERANCE = 1e-4  # of the largest logit: kernels of another runtime sum in another order
 NEEDED = {"safetensors": ("safetensors",), "onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": ()}
 
@@ -38,20 +37,21 @@ def chosen_formats(text: str) -> list[str]:
     Raises:
         UserError: an unknown format, or a named one whose packages are missing.
     """
-    named = [name.strip() for name in text.split(",") if name.strip()]
-    if unknown := [name for name in named if name not in NEEDED]:
-        raise UserError(f"formats={text}: {unknown[0]} is not one of {', '.join(NEEDED)}.")
-    missing = {name: [each for each in NEEDED[name] if not find_spec(each)] for name in named or NEEDED}
-    for name, packages in missing.items():
-        if packages:
-            needs = f"needs {', '.join(packages)}: .venv/bin/pip install {' '.join(packages)}"
+    named, found = [name.strip() for name in text.split(",") if name.strip()], []
+    for name in named or NEEDED:
+        if name not in NEEDED:
+            raise UserError(f"formats={text}: {name} is not one of {', '.join(NEEDED)}.")
+        if missing := [package for package in NEEDED[name] if not find_spec(package)]:
+            needs = f"needs {', '.join(missing)}: .venv/bin/pip install {' '.join(missing)}"
             if named:
                 raise UserError(f"formats={name} {needs}.")
             log.info(f"{name} skipped, it {needs}")
-    return [name for name, packages in missing.items() if not packages]
+        else:
+            found.append(name)
+    return found
 
 
-def example_images(facts: Mapping[str, Any], num: int) -> Any:
+def example_images(facts: Any, num: int) -> Any:
     """Return (num, C, H, W) float32 of the size of normalised pixels, always the same."""
     import torch
 
@@ -67,12 +67,12 @@ def largest_difference(model: Any, exported: Any) -> float:
     """
     import torch
 
-    worst = 0.0
+    found = []
     with torch.inference_mode():
         for images in (example_images(model.facts, num) for num in (1, 3)):
             wanted = model.net(images)
-            worst = max(worst, float((exported(images) - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6)))
-    return worst
+            found.append(float((exported(images) - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6)))
+    return max(found)
 
 
 def timm_backbone(model: Any) -> Any:
@@ -82,25 +82,30 @@ def timm_backbone(model: Any) -> Any:
 
 
 def write_config(model: Any, out: Path) -> dict[str, Any]:
-    """Write config.json and model.safetensors; a net that is not timm's has its class and arguments in config.json."""
+    """Write config.json and model.safetensors; of a net that is not timm's its class and arguments, for a reader."""
     from safetensors.torch import save_file
     from timm.models import save_for_hf
 
-    outputs = model.config["task"].get("outputs") or model.facts["num_classes"]
-    facts, framing, backbone = model.facts, model.framing, timm_backbone(model)
+    from lockstep.config.instantiate import options_of, resolve_target
+
+    facts, framing, own = model.facts, model.framing, dict(model.config["model"])
+    outputs = model.config["task"].get("outputs") or facts["num_classes"]
     images = {
         "input_size": (facts["channels"], facts["image_size"], facts["image_size"]),
         "interpolation": framing.interpolation, "crop_mode": "squash" if framing.fit == "squash" else "center",
         "crop_pct": framing.crop_pct, "mean": tuple(facts["mean"]), "std": tuple(facts["std"]),
     }  # fmt: skip
     tag = {"tag": model.record.run_id or "local"}
-    if backbone is not None:
+    if (backbone := timm_backbone(model)) is not None:
         config = {"label_names": facts["class_names"], "pretrained_cfg": tag}
         save_for_hf(backbone, str(out), config, safe_serialization=True, data_config=images)
     else:
+        shape = {"num_classes": outputs, "image_size": facts["image_size"], "channels": facts["channels"]}
+        taken, _ = options_of(resolve_target(own["_target_"], "model._target_"))
+        arguments = {key: value for key, value in own.items() if key not in ("freeze", "weights", "pretrained")}
         config = {
-            "architecture": model_name(model.config), "num_classes": outputs,
-            "label_names": facts["class_names"], "model": model_arguments(model),
+            "architecture": model_name(model.config), "num_classes": outputs, "label_names": facts["class_names"],
+            "model": {**{key: value for key, value in shape.items() if key in taken}, **arguments},
             "pretrained_cfg": {**tag, **images, "num_classes": outputs},
         }  # fmt: skip
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -110,20 +115,8 @@ def write_config(model: Any, out: Path) -> dict[str, Any]:
     return found
 
 
-def model_arguments(model: Any) -> dict[str, Any]:
-    """Return the class and arguments of the net, for a reader: nothing here builds what a file names."""
-    from lockstep.config.instantiate import options_of, resolve_target
-
-    own = {key: value for key, value in model.config["model"].items() if key not in ("freeze", "weights", "pretrained")}
-    taken, _ = options_of(resolve_target(own["_target_"], "model._target_"))
-    shape = {**model.facts, "num_classes": model.config["task"].get("outputs") or model.facts["num_classes"]}
-    return {**{key: shape[key] for key in ("num_classes", "image_size", "channels") if key in taken}, **own}
-
-
 def export_safetensors(model: Any, out: Path) -> Any:
     """Load model.safetensors as its user does; a net of the user's own keeps its own names of weights."""
-    import copy
-
     import timm
     from safetensors.torch import load_file
 
@@ -158,14 +151,47 @@ def export_onnx(model: Any, out: Path) -> Any:
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 
 
+def card_text(model: Any, timm_config: dict[str, Any], compared: dict[str, float]) -> str:
+    """Return the README.md of an exported model.
+
+    Args:
+        compared: the largest difference of the logits of each exported format.
+    """
+    from lockstep.logbook.render import render
+
+    record, config = model.record, model.config
+    # Only a test of this very checkpoint on all images is a result of it.
+    metrics = record.metrics if record.best_checkpoint.sha256 == model.sha256() else {}
+    whole = metrics.get("test/images", record.num_test) == record.num_test
+    tested = {k: v for k, v in metrics.items() if k.startswith("val/acc") or (whole and k.startswith("test/"))}
+    net = timm_config.get("model") or {"num_classes": timm_config["num_classes"], **timm_config["model_args"]}
+    return render(
+        "model_card.md.j2", name=model_name(config), data=data_name(config), model=model, record=record,
+        metrics={k: v for k, v in tested.items() if isinstance(v, float)}, timm=timm_config, compared=compared,
+        command=redact_text(record.command or ""), target=config["model"]["_target_"].rpartition("."),
+        arguments=", ".join(f"{key}={value!r}" for key, value in net.items() if key != "_target_"),
+        parameters=sum(p.numel() for p in model.net.parameters()),
+    )  # fmt: skip
+
+
+def hub(push_to: str, method: str, **arguments: Any) -> Any:
+    """Call the Hugging Face hub; raise UserError with its reason if it refuses, as without a token."""
+    from huggingface_hub import HfApi
+
+    try:
+        return getattr(HfApi(), method)(**arguments)
+    except Exception as error:  # of the hub, and of whatever HTTP library its client uses
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"push_to={push_to}: {reason} (hf auth login, or HF_TOKEN, gives a token).") from None
+
+
 def export(options: dict[str, str]) -> int:
-    from lockstep.logbook.render import card_text
+    """Make the formats, compare each with the net, write the card; upload the folder if that was asked for."""
     from lockstep.training.inference import load_finished
 
-    formats = chosen_formats(options["formats"])
-    push = pusher(options["push_to"]) if options["push_to"] else None
-    s3 = {"endpoint_url": options["endpoint_url"] or None}
-    model = load_finished(options["ckpt_path"], Path(options["log_dir"]), s3)
+    formats, push_to = chosen_formats(options["formats"]), options["push_to"]
+    model = load_finished(options["ckpt_path"], Path(options["log_dir"]))
+    repository = hub(push_to, "create_repo", repo_id=push_to, private=True, exist_ok=True) if push_to else None
     out = Path(options["out"] or Path("exports") / model.name)
     out.mkdir(parents=True, exist_ok=True)
     config, compared = write_config(model, out), {}
@@ -182,34 +208,10 @@ def export(options: dict[str, str]) -> int:
         (out / "model.safetensors").unlink()
     (out / "README.md").write_text(card_text(model, config, compared))
     log.info(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
-    if push:
-        log.info(f"uploaded to {push(out)}")
+    if repository:
+        hub(push_to, "upload_folder", repo_id=repository.repo_id, folder_path=out, commit_message=f"Export {out.name}")
+        log.info(f"uploaded to {repository}")
     return EXIT_OK
-
-
-def pusher(name: str) -> Callable[[Path], str]:
-    """Return what uploads a folder to the hub's repository ORG/NAME and returns its address.
-
-    Raises:
-        UserError: the name is no repository's, nobody is logged in, or the hub refuses.
-    """
-    from huggingface_hub import HfApi, get_token
-
-    if name.count("/") != 1:
-        raise UserError(f"push_to={name}: give ORG/NAME, or your user name and a name.")
-    if not get_token():
-        raise UserError(f"push_to={name} needs a token of the Hugging Face hub: hf auth login, or HF_TOKEN.")
-
-    def push(folder: Path) -> str:
-        api = HfApi()
-        try:
-            address = str(api.create_repo(name, private=True, exist_ok=True))
-            api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"Export {folder.name}")
-        except Exception as error:  # of the hub, and of whatever HTTP library its client uses
-            raise UserError(f"push_to={name}: {str(error).splitlines()[0]} The export is in {folder}.") from None
-        return address
-
-    return push
 
 
 def main(argv: list[str]) -> int:

@@ -8,8 +8,8 @@
     python src/logbook.py table [KEY …]          runs with any field, metric or option as a column; --sort KEY, --csv
     python src/logbook.py build                  write all pages of the logbook anew
 
-RUN is a run id, a part of one that only one run has, a run folder, or the title of a note. Every run has a page of its
-own: logs/train/runs/<run_id>/page.md. It begins with what you write into note.md beside it; `build` takes it over.
+RUN is a run id, a part of one that only one run has, or a run folder. Every run has a page of its own,
+logs/train/runs/<run_id>/page.md: change its heading, and write your own words where it says so.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def remove(options: argparse.Namespace) -> None:
 
 
 def build_pages(options: argparse.Namespace) -> None:
-    for error in build.build(options.logbook, options.logs):
+    for error in build.build(options.logbook):
         say(f"skipped: {error}")
     say(f"{options.logbook}: {len(run_folders(options.logbook))} runs")
 
@@ -67,7 +67,7 @@ def compare(options: argparse.Namespace) -> None:
         write_comparison(options.md, runs, title)
         say(options.md)
     if options.html:
-        address = write_report(report_html(title, runs).encode(), options)
+        address = write_report(report_html(title, runs).encode(), options.html)
         places = {root / run.folder.name for run in runs for root in (run.folder.parent, options.logbook)}
         for folder in (place for place in places if (place / "run.json").exists()):
             run = read_run(folder)
@@ -79,18 +79,15 @@ def compare(options: argparse.Namespace) -> None:
         build.write_index(options.logbook)
 
 
-def write_report(page: bytes, options: argparse.Namespace) -> str:
+def write_report(page: bytes, place: str) -> str:
     """Write the interactive report to a file or an object; return where a browser finds it."""
-    if not options.html.startswith("s3://"):
-        try:
-            write_atomically(Path(options.html), lambda file: file.write(page), binary=True)
-        except OSError as error:
-            raise UserError(f"{options.html} cannot be written ({error.strerror}): give another place.") from None
-        return str(options.html)
+    if not place.startswith("s3://"):
+        write_atomically(Path(place), lambda file: file.write(page), binary=True)
+        return place
     from lockstep.storage.s3 import Bucket
 
-    prefix, _, name = options.html.rpartition("/")
-    bucket = Bucket(prefix, options.endpoint_url)
+    prefix, _, name = place.rpartition("/")
+    bucket = Bucket(prefix)
     bucket.write(name, page, ContentType="text/html; charset=utf-8", CacheControl="no-cache")
     return bucket.web_url(name)
 
@@ -114,7 +111,8 @@ def table(options: argparse.Namespace) -> None:
         say(aligned(rows))
 
 
-def parser() -> argparse.ArgumentParser:
+def main(argv: list[str]) -> int:
+    set_up()
     top = argparse.ArgumentParser("logbook.py", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("--logbook", type=Path, default=REPOSITORY / "logbook", help="where the pages are")
     top.add_argument("--logs", type=Path, default=REPOSITORY / "logs", help="where the run folders are")
@@ -128,17 +126,11 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--title", help="of the page and the report")
             command.add_argument("--md", type=Path, metavar="FILE")
             command.add_argument("--html", metavar="FILE|s3://bucket/prefix/FILE")
-            command.add_argument("--endpoint-url", help="of a store other than Amazon's that speaks S3")
         if task is table:
             command.add_argument("columns", nargs="*", metavar="KEY", help="as val/acc_best, optimizer.lr or cost.usd")
             command.add_argument("--sort", metavar="KEY", help="the largest first; default: the newest")
             command.add_argument("--csv", action="store_true", help="for pandas, DuckDB or a spreadsheet")
-    return top
-
-
-def main(argv: list[str]) -> int:
-    set_up()
-    options = parser().parse_args(argv)
+    options = top.parse_args(argv)
     return exit_code_of(lambda: options.task(options))
 
 

@@ -16,63 +16,97 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
+from lockstep.runs.files import write_atomically
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.script import run_with_options
 
 log = logging.getLogger(__name__)
 
+LOGS = str(REPOSITORY / "logs")
 OPTIONS: dict[str, str | None] = {
-    "ckpt_path": None, "images": "", "out": "", "top": "1", "batch": "64",
-    "log_dir": str(REPOSITORY / "logs"), "endpoint_url": "",
+    "ckpt_path": None, "images": "", "out": "", "top": "1", "batch": "64", "log_dir": LOGS,
 }  # fmt: skip
 SHEET_IMAGES, UNSURE = 48, 0.5  # below this probability a caption is red
 Row = dict[str, str | float]  # column → value
 
 
-def image_files(folder: Path) -> list[Path]:
-    """Return all images at any depth below `folder` in natural order, without hidden ones."""
+def predict(options: dict[str, str]) -> int:
+    """Predict a folder of images into a CSV, or the run's own data into a .pt file."""
     from lockstep.data.listing import images_below
+    from lockstep.training.inference import load_finished
 
-    if not folder.is_dir():
-        raise UserError(f"images={folder} is not a folder. Pass the folder that contains the images.")
-    left_out: dict[str, list[str]] = {}
-    found = [folder / image.name for image in images_below(folder, left_out)]
-    if not found:
-        others = ", ".join(f"{len(names)} {reason}" for reason, names in left_out.items())
-        raise UserError(f"images={folder} holds no image{f' (left out: {others})' if others else ''}.")
-    return found
+    for key in ("top", "batch"):
+        if not options[key].isdecimal() or int(options[key]) < 1:
+            raise UserError(f"{key}={options[key]} must be a whole number from 1.")
+    folder, names = Path(options["images"]), []
+    if options["images"]:
+        if not folder.is_dir():
+            raise UserError(f"images={folder} is not a folder. Pass the folder that contains the images.")
+        left_out: dict[str, list[str]] = {}
+        names = [image.name for image in images_below(folder, left_out)]
+        if not names:
+            others = ", ".join(f"{len(found)} {reason}" for reason, found in left_out.items())
+            raise UserError(f"images={folder} holds no image{f' (left out: {others})' if others else ''}.")
+    model = load_finished(options["ckpt_path"], Path(options["log_dir"]))
+    out = Path(options["out"] or ("predictions.csv" if names else "predictions.pt"))
+    if not names:
+        return predict_own_data(model, options, out)
+    if "image_size" not in model.facts or "mean" not in model.facts:
+        raise UserError("The run's data module does not say how images are made: leave images= out.")
+    rows = predict_files(model, folder, names, out, int(options["batch"]), int(options["top"]))
+    broken = [row["error"] for row in rows.values() if "error" in row]
+    if len(broken) == len(names):
+        raise UserError(f"images={folder} holds no image that can be decoded: {broken[0]}.")
+    columns = sorted(dict.fromkeys(key for row in rows.values() for key in row), key="error".__eq__)
+
+    def write(file: Any) -> None:
+        writer = csv.DictWriter(file, ["file", *columns])
+        writer.writeheader()
+        for name, row in rows.items():
+            shown = {key: f"{value:.6f}" if isinstance(value, float) else value for key, value in row.items()}
+            writer.writerow({"file": name, **shown})
+
+    write_atomically(out, write)
+    words = [f"{len(names)} images", str(out)]
+    if classified := [(folder / name, row) for name, row in rows.items() if "probability" in row]:
+        words += write_sheet(out.with_suffix(".png"), classified[:SHEET_IMAGES])
+    log.info(" · ".join(words))
+    if broken:
+        log.error(f"{len(broken)} of {len(names)} images cannot be decoded; {out} says why. The first: {broken[0]}")
+    return EXIT_FAILED if broken else EXIT_OK
 
 
-def predict_files(model: Any, files: list[Path], folder: Path, options: dict[str, str]) -> dict[Path, Row]:
+def predict_files(model: Any, folder: Path, names: list[str], out: Path, batch: int, top: int) -> dict[str, Row]:
     """Return the row of each file; its only column is `error` if it cannot be decoded."""
     import numpy as np
     import torch
 
     from lockstep.data.decoding import CorruptImage, decode
 
-    def decoded(path: Path) -> np.ndarray | str:
+    def decoded(name: str) -> np.ndarray | str:
         try:
-            return decode(path, model.framing)
+            return decode(folder / name, model.framing)
         except CorruptImage as error:
             return str(error)
 
-    found: dict[Path, Row] = {}
-    batch = int(options["batch"])
+    found: dict[str, Row] = {}
     with ThreadPoolExecutor() as pool:
-        for start in range(0, len(files), batch):
-            pixels = dict(zip(files[start : start + batch], pool.map(decoded, files[start : start + batch])))
-            found |= {path: {"error": reason} for path, reason in pixels.items() if isinstance(reason, str)}
-            good = [path for path in pixels if path not in found]
+        for start in range(0, len(names), batch):
+            part = names[start : start + batch]
+            pixels = dict(zip(part, pool.map(decoded, part), strict=True))
+            found |= {name: {"error": each} if isinstance(each, str) else {} for name, each in pixels.items()}
+            good = {name: each for name, each in pixels.items() if not isinstance(each, str)}
             if good:
-                images = torch.from_numpy(np.stack([pixels[path] for path in good]))
-                outputs = model.predict(model.prepared(images))
-                rows = rows_of(model, outputs, [path.relative_to(folder) for path in good], options)
-                found |= dict(zip(good, rows, strict=True))
-    return {path: found[path] for path in files}
+                outputs = model.predict(model.prepared(torch.from_numpy(np.stack(list(good.values())))))
+                found |= dict(zip(good, rows_of(model, outputs, list(good), out.with_suffix(""), top), strict=True))
+    return found
 
 
-def rows_of(model: Any, outputs: Any, names: list[Path], options: dict[str, str]) -> list[Row]:
+def rows_of(model: Any, outputs: Any, names: list[str], masks: Path, top: int) -> list[Row]:
     """Return the row of each image from what predict_step returned for a batch; write masks as PNG files.
+
+    Args:
+        masks: the folder for them.
 
     Raises:
         UserError: it is no tensor of numbers, vectors or masks.
@@ -84,89 +118,37 @@ def rows_of(model: Any, outputs: Any, names: list[Path], options: dict[str, str]
 
     shape = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else ()
     classes = [str(name) for name in model.facts.get("class_names") or ()]
+    rows: list[Row] = [{} for _ in names]
     if isinstance(model.module, ImageClassifier):
-        values, places = outputs.topk(min(int(options["top"]), len(classes)), dim=1)
-        rows: list[Row] = []
-        for shares, indices in zip(values.tolist(), places.tolist(), strict=True):
-            rows.append({})
-            for i, (share, index) in enumerate(zip(shares, indices, strict=True), 1):
+        best = outputs.topk(min(top, len(classes)), dim=1)
+        for row, shares, places in zip(rows, best.values.tolist(), best.indices.tolist(), strict=True):
+            for i, (share, place) in enumerate(zip(shares, places, strict=True), 1):
                 end = f"_{i}" if i > 1 else ""
-                rows[-1] |= {f"class{end}": classes[index], f"probability{end}": share}
-        return rows
-    if len(shape) == 1:
-        return [{"value": value} for value in outputs.tolist()]
-    if len(shape) == 2:
+                row |= {f"class{end}": classes[place], f"probability{end}": share}
+    elif len(shape) == 1:
+        rows = [{"value": value} for value in outputs.tolist()]
+    elif len(shape) == 2:
         columns = classes if len(classes) == shape[1] else [str(i) for i in range(shape[1])]
-        return [dict(zip(columns, row, strict=True)) for row in outputs.tolist()]
-    if len(shape) == 3 and not outputs.is_floating_point():
-        rows = []
-        for name, mask in zip(names, outputs.to(torch.uint8).numpy(), strict=True):
-            path = (Path(options["out"]).with_suffix("") / name).with_suffix(".png")
+        rows = [dict(zip(columns, values, strict=True)) for values in outputs.tolist()]
+    elif len(shape) == 3 and not outputs.is_floating_point():
+        for row, name, mask in zip(rows, names, outputs.to(torch.uint8).numpy(), strict=True):
+            path = (masks / name).with_suffix(".png")
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(mask).save(path)
-            rows.append({"mask": str(path)})
-        return rows
-    found = f"a tensor of the shape {shape}" if shape else f"a {type(outputs).__name__}"
-    raise UserError(f"predict_step returns {found}, which is no table: leave images= out, and out= is a .pt file.")
-
-
-def write_csv(path: Path, folder: Path, found: dict[Path, Row]) -> None:
-    """Write a row for each file, the column of errors last."""
-    from lockstep.runs.files import write_atomically
-
-    rows = [
-        {"file": str(file.relative_to(folder))}
-        | {key: f"{value:.6f}" if isinstance(value, float) else value for key, value in row.items()}
-        for file, row in found.items()
-    ]
-    columns = sorted(dict.fromkeys(key for row in rows for key in row), key="error".__eq__)
-
-    def write(file: Any) -> None:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-
-    write_atomically(path, write)
-
-
-def predict(options: dict[str, str]) -> int:
-    from lockstep.training.inference import load_finished
-
-    for key in ("top", "batch"):
-        if not options[key].isdecimal() or int(options[key]) < 1:
-            raise UserError(f"{key}={options[key]} must be a whole number from 1.")
-    folder, s3 = Path(options["images"]), {"endpoint_url": options["endpoint_url"] or None}
-    files = image_files(folder) if options["images"] else []
-    model = load_finished(options["ckpt_path"], Path(options["log_dir"]), s3)
-    out = Path(options["out"] or ("predictions.csv" if files else "predictions.pt"))
-    if not files and out.suffix != ".pt":
-        raise UserError("images= is missing: a CSV is of a folder of images, and out=FILE.pt of the run's own data.")
-    if not files:
-        return predict_own_data(model, options, out)
-    if "image_size" not in model.facts or "mean" not in model.facts:
-        raise UserError("The run's data module does not say how images are made: leave images= out.")
-    found = predict_files(model, files, folder, {**options, "out": str(out)})
-    broken = [row["error"] for row in found.values() if "error" in row]
-    if len(broken) == len(files):
-        raise UserError(f"images={folder} holds no image that can be decoded: {broken[0]}.")
-    write_csv(out, folder, found)
-    words = [f"{len(files)} images", str(out)]
-    classified = [(path, row) for path, row in found.items() if "probability" in row]
-    if classified:
-        words += write_sheet(out.with_suffix(".png"), classified)
-    log.info(" · ".join(words))
-    if broken:
-        log.error(f"{len(broken)} of {len(files)} images cannot be decoded; {out} says why. The first: {broken[0]}")
-    return EXIT_FAILED if broken else EXIT_OK
+            row["mask"] = str(path)
+    else:
+        found = f"a tensor of the shape {shape}" if shape else f"a {type(outputs).__name__}"
+        raise UserError(f"predict_step returns {found}, which is no table: leave images= out, and out= is a .pt file.")
+    return rows
 
 
 def write_sheet(path: Path, classified: list[tuple[Path, Row]]) -> list[str]:
-    """Draw the first images with their classes; return what to log."""
+    """Draw images with their classes; return what to log."""
     from lockstep.data.decoding import open_image
     from lockstep.data.report import contact_sheet
 
     tiles, red = [], 0
-    for file, row in classified[:SHEET_IMAGES]:
+    for file, row in classified:
         share = float(row["probability"])
         red += share < UNSURE
         caption = [f"{str(row['class'])[:16]} {share:.0%}", file.name]
@@ -182,18 +164,17 @@ def predict_own_data(model: Any, options: dict[str, str], out: Path) -> int:
 
     from lockstep.training.inference import load_data
 
-    s3 = {"endpoint_url": options["endpoint_url"] or None}
-    data = load_data(options["ckpt_path"], Path(options["log_dir"]), s3)
-    has_own = is_overridden("predict_dataloader", data)
+    if out.suffix != ".pt":
+        raise UserError("images= is missing: a CSV is of a folder of images, and out=FILE.pt of the run's own data.")
+    data = load_data(options["ckpt_path"], Path(options["log_dir"]))
+    has_own, found = is_overridden("predict_dataloader", data), []
     data.prepare_data()
     data.setup("predict" if has_own else "test")
-    found = []
     with torch.inference_mode():
         for number, batch in enumerate(data.predict_dataloader() if has_own else data.test_dataloader()):
             ready = data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0)
             found.append(model.module.predict_step(ready, number))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(found, out)
+    write_atomically(out, lambda file: torch.save(found, file), binary=True)
     log.info(f"{len(found)} batches · {out}")
     return EXIT_OK
 

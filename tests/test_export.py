@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import export
-from export import chosen_formats, example_images, main
-from lockstep.logbook.render import card_text
+from export import card_text, chosen_formats, example_images, main
 from lockstep.runs.errors import UserError
 from lockstep.runs.record import RunRecord
 from lockstep.training.inference import FinishedModel, load_finished
@@ -46,48 +45,28 @@ def answers(vit):
         return images, model.net(images)
 
 
-@pytest.mark.parametrize(
-    ("name", "token", "fault", "said"),
-    [("me/birds", "hf_x", None, None), ("birds", "hf_x", None, "give ORG/NAME"), ("me/birds", None, None, "HF_TOKEN"),
-     ("me/birds", "hf_x", OSError("no network"), "push_to=me/birds: no network The export is in")],
-)  # fmt: skip
-def test_the_folder_goes_to_the_hub_or_one_sentence_says_why_not(name, token, fault, said, tmp_path, monkeypatch):
+def test_the_folder_goes_to_the_hub_or_one_sentence_says_why_not(vit, tmp_path, monkeypatch, capsys):
     calls = []
 
-    class Hub:
-        def create_repo(self, name, **options):
-            if fault:
-                raise fault
-            calls.append((name, options))
-            return f"https://hub/{name}"
+    class Address(str):
+        repo_id = "me/birds"
 
-        def upload_folder(self, **options):
-            calls.append(options)
+    class Hub:
+        def create_repo(self, repo_id, **options):
+            if repo_id == "refused":
+                raise OSError("Token is required\nand more")
+            calls.append((repo_id, options["private"]))
+            return Address(f"https://hub/me/{repo_id}")
+
+        def upload_folder(self, repo_id, folder_path, **options):
+            calls.append((repo_id, sorted(path.name for path in folder_path.iterdir())))
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: token)
-    if said:
-        with pytest.raises(UserError, match=said):
-            export.pusher(name)(tmp_path)
-        assert not calls
-        return
-    assert export.pusher(name)(tmp_path) == "https://hub/me/birds"
-    (repository, options), uploaded = calls
-    assert repository == "me/birds" and options["private"] and uploaded["folder_path"] == tmp_path
-
-
-@pytest.mark.slow
-def test_timm_loads_the_safetensors(exported, answers):
-    import timm
-
-    config = json.loads((exported / "config.json").read_text())
-    net = timm.create_model(
-        config["architecture"], checkpoint_path=str(exported / "model.safetensors"), **config["model_args"]
-    ).eval()  # fmt: skip
-    images, wanted = answers
-    with torch.inference_mode():
-        assert torch.equal(net(images), wanted)
-    assert config["pretrained_cfg"]["input_size"] == [3, 16, 16] and len(config["label_names"]) == 10
+    ask = [f"ckpt_path={vit.record['run_id']}", f"log_dir={vit.logs}", f"out={tmp_path / 'out'}", "formats=safetensors"]
+    assert main([*ask, "push_to=refused"]) == 2 and not (tmp_path / "out").exists()
+    assert "push_to=refused: Token is required (hf auth login, or HF_TOKEN," in capsys.readouterr().err
+    assert main([*ask, "push_to=birds"]) == 0 and "uploaded to https://hub/me/birds" in capsys.readouterr().out
+    assert calls == [("birds", True), ("me/birds", ["README.md", "config.json", "model.safetensors"])]
 
 
 def test_timm_loads_the_folder(exported, answers):
@@ -97,6 +76,8 @@ def test_timm_loads_the_folder(exported, answers):
     images, wanted = answers
     with torch.inference_mode():
         assert torch.equal(net(images), wanted)
+    config = json.loads((exported / "config.json").read_text())
+    assert config["pretrained_cfg"]["input_size"] == [3, 16, 16] and len(config["label_names"]) == 10
 
 
 @pytest.mark.parametrize(

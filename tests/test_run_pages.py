@@ -16,7 +16,7 @@ SMALL = ("experiment=quickstart", "trainer.max_steps=2", "test=false", "run_id=r
 
 
 def test_a_real_run_writes_its_page_into_its_folder_and_nothing_else(tmp_path):
-    words = ("trainer.limit_test_batches=1", "test=true", "metrics=[f1,kappa]")
+    words = ("optimizer=sgd", "trainer.limit_test_batches=1", "test=true", "metrics=[f1,kappa]")
     done = run_door("train", *SMALL, *words, logs=tmp_path)
     assert done.code == 0, done.output
     own = [f"test/{name} {done.record['metrics'][f'test/{name}']:.4g}" for name in ("f1", "kappa")]
@@ -25,7 +25,7 @@ def test_a_real_run_writes_its_page_into_its_folder_and_nothing_else(tmp_path):
     text = done.folder.page.read_text()
     assert text.startswith("# r\n") and "trainer.max_steps=2" in text and "Confusion matrix" in text
     assert re.search(rf"\| kappa \| \S+ \| {done.record['metrics']['test/kappa']:.4g} \|", text)
-    assert done.record["summary"]["changed"][0] == ["trainer.max_steps", -1, 2]
+    assert done.record["summary"]["changed"][:2] == [["trainer.max_steps", -1, 2], ["optimizer", "adamw", "sgd"]]
     assert not (tmp_path / "logbook").exists()
 
 

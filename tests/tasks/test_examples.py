@@ -135,13 +135,13 @@ def teacher_path(logs):
 
 def test_predictions_of_files_are_columns_numbers_and_masks(tmp_path):
     model = SimpleNamespace(module=None, facts={"class_names": ["cat", "dog"]})
-    options, names = {"out": str(tmp_path / "p.csv"), "top": "1"}, [Path("a/1.png"), Path("2.jpg")]
-    assert rows_of(model, torch.tensor([[0.25, 0.5], [1.0, 0.0]]), names, options) == [
+    names = ["a/1.png", "2.jpg"]
+    assert rows_of(model, torch.tensor([[0.25, 0.5], [1.0, 0.0]]), names, tmp_path, 1) == [
         {"cat": 0.25, "dog": 0.5}, {"cat": 1.0, "dog": 0.0}
     ]  # fmt: skip
-    assert rows_of(model, torch.tensor([1.5, 2.5]), names, options) == [{"value": 1.5}, {"value": 2.5}]
+    assert rows_of(model, torch.tensor([1.5, 2.5]), names, tmp_path, 1) == [{"value": 1.5}, {"value": 2.5}]
     masks = torch.tensor([[[0, 1]], [[2, 0]]])
-    rows = rows_of(model, masks, names, options)
+    rows = rows_of(model, masks, names, tmp_path / "p", 1)
     assert [np.array(Image.open(row["mask"])).tolist() for row in rows] == masks.tolist()
     assert rows[0]["mask"].endswith("p/a/1.png") and rows[1]["mask"].endswith("p/2.png")
 

@@ -13,14 +13,14 @@ from lockstep.launch.launchers import Cluster, agent_id
 from lockstep.launch.plan import RunPlan, as_run, new_plan, resolve_batch
 from lockstep.launch.resume import check_resumable, config_before, folder_of, has_trained
 from lockstep.runs import provenance
-from lockstep.runs.config import Config
+from lockstep.runs.config import Config, differences, flatten
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError, is_full
 from lockstep.runs.files import lock, sha256_of, utc_now, write_atomically
 from lockstep.runs.folder import RunFolder, find_run, new_run_id
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import RunRecord, continued, read_record, write_record
-from lockstep.runs.redact import redact_text
+from lockstep.runs.redact import redact, redact_text
 from lockstep.storage.checkpoint_files import newest_whole, read_sidecar
 
 log = logging.getLogger(__name__)
@@ -147,18 +147,23 @@ def begin(plan: RunPlan, fresh: bool, largest_batch: dict[str, Any] | None = Non
     return plan
 
 
-def _changes_of_recipe(plan: RunPlan) -> dict[str, Any]:
-    """Return what the options change in the recipe that they choose, for the page; {} for an evaluation."""
-    from lockstep.logbook.folders import changes  # with numpy, which an early refusal does without
-
+def _changes_of_recipe(plan: RunPlan) -> list[list[Any]]:
+    """Return [option, value in the recipe, value here] for what the command line changes; [] for an evaluation."""
     if plan.config["task_name"] != "train":
-        return {}
+        return []
     kept = ("experiment=", "+experiment=", "hydra.searchpath=")
-    recipe = compose("train", [word for word in plan.overrides if word.startswith(kept)])
+    recipe, rows = compose("train", [word for word in plan.overrides if word.startswith(kept)]), []
     try:
-        return changes({**plain(recipe), "choices": chosen_options(recipe)}, as_run(plan), plan.overrides)
+        before = flatten(redact({**plain(recipe), "choices": chosen_options(recipe)}))
     except UserError:  # it needs an option, as data.root
-        return {}
+        return []
+    here = flatten(redact(as_run(plan)))
+    found = differences([before, here])
+    for word in plan.overrides:
+        key = word.partition("=")[0].lstrip("+~").partition("@")[0]
+        names = [f"choices.{key}"] if f"choices.{key}" in here else [n for n in found if f"{n}.".startswith(f"{key}.")]
+        rows += [[name.removeprefix("choices."), *found.pop(name)] for name in names if name in found]
+    return rows
 
 
 def write_config(plan: RunPlan) -> None:
@@ -186,7 +191,7 @@ def first_record(plan: RunPlan) -> RunRecord:
         seed=config["seed"], global_batch_size=plan.batch.global_size, per_device_batch_size=plan.batch.per_device,
         per_device_batch_limit=plan.batch.per_device, accumulate_grad_batches=plan.batch.accumulate,
         monitor=chooser.get("monitor", "val/acc"), monitor_mode=chooser.get("mode", "max"), epochs=0, steps=0,
-        cost={"price_per_hour": hardware.get("price_per_hour_usd")}, summary=_changes_of_recipe(plan),
+        cost={"price_per_hour": hardware.get("price_per_hour_usd")}, summary={"changed": _changes_of_recipe(plan)},
         initial_weights=None if plan.resume_step else plan.initial_weights,
         initial_weights_sha256=sha256_of(starts_from) if starts_from else None,
         resumed_from=plan.checkpoint if plan.resume_step else None,

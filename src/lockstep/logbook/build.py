@@ -4,9 +4,8 @@ import json
 import re
 from pathlib import Path
 
-from lockstep.logbook.curves import slim_copy
-from lockstep.logbook.figures import run_panels, write_figure
-from lockstep.logbook.folders import Run, read_config, read_run
+from lockstep.logbook.figures import drawn, run_panels, write_figure
+from lockstep.logbook.folders import NOTE, Run, config_of, read_run
 from lockstep.logbook.render import render
 from lockstep.logbook.summary import summarise
 from lockstep.runs.errors import UserError
@@ -15,8 +14,8 @@ from lockstep.runs.folder import run_folders
 from lockstep.runs.record import read_json
 from lockstep.runs.redact import redact, redact_text
 
-TEXTS = ("code.diff", "note.md", "nvidia-smi-*.txt")
 MARKS = {"finished": "✅", "failed": "❌", "out of memory": "❌", "interrupted": "⏸", "running": "▶", "lost": "❔"}
+MAX_ROWS = 300  # of metrics.csv in the logbook, beside those of validations
 
 
 def write_run_page(folder: Path) -> Path:
@@ -25,9 +24,10 @@ def write_run_page(folder: Path) -> Path:
 
 
 def write_page(run: Run) -> Path:
-    """Write page.md and curves.svg from the record."""
-    write_figure(run.folder / "curves.svg", run_panels(run))
-    return _write(run.folder / "page.md", render("run.md.j2", run=run, marks=MARKS))
+    """Write page.md and curves.svg from the record, with the user's words on the page before."""
+    has_curves = write_figure(run.folder / "curves.svg", run_panels(run))
+    text = render("run.md.j2", run=run, marks=MARKS, note_marks=NOTE, has_curves=has_curves)
+    return _write(run.folder / "page.md", text)
 
 
 def keep_run(folder: Path, logbook: Path) -> Path:
@@ -36,36 +36,34 @@ def keep_run(folder: Path, logbook: Path) -> Path:
     Returns:
         The run's page in the logbook.
     """
-    target = logbook / folder.name
-    summarise(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    if (folder / "metrics.csv").exists():
-        slim_copy(folder / "metrics.csv", target / "metrics.csv")
-    for path in (path for pattern in TEXTS for path in folder.glob(pattern)):
-        if path.name != "note.md" or not (target / "note.md").exists():
-            _write(target / path.name, redact_text(path.read_text(errors="replace")))
-    record = {**read_json(folder / "run.json"), "config": read_config(folder / "config.yaml")}
+    run, target = summarise(folder), logbook / folder.name
+    record = {**read_json(folder / "run.json"), "config": config_of(folder)}
     _write(target / "run.json", json.dumps(redact(record), indent=1) + "\n")
+    if drawn(run_panels(run)):
+        head, *lines = (folder / "metrics.csv").read_text(errors="replace").splitlines()
+        validated = [number for number, name in enumerate(head.split(",")) if name.startswith("val/")]
+        every = -(-len(lines) // MAX_ROWS)
+        for number in range(len(lines) - 1, -1, -1):
+            cells = lines[number].split(",")
+            if number % every and number < len(lines) - 1 and not any(cells[i : i + 1] > [""] for i in validated):
+                del lines[number]
+        _write(target / "metrics.csv", "\n".join([head, *lines]) + "\n")
+    if run.text("code.diff"):
+        _write(target / "code.diff", redact_text((folder / "code.diff").read_text(errors="replace")))
+    known = Run(target, run.record)
+    if known.title == run.run_id and not known.note:
+        _write(target / "page.md", redact_text(run.text("page.md")))  # for the user's words; the rest is written anew
     page = write_page(read_run(target))
     write_index(logbook)
     return page
 
 
-def build(logbook: Path, logs: Path) -> list[str]:
-    """Write all pages of the logbook anew, from the run folders in logs/ where these have changed since.
-
-    Returns:
-        A sentence for each folder that cannot be read.
-    """
+def build(logbook: Path) -> list[str]:
+    """Write all pages of the logbook anew; return a sentence for each folder that cannot be read."""
     errors = []
-    origins = {folder.name: folder for folder in run_folders(logs)}
     for folder in run_folders(logbook):
         try:
-            run, origin = read_run(folder), origins.get(folder.name)
-            if origin and str(read_json(origin / "run.json").get("updated_at")) > str(run.record.updated_at):
-                keep_run(origin, logbook)
-            else:
-                write_page(run)
+            write_page(read_run(folder))
         except UserError as error:
             errors.append(str(error))
     write_index(logbook)
@@ -81,9 +79,11 @@ def write_index(logbook: Path) -> None:
         except UserError:
             continue  # `build` names it
     runs.sort(key=lambda run: (run.record.started_at or "", run.run_id), reverse=True)
-    titles = {path.name: re.search("(?:^# |<title>)(.*?)(?:</title>|$)", path.read_text(), re.MULTILINE)
-              for path in sorted(logbook.glob("*.*")) if path.suffix in (".md", ".html")}  # fmt: skip
-    pages = {name: title[1] if title else name for name, title in titles.items() if name != "README.md"}
+    pages = {}
+    for path in sorted([*logbook.glob("*.md"), *logbook.glob("*.html")]):
+        title = re.search("(?:^# |<title>)(.*?)(?:</title>|$)", path.read_text(), re.MULTILINE)
+        pages[path.name] = title[1] if title else path.name
+    pages.pop("README.md", None)
     _write(logbook / "README.md", render("index.md.j2", runs=runs, pages=pages, marks=MARKS))
 
 

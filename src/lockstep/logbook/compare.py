@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.logbook.figures import compare_panels, write_figure
-from lockstep.logbook.folders import Run, differences, split_stage
+from lockstep.logbook.folders import Run, split_stage
 from lockstep.logbook.render import aligned, dollars, duration, is_share, metric, number, percent, render
+from lockstep.runs.config import differences
 from lockstep.runs.files import write_atomically
 
 Row = tuple[str, list[str]]
@@ -21,7 +22,6 @@ MEASURED: tuple[tuple[str, str, Show, bool], ...] = (
     ("Images/s per device", "throughput.images_per_s_per_device", number, True),
     ("Time per step, median", "throughput.step_seconds.p50", lambda value: number(value * 1000, "ms"), True),
     ("Waiting for data", "throughput.data_wait_share", lambda value: percent(value, 1), False),
-    ("Model FLOPs utilisation", "throughput.mfu", lambda value: percent(value, 1), False),
     ("GPU utilisation", "gpu_percent", lambda value: number(value, "%"), False),
     ("Peak memory", "peak_memory_gib", lambda value: number(value, "GiB"), True),
     ("Global batch", "global_batch_size", number, True),
@@ -33,24 +33,23 @@ MEASURED: tuple[tuple[str, str, Show, bool], ...] = (
     ("Lost steps", "lost_steps", number, False),
     ("Cost", "cost.usd", dollars, True),
 )
+HELD_FIXED: dict[str, Callable[[Run], Any]] = {
+    "the data": lambda run: run.record.data_hash or run.record.data,
+    "the number of test images": lambda run: run.record.metrics.get("test/images", run.record.num_test),
+    "the model": lambda run: run.record.model,
+    "the number of epochs": lambda run: run.record.epochs,
+    "the precision": lambda run: run.record.precision,
+    "the seed": lambda run: run.record.seed,
+    "the hardware": lambda run: [
+        (node.get("cpu"), node.get("cores"), str(node.get("gpus"))) for node in run.record.hardware.get("nodes") or []
+    ],
+    "the code": lambda run: run.record.code.get("tree_hash") or run.record.code.get("commit"),
+}
 
 
 def not_held_fixed(runs: Sequence[Run]) -> str:
     """Name what a fair comparison holds fixed and these runs do not; empty if there is nothing."""
-    held: dict[str, Callable[[Run], Any]] = {
-        "the data": lambda run: run.record.data_hash or run.record.data,
-        "the number of test images": lambda run: run.record.metrics.get("test/images", run.record.num_test),
-        "the model": lambda run: run.record.model,
-        "the number of epochs": lambda run: run.record.epochs,
-        "the precision": lambda run: run.record.precision,
-        "the seed": lambda run: run.record.seed,
-        "the hardware": lambda run: [
-            (node.get("cpu"), node.get("cores"), str(node.get("gpus")))
-            for node in run.record.hardware.get("nodes") or []
-        ],
-        "the code": lambda run: run.record.code.get("tree_hash") or run.record.code.get("commit"),
-    }
-    found = [name for name, read in held.items() if any(read(run) != read(runs[0]) for run in runs)]
+    found = [name for name, read in HELD_FIXED.items() if any(read(run) != read(runs[0]) for run in runs)]
     return f"Not held fixed between these runs: {', '.join(found)}." if found else ""
 
 
@@ -58,36 +57,30 @@ def number_rows(runs: Sequence[Run]) -> list[Row]:
     """Return (name, one cell for each run), for what at least one run has."""
     texts = {"Status": "status", "Model": "model", "Data": "data", "Strategy": "trainer", "Processes": "world_size"}
     rows = [(name, [str(run.value(field) or "") for run in runs]) for name, field in texts.items()]
-    best = [run.record.summary.get("best", {}) for run in runs]
-    tested = [name for name in sorted({name for run in runs for name in run.record.metrics}) if is_test(name)]
-    wanted = [
-        *(_metric_row(f"Best {name}", name, best) for name in dict.fromkeys(run.record.monitor for run in runs)),
-        *(_metric_row(name, name, [run.record.metrics for run in runs]) for name in tested),
-        *((title, [run.value(field) for run in runs], show, "ratio" if has_ratio else "")
-          for title, field, show, has_ratio in MEASURED),
-    ]  # fmt: skip
-    for title, values, show, against in wanted:
-        known = [value if isinstance(value, int | float) else None for value in values]
-        cells = [_cell(value, known[0] if i else None, show, against) for i, value in enumerate(known)]
-        rows += [(title, cells)] if any(value is not None for value in known) else []
+    best, tested = [run.record.summary.get("best", {}) for run in runs], [run.record.metrics for run in runs]
+    metrics = [(f"Best {name}", name, best) for name in dict.fromkeys(run.record.monitor for run in runs)]
+    for name in sorted({name for held in tested for name in held}):
+        if split_stage(name)[0] == "test" and not name.endswith(("/images", "/correct")):
+            metrics.append((name, name, tested))
+    for title, name, held in metrics:
+        cells = [metric(values.get(name), name) for values in held]
+        rows += _row(title, [values.get(name) for values in held], cells, "points" if is_share(name) else "")
+    for title, field, show, has_ratio in MEASURED:
+        values = [run.value(field) for run in runs]
+        cells = [show(value) if isinstance(value, int | float) else "–" for value in values]
+        rows += _row(title, values, cells, "ratio" if has_ratio else "")
     return rows
 
 
-def _metric_row(title: str, name: str, held: Sequence[dict[str, Any]]) -> tuple[str, list[Any], Show, str]:
-    against = "points" if is_share(name) else ""
-    return title, [values.get(name) for values in held], lambda value: metric(value, name), against
-
-
-def is_test(name: str) -> bool:
-    return split_stage(name)[0] == "test" and not name.endswith(("/images", "/correct"))
-
-
-def _cell(value: float | None, first: float | None, show: Show, against: str) -> str:
-    if value is None:
-        return "–"
-    if against == "ratio" and first:
-        return f"{show(value)} (×{value / first:.2f})"
-    return f"{show(value)} ({(value - first) * 100:+.2f})" if against == "points" and first is not None else show(value)
+def _row(title: str, values: list[Any], cells: list[str], against: str) -> list[Row]:
+    """Add the ratio to the first run, or the difference in points, to the cells; no row without a value."""
+    first, *others = [value if isinstance(value, int | float) else None for value in values] or [None]
+    for i, value in enumerate(others, 1):
+        if first is not None and value is not None and against == "points":
+            cells[i] += f" ({(value - first) * 100:+.2f})"
+        elif first and value is not None and against:
+            cells[i] += f" (×{value / first:.2f})"
+    return [(title, cells)] if set(cells) != {"–"} else []
 
 
 def setting_rows(runs: Sequence[Run]) -> list[Row]:

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.logbook.curves import Curve, thin
-from lockstep.logbook.folders import Run
+from lockstep.logbook.folders import Curve, Run
 
 GREY = "#7d8590"  # readable on white and on black
 COLOURS = ("#3b82d6", "#e0812b", "#2f9e57", "#d6455d", "#9467bd", "#a0785a", "#d267ae", "#7d8590")
@@ -53,11 +52,23 @@ def compare_panels(runs: Sequence[Run]) -> list[Panel]:
     return panels
 
 
-def write_figure(path: Path, panels: Sequence[Panel]) -> bool:
-    """Write the panels that have a line; remove the picture if no line has at least MIN_POINTS."""
-    path.unlink(missing_ok=True)
+def thin(curve: Curve, limit: int) -> Curve:
+    """Return at most `limit` evenly chosen points of a curve, the last one among them."""
+    chosen = np.linspace(0, len(curve[0]) - 1, min(len(curve[0]), limit)).round().astype(int)
+    return curve[0][chosen], curve[1][chosen]
+
+
+def drawn(panels: Sequence[Panel]) -> list[Panel]:
+    """Return the panels that have a line; none if no line has at least MIN_POINTS."""
     shown = [panel for panel in panels if any(len(steps) > 1 for steps, _ in panel[2].values())]
-    if not any(len(steps) >= MIN_POINTS for _, _, lines in shown for steps, _ in lines.values()):
+    return shown if any(len(steps) >= MIN_POINTS for _, _, lines in shown for steps, _ in lines.values()) else []
+
+
+def write_figure(path: Path, panels: Sequence[Panel]) -> bool:
+    """Write the picture; remove it if there is nothing to draw."""
+    path.unlink(missing_ok=True)
+    shown = drawn(panels)
+    if not shown:
         return False
     import matplotlib
     from matplotlib.figure import Figure

@@ -1,26 +1,24 @@
 """Runs as their folders hold them, in logs/ and in logbook/, and which run a word of the command line names."""
 
-import json
+import html
 import re
-from collections.abc import Sequence
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lockstep.logbook import curves
-from lockstep.runs import folder as run_folder
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.runs.config import flatten
 from lockstep.runs.errors import UserError
-from lockstep.runs.folder import no_such_run, run_folders
+from lockstep.runs.folder import no_such_run, read_config, run_folders
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import RunRecord, read_record, status_of
-from lockstep.runs.redact import redact
 
-# Options that differ between any two runs, or that say where and not how a run trained
-NOT_COMPARED = (
-    "paths", "hydra", "run_id", "resume", "resume_step", "task_name", "tags", "ckpt_path", "initial_weights",
-    "overrides", "sweep_dir", "experiment_name", "optimized_metric", "logbook", "hardware", "verbose", "quiet",
-)  # fmt: skip
+Curve = tuple[NDArray[np.float64], NDArray[np.float64]]  # steps and values
+NOTE = ("<!-- Write your own words below: they stay when the page is written anew. -->", "<!-- End of your words -->")
 
 
 @dataclass
@@ -36,15 +34,14 @@ class Run:
 
     @cached_property
     def title(self) -> str:
-        """The first line of note.md if it is a heading, else the run id."""
-        first = self.text("note.md").partition("\n")[0]
-        return first.removeprefix("# ").strip() if first.startswith("# ") else self.run_id
+        """The heading of page.md, which the user may change; at first the run id."""
+        heading = re.match("# (.+)\n", self.text("page.md"))
+        return html.unescape(heading[1]) if heading else self.run_id
 
-    @property
+    @cached_property
     def note(self) -> str:
-        """The user's own words, without the title."""
-        text = self.text("note.md")
-        return text if self.title == self.run_id else text.partition("\n")[2].strip()
+        """The user's own words on page.md."""
+        return self.text("page.md").partition(NOTE[0])[2].partition(NOTE[1])[0].strip()
 
     @property
     def place(self) -> str:
@@ -53,13 +50,25 @@ class Run:
         return str(self.folder.relative_to(REPOSITORY) if inside else self.folder)
 
     @property
-    def commands(self) -> str:
-        """The shell lines that repeat the run with its own code."""
-        commit, tree = self.record.code.get("commit"), f"../{self.run_id}"
-        lines = [f"git worktree add {tree} {commit}"] if commit else []
-        if commit and self.record.code.get("dirty"):
-            lines.append(f'git -C {tree} apply "$(realpath {self.place}/code.diff)"')
-        return "\n".join([*lines, *([f"cd {tree}"] if lines else []), self.record.command or "# unknown"])
+    def command(self) -> str:
+        """The line that starts such a run again, by the same launcher."""
+        record, nodes = self.record, self.record.num_nodes or 1
+        each, address = (record.world_size or nodes) // nodes, record.hosts[0].get("host") if record.hosts else ""
+        meet = f"--rdzv-backend=c10d --rdzv-endpoint={address}:29500" if nodes > 1 else "--standalone"
+        gpus = f" --gpus-per-node={each}" * (record.accelerator == "gpu")
+        prefix = {
+            "slurm": f"srun --nodes={nodes} --ntasks-per-node={each}{gpus} python",
+            "torchrun": f"torchrun --nnodes={nodes} --nproc-per-node={each} {meet}",
+            **dict.fromkeys(("mpirun", "mpiexec"), f"mpirun -n {record.world_size} python"),
+            "nodes": f"MASTER_ADDR={address} MASTER_PORT=29500 WORLD_SIZE={record.world_size} NODE_RANK=0 python",
+        }
+        return re.sub("^python", lambda _: prefix.get(record.launcher or "", "python"), record.command or "# unknown")
+
+    @property
+    def borrowed(self) -> list[str]:
+        """The folders beside the code that hold the run's data and weights: the first parts of relative paths."""
+        paths = (self.config.get("data.root"), self.config.get("model.weights"), self.record.initial_weights)
+        return sorted({str(path).split("/")[0] for path in paths if path and not re.match("/|~|[a-z0-9]+:", str(path))})
 
     @property
     def best_value(self) -> Any:
@@ -94,18 +103,25 @@ class Run:
     @cached_property
     def config(self) -> dict[str, Any]:
         """Return {"optimizer.lr": 0.001, …}; empty if the folder has no readable config."""
-        return flatten(self.record.config or read_config(self.folder / "config.yaml"))
+        return flatten(self.record.config or config_of(self.folder))
 
     @cached_property
-    def metrics(self) -> dict[str, curves.Curve]:
-        return curves.metrics(self.folder)
+    def metrics(self) -> dict[str, Curve]:
+        """The columns of metrics.csv over steps, `epoch` and `time_s` among them, without unreadable cells."""
+        lines = self.text("metrics.csv").splitlines()
+        if len(lines) < 2:
+            return {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torn rows, which are left out
+            options: dict[str, Any] = {"delimiter": ",", "comments": None, "names": True, "deletechars": ""}
+            table = np.atleast_1d(np.genfromtxt(lines, invalid_raise=False, **options))
+        rows = {name: np.isfinite(table["step"]) & np.isfinite(table[name]) for name in table.dtype.names}
+        return {name: (table["step"][at], table[name][at]) for name, at in rows.items() if name != "step" and at.any()}
 
     def text(self, name: str) -> str:
+        """Return the text of a file, empty if there is none."""
         path = self.folder / name
         return path.read_text(errors="replace").strip() if path.is_file() else ""
-
-    def files(self, pattern: str) -> list[str]:
-        return sorted(path.name for path in self.folder.glob(pattern))
 
     def value(self, name: str) -> Any:
         """Return a metric, an option or a field of the record, as `val/acc`, `optimizer.lr` or `cost.usd`."""
@@ -129,50 +145,16 @@ def read_run(folder: Path) -> Run:
     return Run(folder.resolve(), read_record(folder / "run.json"))
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Return a config.yaml; an empty mapping if it is missing or unreadable."""
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return the config.yaml of a run folder; an empty mapping if it is missing or unreadable."""
     try:
-        return run_folder.read_config(path)
+        return read_config(folder / "config.yaml")
     except UserError:
         return {}
 
 
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Return {"trainer.devices": 2, …}; a list is one value."""
-    if not isinstance(tree, dict) or (prefix and not tree):
-        return {prefix: tree}
-    parts = (flatten(value, f"{prefix}.{key}".lstrip(".")) for key, value in tree.items())
-    return {key: value for part in parts for key, value in part.items()}
-
-
-def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Return {option: [value in each flat config]} for the options that differ; None where a config lacks one."""
-    found = {
-        key: [config.get(key) for config in configs] for key in sorted({key for config in configs for key in config})
-    }
-    return {
-        key: values
-        for key, values in found.items()
-        if len(set(map(json.dumps, values))) > 1
-        and key.partition(".")[0] not in NOT_COMPARED
-        and not key.endswith(("cache_dir", "download_dir"))
-    }
-
-
-def changes(recipe: dict[str, Any], config: dict[str, Any], overrides: Sequence[str]) -> dict[str, list[list[Any]]]:
-    """Return rows of [option, recipe's value, value here]: `changed` by the command line, `changed_along` with it."""
-    here = flatten(redact(config))
-    found = differences([flatten(redact(recipe)), here])
-    typed = []
-    for word in overrides:
-        key = word.partition("=")[0].lstrip("+~").partition("@")[0]
-        names = [f"choices.{key}"] if f"choices.{key}" in here else [n for n in found if f"{n}.".startswith(f"{key}.")]
-        typed += [[name.removeprefix("choices."), *found.pop(name)] for name in names if name in found]
-    return {"changed": typed, "changed_along": [[name, *values] for name, values in found.items()]}
-
-
 def find_run(word: str, *roots: Path) -> Path:
-    """Return the folder of the run that `word` names: a folder, a run id, a part of one, or a note's title.
+    """Return the folder of the run that `word` names: a folder, a run id, or a part of one.
 
     Raises:
         UserError: there is no such run, or more than one; of a run in several roots the first one counts.
@@ -180,8 +162,7 @@ def find_run(word: str, *roots: Path) -> Path:
     if (Path(word) / "run.json").exists():
         return Path(word)
     folders = {path.name: path for root in reversed(roots) for path in run_folders(root)}
-    parts = [path for name, path in folders.items() if word in name or word == Run(path, RunRecord()).title]
-    found = [folders[word]] if word in folders else parts
+    found = [folders[word]] if word in folders else [path for name, path in folders.items() if word in name]
     if len(found) > 1:
         names = ["…"] * (len(found) > 5) + sorted(path.name for path in found)[-5:]
         raise UserError(f"{word!r} means {len(found)} runs ({', '.join(names)}): give more of the run id.")

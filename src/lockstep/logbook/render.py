@@ -1,6 +1,7 @@
 """Markdown from the templates in templates/, with text of a run escaped and numbers as a reader expects them."""
 
 import re
+import shlex
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -11,8 +12,6 @@ from jinja2 import ChainableUndefined, Environment, FileSystemLoader
 from markupsafe import Markup
 
 from lockstep.runs import output
-from lockstep.runs.config import Config, data_name, model_name
-from lockstep.runs.redact import redact_text
 
 # Control characters but tab and newline, direction marks and lone surrogates
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
@@ -82,6 +81,19 @@ def duration(seconds: float | None) -> str:
     return output.duration(seconds).replace(" ", NB) if isinstance(seconds, int | float) else "–"
 
 
+def folded(command: str, width: int = 96) -> str:
+    """Return a shell command over as many lines as it takes."""
+    try:
+        first, *words = map(shlex.quote, shlex.split(command))
+    except ValueError:  # an open quote, or nothing
+        return command
+    lines = [first]
+    for word in words:
+        is_full = len(lines[-1]) + len(word) > width
+        lines = [*lines[:-1], f"{lines[-1]} \\", f"  {word}"] if is_full else [*lines[:-1], f"{lines[-1]} {word}"]
+    return "\n".join(lines)
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of equally many cells as text in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -90,17 +102,20 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 @cache
 def environment() -> Environment:
+    """Return the environment of the templates, with the functions above as filters."""
     env = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"), trim_blocks=True, lstrip_blocks=True,
         autoescape=True, undefined=ChainableUndefined,
         finalize=lambda value: value if isinstance(value, Markup) else plain("" if value is None else value),
     )  # fmt: skip
-    env.filters |= {
+    filters: dict[str, Any] = {
         "code": code, "block": block, "metric": metric, "percent": percent, "number": number, "dollars": dollars,
-        "duration": duration, "label": lambda name: SHARES.get(name, name),
+        "duration": duration,
+        "label": lambda name: SHARES.get(name, name), "markdown": Markup, "shell": shlex.join, "folded": folded,
         "quote": lambda text: Markup("\n".join(f"> {line}".rstrip() for line in text.splitlines())),
         "address": lambda url: Markup(quote_url(url, safe=":/%@?=&+,;~-._#")),
     }  # fmt: skip
+    env.filters |= filters
     return env
 
 
@@ -108,28 +123,3 @@ def render(template: str, **values: Any) -> str:
     """Return the text of a template, without several empty lines in a row."""
     text = environment().get_template(template).render(**values).replace("| \n", "|\n")
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-
-
-def card_text(model: Any, timm_config: Config, compared: dict[str, float]) -> str:
-    """Return the README.md of an exported model.
-
-    Args:
-        model: finished_model.FinishedModel.
-        compared: the largest difference of the logits of each exported format.
-    """
-    record, config = model.record, model.config
-    # Only a test of this very checkpoint on all images is a result of it.
-    metrics = record.metrics if record.best_checkpoint.sha256 == model.sha256() else {}
-    whole = metrics.get("test/images", record.num_test) == record.num_test
-    tested = {k: v for k, v in metrics.items() if k.startswith("val/acc") or (whole and k.startswith("test/"))}
-    if "model_args" in timm_config:
-        net = {"num_classes": timm_config["num_classes"], **timm_config["model_args"]}
-    else:
-        net = {key: value for key, value in timm_config["model"].items() if key != "_target_"}
-    return render(
-        "model_card.md.j2", name=model_name(config), data=data_name(config), model=model, record=record,
-        metrics={k: v for k, v in tested.items() if isinstance(v, float)}, timm=timm_config, compared=compared,
-        command=redact_text(record.command or ""), target=config["model"]["_target_"].rpartition("."),
-        arguments=", ".join(f"{key}={value!r}" for key, value in net.items()),
-        parameters=sum(p.numel() for p in model.net.parameters()),
-    )  # fmt: skip

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.logbook.compare import not_held_fixed, number_rows, setting_rows
-from lockstep.logbook.curves import thin
+from lockstep.logbook.compare import Row, not_held_fixed, number_rows, setting_rows
+from lockstep.logbook.figures import thin
 from lockstep.logbook.folders import Run
 from lockstep.logbook.render import metric, number
 from lockstep.runs.redact import redact
@@ -32,13 +32,12 @@ def report_html(title: str, runs: Sequence[Run]) -> str:
     data = json.dumps(redact(report_data(runs)), separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     for mark in "<>&@":  # no text of a run may end the script element, or be taken for a part
         data = data.replace(mark, f"\\u{ord(mark):04x}")
-    read = {path.name: path.read_text(encoding="utf-8") for path in STATIC.iterdir()}
-    parts = {
-        "@TITLE@": html.escape(title).replace("@", "&#64;"), "@STYLE@": read["uPlot.min.css"] + read["report.css"],
-        "@UPLOT@": read["uPlot.iife.min.js"], "@SCRIPT@": read["report.js"], "@DATA@": data,
-    }  # fmt: skip
-    page = read["report.html"]
-    for mark, text in parts.items():
+    page, *parts = [
+        (STATIC / name).read_text(encoding="utf-8")
+        for name in ("report.html", "uPlot.min.css", "report.css", "uPlot.iife.min.js", "report.js")
+    ]
+    held = {"@TITLE@": html.escape(title).replace("@", "&#64;"), "@STYLE@": parts[0] + parts[1], "@UPLOT@": parts[2]}
+    for mark, text in {**held, "@SCRIPT@": parts[3], "@DATA@": data}.items():
         page = page.replace(mark, text)
     return page
 
@@ -48,41 +47,37 @@ def report_data(runs: Sequence[Run]) -> dict[str, Any]:
     labels, caution = [run.title for run in runs], not_held_fixed(runs)
     changing = {name for run in runs for name, (_, values) in run.metrics.items() if len(set(values)) > 1}
     names = [name for name in PANELS if any(name in run.metrics for run in runs)]
-    names += sorted(changing - PANELS.keys() - NO_PANEL)[:MAX_OTHERS]
-    panels = [(name, *PANELS.get(name, (name, ""))) for name in names]
-    hardware = [
-        [run.title, str(node.get("node_rank")), name, number(stats.get("p50")), number(stats.get("max"))]
-        for run in runs
-        for node in run.record.hardware.get("nodes") or []
-        for name, stats in list((node.get("stats") or {}).items())[:64]
-    ]
+    panels = []
+    for name in names + sorted(changing - PANELS.keys() - NO_PANEL)[:MAX_OTHERS]:
+        title, unit = PANELS.get(name, (name, ""))
+        panels.append({"key": name, "title": title, "unit": unit, "loss": "loss" in name, "smooth": name != "lr"})
+    hardware = []
+    for run in runs:
+        for node in run.record.hardware.get("nodes") or []:
+            for name, stats in list((node.get("stats") or {}).items())[:64]:
+                shown = [number(stats.get("p50")), number(stats.get("max"))]
+                hardware.append((run.title, [str(node.get("node_rank")), name, *shown]))
     return {
         "subtitle": f"{len(runs)} run{'s' if len(runs) != 1 else ''}",
         "cautions": [caution] if caution else [],
         "runs": [_run_data(run) for run in runs],
-        "panels": [
-            {"key": name, "title": title, "unit": unit, "loss": "loss" in name, "smooth": name != "lr"}
-            for name, title, unit in panels
-        ],
+        "panels": panels,
         "numbers": _table(["", *labels], [("Run", [run.run_id for run in runs]), *number_rows(runs)]),
         "settings": _table(["option", *labels], setting_rows(runs)),
-        "hardware": {"head": ["run", "node", "measured", "median", "maximum"], "rows": hardware},
+        "hardware": _table(["run", "node", "measured", "median", "maximum"], hardware),
     }
 
 
-def _table(head: list[str], rows: Sequence[tuple[str, list[str]]]) -> dict[str, Any]:
+def _table(head: list[str], rows: Sequence[Row]) -> dict[str, Any]:
     return {"head": head, "rows": [[name, *cells] for name, cells in rows], "none": "none"}
 
 
 def _run_data(run: Run) -> dict[str, Any]:
-    record, best = run.record, run.best_value if run.test_value is None else run.test_value
-    curves = {key: thin(curve, MAX_POINTS) for key, curve in run.metrics.items()}
+    best, curves = run.best_value if run.test_value is None else run.test_value, {}
+    for name, curve in run.metrics.items():
+        curves[name] = [[float(f"{value:.6g}") for value in axis] for axis in thin(curve, MAX_POINTS)]
     return {
-        "run_id": run.run_id,
-        "label": run.title,
-        "headline": metric(best, record.monitor) if best is not None else run.status,
-        "command": record.command or "",
-        "note": run.note,
-        "curves": {key: [[float(f"{v:.6g}") for v in axis] for axis in curve] for key, curve in curves.items()},
-        "confusion": record.summary.get("confusion"),
-    }
+        "run_id": run.run_id, "label": run.title, "command": run.record.command or "", "note": run.note,
+        "headline": metric(best, run.record.monitor) if best is not None else run.status, "curves": curves,
+        "confusion": run.record.summary.get("confusion"),
+    }  # fmt: skip

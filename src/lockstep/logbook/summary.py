@@ -9,8 +9,7 @@ from lockstep.logbook.folders import Run, read_run, split_stage
 from lockstep.runs.record import RunRecord, save_record
 from lockstep.runs.scores import class_scores
 
-MAX_CONFUSION = 50  # classes whose confusion matrix goes into the record
-MAX_CLASSES = 1000  # classes whose scores do
+MAX_CONFUSION, MAX_CLASSES = 50, 1000  # classes whose confusion matrix, and whose scores, go into the record
 
 
 def summarise(folder: Path) -> Run:
@@ -30,7 +29,6 @@ def summarise(folder: Path) -> Run:
         "cpu_percent": _mean_of_medians(record, "cpu", "percent"),
         "lost_steps": sum(restart.lost_steps or 0 for restart in record.restarts),
         "changed": record.summary.get("changed"),
-        "changed_along": record.summary.get("changed_along"),
         **_classes(folder / "confusion_matrix.csv"),
     }
     record.summary = {key: value for key, value in summary.items() if value not in (None, {}, [])}
@@ -40,15 +38,14 @@ def summarise(folder: Path) -> Run:
 
 def _best(run: Run) -> dict[str, float]:
     """The validation metrics of the best checkpoint, by the row of metrics.csv at its step."""
-    record, step = run.record, run.record.best_checkpoint.step
-    best = {
-        name: float(values[steps == step][-1])
-        for name, (steps, values) in run.metrics.items()
-        if (split_stage(name)[0] == "val" or name == record.monitor) and step in steps
-    }
-    known = {name.removesuffix("_best"): value for name, value in record.metrics.items() if name.endswith("_best")}
-    known |= {name: value for name, value in record.best_checkpoint.metric.items() if name == record.monitor}
-    return best | {name: value for name, value in known.items() if not isinstance(value, str)}
+    record, step, best = run.record, run.record.best_checkpoint.step, {}
+    for name, (steps, values) in run.metrics.items():
+        if (split_stage(name)[0] == "val" or name == record.monitor) and step in steps:
+            best[name] = float(values[steps == step][-1])
+    for name, value in record.metrics.items():
+        if name.endswith("_best") and not isinstance(value, str):
+            best[name.removesuffix("_best")] = value
+    return best | {name: value for name, value in record.best_checkpoint.metric.items() if name == record.monitor}
 
 
 def _standard_errors(record: RunRecord) -> dict[str, float]:
@@ -78,12 +75,11 @@ def _classes(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     with path.open(newline="", errors="replace") as file:
-        rows = list(csv.reader(file))
-    size = len(rows) - 1
-    names, counts = rows[0][-size:], [[int(cell) for cell in row[-size:]] for row in rows[1:]]
+        head, *rows = csv.reader(file)
+    names, counts = head[-len(rows) :], [[int(cell) for cell in row[-len(rows) :]] for row in rows]
     scores = zip(names, class_scores(counts), strict=True)
     classes = [[name, score.images, score.precision, score.recall, score.f1] for name, score in scores]
     return {
-        "classes": classes if size <= MAX_CLASSES else [],
-        "confusion": {"names": names, "counts": counts} if size <= MAX_CONFUSION else {},
+        "classes": classes if len(rows) <= MAX_CLASSES else [],
+        "confusion": {"names": names, "counts": counts} if len(rows) <= MAX_CONFUSION else {},
     }

@@ -1,13 +1,19 @@
-"""The composed config of a run: what its model and data are called, and its spans of time. Imports no torch."""
+"""The composed config of a run: names in it, its differences from others, spans of time. Imports no torch."""
 
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.runs.errors import UserError
 
 Config = Mapping[str, Any]
+# Options that differ between any two runs, or that say where and not how a run trained
+NOT_COMPARED = (
+    "paths", "hydra", "run_id", "resume", "resume_step", "task_name", "tags", "ckpt_path", "initial_weights",
+    "overrides", "sweep_dir", "experiment_name", "optimized_metric", "logbook", "hardware", "verbose", "quiet",
+)  # fmt: skip
 UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
@@ -45,3 +51,22 @@ def seconds_of(stated: Any, key: str) -> float:
             "or seconds."
         )
     return seconds
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Return {"trainer.devices": 2, …}; a list is one value."""
+    if not isinstance(tree, dict) or (prefix and not tree):
+        return {prefix: tree}
+    parts = (flatten(value, f"{prefix}.{key}".lstrip(".")) for key, value in tree.items())
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return {option: [value in each flat config]} for the options that differ; None where a config lacks one."""
+    found = {}
+    for key in sorted({key for config in configs for key in config}):
+        values = [config.get(key) for config in configs]
+        is_place = key.partition(".")[0] in NOT_COMPARED or key.endswith(("cache_dir", "download_dir"))
+        if not is_place and len(set(map(json.dumps, values))) > 1:
+            found[key] = values
+    return found

@@ -13,7 +13,9 @@ from lockstep.runs.output import set_up
 log = logging.getLogger(__name__)
 
 INSTALLED = ("hydra", "omegaconf", "yaml", "torch", "lightning", "numpy", "PIL", "psutil")  # by make install
-NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+NOT_ALLOWED = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG,
+)  # fmt: skip
 
 
 def exit_code_of(task: Callable[[], int | None]) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.logbook.compare import as_text, not_held_fixed, number_rows, write_comparison
+from lockstep.logbook.folders import NOTE
 from lockstep.logbook.report import STATIC, report_data, report_html
 from lockstep.logbook.summary import summarise
 
@@ -88,7 +89,7 @@ def opened(runs, tmp_path):
     sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
     if not CHROMIUM.exists():
         pytest.skip("there is no /usr/bin/chromium: apt-get install chromium")
-    (runs[1].folder / "note.md").write_text("<b>Two</b> *runs*.")
+    (runs[1].folder / "page.md").write_text(f"# fsdp\n{NOTE[0]}\n<b>Two</b> *runs*.\n{NOTE[1]}\n")
     report, said, asked = tmp_path / "report.html", [], []
     report.write_text(report_html("Three <runs>", runs))
     with sync_api.sync_playwright() as playwright:

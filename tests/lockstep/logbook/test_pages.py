@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
@@ -16,7 +15,7 @@ from lockstep.logbook import render
 from lockstep.logbook.build import build, keep_run, write_page, write_run_page
 from lockstep.logbook.compare import number_rows
 from lockstep.logbook.figures import run_panels
-from lockstep.logbook.folders import Run, find_run, read_run
+from lockstep.logbook.folders import NOTE, Run, find_run, read_run
 from lockstep.logbook.report import report_data
 from lockstep.runs.errors import UserError
 from lockstep.runs.record import RunRecord
@@ -115,17 +114,16 @@ def test_a_run_in_the_logbook_is_a_slim_copy_without_secrets(folders, tmp_path):
     assert "| ✅ [ddp](ddp/page.md) | cifar10 | vit_tiny_32 | ddp × 2 | 86.43" in index
 
 
-def test_build_takes_what_has_become_of_a_run_and_skips_what_it_cannot_read(folders, tmp_path):
+def test_build_writes_pages_from_records_again_and_skips_what_it_cannot_read(folders, tmp_path):
     logbook = tmp_path / "logbook"
     for folder in folders[:2]:
         keep_run(folder, logbook)
-    shutil.rmtree(folders[0])
-    write_run(folders[0].parent, "ddp", epochs=77, updated_at="2099-01-01T00:00:00Z")
-    (logbook / "fsdp" / "run.json").write_text('{"run_id": "fs')
-    (error,) = build(logbook, tmp_path / "runs")
-    assert "fsdp" in error and "77 epochs" in spaced((logbook / "ddp" / "page.md").read_text())
+    (logbook / "ddp/page.md").unlink()
+    (logbook / "fsdp/run.json").write_text('{"run_id": "fs')
+    (error,) = build(logbook)
+    assert "fsdp" in error and "7 min 11 s for 12 epochs" in spaced((logbook / "ddp/page.md").read_text())
     before = {path: path.read_bytes() for path in logbook.rglob("*") if path.is_file()}
-    build(logbook, tmp_path / "nowhere")
+    build(logbook)
     assert {path: path.read_bytes() for path in logbook.rglob("*") if path.is_file()} == before
 
 
@@ -140,11 +138,51 @@ def test_comparisons_and_reports_are_listed_by_their_titles(folders, tmp_path):
 
 
 def test_a_note_is_the_users_own_markdown_and_its_heading_the_title(folders, tmp_path):
-    (folders[0] / "note.md").write_text("# the good one\n\nGood *curve*.\n\nUsed AKIAIOSFODNN7EXAMPLE.\n")
+    page = write_run_page(folders[0])
+    text = page.read_text().replace("# ddp\n", "# the <good> one\n", 1)
+    page.write_text(text.replace(NOTE[0], f"{NOTE[0]}\nGood *curve*.\n\nUsed AKIAIOSFODNN7EXAMPLE."))
     text = keep_run(folders[0], tmp_path / "logbook").read_text()
-    assert text.startswith("# the good one\n") and "> Good *curve*.\n>\n> Used [redacted].\n" in text
-    assert "[the good one](ddp/page.md)" in (tmp_path / "logbook/README.md").read_text()
-    assert find_run("the good one", tmp_path / "runs") == folders[0]
+    for _ in range(2):  # and once more from the record
+        assert text.startswith("# the &#60;good&#62; one\n") and "\nGood *curve*.\n\nUsed [redacted].\n" in text
+        assert "[the &#60;good&#62; one](ddp/page.md)" in (tmp_path / "logbook/README.md").read_text()
+        assert build(tmp_path / "logbook") == []
+        text = (tmp_path / "logbook/ddp/page.md").read_text()
+    (tmp_path / "logbook/ddp/page.md").write_text(text.replace("Good *curve*", "Edited here"))
+    assert "\nEdited here.\n" in keep_run(folders[0], tmp_path / "logbook").read_text()
+
+
+@pytest.mark.parametrize(
+    "launcher, command, config, lines",
+    [
+        ("none", "python src/train.py", {"data.root": "data/birds"},
+         ['ln -s "$(realpath data)" ../r/', "cd ../r", "python src/train.py", "Data: `data/birds` (`data.root`)."]),
+        ("none", "python src/train.py", {"data.download_dir": "/x/mnist", "model.weights": "w/a.pth"},
+         ['ln -s "$(realpath w)" ../r/', "Data: downloaded into `data/`.",
+          "Weights: `w/a.pth` (`model.weights`), sha256 `5e`."]),
+        ("slurm", "python src/train.py a=b", {"data.root": "/data/x"},
+         ["cd ../r", "# inside an allocation:",
+          "srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 python src/train.py a=b",
+          "# or as a job:", "sbatch --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 launch/train.sbatch 'a=[b, c]'"]),
+        ("torchrun", "python src/train.py", {},
+         ["# on each of the 2 nodes:", "torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d "
+          "--rdzv-endpoint=node-a:29500 \\", "  src/train.py"]),
+        ("nodes", "python src/train.py", {"model.pretrained": True, "model.name": "vit"},
+         ["# on each of the 2 nodes, with its own NODE_RANK:",
+          "MASTER_ADDR=node-a MASTER_PORT=29500 WORLD_SIZE=8 NODE_RANK=0 python src/train.py",
+          "Weights: those of timm's `vit`, from the Hugging Face hub, sha256 `5e`."]),
+    ],
+)  # fmt: skip
+def test_a_page_says_how_to_repeat_its_run_with_what_data_and_weights(tmp_path, launcher, command, config, lines):
+    nodes = 1 if launcher == "none" else 2
+    folder = write_run(
+        tmp_path, "r", launcher=launcher, command=command, num_nodes=nodes, world_size=4 * nodes, accelerator="gpu",
+        overrides=["a=[b, c]"], initial_weights_sha256="5e",
+    )  # fmt: skip
+    run = read_run(folder)
+    run.config = config
+    text = write_page(run).read_text()
+    started = text[text.index("## How it was started") : text.index("## What it cost")].splitlines()
+    assert [line for line in started if line in lines] == lines
 
 
 @pytest.mark.parametrize(

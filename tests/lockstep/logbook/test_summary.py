@@ -5,7 +5,6 @@ import json
 import pytest
 
 from example_runs import write_run
-from lockstep.logbook.folders import changes
 from lockstep.logbook.summary import summarise
 
 
@@ -30,19 +29,6 @@ def test_a_share_of_counted_images_has_its_standard_error(tmp_path):
     record = summarise(write_run(tmp_path, "r", best_checkpoint={"epoch": 1}, **monitored)).record
     assert record.summary["errors"] == {"val/acc": 0.024876}, "not that of F1"
     assert record.summary["best"]["val/f1"] == 0.7
-
-
-def test_what_differs_from_the_recipe_is_told_apart_from_what_changed_with_it():
-    recipe = {"model": {"name": "vit"}, "optimizer": {"lr": 0.1}, "choices": {"model": "vit"}, "seed": 1, "run_id": "a"}
-    here = {"model": {"dropout": 0.5}, "optimizer": {"lr": 0.2}, "choices": {"model": "cnn"}, "seed": 1, "run_id": "b"}
-    found = changes(recipe, here, ["model=cnn", "optimizer.lr=0.2", "run_id=b", "seed=1"])
-    assert found["changed"] == [["model", "vit", "cnn"], ["optimizer.lr", 0.1, 0.2]]
-    assert found["changed_along"] == [["model.dropout", None, 0.5], ["model.name", "vit", None]]
-
-
-def test_secrets_of_options_do_not_reach_the_record():
-    found = changes({}, {"optimizer": {"token": "hf_abcdefghijklmnopqrstuvwxyz"}}, ["+optimizer.token=x"])
-    assert found["changed"] == [["optimizer.token", None, "[redacted]"]]
 
 
 def test_each_class_has_its_scores(folders):
