@@ -48,10 +48,7 @@ def test_a_run_that_is_to_be_kept_has_its_row_and_a_debugging_run_has_none(tmp_p
     )
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["trainer.max_epochs=-3"], ["data.val_fraction=1"], ["data.val_fraction=1", "trainer=ddp_sim"], ["logbook=yes"]],
-)
+@pytest.mark.parametrize("words", [["trainer.max_epochs=-3"], ["data.val_fraction=1", "trainer=ddp_sim"]])
 def test_input_that_is_refused_leaves_no_folder(tmp_path, words):
     done = run_door("train", *SMALL, "logbook=keep", *words, logs=tmp_path)
     assert done.code == 2 and "error: " in done.output, done.output

@@ -41,13 +41,11 @@ def keep_run(folder: Path, logbook: Path) -> Path:
     _write(target / "run.json", json.dumps(redact(record), indent=1) + "\n")
     if drawn(run_panels(run)):
         head, *lines = (folder / "metrics.csv").read_text(errors="replace").splitlines()
-        validated = [number for number, name in enumerate(head.split(",")) if name.startswith("val/")]
+        validated = [i for i, name in enumerate(head.split(",")) if name.startswith("val/")]
         every = -(-len(lines) // MAX_ROWS)
-        for number in range(len(lines) - 1, -1, -1):
-            cells = lines[number].split(",")
-            if number % every and number < len(lines) - 1 and not any(cells[i : i + 1] > [""] for i in validated):
-                del lines[number]
-        _write(target / "metrics.csv", "\n".join([head, *lines]) + "\n")
+        chosen = {*range(len(lines) - 1, -1, -every)}  # the last row among them
+        chosen |= {at for at, line in enumerate(lines) if any(line.split(",")[i : i + 1] > [""] for i in validated)}
+        _write(target / "metrics.csv", "\n".join([head, *(lines[at] for at in sorted(chosen))]) + "\n")
     if run.text("code.diff"):
         _write(target / "code.diff", redact_text((folder / "code.diff").read_text(errors="replace")))
     known = Run(target, run.record)

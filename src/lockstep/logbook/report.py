@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.logbook.compare import Row, not_held_fixed, number_rows, setting_rows
 from lockstep.logbook.figures import thin
 from lockstep.logbook.folders import Run
-from lockstep.logbook.render import metric, number
+from lockstep.logbook.render import metric
 from lockstep.runs.redact import redact
 
 STATIC = Path(__file__).parent / "static"
@@ -51,12 +51,6 @@ def report_data(runs: Sequence[Run]) -> dict[str, Any]:
     for name in names + sorted(changing - PANELS.keys() - NO_PANEL)[:MAX_OTHERS]:
         title, unit = PANELS.get(name, (name, ""))
         panels.append({"key": name, "title": title, "unit": unit, "loss": "loss" in name, "smooth": name != "lr"})
-    hardware = []
-    for run in runs:
-        for node in run.record.hardware.get("nodes") or []:
-            for name, stats in list((node.get("stats") or {}).items())[:64]:
-                shown = [number(stats.get("p50")), number(stats.get("max"))]
-                hardware.append((run.title, [str(node.get("node_rank")), name, *shown]))
     return {
         "subtitle": f"{len(runs)} run{'s' if len(runs) != 1 else ''}",
         "cautions": [caution] if caution else [],
@@ -64,7 +58,6 @@ def report_data(runs: Sequence[Run]) -> dict[str, Any]:
         "panels": panels,
         "numbers": _table(["", *labels], [("Run", [run.run_id for run in runs]), *number_rows(runs)]),
         "settings": _table(["option", *labels], setting_rows(runs)),
-        "hardware": _table(["run", "node", "measured", "median", "maximum"], hardware),
     }
 
 

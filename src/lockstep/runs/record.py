@@ -238,8 +238,9 @@ def write_record(path: Path, record: RunRecord) -> None:
 def save_record(path: Path, record: RunRecord) -> None:
     """Write the record as it is; a part without values is null."""
     values = asdict(record)
+    other = values.pop("other")
     empty = {name: None for name, value in vars(record).items() if isinstance(value, Part) and not value}
-    text = json.dumps(values | empty | values.pop("other"), indent=1, allow_nan=False, default=str)
+    text = json.dumps(values | empty | other, indent=1, allow_nan=False, default=str)
     write_atomically(path, lambda file: file.write(text + "\n"))
 
 

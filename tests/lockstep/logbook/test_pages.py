@@ -17,6 +17,7 @@ from lockstep.logbook.compare import number_rows
 from lockstep.logbook.figures import run_panels
 from lockstep.logbook.folders import NOTE, Run, find_run, read_run
 from lockstep.logbook.report import report_data
+from lockstep.logbook.summary import summarise
 from lockstep.runs.errors import UserError
 from lockstep.runs.record import RunRecord
 
@@ -239,14 +240,43 @@ def test_no_text_of_a_run_becomes_markup(tmp_path, texts):
 @pytest.mark.parametrize(
     "shown, value",
     [
-        (render.duration(0.05), "0.05 s"), (render.duration(59.6), "1 min"), (render.duration(431.2), "7 min 11 s"),
-        (render.duration(7199), "1 h 59 min"), (render.duration(200_000), "2 d 7 h"),
-        (render.number(12345.6), "12,346"),
+        (render.duration(431.2), "7 min 11 s"), (render.number(12345.6), "12,346"), (render.number(None), "–"),
         (render.number(9.8123, "GiB"), "9.81 GiB"), (render.dollars(0.0123), "$0.012"),
-        (render.percent(0.9721), "97.21 %"),
         (render.metric(0.5, "test/acc"), "50.00 %"), (render.metric(0.123456, "val/loss"), "0.1235"),
-        (render.metric(None, "x"), "–"), (render.number(None), "–"),
     ],
 )  # fmt: skip
 def test_numbers_read_as_a_person_writes_them(shown, value):
     assert spaced(shown) == value
+
+
+# The end of a run derives what pages print
+
+
+def test_the_summary_is_written_into_the_record_and_comes_out_the_same_again(folders):
+    record = summarise(folders[0]).record
+    path = folders[0] / "run.json"
+    text = path.read_text()
+    assert json.loads(text)["summary"] == record.summary
+    summarise(folders[0])
+    assert path.read_text() == text
+
+
+def test_metrics_of_the_best_checkpoint_are_those_of_its_step(folders):
+    lines = (folders[0] / "metrics.csv").read_text().splitlines()
+    at_best = next(line for line in lines if line.startswith("1925,")).split(",")
+    best = summarise(folders[0]).record.summary["best"]
+    assert best == {"val/loss": float(at_best[8]), "val/acc": 0.871}
+
+
+def test_a_share_of_counted_images_has_its_standard_error(tmp_path):
+    monitored = {"monitor": "val/f1", "metrics": {"val/acc": 0.5, "val/images": 400, "val/f1": 0.4, "val/f1_best": 0.7}}
+    record = summarise(write_run(tmp_path, "r", best_checkpoint={"epoch": 1}, **monitored)).record
+    assert record.summary["errors"] == {"val/acc": 0.024876}, "not that of F1"
+    assert record.summary["best"]["val/f1"] == 0.7
+
+
+def test_each_class_has_its_scores(folders):
+    (folders[0] / "confusion_matrix.csv").write_text("true \\ predicted,a,b\na,3,1\nb,0,4\n")
+    summary = summarise(folders[0]).record.summary
+    assert summary["classes"] == [["a", 4, 1.0, 0.75, pytest.approx(6 / 7)], ["b", 4, 0.8, 1.0, pytest.approx(8 / 9)]]
+    assert summary["confusion"] == {"names": ["a", "b"], "counts": [[3, 1], [0, 4]]}

@@ -35,7 +35,7 @@ def test_an_update_keeps_what_this_version_does_not_know_and_stamps_the_time(tmp
         record.status, record.steps = "finished", 3
     held = json.loads(path.read_text())
     assert (held["own"], held["code"]["branch"], held["steps"], held["status"]) == ([1], "b", 3, "finished")
-    assert held["updated_at"].endswith("Z") and held["error"] is None
+    assert held["updated_at"].endswith("Z") and held["error"] is None and "other" not in held
 
 
 def test_an_update_that_fails_writes_nothing(tmp_path):
@@ -58,19 +58,20 @@ def test_the_cost_is_that_of_the_time_in_which_the_run_ran(tmp_path):
         assert read_record(tmp_path / "run.json").cost.get("usd") == price
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "\x00", "null", "[" * 99_999])
-def test_what_is_no_record_is_an_error_in_one_sentence(tmp_path, text):
-    path = tmp_path / "run.json"
-    path.write_text(text)
-    with pytest.raises(UserError, match="not a run record"):
-        read_record(path)
-
-
-def test_a_value_of_another_shape_is_an_error_in_one_sentence(tmp_path):
-    for values in ({"code": "a"}, {"metrics": [1]}, {"error": "a"}, {"restarts": [1]}):
-        (tmp_path / "run.json").write_text(json.dumps(values))
-        with pytest.raises(UserError, match="run.json is not a run record: "):
-            read_record(tmp_path / "run.json")
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("", "run.json is not a run record: "), ("null", "it holds no JSON object"),
+        ("[" * 99_999, "is not a run record"),
+        ('{"code": "a"}', "its code is a str"), ('{"error": "a"}', "is not a run record"),
+        ('{"restarts": [1]}', "is not a run record"),
+        (f'{{"schema_version": {SCHEMA_VERSION + 1}, "steps": []}}', "schema version 3 but this code reads"),
+    ],
+)  # fmt: skip
+def test_what_is_no_record_is_an_error_in_one_sentence(tmp_path, text, said):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(UserError, match=said):
+        read_record(tmp_path / "run.json")
 
 
 def test_a_record_of_version_1_is_read_with_null_for_what_it_does_not_know(tmp_path):
@@ -81,21 +82,12 @@ def test_a_record_of_version_1_is_read_with_null_for_what_it_does_not_know(tmp_p
     assert record.other == {"goodput": {"wall": 0.9}}
 
 
-def test_a_newer_schema_is_refused_by_its_number(tmp_path):
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps({"schema_version": SCHEMA_VERSION + 1, "steps": {"of": "another shape"}}))
-    with pytest.raises(UserError, match=r"schema version 3 but this code reads only up to 2: update the code\.$"):
-        read_record(path)
-
-
 def test_a_running_record_without_a_heartbeat_is_lost():
     record = RunRecord(status="running", updated_at="2026-01-01T00:00:00Z")
     assert status_of(record, "2026-01-01T00:01:00Z") == "running"
     assert LOST_AFTER_S < 3600 and status_of(record, "2026-01-01T01:00:00Z") == "lost"
     assert status_of(RunRecord(status="finished", updated_at="2020-01-01T00:00:00Z")) == "finished"
     assert status_of(RunRecord()) == "lost"
-    no_zone = RunRecord(status="running", updated_at="2026-01-01T00:00:00")  # this program wrote it not
-    assert status_of(no_zone) == "lost"
     record.phase = "start"  # it may still prepare its images
     assert status_of(record, "2026-01-01T00:30:00Z") == "running"
     assert status_of(record, "2026-01-01T01:30:00Z") == "lost"

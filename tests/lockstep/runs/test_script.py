@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from lockstep.runs.errors import UserError
-from lockstep.runs.output import printable, say, set_up
+from lockstep.runs.output import say, set_up
 from lockstep.runs.script import exit_code_of
 from ranks import SRC
 
@@ -49,38 +49,24 @@ def test_a_ctrl_c_before_the_run_begins_is_no_traceback():
     assert exit_code_of(failing(KeyboardInterrupt())) == 130
 
 
-@pytest.mark.parametrize(
-    "text, shown",
-    [
-        ("\x1b[2J\x1b]0;title\x07gone", "\\x1b[2J\\x1b]0;title\\x07gone"),
-        ("100 %\rdone\x08", "100 %\\rdone\\x08"),
-        ("\u202egnp.exe", "\\u202egnp.exe"),
-        ("\x9b31m", "\\x9b31m"),
-        ("two\nlines\tand a tab · ü →", "two\nlines\tand a tab · ü →"),
-    ],
-    ids=["escape", "return", "right to left", "8-bit escape", "plain"],
-)
-def test_a_name_cannot_steer_the_terminal(text, shown, capsys):
-    assert printable(text) == shown
+def test_a_name_cannot_steer_the_terminal(capsys):
+    text = "\x1b[2J\x1b]0;t\x07 100 %\rdone\x08 \u202egnp.exe \x9b31m two\nlines\tand a tab · ü →"
+    shown = "\\x1b[2J\\x1b]0;t\\x07 100 %\\rdone\\x08 \\u202egnp.exe \\x9b31m two\nlines\tand a tab · ü →"
     log.warning(f"left out {text}")
     say(text)
     said = capsys.readouterr()
     assert said.err == f"warning: left out {shown}\n" and said.out == f"{shown}\n"
 
 
-@pytest.mark.parametrize(
-    "encoding, shown", [("ascii", "caf\\xe9 \\udce9 \\u2192"), ("utf-8", "café \\udce9 →")], ids=["ascii", "utf-8"]
-)
-def test_what_the_stream_cannot_write_does_not_silence_it(encoding, shown, monkeypatch):
+def test_what_the_stream_cannot_write_does_not_silence_it(monkeypatch):
     """An ASCII terminal, and a file name that is no UTF-8: print() and the log go on."""
-    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict", newline="")
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict", newline="")
     monkeypatch.setattr(sys, "stdout", stream)
     set_up()
     log.info("café \udce9 →")
-    print("café \udce9 →")
-    log.info("afterwards")
+    print("afterwards")
     stream.flush()
-    assert stream.buffer.getvalue().decode(encoding) == f"{shown}\n{shown}\nafterwards\n"
+    assert stream.buffer.getvalue() == b"caf\\xe9 \\udce9 \\u2192\nafterwards\n"
 
 
 def test_a_reader_that_has_enough_ends_nothing():
@@ -101,13 +87,13 @@ def run(body):
     return subprocess.run([sys.executable, "-S", "-c", text + body], capture_output=True, text=True, timeout=30)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
-def test_the_first_signal_interrupts_and_the_next_is_remembered(name):
+def test_the_first_signal_interrupts_and_the_next_is_remembered():
     done = run(
-        f"signals.on_stop(signals.interrupt)\ntry:\n    kill(signal.{name})\nexcept Interrupted as error:\n"
-        f"    print(error)\nkill(signal.SIGTERM)\nprint(signals.asked == [signal.{name}, signal.SIGTERM])"
+        "signals.on_stop(signals.interrupt)\nfor name in ('SIGTERM', 'SIGINT', 'SIGUSR1', 'SIGHUP'):\n"
+        "    signals.asked.clear()\n    try:\n        kill(signal.Signals[name])\n    except Interrupted as error:\n"
+        "        print(error)\n    kill(signal.SIGTERM)\n    print(len(signals.asked))"
     )
-    assert done.stdout.split() == [name, "True"], done.stderr
+    assert done.stdout.split() == ["SIGTERM", "2", "SIGINT", "2", "SIGUSR1", "2", "SIGHUP", "2"], done.stderr
 
 
 def test_a_second_ctrl_c_ends_the_process_at_once():

@@ -272,7 +272,6 @@ drawControls();
 draw();
 fill("numbers", data.numbers);
 fill("settings", data.settings);
-fill("hardware", data.hardware);
 drawConfusion();
 drawNotes();
 drawCommands();
