@@ -1,5 +1,6 @@
 """Pages of runs, and the logbook: a folder for each run that is kept, and README.md, which lists them."""
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -41,10 +42,10 @@ def keep_run(folder: Path, logbook: Path) -> Path:
     _write(target / "run.json", json.dumps(redact(record), indent=1) + "\n")
     if drawn(run_panels(run)):
         head, *lines = (folder / "metrics.csv").read_text(errors="replace").splitlines()
-        validated = [i for i, name in enumerate(head.split(",")) if name.startswith("val/")]
+        validated = [i for i, name in enumerate(next(csv.reader([head]))) if name.startswith("val/")]
         every = -(-len(lines) // MAX_ROWS)
         chosen = {*range(len(lines) - 1, -1, -every)}  # the last row among them
-        chosen |= {at for at, line in enumerate(lines) if any(line.split(",")[i : i + 1] > [""] for i in validated)}
+        chosen |= {at for at, row in enumerate(csv.reader(lines)) if any(row[i : i + 1] > [""] for i in validated)}
         _write(target / "metrics.csv", "\n".join([head, *(lines[at] for at in sorted(chosen))]) + "\n")
     if run.text("code.diff"):
         _write(target / "code.diff", redact_text((folder / "code.diff").read_text(errors="replace")))

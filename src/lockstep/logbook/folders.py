@@ -1,8 +1,8 @@
 """Runs as their folders hold them, in logs/ and in logbook/, and which run a word of the command line names."""
 
+import csv
 import html
 import re
-import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -108,15 +108,14 @@ class Run:
     @cached_property
     def metrics(self) -> dict[str, Curve]:
         """The columns of metrics.csv over steps, `epoch` and `time_s` among them, without unreadable cells."""
-        lines = self.text("metrics.csv").splitlines()
-        if len(lines) < 2:
-            return {}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torn rows, which are left out
-            options: dict[str, Any] = {"delimiter": ",", "comments": None, "names": True, "deletechars": ""}
-            table = np.atleast_1d(np.genfromtxt(lines, invalid_raise=False, **options))
-        rows = {name: np.isfinite(table["step"]) & np.isfinite(table[name]) for name in table.dtype.names}
-        return {name: (table["step"][at], table[name][at]) for name, at in rows.items() if name != "step" and at.any()}
+        head, *rows = list(csv.reader(self.text("metrics.csv").replace("\0", "").splitlines())) or [[]]
+        whole = [[_number(cell) for cell in row] for row in rows if len(row) == len(head)]  # a torn row is left out
+        columns = dict(zip(head, np.array(whole).T, strict=True)) if whole else {}
+        steps, found = columns.pop("step", np.array(np.nan)), {}
+        for name, values in columns.items():
+            if (known := np.isfinite(steps) & np.isfinite(values)).any():
+                found[name] = (steps[known], values[known])
+        return found
 
     def text(self, name: str) -> str:
         """Return the text of a file, empty if there is none."""
@@ -132,6 +131,13 @@ class Run:
         for part in name.split("."):
             found = found.get(part) if isinstance(found, dict) else getattr(found, part, None)
         return found
+
+
+def _number(cell: str) -> float:
+    try:
+        return float(cell)
+    except ValueError:
+        return np.nan
 
 
 def split_stage(name: str) -> tuple[str, str]:

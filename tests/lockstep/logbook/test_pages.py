@@ -261,6 +261,13 @@ def test_the_summary_is_written_into_the_record_and_comes_out_the_same_again(fol
     assert path.read_text() == text
 
 
+def test_curves_have_any_name_and_no_damaged_cell(tmp_path):
+    folder = write_run(tmp_path, "r")
+    (folder / "metrics.csv").write_text('step,"val/acc/tabby, cat",lr\n1,0.5,\n2,nan,x\n3,0.25,1\n4,0.')
+    curves = {name: [values.tolist() for values in curve] for name, curve in read_run(folder).metrics.items()}
+    assert curves == {"val/acc/tabby, cat": [[1, 3], [0.5, 0.25]], "lr": [[3], [1]]}
+
+
 def test_metrics_of_the_best_checkpoint_are_those_of_its_step(folders):
     lines = (folders[0] / "metrics.csv").read_text().splitlines()
     at_best = next(line for line in lines if line.startswith("1925,")).split(",")
