@@ -32,7 +32,9 @@ IMAGES = ("image_size", "channels", "mean", "std", "fit", "crop_pct", "interpola
 
 
 def evaluate(plan: RunPlan) -> int:
-    """One rank's evaluation."""
+    """Evaluate the checkpoint as one rank."""
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
     from lockstep.callbacks.checkpoint_io import load_on_all_ranks
     from lockstep.runs.files import utc_now
     from lockstep.training.build import build_run
@@ -40,6 +42,8 @@ def evaluate(plan: RunPlan) -> int:
 
     with joined_ranks(plan) as session:
         trainer, module, data, recorder = build_run(session, load_on_all_ranks(str(session.plan.checkpoint)))
+        if not is_overridden("test_step", module) or not is_overridden("test_dataloader", data):
+            raise UserError("There is nothing to test: the task has no test_step, or the data no test_dataloader.")
         trainer.test(module, datamodule=data, verbose=False)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         if not metrics:

@@ -131,7 +131,13 @@ def main(argv: list[str]) -> int:
             command.add_argument("--sort", metavar="KEY", help="the largest first; default: the newest")
             command.add_argument("--csv", action="store_true", help="for pandas, DuckDB or a spreadsheet")
     options = top.parse_args(argv)
-    return exit_code_of(lambda: options.task(options))
+    try:
+        code = exit_code_of(lambda: options.task(options))
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` closes the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def known_at_start(trainer: Any, module: Any, data: Any, plan: RunPlan) -> dict[
         "num_trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
     }
     if not hasattr(data, "place"):
-        return of_module
+        return {**of_module, "global_batch_size": None, "per_device_batch_size": None}  # its loaders decide
     counts = {name: getattr(data, name) for name in ("num_train", "num_val", "num_test", "left_out_per_epoch")}
     images = settings_of(data, plan.choices.get("augmentation"))
     return {**of_module, **counts, "data_hash": data.data_hash, "images": images, "data_report": data.report}

@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 
 # Modules of src/data whose root is there or is an address; a class of the user's own may make its root
 READERS = ("data.cifar10", "data.image_folder", "data.mnist", "data.table", "data.webdataset")
-CHOSEN = ("experiment", "debug", "data", "model", "trainer", "trainer.accelerator", "trainer.max_steps",
-          "trainer.limit_train_batches", "resume")  # fmt: skip
+CHOSEN = ("experiment", "debug", "data", "data._target_", "model", "trainer", "trainer.accelerator",
+          "trainer.max_steps", "trainer.limit_train_batches", "resume")  # fmt: skip
 MOST_OF_TMPDIR = 76  # a socket's path has 107 characters at most; multiprocessing adds a folder and a name
 
 

@@ -152,7 +152,9 @@ def headlines(plan: RunPlan) -> list[str]:
     """Return the first line of a run's output, and one on scaled learning rates."""
     batch, data, optimizer, trainer = plan.batch, plan.config["data"], plan.config["optimizer"], plan.choices["trainer"]
     where = f"{trainer} ({plan.accelerator})" if trainer == "default" else trainer
-    parts = [f"run {plan.folder.run_id}", plan.model_name, plan.data_name, where]
+    task = str(plan.config["task"].get("_target_"))
+    model = plan.model_name if task.startswith("tasks.") else task.rpartition(".")[2]  # which may build its own net
+    parts = [f"run {plan.folder.run_id}", model, plan.data_name, where]
     if plan.config["task_name"] != "train":
         return [" · ".join([*parts, f"batches of {data.get('eval_batch_size', DEFAULT_EVAL_BATCH_SIZE)}"])]
     if "global_batch_size" in data or str(data.get("_target_")).startswith("data."):
