@@ -44,8 +44,7 @@ def test_callbacks_of_lightning_work_beside_lockstep_s(trainer, tmp_path):
     own += f"dirpath: {tmp_path}/own}}"
     done = run_door(
         "train", "experiment=quickstart", "trainer.max_epochs=2", "trainer.log_every_n_steps=5", f"trainer={trainer}",
-        "callbacks=[early_stopping,rich_progress_bar]", f"+callbacks.own={own}",
-        "+callbacks.lr._target_=lightning.pytorch.callbacks.LearningRateMonitor", logs=tmp_path,
+        "callbacks=[early_stopping,lr_monitor,model_summary,rich_progress_bar]", f"+callbacks.own={own}", logs=tmp_path,
     )  # fmt: skip
     assert done.code == 0 and done.record["status"] == "finished", done.output
     assert len(list((tmp_path / "own").glob("*.ckpt"))) == 1 and done.record["best_checkpoint"]["path"]
