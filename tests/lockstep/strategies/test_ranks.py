@@ -98,6 +98,7 @@ def test_each_rank_keeps_its_part_of_weights_and_optimizer_state():
     assert [part["momentum"] for part in parts] == [part["own"] for part in parts]
 
 
+@pytest.mark.slow
 def test_shard_within_node_replicates_over_nodes():
     parts = [r["inspect"] for r in ranks("fsdp", 4, 2, steps=1, inspect=describe_shards, **WITHIN)]
     assert parts[0]["mesh"] == {"replicate": 2, "shard": 2}
