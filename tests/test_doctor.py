@@ -17,6 +17,11 @@ def config_of(*words):
     return plain(compose("train", list(words)))
 
 
+@pytest.fixture(autouse=True)
+def cores(monkeypatch):
+    monkeypatch.setattr(doctor, "available_cores", lambda: 4)  # a worker of the tests has one
+
+
 def findings(config, environment):
     return list(doctor.examine(config, "ddp_sim", environment))
 
