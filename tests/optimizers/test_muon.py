@@ -113,6 +113,7 @@ def weights_after_sharded_training(cluster):
     return {name: value.full_tensor().tolist() for name, value in net.named_parameters()}
 
 
+@pytest.mark.slow
 def test_sharded_parameters_train_as_whole_ones():
     net = network().double()
     optimizer = Muon(net.named_parameters())

@@ -1,5 +1,6 @@
 """Runs of version 1, whose config has `classifier:` in place of `task:`, resume and evaluate."""
 
+import pytest
 import yaml
 
 from lockstep.runs.folder import read_config
@@ -8,6 +9,7 @@ from runs import run_door
 OLD = {"_target_": "classifier.ImageClassifier", "label_smoothing": 0.1, "test_time_flip": False}
 
 
+@pytest.mark.slow
 def test_a_run_whose_config_names_the_classifier_resumes_and_evaluates(tmp_path):
     words = ["experiment=quickstart", "trainer.max_epochs=1", "trainer.num_threads=1", "task.label_smoothing=0.1"]
     done = run_door("train", *words, "run_id=r", logs=tmp_path)

@@ -22,7 +22,7 @@ REFUSED_TRAINER_KEYS = {
     "callbacks": "use callbacks=", "logger": "use logger=", "default_root_dir": "use paths.log_dir",
     "fast_dev_run": "use debug=fast_dev_run", "enable_checkpointing": "use '~callbacks.checkpoints'",
     "enable_progress_bar": "use '~callbacks.progress' or callbacks=rich_progress_bar",
-    "enable_model_summary": "add it as a callback", "barebones": "use callbacks=none",
+    "enable_model_summary": "use callbacks=model_summary", "barebones": "use callbacks=none",
 }  # fmt: skip
 WORDS = {"data.global_batch_size": "max", "trainer.devices": "auto", "trainer.num_nodes": "auto"}  # beside a number
 NODES = ("trainer.compile", "trainer.strategy")  # that may be a node in place of their default

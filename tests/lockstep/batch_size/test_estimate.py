@@ -44,6 +44,7 @@ def test_recomputed_activations_take_less_and_an_average_of_the_weights_more():
     assert peak_mib(8, *words, "trainer.ema_decay=0.9") > peak_mib(8, *words)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_largest_batch_of_all_ranks(tmp_path):
     words = ["model=small_cnn", "data=digits", "trainer=ddp", "trainer.devices=4", "trainer.num_nodes=2"]
     done = run_door("find_batch_size", "--estimate", *words, "trainer.memory_limit_gib=0.01", logs=tmp_path)

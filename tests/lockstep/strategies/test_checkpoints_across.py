@@ -48,6 +48,7 @@ def test_fsdp_saved_on_two_ranks_goes_on_bit_equal_on_two_and_close_on_four(tmp_
     assert mean_losses(four) == pytest.approx(mean_losses(whole)[6:], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_scaler_goes_from_ddp_names_to_fsdp(tmp_path):
     path = tmp_path / "scaled.ckpt"
     ranks("fsdp", 2, precision="16-mixed", overflow_at=2, save=path)

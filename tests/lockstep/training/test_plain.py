@@ -75,6 +75,7 @@ compile: false
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["cpu", pytest.param("fsdp_sim", marks=pytest.mark.slow)])
 def test_a_module_and_a_data_module_in_the_style_of_a_template_run_by_config_alone(trainer, tmp_path):
     for group, text in TEMPLATE.items():

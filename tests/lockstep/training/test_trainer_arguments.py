@@ -25,6 +25,7 @@ WORKS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_all_of_them_in_one_run(tmp_path):
     words = [f"trainer.{name}={'null' if value is None else value}" for name, value in WORKS.items()]
     done = run_door("train", "data=digits", "data.global_batch_size=64", "model=small_cnn", *words, "run_id=r",
