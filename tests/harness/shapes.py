@@ -1,8 +1,15 @@
 """A LightningDataModule of small pictures with every kind of target, as another project has it."""
 
+from typing import Any
+
 import lightning.pytorch as pl
+import numpy as np
 import torch
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep.data.image_datamodule import ImageDataModule, ImageSet
+from lockstep.training.task import Task
 
 SIZE = 16
 
@@ -53,3 +60,47 @@ class Shapes(pl.LightningDataModule):
         return DataLoader(self.parts[1], self.batch_size)
 
     test_dataloader = val_dataloader
+
+
+class ShapeImages(ImageDataModule):
+    """The same pictures by Lockstep's data module, whose order does not depend on the ranks.
+
+    Args:
+        kind: class, labels, number, mask, or dict: a class and a number.
+    """
+
+    channels = 1
+
+    def __init__(self, *, kind: str = "class", **options: Any) -> None:
+        super().__init__(**options)
+        self.kind = kind
+
+    def identity(self) -> str:
+        return f"shapes {self.kind}"
+
+    def read(self) -> ImageSet:
+        made = {name: each.numpy() for name, each in pictures(160).items()}
+        images = (60 * made.pop("images").transpose(0, 2, 3, 1) + 60).clip(0, 255).astype(np.uint8)
+        names = ["top", "left"] if self.kind == "labels" else ["none", "square"]
+        if self.kind == "class":
+            return ImageSet(images, made["class"], names, num_test=32)
+        targets = {"class": made["class"], "number": made["number"]} if self.kind == "dict" else made[self.kind]
+        return ImageSet(images, None, names, num_test=32, targets=targets)
+
+
+class ClassAndNumber(Task):
+    """Learns the two targets of kind=dict with one net."""
+
+    def training_step(self, batch, batch_idx):
+        images, targets = batch
+        outputs = self.net(images)
+        loss = F.cross_entropy(outputs[:, :2], targets["class"])
+        return loss + F.mse_loss(outputs[:, 2], targets["number"] / 10)
+
+    def validation_step(self, batch, batch_idx):
+        images, targets = batch
+        outputs = self.net(images)
+        self.count(acc=outputs[:, :2].argmax(1) == targets["class"])
+        self.count(mae=(10 * outputs[:, 2] - targets["number"]).abs())
+
+    test_step = validation_step

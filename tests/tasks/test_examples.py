@@ -5,6 +5,7 @@ docs/tasks.md shows CASES and CHECKS as a table.
 
 import csv
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,8 @@ import torch
 from PIL import Image
 
 import shapes
+from faults import signal_at_step
+from lockstep.storage.checkpoint_files import newest_whole
 from lockstep.storage.load import read_checkpoint
 from object_store import shared_store
 from predict import rows_of
@@ -108,6 +111,54 @@ def test_it_learns_and_everything_works_with_it(task, logs, tmp_path, monkeypatc
 @pytest.mark.parametrize("task", CASES)
 def test_it_learns_under_ddp_and_fsdp(task, trainer, logs):
     check_learned(task, trained(task, trainer, logs, "trainer.max_epochs=6"))
+
+
+def exact(kind, logs, *words, **options):
+    """Train in float64, with Lockstep's order of images and without dropout."""
+    own = [
+        "data=digits",
+        "data._target_=shapes.ShapeImages",
+        f"+data.kind={kind}",
+        "data.image_size=16",
+        "data.name=shapes",
+        f"data.cache_dir={logs}/cache",
+        "data.global_batch_size=32",
+        "augmentation=none",
+        "trainer.precision=64-true",
+        "trainer.max_epochs=2",
+        "trainer.num_threads=1",
+        "~callbacks.hardware",
+    ]
+    net = () if "model=unet" in words else ("model=small_cnn", "model.dropout=0", "model.head_dropout=0")
+    done = run_door("train", *own, *net, *words, logs=logs, **options)
+    return done, {} if done.code else read_checkpoint(newest_whole(done.folder.checkpoints, kind="last"))["state_dict"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", CASES)
+def test_two_ranks_and_a_resume_in_mid_epoch_give_the_weights_of_one_process(task, logs):
+    kind, words, *_ = CASES[task]
+    kind, more = ("class", ["data.views=2"]) if kind == "views" else (kind, ["trainer.sync_batchnorm=true"])
+    words = [f"task={task}", *words, *more]
+    one, expected = exact(kind, logs, *words, "trainer=cpu", f"run_id={task}-1")
+    assert one.code == 0 and expected, one.output
+    two, found = exact(kind, logs, *words, "trainer=ddp_sim", f"run_id={task}-2")
+    assert two.code == 0, two.output
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11)
+    resumed = [*words, "trainer=cpu", "resume=auto", f"run_id={task}-3"]
+    stopped, _ = exact(kind, logs, *resumed, before=partial(signal_at_step, 5))
+    assert stopped.code == 75, stopped.output
+    again, found = exact(kind, logs, *resumed)
+    assert again.code == 0 and all(torch.equal(found[name], value) for name, value in expected.items()), again.output
+
+
+@pytest.mark.parametrize("trainer", ["cpu", pytest.param("ddp_sim", marks=pytest.mark.slow)])
+def test_a_dict_of_targets_reaches_a_task_and_its_images_count_once(trainer, logs):
+    words = ["task._target_=shapes.ClassAndNumber", "task.outputs=3", "task.monitor=val/mae", "task.mode=min"]
+    done, _ = exact("dict", logs, *words, f"trainer={trainer}", f"run_id=dict-{trainer}")
+    assert done.code == 0, done.output
+    assert 0 < done.record["metrics"]["test/mae"] < 15 and 0.4 < done.record["metrics"]["test/acc"] <= 1
 
 
 def test_a_linear_probe_starts_from_the_features_of_simclr(logs):

@@ -74,6 +74,12 @@ class Checkpoints(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.saved_at = time.monotonic()
+        loader: Any = trainer.train_dataloader
+        if trainer.is_global_zero and not hasattr(getattr(trainer, "datamodule", None), "place"):
+            exact = "in mid-epoch" if hasattr(loader, "load_state_dict") else "at epoch boundaries"
+            log.info(
+                f"A resume is exact {exact}: the training loader has {'a' if 'mid' in exact else 'no'} state_dict."
+            )
         if self.loaded is None:
             return
         self.saved_step = trainer.global_step
@@ -83,7 +89,6 @@ class Checkpoints(Callback):
             if files.read_sidecar(self.best_path):
                 self._announce(trainer, {"best": self.best_path})  # again: a kill may have come before
         # Lightning loses the loader's state if something asked for the number of steps before fit began.
-        loader: Any = trainer.train_dataloader
         if hasattr(loader, "load_state_dict"):
             loader.load_state_dict(self.loaded["loader"])
         elif trainer.is_global_zero and self.loaded["point"]["phase"] != place.EPOCH_END:

@@ -138,6 +138,19 @@ def test_a_run_that_goes_on_asks_for_its_images_and_a_new_one_from_its_checkpoin
     assert other.code == 0, other.output
 
 
+@pytest.mark.parametrize(
+    "trainer", ["cpu", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp_sim", "fsdp_sim"))]
+)
+def test_a_compiled_net_learns_the_same_under_one_device_ddp_and_fsdp(trainer, tmp_path):
+    words = [word for word in SMALL if word != "trainer=cpu"] + [f"trainer={trainer}", "trainer.max_steps=3"]
+    plain, compiled = (
+        run_door("train", *words, "trainer.max_epochs=1", *more, logs=tmp_path / f"{len(more)}")
+        for more in ((), ("trainer.compile={backend: aot_eager, mode: default}",))
+    )
+    assert compiled.code == 0, compiled.output
+    assert compiled.record["metrics"]["val/loss"] == pytest.approx(plain.record["metrics"]["val/loss"], rel=1e-4)
+
+
 def test_a_compiled_net_is_asked_for_and_refused_where_one_process_has_several_devices(tmp_path):
     def planned(overrides, folder):
         cfg = compose("train", [*overrides, f"paths.data_dir={folder}/data", f"paths.log_dir={folder}/logs"])

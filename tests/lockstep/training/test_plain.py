@@ -15,6 +15,7 @@ PLAIN = ("task._target_=plain_task.Regression", "data._target_=plain_task.Number
 def test_they_train_test_and_leave_checkpoints_a_record_and_a_page(trainer, tmp_path):
     done = run_door("train", *PLAIN, f"trainer={trainer}", "+task.width=8", "+data.rows=320", logs=tmp_path)
     assert done.code == 0, done.output
+    assert "A resume is exact at epoch boundaries: the training loader has no state_dict." in done.output
     record = done.record
     ranks = 1 if trainer == "cpu" else 2
     assert record["status"] == "finished" and record["steps"] == 3 * 320 // (16 * ranks)

@@ -1,5 +1,6 @@
 """What a rank sets up before it meets the others."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from local_ranks import local_cluster
 from lockstep.runs.errors import UserError
 from lockstep.training import rank
-from lockstep.training.rank import prepare_process
+from lockstep.training.rank import prepare_process, set_breakpoints
 
 
 @pytest.fixture
@@ -35,3 +36,19 @@ def test_a_rank_on_a_gpu_with_few_cores_warns_and_picks_the_fastest_convolutions
     plan.trainer["deterministic"] = True
     prepare_process(plan)
     assert not torch.backends.cudnn.benchmark
+
+
+def test_breakpoint_is_of_rank_zero_on_a_terminal(monkeypatch):
+    monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    set_breakpoints(local_cluster(0, 2, 29500))
+    assert sys.breakpointhook is sys.__breakpointhook__, "the debugger of rank 0"
+    set_breakpoints(local_cluster(1, 2, 29500))
+    breakpoint()  # goes on
+    monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False))
+    set_breakpoints(local_cluster(0, 1, 29500))
+    assert sys.breakpointhook is sys.__breakpointhook__, "one process"
+    set_breakpoints(local_cluster(0, 2, 29500))
+    with pytest.raises(UserError, match="needs a terminal: debug with trainer=cpu"):
+        breakpoint()
