@@ -60,8 +60,9 @@ class Distillation(ImageClassifier):
         logits, temperature = self.predict_logits(images), self.temperature
         labels = targets if targets.ndim == 1 else targets.argmax(1)
         self.count(acc=logits.argmax(1) == labels)
+        precise = torch.promote_types(logits.dtype, torch.float32)
         with torch.no_grad():
-            taught = (self.teacher[0](images).float() / temperature).log_softmax(1)
-        found = (logits.float() / temperature).log_softmax(1)
+            taught = (self.teacher[0].to(images.dtype)(images).to(precise) / temperature).log_softmax(1)
+        found = (logits.to(precise) / temperature).log_softmax(1)
         towards_teacher = F.kl_div(found, taught, log_target=True, reduction="batchmean") * temperature**2
         return self.teacher_share * towards_teacher + (1 - self.teacher_share) * self.loss(logits, targets).mean()

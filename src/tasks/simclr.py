@@ -43,7 +43,8 @@ class SimCLR(Task):
         """Return the loss of each view, and whether its other view is the most similar one."""
         if images.ndim != 5 or images.shape[1] != 2:
             raise UserError("task=simclr needs two views of each image: add data.views=2.")
-        found = F.normalize(self.projection(self.net(images.transpose(0, 1).flatten(0, 1))).float(), dim=1)
+        outputs = self.projection(self.net(images.transpose(0, 1).flatten(0, 1)))
+        found = F.normalize(outputs.to(torch.promote_types(outputs.dtype, torch.float32)), dim=1)
         first, second = found.chunk(2)
         everywhere = torch.cat([self._of_all_ranks(first), self._of_all_ranks(second)])
         mine = torch.arange(len(first), device=found.device) + self.global_rank * len(first)

@@ -155,7 +155,7 @@ def test_two_ranks_and_a_resume_in_mid_epoch_give_the_weights_of_one_process(tas
 
 @pytest.mark.parametrize("trainer", ["cpu", pytest.param("ddp_sim", marks=pytest.mark.slow)])
 def test_a_dict_of_targets_reaches_a_task_and_its_images_count_once(trainer, logs):
-    words = ["task._target_=shapes.ClassAndNumber", "task.outputs=3", "task.monitor=val/mae", "task.mode=min"]
+    words = ["task._target_=shapes.ClassAndNumber", "+task.outputs=3", "task.monitor=val/mae", "task.mode=min"]
     done, _ = exact("dict", logs, *words, f"trainer={trainer}", f"run_id=dict-{trainer}")
     assert done.code == 0, done.output
     assert 0 < done.record["metrics"]["test/mae"] < 15 and 0.4 < done.record["metrics"]["test/acc"] <= 1
