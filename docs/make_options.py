@@ -18,8 +18,6 @@ def options_page(configs: Path) -> str:
     lines = ["# Options", "", "Made by `make docs` from the comments in configs/; do not edit.", "", "## Top level", ""]
     lines += table(keys(configs / "train.yaml"))
     for group, options in groups(configs).items():
-        if not options:  # hydra
-            continue
         lines += ["", f"## {group}=", "", "| option | what it is |", "|---|---|"]
         lines += [f"| `{option.name}` | {cell(option.description)} |" for option in options]
         for option in options:

@@ -43,7 +43,8 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
     named = {key_of(word): word.partition("=")[2] for word in words if is_choice(word, folders)}
     search = [word for word in words if word.startswith("hydra.searchpath=")]
     own: list[str] = []
-    if stored and not merge.is_another_recipe(stored, named):
+    recipe = ((stored or {}).get("choices") or {}).get("experiment")
+    if stored and named.get("experiment", recipe) == recipe:
         own = merge.options_of(stored, named, folders)
         fresh = _compose(config_name, [*search, *own, *(word for word in words if key_of(word) in named)], folders)
         own += merge.values_of(stored, named, unresolved(fresh))
@@ -53,7 +54,8 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
     if own and stored:
         cfg.hydra.overrides.task = [*merge.overrides_of(stored, rest, named), *cfg.hydra.overrides.task[len(own) :]]
     if words or own:
-        options = _of_choices(config_name, (*search, *_choices(cfg)))
+        chosen = {key: name for key, name in chosen_options(cfg).items() if name and key not in ("experiment", "debug")}
+        options = _of_choices(config_name, (*search, *(f"{key}={name}" for key, name in chosen.items())))
         schema.check(unresolved(cfg), unresolved(options), words, folders)
         _drop_options_of_another_class(cfg, options)
     return cfg
@@ -99,15 +101,8 @@ def _drop_options_of_another_class(cfg: Any, options: Any) -> None:
 
 @functools.cache
 def _of_choices(config_name: str, words: tuple[str, ...]) -> Any:
-    """Compose the chosen options alone; the same for all jobs of a sweep."""
+    """Compose the chosen options alone, without the values of an experiment; the same for all jobs of a sweep."""
     return _compose(config_name, list(words), _config_folders(list(words)))
-
-
-def _choices(cfg: Any) -> list[str]:
-    """Return the overrides that choose the same options; an experiment and a debug option only give values."""
-    chosen = cfg.hydra.runtime.choices.items()
-    skipped = (*NOT_CHOSEN, "experiment", "debug")
-    return [f"{key}={name}" for key, name in chosen if name and key.partition("/")[0] not in skipped]
 
 
 def is_choice(word: str, folders: tuple[Path, ...]) -> bool:

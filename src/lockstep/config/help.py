@@ -30,13 +30,12 @@ class Key(NamedTuple):
 
 def groups(configs: Path) -> dict[str, list[Option]]:
     """Return every group with its options, both in alphabetical order."""
-    folders = sorted(path for path in configs.iterdir() if path.is_dir() and path.name != "fits")
-    return {
-        folder.name: [
-            Option(folder.name, path.stem, _description(path), path) for path in sorted(folder.glob("*.yaml"))
-        ]
-        for folder in folders
-    }
+    found: dict[str, list[Option]] = {}
+    for path in sorted(configs.glob("*/*.yaml")):
+        lines = [line for line in path.read_text().splitlines() if line.startswith("# ") and "@package" not in line]
+        description = lines[0].removeprefix("# ") if lines else ""
+        found.setdefault(path.parent.name, []).append(Option(path.parent.name, path.stem, description, path))
+    return found
 
 
 def keys(path: Path, prefix: str = "") -> list[Key]:
@@ -53,19 +52,12 @@ def keys(path: Path, prefix: str = "") -> list[Key]:
     return found
 
 
-def _description(path: Path) -> str:
-    lines = [line for line in path.read_text().splitlines() if line.startswith("# ") and "@package" not in line]
-    return lines[0][2:].strip() if lines else ""
-
-
 def help_text(configs: Path, config_name: str, description: str) -> str:
     """Return the answer to --help: the script's description, the options of each group, and the main keys."""
     lines = [description.strip(), ""]
     text = (configs / f"{config_name}.yaml").read_text()
     defaults = set(re.findall(r"^  - (\w+)(?:: |/)(\w+)$", text, re.MULTILINE))
     for group, options in groups(configs).items():
-        if group == "hydra":
-            continue
         lines.append(f"{group}=")
         for option in options:
             mark = "*" if (group, option.name) in defaults else " "

@@ -19,12 +19,6 @@ RECOMPUTED = ("trainer.accumulate_grad_batches", "paths.log_dir")  # accumulatio
 CLASS_GROUPS = ("task", "model", "loss", "metrics", "optimizer", "scheduler")  # whose classes take keys of no yaml
 
 
-def is_another_recipe(stored: Config, named: Mapping[str, str]) -> bool:
-    """Return whether experiment= selects another experiment than the stored run's; nothing is merged then."""
-    before = (stored.get("choices") or {}).get("experiment")
-    return named.get("experiment", before) != before
-
-
 def options_of(stored: Config, named: Mapping[str, str], folders: tuple[Path, ...]) -> list[str]:
     """Return overrides that select the run's option in each config group that the new overrides do not select.
 
@@ -37,13 +31,13 @@ def options_of(stored: Config, named: Mapping[str, str], folders: tuple[Path, ..
     words = []
     for group, name in (stored.get("choices") or {}).items():
         # A group may no longer exist, such as `hardware=` of version 1
-        if not name or group in named or group == "hydra" or not is_group(group.partition("/")[0], folders):
-            continue
-        if missing_option(group, str(name), folders):  # its yaml is gone, or in a folder of --config-dir
-            if not isinstance(stored.get(group), Mapping):
-                continue
-            ConfigStore.instance().store(group=group, name=str(name), node=dict(stored[group]))
-        words.append(f"{group}={name}")
+        if name and group not in (*named, "hydra") and is_group(group.partition("/")[0], folders):
+            own = stored.get(group)
+            if not missing_option(group, str(name), folders):
+                words.append(f"{group}={name}")
+            elif isinstance(own, Mapping):  # its yaml is gone, or in a folder of --config-dir
+                ConfigStore.instance().store(group=group, name=str(name), node=dict(own))
+                words.append(f"{group}={name}")
     return words
 
 
@@ -57,7 +51,6 @@ def values_of(stored: Config, named: Mapping[str, str], fresh: Config) -> list[s
     from hydra.core.config_store import ConfigStore
 
     values = {key: value for key, value in stored.items() if key not in OF_START}
-    typed = {key_of(str(word)) for word in stored.get("overrides") or ()}
     for group in _chosen_anew(stored, named):
         old = values.pop(group, None) or {}
         if group == "trainer":
@@ -65,7 +58,7 @@ def values_of(stored: Config, named: Mapping[str, str], fresh: Config) -> list[s
     for group in FREE_GROUPS:  # keep entries removed that the run had removed; a config without overrides is incomplete
         if "overrides" in stored and isinstance(values.get(group), Mapping):
             values[group] = {**dict.fromkeys(fresh.get(group) or ()), **values[group]}
-    node = _kept(values, fresh, typed, "")
+    node = _kept(values, fresh, {key_of(str(word)) for word in stored.get("overrides") or ()}, "")
     if (node.get("optimizer") or {}).get("scale_lr_with_batch"):
         node["optimizer"]["scale_lr_with_batch"] = False  # config.yaml holds the scaled rates
     ConfigStore.instance().store(group="resumed", name="run", node=node, package="_global_")
