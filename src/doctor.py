@@ -25,7 +25,7 @@ from typing import Any
 from lockstep.commands.command_line import run_script
 from lockstep.config.compose import chosen_options, plain
 from lockstep.launch.checks import MOST_OF_TMPDIR
-from lockstep.launch.launchers import INFINIBAND, Cluster, faults, set_rank_environment
+from lockstep.launch.launchers import INFINIBAND, Cluster, fault, set_rank_environment
 from lockstep.launch.plan import resolve_batch, resolve_cluster, resolved
 from lockstep.runs import provenance
 from lockstep.runs.config import Config
@@ -61,7 +61,8 @@ def examine(config: Config, trainer_name: str, environ: Mapping[str, str]) -> It
     yield found(
         cores >= ranks, f"{cores} cores for {ranks} ranks", f"#SBATCH --cpus-per-task, or docker --cpus={ranks}"
     )
-    yield from ((False, sentence) for sentence in faults(cluster, environ))
+    if sentence := fault(cluster):
+        yield False, sentence
     known = ", ".join(name for _, name in socket.if_nameindex())
     for name in filter(None, environ.get("NCCL_SOCKET_IFNAME", "").lstrip("=^").split(",")):
         yield found(name in known, f"NCCL_SOCKET_IFNAME={name}", f"there are {known}: unset NCCL_SOCKET_IFNAME")

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 from torch.distributed import TCPStore
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
@@ -33,24 +33,6 @@ GRACE_AFTER_STOP_S = 100  # for a coordinated checkpoint and its upload after SI
 AGENT_KILLS_AFTER_S = 30  # torch's agent, from the end of the first rank on
 STOPPED = (EXIT_INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM)
 Ended = tuple[int, RankError | None, str]  # exit code, how the rank that failed first ended, its traceback
-
-
-class ErrorFiles(LogsSpecs):
-    """Only names the ranks' error files: each rank opens its log by itself, to append to it."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder))
-        self.folder = folder
-
-    @property
-    def root_log_dir(self) -> str:
-        return str(self.folder)
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        terminal, errors = dict.fromkeys(envs, ""), {local: str(self.folder / f"{local}.json") for local in envs}
-        for local, variables in envs.items():
-            variables["TORCHELASTIC_ERROR_FILE"] = errors[local]
-        return LogsDest(stdouts=terminal, stderrs=terminal, error_files=errors)
 
 
 def start_ranks(cluster: Cluster, run_id: str | None, folder: Path, arguments: list[str], timeout_s: float) -> Ended:
@@ -88,7 +70,7 @@ def start_ranks(cluster: Cluster, run_id: str | None, folder: Path, arguments: l
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=cluster.devices, run_id=run_id or "none", max_restarts=0,
             rdzv_backend="static", rdzv_endpoint=f"127.0.0.1:{port}", monitor_interval=0.1,
-            rdzv_configs={"rank": 0, "timeout": int(timeout_s) + 1}, logs_specs=ErrorFiles(Path(errors)),
+            rdzv_configs={"rank": 0, "timeout": int(timeout_s) + 1}, logs_specs=DefaultLogsSpecs(errors),
             signals_to_handle="SIGQUIT",  # the others raise the same exception in `stop`
             shutdown_timeout=GRACE_AFTER_STOP_S,
         )  # fmt: skip
@@ -103,7 +85,7 @@ def start_ranks(cluster: Cluster, run_id: str | None, folder: Path, arguments: l
             if time.monotonic() > stopped_at[0] + GRACE_AFTER_STOP_S:
                 text = f"did not stop within {GRACE_AFTER_STOP_S} s of the signal, killed"
                 return EXIT_FAILED, rank_error(cluster.rank, text, "killed"), ""
-            written = min(Path(errors).glob("*.json"), key=lambda path: path.stat().st_mtime, default=None)
+            written = min(Path(errors).rglob("error.json"), key=lambda path: path.stat().st_mtime, default=None)
             return _read(written) if written else (EXIT_INTERRUPTED, None, "")
         finally:
             del store

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.config.schema import key_of
-from lockstep.launch.launchers import Cluster, faults, named_run
+from lockstep.launch.launchers import Cluster, fault, named_run
 from lockstep.launch.plan import resolve_batch
 from lockstep.runs.config import Config, seconds_of
 from lockstep.runs.errors import UserError
@@ -38,9 +38,8 @@ def check(config: Config, cluster: Cluster, accelerator: str, environ: Mapping[s
         check_root(config)
     if len(temporary := tempfile.gettempdir()) > MOST_OF_TMPDIR:
         raise UserError(f"TMPDIR={temporary} is too long for the sockets of worker processes: set TMPDIR=/tmp.")
-    if not cluster.local_rank and cluster.world_size > 1 and not cluster.has_agent:
-        for sentence in faults(cluster, environ):
-            log.warning(sentence)
+    if not cluster.local_rank and (sentence := fault(cluster)):
+        log.warning(sentence)
 
 
 def check_training(config: Config, accelerator: str) -> None:

@@ -6,7 +6,7 @@ SLURM's srun, MPI, or any other launcher that sets RANK and WORLD_SIZE.
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -215,17 +215,15 @@ def agent_id(environ: Environ) -> str | None:
     return f"{started:%Y-%m-%d_%H-%M-%S}_torchrun-{os.getppid()}"
 
 
-def faults(cluster: Cluster, environ: Environ) -> Iterator[str]:
-    """Yield a sentence for each thing on this node that is wrong for a run of several ranks."""
-    stale = [name for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK") if name in environ]
-    if stale and launcher_of(environ) is None:
-        yield f"{' and '.join(stale)} set, but no launcher has started this process: unset {' '.join(stale)}."
+def fault(cluster: Cluster) -> str | None:
+    """Return a sentence if other nodes cannot reach the address of this one."""
     is_local = cluster.master_addr.startswith(("127.", "localhost", "::1"))
-    if cluster.num_nodes > 1 and not is_local and network_interface(cluster.master_addr) == "lo":
-        yield (
-            f"{cluster.master_addr} is this host by its loopback interface, which other nodes cannot reach: "
-            "give the address of node 0 in MASTER_ADDR, or correct /etc/hosts."
-        )
+    if cluster.num_nodes == 1 or is_local or network_interface(cluster.master_addr) != "lo":
+        return None
+    return (
+        f"{cluster.master_addr} is this host by its loopback interface, which other nodes cannot reach: "
+        "give the address of node 0 in MASTER_ADDR, or correct /etc/hosts."
+    )
 
 
 def _integer(environ: Environ, name: str, default: int | None = None) -> int:

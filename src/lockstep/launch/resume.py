@@ -86,16 +86,9 @@ def has_trained(folder: RunFolder) -> bool:
 
 
 def config_before(folder: RunFolder) -> dict[str, Any] | None:
-    """Return the config that the run was last started with, from its folder or its bucket.
-
-    Raises:
-        UserError: it is no run's config.
-    """
+    """Return the config that the run was last started with, from its folder or its bucket."""
     path = folder.config if folder.config.exists() else folder.bucket_config
-    config = read_config(path) if path.exists() else None
-    if config and not all(isinstance(config.get(part), Mapping) for part in ("data", "model", "trainer")):
-        raise UserError(f"{path} is no config of a run.")
-    return config
+    return read_config(path) if path.exists() else None
 
 
 def finished_already(config: Config, environ: Mapping[str, str]) -> RunFolder | None:

@@ -77,7 +77,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_is_named(run):
 
 def test_the_rank_that_failed_first_is_named_not_the_one_that_noticed(run):
     code, failure, callstack = run(
-        'first = os.environ["TORCHELASTIC_ERROR_FILE"].replace("0.json", "1.json")\n'
+        'first = os.environ["TORCHELASTIC_ERROR_FILE"].replace("/0/error", "/1/error")\n'
         "while rank == 0 and not os.path.exists(first): time.sleep(0.01)\n"
         'fail("connection reset", at=time.time() + 20) if rank == 0 else fail("the culprit", at=time.time() - 10)'
     )
