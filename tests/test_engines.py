@@ -36,10 +36,6 @@ def test_the_batch_script_resumes():
     assert compose("train", options).resume == "auto"
 
 
-def test_skypilot_recovers_on_75_alone():
-    assert SKY["resources"]["job_recovery"]["recover_on_exit_codes"] == [EXIT_INTERRUPTED]
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_skypilot_tells_each_node_its_rank(tmp_path, rank):
     environ = {"SKYPILOT_TASK_ID": "sky-managed-2026-11-23-10-00-00-000000_lockstep_7-0", "S3_URI": "s3://b/runs",
@@ -57,6 +53,7 @@ def test_skypilot_tells_each_node_its_rank(tmp_path, rank):
     assert (told["NODE_RANK"], told["MASTER_ADDR"]) == (str(rank), "10.0.0.4")
     assert (cfg.trainer.num_nodes, cfg.trainer.devices, cfg.resume, cfg.s3.uri) == (2, 4, "auto", "s3://b/runs")
     assert told["RUN_ID"] == environ["SKYPILOT_TASK_ID"] and "spot" in cfg.callbacks
+    assert SKY["resources"]["job_recovery"]["recover_on_exit_codes"] == [EXIT_INTERRUPTED]
 
 
 SCRIPT = ROOT / "launch" / "vit_exercise.sh"

@@ -122,7 +122,6 @@ def test_losing_nodes_py_ends_the_hosts(place):
 @pytest.mark.parametrize(
     ("overrides", "environment", "expected"),
     [
-        (["run_id=mine"], {}, "mine"),
         (["resume=old"], {}, "old"),
         (["resume=auto", "run_id=mine"], {"RUN_ID": "other"}, "mine"),
         (["resume=auto"], {"RUN_ID": "other"}, "other"),
@@ -131,7 +130,3 @@ def test_losing_nodes_py_ends_the_hosts(place):
 )
 def test_which_run_id_all_hosts_get(overrides, environment, expected):
     assert nodes.run_id_for(overrides, environment) == expected
-
-
-def test_without_a_name_a_new_one_is_made():
-    assert nodes.run_id_for([], {}) != nodes.run_id_for([], {})

@@ -104,14 +104,6 @@ def test_a_signal_reaches_the_ranks_and_75_comes_back(run, number):
     assert run(body, once_ready=number) == (75, None, "")
 
 
-def test_under_nohup_a_lost_terminal_ends_nothing(run):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        assert run('open(f"{folder}/ready-{rank}", "w"); time.sleep(1)', once_ready=signal.SIGHUP)[0] == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def test_a_rank_that_ignores_the_stop_is_killed_in_the_end(run):
     began = time.monotonic()
     code, failure, _ = run(

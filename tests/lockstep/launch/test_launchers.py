@@ -61,12 +61,13 @@ def ask(environ, devices=None, num_nodes=None, several=True, machine=1):
         (NODES, {"several": False}, ("none", 0, 0, 1, 1)),
         ({AGENT: "1 none 1 0 h 1 /runs"}, {}, ("none", 0, 0, 1, 1)),
         ({**TORCHRUN, **SLURM, AGENT: "1 nodes 2 1 h 1 /my runs"}, {}, ("nodes", 5, 1, 4, 2)),
-        ({**TORCHRUN, **SLURM}, {}, ("torchrun", 5, 1, 4, 2)),
+        ({**TORCHRUN, **SLURM, "TORCHELASTIC_USE_AGENT_STORE": "True"}, {}, ("torchrun", 5, 1, 4, 2)),
     ],
 )
 def test_every_launcher_says_which_rank_of_how_many_this_process_is(environ, options, wanted):
     found = ask(environ, **options)
     assert (found.launcher, found.rank, found.local_rank, found.devices, found.num_nodes) == wanted
+    assert found.agent_store == (environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
 
 @pytest.mark.parametrize(
@@ -116,11 +117,6 @@ def test_who_would_start_this_process_again():
     mine = agent_id(TORCHRUN)
     assert mine.endswith(f"_torchrun-{os.getppid()}")
     assert mine == agent_id({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}) == checked_run_id(mine)
-
-
-def test_torchruns_agent_serves_the_store_where_it_says_so():
-    assert not ask(TORCHRUN).agent_store
-    assert ask({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}).agent_store
 
 
 def test_neighbouring_jobs_and_steps_of_one_have_ports_of_their_own():

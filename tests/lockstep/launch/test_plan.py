@@ -9,20 +9,12 @@ import pytest
 import yaml
 
 from lockstep.config.compose import chosen_options, compose, plain
-from lockstep.launch.launchers import Cluster
-from lockstep.launch.plan import (
-    RunPlan,
-    as_run,
-    headlines,
-    resolve_cluster,
-    scaled_learning_rates,
-)
+from lockstep.launch.plan import RunPlan, as_run, headlines, resolve_cluster, scaled_learning_rates
 from lockstep.launch.start import hold_run_lock, make_plan
 from lockstep.runs.batch import Batch
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import RunRecord, write_record
-from runs import run_door
 
 WORDS = ["experiment=quickstart", "trainer=ddp_sim"]
 
@@ -37,16 +29,6 @@ def plan_of(folder, *words, search=None) -> RunPlan:
     cluster, accelerator = resolve_cluster(config, "ddp_sim", {})
     run = RunFolder(folder)
     return make_plan(config, cluster, accelerator, run, not run.record.exists(), {}, search)[0]
-
-
-def test_a_plan_holds_what_was_decided_and_the_config_as_it_was(tmp_path):
-    plan = plan_of(tmp_path / "r", "data.global_batch_size=96", "trainer.accumulate_grad_batches=3")
-    assert plan.cluster == Cluster("none", 1, 2, 0, None, "127.0.0.1", None) and plan.accelerator == "cpu"
-    assert plan.batch == Batch(96, 16, 3)
-    assert plan.choices["trainer"] == "ddp_sim" and plan.overrides[:2] == tuple(WORDS)
-    assert not {"choices", "overrides", "per_device_batch_size", "resume_step"} & plan.config.keys()
-    assert plan.config["trainer"]["num_nodes"] == "auto"
-    assert (plan.resume_step, plan.checkpoint, plan.initial_weights, plan.learning_rates) == (None, None, None, {})
 
 
 def test_the_config_as_run_has_the_decided_values(tmp_path):
@@ -133,22 +115,11 @@ def test_a_run_that_goes_on_keeps_what_its_devices_take_and_what_is_stated_now_h
     assert plan_of(leave_record(tmp_path, **fields), "resume=auto", "run_id=r", *words).batch == wanted
 
 
-def test_ranks_that_do_not_divide_the_batch_of_a_run_are_refused(tmp_path):
-    folder = leave_record(tmp_path, per_device_batch_size=32)
-    with pytest.raises(UserError, match="does not divide over 3 ranks: .* 2 and 4"):
-        plan_of(folder, "resume=auto", "run_id=r", "trainer.devices=3")
-    with pytest.raises(UserError, match="into 4 ranks × 3 accumulated"):
-        plan_of(folder, "resume=auto", "run_id=r", "trainer.devices=4", "trainer.accumulate_grad_batches=3")
-
-
 def test_the_largest_batch_that_a_run_was_started_with_is_cut_for_the_ranks_of_now(tmp_path):
     leave_record(tmp_path, per_device_batch_size=24)
     (tmp_path / "config.yaml").write_text("data: {global_batch_size: 96}\nmodel: {}\ntrainer: {}\n")
     plan = plan_of(tmp_path, "data.global_batch_size=max", "trainer.devices=1", "resume=auto", "run_id=r", search=print)
     assert plan.batch == Batch(96, 24, 4)
-
-
-SMALL = ["experiment=quickstart", "trainer.max_steps=2", "run_id=r", "test=false"]
 
 
 def hold(path, held) -> None:
@@ -171,16 +142,6 @@ def test_a_second_process_neither_trains_nor_harms_a_run(tmp_path, capsys):
         first.kill()
         first.join()
     hold_run_lock(RunFolder(tmp_path / "r"), wait_s=5).close()  # the lock went with the process
-
-
-@pytest.mark.slow
-def test_a_finished_run_that_is_started_again_from_outside_ends_at_once(tmp_path):
-    assert run_door("train", *SMALL, logs=tmp_path).code == 0
-    again = run_door("train", *SMALL, "resume=auto", logs=tmp_path)
-    assert again.code == 0 and "The run r has finished." in again.output, again.output
-    assert again.record["restarts"] == [] and again.record["steps"] == 2
-    longer = run_door("train", *SMALL, "resume=auto", "trainer.max_steps=3", logs=tmp_path)
-    assert longer.code == 0 and longer.record["steps"] == 3 and len(longer.record["restarts"]) == 1
 
 
 def test_a_log_folder_that_cannot_be_written_is_refused(tmp_path):

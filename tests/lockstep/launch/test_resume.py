@@ -54,12 +54,6 @@ def test_options_of_an_attempt_that_trained_no_step_do_not_stick_to_a_job_script
     assert plain(resumed(tmp_path, "resume=r"))["optimizer"]["lr"] == 7, "it names what goes on"
 
 
-def test_an_option_that_another_key_repeats_follows_the_new_value(tmp_path):
-    leave_run(tmp_path, "r", "trainer=fsdp_sim")
-    now = plain(resumed(tmp_path, "resume=r", "trainer.reshard_after_forward=false"))
-    assert now["trainer"]["strategy"]["reshard_after_forward"] is False
-
-
 def test_a_group_that_is_chosen_anew_is_composed_anew(tmp_path):
     leave_run(tmp_path, "r", "model=small_cnn", "data=digits", "optimizer=adamw", "optimizer.lr=0.5",
               "trainer.max_epochs=7", "trainer=ddp_sim", "trainer.devices=4", "metrics=f1")  # fmt: skip
@@ -127,10 +121,6 @@ def test_a_launcher_that_says_how_many_ranks_there_are_is_believed(tmp_path, mon
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     assert resumed(tmp_path, "resume=r").trainer.devices == 2
-
-
-def test_a_node_without_the_run_goes_by_the_command_line(tmp_path):
-    assert resumed(tmp_path, "resume=other").trainer.max_epochs == 26
 
 
 def bucket_with(tmp_path, monkeypatch, *words, **other):
