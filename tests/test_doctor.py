@@ -128,6 +128,8 @@ def test_a_master_that_only_its_own_host_reaches_is_named(interface, wanted, mon
 
 def test_a_bucket_that_does_not_answer_takes_seconds(monkeypatch):
     monkeypatch.setattr(doctor, "BUCKET_WAIT_S", 0.2)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         s3 = {"uri": "s3://bucket/x", "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}
         [(fine, sentence)] = doctor._bucket(s3)
