@@ -29,9 +29,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_configure() -> None:
     """Each of several workers has a core of its own: threads that share cores spin while they wait for each other.
 
-    A Ctrl-C counts, also where whoever started the tests ignores it, as a shell does for what it runs with `&`.
+    Signals count, also where whoever started the tests ignores them, as a shell does with `&` and nohup.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     worker, cores = os.environ.get("PYTEST_XDIST_WORKER"), sorted(os.sched_getaffinity(0))
     if worker:
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
