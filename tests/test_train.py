@@ -168,14 +168,14 @@ BAD = {  # the first of them in make test
     "model=alexnet": "image",
     "trainer=cpu trainer.devices=2": "trainer=cpu is one process: trainer=ddp (on CPUs ddp_sim) has several",
     "trainer=gpu trainer.num_nodes=2": "trainer.num_nodes=2",
-    "trainer=model_parallel trainer.devices=2": "give trainer.stage_devices",
+    "trainer=model_parallel trainer.devices=2": "model_parallel trainer.stage_devices",
     "trainer.val_check_interval=500": "from 1 to 20, which is an epoch",
     "trainer.max_time=soon": "give days:hours:minutes:seconds",
     "callbacks.checkpoints.monitor=val/loss": "give mode=min",
     "experiment=quickstart callbacks.checkpoints.monitor=val_acc": "there are val/acc,",
     "data=synthetic data.image_size=32 model=airbench trainer=cpu data.global_batch_size=1": "size=2 or more",
     "experiment=quickstart trainer.precision=16-true": "optimizer.eps=1e-4",
-    "+callbacks.x._target_=lockstep.callbacks.checkpoints.write_checkpoint": "cannot be made without checkpoint, path",
+    "+callbacks.x._target_=lockstep.callbacks.checkpoints.write_checkpoint": "'checkpoint' and 'path'",
     "+callbacks.x._target_=collections.Counter": "Counter is no callback",
 }
 FIRST = [pytest.param(words, marks=[SOAK] * (place >= 8)) for place, words in enumerate(BAD)]
@@ -312,10 +312,9 @@ def test_a_resume_that_fails_changes_nothing_of_the_run_also_in_a_renamed_folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["cpu", "ddp_sim"])
-def test_a_run_that_ctrl_z_stops_for_longer_than_its_timeout_goes_on(trainer, tmp_path):
-    words = ["experiment=quickstart", f"trainer={trainer}", "trainer.timeout_s=3", "trainer.max_epochs=15", "run_id=r"]
-    started = start_door("train", *words, logs=tmp_path)
+def test_a_run_that_ctrl_z_stops_for_longer_than_its_timeout_goes_on(tmp_path):
+    words = ["experiment=quickstart", "trainer=ddp_sim", "trainer.timeout_s=10", "trainer.max_epochs=15"]
+    started = start_door("train", *words, "run_id=r", logs=tmp_path)
     metrics = tmp_path / "train/runs/r/metrics.csv"
     started.wait_for(metrics.exists)
     own = psutil.Process(started.process.pid)
@@ -323,7 +322,7 @@ def test_a_run_that_ctrl_z_stops_for_longer_than_its_timeout_goes_on(trainer, tm
     for process in group:
         process.suspend()
     before = metrics.read_text()
-    time.sleep(7)
+    time.sleep(14)
     assert started.process.is_alive() and metrics.read_text() == before
     for process in group:
         process.resume()

@@ -123,11 +123,12 @@ def _train_two_steps(plan: RunPlan, environ: Mapping[str, str], batch: int) -> d
 def run_train(overrides: list[str], environ: Mapping[str, str], output: Path) -> int:
     """Run train.py without a launcher's variables, until it or this process ends; return its exit code."""
     own = {name: value for name, value in environ.items() if not name.startswith(LAUNCHER)}
-    before = signals.on_stop(signals.interrupt)
-    signals.check()
+    before = signals.on_stop(signals.note)  # while it starts: a child that nobody knows would go on
     with output.open("w") as file:
         child = subprocess.Popen([sys.executable, str(TRAIN), *overrides], env=own, stdout=file, stderr=file)
     try:
+        signals.on_stop(signals.interrupt)
+        signals.check()
         return child.wait()
     finally:
         child.terminate()
