@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.launch.launchers import Cluster
+from lockstep.runs import signals
 from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import Fingerprint
 
@@ -90,6 +91,7 @@ def meet(
         if missing and time.monotonic() > speak_at and cluster.local_rank == 0:
             log.info(f"Waiting for {waits_for} …")
             speak_at += SPEAK_INTERVAL_S
+        signals.check()  # an import may have caught the exception of one, and a rank that heard it does not come
         time.sleep(0.05)
     _met.append(dist.PrefixStore(f"lockstep/{start.decode()}", store))
     if "error" in answer:

@@ -167,4 +167,4 @@ def test_sigterm_to_one_rank_interrupts_all_and_resume_finishes(hook, at, phase,
         assert read_checkpoint(path)["lockstep"]["point"]["phase"] == phase
     done = run_door("train", *TWO, "resume=auto", logs=tmp_path)
     assert done.code == 0 and done.record["status"] == "finished" and done.record["epochs"] == 2, done.output
-    assert done.record["restarts"][0]["lost_steps"] == 0
+    assert [restart["lost_steps"] for restart in done.record["restarts"]] == ([] if phase == "start" else [0])

@@ -1,5 +1,6 @@
 """Ranks that meet, each in a thread: missing ones and differences named, rank 0's decisions given to all."""
 
+import signal
 import socket
 import threading
 import time
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from lockstep.launch import process_group
 from lockstep.launch.launchers import Cluster
 from lockstep.launch.process_group import meet
-from lockstep.runs.errors import UserError
+from lockstep.runs import signals
+from lockstep.runs.errors import Interrupted, UserError
 from lockstep.runs.provenance import Fingerprint
 from ranks import free_port
 
@@ -96,6 +98,12 @@ def test_a_node_that_never_comes_is_named_while_the_others_wait_and_at_the_end(c
         and "within 2 s" in answers[0]
     )
     assert time.monotonic() - began < 5 and "Waiting for node rank 2 (ranks 2) …" in capsys.readouterr().out
+
+
+def test_a_rank_that_waits_hears_a_signal_whose_exception_was_lost(monkeypatch):
+    monkeypatch.setattr(signals, "asked", [signal.SIGINT])
+    with pytest.raises(Interrupted):
+        meet(Cluster("nodes", 2, 1, 0, 0, "127.0.0.1", free_port(), False), 5.0)
 
 
 def test_a_rank_zero_that_never_comes_is_named_too(capsys):
