@@ -43,6 +43,7 @@ def check(code, errors, folder):
         assert read_record(folder.record).status == "interrupted"
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_two_moments(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         ended = list(pool.map(lambda at: interrupt(at, tmp_path / f"{at:.2f}"), MOMENTS))

@@ -85,6 +85,7 @@ def raises_with_locals():
     RunRecorder.on_train_batch_end = fails
 
 
+@pytest.mark.slow
 def test_a_traceback_tells_no_secret(tmp_path):
     done = run_door("train", *SMALL, "run_id=r", logs=tmp_path, before=raises_with_locals)
     assert done.code == 1 and "GET https://" in done.record["error"]["message"]

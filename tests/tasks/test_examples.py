@@ -71,7 +71,7 @@ def check_learned(task, done):
         assert f"test/{monitor.partition('/')[2]}" in done.output
 
 
-QUICK = ("regression", "segmentation")
+QUICK = ("segmentation",)
 
 
 @pytest.mark.parametrize("task", [pytest.param(t, marks=[pytest.mark.slow] * (t not in QUICK)) for t in CASES])

@@ -69,6 +69,7 @@ def test_batches_arrive_with_and_without_shared_memory(free, monkeypatch):
     assert [images.unique().tolist() for images in found] == [[3], [4], [5]]
 
 
+@pytest.mark.slow
 def test_the_workers_of_a_killed_rank_end():
     waits = (
         "import multiprocessing; print(*[p.pid for p in multiprocessing.active_children()], flush=True); time.sleep(60)"

@@ -96,6 +96,7 @@ def test_a_module_and_a_data_module_in_the_style_of_a_template_run_by_config_alo
     assert resumed.code == 0 and resumed.record["epochs"] == 4, resumed.output
 
 
+@pytest.mark.slow
 def test_parameters_without_a_gradient_are_one_sentence_under_ddp(tmp_path):
     done = run_door("train", *PLAIN, "task._target_=plain_task.Unused", "trainer=ddp_sim", logs=tmp_path)
     assert done.code == 2 and "+trainer.strategy.find_unused_parameters=true" in done.output.splitlines()[-1], (
