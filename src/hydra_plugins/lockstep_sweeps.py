@@ -79,9 +79,11 @@ class LocalJobs(Launcher):
                 return result
             place, path = free.get(), folder / f"{folder.name}_{cfg.hydra.job.num}.log"
             environ = {**environment(), **({"CUDA_VISIBLE_DEVICES": place} if place else {})}
-            with path.open("w") as output:
-                result.return_value = sweep.run_job(cfg, cfg.hydra, program, environ, output)
-            free.put(place)
+            try:
+                with path.open("w") as output:
+                    result.return_value = sweep.run_job(cfg, cfg.hydra, program, environ, output)
+            finally:
+                free.put(place)  # else the next job waits for ever
             log.info(f"job {cfg.hydra.job.num} has ended: {path}")
             return result
 
