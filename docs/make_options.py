@@ -1,35 +1,68 @@
 """Write docs/options.md from the comments in configs/.    python docs/make_options.py   (or: make docs)"""
 
+import re
 import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "src"))
 
-from lockstep.config.help import groups, keys  # noqa: E402
+from lockstep.config.help import Option, groups, keys  # noqa: E402
+
+
+def options_page(configs: Path) -> str:
+    """Return the page as markdown: the options of each group, then their keys, each key once."""
+    lines = ["# Options", "", "`make docs` writes this page from the comments in configs/.", "", "## Top level", ""]
+    lines += ["| key | default | meaning |", "|---|---|---|"]
+    lines += [
+        f"| `{key.name}` | `{key.default or '…'}` | {cell(key.comment)} |" for key in keys(configs / "train.yaml")
+    ]
+    for group, options in groups(configs).items():
+        lines += ["", f"## {group}=", "", "| option | meaning |", "|---|---|"]
+        lines += [f"| `{option.name}` | {cell(option.description)} |" for option in options]
+        if group not in ("experiment", "debug"):
+            lines += key_table(options)
+    return "\n".join(lines) + "\n"
+
+
+def key_table(options: list[Option]) -> list[str]:
+    """Return one row for each key of a group; options that share a key share its row, and so do keys that follow it
+    with the comment "likewise".
+    """
+    rows: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for option in options:
+        last = ("", "")
+        for key in keys(option.path, option.group):
+            if key.comment == "likewise":
+                rows[last]["names"].append(key.name)
+                continue
+            last = (key.name, key.comment)
+            row = rows.setdefault(last, {"names": [key.name], "options": [], "defaults": []})
+            row["options"].append(option.name)
+            row["defaults"].append(key.default or "…")
+    if not rows:
+        return []
+    lines = ["", "| key | of | default | meaning |", "|---|---|---|---|"]
+    for (_, comment), row in rows.items():
+        names, defaults = (", ".join(dict.fromkeys(row[part])) for part in ("names", "defaults"))
+        of = "all" if "default" in row["options"] else ", ".join(heirs(row["options"], options))
+        lines.append(f"| `{names}` | {of} | `{defaults}` | {cell(comment)} |")
+    return lines
+
+
+def heirs(names: list[str], options: list[Option]) -> list[str]:
+    """Return the options, and those that have one of them in their `defaults`."""
+    parent = {
+        option.name: re.findall(r"^defaults: \[(\w+)", option.path.read_text(), re.MULTILINE) for option in options
+    }
+    found = set(names)
+    for _ in options:
+        found |= {name for name, base in parent.items() if found & set(base)}
+    return sorted(found)
 
 
 def cell(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-def options_page(configs: Path) -> str:
-    """The whole page as markdown."""
-    lines = ["# Options", "", "Made by `make docs` from the comments in configs/; do not edit.", "", "## Top level", ""]
-    lines += table(keys(configs / "train.yaml"))
-    for group, options in groups(configs).items():
-        lines += ["", f"## {group}=", "", "| option | what it is |", "|---|---|"]
-        lines += [f"| `{option.name}` | {cell(option.description)} |" for option in options]
-        for option in options:
-            found = keys(option.path, "" if group in ("experiment", "debug") else group)
-            if found:
-                lines += ["", f"### {group}={option.name}", "", *table(found)]
-    return "\n".join(lines) + "\n"
-
-
-def table(found: list) -> list[str]:
-    rows = [f"| `{key.name}` | `{cell(key.default) or '…'}` | {cell(key.comment)} |" for key in found]
-    return ["| key | default | what it is |", "|---|---|---|", *rows]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The documents name every option, and what they show composes."""
 
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -143,3 +144,13 @@ def test_the_other_commands_that_are_shown_run_as_printed(tmp_path):
             ["bash", "-c", f"{sys.executable} {command}"], cwd=tmp_path, capture_output=True, text=True, timeout=100
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+
+def test_the_page_of_options_has_each_key_once_and_at_most_250_rows():
+    spec = importlib.util.spec_from_file_location("make_options", REPOSITORY / "docs" / "make_options.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rows = [line for line in module.options_page(CONFIGS).splitlines() if line.startswith("| `")]
+    assert len(rows) <= 250 and len(rows) == len(set(rows))
+    assert sum("`optimizer.lr`" in row for row in rows) == 2  # Muon's is another
+    assert any("`data.train, data.val, data.test` | parquet, webdataset" in row for row in rows)

@@ -38,17 +38,17 @@ def groups(configs: Path) -> dict[str, list[Option]]:
     return found
 
 
-def keys(path: Path, prefix: str = "") -> list[Key]:
-    """Return every commented key of one yaml file."""
+def keys(path: Path, prefix: str = "", *, commented: bool = True) -> list[Key]:
+    """Return every commented key of one yaml file, or every key but Hydra's own."""
     found: list[Key] = []
     stack: list[tuple[int, str]] = []
     for match in map(KEY.match, path.read_text().splitlines()):
         if match is not None:
             depth = len(match["indent"])
             stack = [(at, name) for at, name in stack if at < depth] + [(depth, match["key"])]
-            if match["comment"]:
+            if match["comment"] or not (commented or match["key"] == "defaults" or match["key"].startswith("_")):
                 name = ".".join([prefix, *(name for _, name in stack)]).lstrip(".")
-                found.append(Key(name, match["value"].strip(), match["comment"].strip()))
+                found.append(Key(name, match["value"].strip(), (match["comment"] or "").strip()))
     return found
 
 

@@ -137,7 +137,7 @@ def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
         return f"There is no {key} here: {' or '.join(others[:4])} has it."
     here = list(dotted(options))
     known = [*here, *(f"trainer.{name}" for name in trainer_arguments() if name not in REFUSED_TRAINER_KEYS)]
-    known += [found.name for path in _files(group, folders) for found in keys(path, group)]
+    known += [found.name for path in _files(group, folders) for found in keys(path, group, commented=False)]
     found = nearest(key, known)
     if not found:
         value = "{_target_: …}" if group in FREE_GROUPS else "VALUE"
@@ -179,7 +179,8 @@ def _files(group: str, folders: tuple[Path, ...]) -> list[Path]:
 def _options_with(key: str, folders: tuple[Path, ...]) -> list[str]:
     """Return the options that list `key`, as data=cifar10."""
     group = key.partition(".")[0]
-    return [f"{group}={p.stem}" for p in _files(group, folders) if key in {found.name for found in keys(p, group)}]
+    names = {p.stem: {found.name for found in keys(p, group, commented=False)} for p in _files(group, folders)}
+    return [f"{group}={name}" for name, found in names.items() if key in found]
 
 
 def missing_option(group: str, name: str, folders: tuple[Path, ...]) -> str | None:
