@@ -32,7 +32,7 @@ Row = dict[str, str | float]  # column → value
 
 def predict(options: dict[str, str]) -> int:
     """Predict a folder of images into a CSV, or the run's own data into a .pt file."""
-    from lockstep.data.listing import images_below
+    from lockstep.data.listing import files_below
     from lockstep.training.inference import load_finished
 
     for key in ("top", "batch"):
@@ -43,7 +43,7 @@ def predict(options: dict[str, str]) -> int:
         if not folder.is_dir():
             raise UserError(f"images={folder} is not a folder. Pass the folder that contains the images.")
         left_out: dict[str, list[str]] = {}
-        names = [image.name for image in images_below(folder, left_out)]
+        names = [image.name for image in files_below(folder, left_out)]
         if not names:
             others = ", ".join(f"{len(found)} {reason}" for reason, found in left_out.items())
             raise UserError(f"images={folder} holds no image{f' (left out: {others})' if others else ''}.")

@@ -4,7 +4,9 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ ALIASES = {  # names that are tried where a table has no column path, label or s
     "label": ("labels", "class", "class_name", "target", "category"),
     "split": ("set", "subset", "partition", "fold"),
 }  # fmt: skip
-HUB, ENCODED, ROWS = "hf://datasets/", "encoded.bin", 64  # rows of a parquet file that are read at a time
+ENCODED, ROWS = "encoded.bin", 64  # rows of a parquet file that are read at a time
 
 
 def column_of(path: Path, names: Sequence[str], wanted: str, option: str) -> str:
@@ -67,20 +69,8 @@ class CSVDataModule(ListedDataModule):
         self._label_columns = list(label_columns or [])
 
     def list_images(self) -> ImageList:
-        first: dict[str, tuple[int, Item]] = {}
-        left_out: LeftOut = {}
-        for line, item in self._items():
-            earlier, same = first.setdefault(item.name, (line, item))
-            if (same.split, same.label) != (item.split, item.label):
-                found = " and ".join(f"{SPLITS[each.split]} {each.label}" for each in (same, item))
-                raise UserError(f"{self._table}, lines {earlier} and {line}: {item.name} is {found}: give one.")
-            if same is not item:
-                left_out.setdefault("repeated lines", []).append(f"line {line}: {item.name}")
-        items, columns = [item for _, item in first.values()], self._label_columns
-        return ImageList(self._folder, items, left_out=left_out, target=self.target, label_columns=columns)
-
-    def _items(self) -> Iterator[tuple[int, Item]]:
-        table = self._table
+        table, several, left_out = self._table, self._label_columns, LeftOut()
+        first: dict[str, tuple[int, Item]] = {}  # of each path, with its line
         try:
             data = table.read_bytes()
             text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
@@ -88,11 +78,12 @@ class CSVDataModule(ListedDataModule):
             rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
             names = [name.strip() for name in next(rows, [])]
             path = column_of(table, names, self._path_column, "path_column")
-            several = [column_of(table, names, column, "label_columns") for column in self._label_columns]
-            labels = several or [column_of(table, names, self._label_column, "label_column")]
+            labels = [column_of(table, names, column, "label_columns") for column in several]
+            labels = labels or [column_of(table, names, self._label_column, "label_column")]
             split = column_of(table, names, self._split_column, "")
             for cells in rows:
-                where, row = f"{table}, line {rows.line_num}", dict(zip(names, map(str.strip, cells)))
+                line, row = rows.line_num, dict(zip(names, map(str.strip, cells)))
+                where = f"{table}, line {line}"
                 if not any(row.values()):
                     continue
                 if len(cells) != len(names):
@@ -102,7 +93,7 @@ class CSVDataModule(ListedDataModule):
                 part = row[split].lower() if split else "train"
                 if part not in SPLIT_OF:
                     raise UserError(f"{where}: the split is {part or 'empty'}: give one of {', '.join(SPLITS)}.")
-                name, label = row[path], [row[column] for column in several] if several else row[labels[0]]
+                name, label = row[path], [row[column] for column in labels] if several else row[labels[0]]
                 if "\\" in name and not (self._folder / name).exists():  # written on Windows
                     name = name.replace("\\", "/")
                 try:
@@ -110,9 +101,17 @@ class CSVDataModule(ListedDataModule):
                 except OSError as error:
                     raise UserError(f"{where}: {self._folder / name} cannot be read ({error.strerror}).") from None
                 group = (row[self.group] if self.group in row else group_of(self.group, name)) if self.group else None
-                yield rows.line_num, Item(name, label, SPLIT_OF[part], stat.st_size, stat.st_mtime_ns, group)
+                item = Item(name, label, SPLIT_OF[part], stat.st_size, stat.st_mtime_ns, group)
+                earlier, same = first.setdefault(os.path.normpath(name), (line, item))
+                if (same.split, same.label) != (item.split, label):
+                    found = " and ".join(f"{SPLITS[each.split]} {each.label}" for each in (same, item))
+                    raise UserError(f"{table}, lines {earlier} and {line}: {name} is {found}: give one.")
+                if same is not item:
+                    left_out.setdefault("repeated lines", []).append(f"line {line}: {name}")
         except (OSError, csv.Error, UnicodeDecodeError) as error:
             raise UserError(f"data.root={table} is no CSV file in UTF-8 or UTF-16 ({error}).") from None
+        items = [item for _, item in first.values()]
+        return ImageList(self._folder, items, left_out=left_out, target=self.target, label_columns=several)
 
 
 class ParquetDataModule(ShardedDataModule):
@@ -133,15 +132,13 @@ class ParquetDataModule(ShardedDataModule):
         self, *, root: str | Path | None = None, image_column: str | None = None, label_column: str | None = None,
         label_columns: Sequence[str] | None = None, name: str = "parquet", **options: Any,
     ) -> None:  # fmt: skip
-        is_on_hub = str(root).startswith(HUB)
+        is_on_hub = str(root).startswith("hf://")
         super().__init__(root="." if is_on_hub else root, name=name, **options)
         self._image_column, self._label_column = image_column, label_column
         self.label_columns = list(label_columns or [])
+        self.shard_options = [image_column, label_column, self.label_columns, self.target, self.group]
         if is_on_hub:
             self._root = from_hub(str(root), self.cache_dir / "hub")
-
-    def shard_options(self) -> list[Any]:
-        return [self._image_column, self._label_column, self.label_columns, self.target, self.group]
 
     def read_shard(self, path: Path, folder: Path) -> Content:
         from pyarrow import ArrowException, parquet
@@ -150,16 +147,15 @@ class ParquetDataModule(ShardedDataModule):
         try:
             with parquet.ParquetFile(path) as file, (folder / ENCODED).open("wb") as out:
                 image, labels, class_names = self._columns_of(path, file.schema_arrow)
-                group = self.group if self.group in file.schema_arrow.names else None
-                wanted = dict.fromkeys([image, *labels, *filter(None, [group])])
-                for batch in file.iter_batches(ROWS, columns=list(wanted)):
+                group = [self.group] if self.group in file.schema_arrow.names else []
+                for batch in file.iter_batches(ROWS, columns=[*{image, *labels, *group}]):
                     for row in batch.to_pylist():
                         name, start = f"row {len(items)}", out.tell()
                         data = _encoded(row[image], f"{path}, {name}: {image}", path.parent)
                         label = [row[column] for column in labels] if self.label_columns else row[labels[0]]
                         if self.target == "class" and not self.label_columns:
                             label = _class_of(label, f"{path}, {name}: {labels[0]}", class_names)
-                        items.append((name, label, start, out.write(data), str(row[group]) if group else None))
+                        items.append((name, label, start, out.write(data), str(row[group[0]]) if group else None))
         except ArrowException as error:
             reason = " ".join(str(error).split())[:200]
             raise CorruptImage(f"{path} is no parquet file, or cut off ({reason})") from None
@@ -171,12 +167,11 @@ class ParquetDataModule(ShardedDataModule):
         Raises:
             UserError: there is none, or several.
         """
-        try:  # what Hugging Face's datasets wrote about the columns, if they wrote this file
-            declared = dict(json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"])
-        except (KeyError, TypeError, ValueError):
-            declared = {}
-        kinds = {name: each.get("_type") for name, each in declared.items() if isinstance(each, dict)}
-        held = {field.name: str(field.type) for field in schema}
+        declared, held = {}, {field.name: str(field.type) for field in schema}
+        with suppress(KeyError, TypeError, ValueError):  # what Hugging Face's datasets write about the columns
+            features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+            declared = {name: each for name, each in features.items() if isinstance(each, dict) and name in held}
+        kinds = {name: each.get("_type") for name, each in declared.items()}
         able = [name for name, kind in held.items() if "binary" in kind or "path: string" in kind]
         images = [name for name in held if kinds.get(name) == "Image"] or able
         if self._image_column is None and len(images) != 1:
@@ -201,12 +196,11 @@ def from_hub(address: str, cache: Path) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    owner, _, rest = address.removeprefix(HUB).strip("/").partition("/")
-    name, _, inner = rest.partition("/")
-    name, _, revision = name.partition("@")
+    parts = re.match("hf://(?:datasets/)?([^/]*/?[^/@]*)@?([^/]*)/?(.*?)/?$", address)
+    name, revision, inner = parts.groups() if parts else ("", "", "")
     try:
         copy = snapshot_download(
-            f"{owner}/{name}", repo_type="dataset", revision=revision or None, cache_dir=cache,
+            name, repo_type="dataset", revision=revision or None, cache_dir=cache,
             allow_patterns=f"{inner}/*.parquet" if inner else "*.parquet",
         )  # fmt: skip
     except Exception as error:  # of the network, the hub and its authentication

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.data.decoding import CorruptImage, is_image, progress
 from lockstep.data.listed_datamodule import ListedDataModule
-from lockstep.data.listing import SPLIT_OF, ImageList, Item, LeftOut, group_of, local_root
+from lockstep.data.listing import SPLIT_OF, TRAIN, ImageList, Item, LeftOut, files_below, group_of, local_root
 from lockstep.data.node_cache import Content, cached, file_identity
 from lockstep.runs.errors import UserError
 
@@ -22,14 +22,14 @@ class ShardedDataModule(ListedDataModule):
 
     Args:
         root: a folder that holds the files at any depth, or one file.
-        train: pattern, with * and ?, of the paths of files to train on; None: by names such as train-0 or training/0.
-            Where no file is of any split, all train.
-        val, test: likewise.
+        train, val, test: patterns, with * and ?, of the paths of a split's files; None: by names such as train-0 or
+            training/0. Where no file is of any split, all train.
         options: as of ListedDataModule.
     """
 
     suffix: str
     label_columns: Sequence[str] = ()  # with several labels, their names
+    shard_options: Sequence[Any] = ()  # what `read_shard` depends on, as JSON values
 
     def __init__(
         self, *, root: str | Path | None = None, train: str | None = None, val: str | None = None,
@@ -54,19 +54,14 @@ class ShardedDataModule(ListedDataModule):
         """
         raise NotImplementedError
 
-    def shard_options(self) -> list[Any]:
-        """The options that `read_shard` depends on, as JSON values."""
-        raise NotImplementedError
-
     def list_images(self) -> ImageList:
         left_out: LeftOut = {}
-        shards = self._find(left_out)
+        shards, items = self._find(left_out), []
         folder = self._root if self._root.is_dir() else self._root.parent
-        items: list[Item] = []
         with progress(f"Reading what {len(shards)} files hold", len(shards)) as advance:
-            for path, split in shards:
-                title, identity = str(path.relative_to(folder)), file_identity(path)
-                kept = self.cache_folder([identity, self.shard_options()])
+            for name, split in shards.items():
+                identity = file_identity(path := folder / name)
+                kept = self.cache_folder([identity, self.shard_options])
                 try:
                     shard = cached(kept, partial(self.read_shard, path))
                 except CorruptImage as error:
@@ -75,27 +70,26 @@ class ShardedDataModule(ListedDataModule):
                     left_out.setdefault("damaged files", []).append(str(error))
                     continue
                 file = str(kept / shard["data"] if shard["data"] else path)
-                for name, label, start, size, group in shard["items"]:
-                    group = group_of(self.group, name) if self.group and group is None else group
-                    items.append(Item(f"{title}: {name}", label, split, size, identity[2], group, file, start))
+                for inner, label, start, size, group in shard["items"]:
+                    group = group_of(self.group, inner) if self.group and group is None else group
+                    items.append(Item(f"{name}: {inner}", label, split, size, identity[2], group, file, start))
                 for reason, names in shard["left_out"].items():
-                    left_out.setdefault(reason, []).extend(f"{title}: {name}" for name in names)
+                    left_out.setdefault(reason, []).extend(f"{name}: {inner}" for inner in names)
                 advance(1)
         return ImageList(folder, items, left_out=left_out, target=self.target, label_columns=self.label_columns)
 
-    def _find(self, left_out: LeftOut) -> list[tuple[Path, int]]:
-        """Return the files with their splits, in the order of their paths."""
+    def _find(self, left_out: LeftOut) -> dict[str, int]:
+        """Return the split of each file by its path, in the order of their paths."""
         if self._root.is_file() and self._root.suffix.lower() == self.suffix:
-            return [(self._root, 0)]
-        found = (path.relative_to(self._root) for path in self._root.rglob("*") if path.suffix.lower() == self.suffix)
-        paths = sorted(path for path in found if not any(part.startswith(".") for part in path.parts))
-        if not paths:
+            return {self._root.name: TRAIN}
+        found = files_below(self._root, {}, suffixes={self.suffix}) if self._root.is_dir() else []
+        splits = {str(path): self._split_of(path) for path in sorted(Path(file.name) for file in found)}
+        if not splits:
             raise UserError(f"data.root={self._root} holds no {self.suffix} file. Pass the folder that contains them.")
-        splits = {path: self._split_of(path) for path in paths}
-        taken = [(self._root / path, split) for path, split in splits.items() if split is not None]
-        if taken and len(taken) < len(paths):
-            left_out[f"{self.suffix} files of no split"] = [str(path) for path in paths if splits[path] is None]
-        return taken or [(self._root / path, 0) for path in paths]
+        taken = {name: split for name, split in splits.items() if split is not None}
+        if taken and len(taken) < len(splits):
+            left_out[f"{self.suffix} files of no split"] = [name for name in splits if name not in taken]
+        return taken or dict.fromkeys(splits, TRAIN)
 
     def _split_of(self, path: Path) -> int | None:
         for split, pattern in enumerate(self._patterns):
@@ -121,24 +115,18 @@ class WebDatasetDataModule(ShardedDataModule):
 
     def __init__(self, *, label_field: str | None = None, name: str = "webdataset", **options: Any) -> None:
         super().__init__(name=name, **options)
-        self._label_field, self._label_suffix = label_field, ".json" if label_field else ".cls"
-
-    def shard_options(self) -> list[Any]:
-        return [self._label_field]
+        self._label_field, self.shard_options = label_field, [label_field]
 
     def read_shard(self, path: Path, folder: Path) -> Content:
-        images: list[tarfile.TarInfo] = []
-        labels: dict[str, str] = {}  # by key
-        left_out: LeftOut = {}
+        field, images, labels, left_out = self._label_field, [], {}, LeftOut()
+        label_suffix = ".json" if field else ".cls"
         try:
             with tarfile.open(path, "r:") as archive:
-                for member in archive:
+                for member in filter(tarfile.TarInfo.isfile, archive):
                     key, ending = os.path.splitext(member.name)
                     hidden = os.path.basename(member.name).startswith(".")
-                    if not member.isfile():
-                        continue
-                    if ending.lower() == self._label_suffix and not hidden:
-                        labels[key] = self._read_label(path, archive, member)
+                    if ending.lower() == label_suffix and not hidden:
+                        labels[key] = archive.extractfile(member).read()
                     elif is_image(member.name) and not hidden:
                         images.append(member)
                     else:
@@ -152,19 +140,15 @@ class WebDatasetDataModule(ShardedDataModule):
         for member in images:  # the label has the image's name up to its last dot, else up to its first
             where, base = os.path.split(member.name)
             keys = os.path.splitext(member.name)[0], os.path.join(where, base.partition(".")[0])
-            if not (found := [labels[key] for key in keys if key in labels]):
-                hint = "" if self._label_field else " (where a key.json holds the label: data.label_field=FIELD)"
-                raise UserError(f"{path}: {member.name} has no {self._label_suffix} file beside it{hint}.")
-            items.append((member.name, found[0], member.offset_data, member.size, None))
+            if not (found := [key for key in keys if key in labels]):
+                hint = "" if field else " (where a key.json holds the label: data.label_field=FIELD)"
+                raise UserError(f"{path}: {member.name} has no {label_suffix} file beside it{hint}.")
+            try:
+                label = json.loads(labels[found[0]])[field] if field else labels[found[0]].decode().strip()
+                if label == "" or not isinstance(label, str | int | float):
+                    raise ValueError(f"{str(label)[:50]!r} is neither text nor a number")
+            except (ValueError, KeyError, TypeError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise UserError(f"{path}: {found[0]}{label_suffix} holds no label ({reason}).") from None
+            items.append((member.name, str(label), member.offset_data, member.size, None))
         return {"items": items, "left_out": left_out, "data": None}
-
-    def _read_label(self, path: Path, archive: tarfile.TarFile, member: tarfile.TarInfo) -> str:
-        file = archive.extractfile(member)
-        data = file.read() if file else b""
-        try:
-            value = data.decode().strip() if self._label_field is None else json.loads(data)[self._label_field]
-            if value == "" or not isinstance(value, str | int | float):
-                raise ValueError(f"{str(value)[:50]!r} is neither text nor a number")
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}: {member.name} holds no label ({type(error).__name__}: {error}).") from None
-        return str(value)

@@ -29,7 +29,7 @@ from lockstep.data.listing import SPLITS, TEST, LeftOut, fingerprint
 from lockstep.data.loading import BatchLoader, LoadedBatch, OpenSample
 from lockstep.data.mixing import check_pairs, mix
 from lockstep.data.node_cache import cached
-from lockstep.data.report import describe, identical_images, samples_of
+from lockstep.data.report import identical_images, samples_of
 from lockstep.data.split import VAL_FRACTION, Split, Splits
 from lockstep.data.targets import Arrays, ImageSet, as_masks, kind_of
 from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch
@@ -293,7 +293,7 @@ class ImageDataModule(LightningDataModule):
         images, index = self._array, np.flatnonzero(self.splits.of_each >= 0)
         if images is None:
             return {}
-        return describe(identical_images(samples_of(images, index), index, lambda i: images[i].tobytes()), self)
+        return identical_images(self, samples_of(images, index), index, lambda i: images[i].tobytes())
 
     # Placement and loaders
 

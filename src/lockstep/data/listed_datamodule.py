@@ -15,7 +15,7 @@ from lockstep.data.image_datamodule import ImageDataModule
 from lockstep.data.listing import ImageList
 from lockstep.data.loading import OpenSample
 from lockstep.data.node_cache import Content, cached
-from lockstep.data.report import MAX_COMPARED, describe, identical_images
+from lockstep.data.report import MAX_COMPARED, identical_images
 from lockstep.data.targets import BINARY, IMAGES, VOID, as_masks, hash_of_pixels, mask_classes
 from lockstep.runs.errors import UserError
 
@@ -155,7 +155,7 @@ class ListedDataModule(ImageDataModule):
             return super().identical_images()
         index, limit = np.flatnonzero(self.splits.of_each >= 0), None if compare_all else MAX_COMPARED
         with suppress(CorruptImage):  # which the loader names
-            return describe(identical_images(self._list.size[index], index, self._list.read, limit), self)
+            return identical_images(self, self._list.size[index], index, self._list.read, limit)
         return {}
 
     def sample_opener(self) -> OpenSample:

@@ -8,14 +8,14 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lockstep.data.decoding import CorruptImage, is_image, open_mask
+from lockstep.data.decoding import SUFFIXES, CorruptImage, open_mask
 from lockstep.runs.errors import UserError
 
 TRAIN, VAL, TEST = 0, 1, 2
@@ -37,27 +37,16 @@ Tree = dict[str, list[str]]
 
 @dataclass(slots=True)
 class Item:
-    """One image of a source.
+    """One image of a source."""
 
-    Args:
-        name: the path of its file relative to the source's folder, or what messages call it.
-        label: the name of its class; a number; the path of its mask; or several numbers.
-        split: 0 train, 1 val, 2 test.
-        size: bytes of the encoded image.
-        mtime: when the file was changed, in nanoseconds.
-        group: what it shares with images that stay in the same split.
-        file: the file that holds it; None: the one of its name.
-        start: its first byte there.
-    """
-
-    name: str
-    label: Any = ""
+    name: str  # the path of its file relative to the source's folder, or what messages call it
+    label: Any = ""  # the name of its class; a number; the path of its mask; or several numbers
     split: int = TRAIN
-    size: int = 0
-    mtime: int = 0
-    group: str | None = None
-    file: str | None = None
-    start: int = 0
+    size: int = 0  # bytes of the encoded image
+    mtime: int = 0  # when the file was changed, in nanoseconds
+    group: str | None = None  # what it shares with images that stay in the same split
+    file: str | None = None  # the file that holds it; None: the one of its name
+    start: int = 0  # its first byte there
 
 
 class ImageList:
@@ -194,8 +183,10 @@ def natural_key(name: str) -> list[str | int]:
     return parts
 
 
-def images_below(root: Path, left_out: LeftOut, tree: Tree | None = None) -> list[Item]:
-    """Return all images at any depth below root, in natural order of their names; no file is opened.
+def files_below(
+    root: Path, left_out: LeftOut, tree: Tree | None = None, suffixes: Collection[str] = SUFFIXES
+) -> list[Item]:  # fmt: skip
+    """Return all images (or files with other endings) at any depth below root, in natural order of their names.
 
     Args:
         left_out: gets the names of other files, and of hidden images.
@@ -203,34 +194,32 @@ def images_below(root: Path, left_out: LeftOut, tree: Tree | None = None) -> lis
     """
     found: list[Item] = []
 
-    def collect(name: str, above: set[tuple[int, int]]) -> None:
-        for entry in list(os.scandir(root / name)):
-            inner = f"{name}/{entry.name}" if name else entry.name
-            reason = ""
+    def collect(folder: str, above: list[tuple[int, int]]) -> None:
+        stat = os.stat(root / folder)
+        if (place := (stat.st_dev, stat.st_ino)) in above:
+            left_out.setdefault("links to a folder above", []).append(folder)
+            return
+        top, _, second = folder.partition("/")
+        if tree is not None and folder and "/" not in second:
+            tree.setdefault(top, []).extend([second] if second else [])
+        for entry in list(os.scandir(root / folder)):
+            name, (_, dot, ending) = f"{folder}/{entry.name}".lstrip("/"), entry.name.rpartition(".")
+            suffix = f".{ending.lower()}" if dot else ""
             if entry.name.startswith(".") or entry.name in SYSTEM_NAMES:
-                reason = "hidden images" if is_image(entry.name) else ""
+                if suffix in suffixes:
+                    left_out.setdefault("hidden images", []).append(name)
             elif entry.is_dir():
-                stat = os.stat(entry.path)
-                if (stat.st_dev, stat.st_ino) in above:
-                    reason = "links to a folder above"
-                else:
-                    top, _, second = inner.partition("/")
-                    if tree is not None and "/" not in second:
-                        tree.setdefault(top, []).extend([second] if second else [])
-                    collect(inner, above | {(stat.st_dev, stat.st_ino)})
-            elif not is_image(entry.name):
-                reason = f"{os.path.splitext(entry.name)[1].lower() or 'nameless'} files"
+                collect(name, [*above, place])
+            elif suffix not in suffixes:
+                left_out.setdefault(f"{suffix or 'nameless'} files", []).append(name)
             elif not entry.is_file():
                 raise UserError(f"{entry.path} cannot be read (a broken link or no regular file): remove it.")
             else:
                 stat = entry.stat()
-                found.append(Item(inner, size=stat.st_size, mtime=stat.st_mtime_ns))
-            if reason:
-                left_out.setdefault(reason, []).append(inner)
+                found.append(Item(name, size=stat.st_size, mtime=stat.st_mtime_ns))
 
-    top = os.stat(root)
     try:
-        collect("", {(top.st_dev, top.st_ino)})
+        collect("", [])
     except OSError as error:
         raise UserError(f"{error.filename or root} cannot be read ({error.strerror}): repair or remove it.") from None
     return sorted(found, key=lambda image: natural_key(image.name))

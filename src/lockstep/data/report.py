@@ -22,9 +22,15 @@ log = logging.getLogger(__name__)
 
 LISTS = "data_report.txt"
 SHOWN_CLASSES = 10
-SAMPLE_BYTES = 64  # of an image; only images that share the sample are compared as a whole
 MAX_COMPARED = 50_000  # files of equal size that a start may open
 TILE = 128  # side of a picture in a contact sheet
+IDENTICAL = {  # what is said of one image, and of several
+    "test": ("test image is identical to a training image", "test images are identical to training images"),
+    "validation": (
+        "validation image is identical to a training image", "validation images are identical to training images",
+    ),
+    "labels": ("image occurs under two labels", "images occur under two labels"),
+}  # fmt: skip
 
 
 def report_of(data: Any, *, compare_all: bool = False) -> tuple[dict[str, Any], dict[str, list[str]]]:
@@ -34,33 +40,28 @@ def report_of(data: Any, *, compare_all: bool = False) -> tuple[dict[str, Any], 
         data: a prepared ImageDataModule.
         compare_all: look for identical files, however many have the same size.
     """
-    identical, sizes = data.identical_images(compare_all), sorted(data.image_sizes(), key=np.prod)
-    counts = data.counts_per_split
+    identical, counts = data.identical_images(compare_all), data.counts_per_split
+    sizes = ["×".join(map(str, size)) for size in sorted(data.image_sizes(), key=np.prod)]
     fields = {
         "images_per_class": {
             name: dict(zip(counts, each, strict=True)) for name, *each in zip(data.class_names, *counts.values())
         },
         "left_out": {reason: len(names) for reason, names in data.left_out.items()},
         "identical_images": list(identical),
-        "smallest_image": "×".join(map(str, sizes[0])) if sizes else None,
-        "largest_image": "×".join(map(str, sizes[-1])) if sizes else None,
+        "smallest_image": sizes[0] if sizes else None,
+        "largest_image": sizes[-1] if sizes else None,
     }
     return fields, {**data.left_out, **identical}
 
 
 def settings_of(data: Any, augmentation: str | None) -> dict[str, Any]:
-    """Return `images` of the record: how images are resized, normalised and augmented.
-
-    Args:
-        augmentation: the option that was chosen.
-    """
+    """Return `images` of the record: how images are resized, normalised and augmented."""
     path, why = data.path_taken()
-    framing, settings = data.framing, data.settings
     damaged = [names for reason, names in data.left_out.items() if reason.startswith("damaged")]
     return {
         "path": path, "why": why, "augmentation": augmentation, "mean": data.mean, "std": data.std,
-        "crop_pct": settings.crop_pct, "interpolation": framing.interpolation, "resize": framing.resize,
-        "fit": framing.fit, "from_weights": list(settings.from_weights), "skipped": sum(map(len, damaged)),
+        "crop_pct": data.settings.crop_pct, "interpolation": data.framing.interpolation, "resize": data.framing.resize,
+        "fit": data.framing.fit, "from_weights": list(data.settings.from_weights), "skipped": sum(map(len, damaged)),
     }  # fmt: skip
 
 
@@ -70,7 +71,7 @@ def log_contents(data: Any, fields: Mapping[str, Any]) -> None:
     Args:
         fields: from `report_of`; {} for an evaluation.
     """
-    names = ", ".join(data.class_names[:SHOWN_CLASSES]) + (", …" if len(data.class_names) > SHOWN_CLASSES else "")
+    names = ", ".join([*data.class_names[:SHOWN_CLASSES], *(["…"] if len(data.class_names) > SHOWN_CLASSES else [])])
     what = {
         "class": f"{data.num_classes} classes: {names}", "labels": f"{data.num_classes} labels: {names}",
         "mask": f"masks of {data.num_classes} classes: {names}", "number": "a number for each image",
@@ -137,61 +138,40 @@ def contact_sheet(path: Path, tiles: Sequence[tuple[list["Image.Image"], list[st
 
 
 def identical_images(
-    keys: np.ndarray, index: np.ndarray, content: Callable[[int], bytes], limit: int | None = None
-) -> list[list[int]] | None:
-    """Return groups of positions whose images are equal; None: more than `limit` share their key.
+    data: Any, keys: np.ndarray, index: np.ndarray, content: Callable[[int], bytes], limit: int | None = None
+) -> dict[str, list[str]]:
+    """Return sentences on equal images, each with the pairs of images that it counts, "a = b".
 
     Args:
+        data: a prepared ImageDataModule.
         keys: (n,) of any type; only images of equal keys are compared as a whole.
-        index: the positions of the n images.
+        index: (n,) the positions of the images.
+        limit: the most images that are compared.
     """
     _, of_key, counts = np.unique(keys, return_inverse=True, return_counts=True)
     index = index[counts[of_key] > 1]
     if limit is not None and len(index) > limit:
-        return None
-    same: dict[bytes, list[int]] = {}
-    for i in index.tolist():
-        same.setdefault(hashlib.blake2b(content(i)).digest(), []).append(i)
-    return [group for group in same.values() if len(group) > 1]
-
-
-def samples_of(images: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return some bytes of each image, (n,) of one type of fixed size.
-
-    Args:
-        images: (…, size, size, channels) uint8.
-    """
-    flat = images.reshape(len(images), -1)
-    columns = np.linspace(0, flat.shape[1] - 1, min(SAMPLE_BYTES, flat.shape[1])).astype(int)
-    return np.ascontiguousarray(flat[index[:, None], columns]).view(f"V{len(columns)}").ravel()
-
-
-def describe(groups: list[list[int]] | None, data: Any) -> dict[str, list[str]]:
-    """Return sentences for the log, each with the pairs of images that it counts, "a = b".
-
-    Args:
-        groups: from `identical_images`.
-        data: a prepared ImageDataModule.
-    """
-    if groups is None:
         too_many = "not checked for identical images (too many files of equal size): run `python src/check_data.py`"
         return {too_many: []}
-    splits = data.splits.of_each
-    pairs: dict[str, list[tuple[int, int]]] = {"test": [], "validation": [], "labels": []}
-    for group in groups:
+    groups: dict[bytes, list[int]] = {}
+    for i in index.tolist():
+        groups.setdefault(hashlib.blake2b(content(i)).digest(), []).append(i)
+    splits, label_of = data.splits.of_each, data.target_name
+    pairs: dict[str, list[tuple[int, int]]] = {kind: [] for kind in IDENTICAL}
+    for group in groups.values():
         trained = [i for i in group if splits[i] == TRAIN]
         for kind, split in (("test", TEST), ("validation", VAL)) if trained else ():
             pairs[kind] += [(i, trained[0]) for i in group if splits[i] == split]
-        first = data.target_name(group[0])
-        pairs["labels"] += [(group[0], i) for i in group if data.target_name(i) != first][:1]
+        pairs["labels"] += [(group[0], i) for i in group if label_of(i) != label_of(group[0])][:1]
     found = {}
     for kind, some in pairs.items():
-        if kind == "labels":
-            sentence = "1 image occurs" if len(some) == 1 else f"{len(some)} images occur"
-            sentence += " under two labels"
-        else:
-            sentence = f"1 {kind} image is" if len(some) == 1 else f"{len(some)} {kind} images are"
-            sentence += " identical to " + ("a training image" if len(some) == 1 else "training images")
         if some:
+            sentence = f"{len(some)} {IDENTICAL[kind][len(some) > 1]}"
             found[sentence] = [f"{data.image_name(a)} = {data.image_name(b)}" for a, b in some]
     return found
+
+
+def samples_of(images: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Return the middle row of each image, (n,) of one type of fixed size."""
+    rows = np.ascontiguousarray(images[index, images.shape[1] // 2]).reshape(len(index), -1)
+    return rows.view(f"V{rows.shape[1]}").ravel()

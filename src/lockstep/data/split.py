@@ -32,23 +32,17 @@ class Splits:
 @dataclass(frozen=True)
 class Split:
     """
-    Args:
-        val_fraction: part of the training images that validates; 0: none.
-        num_val: the same as a count; takes precedence over val_fraction.
-        fold: which of `num_folds` equal parts validates, from 0; instead of the two options above.
-        test_fraction: part of all images that tests, where the source names no test images.
-        stratify: draw from each class in proportion, and leave each class an image to train on.
     Raises:
         UserError: the folds are invalid, or combined with val_fraction or num_val.
     """
 
     seed: int
-    val_fraction: float = VAL_FRACTION
-    num_val: int | None = None
-    fold: int | None = None
+    val_fraction: float = VAL_FRACTION  # part of the training images that validates; 0: none
+    num_val: int | None = None  # the same as a count; takes precedence over val_fraction
+    fold: int | None = None  # which of `num_folds` equal parts validates, from 0; instead of the two options above
     num_folds: int | None = None
-    test_fraction: float = 0.1
-    stratify: bool = True
+    test_fraction: float = 0.1  # part of all images that tests, where the source names no test images
+    stratify: bool = True  # draw from each class in proportion, and leave each class an image to train on
 
     def __post_init__(self) -> None:
         if self.fold is None and self.num_folds is None:
@@ -84,8 +78,10 @@ class Split:
 
     def _assign(self, labels: np.ndarray, given: np.ndarray, groups: np.ndarray | None) -> Splits:
         of_each, has_val, has_test = given.copy(), (given == VAL).any(), (given == TEST).any()
+        validates = (self.val_fraction if self.num_val is None else self.num_val) != 0
         if groups is not None:
-            parts_of_group = np.unique(np.unique(np.stack([groups, given]), axis=1)[0], return_counts=True)[1]
+            pairs = np.unique(np.stack([groups, given])[:, given >= 0], axis=1)
+            parts_of_group = np.unique(pairs[0], return_counts=True)[1]
             if several := (parts_of_group > 1).sum():
                 raise UserError(
                     f"data.group: {several} of {len(parts_of_group)} groups have images in several of train, val and "
@@ -98,86 +94,70 @@ class Split:
         if has_val and not has_test:
             of_each[given == VAL] = TEST
             splits = Splits(of_each, notes=("no test images: the validation images are tested",))
-            splits.val = splits.test if self._validates else splits.val
+            splits.val = splits.test if validates else splits.val
             return splits
         if not has_test:
             train = np.flatnonzero(of_each == TRAIN)
-            count, stream = round(self.test_fraction * len(train)), random_stream(TEST_SEED, TEST_STREAM)
-            option = f"test_fraction={self.test_fraction}"
-            of_each[self._draw(train, labels, groups, count, stream, TEST_SEED, option)] = TEST
-        if not self._validates:
+            of_each[self._draw("test_fraction", train, labels, groups, TEST_SEED, TEST_STREAM)] = TEST
+        if not validates:
             of_each[of_each == VAL] = -1
         elif not has_val and (train := np.flatnonzero(of_each == TRAIN)).size:
-            stream = random_stream(self.seed, SPLIT)
-            if self.fold is not None:
-                val = self._fold(train, labels, groups, stream)
-            elif self.num_val is not None:
-                val = self._draw(train, labels, groups, self.num_val, stream, self.seed, f"num_val={self.num_val}")
-            else:
-                count, option = round(self.val_fraction * len(train)), f"val_fraction={self.val_fraction}"
-                val = self._draw(train, labels, groups, count, stream, self.seed, option)
-            of_each[val] = VAL
+            option = "num_val" if self.num_val is not None else "val_fraction" if self.fold is None else "num_folds"
+            of_each[self._draw(option, train, labels, groups, self.seed, SPLIT)] = VAL
         return Splits(of_each, drew_test=not has_test)
 
-    @property
-    def _validates(self) -> bool:
-        return (self.val_fraction if self.num_val is None else self.num_val) != 0
-
     def _draw(
-        self, index: np.ndarray, labels: np.ndarray, groups: np.ndarray | None, count: int,
-        stream: np.random.Generator, seed: int, option: str,
+        self, option: str, index: np.ndarray, labels: np.ndarray, groups: np.ndarray | None, seed: int, purpose: int
     ) -> np.ndarray:  # fmt: skip
-        """Return about `count` of the images: exactly as many where they have no groups and the classes suffice."""
-        n = len(index)
+        """Return the images that an option selects: exactly as many where they have no groups and the classes suffice.
+
+        Args:
+            index: positions of the images to draw from.
+        """
+        n, value, stated = len(index), getattr(self, option), f"data.{option}={getattr(self, option)}"
+        order = index[random_stream(seed, purpose).permutation(n)]
+        if option == "num_folds":
+            if value > n:
+                raise UserError(f"{stated} exceeds the {n} images: give at most {n}.")
+            if groups is not None:
+                return _folds_of_groups(index, labels, groups, value, seed, stated)[self.fold or 0]
+            # Dealt out like cards, class by class: folds differ by at most one image, also in a class.
+            return order[np.argsort(labels[order], kind="stable")][self.fold :: value]
+        count = value if option == "num_val" else round(value * n)
         if not 1 <= count < n:
             raise UserError(
-                f"data.{option} of {n} images leaves {n - count} to train on and takes {count}: both need one at least."
+                f"{stated} of {n} images leaves {n - count} to train on and takes {count}: both need one at least."
             )
-        if groups is not None:
-            num_folds = max(2, min(round(n / count), len(np.unique(groups[index]))))
-            folds = _folds_of_groups(labels[index], groups[index], num_folds, seed, option)
-            choices = [index[fold] for fold in folds]
-        else:
-            order = index[stream.permutation(n)]
+        if groups is None:
             choices = [_drawn_per_class(order, labels, count) if self.stratify else order[:count]]
+        else:
+            num_folds = max(2, min(round(n / count), len(np.unique(groups[index]))))
+            choices = _folds_of_groups(index, labels, groups, num_folds, seed, stated)
         for drawn in choices:
             if len(drawn) and (not self.stratify or np.isin(labels[drawn], labels[np.setdiff1d(index, drawn)]).all()):
                 return drawn
         raise UserError(
-            f"data.{option} would draw {count} of {n} images, but a class has no second "
+            f"{stated} would draw {count} of {n} images, but a class has no second "
             f"{'image' if groups is None else 'group'}: each keeps one to train on. Add images, or give "
-            f"data.{option.partition('=')[0]}=0."
+            f"data.{option}=0."
         )
-
-    def _fold(
-        self, index: np.ndarray, labels: np.ndarray, groups: np.ndarray | None, stream: np.random.Generator
-    ) -> np.ndarray:
-        fold, num_folds = self.fold or 0, self.num_folds or 2
-        if num_folds > len(index):
-            raise UserError(f"data.num_folds={num_folds} exceeds the {len(index)} images: give at most {len(index)}.")
-        if groups is not None:
-            option = f"num_folds={num_folds}"
-            return index[_folds_of_groups(labels[index], groups[index], num_folds, self.seed, option)[fold]]
-        # Dealt out like cards, class by class: folds differ by at most one image, also in a class.
-        order = index[stream.permutation(len(index))]
-        return order[np.argsort(labels[order], kind="stable")][fold::num_folds]
 
 
 def _folds_of_groups(
-    labels: np.ndarray, groups: np.ndarray, num_folds: int, seed: int, option: str
+    index: np.ndarray, labels: np.ndarray, groups: np.ndarray, num_folds: int, seed: int, stated: str
 ) -> list[np.ndarray]:  # fmt: skip
-    """Return folds that keep groups together and have about the same share of each class."""
+    """Return folds of `index` that keep groups together and have about the same share of each class."""
     from sklearn.model_selection import StratifiedGroupKFold
 
-    if num_folds > (num_groups := len(np.unique(groups))):
-        raise UserError(f"data.{option} does not fit the {num_groups} groups of the images.")
+    if num_folds > (num_groups := len(np.unique(groups[index]))):
+        raise UserError(f"{stated} does not fit the {num_groups} groups of the images.")
+    folds = StratifiedGroupKFold(num_folds, shuffle=True, random_state=seed)
     with warnings.catch_warnings():  # of classes that have fewer images than there are folds
         warnings.simplefilter("ignore", UserWarning)
-        folds = StratifiedGroupKFold(num_folds, shuffle=True, random_state=seed)
         try:
-            return [fold for _, fold in folds.split(groups, labels, groups)]
+            return [index[fold] for _, fold in folds.split(index, labels[index], groups[index])]
         except ValueError as error:
-            raise UserError(f"data.{option} does not fit the groups: {error}.") from None
+            raise UserError(f"{stated} does not fit the groups: {error}.") from None
 
 
 def _drawn_per_class(order: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:

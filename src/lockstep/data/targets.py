@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +28,23 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass
 class ImageSet:
-    """All images in one order: first those to train on, then validation, then test.
+    """All images in one order: first those to train on, then validation, then test."""
 
-    Args:
-        images: (n, size, size, channels) uint8.
-        labels: (n,) integers from 0; None: `targets` are given.
-        class_names: the name of each label, or of each column of `targets`, or of each class in masks.
-        num_test: how many of the last images test; 0: they are drawn.
-        num_val: how many images before those validate; 0: they are drawn from the training images.
-        targets: in place of labels, (n, C) float several labels, (n,) float a number, (n, size, size) integers the
-            class of each pixel, −1 where it does not count, or a dict of these and of integers (n,).
-    """
-
-    images: np.ndarray
-    labels: np.ndarray | None
-    class_names: list[str]
-    num_test: int
-    num_val: int = 0
+    images: np.ndarray  # (n, size, size, channels) uint8
+    labels: np.ndarray | None  # (n,) integers from 0; None: `targets` are given
+    class_names: list[str]  # of each label, of each column of `targets`, or of each class in masks
+    num_test: int  # how many of the last images test; 0: they are drawn
+    num_val: int = 0  # how many images before those validate; 0: they are drawn from the training images
+    # In place of labels, (n, C) float several labels, (n,) float a number, (n, size, size) integers the class of each
+    # pixel, −1 where it does not count, or a dict of these and of integers (n,).
     targets: Any = None
 
     def arrays(self) -> Arrays:
         if self.labels is not None:
             return {"": np.asarray(self.labels, np.int64)}
-        given = self.targets if isinstance(self.targets, dict) else {"": self.targets}
         found = {}
-        for name, values in ((name, np.asarray(values)) for name, values in given.items()):
+        for name, values in (self.targets if isinstance(self.targets, dict) else {"": self.targets}).items():
+            values = np.asarray(values)
             if values.shape == self.images.shape[:3]:
                 found[name] = np.where(values < 0, VOID, values).astype(np.uint8)
             else:
@@ -71,21 +64,15 @@ class ImageSet:
             if len(values) != n:
                 raise UserError(f"{name} holds {n} images and {len(values)} labels: one of its files is not complete.")
         labels = np.zeros(0) if self.labels is None else self.labels
-        wrong = labels[(labels < 0) | (labels >= num_classes)]
-        if len(wrong):
-            raise UserError(f"{name} has a label {wrong[0]}; its {num_classes} classes go from 0 to {num_classes - 1}.")
+        for label in labels[(labels < 0) | (labels >= num_classes)]:
+            raise UserError(f"{name} has a label {label}; its {num_classes} classes go from 0 to {num_classes - 1}.")
         return self
 
     def hash(self) -> str:
         """Return a hash over names, targets and pixels."""
-        labels = self.splits if self.labels is None else self.labels
-        pixels = hash_of_pixels(self.images, labels, self.class_names, self.splits)
         if self.labels is not None:
-            return pixels
-        digest = hashlib.sha256(pixels.encode())
-        for values in self.arrays().values():
-            digest.update(np.ascontiguousarray(values).data)
-        return digest.hexdigest()
+            return hash_of_pixels(self.images, self.labels, self.class_names, self.splits)
+        return hash_of_pixels(self.images, self.splits, self.class_names, self.splits, *self.arrays().values())
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Write the arrays; return the rest as JSON values."""
@@ -102,8 +89,10 @@ class ImageSet:
         return cls(np.load(folder / IMAGES, mmap_mode="c"), None, targets=targets, **rest)
 
 
-def hash_of_pixels(images: np.ndarray, labels: np.ndarray, class_names: list[str], splits: np.ndarray) -> str:
-    """Return a hash over names, labels and pixels, independent of the files that they came in.
+def hash_of_pixels(
+    images: np.ndarray, labels: np.ndarray, class_names: list[str], splits: np.ndarray, *others: np.ndarray
+) -> str:
+    """Return a hash over names, labels, pixels and other targets, independent of the files that they came in.
 
     Args:
         splits: (n,) 0 train, 1 val, 2 test, −1 for an image that does not count.
@@ -112,17 +101,16 @@ def hash_of_pixels(images: np.ndarray, labels: np.ndarray, class_names: list[str
     counts = [int((splits == split).sum()) for split in (TRAIN, VAL)]
     digest = hashlib.sha256(json.dumps([class_names, *counts]).encode())
     digest.update(np.ascontiguousarray(labels[kept], np.int64).data)
-    for start in range(0, len(kept), 4096):
-        digest.update(np.ascontiguousarray(images[kept[start : start + 4096]]).data)
+    for values in chain((images[kept[i : i + 4096]] for i in range(0, len(kept), 4096)), others):
+        digest.update(np.ascontiguousarray(values).data)
     return digest.hexdigest()
 
 
 def kind_of(targets: Arrays, mask_names: Iterable[str]) -> str:
     """Return class, labels, number, mask or dict."""
-    names = {*targets, *mask_names}
-    if names != {""}:
+    if {*targets, *mask_names} != {""}:
         return "dict"
-    if "" in mask_names:
+    if not targets:
         return "mask"
     return "class" if targets[""].dtype.kind == "i" else "number" if targets[""].ndim == 1 else "labels"
 
