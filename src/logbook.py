@@ -15,6 +15,7 @@ logs/train/runs/<run_id>/page.md: change its heading, and write your own words w
 import argparse
 import csv
 import difflib
+import io
 import os
 import shutil
 import sys
@@ -68,12 +69,12 @@ def compare(options: argparse.Namespace) -> None:
         say(options.md)
     if options.html:
         address = write_report(report_html(title, runs).encode(), options.html)
-        places = {root / run.folder.name for run in runs for root in (run.folder.parent, options.logbook)}
-        for folder in (place for place in places if (place / "run.json").exists()):
-            run = read_run(folder)
-            run.record.reports[title] = address if "://" in address else os.path.relpath(address, folder)
-            save_record(folder / "run.json", run.record)
-            build.write_page(run)
+        for folder in {root / run.run_id for run in runs for root in (run.folder.parent, options.logbook)}:
+            if (folder / "run.json").exists():
+                run = read_run(folder)
+                run.record.reports[title] = address if "://" in address else os.path.relpath(address, folder)
+                save_record(folder / "run.json", run.record)
+                build.write_page(run)
         say(address)
     if options.logbook.is_dir() and (options.md or options.html):
         build.write_index(options.logbook)
@@ -96,7 +97,7 @@ def table(options: argparse.Namespace) -> None:
     found = {folder.name: folder for root in (options.logbook, options.logs) for folder in run_folders(root)}
     runs = [read_run(folder) for folder in found.values()]
     names, key = options.columns or COLUMNS, options.sort or "started_at"
-    for name in {*options.columns, *filter(None, [options.sort])}:
+    for name in [*options.columns, *filter(None, [options.sort])]:
         if all(run.value(name) is None for run in runs):
             known = {key for run in runs for held in (run.record.metrics, run.config) for key in held}
             near = ", ".join(difflib.get_close_matches(name, known, 3, cutoff=0.5))
@@ -105,10 +106,9 @@ def table(options: argparse.Namespace) -> None:
     rows = [["run_id", *names]]
     for values in ([run.run_id, *map(run.value, names)] for run in runs):
         rows.append(["" if v is None else f"{v:.6g}" if isinstance(v, float) else str(v) for v in values])
-    if options.csv:
-        csv.writer(sys.stdout).writerows(rows)
-    else:
-        say(aligned(rows))
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    say(text.getvalue().rstrip("\n") if options.csv else aligned(rows))
 
 
 def main(argv: list[str]) -> int:
@@ -131,13 +131,7 @@ def main(argv: list[str]) -> int:
             command.add_argument("--sort", metavar="KEY", help="the largest first; default: the newest")
             command.add_argument("--csv", action="store_true", help="for pandas, DuckDB or a spreadsheet")
     options = top.parse_args(argv)
-    try:
-        code = exit_code_of(lambda: options.task(options))
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` closes the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return code
+    return exit_code_of(lambda: options.task(options))
 
 
 if __name__ == "__main__":

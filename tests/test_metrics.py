@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from sklearn.metrics import precision_recall_fscore_support
 from torch import Tensor, nn
 from torchmetrics.classification import (
     MulticlassAUROC,
@@ -20,9 +21,10 @@ from torchmetrics.classification import (
 from data.synthetic import SyntheticDataModule
 from local_ranks import local_cluster, meet, run_ranks
 from lockstep.launch.launchers import Cluster
+from lockstep.runs.scores import class_scores
 from lockstep.strategies.ddp import DDP
 from lockstep.training.rank import StartedRanks
-from tasks.classifier import ImageClassifier
+from tasks.classifier import ImageClassifier, scores_of
 
 CLASSES, IMAGES, BATCH = 5, 83, 7
 
@@ -68,7 +70,7 @@ def evaluated(cluster: Cluster, folder: str) -> dict[str, Any]:
     )  # fmt: skip
     trainer.test(module, datamodule=data, verbose=False)
     values = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return {"values": values, "counts": vars(module.test_counts)}
+    return {"values": values, "confusion": module.test_confusion}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +82,7 @@ def of_one(tmp_path_factory):
 def test_one_process_counts_each_image_once(of_one):
     _, found = of_one
     values = found["values"]
-    assert values["test/images"] == IMAGES and sum(map(sum, found["counts"]["confusion"])) == IMAGES
+    assert values["test/images"] == IMAGES and sum(map(sum, found["confusion"])) == IMAGES
     assert 0.2 < values["test/acc"] < 0.95 and 0.3 < values["test/auroc"] < 1
     assert values["test/f1_macro"] == pytest.approx(values["test/f1"], abs=1e-6)
     assert values["test/balanced_acc"] == pytest.approx(values["test/recall"], abs=1e-6)
@@ -91,4 +93,20 @@ def test_several_ranks_say_what_one_says(of_one):
     folder, expected = of_one
     for found in run_ranks(evaluated, 4, folder, timeout_s=120):
         assert found["values"] == pytest.approx(expected["values"], abs=1e-7)
-        assert found["counts"]["confusion"] == expected["counts"]["confusion"]
+        assert found["confusion"] == expected["confusion"]
+
+
+def test_scores_of_classes_are_those_of_scikit_learn_and_absent_classes_count_nowhere():
+    """Of 40 classes, some have none of the 60 images, and some are never predicted."""
+    torch.manual_seed(40)
+    labels, predicted = torch.randint(0, 40, (60,)), torch.randint(0, 40, (60,))
+    confusion = torch.zeros(40, 40).index_put_((labels, predicted), torch.ones(60), accumulate=True)
+    found, expected = class_scores(confusion.long().tolist()), {"labels": range(40), "zero_division": 0}
+    for score, row in zip(found, zip(*precision_recall_fscore_support(labels, predicted, **expected)), strict=True):
+        assert [value or 0 for value in score] == pytest.approx([row[3], *row[:3]])
+    scores = scores_of(confusion.double(), torch.zeros(15, 3, dtype=torch.float64))
+    for name, place in (("f1_macro", 3), ("balanced_acc", 2)):
+        there = [score[place] for score in found if score[place] is not None]
+        assert scores[name] == pytest.approx(sum(there) / len(there)) and len(there) < 40
+    assert scores_of(torch.zeros(2, 2), torch.zeros(15, 3)) == {}
+    assert class_scores([[3, 0], [0, 0]]) == [(3, 1.0, 1.0, 1.0), (0, None, None, None)]

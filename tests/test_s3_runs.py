@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,6 @@ import pytest
 from faults import signal_at_step
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR
 from lockstep.runs.folder import RunFolder, read_config
-from lockstep.runs.record import read_json
 from lockstep.storage.checkpoint_files import Sidecar
 from lockstep.storage.fetch import read_pointer
 from lockstep.storage.s3 import Bucket
@@ -161,9 +161,9 @@ def test_a_store_that_is_away_while_it_trains(tmp_path, monkeypatch):
         folder = RunFolder(tmp_path / "here/train/runs/the-run")
         run.wait_for(lambda: folder.record.exists() and place.pointer())
         server.kill()
-        before = read_json(folder.record)["steps"]
+        before = json.loads(folder.record.read_text())["steps"]
         time.sleep(OUTAGE_S)
-        assert run.process.is_alive() and read_json(folder.record)["steps"] > before, run.text()
+        assert run.process.is_alive() and json.loads(folder.record.read_text())["steps"] > before, run.text()
         server.start()
         done = run.done(250)
         assert done.code == EXIT_OK and "next try in" in done.output, done.output
@@ -187,7 +187,7 @@ def test_torchruns_ranks_go_on_from_the_bucket_alone(place, tmp_path):
                 *place.arguments, *paths]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, **place.environment})
     assert done.returncode == 0, done.stdout + done.stderr
-    record = read_json(RunFolder(tmp_path / "second/log/train/runs/the-run").record)
+    record = json.loads((tmp_path / "second/log/train/runs/the-run/run.json").read_text())
     assert record["status"] == "finished" and record["restarts"][-1]["resumed_step"] == first.record["steps"]
     assert record["steps"] == 2 * (record["num_train"] // 64)
     assert read_config(RunFolder(tmp_path / "second/log/train/runs/the-run").config)["optimizer"]["lr"] == 0.002

@@ -8,6 +8,7 @@ starts are forked from it too. Everything is written below `logs`.
 
 import importlib
 import io
+import json
 import math
 import multiprocessing
 import os
@@ -24,7 +25,6 @@ from typing import Any
 
 from lockstep.runs import signals
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import read_json
 from ranks import SRC, new_process
 
 TIMEOUT_S = 120.0  # of a whole run; a campaign on a busy machine sets it higher
@@ -147,7 +147,7 @@ class Done:
 
     @property
     def record(self) -> dict[str, Any]:
-        return read_json(self.folder.record)
+        return json.loads(self.folder.record.read_text())
 
 
 class Started:

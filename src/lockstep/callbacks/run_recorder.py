@@ -106,9 +106,9 @@ class RunRecorder(Callback):
         self._enter(trainer, "test")
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        counts, data = getattr(pl_module, "test_counts", None), getattr(trainer, "datamodule", None)
-        if trainer.is_global_zero and counts is not None and hasattr(data, "class_names"):
-            write_confusion(counts.confusion, data.class_names, RunFolder(self.path.parent).confusion_matrix)
+        confusion, data = getattr(pl_module, "test_confusion", None), getattr(trainer, "datamodule", None)
+        if trainer.is_global_zero and confusion is not None and hasattr(data, "class_names"):
+            write_confusion(confusion, data.class_names, RunFolder(self.path.parent).confusion_matrix)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep the best of what is monitored as `<monitor>_best`, and the accuracy of that validation."""

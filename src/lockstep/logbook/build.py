@@ -12,7 +12,6 @@ from lockstep.logbook.summary import summarise
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import run_folders
-from lockstep.runs.record import read_json
 from lockstep.runs.redact import redact, redact_text
 
 MARKS = {"finished": "✅", "failed": "❌", "out of memory": "❌", "interrupted": "⏸", "running": "▶", "lost": "❔"}
@@ -38,10 +37,10 @@ def keep_run(folder: Path, logbook: Path) -> Path:
         The run's page in the logbook.
     """
     run, target = summarise(folder), logbook / folder.name
-    record = {**read_json(folder / "run.json"), "config": config_of(folder)}
+    record = {**json.loads((folder / "run.json").read_text()), "config": config_of(folder)}
     _write(target / "run.json", json.dumps(redact(record), indent=1) + "\n")
     if drawn(run_panels(run)):
-        head, *lines = (folder / "metrics.csv").read_text(errors="replace").splitlines()
+        head, *lines = run.text("metrics.csv").splitlines()
         validated = [i for i, name in enumerate(next(csv.reader([head]))) if name.startswith("val/")]
         every = -(-len(lines) // MAX_ROWS)
         chosen = {*range(len(lines) - 1, -1, -every)}  # the last row among them
@@ -57,33 +56,34 @@ def keep_run(folder: Path, logbook: Path) -> Path:
     return page
 
 
-def build(logbook: Path) -> list[str]:
-    """Write all pages of the logbook anew; return a sentence for each folder that cannot be read."""
-    errors = []
+def readable(logbook: Path) -> tuple[list[Run], list[str]]:
+    """Return the runs of a logbook, the newest first, and a sentence for each folder that cannot be read."""
+    runs, errors = [], []
     for folder in run_folders(logbook):
         try:
-            write_page(read_run(folder))
+            runs.append(read_run(folder))
         except UserError as error:
             errors.append(str(error))
+    return sorted(runs, key=lambda run: (run.record.started_at or "", run.run_id), reverse=True), errors
+
+
+def build(logbook: Path) -> list[str]:
+    """Write all pages of the logbook anew; return a sentence for each folder that cannot be read."""
+    runs, errors = readable(logbook)
+    for run in runs:
+        write_page(run)
     write_index(logbook)
     return errors
 
 
 def write_index(logbook: Path) -> None:
-    """Write README.md: the comparisons, the reports and the runs, the newest first; unreadable runs are left out."""
-    runs = []
-    for folder in run_folders(logbook):
-        try:
-            runs.append(read_run(folder))
-        except UserError:
-            continue  # `build` names it
-    runs.sort(key=lambda run: (run.record.started_at or "", run.run_id), reverse=True)
+    """Write README.md: the comparisons, the reports and the runs, the newest first."""
     pages = {}
     for path in sorted([*logbook.glob("*.md"), *logbook.glob("*.html")]):
         title = re.search("(?:^# |<title>)(.*?)(?:</title>|$)", path.read_text(), re.MULTILINE)
         pages[path.name] = title[1] if title else path.name
     pages.pop("README.md", None)
-    _write(logbook / "README.md", render("index.md.j2", runs=runs, pages=pages, marks=MARKS))
+    _write(logbook / "README.md", render("index.md.j2", runs=readable(logbook)[0], pages=pages, marks=MARKS))
 
 
 def _write(path: Path, text: str) -> Path:

@@ -1,6 +1,7 @@
 """Runs side by side: what was measured, with ratios to the first run, and what differs between them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,26 @@ from lockstep.runs.files import write_atomically
 Row = tuple[str, list[str]]
 Show = Callable[[Any], str]
 
-# A row's name, the value's name in run.json, how it is shown, and whether its ratio to the first run means something
-MEASURED: tuple[tuple[str, str, Show, bool], ...] = (
-    ("Training time, with validation", "fit_seconds", duration, True),
-    ("Epochs", "epochs", number, False),
-    ("Steps", "steps", number, False),
-    ("Images/s, mean", "images_per_s", number, True),
-    ("Images/s per device", "throughput.images_per_s_per_device", number, True),
-    ("Time per step, median", "throughput.step_seconds.p50", lambda value: number(value * 1000, "ms"), True),
-    ("Waiting for data", "throughput.data_wait_share", lambda value: percent(value, 1), False),
-    ("GPU utilisation", "gpu_percent", lambda value: number(value, "%"), False),
-    ("Peak memory", "peak_memory_gib", lambda value: number(value, "GiB"), True),
-    ("Global batch", "global_batch_size", number, True),
-    ("Per-device batch", "per_device_batch_size", number, True),
-    ("Largest batch per device", "largest_batch.per_device", number, True),
-    ("Largest global batch", "largest_batch.global", number, True),
-    ("Memory at the largest batch", "largest_batch.peak_memory_gib", lambda value: number(value, "GiB"), False),
-    ("Memory limit of the search", "largest_batch.limit_gib", lambda value: number(value, "GiB"), False),
-    ("Lost steps", "lost_steps", number, False),
-    ("Cost", "cost.usd", dollars, True),
+GIB = partial(number, unit="GiB")
+# A row's name, the value's name in run.json, how it is shown, and whether it has a ratio to the first run
+MEASURED: tuple[tuple[str, str, Show, str], ...] = (
+    ("Training time, with validation", "fit_seconds", duration, "ratio"),
+    ("Epochs", "epochs", number, ""),
+    ("Steps", "steps", number, ""),
+    ("Images/s, mean", "images_per_s", number, "ratio"),
+    ("Images/s per device", "throughput.images_per_s_per_device", number, "ratio"),
+    ("Time per step, median", "throughput.step_seconds.p50", lambda s: number(s and s * 1000, "ms"), "ratio"),
+    ("Waiting for data", "throughput.data_wait_share", partial(percent, digits=1), ""),
+    ("GPU utilisation", "gpu_percent", partial(number, unit="%"), ""),
+    ("Peak memory", "peak_memory_gib", GIB, "ratio"),
+    ("Global batch", "global_batch_size", number, "ratio"),
+    ("Per-device batch", "per_device_batch_size", number, "ratio"),
+    ("Largest batch per device", "largest_batch.per_device", number, "ratio"),
+    ("Largest global batch", "largest_batch.global", number, "ratio"),
+    ("Memory at the largest batch", "largest_batch.peak_memory_gib", GIB, ""),
+    ("Memory limit of the search", "largest_batch.limit_gib", GIB, ""),
+    ("Lost steps", "lost_steps", number, ""),
+    ("Cost", "cost.usd", dollars, "ratio"),
 )
 HELD_FIXED: dict[str, Callable[[Run], Any]] = {
     "the data": lambda run: run.record.data_hash or run.record.data,
@@ -56,30 +58,29 @@ def not_held_fixed(runs: Sequence[Run]) -> str:
 def number_rows(runs: Sequence[Run]) -> list[Row]:
     """Return (name, one cell for each run), for what at least one run has."""
     texts = {"Status": "status", "Model": "model", "Data": "data", "Strategy": "trainer", "Processes": "world_size"}
-    rows = [(name, [str(run.value(field) or "") for run in runs]) for name, field in texts.items()]
+    rows = [(title, [str(run.value(field) or "") for run in runs]) for title, field in texts.items()]
     best, tested = [run.record.summary.get("best", {}) for run in runs], [run.record.metrics for run in runs]
     metrics = [(f"Best {name}", name, best) for name in dict.fromkeys(run.record.monitor for run in runs)]
     for name in sorted({name for held in tested for name in held}):
         if split_stage(name)[0] == "test" and not name.endswith(("/images", "/correct")):
             metrics.append((name, name, tested))
     for title, name, held in metrics:
-        cells = [metric(values.get(name), name) for values in held]
-        rows += _row(title, [values.get(name) for values in held], cells, "points" if is_share(name) else "")
-    for title, field, show, has_ratio in MEASURED:
-        values = [run.value(field) for run in runs]
-        cells = [show(value) if isinstance(value, int | float) else "–" for value in values]
-        rows += _row(title, values, cells, "ratio" if has_ratio else "")
+        against = "points" if is_share(name) else ""
+        rows += _row(title, [values.get(name) for values in held], partial(metric, name=name), against)
+    for title, field, show, against in MEASURED:
+        rows += _row(title, [run.value(field) for run in runs], show, against)
     return rows
 
 
-def _row(title: str, values: list[Any], cells: list[str], against: str) -> list[Row]:
-    """Add the ratio to the first run, or the difference in points, to the cells; no row without a value."""
-    first, *others = [value if isinstance(value, int | float) else None for value in values] or [None]
-    for i, value in enumerate(others, 1):
-        if first is not None and value is not None and against == "points":
-            cells[i] += f" ({(value - first) * 100:+.2f})"
-        elif first and value is not None and against:
-            cells[i] += f" (×{value / first:.2f})"
+def _row(title: str, values: list[Any], show: Show, against: str) -> list[Row]:
+    """Return the cells with the ratio to the first run, or the difference in points; no row without a value."""
+    cells, first = [show(value) for value in values], values[0] if values else None
+    for i, value in enumerate(values):
+        if i and isinstance(first, int | float) and isinstance(value, int | float):
+            if against == "points":
+                cells[i] += f" ({(value - first) * 100:+.2f})"
+            elif against and first:
+                cells[i] += f" (×{value / first:.2f})"
     return [(title, cells)] if set(cells) != {"–"} else []
 
 

@@ -17,6 +17,7 @@ from lockstep.runs.folder import no_such_run, read_config, run_folders
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import RunRecord, read_record, status_of
 
+STAGES = ("val", "test")
 Curve = tuple[NDArray[np.float64], NDArray[np.float64]]  # steps and values
 NOTE = ("<!-- Write your own words below: they stay when the page is written anew. -->", "<!-- End of your words -->")
 
@@ -46,8 +47,7 @@ class Run:
     @property
     def place(self) -> str:
         """The folder, from the repository if it lies inside."""
-        inside = self.folder.is_relative_to(REPOSITORY)
-        return str(self.folder.relative_to(REPOSITORY) if inside else self.folder)
+        return str(self.folder.relative_to(REPOSITORY) if self.folder.is_relative_to(REPOSITORY) else self.folder)
 
     @property
     def command(self) -> str:
@@ -83,15 +83,15 @@ class Run:
     @property
     def results(self) -> list[tuple[str, str, str]]:
         """Return (metric, its name in validation, in test), the monitored one first, then accuracy and loss."""
-        rows: dict[str, dict[str, str]] = {}
+        rows: dict[str, list[str]] = {}
         monitor = self.record.monitor
         for name in [*self.record.summary.get("best", {}), *self.record.metrics]:
             stage, metric = split_stage(name)
-            if name == monitor and stage not in ("val", "test"):
+            if name == monitor and stage not in STAGES:
                 stage, metric = "val", name
-            if stage in ("val", "test") and not metric.endswith("_best") and metric not in ("images", "correct"):
-                rows.setdefault(metric, {})[stage] = name
-        found = [(metric, row.get("val", ""), row.get("test", "")) for metric, row in rows.items()]
+            if stage in STAGES and not metric.endswith("_best") and metric not in ("images", "correct"):
+                rows.setdefault(metric, ["", ""])[STAGES.index(stage)] = name
+        found = [(metric, val, test) for metric, (val, test) in rows.items()]
         return sorted(found, key=lambda row: (monitor not in row, row[0] != "acc", row[0] != "loss", row[0]))
 
     @property
@@ -142,8 +142,8 @@ def _number(cell: str) -> float:
 
 def split_stage(name: str) -> tuple[str, str]:
     """Return the stage and the metric of `val/acc` or `val_acc`; no stage if the name has none."""
-    found = re.fullmatch("(?:(train|val|test)[/_])?(.*)", name)
-    return (found[1] or "", found[2]) if found else ("", name)
+    found = re.match("(train|val|test)[/_]", name)
+    return (found[1], name[found.end() :]) if found else ("", name)
 
 
 def read_run(folder: Path) -> Run:
@@ -168,10 +168,10 @@ def find_run(word: str, *roots: Path) -> Path:
     if (Path(word) / "run.json").exists():
         return Path(word)
     folders = {path.name: path for root in reversed(roots) for path in run_folders(root)}
-    found = [folders[word]] if word in folders else [path for name, path in folders.items() if word in name]
-    if len(found) > 1:
-        names = ["…"] * (len(found) > 5) + sorted(path.name for path in found)[-5:]
-        raise UserError(f"{word!r} means {len(found)} runs ({', '.join(names)}): give more of the run id.")
-    if not found:
+    names = [word] if word in folders else sorted(name for name in folders if word in name)
+    if not names:
         raise no_such_run(word, folders.values(), *roots)
-    return found[0]
+    if len(names) > 1:
+        shown = ", ".join(["…"] * (len(names) > 5) + names[-5:])
+        raise UserError(f"{word!r} means {len(names)} runs ({shown}): give more of the run id.")
+    return folders[names[0]]

@@ -13,8 +13,6 @@ from markupsafe import Markup
 
 from lockstep.runs import output
 
-# Control characters but tab and newline, direction marks and lone surrogates
-UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 SPECIAL = re.compile(r"[&<>$\\`*\[\]~|#!@]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?<=www)\.|:(?=//)", re.IGNORECASE)
 SHARES = {
     "acc": "accuracy", "acc_top5": "accuracy, top 5", "f1_macro": "F1, mean of the classes",
@@ -30,26 +28,24 @@ def plain(text: object, limit: int = 300) -> Markup:
 
 def code(text: object, limit: int = 300) -> Markup:
     line = _one_line(text, limit)
-    if re.search(r"[`|\\]", line):
-        return Markup(f"<code>{plain(line, limit)}</code>")
-    return Markup(f"`{line}`" if line else "")
+    return Markup(f"<code>{plain(line, limit)}</code>" if re.search(r"[`|\\]", line) else f"`{line}`" if line else "")
 
 
 def _one_line(text: object, limit: int) -> str:
-    line = re.sub(r"\s*[ \t\r\n]\s*", " ", UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(text))).strip(" ")
+    line = re.sub(r"\s*[ \t\r\n]\s*", " ", output.UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(text))).strip(" ")
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def block(text: object, language: str = "", limit: int = 20_000) -> Markup:
     """Return a fenced block; longer text is cut."""
-    body = UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(text)).strip("\n")
+    body = output.UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(text)).strip("\n")
     body = body if len(body) <= limit else body[:limit] + f"\n… {len(body) - limit:,} more characters"
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", body)), default=0))
     return Markup(f"{fence}{language}\n{body}\n{fence}")
 
 
 def metric(value: Any, name: str) -> str:
-    """A metric's value: shares in percent, others with four digits, a dash without one."""
+    """Return a metric's value: shares in percent, others with four digits, a dash without one."""
     if not isinstance(value, int | float):
         return str(value or "–")
     return percent(value) if is_share(name) else f"{value:.4g}"
@@ -84,14 +80,13 @@ def duration(seconds: float | None) -> str:
 def folded(command: str, width: int = 96) -> str:
     """Return a shell command over as many lines as it takes."""
     try:
-        first, *words = map(shlex.quote, shlex.split(command))
+        lines, *words = map(shlex.quote, shlex.split(command))
     except ValueError:  # an open quote, or nothing
         return command
-    lines = [first]
     for word in words:
-        is_full = len(lines[-1]) + len(word) > width
-        lines = [*lines[:-1], f"{lines[-1]} \\", f"  {word}"] if is_full else [*lines[:-1], f"{lines[-1]} {word}"]
-    return "\n".join(lines)
+        last = lines.rpartition("\n")[2]
+        lines += f" \\\n  {word}" if len(last) + len(word) > width else f" {word}"
+    return lines
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -109,13 +104,12 @@ def environment() -> Environment:
         finalize=lambda value: value if isinstance(value, Markup) else plain("" if value is None else value),
     )  # fmt: skip
     filters: dict[str, Any] = {
-        "code": code, "block": block, "metric": metric, "percent": percent, "number": number, "dollars": dollars,
-        "duration": duration,
-        "label": lambda name: SHARES.get(name, name), "markdown": Markup, "shell": shlex.join, "folded": folded,
+        "label": lambda name: SHARES.get(name, name), "markdown": Markup, "shell": shlex.join,
         "quote": lambda text: Markup("\n".join(f"> {line}".rstrip() for line in text.splitlines())),
         "address": lambda url: Markup(quote_url(url, safe=":/%@?=&+,;~-._#")),
     }  # fmt: skip
-    env.filters |= filters
+    own = (code, block, metric, percent, number, dollars, duration, folded)
+    env.filters |= filters | {function.__name__: function for function in own}
     return env
 
 

@@ -13,11 +13,7 @@ MAX_CONFUSION, MAX_CLASSES = 50, 1000  # classes whose confusion matrix, and who
 
 
 def summarise(folder: Path) -> Run:
-    """Derive the values that pages print from the files in a run folder, and write them into its run.json.
-
-    Raises:
-        UserError: the folder holds no record.
-    """
+    """Derive the values that pages print from the files in a run folder, and write them into its run.json."""
     run = read_run(folder)
     record = run.record
     summary = {
@@ -37,7 +33,7 @@ def summarise(folder: Path) -> Run:
 
 
 def _best(run: Run) -> dict[str, float]:
-    """The validation metrics of the best checkpoint, by the row of metrics.csv at its step."""
+    """Return the validation metrics of the best checkpoint, by the row of metrics.csv at its step."""
     record, step, best = run.record, run.record.best_checkpoint.step, {}
     for name, (steps, values) in run.metrics.items():
         if (split_stage(name)[0] == "val" or name == record.monitor) and step in steps:
@@ -71,14 +67,13 @@ def _mean_of_medians(record: RunRecord, device: str, what: str) -> float | None:
 
 
 def _classes(path: Path) -> dict[str, Any]:
-    """The scores of each class and, of few classes, the confusion matrix."""
+    """Return the scores of each class and, of few classes, the confusion matrix."""
     if not path.is_file():
         return {}
     with path.open(newline="", errors="replace") as file:
         head, *rows = csv.reader(file)
     names, counts = head[-len(rows) :], [[int(cell) for cell in row[-len(rows) :]] for row in rows]
-    scores = zip(names, class_scores(counts), strict=True)
-    classes = [[name, score.images, score.precision, score.recall, score.f1] for name, score in scores]
+    classes = [[name, *scores] for name, scores in zip(names, class_scores(counts), strict=True)]
     return {
         "classes": classes if len(rows) <= MAX_CLASSES else [],
         "confusion": {"names": names, "counts": counts} if len(rows) <= MAX_CONFUSION else {},

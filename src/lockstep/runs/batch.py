@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from lockstep.runs.errors import UserError
 
 ACCUMULATION = "trainer.accumulate_grad_batches"
-# Where a data config does not state them.
-DEFAULT_GLOBAL_BATCH_SIZE = 128
-DEFAULT_EVAL_BATCH_SIZE = 512
+DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_EVAL_BATCH_SIZE = 128, 512  # where a data config does not state them
 
 
 def states_accumulation(words: Iterable[str]) -> bool:
@@ -32,38 +30,33 @@ class Batch:
 
     @classmethod
     def cut(cls, global_size: int | str | None, world_size: int, accumulate: int) -> "Batch":
-        """
-        Raises:
-            UserError: a size below 1, or one that does not divide; names the nearest ones that do.
-        """
-        global_size = _checked(global_size)
+        """Return the batch with so many micro-batches; raise UserError with the nearest sizes if it does not divide."""
+        size, parts = _checked(global_size), world_size * accumulate
         if accumulate < 1:
-            raise UserError(f"trainer.accumulate_grad_batches={accumulate}: give a whole number from 1 on.")
-        parts = world_size * accumulate
-        if global_size % parts:
-            below = global_size // parts * parts
+            raise UserError(f"{ACCUMULATION}={accumulate}: give a whole number from 1 on.")
+        if size % parts:
+            below = size // parts * parts
             near = f"{below} and {below + parts}" if below else str(parts)
             raise UserError(
-                f"data.global_batch_size={global_size} does not divide into {world_size} ranks × {accumulate} "
+                f"data.global_batch_size={size} does not divide into {world_size} ranks × {accumulate} "
                 f"accumulated batches: the nearest that do are {near}."
             )
-        return cls(global_size, global_size // parts, accumulate)
+        return cls(size, size // parts, accumulate)
 
     @classmethod
     def within(cls, global_size: int | str | None, world_size: int, limit: float) -> "Batch":
-        """The one with the fewest micro-batches of at most `limit` images.
+        """Return the batch with the fewest micro-batches of at most `limit` images.
 
         Raises:
-            UserError: a size below 1, or one that does not divide over the ranks; names the nearest that it does.
+            UserError: the size does not divide over the ranks; names the nearest numbers of ranks over which it does.
         """
         size = _checked(global_size)
         share, rest = divmod(size, world_size)
         if rest or not share:
             whole = [ranks for ranks in range(1, size + 1) if size % ranks == 0]
-            below, above = [r for r in whole if r < world_size], [r for r in whole if r > world_size]
-            near = below[-1:] + above[:1]
+            near = [r for r in whole if r < world_size][-1:] + [r for r in whole if r > world_size][:1]
             raise UserError(
-                f"data.global_batch_size={global_size} does not divide over {world_size} ranks: the nearest numbers of "
+                f"data.global_batch_size={size} does not divide over {world_size} ranks: the nearest numbers of "
                 f"ranks over which it does are {' and '.join(map(str, near))}."
             )
         accumulate = next(k for k in range(1, share + 1) if share % k == 0 and share // k <= limit)
@@ -71,7 +64,7 @@ class Batch:
 
     @classmethod
     def of_device(cls, per_device: int, world_size: int, accumulate: int) -> "Batch":
-        """The batch that has so many images for each device."""
+        """Return the batch that has so many images for each device."""
         return cls.cut(per_device * world_size * accumulate, world_size, accumulate)
 
 

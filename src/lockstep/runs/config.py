@@ -1,7 +1,6 @@
 """The composed config of a run: names in it, its differences from others, spans of time. Imports no torch."""
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,18 +33,15 @@ def seconds_of(stated: Any, key: str) -> float:
     """Return the seconds of 5400, 90m, 1.5h, or days:hours:minutes:seconds, whose first parts are optional.
 
     Args:
-        key: the option that states it.
-
-    Raises:
-        UserError: it is no span of time, or none above 0.
+        key: the option that states it, for the UserError if it is no span of time above 0.
     """
     text, seconds = "" if isinstance(stated, bool) else str(stated).strip(), 0.0
     if number := re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?([a-z]*)", text):
         seconds = float(number[1]) * UNITS.get(number[2], 0)
     elif re.fullmatch(r"\d+(:\d+){1,3}", text):
-        parts = map(int, reversed(text.split(":")))
-        seconds = float(sum(part * unit for part, unit in zip(parts, (1, 60, 3600, 86400), strict=False)))
-    if not 0 < seconds < math.inf:
+        parts = zip(reversed(text.split(":")), (1, 60, 3600, 86400), strict=False)
+        seconds = float(sum(int(part) * unit for part, unit in parts))
+    if not seconds:
         raise UserError(
             f"{key}={stated}: give days:hours:minutes:seconds as 00:01:30:00, a number with its unit as 90m or 1.5h, "
             "or seconds."
@@ -63,10 +59,11 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """Return {option: [value in each flat config]} for the options that differ; None where a config lacks one."""
-    found = {}
-    for key in sorted({key for config in configs for key in config}):
-        values = [config.get(key) for config in configs]
-        is_place = key.partition(".")[0] in NOT_COMPARED or key.endswith(("cache_dir", "download_dir"))
-        if not is_place and len(set(map(json.dumps, values))) > 1:
-            found[key] = values
-    return found
+    rows = {key: [config.get(key) for config in configs] for key in sorted(set().union(*configs))}
+    return {
+        key: values
+        for key, values in rows.items()
+        if key.partition(".")[0] not in NOT_COMPARED
+        and not key.endswith(("cache_dir", "download_dir"))
+        and len(set(map(json.dumps, values))) > 1
+    }

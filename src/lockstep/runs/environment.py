@@ -40,10 +40,9 @@ def die_with_parent(parent: int) -> None:
 def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
     """Count the NVIDIA GPUs that a process started now would see, by the driver's library and without torch."""
     chosen = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        words = [word.strip() for word in chosen.split(",")]
-        names = itertools.takewhile(lambda word: word.isdigit() or word.startswith(("GPU-", "MIG-")), words)
-        return len(list(names))  # CUDA too stops at the first that is none, such as -1 or SLURM's NoDevFiles
+    if chosen is not None:  # CUDA too stops at the first word that is none, such as -1 or SLURM's NoDevFiles
+        words = map(str.strip, chosen.split(","))
+        return len(list(itertools.takewhile(lambda word: word.isdigit() or word.startswith(("GPU-", "MIG-")), words)))
     if not any(os.path.exists(path) for path in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")):  # dxg: WSL
         return 0
     try:
@@ -64,19 +63,18 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
 def available_cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the cores that this process may use: its affinity, within the CPU quotas of all control groups above."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    lines = [line.split(":", 2) for line in proc.read_text().splitlines()] if proc.exists() else []
-    for _, controllers, group in lines:
+    for line in proc.read_text().splitlines() if proc.exists() else ():
+        _, controllers, group = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        inner = mount / (controllers and "cpu") / group.strip("/")  # version 2 names no controllers
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)  # version 2 has cpu.max
+        inner = mount / (controllers and "cpu") / group.strip("/")
         for folder in (inner, *inner.parents):
-            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
             try:
-                quota, period = " ".join((folder / name).read_text() for name in names).split()
+                quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
             except (OSError, ValueError):
-                continue  # the root group, and folders above it, state none
-            if quota not in ("max", "-1"):
-                cores = max(1, min(cores, int(quota) // int(period)))
+                continue  # the root group and folders above it state none; "max" is none, too
+            cores = max(1, min(cores, quota // period)) if quota > 0 else cores
     return cores
 
 
@@ -103,5 +101,6 @@ def network_interface(address: str) -> str | None:
             own = probe.getsockname()[0]
     except OSError:
         return None
-    names = [name for name, found in psutil.net_if_addrs().items() if any(entry.address == own for entry in found)]
-    return names[0] if names else None
+    return next(
+        (name for name, found in psutil.net_if_addrs().items() if own in [each.address for each in found]), None
+    )

@@ -1,7 +1,6 @@
 """Errors whose message is written for the user, a full disk among them, and the exit codes. Imports no torch."""
 
 import errno
-import os
 import shutil
 import socket
 from pathlib import Path
@@ -14,10 +13,7 @@ EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: a checkpoint was saved, starting again goe
 
 
 class UserError(Exception):
-    """An error that the user can mend: one sentence that names what is wrong and what would work.
-
-    A script prints it without a traceback and ends with exit code 2.
-    """
+    """An error that the user can mend: one sentence, printed without a traceback; the script ends with exit code 2."""
 
 
 class Interrupted(Exception):
@@ -43,7 +39,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def no_room(error: BaseException, folder: Path, mend: str = "free space there, then start again") -> NoRoom | None:
-    """Return None unless the error, or what it was raised for, says that a disk is full.
+    """Return NoRoom if the error, or what it was raised for, says that a disk is full.
 
     Args:
         folder: named if the error does not name a file.
@@ -53,9 +49,8 @@ def no_room(error: BaseException, folder: Path, mend: str = "free space there, t
         cause = cause.__cause__ or cause.__context__
     if cause is None or isinstance(cause, NoRoom):
         return cause
-    named = getattr(cause, "filename2", None) or getattr(cause, "filename", None)
-    place = Path(os.fsdecode(named)).parent if isinstance(named, str | bytes) else folder
-    room = ""
+    named, room = getattr(cause, "filename2", None) or getattr(cause, "filename", None), ""
+    place = Path(named).parent if isinstance(named, str) else folder
     if place.is_dir():
         usage = shutil.disk_usage(place)
         room = f" ({usage.free / 2**20:.0f} of {usage.total / 2**20:.0f} MiB free on {socket.gethostname()})"

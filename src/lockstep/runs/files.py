@@ -6,7 +6,7 @@ import fcntl
 import hashlib
 import math
 import os
-import tempfile
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,21 +32,19 @@ def write_atomically(path: Path, write: Callable[[Any], None], *, binary: bool =
         OSError: names the target.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = ""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
         # Text may hold a file name that is no UTF-8.
-        text: dict[str, Any] = {} if binary else {"encoding": "utf-8", "errors": "backslashreplace"}
-        with os.fdopen(handle, "wb" if binary else "w", **text) as file:
+        with part.open("xb") if binary else part.open("x", encoding="utf-8", errors="backslashreplace") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(part, 0o644)
         os.replace(part, path)
     except BaseException as error:
-        Path(part).unlink(missing_ok=True) if part else None
-        if isinstance(error, OSError) and error.errno and error.filename is None:
-            error.filename = os.fspath(path)
+        with contextlib.suppress(OSError):
+            part.unlink()
+        if isinstance(error, OSError) and error.errno and error.filename in (None, str(part)):
+            error.filename = str(path)
         raise
     sync_folder(path.parent)
 
@@ -55,7 +53,8 @@ def sync_folder(folder: Path) -> None:
     """Make a rename in `folder` survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with contextlib.suppress(OSError):  # some file systems cannot sync a folder
+            os.fsync(handle)
     finally:
         os.close(handle)
 
@@ -88,28 +87,25 @@ def lock(handle: Any, wait_s: float = math.inf, *, required: bool = False) -> bo
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.02)
-            continue
         except OSError as error:
             if required or error.errno not in NO_LOCKS:
                 raise
-        return True
+            return True
 
 
 @contextlib.contextmanager
 def locked_file(path: Path, *, required: bool = False) -> Iterator[None]:
-    """Hold `lock` on a file that is there for nothing else, for as long as the block lasts.
-
-    It is unlocked, not only closed: a child that was forked meanwhile has the handle too.
-    """
+    """Hold `lock` on a file that is there for nothing else, for as long as the block lasts."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         lock(file, required=required)
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # not only closed: a child that was forked meanwhile has the handle too
                 fcntl.flock(file, fcntl.LOCK_UN)

@@ -17,8 +17,8 @@ from lockstep.runs.errors import UserError
 GROUPS = ("model", "task", "data", "optimizer", "scheduler", "trainer", "callbacks", "logger", "paths", "s3")
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RUNS = ("*/run.json", "runs/*/run.json", "*/runs/*/run.json", "train/multiruns/*/*/run.json")  # in logs/ and logbook/
-# Classes that runs of 1.0 name in their config.yaml by another name
-MOVED = {
+MOVED = {  # classes that runs of 1.0 name in their config.yaml by another name
+    "classifier.ImageClassifier": "tasks.classifier.ImageClassifier",
     "lockstep.strategies.sharded.Sharded": "lockstep.strategies.fsdp.FSDP",
     "augmentations.auto_augment.AutoAugment": "augmentations.policies.AutoAugment",
     "augmentations.rand_augment.RandAugment": "augmentations.policies.RandAugment",
@@ -45,7 +45,6 @@ class RunFolder:
         self.metrics = self.path / "metrics.csv"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
-        self.log = self.path / "train.log"
         self.confusion_matrix = self.path / "confusion_matrix.csv"  # of the test: a row per true class, in images
         self.page = self.path / "page.md"
         self.code_diff = self.path / "code.diff"  # of src and configs, where they were not committed
@@ -75,15 +74,29 @@ def read_config(path: Path) -> dict[str, Any]:
 
     try:
         config = yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        odd = [key for key in GROUPS if not isinstance(config.get(key), dict | None)]
+        if odd:
+            raise ValueError(f"its {odd[0]} is a {type(config[odd[0]]).__name__}")
+    except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{path} cannot be read as a run's config: {reason}.") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{path} is not a run's config: it holds no mapping.")
-    for key in GROUPS:
-        if not isinstance(config.get(key), dict | None):
-            raise UserError(f"{path} is not a run's config: its {key} is a {type(config[key]).__name__}.")
     return with_task(config)
+
+
+def with_task(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's config as this version writes it: version 1 had `classifier` for `task`, and one more callback."""
+    found = _with_new_names(config)
+    if isinstance(callbacks := found.get("callbacks"), dict):
+        callbacks.pop("throughput", None)
+    before, choices = found.pop("classifier", None), found.get("choices")
+    if isinstance(before, dict) and isinstance(choices, dict):
+        task: Any = found.get("task")
+        is_own = isinstance(task, dict) and task.get("_target_")
+        found["task"] = task if is_own else {"_target_": "tasks.classifier.ImageClassifier", **before}
+        found["choices"] = {"task": task["_target_"].rpartition(".")[2] if is_own else "classifier", **choices}
+        if isinstance(words := found.get("overrides"), list | tuple):
+            found["overrides"] = [re.sub(r"^([+~]*)classifier\b", r"\1task", str(word)) for word in words]
+    return found
 
 
 def _with_new_names(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,25 +104,6 @@ def _with_new_names(node: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(target := new.get("_target_"), str):
         new["_target_"] = MOVED.get(target, target)
     return new
-
-
-def with_task(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's config as this version writes it: version 1 had `classifier` for `task`, and one more callback."""
-    found = _with_new_names(config)
-    if isinstance(callbacks := found.get("callbacks"), Mapping):
-        found["callbacks"] = {name: node for name, node in callbacks.items() if name != "throughput"}
-    before, choices = found.pop("classifier", None), found.get("choices")
-    if not isinstance(before, Mapping) or not isinstance(choices, Mapping):
-        return found
-    task: Any = found.get("task")
-    is_own = isinstance(task, Mapping) and task.get("_target_")
-    target = before.get("_target_", "classifier.ImageClassifier")
-    renamed = {"_target_": "tasks.classifier.ImageClassifier"} if target == "classifier.ImageClassifier" else {}
-    found["task"] = task if is_own else {**before, **renamed}
-    found["choices"] = {"task": str(task["_target_"]).rpartition(".")[2] if is_own else "classifier", **choices}
-    if isinstance(words := found.get("overrides"), list | tuple):
-        found["overrides"] = [re.sub(r"^([+~]*)classifier\b", r"\1task", str(word)) for word in words]
-    return found
 
 
 def run_folders(root: Path) -> list[Path]:
@@ -120,10 +114,9 @@ def run_folders(root: Path) -> list[Path]:
 def find_run(logs: Path, run_id: str) -> RunFolder:
     """Return the folder of a run or of a sweep's job under `logs`; raise UserError if there is none."""
     checked_run_id(run_id)
-    jobs = [path.parent for path in (logs / "train" / "multiruns").glob(f"*/{run_id}/run.json")]
-    for path in (logs / "train" / "runs" / run_id, *jobs):
-        if (path / "run.json").exists():
-            return RunFolder(path)
+    for pattern in (f"runs/{run_id}", f"multiruns/*/{run_id}"):
+        for path in (logs / "train").glob(f"{pattern}/run.json"):
+            return RunFolder(path.parent)
     raise no_such_run(run_id, run_folders(logs), logs)
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TextIO
 
 SRC = Path(__file__).resolve().parents[2]
-COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"}
-# Control characters but for line ends and tabs, and those that change the direction of writing.
-UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+COLOURS = {"warning": "\033[33m", "error": "\033[31m"}
+# Control characters but for line ends and tabs, marks that change the direction of writing, and lone surrogates
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 
 class Console(logging.Handler):
@@ -20,10 +20,11 @@ class Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = printable(record.getMessage())
         if record.levelno < logging.WARNING:
-            return print_line(text, sys.stdout)
-        level = max(known for known in COLOURS if known <= record.levelno)
-        word = f"{logging.getLevelName(level).lower()}:"
-        print_line(f"{COLOURS[level]}{word}\033[0m {text}" if sys.stderr.isatty() else f"{word} {text}", sys.stderr)
+            print_line(text, sys.stdout)
+        else:
+            word = "error" if record.levelno >= logging.ERROR else "warning"
+            before, after = (COLOURS[word], "\033[0m") if sys.stderr.isatty() else ("", "")
+            print_line(f"{before}{word}:{after} {text}", sys.stderr)
 
 
 def printable(text: str) -> str:

@@ -1,17 +1,17 @@
 """The origin of a run: commit, the state of the code, package versions, host. Imports no torch."""
 
+import contextlib
 import hashlib
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lockstep.runs.config import Config
+from lockstep.runs.config import Config, flatten
 from lockstep.runs.environment import available_cores
 
 
@@ -32,26 +32,26 @@ CODE = ("src", "configs", "requirements.txt")
 PACKAGES = ("torch", "torchvision", "lightning", "hydra-core", "timm", "numpy", "boto3", "tensorboard")
 DIFF_LIMIT = 200_000  # characters
 PLAIN = ("--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/")  # whatever the user has configured
-RANK_OWN_KEYS = ("paths", "run_id", "resume", "ckpt_path", "overrides", "sweep_dir")
+OF_A_RANK = ("paths", "run_id", "resume", "ckpt_path", "overrides", "sweep_dir")  # options that ranks have of their own
 
 
 def code_state(repository: Path) -> dict[str, Any]:
     """Return commit, dirty and tree_hash, or why a commit is unknown; pages of the logbook do not make a run dirty."""
     status, complaint = _git(repository, "status", "--porcelain=v2", "--branch", "--", *CODE)
-    heads = [line.removeprefix("# branch.oid ") for line in status.splitlines() if line.startswith("# branch.oid")]
+    head = next((line.split()[2] for line in status.splitlines() if line.startswith("# branch.oid")), "")
     found = {"commit": None, "dirty": None, "tree_hash": tree_hash(repository)}
-    if heads and heads != ["(initial)"]:
+    if head not in ("", "(initial)"):
         is_dirty = any(not line.startswith("#") for line in status.splitlines())
-        return {**found, "commit": heads[0], "dirty": is_dirty}
+        return {**found, "commit": head, "dirty": is_dirty}
     if (repository / "COMMIT").is_file():  # which launch/Dockerfile writes: an image holds no .git
         return {**found, "commit": (repository / "COMMIT").read_text().strip()}
     lines = [line.strip() for line in complaint.split("\n")]  # no repository, or another user's: how to trust it
-    reason = "no commit yet" if heads else lines[0].removeprefix("fatal: ").replace(str(repository), "this folder")
+    reason = "no commit yet" if head else lines[0].removeprefix("fatal: ").replace(str(repository), "this folder")
     return {**found, "commit_unknown": ": ".join([reason, *(line for line in lines if line.startswith("git config"))])}
 
 
 def tree_hash(repository: Path) -> str:
-    """Sha256 over the names and bytes of all code and config files: equal on every node that runs the same code."""
+    """Return the sha256 of the names and bytes of all code and config files: equal on nodes that run the same code."""
     digest = hashlib.sha256()
     for name in CODE:
         top = repository / name
@@ -62,10 +62,7 @@ def tree_hash(repository: Path) -> str:
 
 
 def code_diff(repository: Path) -> str:
-    """Return what `git apply` takes: `git diff HEAD` of the code and its new files, cut at DIFF_LIMIT.
-
-    Empty if nothing differs or there is no git.
-    """
+    """Return what `git apply` takes: `git diff HEAD` of the code and its new files, cut at DIFF_LIMIT."""
     diff = _git(repository, "diff", *PLAIN, "HEAD", "--", *CODE)[0]
     new, _ = _git(repository, "ls-files", "-z", "--others", "--exclude-standard", "--", *CODE)
     for name in filter(None, new.split("\0")):
@@ -86,12 +83,10 @@ def _git(repository: Path, *arguments: str, differs: int = 0) -> tuple[str, str]
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide what a run computes."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), **dict.fromkeys(PACKAGES, "missing")}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "missing"
     return found
 
 
@@ -123,16 +118,8 @@ class Fingerprint:
 
 def fingerprint(config: Config) -> Fingerprint:
     """Return the fingerprint of this process; its options are the same whatever folders a node has."""
-    options: dict[str, str] = {}
-
-    def take(node: Config, place: str) -> None:
-        for name, value in node.items():
-            if isinstance(value, Mapping) and value:
-                take(value, f"{place}{name}.")
-            else:
-                options[f"{place}{name}"] = str(value)
-
-    take({key: value for key, value in config.items() if key not in RANK_OWN_KEYS}, "")
+    flat = flatten({key: value for key, value in config.items() if key not in OF_A_RANK})
+    options = {key: str(value) for key, value in flat.items()}
     for folder in map(str, config["paths"].values()):
         options = {key: text.replace(folder, "") for key, text in options.items()}
     return Fingerprint(tree_hash(REPOSITORY), options, versions())

@@ -16,8 +16,7 @@ from lockstep.runs.files import utc_now, write_atomically
 SCHEMA_VERSION = 2  # version 1 can still be read
 STATUSES = ("running", "finished", "failed", "interrupted", "lost")
 HEARTBEAT_INTERVAL_S = 15.0
-LOST_AFTER_S = 300.0
-LOST_AFTER_STARTING_S = 3600.0  # downloads and decoding have no heartbeat
+LOST_AFTER_S, LOST_AFTER_STARTING_S = 300.0, 3600.0  # downloads and decoding have no heartbeat
 KEPT_ON_RESTART = (
     "started_at", "fit_seconds", "best_checkpoint", "restarts", "command", "code", "epochs", "largest_batch",
     "initial_weights", "initial_weights_sha256", "reports",
@@ -30,6 +29,14 @@ class Part:
 
     def __bool__(self) -> bool:
         return self != type(self)()
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """Return a part from JSON; what is null or missing keeps its default."""
+        if isinstance(value, cls):
+            return value
+        known = {each.name for each in fields(cls)}
+        return cls(**{name: held for name, held in (value or {}).items() if name in known and held is not None})
 
 
 @dataclass(kw_only=True)
@@ -82,23 +89,7 @@ class Restart(Part):
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """One run from its start to its end, across its restarts. Times are UTC, as 2026-11-21T10:30:12Z.
-
-    Attributes:
-        monitor, monitor_mode: the metric that chooses the best checkpoint, by its largest or smallest value.
-        ended_by: "max_time" if that ended the training before its epochs and steps did.
-        per_device_batch_limit: largest micro-batch of a device, from the last start that set
-            accumulate_grad_batches, or else from the first start.
-        code: commit, dirty (uncommitted changes), tree_hash of src, configs and requirements, or commit_unknown: why.
-        images: how images are preprocessed.
-        data_report: number of images by class and split.
-        cost: {usd, usd_per_epoch, price_per_hour}; the first two for all nodes, the price for one.
-        largest_batch: what data.global_batch_size=max found.
-        summary: written by lockstep.logbook.summary when the run ends, and shown on its pages.
-        reports: interactive reports that contain the run, {title: URL}.
-        config: the full config; only in the logbook, as a run folder has config.yaml.
-        other: values of other versions and of the user's callbacks.
-    """
+    """One run from its start to its end, across its restarts. Times are UTC, as 2026-11-21T10:30:12Z."""
 
     schema_version: int = SCHEMA_VERSION
     run_id: str | None = None
@@ -114,7 +105,7 @@ class RunRecord:
     command: str | None = None
     overrides: list[str] = field(default_factory=list)
     experiment: str | None = None
-    code: dict[str, Any] = field(default_factory=dict)
+    code: dict[str, Any] = field(default_factory=dict)  # commit or commit_unknown: why, dirty, tree_hash of the code
     versions: dict[str, str] = field(default_factory=dict)
     hosts: list[dict[str, Any]] = field(default_factory=list)
     launcher: str | None = None
@@ -129,10 +120,10 @@ class RunRecord:
     seed: int | None = None
     global_batch_size: int | None = None
     per_device_batch_size: int | None = None
-    per_device_batch_limit: int | None = None
+    per_device_batch_limit: int | None = None  # of the last start that set accumulate_grad_batches, else of the first
     accumulate_grad_batches: int | None = None
-    ended_by: str | None = None
-    monitor: str = "val/acc"
+    ended_by: str | None = None  # "max_time" if that ended the training before its epochs and steps did
+    monitor: str = "val/acc"  # chooses the best checkpoint by its largest or smallest value
     monitor_mode: str = "max"
     epochs: int | None = None
     steps: int | None = None
@@ -143,8 +134,8 @@ class RunRecord:
     num_test: int | None = None
     left_out_per_epoch: int | None = None
     data_hash: str | None = None
-    data_report: dict[str, Any] = field(default_factory=dict)
-    images: dict[str, Any] = field(default_factory=dict)
+    data_report: dict[str, Any] = field(default_factory=dict)  # images by class and split, files left out
+    images: dict[str, Any] = field(default_factory=dict)  # how they are preprocessed
     metrics: dict[str, float | str] = field(default_factory=dict)
     fit_seconds: float | None = None
     images_per_s: float | None = None
@@ -152,8 +143,8 @@ class RunRecord:
     peak_memory_gib: float | None = None
     usable_memory_gib: float | None = None
     hardware: dict[str, Any] = field(default_factory=dict)
-    cost: dict[str, Any] = field(default_factory=dict)
-    largest_batch: dict[str, Any] = field(default_factory=dict)
+    cost: dict[str, Any] = field(default_factory=dict)  # usd, usd_per_epoch: of all nodes; price_per_hour: of one
+    largest_batch: dict[str, Any] = field(default_factory=dict)  # that data.global_batch_size=max found
     swarm: dict[str, Any] = field(default_factory=dict)
     best_checkpoint: BestCheckpoint = field(default_factory=BestCheckpoint)
     upload: Upload = field(default_factory=Upload)
@@ -161,33 +152,25 @@ class RunRecord:
     initial_weights_sha256: str | None = None
     resumed_from: str | None = None
     restarts: list[Restart] = field(default_factory=list)
-    summary: dict[str, Any] = field(default_factory=dict)
-    reports: dict[str, str] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
-    other: dict[str, Any] = field(default_factory=dict, repr=False)
+    summary: dict[str, Any] = field(default_factory=dict)  # what pages print, by lockstep.logbook.summary at the end
+    reports: dict[str, str] = field(default_factory=dict)  # {title: URL} of interactive reports that contain the run
+    config: dict[str, Any] = field(default_factory=dict)  # only in the logbook: a run folder has config.yaml
+    other: dict[str, Any] = field(default_factory=dict, repr=False)  # of other versions and of the user's callbacks
 
     def take(self, values: Mapping[str, Any]) -> None:
-        """Set fields from JSON values or from values of their own types."""
+        """Set fields from JSON values or from values of their own types; what has no field goes into `other`."""
         blanks = vars(RunRecord())
         for name, value in values.items():
             blank = blanks.get(name)
             if name not in blanks or name == "other":
                 self.other[name] = value
             elif isinstance(blank, Part):
-                setattr(self, name, _part(type(blank), value))
+                setattr(self, name, blank.of(value))
             elif isinstance(blank, dict | list) and not isinstance(value, type(blank) | None):
                 raise TypeError(f"its {name} is a {type(value).__name__}")
             else:
-                setattr(self, name, type(blank)() if value is None and isinstance(blank, dict | list) else value)
-        self.restarts = [_part(Restart, value) for value in self.restarts]
-
-
-def _part(kind: type[Any], value: Any) -> Any:
-    """Return a part from JSON; what is null or missing keeps its default."""
-    if isinstance(value, kind):
-        return value
-    known = {each.name for each in fields(kind)}
-    return kind(**{name: held for name, held in (value or {}).items() if name in known and held is not None})
+                setattr(self, name, blank if value is None and isinstance(blank, dict | list) else value)
+        self.restarts = [Restart.of(value) for value in self.restarts]
 
 
 def read_record(path: Path) -> RunRecord:
@@ -198,28 +181,17 @@ def read_record(path: Path) -> RunRecord:
     """
     record = RunRecord()
     try:
-        record.take(read_json(path))
-    except (TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{path} is not a run record: {error}.") from None
-    return record
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the record's JSON; raises as read_record."""
-    try:
         values = json.loads(path.read_bytes())
+        version = values.get("schema_version")
+        if isinstance(version, int) and version > SCHEMA_VERSION:
+            known = f"this code reads only up to {SCHEMA_VERSION}: update the code."
+            raise UserError(f"{path} has schema version {version} but {known}")
+        record.take(values)
     except FileNotFoundError:
         raise UserError(f"{path.parent} is not a run folder: it has no {path.name}.") from None
-    except (ValueError, RecursionError) as error:
+    except (TypeError, AttributeError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a run record: {error}.") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path} is not a run record: it holds no JSON object.")
-    version = values.get("schema_version")
-    if isinstance(version, int) and version > SCHEMA_VERSION:
-        raise UserError(
-            f"{path} has schema version {version} but this code reads only up to {SCHEMA_VERSION}: update the code."
-        )
-    return values
+    return record
 
 
 def write_record(path: Path, record: RunRecord) -> None:
@@ -246,11 +218,7 @@ def save_record(path: Path, record: RunRecord) -> None:
 
 @contextlib.contextmanager
 def update_record(path: Path) -> Iterator[RunRecord]:
-    """Read the record, let the block change it, and write it; after an exception nothing is written.
-
-    Raises:
-        UserError: as read_record.
-    """
+    """Read the record, let the block change it, and write it; after an exception nothing is written."""
     record = read_record(path)
     yield record
     write_record(path, record)
@@ -279,9 +247,7 @@ def continued(previous: RunRecord, record: RunRecord, *, step: int, checkpoint: 
         command=record.command, previous_world_size=previous.world_size, world_size=record.world_size,
         code=record.code if previous.code.get("tree_hash") != record.code.get("tree_hash") else {},
     )  # fmt: skip
-    for name in KEPT_ON_RESTART:
-        if value := getattr(previous, name):
-            setattr(record, name, value)
+    record.take({name: value for name in KEPT_ON_RESTART if (value := getattr(previous, name))})
     if not states_accumulation(record.overrides):
         record.per_device_batch_limit = previous.per_device_batch_limit or previous.per_device_batch_size
     # Drop test metrics: they belong to a checkpoint that may not remain the best.

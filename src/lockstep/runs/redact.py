@@ -44,11 +44,7 @@ def redact(value: Any, name: str = "") -> Any:
 
 
 def refuse_secrets(value: Any, key: str = "") -> None:
-    """Check that no option holds a secret: a run writes its options down.
-
-    Raises:
-        UserError: names the key, and does not repeat the value.
-    """
+    """Raise UserError if an option holds a secret: a run writes its options down. It names the key, not the value."""
     if isinstance(value, dict):
         for name, item in value.items():
             refuse_secrets(item, f"{key}.{name}".lstrip("."))

@@ -24,7 +24,6 @@ def exit_code_of(task: Callable[[], int | None]) -> int:
         return task() or EXIT_OK
     except UserError as error:
         log.error(f"{error}")
-        return EXIT_USER_ERROR
     except Interrupted as error:
         return 128 + signal.Signals[str(error)]
     except KeyboardInterrupt:  # before the run began
@@ -33,15 +32,14 @@ def exit_code_of(task: Callable[[], int | None]) -> int:
         if str(error.name).partition(".")[0] not in INSTALLED:
             raise
         log.error(f"{sys.executable} has no {error.name}: make install, then .venv/bin/python {sys.argv[0]} …")
-        return EXIT_USER_ERROR
     except Exception as error:
         if full := no_room(error, Path.cwd()):
             log.error(f"{full}")
             return EXIT_FAILED
-        if isinstance(error, OSError) and error.errno in NOT_ALLOWED and error.filename is not None:
-            log.error(f"{error.filename} cannot be written or read: {error.strerror}.")
-            return EXIT_USER_ERROR
-        raise
+        if not (isinstance(error, OSError) and error.errno in NOT_ALLOWED and error.filename):
+            raise
+        log.error(f"{error.filename} cannot be written or read: {error.strerror}.")
+    return EXIT_USER_ERROR
 
 
 def run_with_options(
@@ -56,17 +54,16 @@ def run_with_options(
     if not argv or "--help" in argv or "-h" in argv:
         print(doc)
         return EXIT_OK
-    return exit_code_of(lambda: task(_options(argv, known)))
 
+    def run() -> int | None:
+        takes, given = f"it takes {', '.join(f'{name}=' for name in known)}.", dict(known)
+        for word in argv:
+            key, sign, given[key] = word.partition("=")
+            if not sign or key not in known:
+                raise UserError(f"{word!r} is not understood; {takes}")
+        for key, default in known.items():
+            if default is None and not given[key]:
+                raise UserError(f"{key}= is missing; {takes}")
+        return task({key: value or "" for key, value in given.items()})
 
-def _options(argv: list[str], known: Mapping[str, str | None]) -> dict[str, str]:
-    given = dict(known)
-    for word in argv:
-        key, sign, value = word.partition("=")
-        if not sign or key not in known:
-            raise UserError(f"{word!r} is not understood; it takes {', '.join(f'{name}=' for name in known)}.")
-        given[key] = value
-    missing = [key for key, default in known.items() if default is None and not given[key]]
-    if missing:
-        raise UserError(f"{missing[0]}= is missing; it takes {', '.join(f'{name}=' for name in known)}.")
-    return {key: value for key, value in given.items() if value is not None}
+    return exit_code_of(run)

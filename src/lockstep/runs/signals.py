@@ -6,31 +6,30 @@ Before there is anything to save they end it; a second Ctrl-C ends it at once. I
 import os
 import signal
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from lockstep.runs.errors import Interrupted
 
 INTERRUPTED_AT_ONCE = 128 + signal.SIGINT
+STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 asked: list[int] = []  # the signals that came since the run began
 _before_the_end: list[Callable[[], None]] = []
 
 
-def stop_signals() -> list[signal.Signals]:
-    """Return the signals that ask a run to stop, without those that are ignored: nohup ignores SIGHUP, `&` Ctrl-C."""
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-
-
 def on_stop(handler: Callable[[int, Any], Any] | signal.Handlers) -> dict[int, Any]:
-    """Install a handler for all of them; return the handlers before."""
-    return {number: signal.signal(number, handler) for number in stop_signals()}
+    """Install a handler for all that are not ignored (nohup ignores SIGHUP, `&` Ctrl-C); return those before."""
+    return {number: signal.signal(number, handler) for number in STOPS if signal.getsignal(number) != signal.SIG_IGN}
 
 
 def note(number: int, _frame: Any = None) -> None:
     """Remember a signal; the second Ctrl-C ends this process here."""
     if number == signal.SIGINT and signal.SIGINT in asked:
-        end_at_once()
+        try:
+            for action in _before_the_end:
+                action()
+        finally:
+            os._exit(INTERRUPTED_AT_ONCE)
     asked.append(number)
 
 
@@ -50,11 +49,3 @@ def check() -> None:
 def before_the_end(action: Callable[[], None]) -> None:
     """Let a second Ctrl-C call this before it ends the process: to complete the record."""
     _before_the_end[:] = [action]
-
-
-def end_at_once() -> NoReturn:
-    try:
-        for action in _before_the_end:
-            action()
-    finally:
-        os._exit(INTERRUPTED_AT_ONCE)

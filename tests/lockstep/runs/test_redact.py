@@ -36,32 +36,24 @@ HARMLESS = [
     "https://github.com/owner/name/pull/12?diff=split",
     "logs/train/runs/2026-11-20_20-15-00_aa11bb/checkpoints/best.ckpt",
     "timm/vit_base_patch32_224.augreg_in21k_ft_in1k",
+    "/home/Jane/Datasets/ILSVRC2012TrainImages",
 ]
 
 
-@pytest.mark.parametrize("text, kept", LEAKS)
-def test_named_secrets_go_and_the_rest_stays(text, kept):
-    cleaned = redact_text(text)
-    assert SECRET not in cleaned
-    assert REDACTED in cleaned
-    assert kept in cleaned
+def test_named_secrets_go_and_the_rest_stays():
+    for text, kept in LEAKS:
+        cleaned = redact_text(text)
+        assert SECRET not in cleaned and REDACTED in cleaned and kept in cleaned
+    for text in ("-" * 200_000, "a-" * 100_000, "a://" * 50_000, "secret" * 30_000, "?" * 200_000):
+        assert redact_text(text) == text, "long texts are linear: quadratic behaviour would take minutes"
 
 
-@pytest.mark.parametrize("text", ["-" * 200_000, "a-" * 100_000, "a://" * 50_000, "secret" * 30_000, "?" * 200_000])
-def test_long_texts_are_linear(text):
-    """Quadratic behaviour would take minutes."""
-    assert redact_text(text) == text
-
-
-@pytest.mark.parametrize(
-    "name", ["password", "pwd", "authorization", "account_key", "access_key_id", "tokens", "hf-token"]
-)
+@pytest.mark.parametrize("name", ["password", "pwd", "authorization", "account_key", "access_key_id", "hf-tokens"])
 def test_a_name_decides_on_pages_and_in_options_alike(name):
     with pytest.raises(UserError, match=f"callbacks.x.{name} holds a secret") as raised:
         refuse_secrets({"callbacks": {"x": {name: SECRET}}})
-    assert SECRET not in str(raised.value)
+    assert SECRET not in str(raised.value) and SECRET not in redact_text(f"{name}={SECRET}")
     assert redact({"a": [{name: SECRET, "num_tokens": 196}]}) == {"a": [{name: REDACTED, "num_tokens": 196}]}
-    assert SECRET not in redact_text(f"{name}={SECRET}")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -72,8 +64,7 @@ def test_a_known_form_goes_and_is_no_option(form):
             refuse_secrets({"tags": value})
 
 
-@pytest.mark.parametrize("value", [*HARMLESS, "/home/Jane/Datasets/ILSVRC2012TrainImages", None, 40])
-def test_what_is_harmless_stays_and_is_taken(value):
-    assert redact(value) == value
-    refuse_secrets({"tags": [value], "model": {"num_tokens": 196, "class_token": True}, "s3": {"sse_kms_key_id": "k"}})
+def test_what_is_harmless_stays_and_is_taken():
+    assert redact([*HARMLESS, None, 40]) == [*HARMLESS, None, 40]
+    refuse_secrets({"tags": HARMLESS, "model": {"num_tokens": 196, "class_token": True}, "s3": {"sse_kms_key_id": "k"}})
     refuse_secrets({"s3": {"secret_key": None, "token": "", "password": "null"}})

@@ -23,30 +23,24 @@ def failing(error):
     return task
 
 
-def test_the_tasks_own_code_and_none_for_success():
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (UserError("give a file."), 2, "error: give a file.\n"),
+        (OSError(errno.EACCES, "not so", "/mnt/x"), 2, "error: /mnt/x cannot be written or read: not so.\n"),
+        (OSError(errno.EROFS, "not so", "/mnt/x"), 2, "error: /mnt/x cannot be written or read: not so.\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_what_the_user_can_mend_is_one_sentence(error, code, said, capsys):
+    assert exit_code_of(failing(error)) == code and capsys.readouterr().err == said
+
+
+def test_a_task_has_its_own_code_and_a_fault_of_the_code_stays_one():
     assert exit_code_of(lambda: None) == 0 and exit_code_of(lambda: 3) == 3
-
-
-def test_refusals_are_one_sentence(capsys):
-    assert exit_code_of(failing(UserError("give a file."))) == 2
-    assert capsys.readouterr().err == "error: give a file.\n"
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EISDIR])
-def test_a_place_that_cannot_be_written_is_one_sentence(number, capsys):
-    assert exit_code_of(failing(OSError(number, "not so", "/mnt/x"))) == 2
-    assert capsys.readouterr().err == "error: /mnt/x cannot be written or read: not so.\n"
-
-
-def test_a_fault_of_the_code_stays_one():
-    with pytest.raises(ZeroDivisionError):
-        exit_code_of(failing(ZeroDivisionError()))
-    with pytest.raises(OSError):
-        exit_code_of(failing(OSError(errno.EACCES, "Permission denied")))
-
-
-def test_a_ctrl_c_before_the_run_begins_is_no_traceback():
-    assert exit_code_of(failing(KeyboardInterrupt())) == 130
+    for error in (ZeroDivisionError(), OSError(errno.EACCES, "Permission denied")):
+        with pytest.raises(type(error)):
+            exit_code_of(failing(error))
 
 
 def test_a_name_cannot_steer_the_terminal(capsys):
@@ -77,32 +71,30 @@ def test_a_reader_that_has_enough_ends_nothing():
         assert process.stderr.read() == b"" and process.wait(30) == 0
 
 
-# --- signals ---
+SIGNALS = {
+    "the first interrupts and the next is remembered": (
+        "signals.on_stop(signals.interrupt)\nfor name in ('SIGTERM', 'SIGINT', 'SIGUSR1', 'SIGHUP'):\n"
+        "    signals.asked.clear()\n    try:\n        kill(signal.Signals[name])\n    except Interrupted as error:\n"
+        "        print(error)\n    kill(signal.SIGTERM)\n    print(len(signals.asked))",
+        (0, "SIGTERM 2 SIGINT 2 SIGUSR1 2 SIGHUP 2"),
+    ),
+    "a second Ctrl-C ends the process at once": (
+        "signals.on_stop(signals.note); signals.before_the_end(lambda: print('last', flush=True)); kill(2)\n"
+        "print('first', flush=True); kill(2); print('never')",
+        (130, "first last"),
+    ),
+    "what nohup ignores stays ignored": (
+        "signal.signal(1, signal.SIG_IGN); signals.on_stop(signals.interrupt); kill(1); print(signals.asked)",
+        (0, "[]"),
+    ),
+}
 
 
-def run(body):
+@pytest.mark.parametrize("name", SIGNALS)
+def test_signals(name):
+    body, wanted = SIGNALS[name]
     text = f"import os, signal, sys; sys.path.insert(0, {str(SRC)!r})\nfrom lockstep.runs import signals\n"
     text += "from lockstep.runs.errors import Interrupted\nsignal.signal(2, signal.default_int_handler)\n"
     text += "def kill(number): os.kill(os.getpid(), number)\n"
-    return subprocess.run([sys.executable, "-S", "-c", text + body], capture_output=True, text=True, timeout=30)
-
-
-def test_the_first_signal_interrupts_and_the_next_is_remembered():
-    done = run(
-        "signals.on_stop(signals.interrupt)\nfor name in ('SIGTERM', 'SIGINT', 'SIGUSR1', 'SIGHUP'):\n"
-        "    signals.asked.clear()\n    try:\n        kill(signal.Signals[name])\n    except Interrupted as error:\n"
-        "        print(error)\n    kill(signal.SIGTERM)\n    print(len(signals.asked))"
-    )
-    assert done.stdout.split() == ["SIGTERM", "2", "SIGINT", "2", "SIGUSR1", "2", "SIGHUP", "2"], done.stderr
-
-
-def test_a_second_ctrl_c_ends_the_process_at_once():
-    done = run("signals.on_stop(signals.note); signals.before_the_end(lambda: print('last', flush=True)); kill(2)\n"
-               "print('first', flush=True); kill(2); print('never')")  # fmt: skip
-    assert (done.returncode, done.stdout.split()) == (130, ["first", "last"])
-
-
-def test_what_nohup_ignores_stays_ignored():
-    done = run("signal.signal(signal.SIGHUP, signal.SIG_IGN); signals.on_stop(signals.interrupt)\n"
-               "kill(signal.SIGHUP); print(signals.asked)")  # fmt: skip
-    assert done.stdout.strip() == "[]"
+    done = subprocess.run([sys.executable, "-S", "-c", text + body], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, " ".join(done.stdout.split())) == wanted, done.stderr
