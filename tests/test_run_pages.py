@@ -1,5 +1,7 @@
-"""The page of a real run, which runs the logbook holds, and that a page leaves the exit code alone."""
+"""The page of a real run, which runs the logbook holds, shared and poor disks, and the exit code beside all of it."""
 
+import ctypes
+import errno
 import os
 import re
 import subprocess
@@ -29,23 +31,14 @@ def test_a_real_run_writes_its_page_into_its_folder_and_nothing_else(tmp_path):
     assert not (tmp_path / "logbook").exists()
 
 
-def test_a_run_that_is_to_be_kept_has_its_row_and_a_debugging_run_has_none(tmp_path):
+def test_a_run_that_is_to_be_kept_has_its_row_and_debugging_or_evaluating_has_none(tmp_path):
     done = run_door("train", *SMALL, "logbook=keep", logs=tmp_path)
     assert done.code == 0 and done.output.strip().endswith("logbook/r/page.md"), done.output
     assert "| ✅ [r](r/page.md) | digits |" in (tmp_path / "logbook" / "README.md").read_text()
-    words = ("experiment=quickstart", "debug=fast_dev_run", "run_id=d", "logbook=keep")
-    debugged = run_door("train", *words, logs=tmp_path)
-    assert (
-        debugged.code == 0
-        and debugged.folder.page.exists()
-        and len(list((tmp_path / "logbook").glob("*/page.md"))) == 1
-    )
-    evaluated = run_door("eval", "ckpt_path=r", logs=tmp_path)
-    assert (
-        evaluated.code == 0
-        and evaluated.folder.page.exists()
-        and len(list((tmp_path / "logbook").glob("*/page.md"))) == 1
-    )
+    debugging = ("experiment=quickstart", "debug=fast_dev_run", "run_id=d", "logbook=keep")
+    for done in (run_door("train", *debugging, logs=tmp_path), run_door("eval", "ckpt_path=r", logs=tmp_path)):
+        assert done.code == 0 and done.folder.page.exists(), done.output
+    assert len(list((tmp_path / "logbook").glob("*/page.md"))) == 1
 
 
 @pytest.mark.parametrize("words", [["trainer.max_epochs=-3"], ["data.val_fraction=1", "trainer=ddp_sim"]])
@@ -55,14 +48,61 @@ def test_input_that_is_refused_leaves_no_folder(tmp_path, words):
     assert not (tmp_path / "train/runs/r").exists() and not (tmp_path / "logbook").exists()
 
 
-@pytest.mark.slow
-def test_a_resumed_run_whose_input_is_refused_keeps_its_folder(tmp_path):
-    first = run_door("train", *SMALL, logs=tmp_path)
-    assert first.code == 0, first.output
-    words = ("resume=r", "trainer.max_steps=4", "trainer.limit_val_batches=1", "callbacks.checkpoints.monitor=val/f1")
-    again = run_door("train", *words, logs=tmp_path)
-    assert again.code == 2, again.output
-    assert any(first.folder.checkpoints.iterdir()) and first.folder.record.exists()
+def poor_disk() -> None:
+    """Let this process see a disk as exFAT or a mounted drive: no hard links, no permissions, no sync of a folder."""
+    sync = os.fsync
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    def sync_file(handle):
+        if os.path.isdir(f"/proc/self/fd/{handle}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(handle)
+
+    os.link, os.chmod, os.fsync = refuse, refuse, sync_file
+
+
+def test_f41_a_log_folder_without_hard_links_whose_files_are_all_0777_trains_and_resumes(tmp_path):
+    first = run_door("train", *SMALL, logs=tmp_path, before=poor_disk)
+    assert first.code == 0 and first.folder.page.exists(), first.output
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        path.chmod(0o777)
+    words = ("resume=r", "trainer.max_steps=4", "trainer.limit_val_batches=1")
+    again = run_door("train", *words, logs=tmp_path, before=poor_disk)
+    assert again.code == 0 and again.record["steps"] == 4, again.output
+    refused = run_door("train", *words, "callbacks.checkpoints.monitor=val/f1", "trainer.max_steps=6", logs=tmp_path)
+    assert refused.code == 2, "a resumed run whose input is refused keeps its folder"
+    assert any(first.folder.checkpoints.iterdir()) and refused.folder.record.exists(), refused.output
+
+
+def without_roots_rights() -> None:
+    """Let the rights of files count for this process of root's, as for any other user."""
+    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    libc = ctypes.CDLL(None)
+    assert libc.capget(header, sets) == 0
+    sets[0] &= ~0b1110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER
+    assert libc.capset(header, sets) == 0
+    os.umask(0o077)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+def test_f45_two_users_share_a_cache_and_a_log_folder_and_their_runs_stay_their_own(tmp_path):
+    logs, words = tmp_path / "logs", (*SMALL[:3], f"data.cache_dir={tmp_path / 'cache'}")
+    theirs = run_door("train", *words, "run_id=theirs", logs=logs)
+    assert theirs.code == 0, theirs.output
+    everything = [tmp_path / "cache", logs, *tmp_path.rglob("*")]
+    for path in everything:
+        os.chown(path, 12345, 12345)
+        path.chmod(path.stat().st_mode & ~0o022)
+    for path in (logs, logs / "train", logs / "train/runs"):
+        path.chmod(0o1777)
+    before = {path: path.stat().st_mtime_ns for path in everything if not path.stat().st_mode & 0o1000}
+    mine = run_door("train", *words, "run_id=mine", logs=logs, before=without_roots_rights)
+    assert mine.code == 0 and mine.folder.record.stat().st_mode & 0o777 == 0o600, mine.output
+    refused = run_door("train", "resume=theirs", "trainer.max_steps=4", logs=logs, before=without_roots_rights)
+    assert refused.code == 2 and f"{theirs.folder.path} cannot be written" in refused.output, refused.output
+    assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
 def no_page() -> None:
@@ -76,11 +116,8 @@ def no_page() -> None:
 
 def test_a_failing_page_is_said_and_changes_no_exit_code(tmp_path):
     done = run_door("train", *SMALL, logs=tmp_path, before=no_page)
-    assert done.code == 0, done.output
-    assert (
-        "The run's page was not written (MemoryError: no page today); python src/logbook.py build tries again."
-        in done.output
-    )
+    said = "The run's page was not written (MemoryError: no page today); python src/logbook.py build tries again."
+    assert done.code == 0 and said in done.output, done.output
 
 
 CONCLUDE = """
