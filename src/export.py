@@ -19,14 +19,17 @@ from typing import Any
 
 from lockstep.runs.config import data_name, model_name
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
+from lockstep.runs.files import sha256_of
+from lockstep.runs.folder import RUN_ID_PATTERN
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.redact import redact_text
 from lockstep.runs.script import run_with_options
 
 log = logging.getLogger(__name__)
 
-LOGS = str(REPOSITORY / "logs")
-OPTIONS: dict[str, str | None] = {"ckpt_path": None, "out": "", "formats": "", "log_dir": LOGS, "push_to": ""}
+OPTIONS: dict[str, str | None] = {
+    "ckpt_path": None, "out": "", "formats": "", "log_dir": str(REPOSITORY / "logs"), "push_to": "",
+}  # fmt: skip
 TOLERANCE = 1e-4  # of the largest logit: kernels of another runtime sum in another order
 NEEDED = {"safetensors": ("safetensors",), "onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": ()}
 
@@ -41,13 +44,14 @@ def chosen_formats(text: str) -> list[str]:
     for name in named or NEEDED:
         if name not in NEEDED:
             raise UserError(f"formats={text}: {name} is not one of {', '.join(NEEDED)}.")
-        if missing := [package for package in NEEDED[name] if not find_spec(package)]:
-            needs = f"needs {', '.join(missing)}: .venv/bin/pip install {' '.join(missing)}"
-            if named:
-                raise UserError(f"formats={name} {needs}.")
-            log.info(f"{name} skipped, it {needs}")
-        else:
+        missing = [package for package in NEEDED[name] if not find_spec(package)]
+        needs = f"needs {', '.join(missing)}: .venv/bin/pip install {' '.join(missing)}"
+        if not missing:
             found.append(name)
+        elif named:
+            raise UserError(f"formats={name} {needs}.")
+        else:
+            log.info(f"{name} skipped, it {needs}")
     return found
 
 
@@ -89,24 +93,23 @@ def write_config(model: Any, out: Path) -> dict[str, Any]:
     from lockstep.config.instantiate import options_of, resolve_target
 
     facts, framing, own = model.facts, model.framing, dict(model.config["model"])
-    outputs = model.config["task"].get("outputs") or facts["num_classes"]
     images = {
         "input_size": (facts["channels"], facts["image_size"], facts["image_size"]),
         "interpolation": framing.interpolation, "crop_mode": "squash" if framing.fit == "squash" else "center",
         "crop_pct": framing.crop_pct, "mean": tuple(facts["mean"]), "std": tuple(facts["std"]),
     }  # fmt: skip
-    tag = {"tag": model.record.run_id or "local"}
+    named = {"label_names": facts["class_names"], "pretrained_cfg": {"tag": model.record.run_id or "local"}}
     if (backbone := timm_backbone(model)) is not None:
-        config = {"label_names": facts["class_names"], "pretrained_cfg": tag}
-        save_for_hf(backbone, str(out), config, safe_serialization=True, data_config=images)
+        save_for_hf(backbone, str(out), named, safe_serialization=True, data_config=images)
     else:
+        outputs = model.config["task"].get("outputs") or facts["num_classes"]
         shape = {"num_classes": outputs, "image_size": facts["image_size"], "channels": facts["channels"]}
         taken, _ = options_of(resolve_target(own["_target_"], "model._target_"))
         arguments = {key: value for key, value in own.items() if key not in ("freeze", "weights", "pretrained")}
         config = {
             "architecture": model_name(model.config), "num_classes": outputs, "label_names": facts["class_names"],
             "model": {**{key: value for key, value in shape.items() if key in taken}, **arguments},
-            "pretrained_cfg": {**tag, **images, "num_classes": outputs},
+            "pretrained_cfg": {**named["pretrained_cfg"], **images, "num_classes": outputs},
         }  # fmt: skip
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file(model.net.state_dict(), out / "model.safetensors", metadata={"format": "pt"})
@@ -128,11 +131,11 @@ def export_safetensors(model: Any, out: Path) -> Any:
 
 
 def export_pt2(model: Any, out: Path) -> Any:
-    """Write model.pt2 by torch.export, for any batch size from 1."""
+    """Write model.pt2 by torch.export, for any batch size."""
     import torch
 
-    batch = torch.export.Dim("batch", min=1, max=4096)
-    program = torch.export.export(model.net, (example_images(model.facts, 2),), dynamic_shapes=({0: batch},))
+    images = (example_images(model.facts, 2),)
+    program = torch.export.export(model.net, images, dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=4096)},))
     torch.export.save(program, out / "model.pt2")
     return torch.export.load(out / "model.pt2").module()
 
@@ -142,10 +145,10 @@ def export_onnx(model: Any, out: Path) -> Any:
     import onnxruntime
     import torch
 
-    batch = torch.export.Dim("batch", min=1, max=4096)
     torch.onnx.export(
         model.net, (example_images(model.facts, 2),), str(out / "model.onnx"), dynamo=True, verbose=False,
-        input_names=["images"], output_names=["logits"], dynamic_shapes=({0: batch},), external_data=False,
+        input_names=["images"], output_names=["logits"], external_data=False,
+        dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=4096)},),
     )  # fmt: skip
     session = onnxruntime.InferenceSession(str(out / "model.onnx"), providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
@@ -161,14 +164,15 @@ def card_text(model: Any, timm_config: dict[str, Any], compared: dict[str, float
 
     record, config = model.record, model.config
     # Only a test of this very checkpoint on all images is a result of it.
-    metrics = record.metrics if record.best_checkpoint.sha256 == model.sha256() else {}
+    sha256 = sha256_of(model.path)
+    metrics = record.metrics if record.best_checkpoint.sha256 == sha256 else {}
     whole = metrics.get("test/images", record.num_test) == record.num_test
     tested = {k: v for k, v in metrics.items() if k.startswith("val/acc") or (whole and k.startswith("test/"))}
     net = timm_config.get("model") or {"num_classes": timm_config["num_classes"], **timm_config["model_args"]}
     return render(
         "model_card.md.j2", name=model_name(config), data=data_name(config), model=model, record=record,
         metrics={k: v for k, v in tested.items() if isinstance(v, float)}, timm=timm_config, compared=compared,
-        command=redact_text(record.command or ""), target=config["model"]["_target_"].rpartition("."),
+        command=redact_text(record.command or ""), sha256=sha256, target=config["model"]["_target_"].rpartition("."),
         arguments=", ".join(f"{key}={value!r}" for key, value in net.items() if key != "_target_"),
         parameters=sum(p.numel() for p in model.net.parameters()),
     )  # fmt: skip
@@ -192,7 +196,9 @@ def export(options: dict[str, str]) -> int:
     formats, push_to = chosen_formats(options["formats"]), options["push_to"]
     model = load_finished(options["ckpt_path"], Path(options["log_dir"]))
     repository = hub(push_to, "create_repo", repo_id=push_to, private=True, exist_ok=True) if push_to else None
-    out = Path(options["out"] or Path("exports") / model.name)
+    run_id = str(model.record.run_id)  # names a folder, so it must not climb
+    name = run_id if RUN_ID_PATTERN.fullmatch(run_id) and ".." not in run_id else model.path.stem
+    out = Path(options["out"] or Path("exports") / name)
     out.mkdir(parents=True, exist_ok=True)
     config, compared = write_config(model, out), {}
     makers = {"safetensors": export_safetensors, "onnx": export_onnx, "pt2": export_pt2}

@@ -22,9 +22,8 @@ from lockstep.runs.script import run_with_options
 
 log = logging.getLogger(__name__)
 
-LOGS = str(REPOSITORY / "logs")
 OPTIONS: dict[str, str | None] = {
-    "ckpt_path": None, "images": "", "out": "", "top": "1", "batch": "64", "log_dir": LOGS,
+    "ckpt_path": None, "images": "", "out": "", "top": "1", "batch": "64", "log_dir": str(REPOSITORY / "logs"),
 }  # fmt: skip
 SHEET_IMAGES, UNSURE = 48, 0.5  # below this probability a caption is red
 Row = dict[str, str | float]  # column → value
@@ -38,22 +37,21 @@ def predict(options: dict[str, str]) -> int:
     for key in ("top", "batch"):
         if not options[key].isdecimal() or int(options[key]) < 1:
             raise UserError(f"{key}={options[key]} must be a whole number from 1.")
-    folder, names = Path(options["images"]), []
+    folder, left_out, names = Path(options["images"]), dict[str, list[str]](), list[str]()
     if options["images"]:
         if not folder.is_dir():
             raise UserError(f"images={folder} is not a folder. Pass the folder that contains the images.")
-        left_out: dict[str, list[str]] = {}
         names = [image.name for image in files_below(folder, left_out)]
         if not names:
             others = ", ".join(f"{len(found)} {reason}" for reason, found in left_out.items())
             raise UserError(f"images={folder} holds no image{f' (left out: {others})' if others else ''}.")
     model = load_finished(options["ckpt_path"], Path(options["log_dir"]))
-    out = Path(options["out"] or ("predictions.csv" if names else "predictions.pt"))
     if not names:
-        return predict_own_data(model, options, out)
+        return predict_own_data(model, options, Path(options["out"] or "predictions.pt"))
     if "image_size" not in model.facts or "mean" not in model.facts:
         raise UserError("The run's data module does not say how images are made: leave images= out.")
-    rows = predict_files(model, folder, names, out, int(options["batch"]), int(options["top"]))
+    out = Path(options["out"] or "predictions.csv")
+    rows = predict_files(model, folder, names, out.with_suffix(""), int(options["batch"]), int(options["top"]))
     broken = [row["error"] for row in rows.values() if "error" in row]
     if len(broken) == len(names):
         raise UserError(f"images={folder} holds no image that can be decoded: {broken[0]}.")
@@ -67,23 +65,22 @@ def predict(options: dict[str, str]) -> int:
             writer.writerow({"file": name, **shown})
 
     write_atomically(out, write)
-    words = [f"{len(names)} images", str(out)]
-    if classified := [(folder / name, row) for name, row in rows.items() if "probability" in row]:
-        words += write_sheet(out.with_suffix(".png"), classified[:SHEET_IMAGES])
-    log.info(" · ".join(words))
+    classified = [(folder / name, row) for name, row in rows.items() if "probability" in row][:SHEET_IMAGES]
+    sheet = write_sheet(out.with_suffix(".png"), classified) if classified else []
+    log.info(" · ".join([f"{len(names)} images", str(out), *sheet]))
     if broken:
         log.error(f"{len(broken)} of {len(names)} images cannot be decoded; {out} says why. The first: {broken[0]}")
     return EXIT_FAILED if broken else EXIT_OK
 
 
-def predict_files(model: Any, folder: Path, names: list[str], out: Path, batch: int, top: int) -> dict[str, Row]:
+def predict_files(model: Any, folder: Path, names: list[str], masks: Path, batch: int, top: int) -> dict[str, Row]:
     """Return the row of each file; its only column is `error` if it cannot be decoded."""
     import numpy as np
     import torch
 
     from lockstep.data.decoding import CorruptImage, decode
 
-    def decoded(name: str) -> np.ndarray | str:
+    def decoded(name: str) -> Any:
         try:
             return decode(folder / name, model.framing)
         except CorruptImage as error:
@@ -98,7 +95,7 @@ def predict_files(model: Any, folder: Path, names: list[str], out: Path, batch: 
             good = {name: each for name, each in pixels.items() if not isinstance(each, str)}
             if good:
                 outputs = model.predict(model.prepared(torch.from_numpy(np.stack(list(good.values())))))
-                found |= dict(zip(good, rows_of(model, outputs, list(good), out.with_suffix(""), top), strict=True))
+                found |= dict(zip(good, rows_of(model, outputs, list(good), masks, top), strict=True))
     return found
 
 
@@ -107,7 +104,6 @@ def rows_of(model: Any, outputs: Any, names: list[str], masks: Path, top: int) -
 
     Args:
         masks: the folder for them.
-
     Raises:
         UserError: it is no tensor of numbers, vectors or masks.
     """
@@ -118,28 +114,27 @@ def rows_of(model: Any, outputs: Any, names: list[str], masks: Path, top: int) -
 
     shape = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else ()
     classes = [str(name) for name in model.facts.get("class_names") or ()]
-    rows: list[Row] = [{} for _ in names]
     if isinstance(model.module, ImageClassifier):
-        best = outputs.topk(min(top, len(classes)), dim=1)
-        for row, shares, places in zip(rows, best.values.tolist(), best.indices.tolist(), strict=True):
+        best, rows = outputs.topk(min(top, len(classes)), dim=1), list[Row]()
+        for shares, places in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            rows.append({})
             for i, (share, place) in enumerate(zip(shares, places, strict=True), 1):
                 end = f"_{i}" if i > 1 else ""
-                row |= {f"class{end}": classes[place], f"probability{end}": share}
-    elif len(shape) == 1:
-        rows = [{"value": value} for value in outputs.tolist()]
-    elif len(shape) == 2:
+                rows[-1] |= {f"class{end}": classes[place], f"probability{end}": share}
+        return rows
+    if len(shape) == 1:
+        return [{"value": value} for value in outputs.tolist()]
+    if len(shape) == 2:
         columns = classes if len(classes) == shape[1] else [str(i) for i in range(shape[1])]
-        rows = [dict(zip(columns, values, strict=True)) for values in outputs.tolist()]
-    elif len(shape) == 3 and not outputs.is_floating_point():
-        for row, name, mask in zip(rows, names, outputs.to(torch.uint8).numpy(), strict=True):
-            path = (masks / name).with_suffix(".png")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(mask).save(path)
-            row["mask"] = str(path)
-    else:
+        return [dict(zip(columns, values, strict=True)) for values in outputs.tolist()]
+    if len(shape) != 3 or outputs.is_floating_point():
         found = f"a tensor of the shape {shape}" if shape else f"a {type(outputs).__name__}"
         raise UserError(f"predict_step returns {found}, which is no table: leave images= out, and out= is a .pt file.")
-    return rows
+    paths = [(masks / name).with_suffix(".png") for name in names]
+    for path, mask in zip(paths, outputs.to(torch.uint8).numpy(), strict=True):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(mask).save(path)
+    return [{"mask": str(path)} for path in paths]
 
 
 def write_sheet(path: Path, classified: list[tuple[Path, Row]]) -> list[str]:
@@ -167,9 +162,10 @@ def predict_own_data(model: Any, options: dict[str, str], out: Path) -> int:
     if out.suffix != ".pt":
         raise UserError("images= is missing: a CSV is of a folder of images, and out=FILE.pt of the run's own data.")
     data = load_data(options["ckpt_path"], Path(options["log_dir"]))
-    has_own, found = is_overridden("predict_dataloader", data), []
+    has_own = is_overridden("predict_dataloader", data)
     data.prepare_data()
     data.setup("predict" if has_own else "test")
+    found = []
     with torch.inference_mode():
         for number, batch in enumerate(data.predict_dataloader() if has_own else data.test_dataloader()):
             ready = data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0)

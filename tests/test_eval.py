@@ -10,7 +10,7 @@ from PIL import Image
 from lockstep.callbacks.checkpoint_io import write_checkpoint
 from lockstep.runs.folder import read_config
 from lockstep.storage.load import read_checkpoint
-from runs import run_door
+from runs import run_door, succeed
 
 SMALL = ["trainer=cpu", "trainer.max_steps=2", "scheduler=none", "run_id=r"]
 
@@ -31,16 +31,14 @@ def trained(tmp_path_factory):
     place = tmp_path_factory.mktemp("trained")
     words = [f"data.root={images(place / 'images')}", "data.image_size=8", "data.global_batch_size=4"]
     extra = "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, patience: 3}"
-    done = run_door("train", "data=image_folder", *words, "data.test_fraction=0.5", extra, *SMALL, logs=place)
-    assert done.code == 0, done.output
+    done = succeed("train", "data=image_folder", *words, "data.test_fraction=0.5", extra, *SMALL, logs=place)
     return done
 
 
 @pytest.mark.slow
 def test_a_key_of_the_checkpoints_data_is_taken_as_typed(trained, tmp_path):
     other = images(tmp_path / "others", shade=3)
-    done = run_door("eval", "ckpt_path=r", f"data.root={other}", "data.test_fraction=0.25", logs=trained.logs)
-    assert done.code == 0, done.output
+    done = succeed("eval", "ckpt_path=r", f"data.root={other}", "data.test_fraction=0.25", logs=trained.logs)
     config = read_config(done.folder.config)
     assert config["data"]["root"] == str(other) and config["data"]["name"] == "image_folder"
     assert config["data"]["image_size"] == 8 and done.record["metrics"]["test/images"] == 5
@@ -61,48 +59,32 @@ def test_a_key_that_nothing_reads_is_refused(word, said, trained):
     assert done.code == 2 and said in done.output, done.output
 
 
-def test_callbacks_that_were_asked_for_are_kept(trained):
+def test_callbacks_that_were_asked_for_are_kept_and_of_anothers_checkpoint_only_those_of_the_command_line(
+    trained, tmp_path
+):
     more = "+callbacks.device={_target_: lightning.pytorch.callbacks.Timer}"
-    done = run_door("eval", "ckpt_path=r", more, logs=trained.logs)
-    assert done.code == 0, done.output
-    assert list(read_config(done.folder.config)["callbacks"]) == ["early", "device"]
-
-
-def test_of_anothers_checkpoint_only_those_of_the_command_line(trained, tmp_path):
+    done = succeed("eval", "ckpt_path=r", more, logs=trained.logs)
+    assert list(read_config(done.folder.config)["callbacks"]) == ["early", "device"], done.output
     best = trained.folder.path / trained.record["best_checkpoint"]["path"]
-    path = shutil.copy(best, tmp_path / "anothers.ckpt")
-    root = images(tmp_path / "images")
-    words = [f"ckpt_path={path}", f"data.root={root}", "data.global_batch_size=4", "callbacks=spot"]
-    done = run_door("eval", *words, logs=tmp_path / "logs")
-    assert done.code == 0, done.output
-    assert list(read_config(done.folder.config)["callbacks"]) == ["spot"]
+    words = [f"ckpt_path={shutil.copy(best, tmp_path / 'anothers.ckpt')}", f"data.root={images(tmp_path / 'images')}"]
+    done = succeed("eval", *words, "data.global_batch_size=4", "callbacks=spot", logs=tmp_path / "logs")
+    assert list(read_config(done.folder.config)["callbacks"]) == ["spot"], done.output
 
 
-def test_a_checkpoint_of_a_version_without_a_key_is_tested(trained, tmp_path):
-    from lockstep.callbacks.checkpoint_io import write_checkpoint
-    from lockstep.storage.load import read_checkpoint
-
-    content = read_checkpoint(trained.folder.path / trained.record["best_checkpoint"]["path"])
-    config = content["lockstep"]["config"]
-    for key in ("verbose", "quiet"):
-        config.pop(key, None)
-    config["trainer"].pop("max_time")
-    write_checkpoint(content, tmp_path / "old.ckpt")
-    root = images(tmp_path / "images")
-    words = [f"ckpt_path={tmp_path / 'old.ckpt'}", "data=image_folder", f"data.root={root}", "data.image_size=8"]
-    done = run_door("eval", *words, "data.test_fraction=0.5", logs=tmp_path / "logs")
-    assert done.code == 0 and done.record["metrics"]["test/images"] == 10, done.output
-
-
-def test_a_checkpoint_of_this_machine_that_says_nothing_of_itself_is_tested_by_its_runs_config(trained, tmp_path):
-    logs = shutil.copytree(trained.logs, tmp_path / "logs")
+def test_a_checkpoint_of_a_version_without_a_key_and_one_that_says_nothing_are_tested(trained, tmp_path):
+    logs, root = shutil.copytree(trained.logs, tmp_path / "logs"), images(tmp_path / "images")
     best = logs / "train" / "runs" / "r" / trained.record["best_checkpoint"]["path"]
     content = read_checkpoint(best)
     write_checkpoint({key: value for key, value in content.items() if key != "lockstep"}, best)
-    root = images(tmp_path / "images")
-    done = run_door("eval", f"ckpt_path={best}", f"data.root={root}", "data.test_fraction=0.25", logs=logs)
-    assert done.code == 0 and "Traceback" not in done.output, done.output
+    done = succeed("eval", f"ckpt_path={best}", f"data.root={root}", "data.test_fraction=0.25", logs=logs)
+    assert "Traceback" not in done.output, done.output
     assert list(read_config(done.folder.config)["callbacks"]) == ["early"], "by the run's own config"
+    config = content["lockstep"]["config"]
+    del config["verbose"], config["quiet"], config["trainer"]["max_time"]
+    write_checkpoint(content, tmp_path / "old.ckpt")
+    words = [f"ckpt_path={tmp_path / 'old.ckpt'}", "data=image_folder", f"data.root={root}", "data.image_size=8"]
+    done = succeed("eval", *words, "data.test_fraction=0.5", logs=tmp_path / "elsewhere")
+    assert done.record["metrics"]["test/images"] == 10, done.output
 
 
 SHADES = {"cat": (200, 40, 40), "dog": (40, 200, 40), "fox": (40, 40, 200), "gnu": (200, 200, 40)}
@@ -126,8 +108,8 @@ def animals(tmp_path_factory):
     words = [f"data.root={root}", "data.image_size=8", "data.mean=0.25", "data.global_batch_size=9", "model=small_cnn",
              "data.test_fraction=0.2", "augmentation=none", "trainer=cpu", "trainer.max_epochs=12",
              "optimizer.lr=0.003", "run_id=animals"]  # fmt: skip
-    done = run_door("train", "data=image_folder", *words, logs=place)
-    assert done.code == 0 and done.record["metrics"]["test/acc"] == 1, done.output
+    done = succeed("train", "data=image_folder", *words, logs=place)
+    assert done.record["metrics"]["test/acc"] == 1, done.output
     return done
 
 
@@ -141,20 +123,16 @@ def confusion(done):
         return list(csv.reader(file))
 
 
-def test_all_images_of_another_folder_are_tested_as_the_net_was_trained(animals, tmp_path):
+def test_all_images_of_another_folder_are_tested_as_the_net_was_trained_and_of_the_moved_one_the_same_part(
+    animals, tmp_path
+):
     done = evaluated(animals, photographs(tmp_path / "new", {name: name for name in ("cat", "dog", "fox")}, 30))
     assert done.code == 0 and "testing on all 90 images" in done.output, done.output
-    metrics = done.record["metrics"]
+    metrics, data = done.record["metrics"], read_config(done.folder.config)["data"]
     assert (metrics["test/images"], metrics["test/acc"], done.record["num_test"]) == (90, 1, 90)
-    data = read_config(done.folder.config)["data"]
     assert (data["image_size"], data["mean"]) == (8, 0.25)
-
-
-def test_a_moved_folder_of_the_trainings_images_tests_the_same_part(animals, tmp_path):
-    moved = shutil.copytree(animals.logs / "photos", tmp_path / "moved")
-    done = evaluated(animals, moved)
-    assert done.code == 0 and done.record["metrics"]["test/images"] == 12, done.output
-    assert "testing on 12 images" in done.output
+    done = evaluated(animals, shutil.copytree(animals.logs / "photos", tmp_path / "moved"))
+    assert done.code == 0 and "testing on 12 images" in done.output, done.output
 
 
 @pytest.mark.parametrize(
@@ -170,17 +148,13 @@ def test_labels_are_matched_by_class_name(animals, tmp_path, names, rows):
     assert confusion(done) == [["true \\ predicted", "cat", "dog", "fox"], *([str(cell) for cell in r] for r in rows)]
 
 
-def test_an_unknown_class_is_refused_by_name(animals, tmp_path):
+def test_an_unknown_class_is_refused_by_name_and_a_test_folder_alone_is_tested(animals, tmp_path):
     done = evaluated(animals, photographs(tmp_path / "new", {name: name for name in SHADES}))
     assert done.code == 2 and "Traceback" not in done.output, done.output
     assert "the class gnu, which the checkpoint does not know; it knows cat, dog, fox" in done.output
-
-
-def test_a_test_folder_alone_is_tested(animals, tmp_path):
-    done = evaluated(animals, photographs(tmp_path / "new", {"dog": "dog", "cat": "cat"}, split="test"))
+    done = evaluated(animals, photographs(tmp_path / "other", {"dog": "dog", "cat": "cat"}, split="test"))
     assert done.code == 0 and "testing on all 20 images" in done.output, done.output
-    assert [row[0] for row in confusion(done)[1:]] == ["cat", "dog", "fox"]
-    assert done.record["metrics"]["test/acc"] == 1
+    assert [row[0] for row in confusion(done)[1:]] == ["cat", "dog", "fox"] and done.record["metrics"]["test/acc"] == 1
 
 
 def test_a_table_whose_rows_are_all_test_is_tested_in_the_order_of_the_checkpoints_classes(animals, tmp_path):
@@ -188,18 +162,12 @@ def test_a_table_whose_rows_are_all_test_is_tested_in_the_order_of_the_checkpoin
     lines = [f"new/{place}/{i}.png,{name},test" for place, name in (("a", "fox"), ("b", "cat")) for i in range(10)]
     (tmp_path / "list.csv").write_text("\n".join(["path,label,split", *lines]))
     done = evaluated(animals, tmp_path / "list.csv", data="csv")
-    assert done.code == 0 and "testing on all 20 images" in done.output, done.output
-    assert done.record["metrics"]["test/acc"] == 1
+    assert done.code == 0 and "testing on all 20 images" in done.output and done.record["metrics"]["test/acc"] == 1
     data = read_config(done.folder.config)["data"]
     assert (data["image_size"], data["mean"]) == (8, [0.25] * 3)
-
-
-def test_what_the_command_line_states_wins_over_the_checkpoint(animals, tmp_path):
-    root = photographs(tmp_path / "new", {"dog": "dog"})
-    done = evaluated(animals, root, "data.mean=0.5", "data.fit=squash")
-    assert done.code == 0, done.output
+    done = evaluated(animals, tmp_path / "list.csv", "data.mean=0.5", "data.fit=squash", data="csv")
     data = read_config(done.folder.config)["data"]
-    assert (data["image_size"], data["mean"], data["fit"]) == (8, 0.5, "squash")
+    assert (data["image_size"], data["mean"], data["fit"]) == (8, 0.5, "squash"), "the command line wins"
 
 
 @pytest.mark.parametrize(
@@ -218,7 +186,7 @@ def test_a_run_that_starts_from_other_classes_gets_a_new_head(animals, tmp_path,
     words = ["data=image_folder", f"data.root={root}", "data.image_size=8", "data.mean=0.25", "model=small_cnn",
              "augmentation=none", "data.global_batch_size=9", "trainer=cpu", "trainer.max_steps=1", "optimizer.lr=0",
              "run_id=next"]  # fmt: skip
-    done = run_door("train", f"ckpt_path={animals.logs / 'train/runs/animals'}", *words, logs=tmp_path / "logs")
-    assert done.code == 0 and said in done.output, done.output
+    done = succeed("train", f"ckpt_path={animals.logs / 'train/runs/animals'}", *words, logs=tmp_path / "logs")
+    assert said in done.output, done.output
     assert ("the head is new" in done.output) == ("gnu" in names or len(names) == 2)
     assert (done.record["metrics"]["test/acc"] == 1) == (len(names) == 3 and "fox" in names)

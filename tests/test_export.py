@@ -13,18 +13,17 @@ from lockstep.runs.errors import UserError
 from lockstep.runs.record import RunRecord
 from lockstep.training.inference import FinishedModel, load_finished
 from models.timm import TimmModel
-from runs import run_door
+from runs import succeed
 from tasks.classifier import ImageClassifier
 
 HAS_ONNX = all(find_spec(name) for name in export.NEEDED["onnx"])
-SMALL_VIT = ["model=vit_tiny_32", "model.depth=2", "model.embed_dim=48", "data=synthetic", "data.num_images=300",
-             "data.num_test_images=100", "data.image_size=16", "trainer=cpu", "trainer.max_epochs=1"]  # fmt: skip
+SMALL_NET = ["data=synthetic", "data.num_images=300", "data.num_test_images=100", "trainer=cpu", "trainer.max_epochs=1"]
+SMALL_VIT = ["model=vit_tiny_32", "model.depth=2", "model.embed_dim=48", "data.image_size=16", *SMALL_NET]
 
 
 @pytest.fixture(scope="module")
 def vit(tmp_path_factory):
-    done = run_door("train", *SMALL_VIT, "tags=[a|b]", logs=tmp_path_factory.mktemp("vit"))
-    assert done.code == 0, done.output
+    done = succeed("train", *SMALL_VIT, "tags=[a|b]", logs=tmp_path_factory.mktemp("vit"))
     return done
 
 
@@ -59,17 +58,6 @@ def test_the_folder_goes_to_the_hub_or_one_sentence_says_why_not(vit, tmp_path, 
     assert "push_to=refused: Token is required (hf auth login, or HF_TOKEN," in capsys.readouterr().err
     assert main([*ask, "push_to=birds"]) == 0 and "uploaded to https://hub/me/birds" in capsys.readouterr().out
     assert calls == [("birds", True), ("me/birds", ["README.md", "config.json", "model.safetensors"])]
-
-
-def test_timm_loads_the_folder(exported, vit):
-    import timm
-
-    net, model = timm.create_model(f"local-dir:{exported}", pretrained=True).eval(), load_finished(str(vit.folder.path))
-    images = example_images(model.facts, 5)
-    with torch.inference_mode():
-        assert torch.equal(net(images), model.net(images))
-    config = json.loads((exported / "config.json").read_text())
-    assert config["pretrained_cfg"]["input_size"] == [3, 16, 16] and len(config["label_names"]) == 10
 
 
 @pytest.mark.parametrize(
@@ -107,11 +95,8 @@ def test_timm_loads_any_of_its_models_as_the_card_says(tmp_path, monkeypatch, na
 
 
 def test_a_net_of_our_own_is_built_again_as_the_card_says(tmp_path, monkeypatch):
-    words = ["model=small_cnn", "model.dropout=0.125", "data=synthetic", "data.num_images=300",
-             "data.num_test_images=100", "data.image_size=12", "data.global_batch_size=50", "trainer=cpu",
-             "trainer.max_epochs=1"]  # fmt: skip
-    done = run_door("train", *words, logs=tmp_path / "logs")
-    assert done.code == 0, done.output
+    words = [*SMALL_NET, "model.dropout=0.125", "data.image_size=12"]
+    done = succeed("train", *words, logs=tmp_path / "logs")
     out = tmp_path / "out"
     run_id = done.record["run_id"]
     assert main([f"ckpt_path={run_id}", f"log_dir={done.logs}", f"out={out}", "formats=safetensors,pt2"]) == 0
@@ -132,8 +117,16 @@ def test_a_net_of_our_own_is_built_again_as_the_card_says(tmp_path, monkeypatch)
             torch.testing.assert_close(found["net"](images), model.net(images), rtol=1e-4, atol=1e-5)
 
 
-def test_the_hub_s_tools_read_the_card(exported, vit):
+def test_timm_loads_the_folder_of_a_run_and_the_hub_s_tools_read_its_card(exported, vit):
+    import timm
     from huggingface_hub import ModelCard
+
+    net, model = timm.create_model(f"local-dir:{exported}", pretrained=True).eval(), load_finished(str(vit.folder.path))
+    images = example_images(model.facts, 5)
+    with torch.inference_mode():
+        assert torch.equal(net(images), model.net(images))
+    config = json.loads((exported / "config.json").read_text())
+    assert config["pretrained_cfg"]["input_size"] == [3, 16, 16] and len(config["label_names"]) == 10
 
     card = ModelCard.load(exported / "README.md")
     assert card.data.library_name == "timm" and card.data.pipeline_tag == "image-classification"

@@ -12,6 +12,7 @@ from PIL import Image
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TEXT = (REPOSITORY / "docs" / "howto.md").read_text()
+SMALL = ["data.image_size=16", "data.global_batch_size=4", "model=small_cnn", "trainer=cpu"]
 FILES = dict(re.findall(r"^`((?:src|configs)/\S+)`\n\n```\w+\n(.*?)```", TEXT, re.DOTALL | re.MULTILINE))
 
 
@@ -66,18 +67,20 @@ def test_a_data_config_that_only_names_its_class_is_trained_and_tested(copy):
     assert "batches of 512" in evaluated.stdout and "test/images 100" in evaluated.stdout
 
 
+def photographs(folder):
+    for name, level in (("dark", 40), ("light", 200)):
+        (folder / name).mkdir(parents=True)
+        for number in range(12):
+            Image.new("RGB", (20, 16), (level + number,) * 3).save(folder / name / f"{number}.png")
+
+
 @pytest.mark.slow
 def test_photographs_that_a_yaml_names_and_a_recipe_of_two_metrics(copy):
     (metrics,) = re.findall(r"`(- override /metrics: \[.*?\])`", TEXT)
     recipe = f"# @package _global_\n# Mine\ndefaults:\n  - override /data: photos\n  {metrics}\n"
     (copy / "configs/experiment/two.yaml").write_text(recipe)
-    for name, level in (("dark", 40), ("light", 200)):
-        (copy / "data/photos" / name).mkdir(parents=True)
-        for number in range(12):
-            Image.new("RGB", (20, 16), (level + number,) * 3).save(copy / "data/photos" / name / f"{number}.png")
-    words = ["experiment=two", "data.image_size=16", "data.global_batch_size=4", "model=small_cnn", "trainer=cpu",
-             "trainer.max_epochs=1", "run_id=two"]  # fmt: skip
-    run_in(copy, "src/train.py", *words)
+    photographs(copy / "data/photos")
+    run_in(copy, "src/train.py", "experiment=two", *SMALL, "trainer.max_epochs=1", "run_id=two")
     record = json.loads((copy / "logs/train/runs/two/run.json").read_text())
     assert (record["data"], record["num_train"] + record["num_val"] + record["num_test"]) == ("photos", 24)
     assert {"val/f1", "val/kappa", "test/f1", "test/kappa"} <= record["metrics"].keys()
@@ -88,13 +91,9 @@ def test_photographs_that_a_yaml_names_and_a_recipe_of_two_metrics(copy):
 @pytest.mark.slow
 def test_the_lines_that_pack_a_folder_into_shards(copy, tmp_path):
     (lines,) = re.findall(r"```python\n(import io\n.*?)```", TEXT, re.DOTALL)
-    for name, level in (("dark", 40), ("light", 200)):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for number in range(12):
-            Image.new("RGB", (20, 16), (level + number,) * 3).save(tmp_path / "photos" / name / f"{number}.png")
+    photographs(tmp_path / "photos")
     run_in(tmp_path, "-c", lines)
-    words = ["data=webdataset", f"data.root={tmp_path / 'shards'}", "data.image_size=16", "data.global_batch_size=4",
-             "model=small_cnn", "trainer=cpu", "trainer.max_steps=1", "run_id=packed"]  # fmt: skip
+    words = ["data=webdataset", f"data.root={tmp_path / 'shards'}", *SMALL, "trainer.max_steps=1", "run_id=packed"]
     assert "2 classes: dark, light" in run_in(copy, "src/train.py", *words).stdout
 
 

@@ -14,7 +14,7 @@ import yaml
 from faults import signal_at_step
 from lockstep.storage.checkpoint_files import complete, fault_of
 from lockstep.storage.load import read_checkpoint
-from runs import run_door, start_door
+from runs import run_door, start_door, succeed
 
 SOAK = pytest.mark.slow
 SMALL = ["experiment=quickstart", "trainer.max_epochs=3", "trainer.log_every_n_steps=4"]
@@ -37,18 +37,17 @@ def rows(folder):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    done = run_door("train", *SMALL, logs=tmp_path_factory.mktemp("uninterrupted"))
-    assert done.code == 0, done.output
+    done = succeed("train", *SMALL, logs=tmp_path_factory.mktemp("uninterrupted"))
     return done
 
 
 def test_a_run_leaves_its_whole_folder(uninterrupted):
     folder, record = uninterrupted.folder, uninterrupted.record
-    assert record["status"] == "finished" and record["exit_code"] == 0 and record["error"] is None
-    assert record["model"] == "small_cnn" and record["data"] == "digits" and record["trainer"] == "cpu"
-    assert record["global_batch_size"] == 64 == record["per_device_batch_size"]
-    assert record["num_train"] + record["num_val"] == 1437 and record["num_test"] == 360
-    assert record["epochs"] == 3 and record["steps"] == 3 * (record["num_train"] // 64)
+    facts = {"status": "finished", "exit_code": 0, "error": None, "model": "small_cnn", "data": "digits",
+             "trainer": "cpu", "global_batch_size": 64, "per_device_batch_size": 64, "num_test": 360,
+             "epochs": 3}  # fmt: skip
+    assert {name: record[name] for name in facts} == facts
+    assert record["num_train"] + record["num_val"] == 1437 and record["steps"] == 3 * (record["num_train"] // 64)
     images = record["images"]
     assert (images["path"], images["why"], images["augmentation"]) == ("array", "they fit in memory", "crop_flip")
     assert len(images["mean"]) == len(images["std"]) == 1 and images["from_weights"] == [] and images["skipped"] == 0
@@ -61,11 +60,9 @@ def test_a_run_leaves_its_whole_folder(uninterrupted):
     assert {"code", "versions", "hosts", "command", "overrides", "seed", "fit_seconds"} <= record.keys()
     assert folder.page.exists() and (folder.path / "curves.svg").stat().st_size > 1000
     counts = [list(map(int, line.split(",")[1:])) for line in folder.confusion_matrix.read_text().splitlines()[1:]]
-    assert sum(map(sum, counts)) == 360
+    assert sum(map(sum, counts)) == 360 and record["summary"]["confusion"]["counts"] == counts
     assert sum(counts[i][i] for i in range(10)) == record["metrics"]["test/correct"]
-    assert record["summary"]["confusion"]["counts"] == counts
-    assert list(folder.tensorboard.glob("events*"))
-    assert not list(folder.path.rglob("*.part"))
+    assert list(folder.tensorboard.glob("events*")) and not list(folder.path.rglob("*.part"))
     steps = [int(row["step"]) for row in rows(folder)]
     assert steps == sorted(set(steps)) and steps[-1] == record["steps"]
     lines = uninterrupted.output.strip().splitlines()
@@ -76,29 +73,22 @@ def test_a_run_leaves_its_whole_folder(uninterrupted):
 @pytest.mark.slow
 def test_overfit_learns_a_few_batches_by_heart(tmp_path):
     words = ["experiment=quickstart", "debug=overfit", "trainer.max_epochs=20", "trainer.check_val_every_n_epoch=20"]
-    done = run_door("train", *words, logs=tmp_path)
-    assert done.code == 0 and done.record["tags"] == ["debug"], done.output
+    done = succeed("train", *words, logs=tmp_path)
+    assert done.record["tags"] == ["debug"], done.output
     losses = [float(row["train/loss"]) for row in rows(done.folder) if row["train/loss"]]
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_eval_counts_the_same_and_its_loss_is_bit_equal(uninterrupted):
-    best = uninterrupted.folder.path / uninterrupted.record["best_checkpoint"]["path"]
-    done = run_door("eval", f"ckpt_path={best}", logs=uninterrupted.logs.parent / "evaluated")
-    assert done.code == 0, done.output
-    wanted = {name: value for name, value in uninterrupted.record["metrics"].items() if name.startswith("test/")}
-    assert {name: done.record["metrics"][name] for name in wanted} == wanted
-    assert "trained on some of this test" not in done.output
-
-
-def test_a_checkpoint_is_plain_and_carries_its_config(uninterrupted):
-    path, sidecar = next(complete(uninterrupted.folder.checkpoints, "best"))
-    checkpoint = torch.load(path, weights_only=True)
-    own = checkpoint["lockstep"]
+def test_a_checkpoint_is_plain_carries_its_config_and_eval_counts_the_same_with_a_bit_equal_loss(uninterrupted):
+    path, _ = next(complete(uninterrupted.folder.checkpoints, "best"))
+    own = torch.load(path, weights_only=True)["lockstep"]
     assert own["config"]["model"]["_target_"] == "models.small_cnn.SmallCNN"
     assert own["data"]["class_names"] == [str(i) for i in range(10)]
     assert own["data"]["image_size"] == 8 and own["data"]["channels"] == 1 and len(own["data"]["mean"]) == 1
-    assert sidecar.epoch in (0, 1, 2)
+    done = succeed("eval", f"ckpt_path={path}", logs=uninterrupted.logs.parent / "evaluated")
+    wanted = {name: value for name, value in uninterrupted.record["metrics"].items() if name.startswith("test/")}
+    assert {name: done.record["metrics"][name] for name in wanted} == wanted
+    assert "trained on some of this test" not in done.output
 
 
 @pytest.mark.parametrize("stop_after", [3, *(pytest.param(step, marks=SOAK) for step in (20, 21))])
@@ -107,8 +97,7 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(uninterrupted,
     done = run_door("train", *SMALL, "run_id=r", logs=tmp_path, before=partial(signal_at_step, stop_after))
     assert done.code == 75, done.output
     assert done.record["status"] == "interrupted" and done.record["steps"] == stop_after
-    done = run_door("train", "resume=r", logs=tmp_path)  # with the options that it was started with
-    assert done.code == 0, done.output
+    done = succeed("train", "resume=r", logs=tmp_path)  # with the options that it was started with
     assert_equal(weights(done.folder), weights(uninterrupted.folder))
     assert_equal(weights(done.folder, "best"), weights(uninterrupted.folder, "best"))
     kept, wanted = rows(done.folder), rows(uninterrupted.folder)
@@ -123,25 +112,23 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(uninterrupted,
 @pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_run_resumes_to_the_same_weights(uninterrupted, tmp_path):
     two = [*SMALL, "trainer=ddp_sim", "data.global_batch_size=128", "callbacks.checkpoints.every_n_epochs=1"]
-    whole = run_door("train", *two, logs=tmp_path / "whole")
-    assert whole.code == 0 and whole.record["world_size"] == 2, whole.output
+    whole = succeed("train", *two, logs=tmp_path / "whole")
+    assert whole.record["world_size"] == 2, whole.output
     kill = partial(signal_at_step, 15, number=signal.SIGKILL, rank=1)
     died = run_door("train", *two, "run_id=r", logs=tmp_path / "killed", before=kill)
     assert died.code == 1
     assert died.record["status"] == "failed" and died.record["error"]["rank"] == 1
     assert "SIGKILL" in died.output.strip().splitlines()[-1]
-    resumed = run_door("train", "resume=r", logs=tmp_path / "killed")
-    assert resumed.code == 0, resumed.output
+    resumed = succeed("train", "resume=r", logs=tmp_path / "killed")
     assert_equal(weights(resumed.folder), weights(whole.folder))
     assert resumed.record["restarts"][0]["resumed_step"] == 10 and len(resumed.record["restarts"]) == 1
 
 
 @pytest.mark.slow
 def test_a_sweep_of_two_rank_jobs_makes_four_runs_and_survives_a_failing_one(tmp_path):
-    done = run_door(
-        "train", "-m", "experiment=quickstart", "trainer=ddp_sim", "trainer.max_epochs=1",
-        f"hydra.sweep.dir={tmp_path}/train/multiruns/s", "optimizer.lr=0.001,1e30", "seed=1,2", logs=tmp_path,
-    )  # fmt: skip
+    sweep = f"hydra.sweep.dir={tmp_path}/train/multiruns/s"
+    words = ["experiment=quickstart", "trainer=ddp_sim", "trainer.max_epochs=1", "optimizer.lr=0.001,1e30", "seed=1,2"]
+    done = run_door("train", "-m", *words, sweep, logs=tmp_path)
     records = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("train/multiruns/s/*/run.json")}
     assert sorted(records) == ["s_0", "s_1", "s_2", "s_3"], done.output
     assert [records[f"s_{i}"]["status"] for i in range(4)] == ["finished", "finished", "failed", "failed"], done.output
@@ -206,8 +193,7 @@ def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_i
     still = ["experiment=quickstart", f"ckpt_path={uninterrupted.folder.run_id}", "trainer.max_epochs=1"]
     still += ["optimizer.lr=1e-30", "optimizer.weight_decay=0"]
     there = uninterrupted.logs  # a run id is looked up among the runs
-    done = run_door("train", *still, "run_id=still", logs=there)
-    assert done.code == 0, done.output
+    done = succeed("train", *still, "run_id=still", logs=there)
     assert "Starting from the weights of " in done.output
     assert done.record["steps"] == 20 and done.record["epochs"] == 1
     assert_equal(weights(done.folder, "best"), best)
@@ -218,13 +204,11 @@ def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_i
 @pytest.mark.slow
 def test_a_run_that_max_steps_ends_in_mid_epoch_is_validated_tested_and_goes_on(tmp_path):
     words = ["experiment=quickstart", "scheduler=none", "trainer.log_every_n_steps=4"]
-    whole = run_door("train", *words, "trainer.max_steps=30", logs=tmp_path / "whole")
-    assert whole.code == 0, whole.output
-    short = run_door("train", *words, "trainer.max_steps=7", "run_id=r", logs=tmp_path)
-    assert short.code == 0, short.output
+    whole = succeed("train", *words, "trainer.max_steps=30", logs=tmp_path / "whole")
+    short = succeed("train", *words, "trainer.max_steps=7", "run_id=r", logs=tmp_path)
     assert short.record["best_checkpoint"]["step"] == 7 and short.record["metrics"]["test/images"] == 360
-    again = run_door("train", "resume=r", "trainer.max_steps=30", logs=tmp_path)
-    assert again.code == 0 and again.record["steps"] == 30, again.output
+    again = succeed("train", "resume=r", "trainer.max_steps=30", logs=tmp_path)
+    assert again.record["steps"] == 30, again.output
     assert_equal(weights(again.folder), weights(whole.folder))
     assert {row["step"] for row in rows(again.folder) if row["val/acc"]} == {"7", "20", "30"}
 
@@ -243,8 +227,8 @@ def test_the_id_of_a_run_that_died_before_its_first_step_can_be_used_again(tmp_p
     words = ["experiment=quickstart", "trainer=cpu", "trainer.max_steps=2", "test=false", "run_id=r"]
     died = run_door("train", *words, "optimizer.lr=7", logs=tmp_path, before=breaks_before_the_first_step)
     assert died.code == 1 and died.record["status"] == "failed", died.output
-    again = run_door("train", *words, "model=alexnet", "data.image_size=64", logs=tmp_path)
-    assert again.code == 0 and again.record["steps"] == 2 and again.record["restarts"] == [], again.output
+    again = succeed("train", *words, "model=alexnet", "data.image_size=64", logs=tmp_path)
+    assert again.record["steps"] == 2 and again.record["restarts"] == [], again.output
     assert again.record["error"] is None and "lr: 0.003" in again.folder.config.read_text()
     assert "exists already" in run_door("train", *words, logs=tmp_path).output
     before = again.folder.config.read_text()
@@ -266,11 +250,9 @@ def test_a_finished_run_and_another_config_are_not_overwritten(uninterrupted, tm
 def test_without_validation_the_last_checkpoint_is_the_best(tmp_path):
     words = ["experiment=quickstart", "trainer=ddp_sim", "data.val_fraction=0"]
     words += ["callbacks.checkpoints.every_n_epochs=2"]
-    first = run_door("train", *words, "trainer.max_epochs=1", "run_id=r", logs=tmp_path)
-    assert first.code == 0, first.output
+    first = succeed("train", *words, "trainer.max_epochs=1", "run_id=r", logs=tmp_path)
     assert " · no validation: the last checkpoint counts as the best" in first.output.splitlines()[0]
-    done = run_door("train", "resume=r", "trainer.max_epochs=3", logs=tmp_path)
-    assert done.code == 0, done.output
+    done = succeed("train", "resume=r", "trainer.max_epochs=3", logs=tmp_path)
     record = done.record
     assert (record["num_train"], record["num_val"], record["steps"]) == (1437, 0, 66)
     best = record["best_checkpoint"]
@@ -288,12 +270,12 @@ def test_a_run_that_early_stopping_ended_is_over_at_every_further_start(tmp_path
     stopping = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, min_delta: 100, patience: 1}"
     early = f"+callbacks.early={stopping}"
     words = ["experiment=quickstart", "trainer.limit_train_batches=2", early, "run_id=r", "resume=auto"]
-    first = run_door("train", *words, logs=tmp_path)
-    assert first.code == 0 and first.record["epochs"] == 2, first.output
-    again = run_door("train", *words, logs=tmp_path)
-    assert again.code == 0 and again.record["epochs"] == 2 and "has finished" in again.output, again.output
-    longer = run_door("train", *words, "trainer.max_epochs=21", logs=tmp_path)
-    assert longer.code == 0 and longer.record["epochs"] == 3, longer.output
+    first = succeed("train", *words, logs=tmp_path)
+    assert first.record["epochs"] == 2, first.output
+    again = succeed("train", *words, logs=tmp_path)
+    assert again.record["epochs"] == 2 and "has finished" in again.output, again.output
+    longer = succeed("train", *words, "trainer.max_epochs=21", logs=tmp_path)
+    assert longer.record["epochs"] == 3, longer.output
 
 
 @pytest.mark.slow
@@ -306,8 +288,8 @@ def test_a_resume_that_fails_changes_nothing_of_the_run_also_in_a_renamed_folder
         "train", "resume=renamed", "trainer.max_epochs=2", "+callbacks.x={_target_: no.Such}", logs=tmp_path
     )
     assert failed.code == 2 and (folder / "config.yaml").read_text() == before, failed.output
-    again = run_door("train", "resume=renamed", "trainer.max_epochs=2", logs=tmp_path)
-    assert again.code == 0 and again.record["epochs"] == 2, again.output
+    again = succeed("train", "resume=renamed", "trainer.max_epochs=2", logs=tmp_path)
+    assert again.record["epochs"] == 2, again.output
     assert yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["lr"] == 0.5
 
 

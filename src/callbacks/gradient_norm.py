@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
@@ -26,11 +25,6 @@ class GradientNorm(Callback):
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
-            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
-            pl_module.log(self.name, total_norm(gradients), on_step=True, on_epoch=False)
-
-
-def total_norm(gradients: list[Tensor]) -> Tensor:
-    """A scalar on the gradients' device; of shards the norm of the whole, for which every rank must call it."""
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+            norm = torch.nn.utils.get_total_norm([p.grad for p in pl_module.parameters() if p.grad is not None])
+            whole = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of shards: a collective
+            pl_module.log(self.name, whole, on_step=True, on_epoch=False)

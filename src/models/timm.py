@@ -4,12 +4,11 @@ python src/train.py model=timm model.name=vit_small_patch16_224 model.pretrained
 python src/train.py model=timm model.name=hf-hub:timm/resnet18.a1_in1k       (or local-dir:FOLDER)
 """
 
-import argparse
 import difflib
 import logging
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,8 +23,7 @@ from lockstep.runs.errors import UserError
 log = logging.getLogger(__name__)
 
 HEAD_NAMES = ("attn_pool", "fc_norm", "head_drop", "head", "head_dist")  # what VisionTransformer.forward_head uses
-STATES = ("state_dict_ema", "model_ema", "state_dict", "model")  # of a training checkpoint; timm takes averages first
-PREFIXES = ("module.", "_orig_mod.", "net.", "model.", "backbone.")  # of DDP, torch.compile, LightningModules
+PREFIXES = ("net.", "model.", "backbone.")  # of LightningModules; timm removes those of DDP and torch.compile
 
 
 class TimmModel(nn.Module):
@@ -62,7 +60,7 @@ class TimmModel(nn.Module):
         if weights is not None:
             is_head_new = _load(self.backbone, Path(weights), str(name), channels)
         if is_head_new:
-            for head in _classifiers(self.backbone):
+            for head in _layers(self.backbone, "classifier"):
                 for parameter in self.backbone.get_submodule(head).parameters():
                     nn.init.zeros_(parameter)
 
@@ -85,17 +83,17 @@ class TimmModel(nn.Module):
         return [unit for unit in units if len(list(unit.children())) > 0 and len(list(unit.parameters())) > 0]
 
     def head_names(self) -> list[str]:
-        return [f"backbone.{name}" for name in _classifiers(self.backbone)]
+        return [f"backbone.{name}" for name in _layers(self.backbone, "classifier")]
 
     def layer_numbers(self) -> dict[str, int]:
         """Return timm's layer of each parameter; of the few families that state none, each child is a layer."""
         from timm.models import group_parameters
 
-        if not hasattr(self.backbone, "group_matcher"):
-            layer_of = {name: number for number, (name, _) in enumerate(self.backbone.named_children())}
-            names = [name for name, _ in self.backbone.named_parameters()]
-            return {f"backbone.{name}": layer_of.get(name.split(".")[0], 0) for name in names}
-        found = group_parameters(self.backbone, self.backbone.group_matcher(coarse=False), reverse=True)
+        if hasattr(self.backbone, "group_matcher"):
+            found = group_parameters(self.backbone, self.backbone.group_matcher(coarse=False), reverse=True)
+        else:
+            children = {name: number for number, (name, _) in enumerate(self.backbone.named_children())}
+            found = {name: children.get(name.split(".")[0], 0) for name, _ in self.backbone.named_parameters()}
         return {f"backbone.{name}": number for name, number in found.items()}
 
     def undecayed_names(self) -> set[str]:
@@ -107,13 +105,12 @@ class TimmModel(nn.Module):
 
         It is the same dict if there is nothing to do.
         """
-        own, prefix = self.state_dict(), "backbone."
-        place, patch = f"{prefix}pos_embed", f"{prefix}patch_embed.proj.weight"
-        shapes = [{name: each[name].shape for name in (place, patch) if name in each} for each in (own, state)]
-        if not all(len(each) == 2 for each in shapes) or shapes[0] == shapes[1] or shapes[0][patch] != shapes[1][patch]:
+        own, place, patch = self.state_dict(), "backbone.pos_embed", "backbone.patch_embed.proj.weight"
+        here, there = ({name: each[name].shape for name in (place, patch) if name in each} for each in (own, state))
+        if len(here) < 2 or len(there) < 2 or here == there or here[patch] != there[patch]:
             return state
-        filtered = _filtered({key.removeprefix(prefix): value for key, value in state.items()}, self.backbone)
-        return {f"{prefix}{key}": value for key, value in filtered.items()}
+        filtered = _filtered({key.removeprefix("backbone."): value for key, value in state.items()}, self.backbone)
+        return {f"backbone.{key}": value for key, value in filtered.items()}
 
     def stages(self) -> list[nn.Module]:
         """Return patch embedding, each block, norm and head.
@@ -123,39 +120,41 @@ class TimmModel(nn.Module):
         """
         from timm.models.vision_transformer import VisionTransformer
 
-        if type(self.backbone).forward_features is not VisionTransformer.forward_features:
+        vit: Any = self.backbone
+        if type(vit).forward_features is not VisionTransformer.forward_features:
             raise UserError(
-                f"timm's {type(self.backbone).__name__} does not name its stages: "
+                f"timm's {type(vit).__name__} does not name its stages: "
                 "trainer=model_parallel works with vit_* names, alexnet, alexnet_bn, small_cnn and airbench."
             )
-        vit = self.backbone
         first = [name for name, _ in vit.named_children() if name not in ("blocks", "norm", *HEAD_NAMES)]
-        embedding = _Part(vit, first, _embed)
-        for name, parameter in vit.named_parameters(recurse=False):
-            embedding.register_parameter(name, parameter)
-        return [embedding, *vit.blocks, vit.norm, _Part(vit, HEAD_NAMES, lambda whole, x: whole.forward_head(x))]
+        return [_Embedding(vit, first), *vit.blocks, vit.norm, _Head(vit, HEAD_NAMES)]
 
 
 class _Part(nn.Module):
-    """A part of a VisionTransformer with the same parameter objects, so that it can be moved to another device.
+    """A part of a VisionTransformer with the same parameter objects, so that it can be moved to another device."""
 
-    Args:
-        forward_part: computes its output from the whole net and the part's input.
-    """
-
-    def __init__(self, vit: nn.Module, children: Iterable[str], forward_part: Callable[[Any, Tensor], Tensor]) -> None:
+    def __init__(self, vit: nn.Module, children: Iterable[str]) -> None:
         super().__init__()
         for name in children:
             if getattr(vit, name, None) is not None:
                 self.add_module(name, getattr(vit, name))
-        self._vit, self.forward_part = (vit,), forward_part  # in a tuple: not a child, or all of it would be moved
-
-    def forward(self, values: Tensor) -> Tensor:
-        return self.forward_part(self._vit[0], values)
+        self.whole = (vit,)  # in a tuple: not a child, or all of it would be moved
 
 
-def _embed(vit: Any, images: Tensor) -> Tensor:
-    return vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
+class _Embedding(_Part):
+    def __init__(self, vit: nn.Module, children: Iterable[str]) -> None:
+        super().__init__(vit, children)
+        for name, parameter in vit.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+
+    def forward(self, images: Tensor) -> Tensor:
+        [vit] = self.whole
+        return vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
+
+
+class _Head(_Part):
+    def forward(self, features: Tensor) -> Tensor:
+        return self.whole[0].forward_head(features)
 
 
 def vit_tiny_32(
@@ -198,29 +197,26 @@ def _create(name: str, image_size: int, channels: int, settings: dict[str, Any])
     logging.getLogger("huggingface_hub").handlers.clear()  # Lockstep's handler shows its messages
     offline, problem = _without_network() if settings["pretrained"] else "", ""
     for size in ({"img_size": image_size}, {}):
+        backbone = None
         try:
             backbone = timm.create_model(name, **size, **settings)
-        except Exception as error:  # timm's, the hub client's and its HTTP library's
-            if size and isinstance(error, TypeError) and "img_size" in str(error):
-                continue
-            if problem:
-                break
-            if isinstance(error, TypeError):
-                raise UserError(f"{name} does not take one of the model's arguments ({_one_line(error)}).") from error
-            if settings["pretrained"]:
-                raise UserError(
-                    f"the pretrained weights of {name} cannot be loaded ({offline or _one_line(error)}): give a local "
-                    "file with model.weights=FILE, or train from scratch with model.pretrained=false."
-                ) from error
-            raise UserError(f"{name} cannot be built for data.image_size={image_size} ({_one_line(error)}).") from error
-        parameter = next(backbone.parameters())
-        try:
+            parameter = next(backbone.parameters())
             if not parameter.is_meta:
                 with torch.no_grad():
                     backbone.eval()(torch.zeros(1, channels, image_size, image_size, dtype=parameter.dtype))
             return backbone.train()
-        except Exception as error:  # assertions, shapes and indices of any model
-            problem = problem or _one_line(error)
+        except Exception as error:  # timm's, the hub client's, its HTTP library's, and assertions of any model
+            said = _one_line(error)
+            if size and isinstance(error, TypeError) and "img_size" in said:
+                continue
+            if backbone is None and not problem and isinstance(error, TypeError):
+                raise UserError(f"{name} does not take one of the model's arguments ({said}).") from error
+            if backbone is None and not problem and settings["pretrained"]:
+                raise UserError(
+                    f"the pretrained weights of {name} cannot be loaded ({offline or said}): give a local file with "
+                    "model.weights=FILE, or train from scratch with model.pretrained=false."
+                ) from error
+            problem = problem or said
     raise UserError(f"{name} cannot take data.image_size={image_size} ({problem}).")
 
 
@@ -243,65 +239,50 @@ def _without_network() -> str:
 
 
 def _load(backbone: nn.Module, path: Path, name: str, channels: int) -> bool:
-    """Load a file, with position embeddings and input channels adapted as timm does; return whether the head is new.
+    """Load a file as timm does: averaged weights first, with position embeddings and input channels adapted.
 
+    Returns:
+        Whether the head is new.
     Raises:
-        UserError: a weight is missing, left over or of another shape.
+        UserError: there is no such file, it holds no weights, or one is missing, left over or of another shape.
     """
-    from timm.models import adapt_input_conv
+    from timm.models import adapt_input_conv, load_checkpoint
 
-    own, is_head_new = backbone.state_dict(), False
-    state = _read_weights(path, own)
-    try:
-        state = _filtered(state, backbone)
-        first = backbone.pretrained_cfg.get("first_conv") or ()
-        for weight in [f"{layer}.weight" for layer in ((first,) if isinstance(first, str) else first)]:
-            if weight in state and weight in own and state[weight].shape[1] != own[weight].shape[1]:
-                state[weight] = adapt_input_conv(channels, state[weight])
-        head = [f"{layer}.{kind}" for layer in _classifiers(backbone) for kind in ("weight", "bias")]
-        if any(key in own and (key not in state or state[key].shape != own[key].shape) for key in head):
-            is_head_new = True
-            state = {**{key: value for key, value in state.items() if key not in head},
-                     **{key: own[key] for key in head if key in own}}  # fmt: skip
-        backbone.load_state_dict(state)
-    except Exception as error:  # timm's filters index what they expect to find
-        raise UserError(f"model.weights={path} does not fit {name}: {_one_line(error)}.") from error
-    return is_head_new
-
-
-def _read_weights(path: Path, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state dict in a local file, averaged weights first, without running anything that it contains.
-
-    Raises:
-        UserError: there is no such file, or it holds no tensors by name.
-    """
     if not path.is_file():
         raise UserError(f"model.weights={path} is not a file: give a local .safetensors or .pth file.")
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
+    own, is_read, is_head_new = backbone.state_dict(), False, False
 
-            content = load_file(path)
-        else:
-            with torch.serialization.safe_globals([argparse.Namespace]):  # the options in timm's checkpoints
-                content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # both libraries raise many kinds
+    def fitted(state: dict[str, Tensor], _: nn.Module) -> dict[str, Tensor]:
+        nonlocal is_read, is_head_new
+        is_read = True
+        for prefix in PREFIXES * 2:  # one may lie within another
+            if any(key.startswith(prefix) for key in state) and not any(key.startswith(prefix) for key in own):
+                state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        state = _filtered(state, backbone)
+        for weight in (f"{layer}.weight" for layer in _layers(backbone, "first_conv")):
+            if weight in state and weight in own and state[weight].shape[1] != own[weight].shape[1]:
+                state[weight] = adapt_input_conv(channels, state[weight])
+        heads = {f"{layer}.{kind}" for layer in _layers(backbone, "classifier") for kind in ("weight", "bias")}
+        if any(key not in state or state[key].shape != own[key].shape for key in heads & own.keys()):
+            is_head_new = True
+            state = {key: value for key, value in state.items() if key not in heads}
+            state |= {key: own[key] for key in heads & own.keys()}
+        return state
+
+    logging.getLogger("timm").setLevel(
+        logging.INFO if rank_zero_only.rank == 0 else logging.WARNING
+    )  # says what it took
+    try:
+        load_checkpoint(backbone, str(path), filter_fn=fitted)
+    except Exception as error:  # of torch, safetensors and timm's filters, which index what they expect to find
+        if is_read:
+            raise UserError(f"model.weights={path} does not fit {name}: {_one_line(error)}.") from error
         raise UserError(
             f"model.weights={path} cannot be read as weights ({_one_line(error)}): give a .safetensors file or a .pth "
             "file of tensors by name. If you trust the file, this converts it: torch.save(torch.load(FILE, "
             "weights_only=False)['state_dict'], 'weights.pth')."
         ) from error
-    held: dict[str, Any] = content if isinstance(content, dict) else {}
-    notes = [key for key in STATES if isinstance(held.get(key), dict)][:1]
-    state: dict[str, Tensor] = held[notes[0]] if notes else held
-    if not state or not all(isinstance(value, Tensor) for value in state.values()):
-        raise UserError(f"model.weights={path} holds no state dict: give a file of tensors by name.")
-    for prefix in PREFIXES * 2:  # one may lie within another
-        if any(key.startswith(prefix) for key in state) and not any(key.startswith(prefix) for key in own):
-            state = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-            notes.append(f"prefix {prefix} removed")
-    rank_zero_only(log.info)(f"model.weights={path}: {len(state)} tensors{''.join(f', {note}' for note in notes)}")
-    return state
+    return is_head_new
 
 
 def _filtered(state: dict[str, Tensor], backbone: nn.Module) -> dict[str, Tensor]:
@@ -310,8 +291,9 @@ def _filtered(state: dict[str, Tensor], backbone: nn.Module) -> dict[str, Tensor
     return dict(adapt(state, backbone)) if adapt else dict(state)
 
 
-def _classifiers(backbone: nn.Module) -> tuple[str, ...]:
-    names = backbone.pretrained_cfg.get("classifier") or ()
+def _layers(backbone: nn.Module, kind: str) -> tuple[str, ...]:
+    """Return the names of the layers that timm calls `classifier` or `first_conv`."""
+    names = backbone.pretrained_cfg.get(kind) or ()
     return (names,) if isinstance(names, str) else tuple(names)
 
 

@@ -4,6 +4,7 @@ Between log points nothing here reads a value from the device: counts add up in 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,9 +38,8 @@ class Counts:
             predicted, labels: (B,) int64.
             probabilities: (B, num_classes).
         """
-        hits = (predicted == labels).double()
+        hits, confidence = (predicted == labels).double(), probabilities.amax(1).double()
         self.confusion.index_add_(0, labels * self.num_classes + predicted, torch.ones_like(hits))
-        confidence = probabilities.amax(1).double()
         bins = (confidence * BINS).ceil().clamp(1, BINS)  # as torchmetrics: a bin holds its upper end
         is_in = (bins[:, None] == torch.arange(1, BINS + 1, device=bins.device)).double()
         self.calibration += is_in.T @ torch.stack([torch.ones_like(hits), hits, confidence], dim=1)
@@ -60,7 +60,7 @@ class ImageClassifier(Task):
     def __init__(
         self,
         net: nn.Module,
-        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        optimizer: partial[torch.optim.Optimizer] | None = None,
         scheduler: Callable[..., Any] | None = None,
         *,
         num_classes: int,
@@ -130,8 +130,7 @@ class ImageClassifier(Task):
 
     def _values(self, stage: str) -> dict[str, float]:
         """One collective and one host-device synchronisation per evaluation, beside those of `metrics`."""
-        totals = self.totals(stage)
-        if not totals:  # limit_test_batches=0
+        if not (totals := self.totals(stage)):  # limit_test_batches=0
             return {}
         values = {name: total / max(number, 1.0) for name, (total, number) in totals.items()}  # a dry run counts 0
         if self.metrics:
@@ -181,8 +180,7 @@ def check_logits(logits: Any, num_classes: int) -> None:
 
 def losses_of_images(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor) -> Tensor:
     """Return (B,), also of a loss that returns the mean of a batch, as torch's and timm's: by batches of one image."""
-    found = loss(logits, targets)
-    if found.ndim == 1:
+    if (found := loss(logits, targets)).ndim == 1:
         return found
     return torch.func.vmap(lambda row, target: loss(row[None], target[None]))(logits, targets)
 

@@ -209,3 +209,10 @@ def start_door(
 
 def run_door(door: str, *argv: str, logs: Path, **options: Any) -> Done:
     return start_door(door, *argv, logs=logs, **options).done()
+
+
+def succeed(door: str, *argv: str, logs: Path, **options: Any) -> Done:
+    """Run a door that ends with exit code 0."""
+    done = run_door(door, *argv, logs=logs, **options)
+    assert done.code == 0, done.output
+    return done

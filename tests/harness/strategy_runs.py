@@ -3,7 +3,6 @@
 import logging
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +14,13 @@ from torch.nn import functional as F
 from local_ranks import local_cluster, meet, run_ranks
 from lockstep.callbacks.checkpoint_io import CheckpointFiles
 from lockstep.launch.launchers import Cluster
+from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.base import capabilities
+from lockstep.strategies.ddp import DDP
+from lockstep.strategies.fsdp import FSDP
+from lockstep.strategies.model_parallel import ModelParallel
+from lockstep.strategies.recompute import recompute_activations
+from lockstep.strategies.sync_batchnorm import synchronise
 from lockstep.training.rank import StartedRanks
 
 CLASSES, FEATURES = 7, 12
@@ -119,18 +124,8 @@ def adamw(parameters, **kernel):
 
 def strategy_of(name: str, **own: Any) -> Any:
     """One of ours with its own options; Lightning's default for "one"."""
-    if name == "one":
-        return "auto"
-    if name == "model_parallel":
-        from lockstep.strategies.model_parallel import ModelParallel
-
-        return ModelParallel(**own)
-    from lockstep.strategies.allreduce import AllReduce
-    from lockstep.strategies.ddp import DDP
-    from lockstep.strategies.fsdp import FSDP
-
-    cls = {"ddp": DDP, "fsdp": FSDP, "allreduce": AllReduce}[name]
-    return cls(**own)
+    known = {"ddp": DDP, "fsdp": FSDP, "allreduce": AllReduce, "model_parallel": ModelParallel}
+    return "auto" if name == "one" else known[name](**own)
 
 
 def trainer_of(
@@ -164,9 +159,6 @@ def fit(
     callbacks: Sequence[pl.Callback] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Train; returns this rank's losses, the whole weights (rank 0) and what `inspect(trainer)` says."""
-    from lockstep.strategies.recompute import recompute_activations
-    from lockstep.strategies.sync_batchnorm import synchronise
-
     torch.manual_seed(3)
     module = Classifier(TinyNet(batch_norm), optimizer)
     if precision == "64-true":
@@ -223,7 +215,7 @@ def one(**settings: Any) -> dict[str, Any]:
 
 def ranks(name: str, world_size: int, num_nodes: int = 1, **settings: Any) -> list[dict[str, Any]]:
     """Each rank's result."""
-    return run_ranks(partial(fit, name=name, **settings), world_size, num_nodes=num_nodes, timeout_s=120)
+    return ranks_all(world_size, [(name, settings)], num_nodes)[0]
 
 
 def fit_all(cluster: Cluster, runs: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:

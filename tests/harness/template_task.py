@@ -12,8 +12,8 @@ from torchmetrics.classification import MulticlassAccuracy
 class DenseNet(nn.Module):
     def __init__(self, input_size: int, hidden: int, output_size: int) -> None:
         super().__init__()
-        self.model = nn.Sequential(nn.Linear(input_size, hidden), nn.BatchNorm1d(hidden), nn.ReLU(),
-                                   nn.Linear(hidden, output_size))  # fmt: skip
+        norm = nn.BatchNorm1d(hidden)
+        self.model = nn.Sequential(nn.Linear(input_size, hidden), norm, nn.ReLU(), nn.Linear(hidden, output_size))
 
     def forward(self, x):
         return self.model(x.flatten(1))
@@ -27,16 +27,13 @@ class DigitsModule(pl.LightningModule):
         self.train_acc, self.val_acc, self.test_acc = (MulticlassAccuracy(10, average="micro") for _ in range(3))
         self.val_loss, self.val_acc_best = MeanMetric(), MaxMetric()
 
-    def forward(self, x):
-        return self.net(x)
-
     def on_train_start(self):
         self.val_loss.reset()
         self.val_acc_best.reset()
 
     def model_step(self, batch):
         x, y = batch
-        logits = self(x)
+        logits = self.net(x)
         return self.criterion(logits, y), logits.argmax(1), y
 
     def training_step(self, batch, batch_idx):
@@ -67,37 +64,27 @@ class DigitsModule(pl.LightningModule):
 
     def configure_optimizers(self):
         optimizer = self.hparams.optimizer(params=self.trainer.model.parameters())
-        scheduler = self.hparams.scheduler(optimizer=optimizer)
-        plan = {"scheduler": scheduler, "monitor": "val/loss", "interval": "epoch", "frequency": 1}
+        plan = {"scheduler": self.hparams.scheduler(optimizer=optimizer), "monitor": "val/loss", "interval": "epoch"}
         return {"optimizer": optimizer, "lr_scheduler": plan}
 
 
 class DigitsData(pl.LightningDataModule):
+    num_classes = 10
+
     def __init__(self, batch_size: int = 64, num_workers: int = 0, pin_memory: bool = False) -> None:
         super().__init__()
         self.save_hyperparameters(logger=False)
-        self.data_train = None
-
-    @property
-    def num_classes(self) -> int:
-        return 10
 
     def setup(self, stage=None):
-        if self.data_train is None:
-            x, y = load_digits(return_X_y=True)
-            whole = TensorDataset(torch.tensor(x, dtype=torch.float32) / 16, torch.tensor(y))
-            generator = torch.Generator().manual_seed(42)
-            self.data_train, self.data_val, self.data_test = random_split(whole, [1397, 200, 200], generator)
-
-    def _loader(self, part, shuffle):
-        own = self.hparams
-        return DataLoader(part, own.batch_size, shuffle=shuffle, num_workers=own.num_workers, pin_memory=own.pin_memory)
+        x, y = load_digits(return_X_y=True)
+        whole = TensorDataset(torch.tensor(x, dtype=torch.float32) / 16, torch.tensor(y))
+        self.train, self.val, self.test = random_split(whole, [1397, 200, 200], torch.Generator().manual_seed(42))
 
     def train_dataloader(self):
-        return self._loader(self.data_train, True)
+        return DataLoader(self.train, shuffle=True, **self.hparams)
 
     def val_dataloader(self):
-        return self._loader(self.data_val, False)
+        return DataLoader(self.val, **self.hparams)
 
     def test_dataloader(self):
-        return self._loader(self.data_test, False)
+        return DataLoader(self.test, **self.hparams)

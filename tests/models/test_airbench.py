@@ -12,27 +12,21 @@ def correlated_images(count=64, channels=3):
     return images.cumsum(2).cumsum(3) / 8 + 0.3 * images.mean(1, keepdim=True)
 
 
-def test_whitening_gives_uncorrelated_outputs_of_equal_power():
+def test_whitening_gives_uncorrelated_outputs_of_equal_power_is_the_same_each_time_and_is_not_trained():
     torch.manual_seed(0)
-    net, images = Airbench(num_classes=10, image_size=12, channels=3), correlated_images()
-    net.init_from_images(images)
+    images = correlated_images()
+    net, again = (Airbench(num_classes=10, image_size=12, channels=3) for _ in range(2))
+    for each in (net, again):
+        each.init_from_images(images)
     out = patches(images) @ net.whiten.weight.flatten(1).T
     half = out[:, :12]
     second_moment = half.T @ half / len(half)
     assert torch.allclose(second_moment, torch.diag(second_moment.diag()), atol=1e-2)
     assert second_moment.diag().min() > 0.5 and second_moment.diag().max() < 1.01
-    assert torch.equal(out[:, 12:], -half)
-
-
-def test_whitening_is_the_same_each_time_and_is_not_trained():
-    images = correlated_images()
-    nets = [Airbench(num_classes=10, image_size=12, channels=3) for _ in range(2)]
-    for net in nets:
-        net.init_from_images(images)
-    assert torch.equal(nets[0].whiten.weight, nets[1].whiten.weight)
-    rows = nets[0].whiten.weight.flatten(1)[:12]  # an eigenvector's sign is fixed by its largest entry
+    assert torch.equal(out[:, 12:], -half) and torch.equal(net.whiten.weight, again.whiten.weight)
+    rows = net.whiten.weight.flatten(1)[:12]  # an eigenvector's sign is fixed by its largest entry
     assert (rows.gather(1, rows.abs().argmax(1, keepdim=True)) > 0).all()
-    assert not nets[0].whiten.weight.requires_grad and nets[0].whiten.bias.requires_grad
+    assert not net.whiten.weight.requires_grad and net.whiten.bias.requires_grad
 
 
 def test_convolutions_start_by_passing_their_inputs_through():

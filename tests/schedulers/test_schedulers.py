@@ -26,14 +26,31 @@ def rates(scheduler, steps, *, lr=2.0, **own):
     return seen
 
 
-def test_cosine_without_warmup():
-    seen = rates(cosine, 5, total_steps=4, steps_per_epoch=2)
-    assert seen == pytest.approx([2.0, 1 + 0.5**0.5, 1.0, 1 - 0.5**0.5, 0.0])
+COSINE = 0.5**0.5
 
 
-def test_cosine_with_warmup_and_floor():
-    seen = rates(cosine, 9, total_steps=7, steps_per_epoch=3, warmup_epochs=1.0, final_share=0.1)
-    assert seen == pytest.approx([0.5, 1.0, 1.5, 2.0, 1.1 + 0.9 * 0.5**0.5, 1.1, 1.1 - 0.9 * 0.5**0.5, 0.2, 0.2])
+@pytest.mark.parametrize(
+    ("scheduler", "own", "seen"),
+    [
+        (cosine, {"total_steps": 4, "steps_per_epoch": 2}, [2.0, 1 + COSINE, 1.0, 1 - COSINE, 0.0]),
+        (cosine, {"total_steps": 7, "steps_per_epoch": 3, "warmup_epochs": 1.0, "final_share": 0.1},
+         [0.5, 1.0, 1.5, 2.0, 1.1 + 0.9 * COSINE, 1.1, 1.1 - 0.9 * COSINE, 0.2, 0.2]),
+        (linear, {"total_steps": 6, "steps_per_epoch": 2, "warmup_epochs": 0.5}, [1.0, 2.0, 1.6, 1.2, 0.8, 0.4, 0, 0]),
+        (linear, {"total_steps": 4, "steps_per_epoch": 4, "final_share": 0.5}, [2, 1.75, 1.5, 1.25, 1]),
+        (wsd, {"total_steps": 10, "steps_per_epoch": 2, "warmup_epochs": 0.5, "decay_share": 0.4, "final_share": 0.1},
+         [1.0, *[2.0] * 6, 1.55, 1.1, 0.65, 0.2, 0.2]),
+        (wsd, {"total_steps": 2, "steps_per_epoch": 2, "decay_share": 0}, [2.0, 2.0, 2.0]),
+        (step, {"total_steps": 6, "steps_per_epoch": 2}, [2, 2, 1.4, 1.4, 0.98, 0.98]),
+        (step, {"total_steps": 6, "steps_per_epoch": 2, "gamma": 0.1, "every_n_epochs": 2}, [2, 2, 2, 2, 0.2]),
+    ],
+)  # fmt: skip
+def test_the_learning_rate_of_each_step(scheduler, own, seen):
+    assert rates(scheduler, len(seen), **own) == pytest.approx(seen)
+
+
+def test_a_share_above_one_is_refused():
+    with pytest.raises(UserError, match="scheduler.decay_share=2"):
+        rates(wsd, 1, total_steps=2, steps_per_epoch=2, decay_share=2)
 
 
 @pytest.mark.parametrize("scheduler", [cosine, linear, wsd])
@@ -44,44 +61,16 @@ def test_a_warmup_that_never_ends_is_said(scheduler, caplog):
     assert "takes 9 steps and training 9: the learning rate never reaches optimizer.lr" in caplog.text
 
 
-def test_linear_triangle():
-    seen = rates(linear, 8, total_steps=6, steps_per_epoch=2, warmup_epochs=0.5)
-    assert seen == pytest.approx([1.0, 2.0, 1.6, 1.2, 0.8, 0.4, 0.0, 0.0])
-
-
-def test_linear_from_full_rate():
-    assert rates(linear, 5, total_steps=4, steps_per_epoch=4, final_share=0.5) == pytest.approx([2, 1.75, 1.5, 1.25, 1])
-
-
-def test_wsd_rises_stays_and_falls():
-    seen = rates(wsd, 12, total_steps=10, steps_per_epoch=2, warmup_epochs=0.5, decay_share=0.4, final_share=0.1)
-    assert seen == pytest.approx([1.0, *[2.0] * 6, 1.55, 1.1, 0.65, 0.2, 0.2])
-    assert rates(wsd, 3, total_steps=2, steps_per_epoch=2, decay_share=0) == [2.0, 2.0, 2.0]
-    with pytest.raises(UserError, match="scheduler.decay_share=2"):
-        rates(wsd, 1, total_steps=2, steps_per_epoch=2, decay_share=2)
-
-
-def test_step_falls_at_the_end_of_epochs():
-    assert rates(step, 6, total_steps=6, steps_per_epoch=2) == pytest.approx([2, 2, 1.4, 1.4, 0.98, 0.98])
-    assert rates(step, 5, total_steps=6, steps_per_epoch=2, gamma=0.1, every_n_epochs=2) == pytest.approx(
-        [2] * 4 + [0.2]
-    )
-
-
 @pytest.mark.parametrize("scheduler", [cosine, linear, step, wsd])
 def test_a_restored_schedule_goes_on(scheduler):
-    own = {"total_steps": 10, "steps_per_epoch": 2}
-    whole = rates(scheduler, 10, **own)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-    schedule = scheduler(optimizer, **own)
+    optimizer, other = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0) for _ in range(2))
+    schedule, restored = (scheduler(each, total_steps=10, steps_per_epoch=2) for each in (optimizer, other))
     for _ in range(5):
         optimizer.step()
         schedule.step()
-    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-    restored = scheduler(other, **own)
     other.load_state_dict(optimizer.state_dict())
     restored.load_state_dict(schedule.state_dict())
-    for expected in whole[5:]:
+    for expected in rates(scheduler, 10, total_steps=10, steps_per_epoch=2)[5:]:
         assert other.param_groups[0]["lr"] == pytest.approx(expected)
         other.step()
         restored.step()

@@ -1,4 +1,4 @@
-"""The module's choice of an optimizer's kernel, and its counts."""
+"""The module's choice of an optimizer's kernel, its counts, and what it refuses of a net."""
 
 from copy import deepcopy
 from functools import partial
@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.runs.errors import UserError
 from optimizers.muon import Muon
-from tasks.classifier import ImageClassifier
+from tasks.classifier import ImageClassifier, check_logits
 
 
 def module(optimizer, precision="32-true"):
@@ -19,39 +20,35 @@ def module(optimizer, precision="32-true"):
     return classifier
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
-def test_optimizers_that_have_one_kernel_for_all_parameters_use_it(optimizer):
-    assert module(partial(optimizer, lr=0.1)).configure_optimizers().param_groups[0]["fused"] is True
+def step(classifier, optimizer):
+    optimizer.zero_grad()
+    classifier.training_step((torch.ones(2, 1, 2, 2).double(), torch.tensor([0, 2])), 0).backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "precision"),
+    ("optimizer", "precision", "is_sharded", "kernel"),
     [
-        (partial(torch.optim.AdamW, lr=0.1, fused=False), "32-true"),
-        (partial(torch.optim.AdamW, lr=0.1, foreach=True), "32-true"),
-        (partial(torch.optim.AdamW, lr=0.1), "16-mixed"),  # clipping needs gradients without their scale
-        (partial(torch.optim.Adadelta, lr=0.1), "32-true"),
-        (partial(Muon, lr=0.1), "32-true"),
+        (partial(torch.optim.SGD, lr=0.1), "32-true", False, ["fused"]),
+        (torch.optim.Adam, "32-true", False, ["fused"]),
+        (torch.optim.AdamW, "32-true", False, ["fused"]),
+        (partial(torch.optim.AdamW, fused=False), "32-true", False, []),
+        (partial(torch.optim.AdamW, foreach=True), "32-true", False, ["foreach"]),
+        (torch.optim.AdamW, "16-mixed", False, []),  # clipping needs gradients without their scale
+        (torch.optim.Adadelta, "32-true", False, []),
+        (Muon, "32-true", False, []),
+        (torch.optim.AdamW, "32-true", True, ["fused"]),
+        (torch.optim.AdamW, "16-mixed", True, ["foreach"]),
+        (partial(torch.optim.SGD, lr=0.1), "32-true", True, ["foreach"]),
+        (torch.optim.Adadelta, "32-true", True, ["foreach"]),
     ],
 )
-def test_not_where_something_else_is_stated_or_it_would_not_do(optimizer, precision):
-    assert not module(optimizer, precision).configure_optimizers().param_groups[0].get("fused")
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "precision", "kernel"),
-    [
-        (torch.optim.AdamW, "32-true", "fused"),
-        (torch.optim.AdamW, "16-mixed", "foreach"),
-        (torch.optim.SGD, "32-true", "foreach"),
-        (torch.optim.Adadelta, "32-true", "foreach"),
-    ],
-)
-def test_shards_get_the_kernel_that_dtensors_have(optimizer, precision, kernel):
-    classifier = module(partial(optimizer, lr=0.1), precision)
-    classifier.net[1].weight.full_tensor = lambda: None  # what tells a DTensor
+def test_one_kernel_for_all_parameters_where_torch_has_it_for_them(optimizer, precision, is_sharded, kernel):
+    classifier = module(partial(optimizer), precision)
+    if is_sharded:
+        classifier.net[1].weight.full_tensor = lambda: None  # what tells a DTensor
     group = classifier.configure_optimizers().param_groups[0]
-    assert [name for name in ("fused", "foreach") if group.get(name)] == [kernel]
+    assert [name for name in ("fused", "foreach") if group.get(name)] == kernel
 
 
 @pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, momentum=0.9, nesterov=True), torch.optim.AdamW])
@@ -61,20 +58,13 @@ def test_it_makes_the_same_steps(optimizer):
         classifier = module(partial(optimizer, lr=0.1, weight_decay=0.01, **kernel))
         stepper = classifier.configure_optimizers()
         for _ in range(5):
-            stepper.zero_grad()
-            classifier.training_step((torch.ones(2, 1, 2, 2).double(), torch.tensor([0, 2])), 0).backward()
-            stepper.step()
+            step(classifier, stepper)
         weights.append(classifier.net[1].weight.detach())
     torch.testing.assert_close(*weights, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("saved, loaded", [("16-mixed", "32-true"), ("32-true", "16-mixed")])
 def test_a_checkpoint_does_not_bring_its_kernel(saved, loaded):
-    def step(classifier, stepper):
-        stepper.zero_grad()
-        classifier.training_step((torch.ones(2, 1, 2, 2).double(), torch.tensor([0, 2])), 0).backward()
-        stepper.step()
-
     first, second = (module(partial(torch.optim.AdamW, lr=0.1), precision) for precision in (saved, loaded))
     one, other = first.configure_optimizers(), second.configure_optimizers()
     step(first, one)
@@ -87,27 +77,36 @@ def test_a_checkpoint_does_not_bring_its_kernel(saved, loaded):
     torch.testing.assert_close(first.net[1].weight, second.net[1].weight, rtol=1e-13, atol=1e-13)
 
 
-def test_hits_of_training_are_counted_without_looking_at_them_and_taken_once():
+def test_hits_are_counted_without_looking_at_them_and_those_before_a_checkpoint_count_after_it():
+    strategy = SimpleNamespace(reduce=lambda counts, reduce_op: 2 * counts, root_device="cpu")
     classifier = ImageClassifier(nn.Flatten(), num_classes=3)
+    classifier._trainer = SimpleNamespace(strategy=strategy, is_global_zero=True)
     logits = torch.eye(3)[[0, 1, 2, 2]].view(4, 1, 1, 3).requires_grad_()
     classifier.training_step((logits, torch.tensor([0, 1, 1, 2])), 0)
     mixed = 0.6 * torch.eye(3)[[0, 0, 0, 2]] + 0.4 * torch.eye(3)[[1, 1, 1, 1]]
     classifier.training_step((logits, mixed), 1)
-    assert classifier.take_sums("train")["train/acc"].tolist() == [5, 8]
-    assert classifier.take_sums("train") == {}
-
-
-def test_hits_before_a_checkpoint_in_mid_epoch_count_after_it():
-    strategy = SimpleNamespace(reduce=lambda counts, reduce_op: 2 * counts, root_device="cpu")
-    classifier = ImageClassifier(nn.Flatten(), num_classes=3)
-    classifier._trainer = SimpleNamespace(strategy=strategy, is_global_zero=True)
-    classifier.training_step((torch.eye(3).view(3, 1, 1, 3), torch.tensor([0, 1, 1])), 0)
     checkpoint = {}
     classifier.on_save_checkpoint(checkpoint)
-    assert checkpoint == {"train_sums": {"train/acc": [4, 6]}}
-    old = {"train_counts": [4, 6]}
-    for is_zero, expected, saved in ((True, [4, 6], checkpoint), (False, [0, 0], checkpoint), (True, [4, 6], old)):
+    assert checkpoint == {"train_sums": {"train/acc": [10, 16]}}
+    assert classifier.take_sums("train")["train/acc"].tolist() == [5, 8] and classifier.take_sums("train") == {}
+    for is_zero, expected in ((True, [10, 16]), (False, [0, 0])):
         other = ImageClassifier(nn.Flatten(), num_classes=3)
         other._trainer = SimpleNamespace(strategy=strategy, is_global_zero=is_zero)
-        other.on_load_checkpoint(saved)
+        other.on_load_checkpoint(checkpoint)
         assert other.take_sums("train")["train/acc"].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("outputs", "said"),
+    [
+        (torch.zeros(4, 10), "gives 10 logits for an image and the data have 3 classes"),
+        (torch.zeros(4, 3, 1, 1), r"gives outputs of the shape \(3, 1, 1\)"),
+        (torch.zeros(4), r"gives outputs of the shape \(\)"),
+        ((torch.zeros(4, 3), torch.zeros(4, 3)), "The model returns a tuple: let its forward return"),
+        ({"logits": torch.zeros(4, 3)}, "The model returns a dict: let its forward return"),
+    ],
+)
+def test_a_net_with_other_outputs_is_refused(outputs, said):
+    with pytest.raises(UserError, match=said):
+        check_logits(outputs, 3)
+    check_logits(torch.zeros(4, 3), 3)

@@ -20,7 +20,7 @@ from lockstep.storage.checkpoint_files import newest_whole
 from lockstep.storage.load import read_checkpoint
 from object_store import shared_store
 from predict import rows_of
-from runs import run_door
+from runs import run_door, succeed
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("model=small_cnn", "data._target_=shapes.Shapes", "trainer.num_threads=1", "trainer.log_every_n_steps=4",
@@ -43,8 +43,7 @@ CHECKS = ("cpu", "ddp_sim", "fsdp_sim", "resume", "eval", "predict", "S3", "page
 def logs(tmp_path_factory):
     """A folder with a run that may teach."""
     logs = tmp_path_factory.mktemp("logs")
-    done = run_door("train", *SMALL, "trainer=cpu", "trainer.max_epochs=3", "run_id=teacher", logs=logs)
-    assert done.code == 0, done.output
+    succeed("train", *SMALL, "trainer=cpu", "trainer.max_epochs=3", "run_id=teacher", logs=logs)
     return logs
 
 
@@ -52,8 +51,7 @@ def trained(task, trainer, logs, *more, **options):
     kind, words, epochs, *_ = CASES[task]
     argv = [*SMALL, f"task={task}", f"+data.kind={kind}", *words, f"trainer={trainer}", f"run_id={task}-{trainer}",
             f"trainer.max_epochs={epochs}"]  # fmt: skip
-    done = run_door("train", *argv, *more, logs=logs, **options)
-    assert done.code == 0, done.output
+    done = succeed("train", *argv, *more, logs=logs, **options)
     return done
 
 
@@ -85,25 +83,22 @@ def test_it_learns_and_everything_works_with_it(task, logs, tmp_path, monkeypatc
     assert "chooses the best checkpoint" in done.folder.page.read_text() or task == "simclr"
     run_id = f"{task}-cpu"
     if task != "simclr":
-        evaluated = run_door("eval", f"ckpt_path={run_id}", logs=logs)
-        assert evaluated.code == 0, evaluated.output
+        evaluated = succeed("eval", f"ckpt_path={run_id}", logs=logs)
         tests = {name: value for name, value in done.record["metrics"].items() if name.startswith("test/")}
         assert tests and {name: evaluated.record["metrics"][name] for name in tests} == pytest.approx(tests, rel=1e-6)
     out = tmp_path / "p.pt"
-    predicted = run_door("predict", f"ckpt_path={run_id}", f"out={out}", logs=logs)
-    assert predicted.code == 0, predicted.output
+    succeed("predict", f"ckpt_path={run_id}", f"out={out}", logs=logs)
     answers = torch.cat(torch.load(out))
     made = shapes.pictures(64, 1)
     wanted = {"multilabel": (64, 2), "regression": (64,), "segmentation": (64, 16, 16), "simclr": (64, 32)}
     assert answers.shape == wanted.get(task, (64, 2))
     if task == "regression":
-        assert float((answers - made["number"]).abs().mean()) == pytest.approx(
-            done.record["metrics"]["test/mae"], rel=1e-5
-        )
+        error = float((answers - made["number"]).abs().mean())
+        assert error == pytest.approx(done.record["metrics"]["test/mae"], rel=1e-5)
     epochs = CASES[task][2] + 1
-    resumed = run_door("train", f"resume={run_id}", f"trainer.max_epochs={epochs}", logs=logs,
+    resumed = succeed("train", f"resume={run_id}", f"trainer.max_epochs={epochs}", logs=logs,
                        environment=store.environment())  # fmt: skip
-    assert resumed.code == 0 and resumed.record["steps"] == 16 * epochs, resumed.output
+    assert resumed.record["steps"] == 16 * epochs, resumed.output
 
 
 @pytest.mark.slow
@@ -115,20 +110,10 @@ def test_it_learns_under_ddp_and_fsdp(task, trainer, logs):
 
 def exact(kind, logs, *words, **options):
     """Train in float64, with Lockstep's order of images and without dropout."""
-    own = [
-        "data=digits",
-        "data._target_=shapes.ShapeImages",
-        f"+data.kind={kind}",
-        "data.image_size=16",
-        "data.name=shapes",
-        f"data.cache_dir={logs}/cache",
-        "data.global_batch_size=32",
-        "augmentation=none",
-        "trainer.precision=64-true",
-        "trainer.max_epochs=2",
-        "trainer.num_threads=1",
-        "~callbacks.hardware",
-    ]
+    own = ["data=digits", "data._target_=shapes.ShapeImages", f"+data.kind={kind}", "data.image_size=16",
+           "data.name=shapes", f"data.cache_dir={logs}/cache", "data.global_batch_size=32", "augmentation=none",
+           "trainer.precision=64-true", "trainer.max_epochs=2", "trainer.num_threads=1",
+           "~callbacks.hardware"]  # fmt: skip
     net = () if "model=unet" in words else ("model=small_cnn", "model.dropout=0", "model.head_dropout=0")
     done = run_door("train", *own, *net, *words, logs=logs, **options)
     return done, {} if done.code else read_checkpoint(newest_whole(done.folder.checkpoints, kind="last"))["state_dict"]
@@ -164,8 +149,7 @@ def test_a_dict_of_targets_reaches_a_task_and_its_images_count_once(trainer, log
 def test_a_linear_probe_starts_from_the_features_of_simclr(logs):
     trained("simclr", "cpu", logs, "run_id=features")
     words = ["task=classifier", "ckpt_path=features", "model.freeze=backbone", "trainer=cpu", "trainer.max_epochs=1"]
-    done = run_door("train", *SMALL, *words, "run_id=probe", logs=logs)
-    assert done.code == 0, done.output
+    done = succeed("train", *SMALL, *words, "run_id=probe", logs=logs)
     assert "the head is new (net.head.3.bias, net.head.3.weight)" in done.output and "skipped projection" in done.output
     assert done.record["num_trained_parameters"] < done.record["num_parameters"] / 10
 
@@ -173,15 +157,10 @@ def test_a_linear_probe_starts_from_the_features_of_simclr(logs):
 def test_a_student_is_saved_and_evaluated_without_its_teacher(logs):
     done = trained("distillation", "cpu", logs, "run_id=student", "trainer.max_epochs=1")
     best = read_checkpoint(done.folder.path / done.record["best_checkpoint"]["path"])
-    student = read_checkpoint(logs / "train/runs/teacher" / teacher_path(logs))
-    assert best["state_dict"].keys() == student["state_dict"].keys()
-    evaluated = run_door("eval", "ckpt_path=student", "task.teacher=gone", logs=logs)
-    assert evaluated.code == 0, evaluated.output
+    teacher = read_checkpoint(newest_whole(logs / "train/runs/teacher/checkpoints", kind="best"))
+    assert best["state_dict"].keys() == teacher["state_dict"].keys()
+    evaluated = succeed("eval", "ckpt_path=student", "task.teacher=gone", logs=logs)
     assert evaluated.record["metrics"]["test/acc"] == done.record["metrics"]["test/acc"]
-
-
-def teacher_path(logs):
-    return next((logs / "train/runs/teacher/checkpoints").glob("best-*.ckpt")).relative_to(logs / "train/runs/teacher")
 
 
 def test_predictions_of_files_are_columns_numbers_and_masks(tmp_path):
@@ -198,10 +177,9 @@ def test_predictions_of_files_are_columns_numbers_and_masks(tmp_path):
 
 
 def test_the_table_of_the_page_is_what_is_tested_here():
-    lines = re.findall(
-        r"^\| `task=(\w+)` \| (\d+) \|.*?\| (.*) \|$", (ROOT / "docs/tasks.md").read_text(), re.MULTILINE
-    )
-    header = next(line for line in (ROOT / "docs/tasks.md").read_text().splitlines() if line.startswith("| task |"))
+    page = (ROOT / "docs/tasks.md").read_text()
+    lines = re.findall(r"^\| `task=(\w+)` \| (\d+) \|.*?\| (.*) \|$", page, re.MULTILINE)
+    [header] = re.findall(r"^\| task \|.*", page, re.MULTILINE)
     assert [cell.strip() for cell in header.split("|")][4:-1] == list(CHECKS)
     assert [name for name, *_ in lines] == list(CASES)
     for name, length, cells in lines:
@@ -221,21 +199,19 @@ def test_numbers_of_a_table_are_learned_and_predicted_for_files(tmp_path):
         lines.append(f"images/{number}.png,{value:.3f}")
     (tmp_path / "table.csv").write_text("\n".join(lines))
     words = ["task=regression", "data=csv", f"data.root={tmp_path / 'table.csv'}", "data.target=number",
-             "data.image_size=16", "data.global_batch_size=8", "model=small_cnn", "trainer=cpu", "trainer.max_epochs=2",
-             "trainer.num_threads=1", "task.mean=15", "task.std=3", "run_id=table"]  # fmt: skip
-    done = run_door("train", *words, logs=tmp_path)
-    assert done.code == 0 and done.record["metrics"]["val/mae_best"] < 15, done.output
+             "data.image_size=16", "data.global_batch_size=8", "trainer=cpu", "trainer.max_epochs=2", "task.mean=15",
+             "task.std=3", "run_id=table"]  # fmt: skip
+    done = succeed("train", *words, logs=tmp_path)
+    assert done.record["metrics"]["val/mae_best"] < 15, done.output
     out = tmp_path / "p.csv"
-    found = run_door("predict", "ckpt_path=table", f"images={tmp_path / 'images'}", f"out={out}", logs=tmp_path)
-    assert found.code == 0, found.output
-    with out.open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 60 and list(rows[0]) == ["file", "value"] and 0 < float(rows[0]["value"]) < 40
+    succeed("predict", "ckpt_path=table", f"images={tmp_path / 'images'}", f"out={out}", logs=tmp_path)
+    header, first, *rest = out.read_text().splitlines()
+    assert header == "file,value" and len(rest) == 59 and 0 < float(first.split(",")[1]) < 40
 
 
 def test_two_views_come_from_the_datas_own_augmentation(tmp_path):
     words = ["experiment=quickstart", "task=simclr", "task.outputs=32", "trainer.max_epochs=1", "trainer.num_threads=1"]
-    done = run_door("train", *words, "data.views=2", "run_id=r", logs=tmp_path)
-    assert done.code == 0 and done.record["steps"] == 20, done.output
+    done = succeed("train", *words, "data.views=2", "run_id=r", logs=tmp_path)
+    assert done.record["steps"] == 20, done.output
     done = run_door("train", *words, "run_id=s", logs=tmp_path)
     assert done.code == 2 and "task=simclr needs two views of each image: add data.views=2" in done.output

@@ -1,4 +1,4 @@
-"""The common parts of strategies: facts that the run asks for, the base of one process per device, broadcasts."""
+"""The common parts of strategies: facts that the run asks for, the base of one process per device."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,8 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision, Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lockstep.runs.errors import UserError
@@ -50,53 +49,35 @@ def capabilities(strategy: Any) -> Capabilities:
     return strategy if isinstance(strategy, Capabilities) else Capabilities()
 
 
-class Ranks(Capabilities, ParallelStrategy):
-    """One process per device, over torch's default process group."""
-
-    is_distributed = True  # self.log(sync_dist=True) asks for it
-    num_nodes = 1  # Lightning sets it
+class Ranks(Capabilities, DDPStrategy):
+    """One process per device, started already: Lightning's DDPStrategy without DistributedDataParallel."""
 
     @property
-    def root_device(self) -> torch.device:
-        return self.parallel_devices[self.local_rank]
+    def launcher(self) -> None:
+        """Lightning starts no ranks, because they exist already."""
 
     def setup_environment(self) -> None:
+        """
+        Raises:
+            UserError: in a script of the user's own that was not started with torchrun.
+        """
+        alone = not dist.is_initialized() and not self.cluster_environment.creates_processes_externally
+        if alone and self.num_nodes * self.num_processes > 1:
+            raise UserError(f"{type(self).__name__} needs ranks: start this script with torchrun.")
         super().setup_environment()
-        rank_zero_only.rank = self.global_rank
-        if not dist.is_initialized():  # in a script of the user's own
-            if not dist.is_torchelastic_launched():
-                raise UserError(f"{type(self).__name__} needs ranks: start this script with torchrun.")
-            dist.init_process_group("nccl" if self.root_device.type == "cuda" else "gloo")
 
-    def barrier(self, name: str | None = None) -> None:
-        dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        values = [obj]
-        dist.broadcast_object_list(values, src)
-        return values[0]
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor in place, as Lightning does; return anything else as it is."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        is_mean = reduce_op in ("mean", "avg")
-        op = "SUM" if is_mean else str(reduce_op).rpartition(".")[2].upper()  # "sum", or torch's RedOpType.SUM
-        dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group)
-        return tensor.copy_(tensor / dist.get_world_size(group)) if is_mean else tensor
+    def configure_ddp(self) -> None:
+        """Keep the module as it is."""
 
     def on_validation_start(self) -> None:
+        """Evaluate with rank 0's buffers, which checkpoints hold: BatchNorm's statistics differ between ranks."""
         broadcast_from_rank_zero(self.lightning_module.buffers(), self.root_device)
 
     on_test_start = on_validation_start
 
 
 def broadcast_from_rank_zero(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Overwrite each tensor by rank 0's, one at a time, through `device` (NCCL needs a GPU).
-
-    Strategies call it once before an evaluation for the buffers, in place of DDP's broadcast in every forward:
-    BatchNorm that is not synchronised holds other running statistics on each rank, and checkpoints hold rank 0's.
-    """
+    """Overwrite each tensor by rank 0's, one at a time, through `device` (NCCL needs a GPU)."""
     if dist.is_initialized():
         for tensor in tensors:
             sent = tensor.detach().to(device).contiguous()

@@ -38,10 +38,7 @@ class DataParallel(Capabilities, SingleDeviceStrategy):
 
 
 def spread_forward(net: nn.Module, device_ids: list[int]) -> None:
-    """Route net's forward through nn.DataParallel, keeping the net and its parameter names.
-
-    The replicas are made of a shallow copy, which shares every parameter but has the forward of the class.
-    """
+    """Route the net's forward through nn.DataParallel of a shallow copy, which shares every parameter."""
     parallel = _Spread(copy.copy(net), device_ids=device_ids)
 
     def forward(*inputs: Any, **named: Any) -> Any:

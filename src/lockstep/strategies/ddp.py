@@ -5,18 +5,16 @@ trainer=ddp (GPUs), trainer=ddp_sim (the same in CPU processes over gloo).
 
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.runs.errors import UserError
-from lockstep.strategies.base import Capabilities, broadcast_from_rank_zero
+from lockstep.strategies.base import Ranks
 
 HOOKS = {"float32": None, "bfloat16": default_hooks.bf16_compress_hook, "float16": default_hooks.fp16_compress_hook}
 
 
-class DDP(Capabilities, DDPStrategy):
+class DDP(Ranks):
     """Lightning's DDPStrategy over a process group that exists already, without collectives in evaluation's forwards.
 
     Args:
@@ -33,15 +31,11 @@ class DDP(Capabilities, DDPStrategy):
         super().__init__(**{"gradient_as_bucket_view": True, "broadcast_buffers": False, **options})
         self.hook = HOOKS[gradient_dtype]
 
-    def setup(self, trainer: pl.Trainer) -> None:
-        """Set up as Lightning does; its own `ddp_comm_hook` is ignored on CPUs, where the tests compare losses."""
-        super().setup(trainer)
-        if self.hook and isinstance(self.model, DistributedDataParallel):
+    def configure_ddp(self) -> None:
+        """Wrap the module; Lightning's own `ddp_comm_hook` is ignored on CPUs, where the tests compare losses."""
+        DDPStrategy.configure_ddp(self)
+        if self.hook:
             self.model.register_comm_hook(None, self.hook)
-
-    @property
-    def launcher(self) -> None:
-        """Lightning starts no ranks, because they exist already."""
 
     def determine_ddp_device_ids(self) -> None:
         """Return no device. With one, Lightning builds DDP in a stream of its own, and torch warns in every run."""
@@ -60,8 +54,3 @@ class DDP(Capabilities, DDPStrategy):
                 "Some parameters get no gradient in a step, and DDP waits for it: freeze them, remove them, or add "
                 "+trainer.strategy.find_unused_parameters=true."
             ) from error
-
-    def on_validation_start(self) -> None:
-        broadcast_from_rank_zero(self.lightning_module.buffers(), self.root_device)
-
-    on_test_start = on_validation_start

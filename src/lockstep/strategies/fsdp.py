@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,10 +30,9 @@ LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class ShardedPrecision(MixedPrecision):
-    """Train in bf16, or fp16 with loss scaling: shards and reduced gradients are float32, gathered weights 16 bit wide.
+    """Train in bf16, or fp16 with loss scaling: shards and reduced gradients are float32, gathered weights 16 bits."""
 
-    The scaler's state has the name that it has under DDP, so that either resumes from the other.
-    """
+    __qualname__ = "MixedPrecision"  # names its state in checkpoints: either resumes from DDP's
 
     def __init__(self, precision: str, device_type: str) -> None:
         scaler = torch.amp.GradScaler(device_type) if precision == "16-mixed" else None
@@ -45,17 +44,6 @@ class ShardedPrecision(MixedPrecision):
     def forward_context(self) -> Any:
         """No autocast: fully_shard casts weights and inputs."""
         return nullcontext()
-
-    def state_dict(self) -> State:
-        return {}
-
-    def on_save_checkpoint(self, checkpoint: State) -> None:
-        if self.scaler is not None:
-            checkpoint["MixedPrecision"] = self.scaler.state_dict()
-
-    def on_load_checkpoint(self, checkpoint: State) -> None:
-        if self.scaler is not None and checkpoint.get("MixedPrecision"):
-            self.scaler.load_state_dict(checkpoint["MixedPrecision"])
 
 
 class FSDP(Ranks):
@@ -74,13 +62,8 @@ class FSDP(Ranks):
         self.shard_within_node, self.reshard_after_forward = shard_within_node, reshard_after_forward
 
     @staticmethod
-    def precision_for(precision: str, device_type: str) -> Precision:
-        """Return the precision plugin, chosen here because Lightning rejects 16-mixed with a custom strategy."""
-        if precision in LOW_PRECISION:
-            return ShardedPrecision(precision, device_type)
-        if precision in ("bf16-true", "16-true"):
-            return HalfPrecision(precision)
-        return DoublePrecision() if precision == "64-true" else Precision()
+    def precision_for(precision: str, device_type: str) -> Precision | None:
+        return ShardedPrecision(precision, device_type) if precision in LOW_PRECISION else None
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -126,8 +109,7 @@ class FSDP(Ranks):
             root = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=full, output_dtype=full)  # logits in float32
             for layer in [layer for layer in net.modules() if isinstance(layer, BATCH_NORMS)]:  # statistics in float32
                 shard(layer, mp_policy=MixedPrecisionPolicy(full, full, output_dtype=dtype))
-        units: list[nn.Module] = getattr(net, "shard_units", list)()
-        for unit in units:
+        for unit in getattr(net, "shard_units", list)():
             shard(unit, mp_policy=block)
         shard(net, mp_policy=root)
 
@@ -143,30 +125,25 @@ class FSDP(Ranks):
             for net in networks:
                 net.set_requires_gradient_sync(True)
 
-    # --- checkpoints: rank 0 holds the full (unsharded) state, so that any strategy and world size can load them.
+    # --- checkpoints: rank 0 holds the whole state, so that any strategy and world size can load it; every rank calls.
     # torch's get_optimizer_state_dict is not used because it runs an optimizer step if the state is empty.
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
+    restore_checkpoint_after_setup = True
 
     def lightning_module_state_dict(self) -> State:
-        """Return the full state dict on rank 0 and an empty one elsewhere; every rank must call it."""
         return self._whole(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
-        """Return the full optimizer state on rank 0; every rank must call it."""
         state = (optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
         return {**state, "state": self._whole(state["state"])}
 
     def _whole(self, state: Mapping[Any, Any]) -> State:
-        whole = {name: gathered(value, self.is_global_zero) for name, value in state.items()}
+        whole: State = gathered(state, self.is_global_zero)
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # copies from a GPU are only queued
         return whole if self.is_global_zero else {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a full state dict. Unexpected keys are passed on, so that strict=True reports them."""
         own = self.lightning_module.state_dict()
         state = {name: sharded_like(value, own.get(name)) for name, value in checkpoint["state_dict"].items()}
         self.lightning_module.load_state_dict(state, strict=strict)
@@ -198,10 +175,7 @@ def networks_of(module: nn.Module) -> list[Any]:
 
 
 def gathered(value: Any, keep: bool) -> Any:
-    """Gather a sharded tensor and return it in CPU memory if `keep`, else None; every rank must call it.
-
-    A plain tensor is copied to the CPU, a dict is gathered value by value, and any other object is returned unchanged.
-    """
+    """Return copies in CPU memory of tensors in dicts, of sharded ones whole if `keep`; every rank must call it."""
     if isinstance(value, dict):
         return {name: gathered(part, keep) for name, part in value.items()}
     if isinstance(value, DTensor):

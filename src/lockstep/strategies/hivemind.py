@@ -78,6 +78,7 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
                 self._join()
 
     def _join(self) -> None:
+        """Find the other peers and let hivemind's optimizer take the place of the run's."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*torch.jit.script.*", FutureWarning)
             import hivemind
@@ -128,24 +129,25 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
         """The steps of the whole swarm, those before this peer joined too."""
         return self.swarm.local_epoch if self.swarm else self.swarm_steps
 
-    # --- training: each micro-batch is a contribution; hivemind steps once the swarm's batch is full
-
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Contribute the gradients; Lightning divides each loss by the accumulation, hivemind weighs by images."""
+        """Contribute a micro-batch's gradients; hivemind steps once the swarm's batch is full.
+
+        Lightning divides each loss by the accumulation, hivemind weighs by images.
+        """
         for parameter in self.lightning_module.parameters():
             if parameter.grad is not None:
                 parameter.grad *= self.trainer.accumulate_grad_batches
         before = self.swarm.local_epoch
         self.swarm.step(batch_size=self.micro_batch_size)
-        for parameter in self.lightning_module.parameters():
-            parameter.grad = None
-        if self.swarm.local_epoch != before:
-            peers = max(1, int(self.swarm.tracker.global_progress.num_peers))
-            if peers != self.peers_seen:
-                log.info(f"swarm {self.swarm_name}: step {self.swarm.local_epoch}, {peers} peers")
-                self.peers_seen = peers
-            if self.swarm.local_epoch >= self.total_steps:
-                self.trainer.should_stop = True
+        self.lightning_module.zero_grad()
+        if self.swarm.local_epoch == before:
+            return
+        peers = max(1, int(self.swarm.tracker.global_progress.num_peers))
+        if peers != self.peers_seen:
+            log.info(f"swarm {self.swarm_name}: step {self.swarm.local_epoch}, {peers} peers")
+            self.peers_seen = peers
+        if self.swarm.local_epoch >= self.total_steps:
+            self.trainer.should_stop = True
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run only the last micro-batch's forward and backward: the step itself is the swarm's."""
@@ -156,8 +158,6 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
         if hasattr(dataloader, "seed"):
             dataloader.seed = secrets.randbits(32)
         return dataloader
-
-    # --- records and checkpoints: those of the plain net and optimizer
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return {**super().optimizer_state(optimizer), "swarm_steps": self.steps}
@@ -196,12 +196,11 @@ def initialise_state(optimizer: torch.optim.Optimizer) -> None:
     """
     if optimizer.state:
         return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    before = [parameter.detach().clone() for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+    before = [(parameter, parameter.detach().clone()) for parameter in _parameters(optimizer)]
+    for parameter, value in before:
+        parameter.grad = torch.zeros_like(value)
     optimizer.step()
-    for parameter, value in zip(parameters, before, strict=True):
+    for parameter, value in before:
         parameter.data.copy_(value)
         parameter.grad = None
         for name, held in optimizer.state.get(parameter, {}).items():  # moments, and Adam's count of steps
@@ -213,7 +212,10 @@ def clip_before_step(optimizer: torch.optim.Optimizer, largest_norm: float) -> N
     """Clip the swarm's mean gradient, on which hivemind itself steps the optimizer."""
 
     def clip(stepping: torch.optim.Optimizer, *_: Any) -> None:  # torch takes anything returned for new arguments
-        parameters = [parameter for group in stepping.param_groups for parameter in group["params"]]
-        torch.nn.utils.clip_grad_norm_(parameters, largest_norm)
+        torch.nn.utils.clip_grad_norm_(_parameters(stepping), largest_norm)
 
     optimizer.register_step_pre_hook(clip)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

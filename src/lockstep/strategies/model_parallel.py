@@ -1,12 +1,12 @@
 """The net cut into stages on several devices of one process (trainer=model_parallel): features here, head there.
 
-It makes room for models that one device cannot hold. The devices work one after the other; with micro-batches the
-next one enters the first stage while the last stage still computes, on GPUs, whose kernels run asynchronously.
-`trainer.stage_devices=[cpu,cpu]` runs the same code without a GPU.
+The devices work one after the other; with micro-batches the next one enters the first stage while the last stage still
+computes, on GPUs, whose kernels run asynchronously. `trainer.stage_devices=[cpu,cpu]` runs the same code without a GPU.
 """
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -99,12 +99,12 @@ def cut_into_groups(net: nn.Module, count: int, cut: list[int] | None = None) ->
         raise UserError(f"{type(net).__name__}.stages() does not hold each parameter once: {', '.join(wrong[:3])}.")
     if count > len(stages):
         raise UserError(f"The model has {len(stages)} stages, fewer than trainer.stage_devices has devices: {count}.")
-    costs = [sum(parameter.numel() for parameter in stage.parameters()) for stage in stages]
-    bounds = [0, *(balanced_cut(costs, count) if cut is None else cut), len(stages)]
+    balanced = balanced_cut([sum(parameter.numel() for parameter in stage.parameters()) for stage in stages], count)
+    bounds = [0, *(balanced if cut is None else cut), len(stages)]
     if len(bounds) != count + 1 or not all(isinstance(b, int) and a < b for a, b in pairwise(bounds)):
         raise UserError(
             f"trainer.cut={cut} does not cut {len(stages)} stages into {count}: give {count - 1} rising numbers from 1 "
-            f"to {len(stages) - 1}, as {balanced_cut(costs, count)}."
+            f"to {len(stages) - 1}, as {balanced}."
         )
     return [nn.Sequential(*stages[start:end]) for start, end in pairwise(bounds)]
 
@@ -115,14 +115,15 @@ def balanced_cut(costs: list[int], parts: int) -> list[int]:
     >>> balanced_cut([1, 1, 1, 9, 1, 1], 2)
     [3]
     """
-    # best[n]: the cost of the dearest part and the cut of the first n stages
-    best: dict[int, tuple[int, list[int]]] = {n: (sum(costs[:n]), []) for n in range(1, len(costs) + 1)}
-    for count in range(2, parts + 1):
-        best = {
-            n: min((max(best[m][0], sum(costs[m:n])), [*best[m][1], m]) for m in range(count - 1, n))
-            for n in range(count, len(costs) + 1)
-        }
-    return best[len(costs)][1]
+
+    @cache
+    def best(n: int, parts: int) -> tuple[int, list[int]]:  # cost of the dearest part, and cut, of the first n stages
+        if parts == 1:
+            return sum(costs[:n]), []
+        shorter = ((best(m, parts - 1), m) for m in range(parts - 1, n))
+        return min((max(dearest, sum(costs[m:n])), [*cut, m]) for (dearest, cut), m in shorter)
+
+    return best(len(costs), parts)[1]
 
 
 def checked_devices(names: list[str] | None) -> list[torch.device]:

@@ -1,13 +1,9 @@
-"""The processes, GPUs and nodes that the options of each trainer ask for. Imports no torch: the launcher asks.
-
-A process computes on one device except under trainer=dp (num_gpus) and trainer=model_parallel (stage_devices).
-"""
+"""The processes, GPUs and nodes that the options of each trainer ask for. Imports no torch: the launcher asks."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.runs.config import Config
-from lockstep.runs.environment import environment, visible_gpus
 from lockstep.runs.errors import UserError
 
 WITHOUT_GPUS = {"ddp": "ddp_sim", "fsdp": "fsdp_sim", "allreduce": "allreduce_sim", "dp": "ddp_sim"}
@@ -49,12 +45,11 @@ def place(trainer: Config, name: str, gpus: int) -> tuple[str, RequestedDevices]
         )
     if devices is not None and (not isinstance(devices, int) or devices < 1):
         raise UserError(f"trainer.devices={devices!r}: give a number from 1 on, or auto.")
+    accelerator = str(trainer["accelerator"])
     if stages := trainer.get("stage_devices"):
         accelerator = "cpu" if str(stages[0]).startswith("cpu") else "gpu"
-    elif trainer["accelerator"] == "auto":
+    elif accelerator == "auto":
         accelerator = "gpu" if gpus else "cpu"
-    else:
-        accelerator = str(trainer["accelerator"])
     needed = (trainer["num_gpus"] or 2) if "num_gpus" in trainer else devices or 1
     if accelerator == "gpu" and gpus < needed:
         has = f"{gpus or 'no'} GPU{'s' if gpus > 1 else ''}"
@@ -63,22 +58,6 @@ def place(trainer: Config, name: str, gpus: int) -> tuple[str, RequestedDevices]
             f"trainer={WITHOUT_GPUS.get(name, 'cpu')} works here."
         )
     return accelerator, RequestedDevices(devices, num_nodes, not is_one, gpus if accelerator == "gpu" else 1)
-
-
-def devices_of_process(trainer: Config, accelerator: str, local_rank: int) -> list[str]:
-    """Return what one process computes on, each once, the device of its data first: ["cuda:1"]."""
-    if stages := trainer.get("stage_devices"):
-        return list(dict.fromkeys("cuda:0" if name == "cuda" else str(name) for name in stages))
-    if accelerator != "gpu":
-        return ["cpu"]
-    if "stage_devices" in trainer or "num_gpus" in trainer:
-        return [f"cuda:{index}" for index in range(gpus_sharing_batch(trainer) or visible_gpus(environment()))]
-    return [f"cuda:{local_rank}"]
-
-
-def gpus_sharing_batch(trainer: Config) -> int | None:
-    """Return the number of GPUs of trainer=dp, by default all of this machine; None under any other trainer."""
-    return (trainer["num_gpus"] or visible_gpus(environment())) if "num_gpus" in trainer else None
 
 
 def in_one_process(trainer: Config, accelerator: str) -> dict[str, Any]:

@@ -34,10 +34,9 @@ def _recomputed(cls: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass that recomputes; DataParallel's replicas and averaged copies have it too."""
 
     def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
-        own = super(found, self).forward
-        if not torch.is_grad_enabled():
-            return own(*inputs, **named)
-        return checkpoint(own, *inputs, use_reentrant=False, **named)
+        if torch.is_grad_enabled():
+            return checkpoint(super(found, self).forward, *inputs, use_reentrant=False, **named)
+        return super(found, self).forward(*inputs, **named)
 
     found = type(f"Recomputed{cls.__name__}", (cls,), {"forward": forward, "__module__": cls.__module__})
     return found

@@ -74,11 +74,9 @@ def synchronise(net: nn.Module, device_type: str) -> None:
     Raises:
         UserError: a layer has a forward of its own, which would be lost.
     """
-    plain, with_act = (
-        (nn.SyncBatchNorm, TorchSyncBatchNormAct) if device_type == "cuda" else (SyncBatchNorm, SyncBatchNormAct)
-    )
-    for layer in [layer for layer in net.modules() if isinstance(layer, BATCH_NORMS)]:
-        if isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm):
+    on_gpu = device_type == "cuda"
+    for layer in net.modules():
+        if not isinstance(layer, BATCH_NORMS) or isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm):
             continue
         is_timms = type(layer).__module__.startswith("timm.") and {"drop", "act"} <= dict(layer.named_children()).keys()
         if not is_timms and type(layer).forward is not nn.BatchNorm2d.forward:
@@ -86,7 +84,10 @@ def synchronise(net: nn.Module, device_type: str) -> None:
                 f"trainer.sync_batchnorm=true cannot convert {type(layer).__name__}, which has a forward of its own: "
                 "leave it out, or build the net with plain nn.BatchNorm layers."
             )
-        layer.__class__ = with_act if is_timms else plain
+        if is_timms:
+            layer.__class__ = TorchSyncBatchNormAct if on_gpu else SyncBatchNormAct
+        else:
+            layer.__class__ = nn.SyncBatchNorm if on_gpu else SyncBatchNorm
         layer.process_group = None  # torch's attribute: all ranks
 
 
@@ -117,7 +118,5 @@ def check_batch_norm(
             "trainer.sync_batchnorm=true uses the whole batch, as one process does."
         )
     if micro_batches > 1:
-        found.append(
-            f"BatchNorm's statistics are those of one of {micro_batches} micro-batches, not of the whole batch."
-        )
+        found.append(f"BatchNorm's statistics are those of one of {micro_batches} micro-batches, not of the batch.")
     return found

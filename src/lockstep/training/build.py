@@ -1,29 +1,27 @@
-"""Build the parts of a run that follow from its plan: strategy, net, loggers, callbacks, Trainer, and all together."""
+"""Build the parts of a run that follow from its plan: strategy, net, loggers, callbacks, and all together."""
 
-import inspect
 import logging
-import math
+import shutil
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
-from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ProgressBar
 
-from lockstep.callbacks.checkpoint_io import CheckpointFiles
 from lockstep.callbacks.checkpoints import Checkpoints
-from lockstep.callbacks.interruption import MaxTime, silence_lightning
+from lockstep.callbacks.interruption import MaxTime
 from lockstep.callbacks.progress import Progress
 from lockstep.callbacks.run_recorder import RunRecorder
-from lockstep.callbacks.training_log import TrainingLog, ValidationInterval
+from lockstep.callbacks.training_log import TrainingLog
 from lockstep.config.instantiate import build
 from lockstep.launch.plan import RunPlan, as_run
 from lockstep.runs.config import seconds_of
+from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError
-from lockstep.storage.load import Checkpoint as CheckpointContent
+from lockstep.storage.load import Checkpoint
 from lockstep.strategies.base import capabilities
 from lockstep.strategies.data_parallel import DataParallel
 from lockstep.strategies.model_parallel import ModelParallel
@@ -31,23 +29,17 @@ from lockstep.strategies.recompute import recompute_activations
 from lockstep.strategies.sync_batchnorm import check_batch_norm, synchronise
 from lockstep.training.build_data import DataFacts, build_data, data_facts
 from lockstep.training.build_module import build_module
-from lockstep.training.rank import RankSession, StartedRanks, device_of
+from lockstep.training.rank import RankSession, device_of
+from lockstep.training.trainer import build_trainer
 from lockstep.training.weights import check_fits, facts_of, load_weights
 
 log = logging.getLogger(__name__)
 
 TENSORBOARD = "lightning.pytorch.loggers.TensorBoardLogger"
 OF_IMAGES = ("mean", "std", "crop_pct", "interpolation")  # options of the data that a checkpoint has resolved
-PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
-PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}  # Lightning's short names
-# Arguments that are derived here; what Lightning's Trainer does not know is ours or the strategy's.
-DERIVED = ("accelerator", "devices", "num_nodes", "strategy", "precision", "sync_batchnorm", "deterministic",
-           "max_time", "plugins", "use_distributed_sampler")  # fmt: skip
 
 
-def build_run(
-    session: RankSession, checkpoint: CheckpointContent | None = None
-) -> tuple[pl.Trainer, Any, Any, RunRecorder]:
+def build_run(session: RankSession, checkpoint: Checkpoint | None = None) -> tuple[pl.Trainer, Any, Any, RunRecorder]:
     """Build what one rank trains or, given a checkpoint, evaluates.
 
     Returns:
@@ -86,6 +78,8 @@ def build_strategy(plan: RunPlan) -> Any:
     node = own["strategy"] or ({"_target_": "lockstep.strategies.ddp.DDP"} if plan.cluster.world_size > 1 else None)
     strategy = build(node, known) if node else "auto"
     able = capabilities(strategy)
+    if not isinstance(own["compile"], bool | Mapping):
+        raise UserError(f"trainer.compile={own['compile']}: give true, false or arguments as {{mode: max-autotune}}.")
     if own["compile"] and not able.supports_compile:
         raise UserError("trainer.compile=true needs one device a process: leave it out, or choose ddp or fsdp.")
     if own["ema_decay"] and able.no_ema:
@@ -114,7 +108,17 @@ def prepare_net(module: Any, data: Any, plan: RunPlan, strategy: Any) -> None:
     if own.get("activation_checkpointing"):
         recompute_activations(net)
     if own["compile"]:
-        net.compile(**(own["compile"] if isinstance(own["compile"], Mapping) else {}))
+        options = own["compile"] if isinstance(own["compile"], Mapping) else {}
+        compiler = environment().get("CXX") or (
+            "clang++" if sys.platform == "darwin" else "g++"
+        )  # as inductor finds it
+        on_cpu = plan.accelerator == "cpu" and options.get("backend", "inductor") == "inductor"
+        if on_cpu and not shutil.which(compiler):
+            raise UserError(
+                f"trainer.compile needs a C++ compiler on a CPU, and {compiler} is not here: install one (apt-get "
+                "install g++), name it in the variable CXX, or leave trainer.compile out."
+            )
+        net.compile(**options)
     if not hasattr(data, "place"):
         return  # its batch size is not known
     if hasattr(net, "init_from_images"):
@@ -152,9 +156,10 @@ def build_callbacks(
     """Return Lockstep's callbacks and the config's, in the order in which they are called."""
     folder, own, config = plan.folder, plan.trainer, as_run(plan)
     config["data"].update({key: facts[key] for key in OF_IMAGES if key in facts})
+    batch_size = plan.batch.global_size if "data_hash" in facts else None
     given = {
         "folder": folder.checkpoints, "contents": {"config": config, "data": facts}, "run_folder": folder.path,
-        "run_id": folder.run_id, "global_batch_size": plan.batch.global_size if "data_hash" in facts else None,
+        "run_id": folder.run_id, "global_batch_size": batch_size,
     }  # fmt: skip
     chosen = [build(node, given) for node in (plan.config["callbacks"] or {}).values() if node]
     for callback in chosen:
@@ -177,121 +182,4 @@ def build_callbacks(
         first.append(WeightAverage(own["ema_decay"], device_of(plan)))
     if session.hang_dump is not None:
         first.append(session.hang_dump)
-    return [*first, TrainingLog(given["global_batch_size"]), *chosen, session.interruption, recorder]
-
-
-def build_trainer(
-    plan: RunPlan, strategy: Any, callbacks: list[Any], loggers: list[Any], data: Any, *, trainable: bool
-) -> pl.Trainer:
-    """
-    Args:
-        data: placed on this rank, or a data module of Lightning's own kind.
-        trainable: False for an evaluation.
-    """
-    own, cluster, able = plan.trainer, plan.cluster, capabilities(strategy)
-    if own["log_every_n_steps"] < 1:
-        raise UserError(f"trainer.log_every_n_steps={own['log_every_n_steps']}: give a whole number from 1 on.")
-    known = inspect.signature(pl.Trainer).parameters.keys() - set(DERIVED)
-    arguments = {key: value for key, value in own.items() if key in known}
-    arguments.update(accumulate_grad_batches=plan.batch.accumulate, profiler=_profiler(own.get("profiler"), plan))
-    if hasattr(data, "place"):
-        arguments.update(_limits(plan, data, trainable=trainable))
-        if isinstance(every := arguments["val_check_interval"], int):
-            callbacks = [ValidationInterval(every), *callbacks]
-    elif cluster.is_rank_zero and cluster.world_size > 1:
-        log.info("Lightning's samplers spread the data: in an evaluation some samples may count twice.")
-    plugins: list[Any] = [StartedRanks(cluster), CheckpointFiles(), *build(own.get("plugins") or [])]
-    precision: Any = PRECISIONS.get(str(own["precision"]), str(own["precision"]))
-    if precision == "auto":
-        precision = "32-true"
-        if plan.accelerator == "gpu":
-            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-            precision = "bf16-mixed" if has_bf16 else "16-mixed" if able.scales_losses else "32-true"
-    if plugin := able.precision_for(precision, "cuda" if plan.accelerator == "gpu" else "cpu"):
-        plugins.append(plugin)
-        precision = None
-    try:
-        trainer = pl.Trainer(
-            accelerator=plan.accelerator,
-            devices=cluster.devices,
-            num_nodes=cluster.num_nodes,
-            strategy=strategy,
-            precision=precision,
-            plugins=plugins,
-            callbacks=callbacks,
-            logger=loggers,
-            deterministic=plan.accelerator == "cpu" if own["deterministic"] == "auto" else own["deterministic"],
-            default_root_dir=str(plan.folder.path),
-            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
-            enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
-            enable_model_summary=any(isinstance(callback, ModelSummary) for callback in callbacks),
-            use_distributed_sampler=not hasattr(data, "place") and own.get("use_distributed_sampler", True),
-            **arguments,
-        )
-    except (MisconfigurationException, ValueError, TypeError) as error:
-        raise UserError(f"trainer: {error}") from None
-    silence_lightning(trainer)
-    return trainer
-
-
-def _limits(plan: RunPlan, data: Any, *, trainable: bool) -> dict[str, Any]:
-    """Return limits of an epoch in whole optimizer steps, and the interval of validations in micro-batches."""
-    own, accumulate = plan.trainer, plan.batch.accumulate
-    limits: dict[str, Any] = {} if data.num_val else {"limit_val_batches": 0.0}
-    if not trainable:
-        return {**limits, "val_check_interval": 1.0}
-    batches = data.num_train // data.global_batch_size * accumulate
-    limit = whole_steps(own["limit_train_batches"], batches, accumulate)
-    cut = own.get("overfit_batches") or limit
-    batches = cut if isinstance(cut, int) else int(cut * batches)
-    interval = validation_interval(own["val_check_interval"], batches, accumulate)
-    return {**limits, "limit_train_batches": limit, "val_check_interval": interval}
-
-
-def whole_steps(limit: float, batches: int, accumulate: int) -> float:
-    """Return trainer.limit_train_batches so that an epoch ends with a whole optimizer step.
-
-    Args:
-        limit: a share (float) or number (int) of `batches`, the micro-batches of an epoch.
-    Raises:
-        UserError: not even one step fits.
-    """
-    wanted = min(limit, batches) if isinstance(limit, int) else int(limit * batches)
-    if wanted % accumulate == 0 or not limit:
-        return limit
-    if wanted < accumulate:
-        raise UserError(
-            f"trainer.limit_train_batches={limit} leaves {wanted} micro-batches and a step takes {accumulate}: "
-            f"give at least {accumulate}."
-        )
-    return wanted - wanted % accumulate
-
-
-def validation_interval(stated: float, batches: int, accumulate: int) -> float:
-    """Return trainer.val_check_interval as Lightning counts it: in micro-batches (int); 1.0 for an epoch's end only.
-
-    Args:
-        stated: a share of an epoch (float), or optimizer steps (int).
-        batches: micro-batches of an epoch, whole steps.
-    Raises:
-        UserError: neither, or more steps than an epoch has.
-    """
-    steps, is_share = batches // accumulate, isinstance(stated, float)
-    if isinstance(stated, bool) or not isinstance(stated, int | float) or not 0 < stated <= (1 if is_share else steps):
-        raise UserError(
-            f"trainer.val_check_interval={stated}: give a share of an epoch above 0 and up to 1.0, or a whole number "
-            f"of optimizer steps from 1 to {steps}, which is an epoch (trainer.check_val_every_n_epoch for more)."
-        )
-    every = math.ceil(stated * steps - 1e-9) if is_share else stated
-    return 1.0 if every >= steps else every * accumulate
-
-
-def _profiler(stated: Any, plan: RunPlan) -> Profiler | None:
-    """Return a profiler that writes into the run folder; Lightning's default would only log its table."""
-    place = {"dirpath": plan.folder.path, "filename": "profile"}
-    if isinstance(stated, dict) or not stated:
-        profiler: Profiler | None = build(stated, place) if stated else None
-        return profiler
-    if stated not in PROFILERS:
-        raise UserError(f"trainer.profiler={stated}: take {', '.join(PROFILERS)} or null.")
-    return PROFILERS[stated](**place)
+    return [*first, TrainingLog(batch_size), *chosen, session.interruption, recorder]

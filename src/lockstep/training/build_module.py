@@ -14,6 +14,7 @@ from lockstep.training.parameter_groups import RULES, GroupRules, freeze
 
 OPTIONAL_KEYS = ("monitor", "mode", "outputs")  # keys of the config that a constructor need not know
 FACTS = ("num_classes", "class_names", "image_size", "channels", "class_counts")  # that a constructor may ask for
+OF_EVERY_OPTIMIZER = ("scale_lr_with_batch", "base_batch_size", *RULES)  # options of train.yaml
 OPTIONS_OF_LOSSES = {"label_smoothing": 0.0, "class_weights": None, "gamma": 2.0, "target_threshold": None}
 
 
@@ -53,12 +54,12 @@ def build_module(
             )
         shape = {**{key: facts[key] for key in ("image_size", "channels") if key in facts}, "num_classes": outputs}
         parts["net"] = build_net(config, shape, trainable=trainable, has_checkpoint=has_checkpoint)
+    own = config["optimizer"]
     if trainable and "optimizer" in asked:
-        of_all = ("scale_lr_with_batch", "base_batch_size", *RULES)  # options of train.yaml for every optimizer
-        stated = {key: value for key, value in config["optimizer"].items() if key not in of_all}
+        stated = {key: value for key, value in own.items() if key not in OF_EVERY_OPTIMIZER}
         parts["optimizer"] = build({**stated, **(learning_rates or {})})
     if "rules" in asked:
-        parts["rules"] = GroupRules.of(config["optimizer"], getattr(parts.get("optimizer"), "func", None))
+        parts["rules"] = GroupRules(**{key: own[key] for key in RULES if key in own})
     if trainable and "scheduler" in asked and "_target_" in (config.get("scheduler") or {}):
         parts["scheduler"] = build(config["scheduler"])
     if "loss" in asked and "num_classes" in facts:
@@ -95,10 +96,10 @@ def uses_channels_last(net: nn.Module, stated: bool | str, on_tensor_cores: bool
 
     EfficientNet-Lite0 at 96 px is 1.4 times as fast with it on a CPU; ResNet-18, AlexNet and ViT lose 5 %.
     """
-    if stated not in (True, False, "auto"):
-        raise UserError(f"trainer.channels_last={stated}: give true, false or auto.")
     if stated != "auto":
-        return bool(stated)
+        if not isinstance(stated, bool):
+            raise UserError(f"trainer.channels_last={stated}: give true, false or auto.")
+        return stated
     convolutions = [layer for layer in net.modules() if isinstance(layer, nn.Conv2d)]
     overlap = any(layer.kernel_size != layer.stride for layer in convolutions)  # false for a ViT's patch embedding
     return (on_tensor_cores and overlap) or any(1 < layer.groups == layer.in_channels for layer in convolutions)
@@ -109,7 +110,7 @@ def build_loss(config: Config, facts: DataFacts) -> Any:
 
     If `loss._target_=` names a class without some options of the default loss, those left at their default are dropped.
     """
-    node = dict(config.get("loss") or {})
+    node = config.get("loss")
     if not node:
         return None
     taken, any_name = options_of(resolve_target(node["_target_"], "loss._target_"))

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchvision.transforms.v2.functional import center_crop
 
 from lockstep.config.foreign import OF_DATA, config_of_checkpoint
 from lockstep.config.instantiate import resolve_target
 from lockstep.data.framing import Framing
 from lockstep.runs.config import Config, model_name
 from lockstep.runs.errors import UserError
-from lockstep.runs.files import sha256_of
-from lockstep.runs.folder import RUN_ID_PATTERN
 from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import RunRecord, read_record
 from lockstep.storage.fetch import locate_checkpoint
@@ -46,23 +45,12 @@ class FinishedModel:
         return net
 
     @property
-    def name(self) -> str:
-        """The run's id, else the file's name: of a folder, so nothing that climbs."""
-        stated = str(self.record.run_id)
-        return stated if RUN_ID_PATTERN.fullmatch(stated) and ".." not in stated else self.path.stem
-
-    @property
     def framing(self) -> Framing:
-        """Return how evaluation makes squares; checkpoints that do not say were trained on squashed images."""
+        """How evaluation makes squares; checkpoints that do not say were trained on squashed images."""
         facts = self.facts
-        return Framing(
-            image_size=facts["image_size"],
-            resize=facts.get("resize") or self.config["data"].get("resize") or facts["image_size"],
-            fit=facts.get("fit", "squash"),
-            interpolation=facts.get("interpolation", "bilinear"),
-            channels=facts["channels"],
-            mean=tuple(facts["mean"]),
-        )
+        resize = facts.get("resize") or self.config["data"].get("resize") or facts["image_size"]
+        stated = {key: facts[key] for key in ("interpolation", "channels") if key in facts}
+        return Framing(facts["image_size"], resize, facts.get("fit", "squash"), mean=tuple(facts["mean"]), **stated)
 
     def prepared(self, images: Tensor) -> Tensor:
         """Return (B, C, H, W) normalised: the centre crop that evaluation feeds the net.
@@ -70,20 +58,14 @@ class FinishedModel:
         Args:
             images: (B, resize, resize, C) uint8.
         """
-        size = self.framing.image_size
-        start = round((self.framing.resize - size) / 2)
-        pixels = images[:, start : start + size, start : start + size].permute(0, 3, 1, 2) / 255
         mean, std = (torch.tensor(self.facts[key]).view(-1, 1, 1) for key in ("mean", "std"))
-        return (pixels - mean) / std
+        pixels = center_crop(images.permute(0, 3, 1, 2), [self.facts["image_size"]])
+        return (pixels / 255 - mean) / std
 
     @torch.inference_mode()
     def predict(self, images: Tensor) -> Any:
         """Return what the task's predict_step makes of (B, C, H, W) normalised images; a classifier's probabilities."""
         return self.module.predict_step(images, 0)
-
-    def sha256(self) -> str:
-        """Return the sha256 of the checkpoint file."""
-        return sha256_of(self.path)
 
 
 def load_finished(address: str, logs: Path = REPOSITORY / "logs", s3: Config | None = None) -> FinishedModel:
@@ -94,8 +76,8 @@ def load_finished(address: str, logs: Path = REPOSITORY / "logs", s3: Config | N
         UserError: there is none, or it was not written by this project.
     """
     path, checkpoint = _found(address, logs, s3)
-    own = checkpoint["lockstep"]
-    config, facts = config_of_checkpoint(path, own["config"], logs), own["data"]
+    config = config_of_checkpoint(path, checkpoint["lockstep"]["config"], logs)
+    facts = checkpoint["lockstep"]["data"]
     module = build_module(config, facts, trainable=False)
     check_fits(module, checkpoint["state_dict"], str(path), model_name(config))
     module.load_state_dict(checkpoint["state_dict"])

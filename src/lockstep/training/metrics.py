@@ -1,9 +1,9 @@
 """The user's torchmetrics for classes: tried before training, without a score for classes that are absent."""
 
-import functools
 import logging
 import warnings
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,10 @@ def averaged_here(metrics: Mapping[str, Metric], num_classes: int) -> nn.ModuleD
             float(metric.compute())
             metric.reset()
         except Exception as error:  # whatever a class makes of what it was not made for
-            said = " ".join(str(error).split())[:200]
             raise UserError(
                 f"metrics.{name} gives no number for logits (B, {num_classes}) and classes (B,) "
-                f"({type(error).__name__}: {said}): take a multiclass metric of torchmetrics with an average."
+                f"({type(error).__name__}: {' '.join(str(error).split())[:200]}): take a multiclass metric of "
+                "torchmetrics with an average."
             ) from error
         if isinstance(metric, OVER_PRESENT_CLASSES) and metric.average == "macro":
             metric.average = "none"
@@ -40,25 +40,24 @@ def averaged_here(metrics: Mapping[str, Metric], num_classes: int) -> nn.ModuleD
 
 
 def values_of(metrics: nn.ModuleDict, images_of_class: Tensor, stage: str) -> dict[str, float]:
-    """Compute each metric, the mean over the classes that have images where it gives a value per class; a collective.
+    """Compute each metric, of one value per class the mean over the classes that have images; a collective.
 
     Args:
         images_of_class: (classes,) images of all ranks together.
     """
-    present = images_of_class > 0
-    absent = (~present).nonzero().flatten().tolist()
-    values = {}
+    present, values = images_of_class > 0, {}
+    absent = ", ".join(map(str, (~present).nonzero().flatten().tolist()))
     for name, metric in metrics.items():
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*(No positive samples|No negative samples|was `nan`).*")
             value = metric.compute()
         if value.ndim and absent:
-            _log_once(f"{stage}/{name} leaves out classes {', '.join(map(str, absent))}, which have no image.")
+            log_once(f"{stage}/{name} leaves out classes {absent}, which have no image.")
         if not value.ndim or present.sum() > 1:  # of one class alone there is no such score
             values[f"{stage}/{name}"] = float(value[present].mean() if value.ndim else value)
     return values
 
 
-@functools.cache
-def _log_once(message: str) -> None:
+@cache
+def log_once(message: str) -> None:
     log.info(message)

@@ -3,6 +3,7 @@
 Where an option asks for none of it, an optimizer gets the parameters as one group.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
 from lockstep.strategies.sync_batchnorm import BATCH_NORMS
 
@@ -26,32 +26,19 @@ class GroupRules:
         layer_decay: a layer's learning rate over that of the layer after it; the head has the whole.
         head_lr_factor: of the head's learning rate.
         decay_norms: weight decay also on norms, biases, position embeddings and tokens.
+    Raises:
+        UserError: a value that is no share or factor.
     """
 
     layer_decay: float | None = None
     head_lr_factor: float = 1.0
     decay_norms: bool = True
 
-    @classmethod
-    def of(cls, options: Config, optimizer: Any = None) -> "GroupRules":
-        """
-        Args:
-            options: the config's optimizer.
-            optimizer: its class.
-        Raises:
-            UserError: a value that is no share or factor, or an optimizer that makes groups of its own.
-        """
-        rules = cls(**{key: options[key] for key in RULES if key in options})
-        if rules.layer_decay is not None and not _is_within(rules.layer_decay, 1.0):
-            raise UserError(f"optimizer.layer_decay={rules.layer_decay}: give a number above 0 and up to 1, or null.")
-        if not _is_within(rules.head_lr_factor, float("inf")):
-            raise UserError(f"optimizer.head_lr_factor={rules.head_lr_factor}: give a number above 0.")
-        if rules != cls() and hasattr(optimizer, "takes_named_parameters"):
-            raise UserError(
-                f"{optimizer.__name__} groups the parameters itself: leave optimizer.layer_decay, head_lr_factor and "
-                "decay_norms as they are, or choose another optimizer, e.g. adamw."
-            )
-        return rules
+    def __post_init__(self) -> None:
+        if self.layer_decay is not None and not _is_within(self.layer_decay, 1.0):
+            raise UserError(f"optimizer.layer_decay={self.layer_decay}: give a number above 0 and up to 1, or null.")
+        if not _is_within(self.head_lr_factor, math.inf):
+            raise UserError(f"optimizer.head_lr_factor={self.head_lr_factor}: give a number above 0.")
 
 
 RULES = tuple(GroupRules.__dataclass_fields__)
@@ -118,17 +105,18 @@ def freeze(net: nn.Module, stated: str | Sequence[str]) -> None:
         UserError: a pattern that matches nothing, or nothing is left to train.
     """
     parameters = dict(net.named_parameters())
+    short = {name: name.removeprefix(f"{BACKBONE}.") for name in parameters}  # as timm names them
     frozen: set[str] = set()
     for pattern in [stated] if isinstance(stated, str) else stated:
-        found = parameters.keys() - head_names(net) if pattern == BACKBONE else {
-            name for name in parameters for own in (name, name.removeprefix(f"{BACKBONE}."))  # as timm names it
-            if fnmatchcase(own, pattern) or fnmatchcase(own, f"{pattern}.*")
-        }  # fmt: skip
+        forms = (pattern, f"{pattern}.*")
+        found = {each for each in short if any(fnmatchcase(name, f) for name in (each, short[each]) for f in forms)}
+        if pattern == BACKBONE:
+            found = parameters.keys() - head_names(net)
         if not found:
-            names = [name.removeprefix(f"{BACKBONE}.") for name in parameters]
+            first, *_, last = short.values()
             raise UserError(
-                f"model.freeze={pattern!r} matches no parameter: take {BACKBONE}, or patterns of names as {names[0]} "
-                f"and {names[-1]}."
+                f"model.freeze={pattern!r} matches no parameter: take {BACKBONE}, or patterns of names as {first} "
+                f"and {last}."
             )
         frozen |= found
     if all(name in frozen or not parameter.requires_grad for name, parameter in parameters.items()):

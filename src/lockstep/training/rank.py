@@ -24,7 +24,6 @@ from lockstep.launch.process_group import join
 from lockstep.runs import provenance, signals
 from lockstep.runs.environment import available_cores, environment
 from lockstep.runs.errors import UserError
-from lockstep.strategies.placement import devices_of_process
 
 log = logging.getLogger(__name__)
 
@@ -80,16 +79,6 @@ class StartedRanks(LightningEnvironment):
     def __init__(self, cluster: Cluster) -> None:
         super().__init__()
         self.cluster = cluster
-        self.set_world_size(cluster.world_size)
-        self.set_global_rank(cluster.rank)
-
-    @property
-    def main_address(self) -> str:
-        return self.cluster.master_addr
-
-    @property
-    def main_port(self) -> int:
-        return self.cluster.master_port or 0
 
     def local_rank(self) -> int:
         return self.cluster.local_rank or 0
@@ -107,7 +96,7 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
 
     An exception that leaves the block carries `culprit`: which rank failed first, on which host, in which phase.
     """
-    cluster, folder, timeout_s = plan.cluster, plan.folder, plan.trainer["timeout_s"]
+    cluster, timeout_s = plan.cluster, plan.trainer["timeout_s"]
     signals.check()  # the imports of torch and Lightning are done
     prepare_process(plan)
     set_breakpoints(cluster)
@@ -123,7 +112,7 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
     hosts = gather_objects(provenance.host(cluster.node_rank))
     pids = gather_objects(os.getpid())
     names = [str(host["host"]) for host in hosts]
-    dump = HangDump(folder.path, timeout_s, lambda error: with_culprit(error, store, cluster, names))
+    dump = HangDump(plan.folder.path, timeout_s, lambda error: with_culprit(error, store, cluster, names))
     try:
         yield RankSession(plan, hosts[:: cluster.devices], Interruption(timeout_s), dump, patient_group)
         torch.distributed.barrier()
@@ -144,7 +133,9 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
 
 def device_of(plan: RunPlan) -> torch.device:
     """Return the device on which this rank's data lie and its net begins."""
-    return torch.device(devices_of_process(plan.trainer, plan.accelerator, plan.cluster.local_rank or 0)[0])
+    stages = plan.trainer.get("stage_devices")
+    name = str(stages[0]) if stages else f"cuda:{plan.cluster.local_rank or 0}" if plan.accelerator == "gpu" else "cpu"
+    return torch.device("cuda:0" if name == "cuda" else name)
 
 
 def set_breakpoints(cluster: Cluster) -> None:
@@ -169,11 +160,10 @@ def prepare_process(plan: RunPlan) -> None:
     Raises:
         UserError: the driver shows GPUs that torch cannot use.
     """
-    threads = plan.trainer["num_threads"]
-    cores, bound = available_cores(), int(environment().get("SLURM_CPUS_PER_TASK") or 0)
-    is_bound = plan.cluster.launcher == "slurm" and cores <= bound  # these cores belong to this rank alone
-    own_cores = cores if is_bound else max(1, cores // plan.cluster.devices)
-    torch.set_num_threads(own_cores if threads == "auto" else threads)
+    own, cores = plan.trainer, available_cores()
+    bound = int(environment().get("SLURM_CPUS_PER_TASK") or 0) if plan.cluster.launcher == "slurm" else 0
+    own_cores = cores if cores <= bound else max(1, cores // plan.cluster.devices)  # bound: to this rank alone
+    torch.set_num_threads(own_cores if own["num_threads"] == "auto" else own["num_threads"])
     torch.manual_seed(plan.config["seed"])
     if plan.accelerator == "gpu":
         if not torch.cuda.is_available():
@@ -185,8 +175,8 @@ def prepare_process(plan: RunPlan) -> None:
             log.warning(
                 f"Each rank has {own_cores} CPU core(s), too few to feed a GPU: give it 8 (SLURM: --cpus-per-task=8)."
             )
-        torch.backends.cudnn.benchmark = plan.trainer["deterministic"] is not True
-        torch.set_float32_matmul_precision(plan.trainer.get("matmul_precision", "high"))
+        torch.backends.cudnn.benchmark = own["deterministic"] is not True
+        torch.set_float32_matmul_precision(own.get("matmul_precision", "high"))
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.pytorch.callbacks.model_summary").setLevel(logging.INFO)  # who adds it wants to see it
     for message in EXPECTED_WARNINGS:

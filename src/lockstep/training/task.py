@@ -1,13 +1,15 @@
 """The base class of a task: a LightningModule with the config's optimizer and schedule, and exact means."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lockstep.runs.errors import UserError
 from lockstep.training.parameter_groups import GroupRules, parameter_groups
 
 FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)  # of torch 2.14's fused optimizers those that take DTensors
@@ -25,16 +27,23 @@ class Task(pl.LightningModule):
         optimizer: partial that takes the parameters (named ones where it has `takes_named_parameters`).
         scheduler: partial called with (optimizer, total_steps=, steps_per_epoch=), stepped every optimizer step.
         rules: learning rates and weight decay of parts of the net; by default the optimizer's own for all.
+    Raises:
+        UserError: rules for an optimizer that groups the parameters itself.
     """
 
     def __init__(
         self,
         net: nn.Module,
-        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        optimizer: partial[torch.optim.Optimizer] | None = None,
         scheduler: Callable[..., Any] | None = None,
         rules: GroupRules | None = None,
     ) -> None:
         super().__init__()
+        if rules and rules != GroupRules() and optimizer and hasattr(optimizer.func, "takes_named_parameters"):
+            raise UserError(
+                f"{optimizer.func.__name__} groups the parameters itself: leave optimizer.layer_decay, head_lr_factor "
+                "and decay_norms as they are, or choose another optimizer, e.g. adamw."
+            )
         self.net, self.rules = net, rules or GroupRules()
         self.optimizer_factory, self.scheduler_factory = optimizer, scheduler
         self.sums: dict[str, Tensor] = {}  # (2,) float64 by metric: sum and number of the values of this rank
@@ -54,12 +63,10 @@ class Task(pl.LightningModule):
             values: a tensor with one number for each image, or several (pixels).
         """
         stage = "train" if self.training else "test" if self.trainer.testing else "val"
-        for name, each in values.items():
-            total = each.detach().sum(dtype=torch.float64)
-            self._add(f"{stage}/{name}", torch.stack([total, torch.full_like(total, each.numel())]))
-
-    def _add(self, name: str, pair: Tensor) -> None:
-        self.sums[name] = self.sums[name] + pair if name in self.sums else pair
+        for metric, each in values.items():
+            name, total = f"{stage}/{metric}", each.detach().sum(dtype=torch.float64)
+            pair = torch.stack([total, torch.full_like(total, each.numel())])
+            self.sums[name] = self.sums[name] + pair if name in self.sums else pair
 
     def take_sums(self, stage: str) -> dict[str, Tensor]:
         """Return (2,) float64 by metric, sum and number of this rank since the last call, still on the device."""
@@ -73,17 +80,17 @@ class Task(pl.LightningModule):
         summed = self.trainer.strategy.reduce(torch.stack([*sums.values()]), reduce_op="sum").tolist()
         return {name: (total, number) for name, (total, number) in zip(sums, summed, strict=True)}
 
-    def log_exactly(self, values: dict[str, float]) -> None:
-        """Log values that are equal on all ranks, in float64."""
-        doubles = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-        self.log_dict(doubles, logger=False, on_step=False, on_epoch=True, rank_zero_only=False)
-
     def train_means(self) -> dict[str, float]:
         """Return the means of the epoch's training images as they were augmented; TrainingLog writes them."""
         return self._means("train")
 
     def _means(self, stage: str) -> dict[str, float]:
         return {name: total / number for name, (total, number) in self.totals(stage).items() if number}
+
+    def log_exactly(self, values: dict[str, float]) -> None:
+        """Log values that are equal on all ranks, in float64."""
+        doubles = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+        self.log_dict(doubles, logger=False, on_step=False, on_epoch=True, rank_zero_only=False)
 
     def on_validation_epoch_start(self) -> None:
         self.take_sums("val")  # of an evaluation that was cut short
@@ -101,10 +108,7 @@ class Task(pl.LightningModule):
         checkpoint["train_sums"] = {name: reduce(self.sums[name].clone(), reduce_op="sum").tolist() for name in names}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        sums = checkpoint.get("train_sums") or {}
-        if "train_counts" in checkpoint:  # of version 1
-            sums = {"train/acc": checkpoint["train_counts"]}
-        for name, pair in sums.items():
+        for name, pair in (checkpoint.get("train_sums") or {}).items():
             found = torch.tensor(pair, dtype=torch.float64, device=self.trainer.strategy.root_device)
             self.sums[name] = found if self.trainer.is_global_zero else torch.zeros_like(found)
 
@@ -112,14 +116,15 @@ class Task(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         assert self.optimizer_factory is not None, "built for evaluation only"
+        factory, options = self.optimizer_factory, inspect.signature(self.optimizer_factory.func).parameters
         trainable = [(name.removeprefix("net."), p) for name, p in self.named_parameters() if p.requires_grad]
-        parameters = [p for _, p in trainable]
-        given: Any = parameters
-        if hasattr(self.optimizer_factory.func, "takes_named_parameters"):
+        given: Any = [parameter for _, parameter in trainable]
+        if hasattr(factory.func, "takes_named_parameters"):
             given = trainable
         elif self.rules != GroupRules():
-            given = parameter_groups(self.net, trainable, self.rules, self._learning_rate())
-        optimizer = self.optimizer_factory(given, **self._kernel(parameters))
+            rate = float(factory.keywords["lr"] if "lr" in factory.keywords else options["lr"].default)
+            given = parameter_groups(self.net, trainable, self.rules, rate)
+        optimizer = factory(given, **self._kernel(options, any(hasattr(p, "full_tensor") for _, p in trainable)))
         optimizer.register_load_state_dict_pre_hook(_keep_kernel)
         if self.scheduler_factory is None:
             return optimizer
@@ -128,26 +133,19 @@ class Task(pl.LightningModule):
         schedule = self.scheduler_factory(optimizer, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def _learning_rate(self) -> float:
-        """Return the stated learning rate, or the optimizer's default."""
-        options = inspect.signature(self.optimizer_factory.func).parameters
-        return float(self.optimizer_factory.keywords.get("lr", options["lr"].default))
-
-    def _kernel(self, parameters: list[nn.Parameter]) -> dict[str, bool]:
+    def _kernel(self, options: Mapping[str, Any], is_sharded: bool) -> dict[str, bool]:
         """Return the option that gives one kernel for all parameters, where torch has it.
 
         fused, but not with scaled gradients, whose norm it hides. Shards take foreach at least, because DTensors are
         dispatched one by one otherwise.
         """
-        optimizer, stated = self.optimizer_factory.func, self.optimizer_factory.keywords.keys()
-        options = inspect.signature(optimizer).parameters.keys()
-        sharded = any(hasattr(parameter, "full_tensor") for parameter in parameters)
-        if stated & {"fused", "foreach", "differentiable"}:
+        factory = self.optimizer_factory
+        if factory.keywords.keys() & {"fused", "foreach", "differentiable"}:
             return {}
-        is_supported = not sharded or optimizer in FUSED_ON_SHARDS
-        if "fused" in options and self.trainer.precision != "16-mixed" and is_supported:
+        is_supported = self.trainer.precision != "16-mixed" and (not is_sharded or factory.func in FUSED_ON_SHARDS)
+        if "fused" in options and is_supported:
             return {"fused": True}
-        return {"foreach": True} if sharded and "foreach" in options else {}
+        return {"foreach": True} if is_sharded and "foreach" in options else {}
 
 
 def _keep_kernel(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -61,12 +61,9 @@ def check_data_of_run(checkpoint: Checkpoint, facts: DataFacts, folder: RunFolde
     there = {**facts, **facts_of(checkpoint)}
     for name in ("class_names", "data_hash"):
         if there.get(name) != facts.get(name):
-            before, now = (
-                ", ".join(own[name][:10]) if name == "class_names" else f"hash {own[name][:12]}"
-                for own in (there, facts)
-            )
+            said = [f"hash {own[name][:12]}" if name == "data_hash" else _shown(own[name]) for own in (there, facts)]
             raise UserError(
-                f"The run {folder.run_id} was trained on other images ({before}, now {now}): give it the same "
+                f"The run {folder.run_id} was trained on other images ({said[0]}, now {said[1]}): give it the same "
                 "data.root, or start a new run with ckpt_path=."
             )
 
@@ -89,30 +86,26 @@ def start_from(module: pl.LightningModule, path: str, model_name: str, data: Con
     checkpoint = load_on_all_ranks(path)
     own, found, before = module.state_dict(), dict(checkpoint["state_dict"]), facts_of(checkpoint)
     net, prefix = (module.net, "net.") if hasattr(module, "net") else (module, "")
-    notes = []
+    notes = [f"Starting from the weights of {path}"]
     if hasattr(net, "adapted"):
         of_net = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
-        adapted = net.adapted(of_net)
-        if adapted is not of_net:
+        if (adapted := net.adapted(of_net)) is not of_net:
             notes.append("position embeddings resampled")
             found.update({f"{prefix}{name}": value for name, value in adapted.items()})
     notes += _match_head({f"{prefix}{name}" for name in head_names(net)}, own, found, before, facts)
     skipped = [name for name in found if name not in own and not name.startswith(prefix)]
     if skipped:
         notes.append(f"skipped {', '.join(sorted({name.split('.')[0] for name in skipped}))}, which this task lacks")
-    found = {name: value for name, value in found.items() if name not in skipped}
-    found = {**{name: value for name, value in own.items() if not name.startswith(prefix)}, **found}
+    beside = {name: value for name, value in own.items() if not name.startswith(prefix)}
+    found = {**beside, **{name: value for name, value in found.items() if name not in skipped}}
     check_fits(module, found, path, model_name)
     module.load_state_dict(found)
-    sentence = "; ".join([f"Starting from the weights of {path}", *notes]) + "."
     then = ((checkpoint.get("lockstep") or {}).get("config") or {}).get("data") or {}
-    splits = ("seed", "fold", "num_folds")
-    if then.get("name") == data.get("name") and (
-        any(then.get(key) != data.get(key) for key in splits)
-        or before.get("class_counts") != facts.get("class_counts")  # the hash differs between data.path's two ways
-    ):
-        sentence += " It may have trained on images that validate or test here, because the split is another one."
-    return sentence
+    is_other_split = any(then.get(key) != data.get(key) for key in ("seed", "fold", "num_folds"))
+    is_other_split |= before.get("class_counts") != facts.get("class_counts")  # the hash differs by data.path
+    if is_other_split and then.get("name") == data.get("name"):
+        notes.append("it may have trained on images that validate or test here, because the split is another one")
+    return "; ".join(notes) + "."
 
 
 def _match_head(
@@ -121,28 +114,20 @@ def _match_head(
     """Change the rows of the head in `found` to this run's classes or outputs; return what was done."""
     here = list(facts.get("class_names") or ())
     there = list(before.get("class_names") or here)
-    if there == here:
-        resized = sorted(
-            name for name in of_head & found.keys()
-            if found[name].ndim and found[name].shape[1:] == own[name].shape[1:] and len(found[name]) != len(own[name])
-        )  # fmt: skip
-        if not resized:
-            return []
-        outputs = f"{len(found[resized[0]])} outputs, now {len(own[resized[0]])}"
-        found.update({name: torch.zeros_like(own[name]) for name in resized})
-        return [f"the head is new ({', '.join(resized)}): it had {outputs}"]
-    rows_of_classes = [
-        name for name, value in found.items()
-        if name in own and value.ndim and value.shape[1:] == own[name].shape[1:]
-        and (len(value), len(own[name])) == (len(there), len(here))
+    heads = [
+        name for name in sorted(of_head & found.keys() & own.keys())
+        if found[name].ndim and found[name].shape[1:] == own[name].shape[1:]
     ]  # fmt: skip
-    heads = [name for name in rows_of_classes if name in of_head or len(there) != len(here)]
-    if sorted(there) == sorted(here):
+    if there != here and sorted(there) == sorted(here):
         order = [there.index(name) for name in here]
         found.update({name: found[name][order] for name in heads})
         return ["the head's rows are in this run's order of classes"]
+    change = f"the classes were {_shown(there)}, now {_shown(here)}"
+    if there == here:
+        heads = [name for name in heads if len(found[name]) != len(own[name])]
+        change = f"it had {len(found[heads[0]])} outputs, now {len(own[heads[0]])}" if heads else ""
     found.update({name: torch.zeros_like(own[name]) for name in heads})
-    return [f"the head is new ({', '.join(sorted(heads))}): the classes were {_shown(there)}, now {_shown(here)}"]
+    return [f"the head is new ({', '.join(heads)}): {change}"] if heads else []
 
 
 def _shown(names: list[str]) -> str:

@@ -1,6 +1,7 @@
 """The net cut into stages trains as the whole one does, and its checkpoints are those of the whole one."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -37,12 +38,10 @@ def test_equals_one_process_in_float64(settings):
 def test_checkpoints_go_both_ways(tmp_path):
     split(save=tmp_path / "split.ckpt")
     one(save=tmp_path / "whole.ckpt")
-    split_state, whole_state = (torch.load(tmp_path / name, weights_only=True) for name in ("split.ckpt", "whole.ckpt"))
-    assert split_state["state_dict"].keys() == whole_state["state_dict"].keys()
-    assert (
-        one(test=True, resume=tmp_path / "split.ckpt")["test"]
-        == split(test=True, resume=tmp_path / "whole.ckpt")["test"]
-    )
+    states = [torch.load(tmp_path / name, weights_only=True)["state_dict"] for name in ("split.ckpt", "whole.ckpt")]
+    assert states[0].keys() == states[1].keys()
+    tests = one(test=True, resume=tmp_path / "split.ckpt"), split(test=True, resume=tmp_path / "whole.ckpt")
+    assert tests[0]["test"] == tests[1]["test"]
     more = {"epochs": 2, "resume": tmp_path / "split.ckpt"}
     assert difference([split(**more)], one(**more)) < 1e-12
 
@@ -82,7 +81,7 @@ def test_balanced_cut_equals_exhaustive_search():
 
 
 class Stages(nn.Module):
-    def __init__(self, count=3, named=3):
+    def __init__(self, count, named):
         super().__init__()
         self.layers, self.named = nn.ModuleList(nn.Linear(2, 2) for _ in range(count)), named
 
@@ -90,19 +89,24 @@ class Stages(nn.Module):
         return list(self.layers)[: self.named]
 
 
-def test_what_cannot_be_cut_is_refused():
-    with pytest.raises(UserError, match="Stages.*layers.1.weight"):
-        cut_into_groups(Stages(named=1), 2)
-    with pytest.raises(UserError, match="3 stages, fewer than .* 4"):
-        cut_into_groups(Stages(), 4)
-    for names in (["cpu"], ["cpu", "cuda:63"], *([None] if torch.cuda.device_count() < 2 else [])):
-        with pytest.raises(UserError, match="must name two devices or more of this machine"):
-            checked_devices(names)
-    with pytest.raises(UserError, match="stage_devices"):
-        checked_devices(["cpu", "toaster"])
-    for cut in ([], [0], [4], [2, 1], ["a"], [1.5]):
-        with pytest.raises(UserError, match=r"does not cut 4 .* into 2: give 1 rising numbers from 1 to 3, as \[2\]"):
-            cut_into_groups(Stages(4, 4), 2, cut)
+NO_CUT = r"does not cut 4 .* into 2: give 1 rising numbers from 1 to 3, as \[2\]"
+TWO_HERE = "must name two devices or more of this machine"
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: cut_into_groups(Stages(3, 1), 2), "Stages.*layers.1.weight"),
+        (lambda: cut_into_groups(Stages(3, 3), 4), "3 stages, fewer than .* 4"),
+        *((partial(cut_into_groups, Stages(4, 4), 2, cut), NO_CUT) for cut in ([], [0], [4], [2, 1], ["a"], [1.5])),
+        (lambda: checked_devices(["cpu"]), TWO_HERE),
+        (lambda: checked_devices(["cpu", "cuda:63"]), TWO_HERE),
+        (lambda: checked_devices(["cpu", "toaster"]), "stage_devices"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(call, said):
+    with pytest.raises(UserError, match=said):
+        call()
 
 
 def test_a_stated_cut_puts_the_features_on_one_device_and_the_head_on_the_other():

@@ -4,8 +4,7 @@ import pytest
 
 from lockstep.config.compose import compose, plain
 from lockstep.runs.errors import UserError
-from lockstep.strategies import placement
-from lockstep.strategies.placement import RequestedDevices, devices_of_process, in_one_process, place
+from lockstep.strategies.placement import RequestedDevices, in_one_process, place
 
 
 def options(*words):
@@ -45,24 +44,6 @@ def test_what_cannot_be_is_refused_with_what_works(words, name, gpus, said):
     with pytest.raises(UserError) as refused:
         place(options(*words), name, gpus)
     assert said in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("own", "accelerator", "devices"),
-    [
-        ({}, "cpu", ["cpu"]),
-        ({}, "gpu", ["cuda:1"]),
-        ({"stage_devices": None}, "gpu", ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
-        ({"stage_devices": ["cuda:2", "cuda:3", "cuda:2"]}, "gpu", ["cuda:2", "cuda:3"]),
-        ({"stage_devices": ["cuda", "cpu"]}, "gpu", ["cuda:0", "cpu"]),
-        ({"stage_devices": ["cpu", "cpu"]}, "cpu", ["cpu"]),
-        ({"num_gpus": None}, "gpu", ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
-        ({"num_gpus": 3}, "gpu", ["cuda:0", "cuda:1", "cuda:2"]),
-    ],
-)
-def test_every_device_of_a_process_is_named_once_its_datas_first(own, accelerator, devices, monkeypatch):
-    monkeypatch.setattr(placement, "visible_gpus", lambda _: 4)
-    assert devices_of_process(own, accelerator, local_rank=1) == devices
 
 
 def test_an_evaluation_runs_in_one_process_whatever_trained():

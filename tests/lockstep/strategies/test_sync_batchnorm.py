@@ -5,14 +5,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from local_ranks import run_ranks
+from local_ranks import meet, run_ranks
 from lockstep.runs.errors import UserError
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, SyncBatchNormAct, check_batch_norm, synchronise
 
 PARTS = (5, 3)  # images of each rank: unequal on purpose
 
 
-def layer_and_batch(dtype, momentum=0.1, offset=0.0, affine=True):
+def layer_and_batch(dtype, momentum, offset, affine):
     generator = torch.Generator().manual_seed(0)
     layer = nn.BatchNorm2d(4, momentum=momentum, affine=affine).to(dtype)
     if affine:
@@ -24,61 +24,45 @@ def layer_and_batch(dtype, momentum=0.1, offset=0.0, affine=True):
     return layer, batch, weights
 
 
-def run(layer, batch, weights, steps=2):
+def run(layer, batch, weights):
+    """Return what concerns each image after two steps, and what concerns the layer."""
     batch = batch.clone().requires_grad_(True)
-    for _ in range(steps):
+    for _ in range(2):
         layer.zero_grad()
         batch.grad = None
         output = layer(batch)
         (output * weights).sum().backward()
-    parameters = [p.grad for p in layer.parameters()]
-    return [output.detach(), batch.grad, layer.running_mean, layer.running_var, layer.num_batches_tracked, parameters]
+    of_layer = [layer.running_mean, layer.running_var, layer.num_batches_tracked, *(p.grad for p in layer.parameters())]
+    return [output.detach(), batch.grad, layer.eval()(batch).detach()], of_layer
 
 
-def in_rank(cluster, dtype, momentum, offset, affine):
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{cluster.master_port}", rank=cluster.rank, world_size=2
-    )
-    layer, batch, weights = layer_and_batch(dtype, momentum, offset, affine)
+def in_rank(cluster, *options):
+    meet(cluster)
+    layer, batch, weights = layer_and_batch(*options)
     synchronise(layer, "cpu")
-    assert isinstance(layer, SyncBatchNorm)
     start = sum(PARTS[: cluster.rank])
     own = slice(start, start + PARTS[cluster.rank])
-    output, gradient, mean, variance, count, parameters = run(layer, batch[own], weights[own])
-    layer.eval()
-    evaluated = layer(batch[own]).detach()
-    for grad in parameters:
-        dist.all_reduce(grad)
-    return [output, gradient, mean, variance, count, parameters, evaluated]
+    of_images, of_layer = run(layer, batch[own], weights[own])
+    for gradient in of_layer[3:]:
+        dist.all_reduce(gradient)
+    return of_images, of_layer
 
 
 @pytest.mark.parametrize(
-    ("dtype", "momentum", "offset", "affine", "tolerance"),
+    ("options", "tolerance"),
     [
-        (torch.float64, 0.1, 0.0, True, 1e-12),
-        (torch.float64, None, 0.0, False, 1e-12),
-        (torch.float32, 0.1, 1000.0, True, 2e-3),  # a large mean: sums of squares would cancel in float32
+        ((torch.float64, 0.1, 0.0, True), 1e-12),
+        ((torch.float64, None, 0.0, False), 1e-12),
+        ((torch.float32, 0.1, 1000.0, True), 2e-3),  # a large mean: sums of squares would cancel in float32
     ],
 )
-def test_equals_batchnorm_over_the_whole_batch(dtype, momentum, offset, affine, tolerance):
-    layer, batch, weights = layer_and_batch(dtype, momentum, offset, affine)
-    output, gradient, mean, variance, count, parameters = run(layer, batch, weights)
-    layer.eval()
-    evaluated = layer(batch).detach()
-    found = run_ranks(in_rank, 2, dtype, momentum, offset, affine)
-
-    def close(a, b):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-
-    close(torch.cat([rank[0] for rank in found]), output)
-    close(torch.cat([rank[1] for rank in found]), gradient)
-    close(torch.cat([rank[6] for rank in found]), evaluated)
-    for rank in found:
-        close(rank[2], mean)
-        close(rank[3], variance)
-        assert rank[4] == count == 2
-        for a, b in zip(rank[5], parameters, strict=True):
-            close(a, b)
+def test_equals_batchnorm_over_the_whole_batch(options, tolerance):
+    of_images, of_layer = run(*layer_and_batch(*options))
+    found = run_ranks(in_rank, 2, *options)
+    for parts, whole in zip(zip(*(images for images, _ in found), strict=True), of_images, strict=True):
+        torch.testing.assert_close(torch.cat(parts), whole, rtol=tolerance, atol=tolerance)
+    for _, each in found:
+        torch.testing.assert_close(each, of_layer, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -91,7 +75,7 @@ def test_layers_names_and_timms_activation_within_the_layer_stay(device):
     assert expected.min() == 0
     synchronise(net, device)
     own = (SyncBatchNorm, SyncBatchNormAct) if device == "cpu" else (nn.SyncBatchNorm, nn.SyncBatchNorm)
-    assert [isinstance(each, cls) for each, cls in zip(net, own, strict=True)] == [True, True]
+    assert all(isinstance(each, cls) for each, cls in zip(net, own, strict=True))
     assert list(net.state_dict()) == names and net[0] is layer and layer.process_group is None
     assert torch.equal(net(x), expected)
     if device == "cpu":  # torch's own refuses to train on one
@@ -117,7 +101,7 @@ def test_a_layer_that_does_more_is_refused():
         (nn.BatchNorm1d(1), 2, 4, False, ["trainer.sync_batchnorm=true", "4 micro-batches"]),
     ],
 )
-def test_one_warning_for_each_way_in_which_batchnorm_depends_on_the_spread(
+def test_one_sentence_for_each_way_in_which_batchnorm_depends_on_the_spread(
     net, world_size, micro_batches, synchronised, said
 ):
     batch = {"world_size": world_size, "micro_batches": micro_batches, "synchronised": synchronised}
@@ -125,16 +109,10 @@ def test_one_warning_for_each_way_in_which_batchnorm_depends_on_the_spread(
     assert len(found) == len(said) and all(words in sentence for sentence, words in zip(found, said, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("world_size", "micro_batches", "said"),
-    [
-        (4, 1, "data.global_batch_size=8 or more, trainer.sync_batchnorm=true, or a net"),
-        (1, 8, "data.global_batch_size=16 or more, or a net"),
-    ],
-)
-def test_one_image_at_a_time_is_refused_with_the_sizes_that_work(world_size, micro_batches, said):
-    batch = {"images": 1, "world_size": world_size, "micro_batches": micro_batches}
-    with pytest.raises(UserError, match=said):
-        check_batch_norm(nn.BatchNorm1d(1), **batch, synchronised=False)
-    if world_size > 1:
-        assert check_batch_norm(nn.BatchNorm1d(1), **batch, synchronised=True) == []
+def test_one_image_at_a_time_is_refused_with_the_sizes_that_work():
+    norm, batch = nn.BatchNorm1d(1), {"images": 1, "world_size": 4, "micro_batches": 1}
+    assert check_batch_norm(norm, **batch, synchronised=True) == []
+    with pytest.raises(UserError, match="data.global_batch_size=8 or more, trainer.sync_batchnorm=true, or a net"):
+        check_batch_norm(norm, **batch, synchronised=False)
+    with pytest.raises(UserError, match="data.global_batch_size=16 or more, or a net"):
+        check_batch_norm(norm, images=1, world_size=1, micro_batches=8, synchronised=False)

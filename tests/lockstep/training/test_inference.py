@@ -1,6 +1,5 @@
 """A run's data in a notebook: the images that the run saw; of a checkpoint from elsewhere words and numbers."""
 
-import shutil
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from lockstep.callbacks.checkpoint_io import write_checkpoint
 from lockstep.runs.errors import UserError
 from lockstep.storage.load import read_checkpoint
 from lockstep.training.inference import load_data
-from runs import run_door
+from runs import succeed
 
 
 def save_first_batch(path: Path) -> None:
@@ -39,10 +38,9 @@ def run(tmp_path_factory):
     words = [f"data.root={place / 'images'}", "data.image_size=8", "data.global_batch_size=8", "data.num_workers=1",
              "augmentation=rand_augment", "augmentation.num_ops=1", "augmentation.mixup_alpha=0.5", "seed=3",
              "model=small_cnn", "trainer=cpu", "trainer.max_steps=2", "run_id=r"]  # fmt: skip
-    done = run_door(
+    done = succeed(
         "train", "data=image_folder", *words, logs=place, before=partial(save_first_batch, place / "batch.pt")
     )
-    assert done.code == 0, done.output
     return done
 
 
@@ -54,35 +52,26 @@ def same_batch(batch, run):
     return all(map(torch.equal, batch, torch.load(run.logs / "batch.pt")))
 
 
-def test_the_first_batch_is_the_runs_own_bit_for_bit(run):
+def test_the_first_batch_is_the_runs_own_bit_for_bit_unless_an_option_is_another(run):
     batch = first_batch(load_data("r", run.logs))
-    assert same_batch(batch, run)
-    assert batch[0].shape == (8, 3, 8, 8) and batch[1].shape == (8, 2)
-
-
-def test_an_option_of_the_data_may_be_another(run):
+    assert same_batch(batch, run) and (batch[0].shape, batch[1].shape) == ((8, 3, 8, 8), (8, 2))
     data = load_data("r", run.logs, global_batch_size=6, seed=4)
     assert first_batch(data)[0].shape == (6, 3, 8, 8) and (data.seed, data.augmentation.mixing.mixup_alpha) == (4, 0.5)
 
 
-def test_of_a_checkpoint_from_elsewhere_the_root_is_said_here(run, tmp_path):
+def test_of_a_checkpoint_from_elsewhere_the_root_is_said_here_and_it_chooses_no_code_and_no_place(run, tmp_path):
     """Its augmentation and seed are names and numbers, which count."""
-    best = run.folder.path / run.record["best_checkpoint"]["path"]
-    path = str(shutil.copy(best, tmp_path / "theirs.ckpt"))
-    with pytest.raises(UserError, match="data.root= is missing"):
-        load_data(path, tmp_path / "logs")
-    data = load_data(path, tmp_path / "logs", root=run.logs / "images", cache_dir=tmp_path / "cache")
-    assert isinstance(data.augmentation, RandAugment) and data.augmentation.num_ops == 1
-    assert same_batch(first_batch(data), run)
-
-
-def test_it_chooses_no_code_and_no_place(run, tmp_path):
-    canary, theirs = tmp_path / "canary", tmp_path / "theirs.ckpt"
+    canary, theirs, logs = tmp_path / "canary", str(tmp_path / "theirs.ckpt"), tmp_path / "logs"
     checkpoint = read_checkpoint(run.folder.path / run.record["best_checkpoint"]["path"])
+    write_checkpoint(checkpoint, Path(theirs))
+    with pytest.raises(UserError, match="data.root= is missing"):
+        load_data(theirs, logs)
+    here = {"root": run.logs / "images", "cache_dir": tmp_path / "cache"}
+    assert same_batch(first_batch(load_data(theirs, logs, **here)), run)
     config = checkpoint["lockstep"]["config"]
     config["data"].update(_target_="os.mkdir", path=str(canary), cache_dir=str(canary))
     config["augmentation"] = {"_target_": "os.mkdir", "path": str(canary)}
-    write_checkpoint(checkpoint, theirs)
-    data = load_data(str(theirs), tmp_path / "logs", root=run.logs / "images", cache_dir=tmp_path / "cache")
+    write_checkpoint(checkpoint, Path(theirs))
+    data = load_data(theirs, logs, **here)
     assert isinstance(data.augmentation, RandAugment)  # as the config's choices name it
     assert not canary.exists() and data.num_train == 32

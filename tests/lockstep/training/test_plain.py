@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from runs import run_door
+from runs import run_door, succeed
 
 PLAIN = ("task._target_=plain_task.Regression", "data._target_=plain_task.Numbers", "trainer.max_epochs=3",
          "callbacks.checkpoints.monitor=val_loss", "callbacks.checkpoints.mode=min", "trainer.num_threads=1",
@@ -13,8 +13,7 @@ PLAIN = ("task._target_=plain_task.Regression", "data._target_=plain_task.Number
 
 @pytest.mark.parametrize("trainer", ["cpu", "ddp_sim", "fsdp_sim"])
 def test_they_train_test_and_leave_checkpoints_a_record_and_a_page(trainer, tmp_path):
-    done = run_door("train", *PLAIN, f"trainer={trainer}", "+task.width=8", "+data.rows=320", logs=tmp_path)
-    assert done.code == 0, done.output
+    done = succeed("train", *PLAIN, f"trainer={trainer}", "+task.width=8", "+data.rows=320", logs=tmp_path)
     assert "A resume is exact at epoch boundaries: the training loader has no state_dict." in done.output
     record = done.record
     ranks = 1 if trainer == "cpu" else 2
@@ -33,8 +32,8 @@ def test_they_train_test_and_leave_checkpoints_a_record_and_a_page(trainer, tmp_
 def test_they_go_on_from_a_checkpoint(tmp_path):
     """On any machine: on one without a GPU the refusal of the default training is not for them."""
     assert run_door("train", *PLAIN, logs=tmp_path).code == 0
-    done = run_door("train", "resume=r", "trainer.max_epochs=5", logs=tmp_path)
-    assert done.code == 0 and done.record["steps"] == 50, done.output
+    done = succeed("train", "resume=r", "trainer.max_epochs=5", logs=tmp_path)
+    assert done.record["steps"] == 50, done.output
     assert done.record["restarts"][0]["resumed_step"] == 30
 
 
@@ -43,11 +42,11 @@ def test_callbacks_of_lightning_work_beside_lockstep_s(trainer, tmp_path):
     """Its own checkpoints, progress bar, summary, learning rates and early stopping."""
     own = "{_target_: lightning.pytorch.callbacks.ModelCheckpoint, monitor: val/acc, mode: max, "
     own += f"dirpath: {tmp_path}/own}}"
-    done = run_door(
+    done = succeed(
         "train", "experiment=quickstart", "trainer.max_epochs=2", "trainer.log_every_n_steps=5", f"trainer={trainer}",
         "callbacks=[early_stopping,lr_monitor,model_summary,rich_progress_bar]", f"+callbacks.own={own}", logs=tmp_path,
     )  # fmt: skip
-    assert done.code == 0 and done.record["status"] == "finished", done.output
+    assert done.record["status"] == "finished", done.output
     assert len(list((tmp_path / "own").glob("*.ckpt"))) == 1 and done.record["best_checkpoint"]["path"]
     assert "Total params" in done.output and "lr-" in done.folder.metrics.read_text().splitlines()[0]
 
@@ -84,16 +83,14 @@ def test_a_module_and_a_data_module_in_the_style_of_a_template_run_by_config_alo
         (tmp_path / "configs" / group / "template.yaml").write_text(text)
     words = ["task=template", "data=template", "--config-dir", str(tmp_path / "configs"), f"trainer={trainer}",
              "trainer.max_epochs=3", "trainer.num_threads=1", "task.optimizer.lr=0.01", "run_id=t"]  # fmt: skip
-    done = run_door("train", *words, logs=tmp_path)
-    assert done.code == 0, done.output
+    done = succeed("train", *words, logs=tmp_path)
     record = done.record
     assert (record["model"], record["data"]) == ("DigitsModule", "template")
     assert record["metrics"]["val/acc_best"] > 0.9 and record["metrics"]["test/acc"] > 0.9
-    evaluated = run_door("eval", "ckpt_path=t", logs=tmp_path)
-    assert evaluated.code == 0, evaluated.output
+    evaluated = succeed("eval", "ckpt_path=t", logs=tmp_path)
     assert evaluated.record["metrics"]["test/acc"] == pytest.approx(record["metrics"]["test/acc"])
-    resumed = run_door("train", "resume=t", "trainer.max_epochs=4", logs=tmp_path)
-    assert resumed.code == 0 and resumed.record["epochs"] == 4, resumed.output
+    resumed = succeed("train", "resume=t", "trainer.max_epochs=4", logs=tmp_path)
+    assert resumed.record["epochs"] == 4, resumed.output
 
 
 @pytest.mark.slow
