@@ -57,6 +57,7 @@ def test_as_many_test_images_are_right_as_in_the_run(trained, tmp_path, capsys):
         ({"ckpt_path": "no-such-run"}, "no-such-run"),
         ({"colour": "red"}, "'colour=red' is not understood; it takes ckpt_path=, images="),
         ({"images": "{root}/broken"}, "cannot be decoded"),
+        ({"ckpt_path": ""}, "ckpt_path= is missing"),
     ],
 )
 def test_bad_input_is_one_sentence_and_leaves_nothing(trained, tmp_path, capsys, change, said):
@@ -103,9 +104,3 @@ def test_a_broken_image_has_a_row_and_the_others_are_classified_transparent_ones
 def read(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def test_what_is_missing_is_named(capsys):
-    assert main(["images=x"]) == 2
-    assert "ckpt_path= is missing" in capsys.readouterr().err
-    assert main(["--help"]) == 0 and "contact sheet" in capsys.readouterr().out

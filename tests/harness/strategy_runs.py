@@ -184,15 +184,11 @@ def fit(
     if save:
         trainer.save_checkpoint(save)
     state = trainer.strategy.lightning_module_state_dict()
-    result |= {"losses": module.losses, "weights": {name: as_array(value) for name, value in state.items()}}
+    weights = {name: value.detach().cpu().numpy().copy() for name, value in state.items()}
+    result |= {"losses": module.losses, "weights": weights}
     if inspect is not None:
         result["inspect"] = inspect(trainer)
     return result
-
-
-def as_array(tensor: torch.Tensor) -> np.ndarray:
-    tensor = tensor.detach().cpu()
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
 
 
 def worst(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:

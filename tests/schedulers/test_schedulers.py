@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from hydra import compose, initialize_config_dir
 
 from lockstep.runs.errors import UserError
 from schedulers.cosine import cosine
@@ -84,12 +83,3 @@ def test_yaml_states_what_the_signature_does(scheduler):
     assert config.pop("_target_") == f"{scheduler.__module__}.{scheduler.__name__}" and config.pop("_partial_")
     parameters = inspect.signature(scheduler).parameters.values()
     assert config == {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
-def test_none_composes_to_null(tmp_path):
-    (tmp_path / "root.yaml").write_text(
-        f"defaults:\n  - _self_\n  - scheduler: cosine\nhydra:\n  searchpath: [{CONFIGS.as_uri()}]\n"
-    )
-    with initialize_config_dir(str(tmp_path), version_base="1.3"):
-        assert compose("root").scheduler.warmup_epochs == 0.0
-        assert compose("root", ["scheduler=none"]).scheduler is None

@@ -78,8 +78,6 @@ def build_strategy(plan: RunPlan) -> Any:
     node = own["strategy"] or ({"_target_": "lockstep.strategies.ddp.DDP"} if plan.cluster.world_size > 1 else None)
     strategy = build(node, known) if node else "auto"
     able = capabilities(strategy)
-    if not isinstance(own["compile"], bool | Mapping):
-        raise UserError(f"trainer.compile={own['compile']}: give true, false or arguments as {{mode: max-autotune}}.")
     if own["compile"] and not able.supports_compile:
         raise UserError("trainer.compile=true needs one device a process: leave it out, or choose ddp or fsdp.")
     if own["ema_decay"] and able.no_ema:

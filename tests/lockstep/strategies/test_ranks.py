@@ -158,7 +158,7 @@ def test_in_a_plain_script_that_nobody_started_with_ranks_they_say_so(name):
     own = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
     trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy_of(name), **own)
     with pytest.raises(UserError, match="needs ranks: start this script with torchrun"):
-        trainer.fit(Classifier(TinyNet(), sgd), Batches(1, 0, 2, 1))
+        trainer.fit(Classifier(TinyNet(), sgd), Batches(1, 0, 2, 1), Batches(1, 0, 2, 1))
 
 
 def running_mean(trainer):
