@@ -46,7 +46,7 @@ class FinishedModel:
 
     @property
     def framing(self) -> Framing:
-        """How evaluation makes squares; checkpoints that do not say were trained on squashed images."""
+        """Return how evaluation makes squares; checkpoints that do not say were trained on squashed images."""
         facts = self.facts
         resize = facts.get("resize") or self.config["data"].get("resize") or facts["image_size"]
         stated = {key: facts[key] for key in ("interpolation", "channels") if key in facts}
