@@ -2,7 +2,6 @@
 
 import csv
 import json
-import signal
 import time
 from functools import partial
 
@@ -107,21 +106,6 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(uninterrupted,
     assert done.record["restarts"][0]["resumed_step"] == stop_after
     assert done.record["restarts"][0]["lost_steps"] == 0
     assert done.record["metrics"]["test/correct"] == uninterrupted.record["metrics"]["test/correct"]
-
-
-@pytest.mark.slow
-def test_a_killed_rank_is_named_and_the_run_resumes_to_the_same_weights(uninterrupted, tmp_path):
-    two = [*SMALL, "trainer=ddp_sim", "data.global_batch_size=128", "callbacks.checkpoints.every_n_epochs=1"]
-    whole = succeed("train", *two, logs=tmp_path / "whole")
-    assert whole.record["world_size"] == 2, whole.output
-    kill = partial(signal_at_step, 15, number=signal.SIGKILL, rank=1)
-    died = run_door("train", *two, "run_id=r", logs=tmp_path / "killed", before=kill)
-    assert died.code == 1
-    assert died.record["status"] == "failed" and died.record["error"]["rank"] == 1
-    assert "SIGKILL" in died.output.strip().splitlines()[-1]
-    resumed = succeed("train", "resume=r", logs=tmp_path / "killed")
-    assert_equal(weights(resumed.folder), weights(whole.folder))
-    assert resumed.record["restarts"][0]["resumed_step"] == 10 and len(resumed.record["restarts"]) == 1
 
 
 @pytest.mark.slow
