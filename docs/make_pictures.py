@@ -1,7 +1,6 @@
 """Draw README's pictures from real runs.    python docs/make_pictures.py   (Debian's chromium for the pages)
 
-docs/pictures/terminal.svg: what `make train` prints. page.png, page_two_nodes.png and comparison.png: two pages and
-a comparison of the logbook.
+docs/pictures/terminal.svg is the output of `make train`; page.png and comparison.png are pages of the logbook.
 """
 
 import os
@@ -32,7 +31,7 @@ img { max-width: 100%; } h1, h2 { border-bottom: 1px solid #d1d9e0; padding-bott
 
 
 def output_on_a_terminal(command: list[str]) -> str:
-    """What the command leaves on a terminal of 110 columns, with its colours and without lines that were redrawn."""
+    """Return the output of the command on a terminal of 110 columns, in colour, without redrawn lines."""
     seen = bytearray()
 
     def read(handle: int) -> bytes:
@@ -45,17 +44,17 @@ def output_on_a_terminal(command: list[str]) -> str:
     return "\n".join(line.rpartition("\r")[2] for line in lines).strip("\n")
 
 
-def draw_terminal(said: str) -> None:
+def draw_terminal(output: str) -> None:
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=110, file=nowhere)
-        console.print(Text.from_ansi(f"$ python {' '.join(COMMAND)}\n{said}"))
+        console.print(Text.from_ansi(f"$ python {' '.join(COMMAND)}\n{output}"))
     console.save_svg(str(PICTURES / "terminal.svg"), title="Lockstep")
 
 
 def draw_page(page: Path, picture: str) -> None:
     """Draw the upper part of a page of the logbook as a git host shows markdown."""
     html = MarkdownIt("commonmark", {"html": True}).enable("table").render(page.read_text())
-    html = html.replace("✅", "<span style='color: #1a7f37'>✔</span>")  # which every font has
+    html = html.replace("✅", "<span style='color: #1a7f37'>✔</span>")  # every font has this sign
     copy = page.parent / ".picture.html"
     copy.write_text(f"<meta charset='utf-8'><style>{STYLE}</style>{html}")
     photograph(copy, picture)
@@ -68,7 +67,7 @@ def photograph(html: Path, picture: str) -> None:
         own = [f"--user-data-dir={folder}", f"--screenshot={PICTURES / picture}", "--window-size=940,1500"]
         subprocess.run(["chromium", *options, *own, html.as_uri()], check=True, capture_output=True)
     with Image.open(PICTURES / picture) as image:
-        image.convert("RGB").quantize(64).save(PICTURES / picture, optimize=True)  # a quarter of the bytes
+        image.convert("RGB").quantize(64).save(PICTURES / picture, optimize=True)  # needs a quarter of the bytes
 
 
 def main() -> None:
@@ -79,7 +78,6 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     if shutil.which("chromium"):
         draw_page(logbook / "vit_cifar10-two-cores-ddp_sim" / "page.md", "page.png")
-        draw_page(logbook / "alexnet_cifar10-slurm-two-nodes" / "page.md", "page_two_nodes.png")
         draw_page(logbook / "ddp-beside-fsdp-26-epochs.md", "comparison.png")
 
 

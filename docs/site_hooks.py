@@ -1,7 +1,7 @@
-"""What mkdocs (mkdocs.yml) asks for: pages that lie outside docs/, and links that leave it.
+"""Hooks of mkdocs (mkdocs.yml): add pages from outside docs/, and resolve links that lead there.
 
-README.md is the site's first page, and the notebook a page. A link to what is no page leads to the repository at
-SITE_REPOSITORY, which the workflow sets; where that is not set, its words are left.
+README.md is the first page of the site, and the notebook is a page. A link to a file that is no page leads to the
+repository at SITE_REPOSITORY, which the workflow sets; without it, the link becomes plain text.
 """
 
 import json
@@ -30,7 +30,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def notebook_page(notebook: str) -> str:
-    """Markdown of a notebook's cells, without outputs."""
+    """Return the cells of a notebook as markdown, without outputs."""
     cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(notebook)["cells"]]
     return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for kind, text in cells)
 
@@ -38,16 +38,16 @@ def notebook_page(notebook: str) -> str:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     source = SOURCE_OF.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
-    def led(link: re.Match[str]) -> str:
-        words, (place, _, anchor) = link[1], link[2].partition("#")
+    def resolved(link: re.Match[str]) -> str:
+        text, (place, _, anchor) = link[1], link[2].partition("#")
         path = normpath(join(dirname(source), place))
         if "://" in place or not place or not (ROOT / path).exists():
-            return link[0]  # where it leads nowhere, mkdocs says so
+            return link[0]  # mkdocs warns if it leads nowhere
         target = PAGE_OF.get(path, path.removeprefix("docs/"))
         if not files.get_file_from_path(target):
             if not config.extra["repository"]:
-                return words
+                return text
             target = f"{config.extra['repository']}/blob/main/{path}"
-        return f"[{words}]({target}{anchor and '#' + anchor})"
+        return f"[{text}]({target}{anchor and '#' + anchor})"
 
-    return LINK.sub(led, markdown).replace('src="docs/', 'src="')  # README's pictures have a width: HTML
+    return LINK.sub(resolved, markdown).replace('src="docs/', 'src="')  # README's pictures are HTML

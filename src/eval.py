@@ -1,9 +1,9 @@
-"""Test a checkpoint: the same counts as its run, or the accuracy on other images.
+"""Test a checkpoint on the test images of its run, or on other images.
 
     python src/eval.py ckpt_path=<run_id | FILE | s3://…> [data=image_folder data.root=DIR] [key=value …]
 
-Options come from the checkpoint, or from the config in its run's folder; the command line changes single values. Labels
-are matched by class name. Of other images all are tested, unless they come with a test split.
+Options come from the checkpoint, or from config.yaml in the folder of its run, then from the command line. Labels are
+matched by class name. Other images are all tested, unless they have a test split.
 """
 
 import logging
@@ -24,11 +24,20 @@ from lockstep.strategies.placement import in_one_process
 
 log = logging.getLogger(__name__)
 
-FINDERS = ("ckpt_path", "paths", "s3")  # say where the checkpoint is
+FINDERS = ("ckpt_path", "paths", "s3")  # keys that locate the checkpoint
 OF_THIS_EVALUATION = (
     *FINDERS, "tags", "run_id", "test", "resume", "sweep_dir", "logbook", "verbose", "quiet",
 )  # fmt: skip
-IMAGES = ("image_size", "channels", "mean", "std", "fit", "crop_pct", "interpolation", "resize")  # likewise
+IMAGES = (
+    "image_size",
+    "channels",
+    "mean",
+    "std",
+    "fit",
+    "crop_pct",
+    "interpolation",
+    "resize",
+)  # taken from the training
 
 
 def evaluate(plan: RunPlan) -> int:
@@ -56,18 +65,18 @@ def evaluate(plan: RunPlan) -> int:
 
 
 def find_checkpoint(words: list[str]) -> tuple[Path, Config, Config]:
-    """Return the file of a checkpoint on this machine, the config of its run, and what it says of its training data.
+    """Return the path of a checkpoint on this machine, the config of its run, and its facts about the training data.
 
     Raises:
-        UserError: none is named, it cannot be found or read, or it carries no config.
+        UserError: no checkpoint is named, it cannot be found or read, or it has no config.
     """
     composed = plain(compose("train", [word for word in words if key_of(word).split(".")[0] in (*FINDERS, "hydra")]))
     if not composed["ckpt_path"]:
-        raise UserError("eval needs a checkpoint: ckpt_path=FILE, ckpt_path=<run_id> or ckpt_path=s3://….")
+        raise UserError("eval needs a checkpoint. Pass ckpt_path=<run_id>, ckpt_path=FILE or ckpt_path=s3://….")
     logs = Path(composed["paths"]["log_dir"])
     path = locate_checkpoint(str(composed["ckpt_path"]), logs, composed.get("s3"), logs / "cache")
     from lockstep.storage.load import read_checkpoint
-    from lockstep.training.weights import facts_of  # imports torch, which no refusal above waits for
+    from lockstep.training.weights import facts_of  # imports torch, after the checks above
 
     checkpoint = read_checkpoint(path)
     own = checkpoint.get("lockstep")
@@ -96,11 +105,13 @@ def config_of(cfg: Any, path: Path, stored: Config, facts: Config, words: list[s
     config, choices, named = plain(cfg), dict(chosen_options(cfg)), {key_of(word) for word in words}
     if "experiment" in named:
         raise UserError("eval takes its experiment from the checkpoint: leave experiment= out.")
-    if choices.get("data") != (stored.get("choices") or {}).get("data"):  # the net keeps the images it was trained on
+    if choices.get("data") != (stored.get("choices") or {}).get(
+        "data"
+    ):  # the net keeps the image size and so on of its training
         size_is_stated = named & {"data.image_size", "data.crop_pct"}
         kept = [key for key in IMAGES if f"data.{key}" not in named and not (key == "resize" and size_is_stated)]
         config["data"].update({key: facts[key] for key in kept if key in facts and key in config["data"]})
-    every_run = plain(compose("train", []))["callbacks"]  # for training
+    every_run = plain(compose("train", []))["callbacks"]  # those of training
     callbacks = {name: node for name, node in (config["callbacks"] or {}).items() if name not in every_run}
     config.update(
         ckpt_path=str(path), task_name="eval", resume=None, logger={}, scheduler={}, test=True, overrides=words,

@@ -1,15 +1,15 @@
-"""The logbook: pages of what was run and what came out.
+"""Keep, compare and list runs: the logbook.
 
-    python src/logbook.py keep RUN …             copy runs of logs/ into the logbook, as logbook=keep does
+    python src/logbook.py keep RUN …             copy runs from logs/ into the logbook, as logbook=keep does
     python src/logbook.py remove RUN …           delete them from the logbook; their folders in logs/ stay
     python src/logbook.py compare RUN RUN …      side by side, with ratios to the first
                     --md FILE                    write the comparison as a page; logbook/NAME.md is listed there
                     --html FILE|s3://…           write interactive curves as one HTML file, linked from the runs' pages
     python src/logbook.py table [KEY …]          runs with any field, metric or option as a column; --sort KEY, --csv
-    python src/logbook.py build                  write all pages of the logbook anew
+    python src/logbook.py build                  write all pages of the logbook again
 
 RUN is a run id, a part of one that only one run has, or a run folder. Every run has a page of its own,
-logs/train/runs/<run_id>/page.md: change its heading, and write your own words where it says so.
+logs/train/runs/<run_id>/page.md; its heading and the text between its two comments are yours.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def build_pages(options: argparse.Namespace) -> None:
 def compare(options: argparse.Namespace) -> None:
     runs = [read_run(find_run(word, options.logs, options.logbook)) for word in options.runs]
     if len(runs) < 2 and not options.html:
-        raise UserError("A comparison takes two runs or more: logbook.py compare RUN RUN.")
+        raise UserError("A comparison needs at least two runs: logbook.py compare RUN RUN.")
     title = options.title or " beside ".join(run.title for run in runs)
     say(as_text(runs))
     if options.md:

@@ -1,9 +1,9 @@
-"""Start one run on several hosts over ssh, its output merged here; all stop when one fails or on Ctrl-C.
+"""Start one run on several hosts over ssh and print their output; all stop if one fails, or on Ctrl-C.
 
     python src/nodes.py host0 host1 -- trainer=ddp data=cifar10
 
-Each host needs the repository at the same path as here (or --dir) with `make install` done, and a key that lets ssh in
-without a question. host0 is the master.
+Each host needs the repository at the same path as here (or --dir), after `make install`, and ssh access by key. host0
+is the master.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from lockstep.runs.provenance import REPOSITORY
 log = logging.getLogger(__name__)
 
 FINE = (EXIT_OK, EXIT_INTERRUPTED)
-GRACE_AFTER_FAILURE_S = 30.0  # within which the other nodes notice by themselves, and name the cause
+GRACE_AFTER_FAILURE_S = 30.0  # the other nodes notice by themselves and name the cause
 GRACE_AFTER_STOP_S = 120.0  # for the coordinated checkpoint and its upload
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=6"]
 # Standard input controls the trainer: `stop` asks it to save and end, `kill` and a lost connection end it. The reader's
-# own output is closed: sshd waits for everyone who holds the session's.
+# own output is closed, because sshd waits for every process that has the session's open.
 REMOTE = (
     "{{ cd {folder} || exit 1; {train} </dev/null & pid=$!; "
     'control() {{ while read -r word; do case "$word" in stop) kill -TERM $pid;; kill) kill -KILL $pid;; esac; done; '
@@ -40,7 +40,7 @@ REMOTE = (
 
 
 def run_id_for(overrides: list[str], environ: dict[str, str]) -> str | None:
-    """Return RUN_ID for all hosts; None if resume=auto has nothing to go by, which train.py reports."""
+    """Return RUN_ID for all hosts; None if resume=auto has no run id, which train.py reports."""
     stated = dict(word.split("=", 1) for word in overrides if "=" in word)
     named = [stated.get("run_id"), stated.get("resume"), environ.get("RUN_ID")]
     known = next((value for value in named if value not in (None, "null", "auto")), None)
@@ -72,7 +72,7 @@ class Host:
 
 
 def watch(hosts: list[Host]) -> int:
-    """Wait until all have ended; return the code of the first that failed, else 75 if one was interrupted."""
+    """Wait until all hosts have ended; return the exit code of the first failed one, else 75 if one was interrupted."""
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _frame: asked.append(number))
@@ -98,7 +98,7 @@ def watch(hosts: list[Host]) -> int:
     if not failed:
         return EXIT_INTERRUPTED if any(host.process.returncode == EXIT_INTERRUPTED for host in hosts) else EXIT_OK
     if failed[0].error:
-        log.info(f"[{failed[0].name}] {failed[0].error}")  # last on the screen, whoever spoke after it
+        log.info(f"[{failed[0].name}] {failed[0].error}")  # repeated as the last line on the screen
     return max(failed[0].process.returncode, 0) or EXIT_FAILED
 
 

@@ -1,4 +1,4 @@
-"""Send what a run has not yet uploaded: its best checkpoint, the last one, its record and curves.
+"""Upload the rest of a finished run: its best and last checkpoint, its record and curves.
 
 python src/upload.py RUN_ID [s3.uri=s3://bucket/prefix] [s3.endpoint_url=https://…] [paths.log_dir=logs]
 """
@@ -18,12 +18,12 @@ OPTIONS = {"run": None, "s3.uri": "", "s3.endpoint_url": "", "paths.log_dir": st
 
 
 def upload(given: dict[str, str]) -> int:
-    """Send what is left, and return EXIT_NOT_UPLOADED if the best checkpoint is still not in the bucket."""
+    """Upload the rest; return EXIT_NOT_UPLOADED if the best checkpoint is still not in the bucket."""
     folder = find_run(Path(given["paths.log_dir"]), given["run"])
     s3 = (read_config(folder.config).get("s3") or {}) if folder.config.exists() else {}
     s3 |= {key: given[f"s3.{key}"] for key in ("uri", "endpoint_url") if given[f"s3.{key}"]}
     if not s3.get("uri"):
-        raise UserError(f"The run {folder.run_id} was trained without s3.uri: give s3.uri=s3://bucket/prefix.")
+        raise UserError(f"The run {folder.run_id} was trained without s3.uri. Pass s3.uri=s3://bucket/prefix.")
     if status_of(read_record(folder.record)) == "running":
         raise UserError(f"The run {folder.run_id} is still training: it uploads by itself.")
     code = finish_upload({**s3, "flush_timeout_s": 3600.0}, folder, EXIT_OK)

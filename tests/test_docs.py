@@ -196,7 +196,7 @@ def test_every_other_command_is_a_target_a_script_or_known():
     targets = {name for path in makefiles for name in re.findall(r"^([a-z-]+):", path.read_text(), re.MULTILINE)}
     for page, command in ALL:
         words = [word for word in words_of(command) if not re.match(r"[A-Z_0-9]+=", word)]
-        if command in COMPOSED or words[0] in OTHERS:
+        if command in COMPOSED or words[0] in OTHERS or "train_script.py" in words:  # test_library.py runs it
             continue
         if words[0] == "make":
             assert words[1] in targets, f"{page}: {command}"

@@ -35,8 +35,8 @@ class LocalJobs(Launcher):
     """Run each job in a child process.
 
     Args:
-        n_jobs: jobs at the same time; None: one for each GPU (or group of `trainer.devices` GPUs), one on a CPU. With 1
-            a job sees all GPUs.
+        n_jobs: number of jobs at the same time; None: one for each GPU (or group of `trainer.devices` GPUs), one on a
+            CPU. With 1 a job sees all GPUs.
     """
 
     def __init__(self, n_jobs: int | None = None) -> None:
@@ -58,7 +58,7 @@ class LocalJobs(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         number, gpus = self.at_once()
-        folder = Path(str(self.config.hydra.sweep.dir)).resolve()  # the jobs' configs inherit its random name
+        folder = Path(str(self.config.hydra.sweep.dir)).resolve()  # the configs of the jobs inherit its random name
         folder.mkdir(parents=True, exist_ok=True)
         program, free = str(Path(sys.argv[0]).resolve()), queue.SimpleQueue[str]()
         for place in range(number):
@@ -71,7 +71,7 @@ class LocalJobs(Launcher):
 
         def run(cfg: Any) -> JobReturn:
             result = JobReturn(cfg=cfg, status=JobStatus.COMPLETED)
-            if sweep.asked:  # to stop
+            if sweep.asked:  # by a signal to stop
                 return result
             started.append(cfg)
             if number == 1:
@@ -83,7 +83,7 @@ class LocalJobs(Launcher):
                 with path.open("w") as output:
                     result.return_value = sweep.run_job(cfg, cfg.hydra, program, environ, output)
             finally:
-                free.put(place)  # else the next job waits for ever
+                free.put(place)  # otherwise the next job waits forever
             log.info(f"job {cfg.hydra.job.num} has ended: {path}")
             return result
 
@@ -96,15 +96,16 @@ class LocalJobs(Launcher):
 
 
 class OptunaSearch(Sweeper):
-    """Search the ranges of the command line with Optuna's TPE: one job a trial, and a failed trial is skipped.
+    """Search the ranges of the command line with Optuna's TPE, one job per trial; failed trials are skipped.
 
-    The study is in a journal file, named by what is searched: the same command goes on until num_trials have finished.
+    The study is in a journal file, named by the search space: the same command continues it until num_trials have
+    finished.
 
     Args:
-        study: name of the search; None: one made of what is searched, so that another search has another study.
-        num_trials: trials that have finished in the end, over all starts.
-        direction: maximize or minimize optimized_metric; auto: as the checkpoints' mode.
-        folder: for the journal.
+        study: name of the study; None: made from the search space, so that another search has another study.
+        num_trials: number of finished trials at the end, over all starts.
+        direction: maximize or minimize optimized_metric; auto: the mode of the checkpoints.
+        folder: of the journal.
         seed: of Optuna's sampler.
     """
 
@@ -133,11 +134,11 @@ class OptunaSearch(Sweeper):
         overrides = OverridesParser.create().parse_overrides(arguments)
         searched = [override for override in overrides if override.is_sweep_override()]
         if not searched:
-            raise UserError("Nothing to search: give a key a range, as 'optimizer.lr=tag(log,interval(1e-4,1e-1))'.")
+            raise UserError("Nothing to search. Pass a range, such as 'optimizer.lr=tag(log,interval(1e-4,1e-1))'.")
         fixed = [f"{o.get_key_element()}={o.get_value_element_as_str()}" for o in overrides if o not in searched]
         study = self._open(sorted(str(override.input_line) for override in searched), sorted(fixed))
         at_once = self.launcher.at_once()[0] if hasattr(self.launcher, "at_once") else 1
-        first, limit = len(study.trials), len(study.trials) + 2 * self.num_trials  # as many again may fail
+        first, limit = len(study.trials), len(study.trials) + 2 * self.num_trials  # at most as many trials may fail
         while (left := self.num_trials - _finished(study)) > 0 and first < limit:
             trials = [study.ask() for _ in range(min(at_once, left))]
             jobs = [[f"{o.get_key_element()}={suggest(trial, o)}" for o in searched] for trial in trials]
@@ -149,12 +150,14 @@ class OptunaSearch(Sweeper):
                 log.info(f"trial {trial.number}: {' '.join(job)} → {'failed' if failed else value}")
             first += len(trials)
         if not _finished(study):
-            raise UserError(f"No trial of the study {study.study_name} has finished: look at their run.json.")
+            raise UserError(
+                f"No trial of the study {study.study_name} has finished. Their run.json files state the errors."
+            )
         words = " ".join(f"{key}={value}" for key, value in study.best_trial.params.items())
         log.info(f"best of {len(study.trials)} trials: {study.best_trial.value:.6g} with {words}")
 
     def _open(self, searched: list[str], fixed: list[str]) -> Any:
-        """Return the study, new or from its journal; refuse one of another search."""
+        """Return the study, new or from its journal; refuse the study of another search."""
         import optuna
         from optuna.storages.journal import JournalFileBackend
 
@@ -169,14 +172,14 @@ class OptunaSearch(Sweeper):
         for key, value in asked.items():
             if known and (before := known.user_attrs.get(key, value)) != value:
                 raise UserError(
-                    f"The study {name} has another {key} ({before}, now {value}): give hydra.sweeper.study=NAME for a "
+                    f"The study {name} has another {key} ({before}, now {value}): pass hydra.sweeper.study=NAME for a "
                     f"new search, or remove {path}."
                 )
         study = optuna.create_study(storage=storage, study_name=name, direction=self.direction, load_if_exists=True)
         for key, value in asked.items():
             study.set_user_attr(key, value)
         log.info(f"study {name} in {path}: {len(study.trials)} trials so far")
-        # The same seed in a second start would propose what the first one has tried.
+        # With the same seed a second start would propose the trials of the first one again.
         seed = None if self.seed is None else self.seed + len(study.trials)
         study.sampler = optuna.samplers.TPESampler(seed=seed)
         return study
@@ -190,7 +193,7 @@ def suggest(trial: Any, override: Override) -> Any:
     """Return the trial's value for one searched key.
 
     Raises:
-        UserError: a sweep that is no interval, range of whole numbers or choice.
+        UserError: a sweep other than a choice, an interval or a range of integers.
     """
     key, value = override.get_key_element(), cast(Any, override.value())
     if isinstance(value, ChoiceSweep):
@@ -202,4 +205,4 @@ def suggest(trial: Any, override: Override) -> Any:
     if numbers and all(number == int(number) for number in numbers):
         start, stop, step = map(int, numbers)
         return trial.suggest_int(key, start, stop - 1, step=step)
-    raise UserError(f"{override.input_line}: give a choice, an interval, or a range of whole numbers.")
+    raise UserError(f"{override.input_line}: pass a choice, an interval, or a range of integers.")

@@ -15,7 +15,7 @@ from losses.weighted import WeightedLoss
 class Focal(WeightedLoss):
     """
     Args:
-        gamma: each class's term times (1 - its probability) ** gamma; 0 is cross-entropy.
+        gamma: exponent of the factor (1 - probability) of each class; 0 is cross-entropy.
     """
 
     def __init__(self, num_classes: int, class_counts: Sequence[int], gamma: float = 2.0, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""The base of the losses here: targets as shares of the classes, label smoothing and weights of classes."""
+"""The base class of the losses: targets as shares of the classes, label smoothing and class weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ def weights_of_classes(stated: str | Sequence[float] | None, class_counts: Seque
     """Return (classes,) float64. "auto": images / (classes × images of the class), whose mean over the images is 1.
 
     Raises:
-        UserError: neither auto nor one positive number a class.
+        UserError: neither auto nor one positive number per class.
     """
     counts = torch.tensor([max(count, 1) for count in class_counts], dtype=torch.float64)
     if stated is None:
@@ -43,13 +43,13 @@ def check_label_smoothing(value: float) -> None:
 
 
 class WeightedLoss(nn.Module):
-    """A loss with label smoothing and class weights in training, without in evaluation: losses of recipes then compare.
+    """A loss with label smoothing and class weights in training but not in evaluation, so that recipes are comparable.
 
     Args:
-        num_classes: the data's.
+        num_classes: the number of classes of the data.
         class_counts: training images of each class.
         label_smoothing: share of a target that is spread over all classes, from 0 to 1.
-        class_weights: null, auto (equal weight for each class as a whole), or one number a class.
+        class_weights: None, auto (inverse to the number of training images), or one number per class.
     """
 
     weights: Tensor
@@ -68,12 +68,11 @@ class WeightedLoss(nn.Module):
         self.register_buffer("weights", weights_of_classes(class_weights, class_counts), persistent=False)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """
+        """Return (B,), the loss of each image.
+
         Args:
             logits: (B, classes).
             targets: classes (B,) int64, or shares of the classes (B, classes).
-        Returns:
-            (B,) the loss of each image.
         """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         shares = shares_of(targets, self.num_classes, 0.0, logits.dtype)
@@ -83,7 +82,7 @@ class WeightedLoss(nn.Module):
         return loss * (shares @ self.weights.to(logits.dtype)) if self.is_weighted else loss
 
     def of_each(self, logits: Tensor, shares: Tensor) -> Tensor:
-        """Return (B,) from logits and shares (B, classes)."""
+        """Return (B,), the loss of each image, from logits and shares (B, classes)."""
         raise NotImplementedError
 
     def probabilities(self, logits: Tensor) -> Tensor:

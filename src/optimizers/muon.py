@@ -13,7 +13,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Keller Jordan's coefficients: steep
 
 
 def orthogonalise(matrix: Tensor, iterations: int = 3) -> Tensor:
-    """Return the matrix (n, m) with its singular values moved to about 1 (0.5 to 1.5), an update equally long each way.
+    """Return the matrix (n, m) with all singular values changed to about 1 (0.5 to 1.5).
 
     Computed in bf16 on a GPU and in the given precision on a CPU.
     """
@@ -31,10 +31,13 @@ def orthogonalise(matrix: Tensor, iterations: int = 3) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon for hidden weights (convolutions and matrices), SGD with Nesterov momentum for the head and all vectors.
 
-    named_parameters: the head is the last matrix among them; parameters that need no gradient are left out.
-    lr: step of the hidden weights, whose norm is held at sqrt(outputs): 0.24 at batch 2000.
-    head_lr, vector_lr: for the mean loss over a batch. weight_decay: of the head and the vectors, decoupled, times
-    their learning rate. Works on sharded (DTensor) parameters: each rank orthogonalises the whole gradient.
+    Sharded (DTensor) parameters work: each rank orthogonalises the whole gradient.
+
+    Args:
+        named_parameters: the last matrix among them is the head; parameters without requires_grad are skipped.
+        lr: of the hidden weights, whose norm is kept at sqrt(outputs); 0.24 at batch 2000.
+        head_lr, vector_lr: of the head and of biases, norms and embeddings.
+        weight_decay: of head and vectors, decoupled, multiplied by their learning rate.
     """
 
     takes_named_parameters = True
@@ -76,7 +79,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _momentum(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Nesterov: the gradient plus the decayed average that already contains it."""
+        """Return Nesterov's momentum: the gradient plus the decayed sum that already contains it."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -100,7 +103,7 @@ def _muon_step(parameter: Tensor, direction: Tensor, group: dict[str, Any]) -> N
 
 
 def _shard_like(whole: Tensor, sharded: Any) -> Any:
-    """Every rank holds the same whole tensor: each cuts its own part out, without communication."""
+    """Return this rank's shard of a tensor that every rank has, without communication."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = sharded.device_mesh

@@ -14,13 +14,14 @@ from lockstep.runs.errors import UserError
 def timm_optimizer(
     parameters: Any, opt: str | None = None, lr: float = 1e-3, weight_decay: float = 0.0, **options: Any
 ) -> Optimizer:
-    """
+    """Return an optimizer of timm.
+
     Args:
         parameters: parameters, or groups of them.
         opt: any of timm.optim.list_optimizers().
-        options: the optimizer's own: momentum, betas, eps, …
+        options: arguments of the optimizer: momentum, betas, eps, …
     Raises:
-        UserError: a name that timm lacks, an optimizer that needs second derivatives, or an option that it lacks.
+        UserError: an unknown name, an optimizer that needs second derivatives, or an unknown option.
     """
     from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 

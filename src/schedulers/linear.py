@@ -1,4 +1,4 @@
-"""Learning rate that rises over the warm-up and then falls along a line, a triangle.
+"""A learning rate that rises in the warm-up and then falls linearly.
 
 python src/train.py scheduler=linear scheduler.warmup_epochs=1
 """
@@ -17,7 +17,7 @@ def linear(
     warmup_epochs: float = 0.0,
     final_share: float = 0.0,
 ) -> LambdaLR:
-    """Stepped after each optimizer step: from near 0 up to lr in the warm-up, down to final_share of it at the end."""
+    """Return a schedule, stepped per optimizer step, that rises to lr in the warm-up and falls to final_share of it."""
     warmup = warmup_steps(warmup_epochs, steps_per_epoch, total_steps)
 
     def share(step: int) -> float:

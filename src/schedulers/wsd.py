@@ -1,4 +1,4 @@
-"""Learning rate that rises, stays, and falls over the last part of training: warm-up, stable, decay (arXiv 2404.06395).
+"""A learning rate that rises, stays, and falls in the last part of training: warm-up, stable, decay (arXiv 2404.06395).
 
 python src/train.py scheduler=wsd scheduler.warmup_epochs=1 scheduler.decay_share=0.2
 """
@@ -19,10 +19,12 @@ def wsd(
     decay_share: float = 0.2,
     final_share: float = 0.0,
 ) -> LambdaLR:
-    """Stepped after each optimizer step. decay_share: of all steps, in which the rate falls to final_share of lr.
+    """Return a schedule, stepped per optimizer step.
 
+    Args:
+        decay_share: share of all steps in which the rate falls to final_share of lr, 0 to 1.
     Raises:
-        UserError: decay_share is no share.
+        UserError: decay_share is not from 0 to 1.
     """
     if not 0 <= decay_share <= 1:
         raise UserError(f"scheduler.decay_share={decay_share}: give a number from 0 to 1.")

@@ -1,6 +1,6 @@
 """Distillation (task=distillation): a student learns the labels and a teacher's probabilities (arXiv 1503.02531).
 
-python src/train.py task=distillation task.teacher=<run_id>           or a checkpoint, or a name of timm
+python src/train.py task=distillation task.teacher=<run_id>           (or a checkpoint, or a name of timm)
 """
 
 from pathlib import Path
@@ -15,15 +15,15 @@ from tasks.classifier import ImageClassifier
 
 
 class Distillation(ImageClassifier):
-    """Train `net` as the classifier does, and towards a teacher, which is no part of its checkpoints.
+    """Train `net` on the labels and on the probabilities of a teacher, which no checkpoint contains.
 
     Args:
         net: the student.
         teacher: a run id, a checkpoint, s3://…, or a model of timm with pretrained weights for these classes.
-        log_dir: where the runs lie.
-        temperature: of both softmaxes, above 0: a higher one shows more of what the teacher holds for similar.
-        teacher_share: of the loss, from 0 to 1; the labels have the rest.
-        parts: as of ImageClassifier.
+        log_dir: the folder of runs in which `teacher` is looked up.
+        temperature: of both softmaxes, above 0; a higher one gives more weight to unlikely classes.
+        teacher_share: weight of the teacher in the loss, 0 to 1; the labels have the rest.
+        parts: passed to ImageClassifier.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Distillation(ImageClassifier):
         super().__init__(net, num_classes=num_classes, **parts)
         self.channels, self.address, self.log_dir = channels, teacher, Path(log_dir)
         self.temperature, self.teacher_share = temperature, teacher_share
-        self.teacher: list[nn.Module] = []  # in a list: no child, so that no checkpoint holds it
+        self.teacher: list[nn.Module] = []  # a list, because a child module would be saved
 
     def setup(self, stage: str) -> None:
         if stage == "fit" and not self.teacher:

@@ -1,7 +1,7 @@
-"""Manual optimization (task=manual_optimization): a step that calls the optimizer itself, here SAM's.
+"""Manual optimization (task=manual_optimization): a training step that calls the optimizer itself.
 
-Sharpness-aware minimisation (arXiv 2010.01412)
-takes the gradient where the loss is highest near the weights: two backward passes per step.
+The example is sharpness-aware minimisation (SAM, arXiv 2010.01412), which takes the gradient where the loss is highest
+near the weights: two backward passes per step.
 python src/train.py task=manual_optimization task.radius=0.05
 """
 
@@ -14,11 +14,11 @@ from tasks.classifier import ImageClassifier, check_logits
 
 
 class SharpnessAware(ImageClassifier):
-    """
+    """A classifier that is trained by SAM.
+
     Args:
-        net: as of ImageClassifier.
-        radius: how far along the gradient the weights go before the second backward pass.
-        parts: as of ImageClassifier.
+        radius: distance along the gradient at which the second backward pass is computed.
+        net, parts: passed to ImageClassifier.
     """
 
     def __init__(self, net: nn.Module, *, num_classes: int, radius: float = 0.05, **parts: Any) -> None:

@@ -1,4 +1,4 @@
-"""Several labels (task=multilabel): any number of labels for each image, as columns of 0 and 1.
+"""Multi-label classification (task=multilabel): any number of labels for each image, as columns of 0 and 1.
 
 python src/train.py task=multilabel data=csv data.root=FILE.csv 'data.label_columns=[cat,dog]'
 """
@@ -14,13 +14,13 @@ from lockstep.training.task import Task
 
 
 class MultiLabel(Task):
-    """Train binary cross-entropy of each label; log the mean average precision, and the share of labels that are right.
+    """Train binary cross-entropy of each label; log the mean average precision and the accuracy over all labels.
 
     Args:
         net: (B, C, H, W) float → (B, num_classes) logits.
-        num_classes: labels.
-        positive_weight: of a label that is there, over one that is not; above 1 where labels are rare.
-        parts: as of Task.
+        num_classes: the number of labels.
+        positive_weight: weight of a present label relative to an absent one; above 1 for rare labels.
+        parts: passed to Task.
     """
 
     def __init__(self, net: nn.Module, *, num_classes: int, positive_weight: float = 1.0, **parts: Any) -> None:

@@ -12,12 +12,12 @@ from lockstep.training.task import Task
 
 
 class Regression(Task):
-    """Train the Huber loss of the standardised number; log the mean absolute and squared error in the data's own unit.
+    """Train the Huber loss of the standardised target; log the mean absolute and squared error, unstandardised.
 
     Args:
         net: (B, C, H, W) float → (B, 1).
-        mean, std: of the targets; the net learns (target - mean) / std.
-        parts: as of Task.
+        mean, std: mean and standard deviation of the targets; the net learns (target - mean) / std.
+        parts: passed to Task.
     """
 
     def __init__(self, net: nn.Module, *, mean: float = 0.0, std: float = 1.0, **parts: Any) -> None:

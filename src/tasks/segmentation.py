@@ -13,12 +13,12 @@ from lockstep.training.task import Task
 
 
 class Segmentation(Task):
-    """Train cross-entropy of each pixel; log the share of pixels that are right and the mean intersection over union.
+    """Train cross-entropy of each pixel; log the pixel accuracy and the mean intersection over union.
 
     Args:
         net: (B, C, H, W) float → (B, num_classes, h, w) logits, which are resized to H × W.
-        num_classes: classes of pixels; a pixel of the class -1 does not count.
-        parts: as of Task.
+        num_classes: the number of classes; pixels of class -1 are ignored.
+        parts: passed to Task.
     """
 
     def __init__(self, net: nn.Module, *, num_classes: int, **parts: Any) -> None:
@@ -60,7 +60,7 @@ class Segmentation(Task):
     def _log_overlap(self, stage: str) -> None:
         confusion = self.trainer.strategy.reduce(self.confusion.clone(), reduce_op="sum")
         right, union = confusion.diag(), confusion.sum(0) + confusion.sum(1) - confusion.diag()
-        overlap = (right / union)[union > 0].mean()  # of the classes that are there or were predicted
+        overlap = (right / union)[union > 0].mean()  # over the classes that occur or were predicted
         self.log_exactly({f"{stage}/miou": float(overlap), f"{stage}/acc": float(right.sum() / confusion.sum())})
 
     def predict_step(self, batch: Tensor | tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

@@ -1,7 +1,7 @@
 """SimCLR (task=simclr): features without labels, from two views of each image (arXiv 2002.05709).
 
 python src/train.py task=simclr data.views=2 augmentation=resized_crop run_id=features
-python src/train.py ckpt_path=features model.freeze=backbone              the linear probe on them
+python src/train.py ckpt_path=features model.freeze=backbone              (a linear probe on the features)
 """
 
 from typing import Any
@@ -15,16 +15,16 @@ from lockstep.training.task import Task
 
 
 class SimCLR(Task):
-    """Pull the two views of an image together, and apart from those of all other images of the global batch.
+    """Train the two views of an image to be similar, and unlike all other images of the global batch.
 
-    The net's own last layer is the first one of the projection: its features are what that layer gets.
+    The net's last layer is the first layer of the projection; the features are its input.
 
     Args:
         net: (B, C, H, W) float → (B, outputs).
-        outputs: width of the hidden layer of the projection.
-        dimensions: of the projection.
-        temperature: of the softmax over the similarities, above 0.
-        parts: as of Task.
+        outputs: width of the projection's hidden layer.
+        dimensions: size of the projected features.
+        temperature: of the softmax over the cosine similarities, above 0.
+        parts: passed to Task.
     """
 
     def __init__(
@@ -60,5 +60,5 @@ class SimCLR(Task):
         return self.all_gather(features, sync_grads=True).flatten(0, 1)
 
     def predict_step(self, batch: Tensor | tuple[Tensor, Any], batch_idx: int) -> Tensor:
-        """Return (B, outputs), what the net's last layer gives."""
+        """Return (B, outputs), the output of the net's last layer."""
         return self.net(batch if isinstance(batch, Tensor) else batch[0])
