@@ -114,7 +114,7 @@ def test_the_howto_lists_every_script():
 
 # The commands of the pages
 
-PROGRAM = r"(?:\S+=\S+ )*(?:python |sbatch |srun |torchrun |make [a-z]|\.venv/bin/\w+ )"
+PROGRAM = r"(?:\S+=\S+ )*(?:python src/|sbatch |srun |torchrun .*src/|make [a-z]|\.venv/bin/\w+ )"
 OTHERS = {"source", "tensorboard", "export", "pip", ".venv/bin/pip", "copier", "sky", "docker"}  # programs of others
 VALUES = {"<run_id>": "faster", "…": "x"}
 
