@@ -1,16 +1,13 @@
 """Each optimizer of configs/ states its defaults, steps and loads; timm's by name; unknown names are refused."""
 
-import inspect
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
 from lockstep.runs.errors import UserError
-from optimizers.muon import Muon
 from optimizers.timm import timm_optimizer
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "optimizer"
@@ -46,12 +43,6 @@ def test_it_is_the_one_that_was_named_and_keeps_groups_and_options(opt, name):
     optimizer = timm_optimizer(groups, opt=opt, lr=0.1, weight_decay=0.2, betas=(0.8, 0.9))
     assert type(optimizer).__name__ == name and optimizer.param_groups[0]["betas"] == (0.8, 0.9)
     assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.5, 0.2), (0.1, 0.0)]
-
-
-def test_muons_yaml_states_what_its_signature_does():
-    config = yaml.safe_load((CONFIGS / "muon.yaml").read_text())
-    stated = {key: value for key, value in config.items() if not key.startswith("_")}
-    assert stated and stated.items() <= {k: p.default for k, p in inspect.signature(Muon).parameters.items()}.items()
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,7 @@
-import inspect
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from lockstep.runs.errors import UserError
 from schedulers.cosine import cosine
@@ -73,13 +71,3 @@ def test_a_restored_schedule_goes_on(scheduler):
         assert other.param_groups[0]["lr"] == pytest.approx(expected)
         other.step()
         restored.step()
-
-
-@pytest.mark.parametrize("scheduler", [cosine, linear, step, wsd])
-def test_yaml_states_what_the_signature_does(scheduler):
-    config = yaml.safe_load((CONFIGS / "scheduler" / f"{scheduler.__name__}.yaml").read_text())
-    for base in config.pop("defaults", ()):
-        config = {**yaml.safe_load((CONFIGS / "scheduler" / f"{base}.yaml").read_text()), **config}
-    assert config.pop("_target_") == f"{scheduler.__module__}.{scheduler.__name__}" and config.pop("_partial_")
-    parameters = inspect.signature(scheduler).parameters.values()
-    assert config == {p.name: p.default for p in parameters if p.default is not p.empty}

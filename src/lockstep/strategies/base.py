@@ -12,13 +12,15 @@ from torch import Tensor
 from lockstep.runs.errors import UserError
 
 
-class BFloat16Mixed(MixedPrecision):
-    """Autocast in bfloat16; clips with a fused optimizer too, which Lightning refuses although nothing is scaled."""
+class SixteenBits(MixedPrecision):
+    """Autocast; in bf16 it clips with a fused optimizer too, which Lightning refuses although nothing is scaled."""
 
-    def __init__(self, device_type: str) -> None:
-        super().__init__("bf16-mixed", device_type)
+    def __init__(self, precision: str, device_type: str) -> None:
+        scaler = torch.amp.GradScaler(device_type) if precision == "16-mixed" else None
+        super().__init__(precision, device_type, scaler)
 
-    clip_gradients = Precision.clip_gradients
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        (Precision if self.scaler is None else MixedPrecision).clip_gradients(self, *args, **kwargs)
 
 
 class Capabilities:
@@ -41,7 +43,7 @@ class Capabilities:
     @staticmethod
     def precision_for(precision: str, device_type: str) -> Precision | None:
         """Return a plugin for the Trainer in place of `precision=`; None if Lightning's own works."""
-        return BFloat16Mixed(device_type) if precision == "bf16-mixed" else None
+        return SixteenBits(precision, device_type) if precision == "bf16-mixed" else None
 
 
 def capabilities(strategy: Any) -> Capabilities:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lockstep.runs.errors import UserError
-from lockstep.strategies.base import Ranks, broadcast_from_rank_zero
+from lockstep.strategies.base import Ranks, SixteenBits, broadcast_from_rank_zero
 from lockstep.strategies.sync_batchnorm import BATCH_NORMS
 
 log = logging.getLogger(__name__)
@@ -29,17 +29,10 @@ State = dict[str, Any]
 LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-class ShardedPrecision(MixedPrecision):
+class ShardedPrecision(SixteenBits):
     """Train in bf16, or fp16 with loss scaling: shards and reduced gradients are float32, gathered weights 16 bits."""
 
     __qualname__ = "MixedPrecision"  # names its state in checkpoints: either resumes from DDP's
-
-    def __init__(self, precision: str, device_type: str) -> None:
-        scaler = torch.amp.GradScaler(device_type) if precision == "16-mixed" else None
-        super().__init__(precision, device_type, scaler)
-
-    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        (MixedPrecision if self.scaler is not None else Precision).clip_gradients(self, *args, **kwargs)
 
     def forward_context(self) -> Any:
         """No autocast: fully_shard casts weights and inputs."""

@@ -35,18 +35,20 @@ def test_forward_is_spread_names_stay_and_the_replicas_follow_train_and_eval(mon
     assert (net.train()(images) == 0).any()
 
 
-def test_threads_compute_in_the_dtype_of_autocast_here():
-    """torch's own threads know that autocast is on and forget in which dtype."""
-    linear, x, dtypes = nn.Linear(4, 4), torch.randn(2, 4), []
-    with torch.autocast("cpu", dtype=torch.float16):
-        call = data_parallel.under_this_autocast(linear, "cpu")
-        thread = threading.Thread(target=lambda: dtypes.append(call(x).dtype))
-        thread.start()
-        thread.join()
-    thread = threading.Thread(target=lambda: dtypes.append(data_parallel.under_this_autocast(linear, "cpu")(x).dtype))
+def dtype_in_a_thread(call):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call(torch.randn(2, 4)).dtype))
     thread.start()
     thread.join()
-    assert dtypes == [torch.float16, torch.float32]
+    return found[0]
+
+
+def test_threads_compute_in_the_dtype_of_autocast_here():
+    """torch's own threads know that autocast is on and forget in which dtype."""
+    linear = nn.Linear(4, 4)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert dtype_in_a_thread(data_parallel.under_this_autocast(linear, "cpu")) == torch.float16
+    assert dtype_in_a_thread(data_parallel.under_this_autocast(linear, "cpu")) == torch.float32
 
 
 @pytest.mark.gpu

@@ -181,12 +181,12 @@ def made(dotted):
 @pytest.mark.parametrize(
     ("name", "ema", "compile", "scales", "bf16"),
     [
-        ("ddp.DDP", True, True, True, "BFloat16Mixed"),
+        ("ddp.DDP", True, True, True, "SixteenBits"),
         ("fsdp.FSDP", False, True, True, "ShardedPrecision"),
-        ("model_parallel.ModelParallel", False, False, True, "BFloat16Mixed"),
-        ("data_parallel.DataParallel", True, False, True, "BFloat16Mixed"),
-        ("hivemind.Hivemind", False, True, False, "BFloat16Mixed"),
-        ("lightning.pytorch.strategies.SingleDeviceStrategy", True, True, True, "BFloat16Mixed"),
+        ("model_parallel.ModelParallel", False, False, True, "SixteenBits"),
+        ("data_parallel.DataParallel", True, False, True, "SixteenBits"),
+        ("hivemind.Hivemind", False, True, False, "SixteenBits"),
+        ("lightning.pytorch.strategies.SingleDeviceStrategy", True, True, True, "SixteenBits"),
     ],
 )
 def test_every_strategy_states_what_it_can(name, ema, compile, scales, bf16):
