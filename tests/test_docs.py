@@ -84,6 +84,18 @@ def test_every_link_of_a_page_leads_to_a_file_and_its_anchor():
                 assert not anchor or f'id="{anchor}"' in target.read_text() or anchor in headings(target), link
 
 
+def test_every_file_that_a_page_names_exists():
+    example = re.compile(r"(src|configs)/\w+/(x|x_\w+|NAME)\.|src/utils/")
+    for page, text in PAGES.items():
+        named = re.findall(r"`((?:src|tests|configs|launch|docs|benchmarks|nullgpu)/[\w./-]*)`", text)
+        missing = [name for name in named if not (name in FILES or example.match(name) or (REPOSITORY / name).exists())]
+        assert missing == [], page
+    modules = {path.name for path in REPOSITORY.glob("src/lockstep/*/*.py")}
+    assert set(re.findall(r"`(\w+\.py)`", PAGES["architecture.md"])) <= modules
+    tests = re.findall(r"`((?:[\w]+/)*test_\w+\.py)`", PAGES["CONTRIBUTING.md"])
+    assert [name for name in tests if not (REPOSITORY / "tests" / name.removeprefix("tests/")).exists()] == []
+
+
 def headings(path) -> set[str]:
     """Anchors that GitHub makes of a page's headings."""
     lines = [line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")]
@@ -105,6 +117,13 @@ def test_the_pages_fit_a_screen():
         sections = re.split(r"^## ", PAGES[page], flags=re.MULTILINE)[1:]
         assert [part.splitlines()[0] for part in sections if "python src/" not in part] == []
     assert len(re.findall(r"^\| ", PAGES["strategies.md"].partition("## Glossary")[2], re.MULTILINE)) <= 16
+
+
+def test_the_readme_shows_the_model_of_the_howto():
+    code = re.search(r"```python\n# src/models/mlp.py\n(.*?)```", PAGES["README.md"], re.DOTALL)[1]
+    code_of_howto = FILES["src/models/mlp.py"].splitlines()
+    assert set(code.splitlines()) <= set(code_of_howto)
+    assert "width: 64" in FILES["configs/model/mlp.yaml"] and "configs/model/mlp.yaml" in PAGES["README.md"]
 
 
 def test_the_howto_lists_every_script():

@@ -1,4 +1,4 @@
-"""The language of docstrings: they start with a verb or a noun, and use the field's terms."""
+"""The language of docstrings, messages, pages and option comments: the terms of the field, no private words."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ START = re.compile(
 # Private words of version 1
 PRIVATE = re.compile(
     r"\b(strangers?|poisoners?|whereabouts|beats|verdict|parting|floors?|let go of|letting go|"
-    r"leave out|stands in for|own and theirs|from outside|what was typed)\b"
+    r"leave out|stands in for|own and theirs|from outside|what was typed|of one's own|goes on with)\b"
 )
 
 
@@ -36,3 +36,14 @@ def test_docstrings_start_with_a_verb_or_a_noun(name):
 @pytest.mark.parametrize("name", FILES)
 def test_docstrings_use_the_terms_of_the_field(name):
     assert [(of, found[0]) for of, text in docstrings(name) if (found := PRIVATE.search(text))] == []
+
+
+def test_messages_pages_and_option_comments_use_the_terms_of_the_field():
+    root = SRC.parent
+    paths = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("configs/**/*.yaml"), *root.glob("launch/**/*.md")]
+    texts = {str(path.relative_to(root)): path.read_text() for path in paths if path.name != "options.md"}
+    for name in FILES:
+        nodes = ast.walk(ast.parse((SRC / name).read_text()))
+        texts[name] = "\n".join(n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    found = {name: [match[0] for match in PRIVATE.finditer(text)] for name, text in texts.items()}
+    assert {name: words for name, words in found.items() if words} == {}

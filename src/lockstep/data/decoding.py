@@ -37,7 +37,7 @@ class CorruptImage(Exception):
     """An image, or a file of images, that cannot be read or decoded; the message says which and why."""
 
     def refusal(self) -> UserError:
-        return UserError(f"{self}: repair or remove it, or leave out what is damaged with data.skip_corrupt=true.")
+        return UserError(f"{self}: repair or remove it, or skip damaged images with data.skip_corrupt=true.")
 
 
 def is_image(name: str) -> bool:

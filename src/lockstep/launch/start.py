@@ -47,8 +47,8 @@ def run_folder(config: Config, run_id: str | None, environ: Mapping[str, str]) -
         agent = agent_id(environ)  # torchrun's agent may have started its ranks again, or SLURM requeued the job
         if agent is None or read_record(folder.record).agent != agent:
             raise UserError(
-                f"The run {folder.run_id} exists already: resume={folder.run_id} goes on with it, "
-                "another run_id= starts anew."
+                f"The run {folder.run_id} exists already: resume={folder.run_id} continues it, "
+                "another run_id= starts a new one."
             )
     return folder, is_new
 

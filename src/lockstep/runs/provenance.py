@@ -18,7 +18,7 @@ from lockstep.runs.environment import available_cores
 def project_root() -> Path:
     """Return the folder that holds configs/ and src/: of this clone, of the running script, or around the work folder.
 
-    In a project of one's own lockstep is an installed package, and only the script's place says where the project is.
+    In a project made by make new, lockstep is an installed package, and the script's path tells where the project is.
     """
     script, here = Path(sys.argv[0]).resolve(), Path.cwd()
     for folder in (Path(__file__).resolve().parents[3], *script.parents[1:2], here, *here.parents):
