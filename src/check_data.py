@@ -37,19 +37,24 @@ def thumbnails(data: Any) -> tuple[np.ndarray, list[tuple[int, int]], list[str]]
     """
     from PIL import Image
 
-    from lockstep.data.decoding import decode_all
+    from lockstep.data.decoding import CorruptImage, decode_all
 
     opened, found = data.sample_opener(), np.zeros((len(data.splits.of_each), SIDE * SIDE), np.float32)
     sizes: list[tuple[int, int]] = []
+    damaged: list[str] = []
 
     def take(i: int) -> None:
-        image = opened(i)[0]
+        try:
+            image = opened(i)[0]
+        except CorruptImage as error:
+            damaged.append(error.args[0])
+            return
         sizes.append(image.size)
         pixels = np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX), np.float32).ravel()
         found[i] = (pixels - pixels.mean()) / max(pixels.std() * SIDE, 1e-6)
 
-    damaged = decode_all(len(found), take, skip_corrupt=True)
-    return found, sizes, list(damaged.values())
+    decode_all(len(found), take)
+    return found, sizes, sorted(damaged)
 
 
 def near_duplicates(thumbs: np.ndarray, rows: np.ndarray) -> list[tuple[int, int]]:

@@ -84,7 +84,7 @@ def predict_files(model: Any, folder: Path, names: list[str], masks: Path, batch
         try:
             return decode(folder / name, model.framing)
         except CorruptImage as error:
-            return str(error)
+            return str(error.args[0])
 
     found: dict[str, Row] = {}
     with ThreadPoolExecutor() as pool:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
-from lockstep.data.augmentation import Augmentation, Operation
+from lockstep.data.augmentation import Augmentation, Operation, check
 from lockstep.data.framing import INTERPOLATIONS, Framing
 from lockstep.runs.errors import UserError
 
@@ -17,8 +17,7 @@ class ResizedCrop(Augmentation):
     """A random part of the image, resized: what ImageNet recipes begin with (https://arxiv.org/abs/1409.4842).
 
     Args:
-        scale: least and greatest share of the image's area; None: the whole image by data.resize, of which a crop with
-            data.crop_padding is taken.
+        scale: least and greatest share of the image's area; None: the crop of data.resize and data.crop_padding.
         ratio: least and greatest width over height of the part.
         interpolation: bilinear or bicubic; None: as evaluation has it.
     """
@@ -28,11 +27,11 @@ class ResizedCrop(Augmentation):
         interpolation: str | None = None, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(**options)
-        for key, pair, most in (("scale", scale, 1.0), ("ratio", ratio, 100.0)):
-            if pair is not None and not (len(pair) == 2 and 0 < pair[0] <= pair[1] <= most):
-                raise UserError(f"augmentation.{key}={list(pair)} must be two numbers above 0, ascending, to {most:g}.")
-        if interpolation not in (None, *INTERPOLATIONS):
-            raise UserError(f"augmentation.interpolation={interpolation} must be one of {', '.join(INTERPOLATIONS)}.")
+        for key, pair, most in (("scale", scale or (1, 1), 1.0), ("ratio", ratio, 100.0)):
+            is_valid = len(pair) == 2 and 0 < pair[0] <= pair[1] <= most
+            check(key, list(pair), is_valid, f"two numbers above 0, ascending, to {most:g}")
+        is_valid = interpolation in (None, *INTERPOLATIONS)
+        check("interpolation", interpolation, is_valid, f"one of {', '.join(INTERPOLATIONS)}")
         self.scale, self.ratio, self.interpolation = scale, ratio, interpolation
 
     def operations(self, framing: Framing) -> list[Operation]:
@@ -40,9 +39,8 @@ class ResizedCrop(Augmentation):
         return [*self.crop(framing), *flip, *self.policy(framing)]
 
     def crop(self, framing: Framing) -> list[Operation]:
-        """Cut image_size × image_size."""
         if self.scale is None:
-            return [framing.square, v2.RandomCrop(framing.image_size, framing.crop_padding or None)]
+            return [v2.Lambda(framing.square), v2.RandomCrop(framing.image_size, framing.crop_padding or None)]
         mode = InterpolationMode(self.interpolation or framing.interpolation)
         return [v2.RandomResizedCrop(framing.image_size, tuple(self.scale), tuple(self.ratio), mode)]
 
@@ -52,20 +50,12 @@ class ResizedCrop(Augmentation):
 
 
 class RandAugment(ResizedCrop):
-    """Some operations of one strength, drawn from fourteen (https://arxiv.org/abs/1909.13719).
-
-    Args:
-        num_ops: operations on each image.
-        magnitude: their strength, from 0 to 30.
-    """
+    """`num_ops` operations of strength `magnitude` (0 to 30), of fourteen (https://arxiv.org/abs/1909.13719)."""
 
     def __init__(self, *, num_ops: int = 2, magnitude: int = 9, **options: Any) -> None:
         super().__init__(**options)
-        if num_ops < 1 or not 0 <= magnitude < MAGNITUDES:
-            raise UserError(
-                f"augmentation.num_ops={num_ops} must be at least 1 and augmentation.magnitude={magnitude} from 0 to "
-                f"{MAGNITUDES - 1}."
-            )
+        check("num_ops", num_ops, num_ops >= 1, "at least 1")
+        check("magnitude", magnitude, 0 <= magnitude < MAGNITUDES, f"from 0 to {MAGNITUDES - 1}")
         self.num_ops, self.magnitude = num_ops, magnitude
 
     def policy(self, framing: Framing) -> list[Operation]:
@@ -80,17 +70,12 @@ class TrivialAugment(ResizedCrop):
 
 
 class AutoAugment(ResizedCrop):
-    """Pairs of operations as a search found them (https://arxiv.org/abs/1805.09501).
-
-    Args:
-        found_on: the data set of the search: imagenet, cifar10 or svhn.
-    """
+    """Pairs of operations as a search on imagenet, cifar10 or svhn found them (https://arxiv.org/abs/1805.09501)."""
 
     def __init__(self, *, found_on: str = "imagenet", **options: Any) -> None:
         super().__init__(**options)
-        found = [policy.value for policy in AutoAugmentPolicy]
-        if found_on not in found:
-            raise UserError(f"augmentation.found_on={found_on} must be one of {', '.join(found)}.")
+        names = [policy.value for policy in AutoAugmentPolicy]
+        check("found_on", found_on, found_on in names, f"one of {', '.join(names)}")
         self.found_on = AutoAugmentPolicy(found_on)
 
     def policy(self, framing: Framing) -> list[Operation]:
@@ -111,18 +96,12 @@ class ThreeAugment(ResizedCrop):
     def crop(self, framing: Framing) -> list[Operation]:
         if self.scale is not None:
             return super().crop(framing)
-        resize = v2.Resize(framing.image_size, framing.interpolation_mode)
-        return [framing.trimmed, resize, v2.RandomCrop(framing.image_size, PADDING, padding_mode="reflect")]
+        resize = v2.Resize(framing.image_size, InterpolationMode(framing.interpolation))
+        return [v2.Lambda(framing.trimmed), resize, v2.RandomCrop(framing.image_size, PADDING, padding_mode="reflect")]
 
     def policy(self, framing: Framing) -> list[Operation]:
-        """
-        Raises:
-            UserError: the images are smaller than the blur reaches.
-        """
-        if framing.image_size <= BLUR // 2:
-            raise UserError(
-                f"augmentation=three_augment blurs over {BLUR} pixels: data.image_size={framing.image_size} must be at "
-                f"least {BLUR // 2 + 1}."
-            )
+        if framing.image_size <= BLUR // 2:  # torchvision names neither the option nor the augmentation
+            size = f"data.image_size={framing.image_size} must be at least {BLUR // 2 + 1}"
+            raise UserError(f"augmentation=three_augment blurs over {BLUR} pixels: {size}.")
         grey = v2.Grayscale(framing.channels)
         return [v2.RandomChoice([grey, v2.RandomSolarize(128, p=1), v2.GaussianBlur(BLUR, SIGMA)])]

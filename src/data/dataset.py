@@ -74,7 +74,7 @@ class DatasetDataModule(ListedDataModule):
             classes = mask_classes(len(items), lambda i: _mask_of(items[i][""]))
         self.class_names = [str(name) for name in classes or ()]
 
-    def _choose_path(self) -> tuple[str, str]:
+    def path_taken(self) -> tuple[str, str]:
         return "loader", "a Dataset is read item by item"
 
     def identical_images(self, compare_all: bool = False) -> dict[str, list[str]]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from data.webdataset import ShardedDataModule
-from lockstep.data.decoding import CorruptImage
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import SPLIT_OF, SPLITS, ImageList, Item, LeftOut, group_of, local_root
 from lockstep.data.node_cache import Content
@@ -158,7 +157,7 @@ class ParquetDataModule(ShardedDataModule):
                         items.append((name, label, start, out.write(data), str(row[group[0]]) if group else None))
         except ArrowException as error:
             reason = " ".join(str(error).split())[:200]
-            raise CorruptImage(f"{path} is no parquet file, or cut off ({reason})") from None
+            raise UserError(f"{path} is no parquet file, or cut off ({reason}): repair or remove it.") from None
         return {"items": items, "data": ENCODED, "left_out": {}}
 
     def _columns_of(self, path: Path, schema: Any) -> tuple[str, list[str], list[str]]:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.decoding import CorruptImage, is_image, progress
+from lockstep.data.decoding import is_image, progress
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import SPLIT_OF, TRAIN, ImageList, Item, LeftOut, files_below, group_of, local_root
 from lockstep.data.node_cache import Content, cached, file_identity
@@ -49,8 +49,7 @@ class ShardedDataModule(ListedDataModule):
         Args:
             folder: of the cache, for encoded images that cannot be read in place.
         Raises:
-            CorruptImage: the file is cut off or damaged.
-            UserError: it is intact, and not as the options say.
+            UserError: the file is cut off or damaged, or not as the options say.
         """
         raise NotImplementedError
 
@@ -58,24 +57,16 @@ class ShardedDataModule(ListedDataModule):
         left_out: LeftOut = {}
         shards, items = self._find(left_out), []
         folder = self._root if self._root.is_dir() else self._root.parent
-        with progress(f"Reading what {len(shards)} files hold", len(shards)) as advance:
-            for name, split in shards.items():
-                identity = file_identity(path := folder / name)
-                kept = self.cache_folder([identity, self.shard_options])
-                try:
-                    shard = cached(kept, partial(self.read_shard, path))
-                except CorruptImage as error:
-                    if not self._skip_corrupt:
-                        raise error.refusal() from None
-                    left_out.setdefault("damaged files", []).append(str(error))
-                    continue
-                file = str(kept / shard["data"] if shard["data"] else path)
-                for inner, label, start, size, group in shard["items"]:
-                    group = group_of(self.group, inner) if self.group and group is None else group
-                    items.append(Item(f"{name}: {inner}", label, split, size, identity[2], group, file, start))
-                for reason, names in shard["left_out"].items():
-                    left_out.setdefault(reason, []).extend(f"{name}: {inner}" for inner in names)
-                advance(1)
+        for name, split in progress(shards.items(), f"Reading what {len(shards)} files hold", len(shards)):
+            identity = file_identity(path := folder / name)
+            kept = self.cache_folder([identity, self.shard_options])
+            shard = cached(kept, partial(self.read_shard, path))
+            file = str(kept / shard["data"] if shard["data"] else path)
+            for inner, label, start, size, group in shard["items"]:
+                group = group_of(self.group, inner) if self.group and group is None else group
+                items.append(Item(f"{name}: {inner}", label, split, size, identity[2], group, file, start))
+            for reason, names in shard["left_out"].items():
+                left_out.setdefault(reason, []).extend(f"{name}: {inner}" for inner in names)
         return ImageList(folder, items, left_out=left_out, target=self.target, label_columns=self.label_columns)
 
     def _find(self, left_out: LeftOut) -> dict[str, int]:
@@ -133,9 +124,9 @@ class WebDatasetDataModule(ShardedDataModule):
                         reason = "hidden members" if hidden else f"{ending.lower() or 'nameless'} members"
                         left_out.setdefault(reason, []).append(member.name)
                 if archive.offset > path.stat().st_size:
-                    raise CorruptImage(f"{path} is cut off")
+                    raise EOFError("it ends within a member")
         except (tarfile.TarError, EOFError, OSError) as error:
-            raise CorruptImage(f"{path} is cut off or no uncompressed tar file ({error})") from None
+            raise UserError(f"{path} is cut off or no uncompressed tar file ({error}): repair or remove it.") from None
         items = []
         for member in images:  # the label has the image's name up to its last dot, else up to its first
             where, base = os.path.split(member.name)

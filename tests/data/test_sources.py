@@ -85,25 +85,8 @@ def test_on_the_loaders_path_no_image_is_opened_before_it_is_needed(kind, tmp_pa
     dm.prepare()
     assert (dm.num_train, dm.num_test) == (16, 18) and dm.class_names == ["a", "b"] and dm.left_out == {}
     dm.place()
-    with pytest.raises(UserError, match="cannot be decoded .*data.skip_corrupt=true"):
+    with pytest.raises(UserError, match="cannot be decoded .*: repair or remove it. .python src/check_data.py"):
         next(iter(dm.train_dataloader()))
-
-
-@pytest.mark.parametrize("kind", MODULES)
-def test_what_cannot_be_decoded_is_left_out_and_named(kind, tmp_path):
-    images = list(photographs({"train": 4, "test": 1}))
-    images[1] = images[1]._replace(data=images[1].data[:40])
-    root = write(kind, tmp_path / "root", images)
-    seen = []
-    for path in ("array", "loader"):
-        dm = module(kind, root, tmp_path / "cache", path=path, skip_corrupt=True, num_workers=0)
-        dm.prepare()
-        seen.append(all_bytes(dm))
-        assert (dm.num_train, dm.num_val, dm.num_test) == (10, 1, 3)
-        [said] = dm.left_out["damaged images"]
-        place = {"webdataset": "train-0000.tar: 000001.jpeg", "parquet": "train-00000-of-00001.parquet: row 1"}
-        assert f"{place.get(kind, 'train/cat/1.jpeg')} cannot be decoded" in said
-    assert seen[0] == seen[1], "images and labels stay together"
 
 
 @pytest.mark.parametrize("numbers", [True, False])
@@ -190,7 +173,7 @@ def arguments(cls):
 def test_config_and_class_have_the_same_options(path):
     config = with_defaults(path)
     module, name = config.pop("_target_").rsplit(".", 1)
-    unused = {"group", "skip_corrupt"} if path.stem == "dataset" else set()
+    unused = {"group"} if path.stem == "dataset" else set()
     assert arguments(getattr(import_module(module), name)) - unused - OF_ALL == set(config)
     assert config["name"] == path.stem and config["seed"] == "${seed}"
 

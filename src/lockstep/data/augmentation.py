@@ -1,22 +1,20 @@
-"""The base of src/augmentations/, and the random stream that belongs to one image.
+"""The base of src/augmentations/, and the crop and flip that the device can do to whole batches."""
 
-torchvision is imported where single images are augmented: other runs start a third of a second sooner.
-"""
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
-import torch
+from torchvision.transforms import v2
 
 from lockstep.data.framing import Framing
 from lockstep.data.mixing import Mixing
 from lockstep.runs.errors import UserError
 
-if TYPE_CHECKING:
-    from torchvision.transforms import v2
-
 Operation = Callable[[Any], Any]
+
+
+def check(option: str, value: Any, is_valid: bool, requirement: str) -> None:
+    if not is_valid:
+        raise UserError(f"augmentation.{option}={value} must be {requirement}.")
 
 
 class Augmentation:
@@ -37,33 +35,29 @@ class Augmentation:
         mixup_alpha: float = 0.0, cutmix_alpha: float = 0.0, mix_prob: float = 1.0, switch_prob: float = 0.5,
         mix_epochs: int | None = None,
     ) -> None:  # fmt: skip
-        for key, value in (("mix_prob", mix_prob), ("switch_prob", switch_prob)):
-            if not 0 <= value <= 1:
-                raise UserError(f"augmentation.{key}={value} must be from 0 to 1.")
-        if min(mixup_alpha, cutmix_alpha) < 0:
-            raise UserError(f"augmentation.mixup_alpha={mixup_alpha} and cutmix_alpha={cutmix_alpha} must be from 0.")
-        self.flip, self.color_jitter, self.erasing_prob = flip, list(color_jitter or ()), erasing_prob
+        check("mix_prob", mix_prob, 0 <= mix_prob <= 1, "from 0 to 1")
+        check("switch_prob", switch_prob, 0 <= switch_prob <= 1, "from 0 to 1")
         alphas = mixup_alpha, cutmix_alpha
+        check("mixup_alpha", f"{mixup_alpha} and cutmix_alpha={cutmix_alpha}", min(alphas) >= 0, "from 0")
+        self.flip, self.color_jitter, self.erasing_prob = flip, list(color_jitter or ()), erasing_prob
         self.mixing = Mixing(*alphas, mix_prob, switch_prob, mix_epochs) if max(alphas) > 0 else None
 
     def operations(self, framing: Framing) -> list[Operation]:
         """Return operations from a Pillow image of any size, RGB or L, to one of image_size × image_size.
 
-        They draw from torch's generator alone, which is seeded for each image.
+        They draw from torch's generator alone, which is seeded for each image. A mask is moved by the same operations.
         """
         raise NotImplementedError
 
     def flips(self, framing: Framing) -> bool:
         return framing.flip if self.flip is None else self.flip
 
-    def pipeline(self, framing: Framing) -> "v2.Compose":
+    def pipeline(self, framing: Framing) -> v2.Compose:
         """Return all operations on one image, in order.
 
         Raises:
             UserError: an option is out of its range, or the images have neither one channel nor three.
         """
-        from torchvision.transforms import v2
-
         if framing.channels not in (1, 3):
             raise UserError(
                 f"this augmentation works on colour or grey images, and these have {framing.channels} channels: take "
@@ -98,23 +92,8 @@ class CropFlip(Augmentation):
         return not self.color_jitter and not self.erasing_prob
 
     def operations(self, framing: Framing) -> list[Operation]:
-        from torchvision.transforms import v2
-
         flip = [v2.RandomHorizontalFlip()] if self.flips(framing) else []
         if not self.random_crop:
-            return [framing.centre, *flip]
-        return [framing.square, v2.RandomCrop(framing.image_size, framing.crop_padding or None), *flip]
-
-
-@contextmanager
-def own_stream(seed: int) -> Iterator[None]:
-    """Seed torch's generator on the CPU for the block, and restore it afterwards.
-
-    torch.manual_seed would seed the GPU's generator as well.
-    """
-    before = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(before)
+            return [v2.Lambda(framing.centre), *flip]
+        crop = v2.RandomCrop(framing.image_size, framing.crop_padding or None)
+        return [v2.Lambda(framing.square), crop, *flip]

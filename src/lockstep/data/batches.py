@@ -35,6 +35,8 @@ class Selection(NamedTuple):
 
 Deliver = Callable[[Iterable[Selection]], Iterator[Any]]
 """Turns selections into batches, in order; it may read ahead."""
+Draw = Callable[[int, int, int], tuple[np.ndarray, np.ndarray | None]]
+"""(seed, epoch, n) → the draws and the mixing of an epoch of n images, as a Selection has them"""
 
 
 def random_stream(seed: int, *purpose: int) -> np.random.Generator:
@@ -49,23 +51,19 @@ class TrainBatches:
 
     Args:
         indices: positions of the training images.
-        draw: draw(generator, n) → (3, n) or (1, n) int64, the augmentation of an epoch.
-        draw_mixing: draw_mixing(generator, epoch, pairs) → (6, pairs) float64, or None.
         fixed: repeat the order and augmentation of epoch 0 (Lightning's overfit_batches).
     """
 
     def __init__(
-        self, deliver: Deliver, indices: np.ndarray, draw: Callable[[np.random.Generator, int], np.ndarray], *,
-        draw_mixing: Callable[[np.random.Generator, int, int], np.ndarray | None] | None = None, global_batch_size:
+        self, deliver: Deliver, indices: np.ndarray, draw: Draw, *, global_batch_size:
         int, rank: int = 0, world_size: int = 1, accumulate_grad_batches: int = 1, seed: int = 0, fixed: bool = False,
     ) -> None:  # fmt: skip
-        self.per_device_batch_size = Batch.cut(global_batch_size, world_size, accumulate_grad_batches).per_device
+        size = Batch.cut(global_batch_size, world_size, accumulate_grad_batches).per_device
         self.steps_per_epoch = len(indices) // global_batch_size
-        self._deliver, self._indices, self._draw, self._draw_mixing = deliver, indices, draw, draw_mixing
+        self._deliver, self._indices, self._draw = deliver, indices, draw
         self._global_batch_size, self._accumulate, self.seed = global_batch_size, accumulate_grad_batches, seed
-        # Where this rank's part of micro-batch j lies within a global batch.
-        first = np.arange(accumulate_grad_batches) * world_size + rank
-        self._parts = [(f * self.per_device_batch_size, (f + 1) * self.per_device_batch_size) for f in first.tolist()]
+        # Where this rank's part of each micro-batch lies within a global batch.
+        self._parts = [(j * world_size + rank) * size + np.array([0, size]) for j in range(accumulate_grad_batches)]
         self._epoch = 0
         self._first_step = 0  # where the next iteration starts: 0 but after load_state_dict
         self._micro_batches_done = 0
@@ -81,27 +79,20 @@ class TrainBatches:
 
     def state_dict(self) -> dict[str, int]:
         return {
-            "epoch": self._epoch,
-            "global_batches": self._micro_batches_done // self._accumulate,
-            "steps_per_epoch": self.steps_per_epoch,
-            "global_batch_size": self._global_batch_size,
+            "epoch": self._epoch, "global_batches": self._micro_batches_done // self._accumulate,
+            "steps_per_epoch": self.steps_per_epoch, "global_batch_size": self._global_batch_size,
             "accumulate_grad_batches": self._accumulate,
-        }
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        done = state["global_batches"]
-        finished = done >= state["steps_per_epoch"]
-        before, now = (
-            (state["steps_per_epoch"], state["global_batch_size"]),
-            (self.steps_per_epoch, self._global_batch_size),
-        )
-        if before != now and 0 < done < before[0]:
+        done, steps, size = (state[key] for key in ("global_batches", "steps_per_epoch", "global_batch_size"))
+        if (steps, size) != (self.steps_per_epoch, self._global_batch_size) and 0 < done < steps:
             raise UserError(
-                f"The checkpoint is at step {done} of {before[0]} within an epoch at data.global_batch_size={before[1]}"
-                f": resume with the same batch and data (now {now[0]} steps at {now[1]})."
+                f"The checkpoint is at step {done} of {steps} within an epoch at data.global_batch_size={size}: resume "
+                f"with the same batch and data (now {self.steps_per_epoch} steps at {self._global_batch_size})."
             )
         self._epoch = state["epoch"]
-        self._first_step = self.steps_per_epoch if finished else done
+        self._first_step = self.steps_per_epoch if done >= steps else done
         self._micro_batches_done = self._first_step * self._accumulate
 
     def __iter__(self) -> Iterator[Any]:
@@ -114,17 +105,13 @@ class TrainBatches:
             yield batch
 
     def _selections(self, first_step: int) -> Iterator[Selection]:
-        epoch, size, count = self._epoch, self._global_batch_size, self.steps_per_epoch * self._global_batch_size
-        order = random_stream(self.seed, ORDER, epoch).permutation(self._indices)
-        draws = self._draw(random_stream(self.seed, AUGMENTATION, epoch), count)
-        mixing = None
-        if self._draw_mixing:
-            mixing = self._draw_mixing(random_stream(self.seed, MIXING, epoch), epoch, count // 2)
+        size, count = self._global_batch_size, self.steps_per_epoch * self._global_batch_size
+        order = random_stream(self.seed, ORDER, self._epoch).permutation(self._indices)
+        draws, mixing = self._draw(self.seed, self._epoch, count)
         for start in range(first_step * size, count, size):
-            for first, end in self._parts:
-                part = slice(start + first, start + end)
-                pairs = None if mixing is None else mixing[:, part.start // 2 : part.stop // 2]
-                yield Selection(order[part], draws[:, part], mixing=pairs)
+            for first, end in (start + part for part in self._parts):
+                pairs = None if mixing is None else mixing[:, first // 2 : end // 2]
+                yield Selection(order[first:end], draws[:, first:end], pairs)
 
 
 class EvalBatches:
@@ -141,20 +128,13 @@ class EvalBatches:
         self, deliver: Deliver, indices: np.ndarray, draws: np.ndarray, *, batch_size: int, rank: int = 0, world_size:
         int = 1,
     ) -> None:  # fmt: skip
-        if batch_size < 1:
-            raise UserError(f"data.eval_batch_size={batch_size} must be at least 1.")
         self._num_batches = -(-len(indices) // (batch_size * world_size))
-        self._deliver, self._indices, self._draws = deliver, indices, draws
-        self._rank, self._world_size = rank, world_size
+        self._deliver, self._draws = deliver, draws
+        self._parts = np.array_split(indices, max(self._num_batches * world_size, 1))[rank::world_size]
 
     def __len__(self) -> int:
         return self._num_batches
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._deliver(self._selections()))
-
-    def _selections(self) -> Iterator[Selection]:
-        parts = np.array_split(self._indices, max(self._num_batches * self._world_size, 1))
-        for batch in range(self._num_batches):
-            part = parts[batch * self._world_size + self._rank]
-            yield Selection(part, np.repeat(self._draws[:, None], len(part), axis=1))
+        parts = self._parts[: self._num_batches]
+        return self._deliver(Selection(part, self._draws[:, None].repeat(len(part), 1)) for part in parts)

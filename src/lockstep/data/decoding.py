@@ -3,12 +3,10 @@
 import io
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -17,6 +15,7 @@ from lockstep.data.framing import Framing
 from lockstep.runs.errors import UserError
 
 log = logging.getLogger(__name__)
+Step = TypeVar("Step")
 
 # Raster formats that Pillow decodes itself: without EPS and WMF (other programs), PDF, and container formats.
 FORMATS = (
@@ -24,20 +23,18 @@ FORMATS = (
     "SGI", "SUN", "TIFF", "WEBP", "XBM", "XPM",
 )  # fmt: skip
 TGA = {".tga", ".icb", ".vda", ".vst"}  # has no signature, so only the ending tells
-SUFFIXES = TGA | {
-    ".apng", ".avif", ".avifs", ".bmp", ".bw", ".dds", ".dib", ".gif", ".icns", ".ico", ".j2c", ".j2k", ".jfif", ".jp2",
-    ".jpc", ".jpe", ".jpeg", ".jpf", ".jpg", ".jpx", ".mpo", ".pbm", ".pcx", ".pfm", ".pgm", ".png", ".pnm", ".ppm",
-    ".psd", ".qoi", ".ras", ".rgb", ".rgba", ".sgi", ".tif", ".tiff", ".webp", ".xbm", ".xpm",
-}  # fmt: skip
+SUFFIXES = {end for end, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO", "TGA")}
 BACKGROUND = "white"  # behind transparent images, in training, evaluation, prediction and export alike
 THREADS, CHUNK = 8, 32  # Pillow decodes without Python's lock; images per task, to bound the number of tasks
 
 
-class CorruptImage(Exception):
-    """An image, or a file of images, that cannot be read or decoded; the message says which and why."""
+class CorruptImage(UserError):
+    """An image, or a file of images, that cannot be read or decoded; `args[0]` says which and why."""
 
-    def refusal(self) -> UserError:
-        return UserError(f"{self}: repair or remove it, or skip damaged images with data.skip_corrupt=true.")
+    def __str__(self) -> str:
+        return (
+            f"{self.args[0]}: repair or remove it. `python src/check_data.py data=… data.root=…` lists all such images."
+        )
 
 
 def is_image(name: str) -> bool:
@@ -90,60 +87,35 @@ def open_mask(path: Path) -> np.ndarray:
 
 
 def decode(path: Path, framing: Framing) -> np.ndarray:
-    """Return a file as the (resize, resize, channels) uint8 square that evaluation crops.
-
-    Raises:
-        CorruptImage: as of `open_image`.
-    """
+    """Return a file as the (resize, resize, channels) uint8 square that evaluation crops, or raise CorruptImage."""
     return pixels_of(framing.square(open_image(path, framing.channels)))
 
 
 def pixels_of(image: Any) -> np.ndarray:
-    """Return (height, width, channels) uint8, of a mask (height, width)."""
-    if not isinstance(image, Image.Image):
-        return image.numpy()
+    """Return a Pillow image or a mask as (height, width, channels) uint8."""
     pixels = np.asarray(image)
     return pixels[..., None] if pixels.ndim == 2 else pixels
 
 
-def decode_all(count: int, decode_one: Callable[[int], Any], *, skip_corrupt: bool = False) -> dict[int, str]:
-    """Call decode_one(i) for images 0 to count − 1 in threads; return the reason for each image that was skipped.
-
-    Args:
-        skip_corrupt: collect the images that cannot be decoded instead of raising an error for the first.
-    Raises:
-        UserError: names the first image that cannot be decoded.
-    """
-    failures: dict[int, str] = {}
+def decode_all(count: int, decode_one: Callable[[int], Any]) -> None:
+    """Call decode_one(i) for images 0 to count − 1 in threads, and raise the first error."""
 
     def work(first: int) -> None:
         for i in range(first, min(first + CHUNK, count)):
-            try:
-                decode_one(i)
-            except CorruptImage as error:
-                if not skip_corrupt:
-                    raise
-                failures[i] = str(error)
-            advance(1)
+            decode_one(i)
 
-    with progress(f"Decoding {count} images", count) as advance, ThreadPoolExecutor(THREADS) as pool:
-        try:
-            for _ in pool.map(work, range(0, count, CHUNK)):
-                pass
-        except CorruptImage as error:
-            pool.shutdown(cancel_futures=True)
-            raise error.refusal() from None
-    return dict(sorted(failures.items()))
+    parts = range(0, count, CHUNK)
+    with ThreadPoolExecutor(THREADS) as pool:
+        for _ in progress(pool.map(work, parts), f"Decoding {count} images", len(parts)):  # an error cancels the others
+            pass
 
 
-@contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal, one line elsewhere; yield advance(n), which several threads may call."""
+def progress(steps: Iterable[Step], what: str, total: int) -> Iterable[Step]:
+    """Yield the steps, and show a progress bar on a terminal, one line elsewhere."""
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import track
 
     console = Console(stderr=True)
     if not console.is_terminal:
         log.info(what)
-    with Progress(console=console, disable=not console.is_terminal) as bar:
-        yield partial(bar.advance, bar.add_task(what, total=total))
+    return track(steps, what, total, console=console, disable=not console.is_terminal)

@@ -7,7 +7,7 @@ may differ by one step of 255 between the paths.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,17 +21,17 @@ from lightning.pytorch import LightningDataModule
 from PIL import Image
 from torch import Tensor
 
-from lockstep.data.augmentation import Augmentation, CropFlip
-from lockstep.data.batch_transforms import BatchTransforms
-from lockstep.data.batches import EvalBatches, TrainBatches
+from lockstep.data.augmentation import Augmentation, CropFlip, Operation
+from lockstep.data.batch_transforms import BatchTransforms, take
+from lockstep.data.batches import AUGMENTATION, MIXING, EvalBatches, Selection, TrainBatches, random_stream
 from lockstep.data.framing import Framing, resize_of, settle
 from lockstep.data.listing import SPLITS, TEST, LeftOut, fingerprint
-from lockstep.data.loading import BatchLoader, LoadedBatch, OpenSample
-from lockstep.data.mixing import check_pairs, mix
+from lockstep.data.loading import LoadedBatch, OpenSample, Samples, stream, workers_of
+from lockstep.data.mixing import mix
 from lockstep.data.node_cache import cached
 from lockstep.data.report import identical_images, samples_of
 from lockstep.data.split import VAL_FRACTION, Split, Splits
-from lockstep.data.targets import Arrays, ImageSet, as_masks, kind_of
+from lockstep.data.targets import Arrays, ImageSet, as_masks, classes_of, kind_of
 from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch
 from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import REPOSITORY
@@ -52,18 +52,12 @@ class ImageDataModule(LightningDataModule):
 
     Args:
         name: of the cache folder, and shown in the logbook; None: from the class.
-        image_size: side of the images that the model gets.
+        image_size: side of the images that the model gets, of an image resized to `resize`, or image_size / crop_pct.
         global_batch_size: images in one optimizer step, over all devices and accumulation steps.
         eval_batch_size: per device, at most.
-        resize: side that images are resized to before the crop to image_size; None: image_size / crop_pct.
-        crop_pct: share of the resized side that evaluation shows; auto: the pretrained weights' value, else 1.
-        interpolation: bilinear, bicubic, or auto: the pretrained weights' value, else bilinear.
+        crop_pct, interpolation, mean, std: None: the data's own; auto: the pretrained weights' value, else the data's.
         crop_padding: width of the black border that random training crops may reach into.
-        flip: mirror half of the training images.
-        mean, std: for pixels from 0 to 1, a number or one per channel; None: the data set's own; auto: the pretrained
-            weights' value, else the data set's own.
         val_fraction, num_val, fold, num_folds, stratify: as of `split.Split`.
-        cache_dir: folder for decoded images, shared by all ranks of a node.
         path: array, loader, or auto: array where the images fit.
         num_workers: processes per rank that load single images, at most one per core; "auto": by cores and device.
         views: how often each training image is augmented.
@@ -75,7 +69,7 @@ class ImageDataModule(LightningDataModule):
     own_mean: Sequence[float] = (0.5,)
     own_std: Sequence[float] = (0.5,)
     stage = "fit"  # test: for an evaluation, which needs no training images; set before `prepare`
-    device_array_gib = 4.0  # the largest array that is kept on a GPU
+    device_array_gib = 4.0  # the largest arrays that are kept on a GPU; workers read larger ones image by image
 
     def __init__(
         self, *, image_size: int, name: str | None = None, global_batch_size: int = DEFAULT_GLOBAL_BATCH_SIZE,
@@ -87,17 +81,17 @@ class ImageDataModule(LightningDataModule):
         path: str = "auto", num_workers: int | str = "auto", views: int = 1, seed: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
-        name = type(self).__name__.removesuffix("DataModule").lower() if name is None else name
-        if Path(name).name != name or name.startswith("."):
+        self.name: str = type(self).__name__.removesuffix("DataModule").lower() if name is None else name
+        if Path(self.name).name != self.name or self.name.startswith("."):
             raise UserError(f"data.name={name!r} names a cache folder: give a name without slashes.")
-        for key, value in (("seed", seed + 1), ("data.views", views), ("data.eval_batch_size", eval_batch_size)):
-            if value < 1:
-                raise UserError(f"{key}={value - (key == 'seed')} must be at least {1 - (key == 'seed')}.")
+        least = {"seed": (seed, 0), "data.views": (views, 1), "data.eval_batch_size": (eval_batch_size, 1)}
+        for key, (value, smallest) in least.items():
+            if value < smallest:
+                raise UserError(f"{key}={value} must be at least {smallest}.")
         if num_workers != "auto" and (isinstance(num_workers, str) or num_workers < 0):
             raise UserError(f"data.num_workers={num_workers} must be auto or at least 0.")
         if path not in ("auto", "array", "loader"):
             raise UserError(f"data.path={path} must be one of auto, array, loader.")
-        self.name: str = name
         self.image_size, self.seed, self.cache_dir = image_size, seed, Path(cache_dir)
         self.global_batch_size, self.eval_batch_size = global_batch_size, eval_batch_size
         self.requested_path, self.num_workers, self.views = path, num_workers, views
@@ -107,14 +101,12 @@ class ImageDataModule(LightningDataModule):
         self.left_out: LeftOut = {}
         self.notes: list[str] = []
         self.class_names: list[str] = []
-        self.target_kind, self.data_hash, self._is_prepared = "class", "", False
-        self._array: np.ndarray | None = None  # (n, side, side, channels) uint8; None on the loader's path
-        self._targets: Arrays = {}
-        self._mask_arrays: Arrays = {}
-        self._mask_names: list[str] = []
+        self.data_hash = ""
+        self._pixels: list[np.ndarray] = []  # images and each mask, (n, side, side, channels) uint8, if in memory
         self._groups: np.ndarray | None = None
         self._given = np.zeros(0, np.int8)  # (n,) the splits that the source names, −1 for images that are not used
         self._placed: dict[str, int] = {}  # rank and world_size; empty: not placed yet
+        self._set_targets({}, [])
         self.use()
 
     def use(self, augmentation: Augmentation | None = None, wanted: Mapping[str, Any] | None = None) -> None:
@@ -134,10 +126,9 @@ class ImageDataModule(LightningDataModule):
             self.image_size, self.resize, self.fit, self.settings.interpolation, self.crop_padding, self.flip,
             self.channels, tuple(self.mean),
         )  # fmt: skip
-        self.augmentation = augmentation or CropFlip()
-        chosen = self.augmentation  # the device does it to whole batches, or a pipeline to single images
+        self.augmentation = chosen = augmentation or CropFlip()
         self._crop_flip = chosen if isinstance(chosen, CropFlip) and chosen.on_whole_batches else None
-        self._pipeline = None if self._crop_flip else chosen.pipeline(self.framing)
+        self._pipeline = None if self._crop_flip else chosen.pipeline(self.framing)  # of single images
 
     def identity(self) -> Any:
         """Return what the images depend on, as JSON values; None: they are read anew by every process.
@@ -158,22 +149,23 @@ class ImageDataModule(LightningDataModule):
         Raises:
             UserError: the source is missing or damaged, or does not fit the options.
         """
-        if self._is_prepared:
+        if hasattr(self, "splits"):
             return
         self._load()
-        self.num_classes, self._is_prepared = len(self.class_names) or 1, True
+        self.num_classes = len(self.class_names) or 1
         self._set_splits(self.split.assign(self._classes(), self._given, self._groups, training=self.stage != "test"))
         if self.test_is_drawn:
             self.data_hash = fingerprint([self.data_hash, self.splits.test.tolist()])
         self.notes += self.splits.notes
-        self._check()
+        if self.stage != "test":
+            self._check()
 
     def _set_splits(self, splits: Splits) -> None:
         self.splits, self.test_is_drawn = splits, splits.drew_test
         self.num_train, self.num_val, self.num_test = len(splits.train), len(splits.val), len(splits.test)
 
     def _load(self) -> None:
-        """Set class_names, data_hash, _given, _array and the targets."""
+        """Set class_names, data_hash, _given, _pixels and the targets."""
         identity = self.identity()
         if identity is None:
             images = self.read().check(self.name)
@@ -185,11 +177,10 @@ class ImageDataModule(LightningDataModule):
             folder = self.cache_folder([code, self.resize, self.image_size, identity])
             facts = cached(folder, lambda part: self.read().check(self.name).save(part))
             images, self.data_hash = ImageSet.load(folder, facts["set"]), facts["data_hash"]
-        self._array, self.class_names, self._given = images.images, images.class_names, images.splits
-        arrays = images.arrays()
-        self._mask_arrays = {name: array for name, array in arrays.items() if array.dtype == np.uint8}
-        targets = {name: array for name, array in arrays.items() if name not in self._mask_arrays}
-        self._set_targets(targets, list(self._mask_arrays))
+        self.class_names, self._given, arrays = images.class_names, images.splits, images.arrays()
+        masks = [name for name, array in arrays.items() if array.dtype == np.uint8]
+        self._pixels = [images.images, *(arrays.pop(name)[..., None] for name in masks)]
+        self._set_targets(arrays, masks)
 
     def _set_targets(self, targets: Arrays, mask_names: list[str]) -> None:
         self._targets, self._mask_names = targets, mask_names
@@ -210,8 +201,7 @@ class ImageDataModule(LightningDataModule):
         Raises:
             UserError: the images have a class that the checkpoint does not know.
         """
-        unknown = [name for name in self.class_names if name not in class_names]
-        if unknown:
+        if unknown := [name for name in self.class_names if name not in class_names]:
             raise UserError(
                 f"{self.name} has the class {unknown[0]}, which the checkpoint does not know; it knows "
                 f"{', '.join(class_names[:20])}. Rename the class or remove its images."
@@ -230,8 +220,6 @@ class ImageDataModule(LightningDataModule):
         self._set_splits(Splits(np.where(self._given >= 0, TEST, -1)))
 
     def _check(self) -> None:
-        if self.stage == "test":
-            return
         if not self.num_train:
             raise UserError(f"{self.name} has no images to train on: all are for validation or test.")
         if not 1 <= self.global_batch_size <= self.num_train:
@@ -248,12 +236,13 @@ class ImageDataModule(LightningDataModule):
     @property
     def counts_per_split(self) -> dict[str, list[int]]:
         """Return the number of images of each class or label in train, val and test; empty for other targets."""
-        counts: dict[str, list[int]] = {name: [] for name in SPLITS}
-        for name in counts if self.target_kind in ("class", "labels") else ():
-            of_split = self._targets[""][getattr(self.splits, name)]
+        if self.target_kind not in ("class", "labels"):
+            return {name: [] for name in SPLITS}
+        labels, counts = self._targets[""], {}
+        for name in SPLITS:
+            found = labels[getattr(self.splits, name)]
             is_class = self.target_kind == "class"
-            found = np.bincount(of_split, minlength=self.num_classes) if is_class else (of_split > 0).sum(0)
-            counts[name] = found.tolist()
+            counts[name] = (np.bincount(found, minlength=self.num_classes) if is_class else (found > 0).sum(0)).tolist()
         return counts
 
     @property
@@ -274,15 +263,15 @@ class ImageDataModule(LightningDataModule):
         """Return the class, labels or number of an image; images of one name have equal targets."""
         if self.target_kind not in ("class", "labels", "number"):
             return ""
-        target = np.atleast_1d(self._targets[""][position])
+        target = self._targets[""][position]
         if self.target_kind == "number":
-            return f"{target[0]:g}"
-        places = target if self.target_kind == "class" else np.flatnonzero(target > 0)
+            return f"{target:g}"
+        places = [target] if self.target_kind == "class" else np.flatnonzero(target > 0)
         return ", ".join(self.class_names[place] for place in places)
 
     def image_sizes(self) -> list[tuple[int, int]]:
         """Return (width, height) of some images in pixels."""
-        return [] if self._array is None else [(self._array.shape[2], self._array.shape[1])]
+        return [(images.shape[2], images.shape[1]) for images in self._pixels[:1]]
 
     def identical_images(self, compare_all: bool = False) -> dict[str, list[str]]:
         """Return sentences on images that are in two splits or under two labels, each with the pairs it counts.
@@ -290,9 +279,7 @@ class ImageDataModule(LightningDataModule):
         Args:
             compare_all: of files, however many there are.
         """
-        images, index = self._array, np.flatnonzero(self.splits.of_each >= 0)
-        if images is None:
-            return {}
+        images, index = self._pixels[0], np.flatnonzero(self.splits.of_each >= 0)
         return identical_images(self, samples_of(images, index), index, lambda i: images[i].tobytes())
 
     # Placement and loaders
@@ -304,38 +291,28 @@ class ImageDataModule(LightningDataModule):
         """Set which rank this is and where batches are made; may be called again.
 
         Raises:
-            UserError: the global batch does not divide evenly.
+            UserError: the global batch does not divide evenly, or the augmentation does not fit targets or views.
         """
         self.prepare()
-        self._check()
         self.per_device_batch_size = Batch.cut(self.global_batch_size, world_size, accumulate_grad_batches).per_device
         self._placed, self._accumulate = {"rank": rank, "world_size": world_size}, accumulate_grad_batches
-        chosen = self._crop_flip  # none of this for an augmentation of single images
-        padding = self.crop_padding if chosen and chosen.random_crop else 0
-        framing = replace(self.framing, crop_padding=padding, flip=bool(chosen and chosen.flips(self.framing)))
-        self._transforms = BatchTransforms(framing, self.std)
-        self._check_augmentation()
-        self._loader = BatchLoader(
-            self._transforms, self.framing, self._targets, torch.device(device), mask_names=self._mask_names,
-            array=self._array if self.path_taken()[0] == "array" else None, mask_arrays=self._mask_arrays,
-            open_sample=self.sample_opener(), device_array_gib=self.device_array_gib, num_workers=self.num_workers,
-        )  # fmt: skip
-
-    def _check_augmentation(self) -> None:
-        """
-        Raises:
-            UserError: the augmentation does not fit the targets or the views.
-        """
         if self.augmentation.mixing and (self.views > 1 or self.target_kind not in ("class", "labels")):
             what = f"data.views={self.views}" if self.views > 1 else f"targets of the kind {self.target_kind}"
             raise UserError(f"augmentation.mixup_alpha and cutmix_alpha cannot mix {what}: give both 0.")
         if self._pipeline is not None and self._mask_names:
             blank = Image.new("L" if self.channels == 1 else "RGB", (self.resize, self.resize))
             try:
-                self._pipeline((blank, *as_masks([np.zeros((self.resize, self.resize))])))
+                self._pipeline((blank, *as_masks([np.asarray(blank.convert("L"))])))
             except TypeError as error:
                 hint = "take augmentation=crop_flip or resized_crop"
                 raise UserError(f"This augmentation cannot move masks ({error}): {hint}.") from None
+        self._device = torch.device(device)
+        flips = self._crop_flip is not None and self._crop_flip.flips(self.framing)
+        self._transforms = BatchTransforms(replace(self.framing, flip=flips), self.std, self._device)
+        is_small = sum(each.nbytes for each in self._pixels) <= self.device_array_gib * 2**30
+        self._arrays: list[Tensor] | None = None
+        if self.path_taken()[0] == "array" and (is_small or self._device.type == "cpu"):
+            self._arrays = [torch.from_numpy(each).to(self._device) for each in self._pixels]
 
     def setup(self, stage: str | None = None) -> None:
         if self._placed:
@@ -353,29 +330,30 @@ class ImageDataModule(LightningDataModule):
             UserError: images are to be mixed in pairs, and a device gets an odd number at a time.
         """
         self.setup()
-        if self.augmentation.mixing:
-            check_pairs(self.per_device_batch_size, self.global_batch_size)
-        deliver = partial(self._loader.augmented, self._pipeline) if self._pipeline else self._loader.whole
+        if self.augmentation.mixing and self.per_device_batch_size % 2:
+            raise UserError(
+                f"augmentation.mixup_alpha and cutmix_alpha mix images in pairs, and data.global_batch_size="
+                f"{self.global_batch_size} gives each device {self.per_device_batch_size} at a time: choose one that "
+                "makes this number even."
+            )
         return TrainBatches(
-            deliver, self.splits.train, self._draw, draw_mixing=self._draw_mixing if self.augmentation.mixing else None,
+            partial(self._batches, pipeline=self._pipeline), self.splits.train, self._draw,
             global_batch_size=self.global_batch_size, accumulate_grad_batches=self._accumulate, seed=self.seed,
             fixed=bool(getattr(self.trainer, "overfit_batches", 0)), **self._placed,
         )  # fmt: skip
 
-    def _draw(self, generator: np.random.Generator, n: int) -> np.ndarray:
-        """Draw what decides the pixels of n training images: crop starts and flips, or a seed for each."""
+    def _draw(self, seed: int, epoch: int, n: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Draw what decides the pixels of an epoch: crop starts and flips, or a seed for each image; and mixing."""
+        stream, mixing = random_stream(seed, AUGMENTATION, epoch), self.augmentation.mixing
         if self._crop_flip is None:
-            return generator.integers(0, 2**63 - 1, (self.views, n))
-        views = [self._transforms.draw(generator, n) for _ in range(self.views)]
-        for draws in views if not self._crop_flip.random_crop else ():
-            draws[:2] = self._transforms.centre()[:2, None]
-        return np.concatenate(views)
-
-    def _draw_mixing(self, generator: np.random.Generator, epoch: int, num_pairs: int) -> np.ndarray | None:
-        mixing = self.augmentation.mixing
-        if mixing is None or not mixing.is_on(epoch):
-            return None
-        return mixing.draw(generator, num_pairs, self.image_size)
+            draws = stream.integers(0, 2**63 - 1, (self.views, n))
+        else:
+            draws = np.concatenate([self._transforms.draw(stream, n) for _ in range(self.views)])
+            if not self._crop_flip.random_crop:
+                draws.reshape(self.views, 3, n)[:, :2] = self._transforms.centre()[:2, None]
+        if mixing is None or (mixing.epochs is not None and epoch >= mixing.epochs):
+            return draws, None
+        return draws, mixing.draw(random_stream(seed, MIXING, epoch), n // 2, self.image_size)
 
     def val_dataloader(self) -> EvalBatches:
         self.setup()
@@ -386,18 +364,39 @@ class ImageDataModule(LightningDataModule):
         return self._eval_batches(self.splits.test, **self._placed)
 
     def _eval_batches(self, index: np.ndarray, **placed: int) -> EvalBatches:
-        centre = self._transforms.centre()
-        return EvalBatches(self._loader.whole, index, centre, batch_size=self.eval_batch_size, **placed)
+        return EvalBatches(self._batches, index, self._transforms.centre(), batch_size=self.eval_batch_size, **placed)
 
     def sample_images(self, count: int) -> Tensor:
         """Return the first training images, not augmented: (count, channels, image_size, image_size) on the CPU."""
         self.setup()
-        batches, loader = self._eval_batches(self.splits.train[:count]), self._loader
-        return torch.cat([loader.pixels(move_data_to_device(batch, loader.device)).cpu() for batch in batches])
+        batches = (move_data_to_device(each, self._device) for each in self._eval_batches(self.splits.train[:count]))
+        return torch.cat([self.on_after_batch_transfer(batch, 0)[0].cpu() for batch in batches])
+
+    def _batches(self, selections: Iterable[Selection], pipeline: Operation | None = None) -> Iterator[LoadedBatch]:
+        """Yield batches in CPU memory; with a pipeline workers augment single images, else the device crops them."""
+        if self._arrays is None or pipeline is not None:
+            samples = Samples(self.sample_opener(), self.framing, pipeline, workers_of(self.num_workers, self._device))
+            found = stream(samples, selections, pin_memory=self._device.type == "cuda")
+        else:
+            found = ((each, {"index": torch.from_numpy(each.positions)}) for each in selections)
+        for selection, batch in found:
+            batch["targets"] = {
+                name: torch.from_numpy(each[selection.positions]) for name, each in self._targets.items()
+            }
+            if pipeline is None:
+                batch["draws"] = torch.from_numpy(selection.draws)
+            if selection.mixing is not None:
+                batch["mixing"] = torch.from_numpy(selection.mixing)
+            yield batch
 
     def on_after_batch_transfer(self, batch: LoadedBatch, dataloader_idx: int) -> tuple[Tensor, Any]:
         """Return images and targets; mixed images have shares of classes, (n, num_classes) float."""
-        images, by_name = self._loader.pixels(batch), {**batch["targets"], **self._loader.masks(batch)}
+        pixels = batch["pixels"] if "pixels" in batch else [take(each, batch["index"]) for each in self._arrays or ()]
+        if "draws" in batch:
+            modes = [self.framing.interpolation, *("nearest" for _ in self._mask_names)]
+            pixels = [self._transforms.views(*each, batch["draws"]) for each in zip(pixels, modes, strict=True)]
+        images, masks = self._transforms.normalise(pixels[0]), [classes_of(each[..., 0]) for each in pixels[1:]]
+        by_name = {**batch["targets"], **dict(zip(self._mask_names, masks, strict=True))}
         targets: Any = by_name[""] if list(by_name) == [""] else by_name
         if "mixing" in batch:
             images, targets = mix(images, targets, batch["mixing"], self.num_classes)
@@ -407,11 +406,11 @@ class ImageDataModule(LightningDataModule):
 
     def sample_opener(self) -> OpenSample:
         """Return what opens a single image and its masks in a worker process."""
-        assert self._array is not None
-        return partial(_sample_of_arrays, self._array, list(self._mask_arrays.values()))
+        return partial(_sample_of_arrays, *self._pixels)
 
 
-def _sample_of_arrays(array: np.ndarray, masks: list[np.ndarray], position: int) -> tuple[Any, ...]:
-    pixels = array[position]
+def _sample_of_arrays(images: np.ndarray, *rest: Any) -> tuple[Any, ...]:
+    *masks, position = rest
+    pixels = images[position]
     image = Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels)
-    return image, *as_masks([mask[position] for mask in masks])
+    return image, *as_masks([mask[position, ..., 0] for mask in masks])

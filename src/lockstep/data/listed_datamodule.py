@@ -25,14 +25,12 @@ SAMPLE = 64  # images whose sizes are reported
 class ListedDataModule(ImageDataModule):
     """Labelled images of any size, listed by the subclass.
 
-    With path="array" all images are decoded once per node into one array. With path="loader" an image is opened when a
-    batch needs it; only `skip_corrupt` decodes all of them once at the start.
+    With path="array" all images are decoded once per node into one array, with path="loader" when a batch needs them.
 
     Args:
         channels: 3 for colour, 1 for grey.
         test_fraction: fraction of images used for testing if the source defines no test split; independent of the seed.
         fit: "crop" keeps the aspect ratio and crops the longer side, "squash" resizes to a square.
-        skip_corrupt: skip images that cannot be decoded instead of ending with an error.
         group: table column, or regular expression on the path, whose value identifies images to keep in one split.
         target: kind of label: "class", "number" or "mask".
         options: passed to ImageDataModule.
@@ -45,14 +43,13 @@ class ListedDataModule(ImageDataModule):
 
     def __init__(
         self, *, image_size: int = 224, channels: int = 3, test_fraction: float = 0.1, fit: str = "crop",
-        skip_corrupt: bool = False, group: str | None = None, target: str = "class", **options: Any,
+        group: str | None = None, target: str = "class", **options: Any,
     ) -> None:  # fmt: skip
         if target not in self.target_choices:
             raise UserError(f"data.target={target} must be one of {', '.join(self.target_choices)}.")
         if channels not in (1, 3):
             raise UserError(f"data.channels={channels} must be 3 (colour) or 1 (grey).")
         self.channels, self.fit, self.group, self.target = channels, fit, group, target
-        self._skip_corrupt = skip_corrupt
         if channels == 1:
             self.own_mean, self.own_std = (0.449,), (0.226,)
         super().__init__(image_size=image_size, **options)
@@ -67,51 +64,34 @@ class ListedDataModule(ImageDataModule):
 
     def _load(self) -> None:
         self._list = images = self.list_images()
-        self.class_names = images.class_names
-        self._given, self._groups = images.splits, images.groups
+        self.class_names, self._given, self._groups = images.class_names, images.splits, images.groups
+        self.left_out, self.notes = dict(images.left_out), list(images.notes)
         self._set_targets({} if images.has_masks else {"": images.targets}, [""] if images.has_masks else [])
         if images.has_masks:
             folder = self.cache_folder(["masks", images.identity])
             found = cached(folder, lambda _: {"classes": mask_classes(len(images), images.read_mask)})
             self.class_names = found["classes"]
-        self.left_out, self.notes = dict(images.left_out), list(images.notes)
-        self._taken = self._choose_path()
-        content: Content = {}
-        if self._taken[0] == "array":
+        if self.path_taken()[0] == "array":
             decoding = [self.channels, self.resize, self.image_size, self.fit, self.framing.interpolation]
-            folder = self.cache_folder([images.identity, self._skip_corrupt, decoding])
-            content = cached(folder, self._write_array)
-            self._array = np.load(folder / IMAGES, mmap_mode="c")
-        elif self._skip_corrupt:
-            content = cached(self.cache_folder(["damaged", images.identity]), self._find_damaged)
-        if failures := content.get("failures"):
-            self.left_out["damaged images"] = list(failures.values())
-            self._given = self._without(failures)
-        kept = np.flatnonzero(self._given >= 0)
-        self.data_hash = content.get("data_hash") or images.content_hash(kept)
+            folder = self.cache_folder([images.identity, decoding])
+            self.data_hash = cached(folder, self._write_array)["data_hash"]
+            self._pixels = [np.load(folder / IMAGES, mmap_mode="c")]
+        else:
+            self.data_hash = images.content_hash(np.arange(len(images)))
 
-    def _without(self, failures: Content | dict[int, str]) -> np.ndarray:
-        """Return the splits that the source names, with −1 for images that cannot be decoded."""
-        given = self._given.copy()
-        given[[int(position) for position in failures]] = -1
-        return given
-
-    def _choose_path(self) -> tuple[str, str]:
+    def path_taken(self) -> tuple[str, str]:
         if self._mask_names:
             return "loader", "masks are read with their images"
-        gib = len(self._list) * self.resize**2 * self.channels / 2**30
         if self._pipeline is not None and self.requested_path != "loader":
             why = "the augmentation needs images in their original size, but an array would hold them resized to "
             why += f"{self.resize} px"
             if self.requested_path == "array":
                 raise UserError(f"data.path=array is not possible: {why}. Set data.path=auto.")
             return "loader", why
+        gib = len(self._list) * self.resize**2 * self.channels / 2**30
         if self.requested_path == "auto" and gib > self.array_limit_gib:
             return "loader", f"the decoded images take {gib:.3g} GiB, the limit is {self.array_limit_gib:g} GiB"
         return super().path_taken()
-
-    def path_taken(self) -> tuple[str, str]:
-        return self._taken
 
     def image_sizes(self) -> list[tuple[int, int]]:
         found = []
@@ -131,27 +111,23 @@ class ListedDataModule(ImageDataModule):
         def decode_one(i: int) -> None:
             out[i] = pixels_of(self.framing.square(open_one(i)[0]))
 
-        failures = decode_all(n, decode_one, skip_corrupt=self._skip_corrupt)
-        data_hash = hash_of_pixels(out, self._classes(), self.class_names, self._without(failures))
-        return {"failures": failures, "data_hash": data_hash}
-
-    def _find_damaged(self, _folder: Path) -> Content:
-        return {"failures": decode_all(len(self._list), self.sample_opener(), skip_corrupt=True)}
+        decode_all(n, decode_one)
+        return {"data_hash": hash_of_pixels(out, self._classes(), self.class_names, self._given)}
 
     def _check(self) -> None:
         super()._check()
-        checked = self.stage != "test" and self.target_kind == "class"
-        for label in np.flatnonzero(np.array(self.class_counts) == 0) if checked else ():
-            raise UserError(
-                f"{self.name}: the class {self.class_names[label]} has no image to train on; all of its images are "
-                "for validation or test, or damaged. Add some, or remove the class."
-            )
+        for name, count in zip(self.class_names, self.class_counts) if self.target_kind == "class" else ():
+            if not count:
+                raise UserError(
+                    f"{self.name}: the class {name} has no image to train on; all of its images are for validation or "
+                    "test. Add some, or remove the class."
+                )
 
     def image_name(self, position: int) -> str:
         return self._list.name(position)
 
     def identical_images(self, compare_all: bool = False) -> dict[str, list[str]]:
-        if self._array is not None:
+        if self._pixels:
             return super().identical_images()
         index, limit = np.flatnonzero(self.splits.of_each >= 0), None if compare_all else MAX_COMPARED
         with suppress(CorruptImage):  # which the loader names

@@ -11,10 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.runs.errors import UserError
-
-ROWS = 6  # share, blend, top, bottom, left, right
-
 
 @dataclass(frozen=True)
 class Mixing:
@@ -33,9 +29,6 @@ class Mixing:
     switch_prob: float = 0.5
     epochs: int | None = None
 
-    def is_on(self, epoch: int) -> bool:
-        return self.epochs is None or epoch < self.epochs
-
     def draw(self, generator: np.random.Generator, num_pairs: int, image_size: int) -> np.ndarray:
         """Draw the mixing of all pairs of an epoch.
 
@@ -44,21 +37,17 @@ class Mixing:
             box; rows 2 to 5: top, bottom, left and right of the box whose pixels come from the other image.
         """
         mixed, cuts = generator.random((2, num_pairs))
-        own = _shares(generator, self.mixup_alpha, num_pairs)
-        outside = _shares(generator, self.cutmix_alpha, num_pairs)
+        own, outside = (
+            generator.beta(alpha, alpha, num_pairs) if alpha else np.ones(num_pairs)
+            for alpha in (self.mixup_alpha, self.cutmix_alpha)
+        )  # fmt: skip
         centre = generator.integers(0, image_size, (2, num_pairs))
         is_cut = cuts < self.switch_prob if self.mixup_alpha and self.cutmix_alpha else self.cutmix_alpha > 0
         half = (np.sqrt(1 - np.where(is_cut, outside, 1)) * image_size / 2).astype(np.int64)
         first, end = np.maximum(centre - half, 0), np.minimum(centre + half, image_size)
-        by_box = 1 - np.prod(end - first, axis=0) / image_size**2
-        share = np.where(is_cut, by_box, own)
+        share = np.where(is_cut, 1 - np.prod(end - first, axis=0) / image_size**2, own)
         drawn = np.stack([share, np.where(is_cut, 1, own), first[0], end[0], first[1], end[1]])
-        whole = np.array([1, 1, 0, 0, 0, 0], np.float64)[:, None]
-        return np.where(mixed < self.prob, drawn, whole)
-
-
-def _shares(generator: np.random.Generator, alpha: float, n: int) -> np.ndarray:
-    return generator.beta(alpha, alpha, n) if alpha else np.ones(n)
+        return np.where(mixed < self.prob, drawn, np.array([[1.0], [1], [0], [0], [0], [0]]))
 
 
 def mix(images: Tensor, labels: Tensor, drawn: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
@@ -69,26 +58,11 @@ def mix(images: Tensor, labels: Tensor, drawn: Tensor, num_classes: int) -> tupl
         labels: class indices (B,) int64, or multi-label targets (B, num_classes) float32.
         drawn: (6, B/2) float, the columns of Mixing.draw for these pairs.
     """
-    share, blend = (row.float() for row in drawn[:2])
-    box = drawn[2:].long()
-    pairs = images.unflatten(0, (-1, 2))
-    partners = pairs.flip(1)
+    share, blend = drawn[:2].float().view(2, -1, 1, 1)
+    top, bottom, left, right = drawn[2:].long()[..., None]
     rows, columns = (torch.arange(side, device=images.device) for side in images.shape[-2:])
-    inside_rows = (rows >= box[0, :, None]) & (rows < box[1, :, None])
-    inside_columns = (columns >= box[2, :, None]) & (columns < box[3, :, None])
-    inside = (inside_rows[:, :, None] & inside_columns[:, None, :])[:, None, None]
-    own = blend.view(-1, 1, 1, 1, 1)
-    mixed = torch.where(inside, partners, pairs * own + partners * (1 - own)).flatten(0, 1)
+    inside = ((rows >= top) & (rows < bottom))[:, :, None] & ((columns >= left) & (columns < right))[:, None]
+    pairs, blend = images.unflatten(0, (-1, 2)), blend[..., None, None]
+    mixed = torch.where(inside[:, None, None], pairs.flip(1), pairs * blend + pairs.flip(1) * (1 - blend))
     targets = (labels if labels.ndim == 2 else F.one_hot(labels, num_classes).float()).unflatten(0, (-1, 2))
-    share = share.view(-1, 1, 1)
-    return mixed, (targets * share + targets.flip(1) * (1 - share)).flatten(0, 1)
-
-
-def check_pairs(per_device_batch_size: int, global_batch_size: int) -> None:
-    """Raise UserError if the micro-batch size of a rank is odd."""
-    if per_device_batch_size % 2:
-        raise UserError(
-            f"augmentation.mixup_alpha and cutmix_alpha mix images in pairs, and data.global_batch_size="
-            f"{global_batch_size} gives each device {per_device_batch_size} at a time: choose one that makes this "
-            "number even."
-        )
+    return mixed.flatten(0, 1), (targets * share + targets.flip(1) * (1 - share)).flatten(0, 1)

@@ -25,8 +25,7 @@ def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
     Raises:
         NoRoom: the disk is full; nothing is left behind.
     """
-    meta = read_meta(folder)
-    if meta is not None:
+    if (meta := read_meta(folder)) is not None:
         return meta
     with ExitStack() as held:
         try:
@@ -34,26 +33,25 @@ def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
         except OSError as error:
             reason = f"cannot be written or locked ({error.strerror}): give data.cache_dir=FOLDER on a local disk"
             raise UserError(f"{folder.parent} {reason}.") from None
-        if read_meta(folder) is None:  # nobody built it while this process waited
-            part = folder.with_name(f".{folder.name}.part")
-            for old in (folder, part):
-                shutil.rmtree(old, ignore_errors=True)
-            part.mkdir()
-            held.callback(shutil.rmtree, part, ignore_errors=True)
-            try:
-                content = build(part)
-                files = {path.name: path.stat().st_size for path in part.iterdir()}
-                (part / META).write_text(json.dumps({"files": files, "content": content}))
-                for path in part.iterdir():
-                    with path.open("rb") as file:
-                        os.fsync(file.fileno())
-                os.replace(part, folder)
-            except Exception as error:
-                if full := no_room(error, folder.parent, "give data.cache_dir=FOLDER on a larger disk"):
-                    raise full from None
-                raise
-            sync_folder(folder.parent)
-        return read_meta(folder) or {}
+        if (meta := read_meta(folder)) is not None:  # another process built it meanwhile
+            return meta
+        part = folder.with_name(f".{folder.name}.part")
+        for old in (folder, part):
+            shutil.rmtree(old, ignore_errors=True)
+        part.mkdir()
+        held.callback(shutil.rmtree, part, ignore_errors=True)
+        try:
+            content = build(part)
+            files = {path.name: path.stat().st_size for path in part.iterdir()}
+            (part / META).write_text(json.dumps({"files": files, "content": content}))
+            for path in part.iterdir():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+            os.replace(part, folder)
+        except Exception as error:
+            raise no_room(error, folder.parent, "give data.cache_dir=FOLDER on a larger disk") or error from None
+        sync_folder(folder.parent)
+        return content
 
 
 def read_meta(folder: Path) -> Content | None:

@@ -29,7 +29,9 @@ DataFacts = dict[str, Any]
 FACTS_OF_ANY = ("num_classes", "class_names", "image_size", "channels")  # attributes of any data module
 NEW_DATA = {"data", "data.root", "data.images"}  # overrides that name other images
 OF_ALL = ("fold", "num_folds", "stratify", "views")  # in the config of any data set, which need not have them
-RETIRED = ("verify", "max_pixels", "memory_limit_gib", "device_cache_gib", "cache_gib")  # options of version 1
+RETIRED = (  # options of older versions
+    "verify", "max_pixels", "memory_limit_gib", "device_cache_gib", "cache_gib", "skip_corrupt",
+)  # fmt: skip
 ADDRESSES = ("root", "images")  # the options of a data module that may be s3:// addresses
 
 

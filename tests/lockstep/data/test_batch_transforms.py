@@ -18,6 +18,10 @@ def transforms(image_size=32, resize=None, mean=MEAN, std=STD, **options):
     return BatchTransforms(Framing(image_size, resize or image_size, mean=tuple(mean), **options), std)
 
 
+def images(module, raw, draws, interpolation="bilinear"):
+    return module.normalise(module.moved(torch.from_numpy(raw), torch.from_numpy(draws), interpolation))
+
+
 def theirs(draws, image_size, resize, padding, interpolation=InterpolationMode.BILINEAR):
     """Resize, pad, crop at the drawn place, flip, normalise: one image after the other with torchvision."""
     images = torch.from_numpy(RAW).permute(0, 3, 1, 2)
@@ -49,7 +53,7 @@ def test_pixels_are_torchvisions(case):
     image_size = options.get("image_size", 32)
     resize, mode = options.get("resize", image_size), InterpolationMode(options.get("interpolation", "bilinear"))
     expected = theirs(draws, image_size, resize, options.get("crop_padding", 0), mode)
-    found = module(torch.from_numpy(RAW), torch.from_numpy(draws))
+    found = images(module, RAW, draws, options.get("interpolation", "bilinear"))
     assert found.shape == expected.shape == (12, 3, image_size, image_size) and found.dtype == torch.float32
     assert (found - expected).abs().max() < (1e-5 if resize == 32 else ONE_STEP)
 
@@ -59,8 +63,8 @@ def test_evaluation_is_torchvisions_centre_crop(resize):
     module = transforms(image_size=28, resize=resize, crop_padding=3, flip=True)
     pipeline = v2.Compose([v2.Resize([resize, resize], antialias=True), v2.CenterCrop(28)])
     expected = F.normalize(pipeline(torch.from_numpy(RAW).permute(0, 3, 1, 2)).float() / 255, MEAN, STD)
-    centre = torch.from_numpy(module.centre())[:, None].expand(3, len(RAW))
-    assert (module(torch.from_numpy(RAW), centre) - expected).abs().max() < (1e-5 if resize == 32 else ONE_STEP)
+    centre = module.centre()[:, None].repeat(len(RAW), 1)
+    assert (images(module, RAW, centre) - expected).abs().max() < (1e-5 if resize == 32 else ONE_STEP)
 
 
 def test_draws_reach_every_start_and_both_sides():
@@ -73,7 +77,7 @@ def test_draws_reach_every_start_and_both_sides():
 def test_grey_images():
     module = transforms(mean=[0.5], std=[0.25], crop_padding=2)
     draws = module.draw(np.random.default_rng(0), 12)
-    found = module(torch.from_numpy(RAW[..., :1]), torch.from_numpy(draws))
+    found = images(module, RAW[..., :1], draws)
     image = np.pad(RAW[5, :, :, 0], 2)[draws[0, 5] : draws[0, 5] + 32, draws[1, 5] : draws[1, 5] + 32]
     assert found.shape == (12, 1, 32, 32)
     assert np.allclose(found[5, 0].numpy(), (image / 255 - 0.5) / 0.25, atol=1e-5)

@@ -10,34 +10,37 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from PIL import Image
 
 from lockstep.data import loading
 from lockstep.data.batches import Selection
+from lockstep.data.framing import Framing
 
 PROGRAM = """
-import os, time, numpy as np
+import multiprocessing, os, signal, time, numpy as np
+from PIL import Image
 from lockstep.data.batches import Selection
-from lockstep.data.loading import stream
-def make(position, draws):
-    return (np.full((2, 2, 1), position, np.uint8),)
+from lockstep.data.framing import Framing
+from lockstep.data.loading import Samples, stream
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def open_sample(position):
+    return (Image.new("L", (2, 2), position),)
 selections = [Selection(np.array([i, i]), np.zeros((1, 2), np.int64)) for i in range(50)]
-batches = stream(selections, make, num_workers=2)
-print(next(batches)[1][0].sum().item(), flush=True)
-os.killpg(0, SIGNAL)
-time.sleep(0.5)
-print(next(batches)[1][0].sum().item(), flush=True)
+batches = stream(Samples(open_sample, Framing(2, 2), num_workers=2), selections)
+def show():
+    print(next(batches)[1]["pixels"][0].sum().item(), flush=True)
+show()
 """
+ENVIRONMENT = {**os.environ, "PYTHONPATH": "src"}
 
 
 def test_a_signal_to_the_whole_job_leaves_the_workers_to_the_rank():
     """As SLURM sends it: to every process. The rank goes on, and its exit does not wait for its workers."""
-    program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + PROGRAM.replace(
-        "SIGNAL", "signal.SIGTERM"
-    )
+    program = PROGRAM + "os.killpg(0, signal.SIGTERM)\ntime.sleep(0.5)\nshow()"
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": "src"}, capture_output=True, text=True,
-        timeout=60, start_new_session=True,
+        [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, timeout=60,
+        start_new_session=True,
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout.split() == ["0", "8"], done.stdout + done.stderr
     assert "Traceback" not in done.stderr and time.monotonic() - started < 30
@@ -58,25 +61,19 @@ def test_workers_follow_the_cores_of_a_rank(stated, device, cores, ranks, wanted
 @pytest.mark.parametrize("free", [0, 2**40])
 def test_batches_arrive_with_and_without_shared_memory(free, monkeypatch):
     monkeypatch.setattr(loading, "free_shared_memory", lambda: free)
-
-    def make(position, draws):
-        return (np.full((2, 2, 1), position + draws[0], np.uint8),)
-
-    [handed_over] = loading._Batches(make, 2).__getitems__([(0, [3])])
+    samples = loading.Samples(lambda i: (Image.new("L", (2, 2), 3 + i),), Framing(2, 2), num_workers=1)
+    selections = [Selection(np.array([i] * (i != 1), int), np.zeros((3, int(i != 1)), int)) for i in range(3)]
+    _, [handed_over] = samples[selections[0]]
     assert isinstance(handed_over, torch.Tensor if free else np.ndarray)
-    selections = [Selection(np.array([i, i]), np.full((1, 2), 3)) for i in range(3)]
-    found = [images for _, [images] in loading.stream(selections, make, num_workers=1)]
-    assert [images.unique().tolist() for images in found] == [[3], [4], [5]]
+    found = [batch["pixels"][0] for _, batch in loading.stream(samples, selections)]
+    assert [(len(images), images.unique().tolist()) for images in found] == [(1, [3]), (0, []), (1, [5])]
 
 
 @pytest.mark.slow
 def test_the_workers_of_a_killed_rank_end():
-    waits = (
-        "import multiprocessing; print(*[p.pid for p in multiprocessing.active_children()], flush=True); time.sleep(60)"
-    )
-    program = PROGRAM.replace("os.killpg(0, SIGNAL)", waits)
+    waits = "print(*[p.pid for p in multiprocessing.active_children()], flush=True)\ntime.sleep(60)"
     with subprocess.Popen(
-        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": "src"}, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM + waits], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
     ) as rank:
         assert rank.stdout is not None
         rank.stdout.readline()

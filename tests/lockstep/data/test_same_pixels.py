@@ -1,7 +1,6 @@
 """Which pixels an image becomes follows from (seed, epoch, its place in the order), whoever makes them."""
 
 import itertools
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from PIL import Image
 from data.image_folder import ImageFolderDataModule
 from lockstep.config.compose import CONFIGS
 from lockstep.config.instantiate import build
-from lockstep.data import loading
 from lockstep.data.image_datamodule import ImageDataModule, ImageSet
 
 RNG = np.random.default_rng(0)
@@ -145,16 +143,6 @@ def test_the_whole_table(root, name):
         modules = world(root, name, ranks, accumulate, path, workers)
         assert epoch_bytes(modules) == expected, (ranks, accumulate, path, workers)
         assert epoch_bytes(modules, done=1) == expected[1:], (ranks, accumulate, path, workers)
-
-
-def test_a_worker_that_draws_from_its_own_stream_is_noticed(root, monkeypatch):
-    @contextmanager
-    def wrong(seed):
-        yield
-
-    expected = epoch_bytes(world(root, "rand_augment", 1, 1, "loader", 1))
-    monkeypatch.setattr(loading, "own_stream", wrong)
-    assert epoch_bytes(world(root, "rand_augment", 1, 1, "loader", 1)) != expected
 
 
 def test_the_callers_random_stream_stays_where_it_was(root):

@@ -69,7 +69,7 @@ def test_each_peer_has_an_order_of_its_own(monkeypatch):
     for _ in range(2):
         loader = TrainBatches(
             lambda selections: (each.positions.tolist() for each in selections), np.arange(64),
-            lambda generator, count: np.zeros((1, count), np.int64), global_batch_size=32,
+            lambda seed, epoch, count: (np.zeros((1, count), np.int64), None), global_batch_size=32,
         )  # fmt: skip
         orders.append(sum(Hivemind("cpu").process_dataloader(loader), []))
     assert orders[0] != orders[1] and sorted(orders[0]) == list(range(64))
