@@ -108,6 +108,17 @@ def test_a_run_in_it_has_the_weights_of_one_of_the_repository(project, tmp_path)
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_the_largest_batch_is_found_in_it_and_libraries_are_quiet(project, tmp_path):
+    """Both need the project's src/, which is not where the installed package lies."""
+    words = ["experiment=quickstart", "trainer.memory_limit_gib=1.1", f"paths.data_dir={tmp_path}/data"]
+    said = run(sys.executable, "src/find_batch_size.py", *words, cwd=project, **environment(project))
+    assert re.search(r"largest batch.* \d+", said), said
+    code = "from lockstep.runs.output import set_up; import logging; set_up(); print(*(logging.getLogger(name)"
+    code += ".getEffectiveLevel() for name in ('optuna', 'lockstep.data', 'tasks')))"
+    (project.parent / "installed/optuna").mkdir()
+    assert run(sys.executable, "-c", code, cwd=project, **environment(project)) == "30 20 20\n"
+
+
 def test_an_upgrade_replaces_the_wheel_and_its_pins_alone(project, tmp_path):
     template = tmp_path / "template"
     git("clone", "-q", "--no-tags", ROOT, template, cwd=ROOT)

@@ -19,6 +19,7 @@ from lockstep.config.schema import key_of
 from lockstep.launch.plan import RunPlan
 from lockstep.runs import signals
 from lockstep.runs.errors import EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.runs.provenance import REPOSITORY
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ START, MAX_RUNS = 8, 8  # images per device of the first run
 USABLE = 0.95  # of what the process can have of a device: the training that follows leaves other gaps
 CLOSE = 0.95  # of a batch that failed is tried; nearer to what is aimed at than this is not worth another run
 GIB = 2**30
-TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+TRAIN = REPOSITORY / "src" / "train.py"
 OUT_OF_MEMORY = ("out of memory", "alloc_failed", "status_not_initialized", "unable to find an engine",
                  "can't allocate memory", "sigkill")  # fmt: skip
 LAUNCHER = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "NODE_RANK", "MASTER_", "TORCHELASTIC_", "SLURM_",

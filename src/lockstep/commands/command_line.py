@@ -73,13 +73,13 @@ def run_script(
 
             return run_sweep(config_name, overrides)
         elif options.info or options.shell_completion or options.cfg in ("hydra", "all"):
-            import hydra
+            from lockstep.commands.sweep import run_hydra
 
             register_resolvers()
             named = {"--info": options.info, "--cfg": options.cfg, "--package": options.package}
             flags = [word for name, value in named.items() if value for word in (name, value)]
             sys.argv[1:] = [*flags, *["-sc"] * options.shell_completion, "--", *overrides]
-            hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(lambda cfg: None)()
+            run_hydra(config_name, lambda cfg: None)
         else:
             cfg = compose(config_name, overrides, find_stored(overrides))
             if not options.cfg:

@@ -5,10 +5,10 @@ import logging
 import os
 import re
 import sys
-from pathlib import Path
 from typing import TextIO
 
-SRC = Path(__file__).resolve().parents[2]
+from lockstep.runs.provenance import REPOSITORY
+
 COLOURS = {"warning": "\033[33m", "error": "\033[31m"}
 # Control characters but for line ends and tabs, marks that change the direction of writing, and lone surrogates
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
@@ -60,7 +60,7 @@ def set_up(*, verbose: bool = False, quiet: bool = False) -> None:
     if not any(isinstance(handler, Console) for handler in root.handlers):
         root.addHandler(Console())
     level = logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO
-    for name in ("__main__", *(path.stem for path in SRC.iterdir())):
+    for name in ("__main__", "lockstep", *(path.stem for path in (REPOSITORY / "src").glob("*"))):
         logging.getLogger(name).setLevel(level)
 
 

@@ -84,5 +84,5 @@ def test_values_are_given_as_hydra_reads_them(word, wanted):
 
 
 def test_a_range_of_fractions_is_refused():
-    with pytest.raises(UserError, match="or a range of whole numbers"):
+    with pytest.raises(UserError, match="or a range of integers"):
         suggest(Trial(), OverridesParser.create().parse_override("a=range(0.1,0.5,0.1)"))
