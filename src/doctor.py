@@ -24,12 +24,11 @@ from typing import Any
 
 from lockstep.commands.command_line import run_script
 from lockstep.config.compose import chosen_options, plain
-from lockstep.launch.checks import MOST_OF_TMPDIR
-from lockstep.launch.launchers import INFINIBAND, Cluster, fault, set_rank_environment
-from lockstep.launch.plan import resolve_batch, resolve_cluster, resolved
+from lockstep.launch.launchers import INFINIBAND, Cluster, set_rank_environment
+from lockstep.launch.plan import MOST_OF_TMPDIR, resolve_batch, resolve_cluster, resolved
 from lockstep.runs import provenance
 from lockstep.runs.config import Config
-from lockstep.runs.environment import available_cores, environment
+from lockstep.runs.environment import available_cores, environment, network_interface
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.runs.output import say
 
@@ -61,8 +60,11 @@ def examine(config: Config, trainer_name: str, environ: Mapping[str, str]) -> It
     yield found(
         cores >= ranks, f"{cores} cores for {ranks} ranks", f"#SBATCH --cpus-per-task, or docker --cpus={ranks}"
     )
-    if sentence := fault(cluster):
-        yield False, sentence
+    address = cluster.master_addr
+    if cluster.num_nodes > 1 and not address.startswith(("127.", "localhost", "::1")):
+        is_loopback = network_interface(address) == "lo"
+        mend = "it is this host by its loopback interface; give the address of node 0, or correct /etc/hosts"
+        yield found(not is_loopback, f"MASTER_ADDR={address}", mend)
     known = ", ".join(name for _, name in socket.if_nameindex())
     for name in filter(None, environ.get("NCCL_SOCKET_IFNAME", "").lstrip("=^").split(",")):
         yield found(name in known, f"NCCL_SOCKET_IFNAME={name}", f"there are {known}: unset NCCL_SOCKET_IFNAME")

@@ -21,14 +21,14 @@ def find(cfg: Any) -> int:
     from lockstep.runs.environment import environment
     from lockstep.runs.folder import RunFolder
 
-    composed, choices, environ = plain(cfg), chosen_options(cfg), environment()
-    composed["data"]["global_batch_size"] = "max"
-    config, words = composed, tuple(cfg.hydra.overrides.task)
-    cluster, accelerator = resolve_cluster(config, choices["trainer"], environ)
+    config, environ = {**plain(cfg), "choices": chosen_options(cfg)}, environment()
+    config["overrides"] = list(cfg.hydra.overrides.task)
+    config["data"]["global_batch_size"] = "max"
+    cluster, accelerator = resolve_cluster(config, config["choices"]["trainer"], environ)
     if not cluster.is_rank_zero:
         return 0
     batch = resolve_batch(config, cluster)
-    found = search(RunPlan(config, choices, words, cluster, accelerator, RunFolder(Path()), batch), environ)
+    found = search(RunPlan(config, cluster, accelerator, RunFolder(Path()), batch), environ)
     per_device, peak, limit = found["per_device"], found["peak_memory_gib"], found["limit_gib"]
     print(
         f"largest batch {per_device} per device, {found['global']} global = {per_device} × {cluster.world_size} × "

@@ -25,7 +25,6 @@ from lockstep.runs.provenance import REPOSITORY
 
 log = logging.getLogger(__name__)
 
-FINE = (EXIT_OK, EXIT_INTERRUPTED)
 GRACE_AFTER_FAILURE_S = 30.0  # the other nodes notice by themselves and name the cause
 GRACE_AFTER_STOP_S = 120.0  # for the coordinated checkpoint and its upload
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=6"]
@@ -79,14 +78,13 @@ def watch(hosts: list[Host]) -> int:
     failed: list[Host] = []
     kill_at = float("inf")
     while running := [host for host in hosts if host.process.poll() is None]:
-        failed = failed or [host for host in hosts if host.process.returncode not in (None, *FINE)]
+        failed = failed or [h for h in hosts if h.process.returncode not in (None, EXIT_OK, EXIT_INTERRUPTED)]
         now = time.monotonic()
         if kill_at == float("inf") and (asked or failed):
             kill_at = now + (GRACE_AFTER_STOP_S if asked else GRACE_AFTER_FAILURE_S)
             for host in running if asked else ():
                 host.tell("stop")
-        if len(asked) > 1:
-            kill_at = min(kill_at, now)
+        kill_at = min(kill_at, now) if len(asked) > 1 else kill_at
         for host in running if now >= kill_at else ():
             host.tell("kill")
             if now > kill_at + 5:  # its connection hangs
@@ -94,9 +92,10 @@ def watch(hosts: list[Host]) -> int:
         time.sleep(0.1)
     for host in hosts:
         host.reader.join(5)
-    failed = failed or [host for host in hosts if host.process.returncode not in FINE]
+    codes = [host.process.returncode for host in hosts]
+    failed = failed or [host for host, code in zip(hosts, codes) if code not in (EXIT_OK, EXIT_INTERRUPTED)]
     if not failed:
-        return EXIT_INTERRUPTED if any(host.process.returncode == EXIT_INTERRUPTED for host in hosts) else EXIT_OK
+        return max(codes)
     if failed[0].error:
         log.info(f"[{failed[0].name}] {failed[0].error}")  # repeated as the last line on the screen
     return max(failed[0].process.returncode, 0) or EXIT_FAILED

@@ -44,11 +44,12 @@ def known_at_start(trainer: Any, module: Any, data: Any, plan: RunPlan) -> dict[
     """Return fields of the record that are known when the parts of a run are built."""
     from lockstep.config.instantiate import options_of
     from lockstep.data.report import settings_of
+    from lockstep.runs.config import model_name
 
     parameters = list(getattr(module, "net", module).parameters())
     takes_model = "net" in options_of(type(module))[0].keys() - plan.config["task"].keys()
     of_module = {
-        "model": plan.model_name if takes_model else type(module).__name__,
+        "model": model_name(plan.config) if takes_model else type(module).__name__,
         "precision": str(trainer.precision),  # what `auto` came to
         "num_parameters": sum(p.numel() for p in parameters),
         "num_trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),

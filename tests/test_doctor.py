@@ -8,8 +8,6 @@ import pytest
 import doctor
 from local_ranks import run_ranks
 from lockstep.config.compose import compose, plain
-from lockstep.launch import launchers
-from lockstep.launch.launchers import Cluster
 from ranks import free_port
 
 
@@ -119,11 +117,13 @@ def test_a_port_that_another_program_uses_is_named(tmp_path):
     assert not fine and "MASTER_PORT" in sentence, sentence
 
 
-@pytest.mark.parametrize(("interface", "wanted"), [("lo", True), ("eth0", False), (None, False)])
-def test_a_master_that_only_its_own_host_reaches_is_named(interface, wanted, monkeypatch):
-    monkeypatch.setattr(launchers, "network_interface", lambda _: interface)
-    sentence = launchers.fault(Cluster("nodes", 2, 1, 0, None, "node0", 29500))
-    assert bool(sentence and "/etc/hosts" in sentence) == wanted
+@pytest.mark.parametrize(("interface", "fine"), [("lo", False), ("eth0", True), (None, True)])
+def test_a_master_that_only_its_own_host_reaches_is_named(interface, fine, monkeypatch):
+    monkeypatch.setattr(doctor, "network_interface", lambda _: interface)
+    monkeypatch.setattr(doctor, "_other_nodes", lambda *_: ())
+    config = config_of("trainer=ddp_sim", "trainer.devices=1", "trainer.num_nodes=2")
+    [(ok, sentence)] = [each for each in findings(config, NODES | {"MASTER_ADDR": "node0"}) if "node0" in each[1]]
+    assert ok == fine and ("/etc/hosts" in sentence) != fine
 
 
 def test_a_bucket_that_does_not_answer_takes_seconds(monkeypatch):

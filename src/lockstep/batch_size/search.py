@@ -99,7 +99,7 @@ def _train_two_steps(plan: RunPlan, environ: Mapping[str, str], batch: int) -> d
     with tempfile.TemporaryDirectory(prefix="lockstep-batch-") as name:
         folder = Path(name)
         overrides = [
-            *(word for word in plan.overrides if key_of(word).split(".")[0] not in REPLACED),
+            *(word for word in plan.config["overrides"] if key_of(word).split(".")[0] not in REPLACED),
             f"data.global_batch_size={batch * devices * accumulate}", f"trainer.accumulate_grad_batches={accumulate}",
             *([] if one_process else [f"trainer.devices={devices}", "trainer.num_nodes=1"]),
             *(["model.pretrained=false"] if "pretrained" in plan.config["model"] else []),

@@ -16,21 +16,23 @@ from lockstep.runs.script import exit_code_of
 
 
 def _parse(config_name: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return Hydra's options and the overrides, in any order; --config-dir becomes an override.
-
-    Raises:
-        UserError: an option of another program, as --epochs.
-    """
+    """Return Hydra's options and the overrides, in any order; --config-dir becomes an override."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
-    for names in ("--help -h", "--multirun -m", "--resolve", "--shell-completion -sc", "--run -r"):
-        parser.add_argument(*names.split(), action="store_true")
-    for names in ("--package -p", "--config-dir -cd"):
-        parser.add_argument(*names.split())
+    for names in (
+        ("--help", "-h"),
+        ("--multirun", "-m"),
+        ("--resolve",),
+        ("--shell-completion", "-sc"),
+        ("--run", "-r"),
+    ):
+        parser.add_argument(*names, action="store_true")
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     parser.add_argument("--info", "-i", nargs="?", const="all")
     options, unknown = parser.parse_known_intermixed_args(argv)
-    if unknown:
+    if unknown:  # an option of another program, as --epochs
         name, _, value = unknown[0].partition("=")
         if name in ("--config-name", "-cn", "--config-path", "-cp"):
             raise UserError(f"{name}: choose a recipe as experiment=NAME; --config-dir adds a folder of yamls.")
@@ -49,12 +51,9 @@ def _parse(config_name: str, argv: list[str]) -> tuple[argparse.Namespace, list[
 
 
 def run_script(
-    config_name: str,
-    argv: list[str],
-    task: Callable[[Any], int],
-    description: str,
+    config_name: str, argv: list[str], task: Callable[[Any], int], description: str,
     find_stored: Callable[[list[str]], Config | None] = lambda overrides: None,
-) -> int:
+) -> int:  # fmt: skip
     """Compose the config of the command line and hand it to `task`; return the exit code.
 
     Args:

@@ -32,6 +32,7 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
     Args:
         stored: the config of a run. Its options and values count, then the overrides. A group for which the overrides
             choose another option is composed anew.
+
     Raises:
         UserError: a misspelt group, option or key, a key that nothing reads, or a value of the wrong type.
     """
@@ -84,18 +85,17 @@ def _compose(config_name: str, words: list[str], folders: tuple[Path, ...]) -> A
 
 def _drop_options_of_another_class(cfg: Any, options: Any) -> None:
     """Remove what the chosen option says of its class if task._target_= or data._target_= names another one."""
-    from omegaconf import OmegaConf, open_dict
+    from omegaconf import open_dict
 
     typed = {key_of(word) for word in cfg.hydra.overrides.task}
     for group in ("task", "data"):
-        target = cfg[group].get("_target_")
-        if target and target != options[group].get("_target_"):
-            default: Any = OmegaConf.to_container(options[group])
-            own: Any = OmegaConf.to_container(cfg[group])
+        own, default = cfg[group], unresolved(options)[group]
+        if (target := own.get("_target_")) and target != default.get("_target_"):
+            values = unresolved(cfg)[group]
             with open_dict(cfg):
                 for key in default.keys() - {*OPTIONAL_KEYS}:
-                    if f"{group}.{key}" not in typed and own[key] == default[key]:
-                        del cfg[group][key]
+                    if f"{group}.{key}" not in typed and values[key] == default[key]:
+                        del own[key]
                 cfg.hydra.runtime.choices[group] = target.rpartition(".")[2]
 
 
@@ -175,20 +175,6 @@ def one_sentence(error: Exception) -> str:
     return redact_text(f"{text}.")
 
 
-def unresolved(cfg: Any) -> Config:
-    """Return the config without Hydra's node as plain dicts and lists, with interpolations as they are written."""
-    from omegaconf import OmegaConf
-
-    found: Any = OmegaConf.to_container(without_hydra(cfg))
-    return found
-
-
-def without_hydra(cfg: Any) -> Any:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
-
-
 def register_resolvers() -> None:
     from omegaconf import OmegaConf
 
@@ -197,17 +183,24 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("new_run_id", new_run_id, replace=True, use_cache=True)
 
 
-def plain(cfg: Any) -> dict[str, Any]:
-    """Return the config without Hydra's node, with every interpolation resolved, as plain dicts and lists.
+def without_hydra(cfg: Any) -> Any:
+    from omegaconf import OmegaConf
 
-    Raises:
-        UserError: an interpolation leads nowhere.
-    """
+    return OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
+
+
+def unresolved(cfg: Any) -> dict[str, Any]:
+    """Return the config without Hydra's node as plain dicts and lists, with interpolations as they are written."""
+    return plain(cfg, resolve=False)
+
+
+def plain(cfg: Any, *, resolve: bool = True) -> dict[str, Any]:
+    """Return the config without Hydra's node as plain dicts and lists; a UserError names a broken interpolation."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        found: Any = OmegaConf.to_container(without_hydra(cfg), resolve=True)
+        found: Any = OmegaConf.to_container(without_hydra(cfg), resolve=resolve)
         return found
     except OmegaConfBaseException as error:
         raise UserError(one_sentence(error)) from None

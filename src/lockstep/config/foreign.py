@@ -36,6 +36,7 @@ def accepted(stored: object, roots: tuple[str, ...], whose: str) -> tuple[dict[s
     Args:
         roots: top-level keys to take from.
         whose: the config's owner for an error, e.g. "The checkpoint x.ckpt".
+
     Raises:
         UserError: it names an option that is not here, or a net that cannot be built here.
     """
@@ -73,15 +74,16 @@ def accepted(stored: object, roots: tuple[str, ...], whose: str) -> tuple[dict[s
 def _accepted_values(there: Config, here: Config, place: str, rejected: dict[str, Any]) -> dict[str, Any]:
     """Return what `there` says otherwise than `here`, as far as it is accepted."""
     found: dict[str, Any] = {}
-    for name, value in there.items():
+    for name, stated in there.items():
         key, own = f"{place}{name}", here.get(name)
-        if name in here and (value == own or (isinstance(value, tuple) and list(value) == own)):
+        value = list(stated) if isinstance(stated, tuple) else stated
+        if name in here and value == own:
             continue
         if isinstance(value, Mapping) and isinstance(own, Mapping):
             if inner := _accepted_values(value, own, f"{key}.", rejected):
                 found[name] = inner
         elif isinstance(name, str) and KEY.fullmatch(name) and _is_accepted(key, value, own, known=name in here):
-            found[name] = list(value) if isinstance(value, tuple) else value
+            found[name] = value
         elif value is not None and value != {}:
             rejected[key] = value
     return found
@@ -102,11 +104,7 @@ def _is_accepted(key: str, value: object, own: object, *, known: bool) -> bool:
 
 
 def stored_config(path: Path, stored: object, logs: Path, roots: tuple[str, ...] = OF_CHECKPOINT) -> Config:
-    """Return the config of a checkpoint's run, for compose(): all of it for a run under `logs`, else what is accepted.
-
-    Args:
-        path: the checkpoint, which holds the config `stored`.
-    """
+    """Return the config of the run of the checkpoint `path`: the run's own below `logs`, else what is accepted."""
     folder = RunFolder(path.resolve().parent.parent)
     is_own = path.parent.name == folder.checkpoints.name and folder.path.is_relative_to(logs.resolve())
     if is_own and folder.config.is_file():

@@ -12,9 +12,8 @@ KEY = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z_][\w]*):(?P<value>[^#]*?)(?:\s
 
 
 class Option(NamedTuple):
-    """One yaml file: `group=name`."""
+    """One yaml file of a group."""
 
-    group: str
     name: str
     description: str
     path: Path
@@ -32,9 +31,8 @@ def groups(configs: Path) -> dict[str, list[Option]]:
     """Return every group with its options, both in alphabetical order."""
     found: dict[str, list[Option]] = {}
     for path in sorted(configs.glob("*/*.yaml")):
-        lines = [line for line in path.read_text().splitlines() if line.startswith("# ") and "@package" not in line]
-        description = lines[0].removeprefix("# ") if lines else ""
-        found.setdefault(path.parent.name, []).append(Option(path.parent.name, path.stem, description, path))
+        lines = [line[2:] for line in path.read_text().splitlines() if line.startswith("# ") and "@package" not in line]
+        found.setdefault(path.parent.name, []).append(Option(path.stem, lines[0] if lines else "", path))
     return found
 
 

@@ -14,11 +14,7 @@ from lockstep.runs.errors import UserError
 
 
 def resolve_target(target: Any, where: str) -> Any:
-    """Return the class or function that a `_target_` names.
-
-    Raises:
-        UserError: it cannot be imported; names the key.
-    """
+    """Return the class or function that a `_target_` names; a UserError names the key if there is none."""
     from hydra.utils import get_object
 
     try:
@@ -53,6 +49,7 @@ def build(node: Any, known: Mapping[str, Any] | None = None) -> Any:
 
     Args:
         known: values of the run (folder, run_id, …), passed to parameters of those names as they are.
+
     Raises:
         UserError: the class cannot be found, does not have such a parameter or lacks one.
     """
@@ -67,7 +64,7 @@ def build(node: Any, known: Mapping[str, Any] | None = None) -> Any:
         return {key: build(value) for key, value in node.items()}
     target = node["_target_"]
     parameters, any_name = options_of(resolve_target(target, "_target_"))
-    for key in node.keys() - parameters.keys() - {"_target_", "_partial_"} if not any_name else ():
+    for key in () if any_name else node.keys() - parameters.keys() - {"_target_", "_partial_"}:
         close = difflib.get_close_matches(key, parameters, 1)
         meant = f"did you mean {close[0]}? It" if close else "it"
         raise UserError(f"{target} has no option {key!r}: {meant} has {', '.join(parameters)}.")

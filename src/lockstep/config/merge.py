@@ -1,7 +1,8 @@
 """Merge the stored config of a resumed run into a newly composed one; new overrides take precedence.
 
-Hydra does the merge: the run's config group choices become overrides, and its values a config in the ConfigStore.
-Here an "option" is the config chosen from a config group (model=vit: group model, option vit). Imports no torch.
+Hydra does the merge: the run's options become overrides, and its values a config in the ConfigStore. An "option" is
+what is chosen from a config group (model=vit). `named` holds the options that the new overrides choose, by group.
+Imports no torch.
 """
 
 from collections.abc import Mapping
@@ -20,23 +21,17 @@ CLASS_GROUPS = ("task", "model", "loss", "metrics", "optimizer", "scheduler")  #
 
 
 def options_of(stored: Config, named: Mapping[str, str], folders: tuple[Path, ...]) -> list[str]:
-    """Return overrides that select the run's option in each config group that the new overrides do not select.
-
-    Args:
-        named: option by config group, as selected by the new overrides.
-        folders: config folders.
-    """
+    """Return overrides that choose the run's option of each group of which `named` has none."""
     from hydra.core.config_store import ConfigStore
 
     words = []
     for group, name in (stored.get("choices") or {}).items():
         # A group may no longer exist, such as `hardware=` of version 1
         if name and group not in (*named, "hydra") and is_group(group.partition("/")[0], folders):
-            own = stored.get(group)
-            if not missing_option(group, str(name), folders):
-                words.append(f"{group}={name}")
-            elif isinstance(own, Mapping):  # its yaml is gone, or in a folder of --config-dir
+            is_here, own = not missing_option(group, str(name), folders), stored.get(group)
+            if not is_here and isinstance(own, Mapping):  # its yaml is gone, or in a folder of --config-dir
                 ConfigStore.instance().store(group=group, name=str(name), node=dict(own))
+            if is_here or isinstance(own, Mapping):
                 words.append(f"{group}={name}")
     return words
 
@@ -45,7 +40,6 @@ def values_of(stored: Config, named: Mapping[str, str], fresh: Config) -> list[s
     """Store the run's values in the ConfigStore; return the override that merges them.
 
     Args:
-        named: option by config group, as selected by the new overrides.
         fresh: the config composed without those values, as plain containers with unresolved interpolations.
     """
     from hydra.core.config_store import ConfigStore
@@ -65,6 +59,16 @@ def values_of(stored: Config, named: Mapping[str, str], fresh: Config) -> list[s
     return ["+resumed=run"]
 
 
+def overrides_of(stored: Config, overrides: list[str], named: Mapping[str, str]) -> list[str]:
+    """Return the run's overrides that the new ones do not replace."""
+    replaced, anew, kept = {*map(key_of, overrides), *OF_START, *RECOMPUTED}, _chosen_anew(stored, named), []
+    for word in map(str, stored.get("overrides") or ()):
+        group, _, name = key_of(word).partition(".")
+        if key_of(word) not in replaced and (group not in anew or (group == "trainer" and name not in PLACEMENT)):
+            kept.append(word)
+    return kept
+
+
 def _chosen_anew(stored: Config, named: Mapping[str, str]) -> list[str]:
     choices = stored.get("choices") or {}
     return [group for group, name in named.items() if name != choices.get(group)]
@@ -74,11 +78,7 @@ def _kept(values: Config, fresh: Config, typed: set[str], place: str) -> dict[st
     """Return the run's values to carry over: those that depend on the code version or the machine are dropped.
 
     A key that is an interpolation in the configs keeps it, and a key that is no longer in the configs is dropped,
-    unless the run overrode the key, or the class of its group may accept it (CLASS_GROUPS).
-
-    Args:
-        typed: keys of the run's overrides.
-        place: prefix of the keys, with a trailing dot.
+    unless the run overrode the key (`typed`), or the class of its group may accept it (CLASS_GROUPS).
     """
     kept = {}
     for name, value in values.items():
@@ -86,18 +86,7 @@ def _kept(values: Config, fresh: Config, typed: set[str], place: str) -> dict[st
         stated = key in typed or any("." in other and key.startswith(f"{other}.") for other in typed)
         may_be_new = name in fresh or place[:-1] in FREE_GROUPS or key.split(".")[0] in CLASS_GROUPS
         is_derived = key in OF_MACHINE or (isinstance(now, str) and "${" in now)
-        if key in RECOMPUTED or (not stated and (is_derived or not may_be_new)):
-            continue
-        both = isinstance(value, Mapping) and isinstance(now, Mapping)
-        kept[name] = _kept(value, now or {}, typed, f"{key}.") if both else value
-    return kept
-
-
-def overrides_of(stored: Config, overrides: list[str], named: Mapping[str, str]) -> list[str]:
-    """Return the run's overrides that the new ones do not replace."""
-    replaced, anew, kept = {*map(key_of, overrides), *OF_START, *RECOMPUTED}, _chosen_anew(stored, named), []
-    for word in map(str, stored.get("overrides") or ()):
-        group, _, name = key_of(word).partition(".")
-        if key_of(word) not in replaced and (group not in anew or (group == "trainer" and name not in PLACEMENT)):
-            kept.append(word)
+        if key not in RECOMPUTED and (stated or (may_be_new and not is_derived)):
+            both = isinstance(value, Mapping) and isinstance(now, Mapping)
+            kept[name] = _kept(value, now or {}, typed, f"{key}.") if both else value
     return kept

@@ -66,21 +66,18 @@ def is_group(key: str, folders: tuple[Path, ...]) -> bool:
 
 
 def check(config: Config, options: Config, overrides: list[str], folders: tuple[Path, ...]) -> None:
-    """Check every key and type of a composed config.
+    """Check every key and type of a composed config; a UserError names the first wrong key and the nearest valid one.
 
     Args:
         config: plain, with unresolved interpolations.
         options: the chosen options alone, without the values of an experiment or of the command line.
         folders: that hold the groups, configs/ first.
-    Raises:
-        UserError: names the first wrong key and the nearest valid one.
     """
     for key, value, expected in _differences(config, options):
         typed = any(key_of(word).startswith(key) or key.startswith(key_of(word)) for word in overrides)
         said = f"{key}={value!r}: give {expected}." if expected else unknown_key(key, options, folders)
-        raise UserError(
-            said if typed or not overrides else f"{said} It is in a yaml of the experiment or the callbacks."
-        )
+        origin = "" if typed or not overrides else " It is in a yaml of the experiment or the callbacks."
+        raise UserError(said + origin)
 
 
 def _differences(config: Config, options: Config, place: str = "") -> Iterator[tuple[str, Any, str | None]]:
@@ -138,14 +135,13 @@ def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
     here = list(dotted(options))
     known = [*here, *(f"trainer.{name}" for name in trainer_arguments() if name not in REFUSED_TRAINER_KEYS)]
     known += [found.name for path in _files(group, folders) for found in keys(path, group, commented=False)]
-    found = nearest(key, known)
-    if not found:
-        value = "{_target_: …}" if group in FREE_GROUPS else "VALUE"
-        more = f", '+{key}={value}' adds one" if "{" in value or "_target_" in (options.get(group) or ()) else ""
-        return f"There is no {key}: python src/train.py --help lists all keys{more}."
-    others = _options_with(found, folders) if found not in here else []
-    where = f" ({' or '.join(others[:2])})" if others else ""
-    return f"There is no {key}: use {found}{'=' if is_group(found, folders) else ''}{where}."
+    if found := nearest(key, known):
+        others = [] if found in here else _options_with(found, folders)
+        where = f" ({' or '.join(others[:2])})" if others else ""
+        return f"There is no {key}: use {found}{'=' if is_group(found, folders) else ''}{where}."
+    value = "{_target_: …}" if group in FREE_GROUPS else "VALUE"
+    more = f", '+{key}={value}' adds one" if "{" in value or "_target_" in (options.get(group) or ()) else ""
+    return f"There is no {key}: python src/train.py --help lists all keys{more}."
 
 
 def nearest(key: str, known: list[str]) -> str | None:

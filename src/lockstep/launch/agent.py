@@ -23,11 +23,11 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from lockstep.launch.failures import RankError, rank_error
+from lockstep.launch.failures import RankError, exit_code, rank_error
 from lockstep.launch.launchers import AGENT, Cluster
 from lockstep.runs import signals
 from lockstep.runs.environment import set_variables
-from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR
+from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 
 GRACE_AFTER_STOP_S = 100  # for a coordinated checkpoint and its upload after SIGTERM or Ctrl-C
 AGENT_KILLS_AFTER_S = 30  # torch's agent, from the end of the first rank on
@@ -95,9 +95,9 @@ def start_ranks(cluster: Cluster, run_id: str | None, folder: Path, arguments: l
 
 def _first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -> Ended:
     """Tell which rank failed first: the agent ends the others then, and lists them too."""
-    written = [local for local, each in failures.items() if Path(each.error_file).is_file()]
-    for local in written:  # the ranks that waited for one that hangs have killed it
-        if (ended := _read(Path(failures[local].error_file)))[1]["kind"] == "hangs":
+    written = {local: _read(path) for local, each in failures.items() if (path := Path(each.error_file)).is_file()}
+    for ended in written.values():  # the ranks that waited for one that hangs have killed it
+        if ended[1]["kind"] == "hangs":
             return ended
     first = min(each.timestamp for each in failures.values())
 
@@ -110,7 +110,7 @@ def _first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -> End
     local_rank = min(failures, key=came)
     code = failures[local_rank].exitcode
     if local_rank in written and (code > 0 or code in STOPPED):
-        return _read(Path(failures[local_rank].error_file))
+        return written[local_rank]
     if code in STOPPED:
         return EXIT_INTERRUPTED, None, ""
     text = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -120,5 +120,4 @@ def _first_failure(failures: dict[int, ProcessFailure], cluster: Cluster) -> End
 def _read(error_file: Path) -> tuple[int, RankError, str]:
     message = json.loads(error_file.read_text())["message"]
     failure: RankError = json.loads(message["message"].partition(": ")[2])
-    code = EXIT_USER_ERROR if failure["kind"] == "UserError" else EXIT_FAILED
-    return code, failure, message["extraInfo"]["py_callstack"]
+    return exit_code(failure), failure, message["extraInfo"]["py_callstack"]

@@ -15,19 +15,10 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from lockstep.launch.launchers import Cluster
-from lockstep.runs.errors import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_USER_ERROR,
-    Diverged,
-    Interrupted,
-    NoRoom,
-    UserError,
-    no_room,
-)
+from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, Interrupted, UserError, no_room
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import Failure, read_record, update_record
@@ -42,20 +33,10 @@ OUT_OF_MEMORY_HINT = (
     "A device takes half at a time with trainer.accumulate_grad_batches=2 (the same global batch), less with "
     "trainer.precision=bf16-mixed; data.global_batch_size=max finds what fits. What else is on the GPU: nvidia-smi."
 )
-PLAIN = (UserError, Diverged, NoRoom)  # whose message is a sentence
+PLAIN = ("UserError", "Diverged", "NoRoom")  # exceptions whose message is a sentence
 PEER_TIMEOUT_S = 6.0  # for the other ranks to publish their error, or that they have lost a peer
-ERROR = "first-error"
 NETWORK_ERRORS = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "gloo", "nccl")
-
-
-class RankError(TypedDict):
-    """The end of a rank; `kind` is the name of the exception class, or "killed", "lost" or "hangs"."""
-
-    rank: int
-    host: str
-    phase: str
-    message: str
-    kind: str
+RankError = dict[str, Any]  # rank, host, phase, message; kind: the exception's class, or "killed", "lost" or "hangs"
 
 
 class RankFailed(Exception):
@@ -64,8 +45,8 @@ class RankFailed(Exception):
 
 def rank_error(rank: int, message: str | BaseException, kind: str = "", phase: str = "", host: str = "") -> RankError:
     if isinstance(message, BaseException):
-        kind = type(message).__name__
-        message = str(message) if isinstance(message, PLAIN) else f"{kind}: {message}"
+        kind = "UserError" if isinstance(message, UserError) else type(message).__name__
+        message = str(message) if kind in PLAIN else f"{kind}: {message}"
     return {"rank": rank, "host": host or socket.gethostname(), "phase": phase, "message": message, "kind": kind}
 
 
@@ -101,23 +82,22 @@ def _first_error(error: BaseException, store: "Store", cluster: Cluster, hosts: 
     own = rank_error(cluster.rank, error, phase=phase, host=hosts[cluster.rank])
     others = [rank for rank in range(cluster.world_size) if rank != cluster.rank]
     # Whether a collective failed because of another rank, judged by the error text of gloo, NCCL or the store
-    has_lost_peer = isinstance(error, RuntimeError) and any(words in text for words in NETWORK_ERRORS)
+    is_network = isinstance(error, RuntimeError) and any(words in text for words in NETWORK_ERRORS)
     try:
         store.set_timeout(timedelta(seconds=PEER_TIMEOUT_S))
-        if not (has_lost_peer or isinstance(error, DistError)):
-            own = json.loads(store.compare_set(ERROR, "", json.dumps(own)))
-            if cluster.rank == 0:  # this process may hold the store: the others read it first
-                wait_for([f"lost-peer/{rank}" for rank in others])
-            return own
-        store.set(f"lost-peer/{cluster.rank}", "")
-        if not wait_for([ERROR]):
-            silent = [rank for rank in others if not store.check([f"lost-peer/{rank}"])]
-            hangs = "timeout" in text or "timed out" in text
+        if is_network or isinstance(error, DistError):
+            store.set(f"lost-peer/{cluster.rank}", "")
+            silent = [] if wait_for(["first"]) else [r for r in others if not store.check([f"lost-peer/{r}"])]
             for rank in silent[:1]:
+                hangs = "timeout" in text or "timed out" in text
                 words = f"hangs: the other ranks waited for it; see stack-rank{rank}.txt"
                 words = words if hangs else "died or was cut off without an error"
                 own = rank_error(rank, words, "hangs" if hangs else "lost", phase, hosts[rank])
-        return json.loads(store.compare_set(ERROR, "", json.dumps(own)))
+        elif cluster.rank == 0:  # this process may hold the store: the others read it first
+            own = json.loads(store.compare_set("first", "", json.dumps(own)))
+            wait_for([f"lost-peer/{rank}" for rank in others])
+            return own
+        return json.loads(store.compare_set("first", "", json.dumps(own)))
     except (RuntimeError, DistError):
         text = "died, was stopped, or lost its host or network: the store that it holds cannot be reached"
         return rank_error(0, text, "lost", phase, hosts[0])
@@ -134,9 +114,8 @@ def end_of(error: Exception, cluster: Cluster, folder: RunFolder | None) -> int:
         return EXIT_INTERRUPTED
     error = no_room(error, folder.path if folder else Path()) or error
     own = rank_error(cluster.rank, error, phase=getattr(error, "phase", None) or phase_of(folder))
-    failure: RankError = getattr(error, "culprit", None) or own
+    failure: RankError = getattr(error, "culprit", own)
     failure["message"] = redact_text(failure["message"])
-    code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
     if cluster.has_agent:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -144,12 +123,15 @@ def end_of(error: Exception, cluster: Cluster, folder: RunFolder | None) -> int:
         if pid := getattr(error, "hung_pid", None):  # kill it now: torch's agent would wait 30 s before it does
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return code
-    if cluster.is_rank_zero and folder is not None:
-        record_end(folder, code, failure)
-    is_culprit = failure["rank"] == cluster.rank and not isinstance(error, PLAIN)
-    log_failure(failure, traceback.format_exc() if is_culprit else "")
-    return code
+    else:
+        if cluster.is_rank_zero and folder is not None:
+            record_end(folder, exit_code(own), failure)
+        log_failure(failure, traceback.format_exc() if failure["rank"] == cluster.rank else "")
+    return exit_code(own)
+
+
+def exit_code(failure: RankError) -> int:
+    return EXIT_USER_ERROR if failure["kind"] == "UserError" else EXIT_FAILED
 
 
 def phase_of(folder: RunFolder | None) -> str:
@@ -159,12 +141,12 @@ def phase_of(folder: RunFolder | None) -> str:
 
 def log_failure(failure: RankError, callstack: str) -> None:
     """Print the traceback, then the message with the place where it happened, unless it says all that there is."""
-    text = failure["message"]
-    if failure["kind"] not in ("UserError", "Diverged", "NoRoom"):
+    text, kind = failure["message"], failure["kind"]
+    if kind not in PLAIN:
         sys.stderr.write(redact_text(callstack))  # it may quote a request with credentials
-    if failure["kind"] not in ("UserError", "NoRoom"):
+    if kind not in ("UserError", "NoRoom"):
         text = f"rank {failure['rank']} on {failure['host']}, in {failure['phase']}: {text}".rstrip()
-    log.error(f"{text}\n{OUT_OF_MEMORY_HINT}" if failure["kind"] == "OutOfMemoryError" else text)
+    log.error(f"{text}\n{OUT_OF_MEMORY_HINT}" if kind == "OutOfMemoryError" else text)
 
 
 def record_end(folder: RunFolder, code: int, failure: RankError | None = None) -> None:
@@ -172,7 +154,7 @@ def record_end(folder: RunFolder, code: int, failure: RankError | None = None) -
     status = read_record(folder.record).status if folder.record.exists() else "finished"
     if status == "finished" or (failure and status == "interrupted"):
         return
-    where: Any = {key: value for key, value in (failure or {}).items() if key != "kind"}
+    where = {key: value for key, value in (failure or {}).items() if key != "kind"}
     with update_record(folder.record) as record:
         record.status, record.exit_code = "failed" if failure else "interrupted", code
         record.finished_at, record.error = utc_now(), Failure(**where)

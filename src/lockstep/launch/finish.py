@@ -21,11 +21,7 @@ MAX_METRICS = 3  # of the user's own in the last line
 
 
 def finish(config: Config, cluster: Cluster, folder: RunFolder, code: int) -> int:
-    """Upload what is left and write the page, on the first process of a run; return the exit code.
-
-    Args:
-        config: with `choices`.
-    """
+    """Upload what is left and write the page, on the first process of a run; return the exit code."""
     for path in [*folder.path.glob("stack-rank*.txt"), *folder.path.glob("rank*.log")]:
         if path.exists() and path.stat().st_size == 0:
             path.unlink(missing_ok=True)  # another rank that shares the folder may be first
@@ -68,12 +64,14 @@ def conclude(folder: RunFolder, keep_in: Path | None, code: int, metrics: list[s
         log.warning(f"The run's page was not written ({reason}); python src/logbook.py build tries again.")
     if code == EXIT_OK and record.status == "finished":
         names = [f"{record.monitor}_best", tested_name(record.monitor), *metrics]
-        shown = {name: record.metrics.get(name) for name in names}
-        words = [f"{name} {as_read(name, value)}" for name, value in shown.items() if isinstance(value, float)]
+        found = {name: value for name in names if isinstance(value := record.metrics.get(name), float)}
+        words = [f"{name} {as_read(name, value)}" for name, value in found.items()]
         images, there = record.metrics.get("test/images"), record.num_test
         if isinstance(images, float) and there is not None and images < there:
             words.append(f"on {images:.0f} of {there} test images")
         log.info(" · ".join(["finished", *words, *map(os.path.relpath, pages or [folder.path])]))
     if record.upload.error:
-        reason = f"The best checkpoint is NOT in the bucket: {record.upload.error}"
-        log.info(f"{reason}; python src/upload.py {folder.run_id} sends it.")
+        log.info(
+            f"The best checkpoint is NOT in the bucket: {record.upload.error}; python src/upload.py {folder.run_id} "
+            "sends it."
+        )

@@ -10,25 +10,23 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.compose import chosen_options, plain
 from lockstep.launch import failures
-from lockstep.launch.checks import check
 from lockstep.launch.finish import finish
 from lockstep.launch.launchers import AGENT, Cluster, agent_id, named_run, set_rank_environment
-from lockstep.launch.plan import RunPlan, headlines, new_plan, resolve_cluster, resolved
+from lockstep.launch.plan import RunPlan, check, headlines, resolve_cluster, resolved
 from lockstep.launch.resume import finished_already, has_trained
-from lockstep.launch.start import Search, begin, hold_run_lock, make_plan, run_folder, write_config
+from lockstep.launch.start import Search, begin, hold_run_lock, run_folder, write_config
 from lockstep.runs import provenance, signals
 from lockstep.runs.batch import Batch
 from lockstep.runs.config import Config
 from lockstep.runs.environment import die_with_parent, environment, set_variables
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Interrupted, UserError
-from lockstep.runs.folder import RunFolder, new_run_id
+from lockstep.runs.folder import RunFolder
 from lockstep.runs.output import set_up
 from lockstep.runs.redact import refuse_secrets
 
@@ -38,14 +36,11 @@ Work = Callable[[RunPlan], int]  # what a rank does; its exit code
 
 
 def launch(cfg: Any, work: Work, search: Search | None = None) -> int:
-    """Run `work(plan)` in every rank that the config and the environment ask for.
+    """Run `work(plan)` in every rank that the config and the environment ask for; return the exit code.
 
     Args:
         cfg: composed, with Hydra's own node.
         search: finds the largest batch for data.global_batch_size=max.
-
-    Returns:
-        The exit code.
     """
     named = {"choices": chosen_options(cfg), "overrides": list(cfg.hydra.overrides.task)}
     return launch_config({**plain(cfg), **named}, work, search)
@@ -101,9 +96,10 @@ def _start_ranks(config: Config, cluster: Cluster, environ: Mapping[str, str], k
         signals.on_stop(signals.note)  # what is left is short
     if failure:
         failure["phase"] = failure["phase"] or failures.phase_of(folder)
-    if is_first and code:
-        failures.record_end(folder, code, failure)
-    code = finish(config, cluster, folder, code) if is_first else code
+    if is_first:
+        if code:
+            failures.record_end(folder, code, failure)
+        code = finish(config, cluster, folder, code)
     if failure:
         failures.log_failure(failure, callstack)
     return code
@@ -121,18 +117,15 @@ def _be_rank(
     def decide() -> dict[str, Any]:
         """Decide on rank 0 which run it is, where it begins, and its batch."""
         nonlocal plan, folder
-        folder, fresh = run_folder(config, named_run(config, environ) or agent_id(environ) or new_run_id(), environ)
+        folder, fresh = run_folder(config, named_run(config, environ) or agent_id(environ), environ)
         if not cluster.has_agent:
             kept.enter_context(hold_run_lock(folder))
             fresh = fresh and not has_trained(folder)  # another process may have trained it meanwhile
-        planned, largest_batch = make_plan(config, cluster, accelerator, folder, fresh, environ, search)
-        plan = begin(planned, fresh, largest_batch)
+        plan = begin(config, cluster, accelerator, folder, fresh, environ, search)
         for line in headlines(plan):
             log.info(line)
-        decided = {"resume_step": plan.resume_step, "resume_checkpoint": plan.resume_checkpoint,
-                   "initial_weights": plan.initial_weights}  # fmt: skip
-        batch = [plan.batch.global_size, plan.batch.accumulate]
-        return {"folder": os.path.relpath(folder.path, logs), "batch": batch, "decided": decided}
+        batch, begins_at = [plan.batch.global_size, plan.batch.accumulate], [plan.resume_step, plan.checkpoint]
+        return {"folder": os.path.relpath(folder.path, logs), "batch": batch, "begins_at": begins_at}
 
     set_rank_environment(cluster)
     signals.on_stop(signals.interrupt)
@@ -148,7 +141,7 @@ def _be_rank(
                 folder = RunFolder((logs / answer["folder"]).resolve())
                 size, accumulate = answer["batch"]
                 batch = Batch.cut(size, cluster.world_size, accumulate)
-                plan = plan or replace(new_plan(config, cluster, accelerator, folder, batch), **answer["decided"])
+                plan = plan or RunPlan(config, cluster, accelerator, folder, batch, *answer["begins_at"])
             assert plan is not None and folder is not None
             folder.path.mkdir(parents=True, exist_ok=True)
             if cluster.is_rank_zero:

@@ -18,11 +18,14 @@ from lockstep.strategies.placement import RequestedDevices
 
 Environ = Mapping[str, str]
 AGENT = "LOCKSTEP_AGENT"  # set in the ranks that agent.py starts: its pid, their cluster, the folder for their output
-ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun, torch's env://, PyTorchJob
-MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # MPICH, Intel MPI
+# Each launcher's variables for rank, world size, local rank and ranks of the node
+VARIABLES = {
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+               "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+    "env": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun, torch's env://, PyTorchJob
+}  # fmt: skip
 NODES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")  # one command per node
-VARIABLES = {"mpirun": MPI, "mpiexec": PMI, "env": ENV}
 INFINIBAND = Path("/sys/class/infiniband")  # InfiniBand, RoCE or EFA, which NCCL finds by itself
 
 
@@ -64,7 +67,7 @@ class Cluster:
 
 
 def set_rank_environment(cluster: Cluster) -> None:
-    """Set torchrun's variables for this rank, as torch and other libraries read them."""
+    """Set torchrun's variables for this rank, and defaults of gloo, NCCL and the CUDA allocator."""
     set_variables({
         "RANK": str(cluster.rank), "LOCAL_RANK": str(cluster.local_rank or 0), "WORLD_SIZE": str(cluster.world_size),
         "LOCAL_WORLD_SIZE": str(cluster.devices), "GROUP_RANK": str(cluster.node_rank),
@@ -97,10 +100,9 @@ def slurm_step(environ: Environ) -> str | None:
 
 def launcher_of(environ: Environ) -> str | None:
     """Name the launcher that decided how many ranks there are and which this process is; None if none did."""
-    if "RANK" in environ and AGENT in environ:
-        return "agent"
-    if "RANK" in environ and "TORCHELASTIC_RUN_ID" in environ:
-        return "torchrun"
+    for name, variable in (("agent", AGENT), ("torchrun", "TORCHELASTIC_RUN_ID")):
+        if "RANK" in environ and variable in environ:
+            return name
     if slurm_step(environ):
         return "slurm"
     return next((name for name, (rank, size, *_) in VARIABLES.items() if rank in environ and size in environ), None)
@@ -108,22 +110,19 @@ def launcher_of(environ: Environ) -> str | None:
 
 def is_first_on_node(environ: Environ) -> bool:
     """Return whether this process prepares what all ranks of its node read."""
-    return all(environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "SLURM_LOCALID", MPI[2], PMI[2]))
+    names = ("SLURM_LOCALID", *(local_rank for _, _, local_rank, _ in VARIABLES.values()))
+    return all(environ.get(name, "0") == "0" for name in names)
 
 
 def describe(environ: Environ, wanted: RequestedDevices) -> Cluster:
-    """Return the cluster that the environment and the trainer's options describe together.
-
-    Raises:
-        UserError: the two contradict each other, or something is missing.
-    """
+    """Return the cluster that the environment and the trainer's options describe together; UserError if they differ."""
     name = launcher_of(environ)
     if name == "agent":
-        launcher, nodes, node, address, meet_at = environ[AGENT].split(maxsplit=6)[1:6]
-        ranks, alone = (int(environ["LOCAL_WORLD_SIZE"]), int(node), int(environ["LOCAL_RANK"])), nodes == "1"
-        return Cluster(launcher, int(nodes), *ranks, address, int(meet_at), agent_store=alone, has_agent=True)
+        launcher, nodes, node, address, port = environ[AGENT].split(maxsplit=6)[1:6]
+        own = (int(environ["LOCAL_WORLD_SIZE"]), int(node), int(environ["LOCAL_RANK"]))
+        return Cluster(launcher, int(nodes), *own, address, int(port), agent_store=nodes == "1", has_agent=True)
     if name is not None:
-        return _ranks(name, {**environ, **_of_slurm(environ)} if name == "slurm" else environ, wanted)
+        return _started_rank(name, {**environ, **_of_slurm(environ)} if name == "slurm" else environ, wanted)
     devices = (wanted.devices or wanted.machine) if wanted.several_processes else 1
     local_rank = None if devices > 1 else 0
     if not wanted.several_processes or ("NODE_RANK" not in environ and (wanted.num_nodes or 1) == 1):
@@ -135,23 +134,20 @@ def describe(environ: Environ, wanted: RequestedDevices) -> Cluster:
             "MASTER_ADDR=<address of node 0> MASTER_PORT=29500 NODE_RANK=<0, 1, …> python src/train.py "
             "trainer.num_nodes=<N> …"
         )
-    size, node_rank = _integer(environ, "WORLD_SIZE", devices * num_nodes), _integer(environ, "NODE_RANK")
-    if size != devices * num_nodes:
+    ranks, node_rank = devices * num_nodes, _integer(environ, "NODE_RANK")
+    size = _integer(environ, "WORLD_SIZE", ranks)
+    if size != ranks or not 0 <= node_rank < num_nodes:
         raise UserError(
-            f"WORLD_SIZE={size}, but trainer.devices={devices} × trainer.num_nodes={num_nodes} = {devices * num_nodes} "
-            "processes: make them equal, or leave WORLD_SIZE unset."
+            f"NODE_RANK={node_rank} and WORLD_SIZE={size}, but trainer.devices={devices} × trainer.num_nodes="
+            f"{num_nodes}: NODE_RANK counts from 0 to {num_nodes - 1}, and WORLD_SIZE is {ranks} or not set."
         )
-    if not 0 <= node_rank < num_nodes:
-        raise UserError(
-            f"NODE_RANK={node_rank}, but trainer.num_nodes={num_nodes}: it counts from 0 to {num_nodes - 1}."
-        )
-    port = _integer(environ, "MASTER_PORT")
-    return Cluster("nodes", num_nodes, devices, node_rank, local_rank, environ["MASTER_ADDR"], port)
+    address, meet_at = environ["MASTER_ADDR"], _integer(environ, "MASTER_PORT")
+    return Cluster("nodes", num_nodes, devices, node_rank, local_rank, address, meet_at)
 
 
-def _ranks(name: str, environ: Environ, wanted: RequestedDevices) -> Cluster:
+def _started_rank(name: str, environ: Environ, wanted: RequestedDevices) -> Cluster:
     """Return the cluster of a launcher that sets the rank of each process."""
-    of_rank, of_size, of_local_rank, of_local_size = VARIABLES.get(name, ENV)
+    of_rank, of_size, of_local_rank, of_local_size = VARIABLES.get(name, VARIABLES["env"])
     who = "RANK and WORLD_SIZE" if name == "env" else name
     unset = "" if name == "slurm" else f", or unset {of_rank} and {of_size}"
     rank, size = _integer(environ, of_rank), _integer(environ, of_size)
@@ -185,17 +181,14 @@ def _of_slurm(environ: Environ) -> dict[str, str]:
     tasks, local_rank = _integer(environ, "SLURM_STEP_NUM_TASKS"), _integer(environ, "SLURM_LOCALID")
     devices = tasks // _integer(environ, "SLURM_STEP_NUM_NODES")
     number = int(environ["SLURM_JOB_ID"]) + 997 * int(environ["SLURM_STEP_ID"])
+    # The first host of a node list: `gpu[03-05,9],login` → `gpu03`
+    first = re.sub(r"^([^\[,]+)(?:\[(\w+)[^\]]*\])?([^,]*).*", r"\1\2\3", environ["SLURM_STEP_NODELIST"])
     return {
         "RANK": str(_integer(environ, "SLURM_NODEID") * devices + local_rank), "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(devices),
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"]),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first,
         "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + number % 12000),  # another for each step of each job
     }  # fmt: skip
-
-
-def first_host(node_list: str) -> str:
-    """Return the first host of a SLURM node list: `gpu[03-05,9],login` → `gpu03`."""
-    return re.sub(r"^([^\[,]+)(?:\[(\w+)[^\]]*\])?([^,]*).*", r"\1\2\3", node_list)
 
 
 def named_run(config: Mapping[str, Any], environ: Environ) -> str | None:
@@ -215,23 +208,11 @@ def agent_id(environ: Environ) -> str | None:
     return f"{started:%Y-%m-%d_%H-%M-%S}_torchrun-{os.getppid()}"
 
 
-def fault(cluster: Cluster) -> str | None:
-    """Return a sentence if other nodes cannot reach the address of this one."""
-    is_local = cluster.master_addr.startswith(("127.", "localhost", "::1"))
-    if cluster.num_nodes == 1 or is_local or network_interface(cluster.master_addr) != "lo":
-        return None
-    return (
-        f"{cluster.master_addr} is this host by its loopback interface, which other nodes cannot reach: "
-        "give the address of node 0 in MASTER_ADDR, or correct /etc/hosts."
-    )
-
-
 def _integer(environ: Environ, name: str, default: int | None = None) -> int:
-    if default is not None and not environ.get(name):
-        return default
+    stated = environ.get(name) or default
+    if stated is None:
+        raise UserError(f"{name} is not set, and this launch needs it.")
     try:
-        return int(environ[name])
-    except KeyError:
-        raise UserError(f"{name} is not set, and this launch needs it.") from None
+        return int(stated)
     except ValueError:
-        raise UserError(f"{name}={environ[name]!r} is no whole number.") from None
+        raise UserError(f"{name}={stated!r} is no whole number.") from None

@@ -1,20 +1,31 @@
 """The plan of a run: the user's config, which nobody changes, and everything that was decided from it."""
 
 import copy
+import math
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from lockstep.launch.launchers import Cluster, describe
+from lockstep.config.schema import key_of
+from lockstep.launch.launchers import Cluster, describe, named_run
 from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch, states_accumulation
 from lockstep.runs.config import Config, data_name, model_name, seconds_of
 from lockstep.runs.environment import visible_gpus
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.output import duration
+from lockstep.storage.s3 import Bucket
 from lockstep.strategies.placement import place
 
 CHECKPOINTS = "lockstep.callbacks.checkpoints.Checkpoints"
+# Modules of src/data whose root is there or is an address; a class of the user's own may make its root
+READERS = ("data.cifar10", "data.image_folder", "data.mnist", "data.table", "data.webdataset")
+# An override of one of these keys makes a training on a CPU a choice
+CHOSEN = ("experiment", "debug", "data", "data._target_", "model", "trainer", "trainer.accelerator",
+          "trainer.max_steps", "trainer.limit_train_batches", "resume")  # fmt: skip
+MOST_OF_TMPDIR = 76  # a socket's path has 107 characters at most; multiprocessing adds a folder and a name
 
 
 @dataclass(frozen=True)
@@ -22,27 +33,19 @@ class RunPlan:
     """The facts that every rank of a run knows before it builds its parts.
 
     Args:
-        config: composed, as the user asked for it; read-only.
-        choices: the option of each config group.
-        overrides: those of the command line.
+        config: composed, as the user asked for it, with `choices` (the option of each group) and `overrides`.
         accelerator: cpu or gpu.
-        learning_rates: by the optimizer's option, where they differ from the config's.
         resume_step: optimizer steps that a resumed run has done; None for a new run.
-        resume_checkpoint: the run's own checkpoint on the machine of rank 0; None if no whole one was left.
-        initial_weights: the checkpoint that a new run takes its weights from.
+        checkpoint: on the machine of rank 0; the run's own after a resume_step above 0, else one with initial weights.
     """
 
     config: Config
-    choices: Config
-    overrides: tuple[str, ...]
     cluster: Cluster
     accelerator: str
     folder: RunFolder
     batch: Batch
-    learning_rates: Mapping[str, float] = field(default_factory=dict)
     resume_step: int | None = None
-    resume_checkpoint: str | None = None
-    initial_weights: str | None = None
+    checkpoint: str | None = None
 
     @property
     def trainer(self) -> Config:
@@ -51,37 +54,26 @@ class RunPlan:
         return options
 
     @property
-    def model_name(self) -> str:
-        """The model as records and pages name it."""
-        return model_name({"model": self.config["model"], "choices": self.choices})
+    def choices(self) -> Config:
+        """The option of each config group."""
+        options: Config = self.config["choices"]
+        return options
 
     @property
-    def data_name(self) -> str:
-        return data_name({"data": self.config["data"], "choices": self.choices})
-
-    @property
-    def checkpoint(self) -> str | None:
-        """The run's own checkpoint, else the one that it begins with."""
-        return self.resume_checkpoint or self.initial_weights
-
-
-def new_plan(config: Config, cluster: Cluster, accelerator: str, folder: RunFolder, batch: Batch) -> RunPlan:
-    """Return the plan of a new run.
-
-    Args:
-        config: with `choices` and `overrides`.
-    """
-    own = {key: value for key, value in config.items() if key not in ("choices", "overrides")}
-    rates = scaled_learning_rates(config["optimizer"], batch) if config["task_name"] == "train" else {}
-    return RunPlan(own, config["choices"], tuple(config["overrides"]), cluster, accelerator, folder, batch, rates)
+    def learning_rates(self) -> dict[str, float]:
+        """Each learning rate × global batch / base_batch_size (Goyal et al. 2017); {} unless scale_lr_with_batch."""
+        optimizer = self.config["optimizer"]
+        if self.config["task_name"] != "train" or not optimizer.get("scale_lr_with_batch"):
+            return {}
+        base = optimizer["base_batch_size"]
+        if not isinstance(base, int) or base < 1:
+            raise UserError(f"optimizer.base_batch_size={base!r}: give a whole number from 1 on.")
+        names = [key for key in optimizer if key == "lr" or key.endswith("_lr")]
+        return {name: optimizer[name] * self.batch.global_size / base for name in names}
 
 
 def resolve_cluster(config: Config, trainer_name: str, environ: Mapping[str, str]) -> tuple[Cluster, str]:
-    """Return the Cluster, and cpu or gpu.
-
-    Raises:
-        UserError: the machine, the launcher and the options do not fit; says what works here.
-    """
+    """Return the Cluster, and cpu or gpu; a UserError says what works here if machine and options do not fit."""
     gpus = visible_gpus(environ)
     accelerator, wanted = place(config["trainer"], trainer_name, gpus)
     cluster = describe(environ, wanted)
@@ -97,13 +89,9 @@ def resolve_batch(config: Config, cluster: Cluster, limit: float | None = None, 
     """Return how the global batch is split; for data.global_batch_size=max the smallest, until the largest is found.
 
     Args:
-        config: with `overrides`.
         limit: for a resumed run, the images that a device takes at a time: accumulation follows the number of ranks
             where the command line does not state it.
         size: the largest global batch, once it is found.
-
-    Raises:
-        UserError: it does not divide.
     """
     accumulate = config["trainer"]["accumulate_grad_batches"]
     size = size or config["data"].get("global_batch_size", DEFAULT_GLOBAL_BATCH_SIZE)
@@ -114,22 +102,37 @@ def resolve_batch(config: Config, cluster: Cluster, limit: float | None = None, 
     return Batch.within(size, cluster.world_size, limit)
 
 
-def validates(config: Config) -> bool:
-    """Return False for data.val_fraction=0, data.num_val=0 or trainer.limit_val_batches=0."""
-    data = config["data"]
-    stated = data.get("val_fraction", 0.1) if data.get("num_val") is None else data["num_val"]
-    return stated != 0 and config["trainer"].get("limit_val_batches", 1.0) != 0
-
-
-def scaled_learning_rates(optimizer: Config, batch: Batch) -> dict[str, float]:
-    """Return each learning rate × global batch / base_batch_size (Goyal et al. 2017); {} unless scale_lr_with_batch."""
-    if not optimizer.get("scale_lr_with_batch"):
-        return {}
-    base = optimizer["base_batch_size"]
-    if not isinstance(base, int) or base < 1:
-        raise UserError(f"optimizer.base_batch_size={base!r}: give a whole number from 1 on.")
-    names = [key for key in optimizer if key == "lr" or key.endswith("_lr")]
-    return {name: optimizer[name] * batch.global_size / base for name in names}
+def check(config: Config, cluster: Cluster, accelerator: str, environ: Mapping[str, str]) -> None:
+    """Refuse, before torch is imported, an option that cannot work or a place that is not there."""
+    may_resume = config.get("resume") or cluster.launcher == "torchrun"
+    resolve_batch(config, cluster, limit=math.inf if may_resume else None)
+    data, epochs, time = config["data"], config["trainer"].get("max_epochs"), config["trainer"].get("max_time")
+    if config["task_name"] == "train":
+        if isinstance(epochs, int) and epochs < 1:
+            hint = "give a whole number from 1 on; trainer.max_time ends a run too"
+            raise UserError(f"trainer.max_epochs={epochs}: {hint}.")
+        if time:
+            seconds_of(time, "trainer.max_time")
+        if accelerator == "cpu" and not any(key_of(word) in CHOSEN for word in config["overrides"]):
+            raise UserError(
+                f"This would train {config['model']['name']} on {data['name']} at {data['image_size']} pixels for "
+                f"{epochs} epochs, days on a machine without a GPU: make train (experiment=quickstart) takes a minute, "
+                "and trainer=cpu begins all the same."
+            )
+    if (config.get("s3") or {}).get("uri"):
+        Bucket.of(config["s3"])
+    if config.get("logbook") not in (None, "keep"):
+        raise UserError(f"logbook={config['logbook']}: keep, or nothing.")
+    if config.get("resume") == "auto" and not named_run(config, environ):
+        raise UserError("resume=auto needs to know which run: give run_id=… (or RUN_ID), or resume=<run_id>.")
+    root, reader = str(data.get("root") or ""), str(data.get("_target_")).rpartition(".")[0]
+    # On several nodes the others would wait: all ranks end together where one finds no images
+    if cluster.num_nodes == 1 and root and "://" not in root and reader in READERS and not Path(root).exists():
+        raise UserError(
+            f"data.root={root} does not exist: give a folder or file of this machine, or s3://bucket/prefix."
+        )
+    if len(temporary := tempfile.gettempdir()) > MOST_OF_TMPDIR:
+        raise UserError(f"TMPDIR={temporary} is too long for the sockets of worker processes: set TMPDIR=/tmp.")
 
 
 def resolved(config: Config, cluster: Cluster, accelerator: str) -> dict[str, Any]:
@@ -145,30 +148,32 @@ def as_run(plan: RunPlan) -> dict[str, Any]:
     if "global_batch_size" in own["data"]:
         own["data"]["global_batch_size"] = plan.batch.global_size
     own["optimizer"].update(plan.learning_rates)
-    return {**own, "choices": dict(plan.choices), "overrides": list(plan.overrides)}
+    return own
 
 
 def headlines(plan: RunPlan) -> list[str]:
     """Return the first line of a run's output, and one on scaled learning rates."""
-    batch, data, optimizer, trainer = plan.batch, plan.config["data"], plan.config["optimizer"], plan.choices["trainer"]
+    batch, config, data, optimizer = plan.batch, plan.config, plan.config["data"], plan.config["optimizer"]
+    trainer, task = plan.choices["trainer"], str(config["task"].get("_target_"))
     where = f"{trainer} ({plan.accelerator})" if trainer == "default" else trainer
-    task = str(plan.config["task"].get("_target_"))
-    model = plan.model_name if task.startswith("tasks.") else task.rpartition(".")[2]  # which may build its own net
-    parts = [f"run {plan.folder.run_id}", model, plan.data_name, where]
-    if plan.config["task_name"] != "train":
+    model = model_name(config) if task.startswith("tasks.") else task.rpartition(".")[2]  # which may build its own net
+    parts = [f"run {plan.folder.run_id}", model, data_name(config), where]
+    if config["task_name"] != "train":
         return [" · ".join([*parts, f"batches of {data.get('eval_batch_size', DEFAULT_EVAL_BATCH_SIZE)}"])]
     if "global_batch_size" in data or str(data.get("_target_")).startswith("data."):
         split = f"{batch.per_device} × {plan.cluster.world_size} × {batch.accumulate}"
         parts.append(f"global batch {batch.global_size} = {split}")
     if stated := plan.trainer.get("max_time"):
         parts.append(f"at most {duration(seconds_of(stated, 'trainer.max_time'))}")
-    callbacks = (plan.config.get("callbacks") or {}).values()
+    fraction = data.get("val_fraction", 0.1) if data.get("num_val") is None else data["num_val"]
+    callbacks = (config.get("callbacks") or {}).values()
     if not any(node and node.get("_target_") == CHECKPOINTS for node in callbacks):
         parts.append("WITHOUT CHECKPOINTS")
-    elif not validates(plan.config):
+    elif fraction == 0 or plan.trainer.get("limit_val_batches", 1.0) == 0:
         parts.append("no validation: the last checkpoint counts as the best")
-    lines, base = [" · ".join(parts)], optimizer.get("base_batch_size")
-    if plan.learning_rates:
-        changes = ", ".join(f"{name} {optimizer[name]:g} → {rate:g}" for name, rate in plan.learning_rates.items())
+    lines = [" · ".join(parts)]
+    if rates := plan.learning_rates:
+        changes = ", ".join(f"{name} {optimizer[name]:g} → {rate:g}" for name, rate in rates.items())
+        base = optimizer["base_batch_size"]
         lines.append(f"optimizer: {changes} (global batch {batch.global_size} / base_batch_size {base})")
     return lines

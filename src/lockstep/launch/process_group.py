@@ -1,7 +1,6 @@
 """The ranks of one run meet: they wait for each other, run the same code and config, and make the process group."""
 
 import errno
-import ipaddress
 import json
 import logging
 import secrets
@@ -48,16 +47,14 @@ def meet(
     own = json.dumps([number, socket.gethostname(), asdict(mine) if mine else None])
     deadline, speak_at = time.monotonic() + timeout_s, time.monotonic() + SPEAK_INTERVAL_S
     store: dist.Store | None = None
-    start, missing, keys, answer = b"", [0], [""], Answer()
+    start, missing, keys = b"", [0], [""]
     while True:
-        waits_for = "node rank " + ", ".join(
-            str(node) for node in sorted({rank // cluster.devices for rank in missing})
-        )
+        nodes = ", ".join(map(str, sorted({each // cluster.devices for each in missing})))
+        waits_for = f"node rank {nodes} (ranks {', '.join(map(str, missing[:8]))})"
         error = (
-            f"{waits_for} did not arrive at {where} within {timeout_s:.0f} s: is the same command running there, with "
-            "the same MASTER_PORT, and the port open?"
+            f"node rank {nodes} did not arrive at {where} within {timeout_s:.0f} s: is the same command running there, "
+            "with the same MASTER_PORT, and the port open?"
         )
-        waits_for += f" (ranks {', '.join(map(str, missing[:8]))})"
         try:
             store = store or _open_store(cluster, timeout_s)
             if rank == 0:
@@ -118,61 +115,45 @@ def join(cluster: Cluster, device: torch.device, timeout_s: float) -> dist.Store
 
     Returns:
         A store of this start alone: torchrun keeps one over its restarts.
-
-    Raises:
-        UserError: a rank did not come in time.
     """
-    if device.type == "cuda":
+    is_cuda = device.type == "cuda"
+    if is_cuda:
         torch.cuda.set_device(device)
     if cluster.world_size > 1 and not _met:
         meet(cluster, timeout_s)
     store: dist.Store = _met[-1] if cluster.world_size > 1 else dist.HashStore()  # torch's own would listen at a port
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("group", store),
-        rank=cluster.rank,
-        world_size=cluster.world_size,
-        timeout=timedelta(seconds=timeout_s + (NCCL_LATER_S if device.type == "cuda" else 0.0)),
-        device_id=device if device.type == "cuda" else None,
-    )
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo", store=dist.PrefixStore("group", store), rank=cluster.rank,
+        world_size=cluster.world_size, timeout=timedelta(seconds=timeout_s + is_cuda * NCCL_LATER_S),
+        device_id=device if is_cuda else None,
+    )  # fmt: skip
     return dist.PrefixStore("errors", store)
 
 
 def _open_store(cluster: Cluster, timeout_s: float) -> dist.TCPStore:
     """Connect to the store of torchrun's or Lockstep's agent, or of rank 0, which serves it here.
 
+    It listens on the address of MASTER_ADDR alone, or on every interface if the network translates that address.
+
     Raises:
-        UserError: rank 0 cannot serve it.
         OSError: nobody listens there yet; torch's own connect would be silent for as long as it waits.
     """
-    address, port = cluster.master_addr, cluster.master_port or 0
-    listener = None
-    if cluster.rank == 0 and not cluster.agent_store:
+    address, port, listener = cluster.master_addr, cluster.master_port or 0, None
+    if cluster.rank > 0 or cluster.agent_store:
+        socket.create_connection((address, port), timeout=2).close()
+    else:
         try:
-            listener = _listen(address, port, cluster.num_nodes).detach()
+            family, *_, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+            try:
+                listener = socket.create_server((str(found[0]), port), family=family, backlog=1024).detach()
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+                listener = socket.create_server(("", port), family=family, backlog=1024).detach()
         except OSError as error:
             reason = f"rank 0 cannot serve at {address}:{port} ({error.strerror})"
             raise UserError(f"{reason}: check MASTER_ADDR and MASTER_PORT.") from None
-    else:
-        socket.create_connection((address, port), timeout=2).close()
     return dist.TCPStore(
         address, port, is_master=listener is not None, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
         master_listen_fd=listener,
     )  # fmt: skip
-
-
-def _listen(master_addr: str, port: int, num_nodes: int) -> socket.socket:
-    """Listen on the address of MASTER_ADDR alone; torch's store would listen on every interface.
-
-    It does so if the address is translated by the network, or this machine's name stands for loopback (127.0.1.1).
-    """
-    family, *_, found = socket.getaddrinfo(master_addr, port, type=socket.SOCK_STREAM)[0]
-    address = str(found[0])
-    is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    try:
-        listen_at = "" if num_nodes > 1 and is_loopback and address != master_addr else address
-        return socket.create_server((listen_at, port), family=family, backlog=1024)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-        return socket.create_server(("", port), family=family, backlog=1024)

@@ -48,13 +48,10 @@ def find_stored(overrides: list[str]) -> Config | None:
     run_id = named_run(config, environ) if is_auto else config["resume"]
     if not run_id:
         return None
-    if is_auto:
-        folder = folder_of(config, run_id)
-    else:
-        try:
-            folder = find_run(Path(config["paths"]["log_dir"]), run_id)
-        except UserError:  # another node may have it; the launch names the run that is missing
-            return None
+    try:
+        folder = folder_of(config, run_id) if is_auto else find_run(Path(config["paths"]["log_dir"]), run_id)
+    except UserError:  # another node may have it; the launch names what is wrong with it
+        return None
     if is_auto and (config.get("s3") or {}).get("uri"):
         from lockstep.storage.fetch import fetch_run
         from lockstep.storage.s3 import Bucket
@@ -64,9 +61,7 @@ def find_stored(overrides: list[str]) -> Config | None:
         with locked_file(folder.path.parent / f".{folder.run_id}.lock"):
             fetch_run(Bucket.of(config["s3"]).at(folder.run_id), folder)
     # A job script gives all options each time: those of an attempt that trained nothing may have been wrong.
-    if is_auto and folder.config.exists() and not has_trained(folder):
-        return None
-    before = config_before(folder)
+    before = None if is_auto and folder.config.exists() and not has_trained(folder) else config_before(folder)
     if before and not folder.config.exists():  # it came from the bucket
         before, rejected = accepted(before, OF_RUN, f"The config of the run {folder.run_id} in its bucket")
         left = [key for key in rejected if key not in map(key_of, overrides)]

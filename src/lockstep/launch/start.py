@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from lockstep.config.compose import chosen_options, compose, plain
+from lockstep.config.schema import key_of
 from lockstep.launch.launchers import Cluster, agent_id
-from lockstep.launch.plan import RunPlan, as_run, new_plan, resolve_batch
+from lockstep.launch.plan import RunPlan, as_run, resolve_batch
 from lockstep.launch.resume import check_resumable, config_before, folder_of, has_trained
 from lockstep.runs import provenance
-from lockstep.runs.config import Config, differences, flatten
+from lockstep.runs.config import Config, data_name, differences, flatten, model_name
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError, is_full
 from lockstep.runs.files import lock, sha256_of, utc_now, write_atomically
@@ -40,16 +41,15 @@ def run_folder(config: Config, run_id: str | None, environ: Mapping[str, str]) -
     resume = config.get("resume")
     if resume and resume != "auto":
         folder = find_run(Path(config["paths"]["log_dir"]), resume)
-        return folder, not has_trained(folder)
-    folder = folder_of(config, run_id or new_run_id())
-    is_new = not has_trained(folder)
-    if not is_new and not resume:
-        agent = agent_id(environ)  # torchrun's agent may have started its ranks again, or SLURM requeued the job
-        if agent is None or read_record(folder.record).agent != agent:
-            raise UserError(
-                f"The run {folder.run_id} exists already: resume={folder.run_id} continues it, "
-                "another run_id= starts a new one."
-            )
+    else:
+        folder = folder_of(config, run_id or new_run_id())
+    is_new, agent = not has_trained(folder), agent_id(environ)
+    # torchrun's agent may have started its ranks again, or SLURM requeued the job
+    if not (is_new or resume or (agent and read_record(folder.record).agent == agent)):
+        raise UserError(
+            f"The run {folder.run_id} exists already: resume={folder.run_id} continues it, "
+            "another run_id= starts a new one."
+        )
     return folder, is_new
 
 
@@ -84,28 +84,27 @@ def hold_run_lock(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
 def make_plan(
     config: Config, cluster: Cluster, accelerator: str, folder: RunFolder, fresh: bool, environ: Mapping[str, str],
     search: Search | None,
-) -> tuple[RunPlan, dict[str, Any] | None]:  # fmt: skip
-    """Return the plan, and the result of a search for the largest batch, if there was one.
-
-    Args:
-        config: with `choices` and `overrides`.
-    """
+) -> tuple[RunPlan, dict[str, Any]]:  # fmt: skip
+    """Return the plan, and the result of a search for the largest batch, {} if there was none."""
     record = RunRecord() if fresh else read_record(folder.record)
-    limit, found = record.per_device_batch_limit or record.per_device_batch_size, None
-    plan = new_plan(config, cluster, accelerator, folder, resolve_batch(config, cluster, limit))
+    limit = record.per_device_batch_limit or record.per_device_batch_size
+    plan = RunPlan(config, cluster, accelerator, folder, resolve_batch(config, cluster, limit))
     if config["data"].get("global_batch_size") != "max":
-        return plan, None
+        return plan, {}
     before = {} if fresh else config_before(folder) or {}
-    size = (before.get("data") or {}).get("global_batch_size")
+    size, found = (before.get("data") or {}).get("global_batch_size"), {}
     if not isinstance(size, int):
         assert search is not None, "this script cannot look for a batch"
         log.info("Looking for the largest batch …")
         found = search(plan, environ)
         size = int(found["global"])
-    return new_plan(config, cluster, accelerator, folder, resolve_batch(config, cluster, limit, size)), found
+    return replace(plan, batch=resolve_batch(config, cluster, limit, size)), found
 
 
-def begin(plan: RunPlan, fresh: bool, largest_batch: dict[str, Any] | None = None) -> RunPlan:
+def begin(
+    config: Config, cluster: Cluster, accelerator: str, folder: RunFolder, fresh: bool, environ: Mapping[str, str],
+    search: Search | None,
+) -> RunPlan:  # fmt: skip
     """Write config.yaml and the first record of a run; check that a resumed one is the same run.
 
     Returns:
@@ -114,25 +113,23 @@ def begin(plan: RunPlan, fresh: bool, largest_batch: dict[str, Any] | None = Non
     Raises:
         UserError: the run cannot be resumed like this, or there is no ckpt_path.
     """
-    folder, config = plan.folder, plan.config
+    plan, largest_batch = make_plan(config, cluster, accelerator, folder, fresh, environ, search)
     previous = None if fresh else read_record(folder.record)
     if previous:
         check_resumable(folder, as_run(plan), previous)
-    checkpoint = newest_whole(folder.checkpoints) if previous or config.get("resume") == "auto" else None
-    if previous or checkpoint:
-        name = checkpoint.name if checkpoint else "its start: no whole checkpoint"
-        log.info(f"Resuming {folder.run_id} from {name}.")
-    if checkpoint:
-        sidecar = read_sidecar(checkpoint)
-        plan = replace(plan, resume_step=sidecar.step if sidecar else 0, resume_checkpoint=str(checkpoint.resolve()))
-    elif previous or config.get("resume") == "auto":
-        plan = replace(plan, resume_step=0)
-    if (stated := config.get("ckpt_path")) and not checkpoint:
+    if previous or config.get("resume") == "auto":
+        checkpoint = newest_whole(folder.checkpoints)
+        if previous or checkpoint:
+            name = checkpoint.name if checkpoint else "its start: no whole checkpoint"
+            log.info(f"Resuming {folder.run_id} from {name}.")
+        sidecar, path = (read_sidecar(checkpoint), str(checkpoint.resolve())) if checkpoint else (None, None)
+        plan = replace(plan, resume_step=sidecar.step if sidecar else 0, checkpoint=path)
+    if (stated := config.get("ckpt_path")) and not plan.checkpoint:
         from lockstep.storage.fetch import locate_checkpoint
 
         logs = Path(config["paths"]["log_dir"])
-        found = locate_checkpoint(str(stated), logs, config.get("s3"), logs / "cache")
-        plan = replace(plan, initial_weights=str(found.resolve()))
+        weights = locate_checkpoint(str(stated), logs, config.get("s3"), logs / "cache")
+        plan = replace(plan, checkpoint=str(weights.resolve()))
     folder.path.mkdir(parents=True, exist_ok=True)
     record = first_record(plan)
     if previous is None:  # a resume writes it when its ranks are built: one that fails leaves what ran before
@@ -149,18 +146,18 @@ def begin(plan: RunPlan, fresh: bool, largest_batch: dict[str, Any] | None = Non
 
 def _changes_of_recipe(plan: RunPlan) -> list[list[Any]]:
     """Return [option, value in the recipe, value here] for what the command line changes; [] for an evaluation."""
+    overrides, rows = plan.config["overrides"], []
     if plan.config["task_name"] != "train":
         return []
     kept = ("experiment=", "+experiment=", "hydra.searchpath=")
-    recipe, rows = compose("train", [word for word in plan.overrides if word.startswith(kept)]), []
+    recipe = compose("train", [word for word in overrides if word.startswith(kept)])
     try:
         before = flatten(redact({**plain(recipe), "choices": chosen_options(recipe)}))
     except UserError:  # it needs an option, as data.root
         return []
     here = flatten(redact(as_run(plan)))
     found = differences([before, here])
-    for word in plan.overrides:
-        key = word.partition("=")[0].lstrip("+~").partition("@")[0]
+    for key in map(key_of, overrides):
         names = [f"choices.{key}"] if f"choices.{key}" in here else [n for n in found if f"{n}.".startswith(f"{key}.")]
         rows += [[name.removeprefix("choices."), *found.pop(name)] for name in names if name in found]
     return rows
@@ -174,25 +171,26 @@ def write_config(plan: RunPlan) -> None:
 
 def first_record(plan: RunPlan) -> RunRecord:
     """Return the record before anything has happened."""
-    now, folder, cluster, config = utc_now(), plan.folder, plan.cluster, plan.config
+    now, folder, cluster, config, batch = utc_now(), plan.folder, plan.cluster, plan.config, plan.batch
     program = Path(sys.argv[0]).resolve()
     script = str(program.relative_to(REPOSITORY)) if program.is_relative_to(REPOSITORY) else program.name
     hardware, chooser = config.get("hardware") or {}, (config.get("callbacks") or {}).get("checkpoints") or {}
-    named = plan.initial_weights or config["model"].get("weights")
-    starts_from = Path(named) if isinstance(named, str) and not plan.resume_step and Path(named).is_file() else None
+    initial, resumed = (None, plan.checkpoint) if plan.resume_step else (plan.checkpoint, None)
+    named = initial or config["model"].get("weights")
+    starts_from = Path(named) if isinstance(named, str) and not resumed and Path(named).is_file() else None
     return RunRecord(
         run_id=folder.run_id, task_name=config["task_name"], tags=list(config["tags"]), status="running", phase="start",
         started_at=now, updated_at=now, command=f"python {shlex.join([script, *sys.argv[1:]])}",
-        overrides=list(plan.overrides), experiment=config.get("experiment_name") or plan.choices.get("experiment"),
+        overrides=list(config["overrides"]), experiment=config.get("experiment_name") or plan.choices.get("experiment"),
         code=provenance.code_state(REPOSITORY), versions=provenance.versions(),
         hosts=[provenance.host(cluster.node_rank)], launcher=cluster.launcher, agent=agent_id(environment()),
-        model=plan.model_name, data=plan.data_name, trainer=plan.choices["trainer"], world_size=cluster.world_size,
-        num_nodes=cluster.num_nodes, accelerator=plan.accelerator, precision=plan.trainer["precision"],
-        seed=config["seed"], global_batch_size=plan.batch.global_size, per_device_batch_size=plan.batch.per_device,
-        per_device_batch_limit=plan.batch.per_device, accumulate_grad_batches=plan.batch.accumulate,
-        monitor=chooser.get("monitor", "val/acc"), monitor_mode=chooser.get("mode", "max"), epochs=0, steps=0,
+        model=model_name(config), data=data_name(config), trainer=plan.choices["trainer"],
+        world_size=cluster.world_size, num_nodes=cluster.num_nodes, accelerator=plan.accelerator,
+        precision=plan.trainer["precision"], seed=config["seed"], global_batch_size=batch.global_size,
+        per_device_batch_size=batch.per_device, per_device_batch_limit=batch.per_device,
+        accumulate_grad_batches=batch.accumulate, monitor=chooser.get("monitor", "val/acc"),
+        monitor_mode=chooser.get("mode", "max"), epochs=0, steps=0,
         cost={"price_per_hour": hardware.get("price_per_hour_usd")}, summary={"changed": _changes_of_recipe(plan)},
-        initial_weights=None if plan.resume_step else plan.initial_weights,
-        initial_weights_sha256=sha256_of(starts_from) if starts_from else None,
-        resumed_from=plan.checkpoint if plan.resume_step else None,
+        initial_weights=initial, initial_weights_sha256=sha256_of(starts_from) if starts_from else None,
+        resumed_from=resumed,
     )  # fmt: skip

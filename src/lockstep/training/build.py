@@ -18,7 +18,7 @@ from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.config.instantiate import build
 from lockstep.launch.plan import RunPlan, as_run
-from lockstep.runs.config import seconds_of
+from lockstep.runs.config import model_name, seconds_of
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError
 from lockstep.storage.load import Checkpoint
@@ -59,7 +59,7 @@ def build_run(session: RankSession, checkpoint: Checkpoint | None = None) -> tup
         load_weights(module, facts, plan)
         torch.manual_seed(plan.config["seed"] + 7919 * plan.cluster.rank)  # dropout differs between ranks
     else:
-        check_fits(module, checkpoint["state_dict"], str(plan.checkpoint), plan.model_name)
+        check_fits(module, checkpoint["state_dict"], str(plan.checkpoint), model_name(plan.config))
         module.load_state_dict(checkpoint["state_dict"])
     callbacks = build_callbacks(plan, session, recorder, facts, trainable=trainable)
     loggers = build_loggers(plan) if trainable else []

@@ -50,7 +50,7 @@ def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None
     data = prepared_data(config, stated, "fit" if trained_on is None else "test")
     if trained_on:
         data.match_classes(trained_on["class_names"])
-        keys, is_same = {key_of(word) for word in plan.overrides}, data.data_hash == trained_on["data_hash"]
+        keys, is_same = {key_of(word) for word in plan.config["overrides"]}, data.data_hash == trained_on["data_hash"]
         if keys & NEW_DATA and data.test_is_drawn and not is_same and "data.test_fraction" not in keys:
             data.test_on_all()
         elif not keys & NEW_DATA and not is_same and is_rank_zero:

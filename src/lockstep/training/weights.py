@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.callbacks.checkpoint_io import load_on_all_ranks
 from lockstep.launch.plan import RunPlan
-from lockstep.runs.config import Config
+from lockstep.runs.config import Config, model_name
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.storage.load import Checkpoint
@@ -35,11 +35,11 @@ def load_weights(module: pl.LightningModule, facts: DataFacts, plan: RunPlan) ->
     """
     if plan.checkpoint and plan.resume_step:
         checkpoint = load_on_all_ranks(plan.checkpoint)
-        check_fits(module, checkpoint["state_dict"], plan.checkpoint, plan.model_name)
+        check_fits(module, checkpoint["state_dict"], plan.checkpoint, model_name(plan.config))
         if "data_hash" in facts:
             check_data_of_run(checkpoint, facts, plan.folder)
     elif plan.checkpoint:
-        loaded = start_from(module, plan.checkpoint, plan.model_name, plan.config["data"], facts)
+        loaded = start_from(module, plan.checkpoint, model_name(plan.config), plan.config["data"], facts)
         if plan.cluster.is_rank_zero:
             log.info(loaded)
 

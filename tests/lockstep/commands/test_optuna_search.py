@@ -35,14 +35,8 @@ def test_a_search_survives_a_failing_trial_goes_on_and_finds_better(tmp_path):
 
 @pytest.mark.slow
 def test_another_search_has_another_study_and_a_named_one_is_refused(tmp_path):
-    words = [
-        "-m",
-        "hydra/sweeper=optuna",
-        "experiment=quickstart",
-        "trainer.max_epochs=1",
-        "hydra.sweeper.num_trials=1",
-    ]
-    words += ["trainer.limit_train_batches=1", "test=false"]
+    words = ["-m", "hydra/sweeper=optuna", "experiment=quickstart", "trainer.max_epochs=1", "test=false",
+             "hydra.sweeper.num_trials=1", "trainer.limit_train_batches=1"]  # fmt: skip
     searches = (["optimizer.lr=interval(1e-4,1e-1)"], ["optimizer.lr=interval(1e-4,1)"],
                 ["optimizer.lr=interval(1e-4,1)", "hydra.sweeper.direction=minimize"])  # fmt: skip
     for search in searches:
@@ -81,8 +75,5 @@ class Trial:
 )
 def test_values_are_given_as_hydra_reads_them(word, wanted):
     assert suggest(Trial(), OverridesParser.create().parse_override(word)) == wanted
-
-
-def test_a_range_of_fractions_is_refused():
     with pytest.raises(UserError, match="or a range of integers"):
         suggest(Trial(), OverridesParser.create().parse_override("a=range(0.1,0.5,0.1)"))

@@ -21,23 +21,17 @@ def job(words: str) -> list[str]:
     return [sys.executable, "-c", f"import os, pathlib, signal, sys, time\n{words}"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_sweep_that_is_asked_to_stop_lets_its_job_save(tmp_path, number):
+@pytest.mark.parametrize(("number", "times", "code"), [(2, 1, 75), (15, 1, 75), (2, 2, 130)])
+def test_a_stop_lets_the_job_save_and_a_second_ctrl_c_ends_it(tmp_path, number, times, code):
     saved, before = tmp_path / "saved", signal.getsignal(signal.SIGINT)
     words = (
-        f"signal.signal(15, lambda *_: None); os.kill(os.getppid(), {int(number)}); time.sleep(1.5); "
+        f"signal.signal(15, lambda *_: None)\nfor _ in range({times}): os.kill(os.getppid(), {number}); time.sleep(1)\n"
         f"pathlib.Path({str(saved)!r}).touch()"
     )
     with pytest.raises(SystemExit) as end, forward_stop_signals():
         run_child(job(words))
-    assert end.value.code == 75 and saved.exists() and signal.getsignal(signal.SIGINT) == before
-
-
-def test_a_second_ctrl_c_ends_the_job():
-    words = "signal.signal(15, lambda *_: None)\nfor _ in 'ab': os.kill(os.getppid(), 2); time.sleep(1)\ntime.sleep(60)"
-    with pytest.raises(SystemExit) as end, forward_stop_signals():
-        run_child(job(words))
-    assert end.value.code == 130
+    assert end.value.code == code and saved.exists() == (code == 75)
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_a_job_at_its_limit_saves_before_submitit_queues_it_again(tmp_path, monkeypatch):
@@ -62,11 +56,8 @@ def test_a_job_that_slurm_queued_again_goes_on(tmp_path, monkeypatch, restarts, 
     asked = []
     monkeypatch.setattr(sweep, "run_child", lambda command, environ, output: asked.extend([*command, environ]) or 0)
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
-    node = {
-        "sweep": {"dir": str(tmp_path / "night")},
-        "job": {"num": 3},
-        "overrides": {"task": ["seed=1"], "hydra": []},
-    }
+    node: dict = {"sweep": {"dir": str(tmp_path / "night")}, "job": {"num": 3}}
+    node["overrides"] = {"task": ["seed=1"], "hydra": []}
     config, own = OmegaConf.create({"optimized_metric": "val/acc"}), {"CUDA_VISIBLE_DEVICES": "3"}
     sweep.run_job(config, OmegaConf.create(node), "src/train.py", own)
     assert asked.pop() == own and asked[1:3] == ["src/train.py", "seed=1"] and "run_id=night_3" in asked

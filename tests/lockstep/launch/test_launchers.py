@@ -9,7 +9,6 @@ from lockstep.launch.launchers import (
     Cluster,
     agent_id,
     describe,
-    first_host,
     is_first_on_node,
     named_run,
     set_rank_environment,
@@ -74,8 +73,8 @@ def test_every_launcher_says_which_rank_of_how_many_this_process_is(environ, opt
     ("nodes", "host"),
     [("gpu[03-05,9],login", "gpu03"), ("n1,n2", "n1"), ("n7", "n7"), ("a-b[1]", "a-b1"), ("r[2-3]-gpu", "r2-gpu")],
 )
-def test_first_host_of_a_slurm_list(nodes, host):
-    assert first_host(nodes) == host
+def test_the_first_host_of_a_slurm_list_is_the_master(nodes, host):
+    assert ask({**SLURM, "SLURM_STEP_NODELIST": nodes}).master_addr == host
 
 
 @pytest.mark.parametrize(
@@ -103,41 +102,30 @@ def test_contradictions_end_in_one_sentence(environ, options, said):
 
 
 def test_run_id_from_outside():
-    assert named_run({}, {}) is None and named_run({"run_id": "r"}, SLURM) == "r"
-    assert named_run({}, TORCHRUN) is None
+    assert named_run({}, {}) is named_run({}, TORCHRUN) is named_run({}, {"SLURM_JOB_ID": "7"}) is None
+    assert named_run({"run_id": "r"}, SLURM) == "r" and named_run({}, {**SLURM, "RUN_ID": "mine"}) == "mine"
     assert named_run({}, {**TORCHRUN, "TORCHELASTIC_RUN_ID": "night/3"}) == "night-3"
-    assert named_run({}, SLURM) == "slurm-7-0"
-    assert named_run({}, {"SLURM_JOB_ID": "7"}) is None
-    assert named_run({}, {**SLURM, "RUN_ID": "mine"}) == "mine"
+    assert named_run({}, SLURM) == "slurm-7-0" == named_run({}, {**TORCHRUN, **SLURM})
+    assert named_run({}, {**TORCHRUN, **SLURM, "TORCHELASTIC_RUN_ID": "mine"}) == "mine"
 
 
 def test_who_would_start_this_process_again():
-    assert agent_id({}) is None
-    assert agent_id(SLURM) == "slurm-7-0"
+    assert agent_id({}) is None and agent_id(SLURM) == "slurm-7-0"
     mine = agent_id(TORCHRUN)
     assert mine.endswith(f"_torchrun-{os.getppid()}")
     assert mine == agent_id({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}) == checked_run_id(mine)
 
 
 def test_neighbouring_jobs_and_steps_of_one_have_ports_of_their_own():
-    taken = set()
-    for job, step in ((100, 0), (101, 0), (102, 0), (100, 1), (100, 2)):
-        environment = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
-                       "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}  # fmt: skip
-        port = describe(environment, RequestedDevices(machine=2)).master_port
-        assert port not in taken and 1024 < port < 32768
-        taken.add(port)
+    steps = [("100", "0"), ("101", "0"), ("102", "0"), ("100", "1"), ("100", "2")]
+    ports = {ask({**SLURM, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}).master_port for job, step in steps}
+    assert len(ports) == 5 and all(1024 < port < 32768 for port in ports)
 
 
 def test_one_rank_of_each_node_prepares_what_the_others_read():
     assert is_first_on_node({}) and is_first_on_node({**TORCHRUN, "LOCAL_RANK": "0"})
     assert is_first_on_node({**SLURM, "SLURM_LOCALID": "0"}) and not is_first_on_node(SLURM)
     assert not is_first_on_node(TORCHRUN) and not is_first_on_node(MPI)
-
-
-def test_torchrun_inside_an_srun_step_goes_by_slurms_job_where_it_has_no_id_of_its_own():
-    assert named_run({}, {**TORCHRUN, **SLURM}) == "slurm-7-0"
-    assert named_run({}, {**TORCHRUN, **SLURM, "TORCHELASTIC_RUN_ID": "mine"}) == "mine"
 
 
 def test_gloo_takes_the_interface_towards_the_master_unless_the_user_chose(monkeypatch):

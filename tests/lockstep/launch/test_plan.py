@@ -1,6 +1,8 @@
-"""The plan of a run, its lock, and a run that has finished, which is left alone by whoever starts it again."""
+"""The plan of a run, what is refused before torch is imported, and the run's lock."""
 
 import multiprocessing
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +11,18 @@ import pytest
 import yaml
 
 from lockstep.config.compose import chosen_options, compose, plain
-from lockstep.launch.plan import RunPlan, as_run, headlines, resolve_cluster, scaled_learning_rates
+from lockstep.launch.launchers import Cluster
+from lockstep.launch.plan import RunPlan, as_run, check, headlines, resolve_cluster
 from lockstep.launch.start import hold_run_lock, make_plan
 from lockstep.runs.batch import Batch
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
+from lockstep.runs.provenance import REPOSITORY
 from lockstep.runs.record import RunRecord, write_record
 
 WORDS = ["experiment=quickstart", "trainer=ddp_sim"]
+SCALED = ["optimizer.lr=0.1", "optimizer.scale_lr_with_batch=true", "optimizer.base_batch_size=16"]
+ALONE = Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
 
 
 def config_of(*words):
@@ -31,41 +37,98 @@ def plan_of(folder, *words, search=None) -> RunPlan:
     return make_plan(config, cluster, accelerator, run, not run.record.exists(), {}, search)[0]
 
 
+def refused(*words, accelerator="cpu", **changed):
+    """What the early checks say of these overrides; None where they pass."""
+    try:
+        check({**config_of(*words), **changed}, ALONE, accelerator, {})
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_a_root_that_is_not_there_is_refused_unless_a_class_of_ones_own_may_make_it(tmp_path):
+    for data in ("cifar10", "csv", "webdataset"):
+        said = refused(f"data={data}", f"data.root={tmp_path / 'nowhere'}")
+        assert said.startswith(f"data.root={tmp_path}/nowhere does not exist: give a folder or file")
+        for root in ([f"data.root={tmp_path}"], [], ["data.root=s3://bucket/nowhere"]):
+            assert refused(f"data={data}", *root) is None
+    digits = config_of("data=digits")["data"]
+    assert refused("data=digits", data={**digits, "root": "nowhere"}) is None
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "said"),
+    [
+        ("train", ["data=image_folder", "data.root=nowhere", "trainer=cpu"], "data.root=nowhere does not exist"),
+        ("eval", ["ckpt_path=c11"], "No run 'c11'"),
+    ],
+)
+def test_these_are_refused_without_torch(script, words, said, tmp_path):
+    code = f"""
+import sys
+sys.modules["torch"] = None  # an import of it fails
+sys.argv = ["src/{script}.py"]
+import {script}
+sys.exit({script}.main({[*words, f"paths.log_dir={tmp_path}"]}))
+"""
+    path = {"PYTHONPATH": str(REPOSITORY / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=path, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+def test_a_temporary_folder_that_is_too_long_and_a_length_that_cannot_be_are_refused(monkeypatch):
+    for epochs in (-1, 0):
+        assert refused("trainer=cpu", f"trainer.max_epochs={epochs}").startswith(f"trainer.max_epochs={epochs}: give a")
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 100)
+    assert "too long for the sockets" in refused("trainer=cpu")
+
+
+def test_a_training_of_days_on_a_cpu_is_refused_unless_somebody_chose():
+    for words in ([], ["seed=3"], ["trainer.max_epochs=1"], ["ckpt_path=r"]):
+        said = refused(*words)
+        assert "vit_base_patch32_224 on cifar10 at 224 pixels" in said and "make train (experiment=quickstart)" in said
+        assert refused(*words, accelerator="gpu") is None
+    for word in ("trainer=cpu", "trainer=ddp_sim", "experiment=vit_ddp", "model=small_cnn", "data=digits",
+                 "debug=fast_dev_run", "resume=r", "trainer.max_steps=2", "trainer.accelerator=cpu"):  # fmt: skip
+        assert refused(word) is None
+
+
 def test_the_config_as_run_has_the_decided_values(tmp_path):
-    plan = plan_of(
-        tmp_path, "optimizer.scale_lr_with_batch=true", "optimizer.base_batch_size=16", "trainer.max_steps=2"
-    )
+    plan = plan_of(tmp_path, *SCALED[1:], "trainer.max_steps=2")
     own, stated = as_run(plan), plan.config
     assert own["trainer"] == {**stated["trainer"], "accelerator": "cpu", "devices": 2, "num_nodes": 1}
     assert own["data"]["global_batch_size"] == 64 and own["optimizer"]["lr"] == stated["optimizer"]["lr"] * 4
-    assert own["choices"]["trainer"] == "ddp_sim" and own["overrides"] == list(plan.overrides)
     assert yaml.safe_load(yaml.safe_dump(own)) == own
-    unchanged = {key: own[key] for key in own.keys() - {"trainer", "data", "optimizer", "choices", "overrides"}}
+    unchanged = {key: own[key] for key in own.keys() - {"trainer", "data", "optimizer"}}
     assert unchanged == {key: stated[key] for key in unchanged}
 
 
-def test_learning_rates_are_scaled_by_the_batch():
+def test_learning_rates_are_scaled_by_the_batch(tmp_path):
     optimizer = {"scale_lr_with_batch": True, "base_batch_size": 256, "lr": 0.1, "muon_lr": 0.02, "momentum": 0.9}
-    batch = Batch.cut(512, 2, 1)
-    assert scaled_learning_rates(optimizer, batch) == {"lr": 0.2, "muon_lr": 0.04}
-    assert scaled_learning_rates({**optimizer, "scale_lr_with_batch": False}, batch) == {}
+
+    def rates(**changed):
+        config = {"task_name": "train", "optimizer": {**optimizer, **changed}}
+        return RunPlan(config, ALONE, "cpu", RunFolder(tmp_path), Batch.cut(512, 2, 1)).learning_rates
+
+    assert rates() == {"lr": 0.2, "muon_lr": 0.04} and rates(scale_lr_with_batch=False) == {}
     with pytest.raises(UserError, match="base_batch_size=0: give a whole number"):
-        scaled_learning_rates({**optimizer, "base_batch_size": 0}, batch)
+        rates(base_batch_size=0)
 
 
 def test_the_lines_that_a_run_says_of_its_plan(tmp_path):
-    plan = plan_of(
-        tmp_path / "r", "optimizer.lr=0.1", "optimizer.scale_lr_with_batch=true", "optimizer.base_batch_size=16"
-    )
+    plan = plan_of(tmp_path / "r", *SCALED)
     scaled = "optimizer: lr 0.1 → 0.4 (global batch 64 / base_batch_size 16)"
     assert headlines(plan) == ["run r · small_cnn · digits · ddp_sim · global batch 64 = 32 × 2 × 1", scaled]
-    default = replace(plan, choices={**plan.choices, "trainer": "default"})
+    default = replace(plan, config={**plan.config, "choices": {**plan.choices, "trainer": "default"}})
     assert headlines(default)[0] == "run r · small_cnn · digits · default (cpu) · global batch 64 = 32 × 2 × 1"
     evaluation = replace(plan, config={**plan.config, "task_name": "eval"})
     batch = plan.config["data"]["eval_batch_size"]
     assert headlines(evaluation) == [f"run r · small_cnn · digits · ddp_sim · batches of {batch}"]
-    for word, said in (("callbacks=none", "WITHOUT CHECKPOINTS"), ("data.val_fraction=0", "no validation: ")):
-        assert f" · {said}" in headlines(plan_of(tmp_path / "r", word))[0]
+    none = "no validation: the last checkpoint counts as the best"
+    for words, said in ((["callbacks=none"], "WITHOUT CHECKPOINTS"), (["data.val_fraction=0"], none),
+                        (["data.num_val=0"], none), (["trainer.limit_val_batches=0"], none)):  # fmt: skip
+        assert headlines(plan_of(tmp_path / "r", *words))[0].endswith(f" · {said}")
+    assert "no validation" not in headlines(plan_of(tmp_path / "r", "data.val_fraction=0", "data.num_val=5"))[0]
 
 
 def test_the_largest_batch_takes_the_place_of_max(tmp_path):
@@ -84,7 +147,7 @@ def test_the_largest_batch_takes_the_place_of_max(tmp_path):
     folder.config.write_text(yaml.safe_dump(as_run(plan)))
     folder.record.write_text("{}")
     again, found = make_plan(config, cluster, accelerator, folder, False, {}, search)
-    assert again.batch == plan.batch and found is None and len(asked) == 1, "a run that goes on keeps its size"
+    assert again.batch == plan.batch and not found and len(asked) == 1, "a run that goes on keeps its size"
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
@@ -93,11 +156,6 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
              "SLURM_NODEID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "a"}  # fmt: skip
     with pytest.raises(UserError, match="4 ranks on this node see 1 GPU: "):
         resolve_cluster(config_of("trainer=ddp"), "ddp", slurm)
-
-
-def leave_record(folder, **fields):
-    write_record(RunFolder(folder).record, RunRecord(**fields))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -109,17 +167,13 @@ def leave_record(folder, **fields):
         ({"per_device_batch_size": 16, "per_device_batch_limit": 16}, ["trainer.devices=8"], Batch(64, 8, 1)),
         ({"per_device_batch_size": 16}, ["trainer.devices=1", "trainer.accumulate_grad_batches=1"], Batch(64, 64, 1)),
         ({}, ["trainer.devices=1"], Batch(64, 64, 1)),  # of a record that says nothing
+        ({"per_device_batch_size": 24}, ["trainer.devices=1", "data.global_batch_size=max"], Batch(96, 24, 4)),
     ],
 )
 def test_a_run_that_goes_on_keeps_what_its_devices_take_and_what_is_stated_now_holds(tmp_path, fields, words, wanted):
-    assert plan_of(leave_record(tmp_path, **fields), "resume=auto", "run_id=r", *words).batch == wanted
-
-
-def test_the_largest_batch_that_a_run_was_started_with_is_cut_for_the_ranks_of_now(tmp_path):
-    leave_record(tmp_path, per_device_batch_size=24)
+    write_record(RunFolder(tmp_path).record, RunRecord(**fields))
     (tmp_path / "config.yaml").write_text("data: {global_batch_size: 96}\nmodel: {}\ntrainer: {}\n")
-    plan = plan_of(tmp_path, "data.global_batch_size=max", "trainer.devices=1", "resume=auto", "run_id=r", search=print)
-    assert plan.batch == Batch(96, 24, 4)
+    assert plan_of(tmp_path, "resume=auto", "run_id=r", *words).batch == wanted
 
 
 def hold(path, held) -> None:

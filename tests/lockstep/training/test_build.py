@@ -108,11 +108,11 @@ def test_without_a_compiler_it_is_one_sentence(tmp_path):
 def test_compile_is_refused_where_one_process_has_several_devices(tmp_path):
     words = ["data=digits", "trainer.compile=true", "trainer=model_parallel", "trainer.stage_devices=[cpu,cpu]"]
     cfg = compose("train", [*words, f"paths.log_dir={tmp_path}"])
-    config, choices = plain(cfg), chosen_options(cfg)
-    cluster, accelerator = resolve_cluster(config, choices["trainer"], {})
+    config = {**plain(cfg), "choices": chosen_options(cfg), "overrides": words}
+    cluster, accelerator = resolve_cluster(config, "model_parallel", {})
     batch = resolve_batch(config, cluster)
     with pytest.raises(UserError, match="trainer.compile=true needs one device a process"):
-        build_strategy(RunPlan(config, choices, tuple(words), cluster, accelerator, RunFolder(tmp_path), batch))
+        build_strategy(RunPlan(config, cluster, accelerator, RunFolder(tmp_path), batch))
 
 
 def test_tensorboard_and_the_table_show_each_step_once_over_all_restarts(tmp_path):
@@ -120,9 +120,7 @@ def test_tensorboard_and_the_table_show_each_step_once_over_all_restarts(tmp_pat
     folder.path.mkdir()
     for resume_step, steps, value in ((None, range(1, 7), 0.0), (4, range(5, 9), 100.0)):
         cluster = Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
-        for logger in build_loggers(
-            RunPlan(config, {}, (), cluster, "cpu", folder, Batch(8, 8, 1), resume_step=resume_step)
-        ):
+        for logger in build_loggers(RunPlan(config, cluster, "cpu", folder, Batch(8, 8, 1), resume_step=resume_step)):
             for step in steps:
                 logger.log_metrics({"train/loss": value + step}, step)
             logger.finalize("success")
