@@ -21,7 +21,8 @@ test: install-dev  ## the tests of every folder, in some minutes; needs no netwo
 SIDE_BY_SIDE := -n 3 --dist worksteal
 
 test-contract: install-dev  ## what users rely on, through the command line: CONTRIBUTING.md has the list
-	$(PY) -m pytest -m contract
+	$(PY) -m pytest -m contract $(SIDE_BY_SIDE) tests $(addprefix --ignore=,$(ALONE))
+	$(PY) -m pytest -m contract $(ALONE)
 
 test-all: test-beside test-alone  ## the slow tests: SLURM, two hosts, real S3 servers, killed runs, every recipe
 

@@ -56,22 +56,17 @@ def test_skypilot_tells_each_node_its_rank(tmp_path, rank):
     assert SKY["resources"]["job_recovery"]["recover_on_exit_codes"] == [EXIT_INTERRUPTED]
 
 
-SCRIPT = ROOT / "launch" / "vit_exercise.sh"
-RECORDER = """#!/bin/bash
-echo "$NODE_RANK" "$@" >>{log}
-case "$*" in *"{fails}"*) exit 75 ;; esac
-"""
+SCRIPT = LAUNCH / "vit_exercise.sh"
 
 
 @pytest.fixture
 def exercise(tmp_path):
     """Run the script with a python that only records its arguments; return its exit code and the commands."""
-    log = tmp_path / "commands"
+    log, python = tmp_path / "commands", tmp_path / "python"
 
     def run(*overrides, fails="nothing", **variables):
         log.write_text("")
-        python = tmp_path / "python"
-        python.write_text(RECORDER.format(log=log, fails=fails))
+        python.write_text(f'#!/bin/bash\necho "$NODE_RANK" "$@" >>{log}\ncase "$*" in *"{fails}"*) exit 75 ;; esac\n')
         python.chmod(0o755)
         environment = {"PATH": os.environ["PATH"], "PYTHON": str(python), "S3": "s3://bucket/prefix/", **variables}
         code = subprocess.run([SCRIPT, *overrides], env=environment).returncode
@@ -82,28 +77,22 @@ def exercise(tmp_path):
 
 def test_one_machine_trains_both_tests_both_from_the_bucket_and_compares(exercise):
     code, commands = exercise("data.root=/images")
-    assert code == 0
     scripts = ["src/train.py", "src/train.py", "src/eval.py", "src/eval.py", "src/logbook.py"]
-    assert [command[0] for command in commands] == scripts
-    assert commands[2][1:] == [
-        "ckpt_path=s3://bucket/prefix/assignment-ddp", "s3.uri=s3://bucket/prefix", "data.root=/images",
-    ]  # fmt: skip
-    assert commands[4][1:4] == ["compare", "assignment-ddp", "assignment-fsdp"]
+    assert code == 0 and [command[0] for command in commands] == scripts
+    where = ["ckpt_path=s3://bucket/prefix/assignment-ddp", "s3.uri=s3://bucket/prefix", "data.root=/images"]
+    assert commands[2][1:] == where and commands[4][1:4] == ["compare", "assignment-ddp", "assignment-fsdp"]
     config = plain(compose("train", commands[0][1:]))
     assert config["trainer"]["max_epochs"] == 26 and config["data"]["global_batch_size"] == "max"
     assert (config["data"]["name"], config["model"]["pretrained"], config["logbook"]) == ("cifar10", True, "keep")
 
 
-def test_node_one_only_trains_and_its_overrides_win(exercise):
+def test_node_one_only_trains_its_overrides_win_and_an_interrupted_run_stops_the_script(exercise):
     nodes = {"NODES": "2", "NODE": "1", "MASTER": "host"}
     code, commands = exercise("trainer.max_epochs=5", "data.global_batch_size=64", **nodes)
     assert code == 0 and [command[:2] for command in commands] == [["1", "src/train.py"]] * 2
     config = plain(compose("train", commands[1][2:]))
     assert config["trainer"]["num_nodes"] == 2 and config["run_id"] == "assignment-fsdp"
     assert config["trainer"]["max_epochs"] == 5 and config["data"]["global_batch_size"] == 64
-
-
-def test_an_interrupted_run_stops_the_script_with_its_exit_code(exercise):
     code, commands = exercise(fails="trainer=fsdp")
     assert code == 75 and len(commands) == 2
     assert exercise(S3="bucket")[0] == 2 and exercise(NODES="2")[0] == 1

@@ -1,6 +1,5 @@
 """make install against a local index: a package whose hash is not the pinned one is refused, with uv and with pip."""
 
-import base64
 import hashlib
 import http.server
 import os
@@ -16,26 +15,21 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-NAME, FILES = "tinything", {"tinything.py": "x = 1\n"}
+NAME = "tinything"
 
 
-def write_wheel(folder, content):
+def write_wheel(folder):
     """A pure wheel of version 1.0; returns its sha256."""
     info = f"{NAME}-1.0.dist-info"
     files = {
-        **content,
+        f"{NAME}.py": "x = 1\n",
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 1.0\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: lockstep\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    digests = {
-        n: base64.urlsafe_b64encode(hashlib.sha256(t.encode()).digest()).decode().rstrip("=") for n, t in files.items()
-    }
-    files[f"{info}/RECORD"] = (
-        "".join(f"{n},sha256={d},{len(files[n])}\n" for n, d in digests.items()) + f"{info}/RECORD,,\n"
-    )
+    lines = [f"{name},," for name in (*files, f"{info}/RECORD")]
     path = folder / f"{NAME}-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
-        for name, text in files.items():
+        for name, text in {**files, f"{info}/RECORD": "\n".join(lines)}.items():
             archive.writestr(name, text)
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -50,7 +44,7 @@ def index(tmp_path):
     """(address of a package index on loopback, sha256 of its one package)."""
     folder = tmp_path / "index" / "simple" / NAME
     folder.mkdir(parents=True)
-    sha256 = write_wheel(folder, FILES)
+    sha256 = write_wheel(folder)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "index")))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/simple/", sha256

@@ -18,8 +18,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOOLS = ("ip", "unshare", "nsenter", "mount", "ssh", "ssh-keygen")
-SSHD = "/usr/sbin/sshd"
-INTERFACE = "eth0"  # of the same name on both, as on two instances of one kind
+SSHD, INTERFACE = "/usr/sbin/sshd", "eth0"
 
 
 def missing() -> str | None:
@@ -40,9 +39,7 @@ class Host:
     """One host: a process that only holds its network and mount namespaces, and what is started inside."""
 
     def __init__(self, name: str, address: str, home: Path, hidden: Path) -> None:
-        self.name, self.address, self.home = name, address, home
-        self.project = home / f"project-{name}"
-        self.logs = home / "logs"
+        self.name, self.address, self.home, self.project = name, address, home, home / f"project-{name}"
         self.holder = subprocess.Popen(
             ["unshare", "-m", "-n", "-u", "--propagation", "private", "sh", "-c",
              f"hostname {name}; ip link set lo up; mount -t tmpfs none {hidden}; echo ready; exec sleep 100000"],
@@ -59,16 +56,15 @@ class Host:
 
     def copy_project(self) -> None:
         """As a clone would be: src, configs, requirements.txt; the virtual environment is shared."""
-        self.project.mkdir(parents=True)
         for name in ("src", "configs"):
             shutil.copytree(REPOSITORY / name, self.project / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(REPOSITORY / "requirements.txt", self.project)
         (self.project / ".venv").symlink_to(Path(sys.prefix))
 
-    def start(self, command: list[str], output: str = "output.txt", **environment: str) -> subprocess.Popen:
-        """A command in the project's folder; its output goes to home/<output>."""
+    def start(self, command: list[str], **environment: str) -> subprocess.Popen:
+        """A command in the project's folder; its output goes to home/output.txt."""
         kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LANG", "TMPDIR")}
-        with (self.home / output).open("ab") as file:
+        with (self.home / "output.txt").open("ab") as file:
             process = subprocess.Popen(
                 self.inside("sh", "-c", 'cd "$0" && exec "$@"', str(self.project), *command),
                 env={**kept, **environment}, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
@@ -77,14 +73,13 @@ class Host:
         self.processes.append(process)
         return process
 
-    def output(self, name: str = "output.txt") -> str:
-        path = self.home / name
+    def output(self) -> str:
+        path = self.home / "output.txt"
         return path.read_text() if path.exists() else ""
 
     def pids(self) -> list[int]:
         """Everything that lives on this host, except the holder and sshd."""
-        found = []
-        own = os.readlink(f"/proc/{self.holder.pid}/ns/net")
+        found, own = [], os.readlink(f"/proc/{self.holder.pid}/ns/net")
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != self.holder.pid:
                 with contextlib.suppress(OSError):
@@ -108,10 +103,10 @@ class Host:
             time.sleep(0.1)
         return not self.pids()
 
-    def serve_ssh(self, keys: Path, port: int = 2222) -> None:
+    def serve_ssh(self, keys: Path) -> None:
         config = self.home / "sshd_config"
         config.write_text(
-            f"Port {port}\nListenAddress {self.address}\nHostKey {keys}/host\nAuthorizedKeysFile {keys}/user.pub\n"
+            f"Port 2222\nListenAddress {self.address}\nHostKey {keys}/host\nAuthorizedKeysFile {keys}/user.pub\n"
             f"PidFile {self.home}/sshd.pid\nStrictModes no\nPermitRootLogin yes\nUsePAM no\nPasswordAuthentication no\n"
         )
         self.run("mkdir", "-p", "/run/sshd")
@@ -127,19 +122,10 @@ class Host:
         self.holder.stdout.close()
 
 
-def make_keys(folder: Path) -> Path:
+def make_keys(folder: Path) -> None:
     folder.mkdir()
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
-    return folder
-
-
-def join_by_cable(one: Host, two: Host) -> None:
-    subprocess.run(["ip", "link", "add", "lsveth0", "type", "veth", "peer", "name", "lsveth1"], check=True)
-    for host, end in ((one, "lsveth0"), (two, "lsveth1")):
-        subprocess.run(["ip", "link", "set", end, "netns", str(host.holder.pid), "name", INTERFACE], check=True)
-        host.run("ip", "addr", "add", f"{host.address}/24", "dev", INTERFACE)
-        host.run("ip", "link", "set", INTERFACE, "up")
 
 
 @contextlib.contextmanager
@@ -147,19 +133,22 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     homes = [folder / "host0-home", folder / "host1-home"]
     for home in homes:
         home.mkdir(parents=True)
-    hosts = [Host(f"host{index}", f"10.77.0.{index + 1}", homes[index], hidden=homes[1 - index]) for index in (0, 1)]
+    one, two = (Host(f"host{i}", f"10.77.0.{i + 1}", homes[i], hidden=homes[1 - i]) for i in (0, 1))
     try:
-        join_by_cable(*hosts)
-        for host in hosts:
+        subprocess.run(["ip", "link", "add", "lsveth0", "type", "veth", "peer", "name", "lsveth1"], check=True)
+        for host, end in ((one, "lsveth0"), (two, "lsveth1")):
+            subprocess.run(["ip", "link", "set", end, "netns", str(host.holder.pid), "name", INTERFACE], check=True)
+            host.run("ip", "addr", "add", f"{host.address}/24", "dev", INTERFACE)
+            host.run("ip", "link", "set", INTERFACE, "up")
             host.copy_project()
-        yield hosts[0], hosts[1]
+        yield one, two
     finally:
-        for host in hosts:
+        for host in (one, two):
             host.end()
 
 
-def wait_until(condition, seconds: float, what: str = "", every_s: float = 0.1) -> None:
+def wait_until(condition, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(every_s)
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.1)

@@ -26,11 +26,7 @@ def local_cluster(rank: int, world_size: int, port: int, num_nodes: int = 1) -> 
 
 
 def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    *arguments: Any,
-    num_nodes: int = 1,
-    timeout_s: float = 300.0,
+    function: Callable[..., Any], world_size: int, *arguments: Any, num_nodes: int = 1, timeout_s: float = 300.0
 ) -> list[Any]:
     """`function(cluster, *arguments)` once in each rank; the results in rank order.
 
@@ -49,36 +45,29 @@ def run_ranks(
         process.start()
         there.close()
         ranks[here] = (rank, process)
+    results: dict[int, Any] = {}
     try:
-        return _collect(ranks, timeout_s)
+        while len(results) < world_size:
+            waiting = {connection: rank for connection, (rank, _) in ranks.items() if rank not in results}
+            ready: list[Any] = wait(waiting, timeout_s)
+            if not ready:
+                raise RuntimeError(f"ranks {sorted(waiting.values())} said nothing for {timeout_s:.0f} s")
+            for connection in ready:
+                rank, process = ranks[connection]
+                try:
+                    succeeded, results[rank] = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    process.join(2)
+                    raise RuntimeError(f"rank {rank} of {world_size} died (exit code {process.exitcode})") from None
+                if not succeeded:
+                    raise RuntimeError(f"rank {rank} of {world_size} failed:\n{results[rank]}")
+        return [results[rank] for rank in range(world_size)]
     finally:
         for _, process in ranks.values():
             process.join(2)
             if process.is_alive():
                 process.kill()
                 process.join()
-
-
-def _collect(ranks: dict[Connection, tuple[int, Any]], timeout_s: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    waiting = set(ranks)
-    while waiting:
-        ready: list[Any] = wait(waiting, timeout_s)
-        if not ready:
-            missing = sorted(ranks[connection][0] for connection in waiting)
-            raise RuntimeError(f"ranks {missing} of {len(ranks)} said nothing for {timeout_s:.0f} s")
-        for connection in ready:
-            rank, process = ranks[connection]
-            try:
-                succeeded, value = pickle.loads(connection.recv_bytes())
-            except EOFError:
-                process.join(2)
-                raise RuntimeError(f"rank {rank} of {len(ranks)} died (exit code {process.exitcode})") from None
-            if not succeeded:
-                raise RuntimeError(f"rank {rank} of {len(ranks)} failed:\n{value}")
-            results[rank] = value
-            waiting.discard(connection)
-    return [results[rank] for rank in sorted(results)]
 
 
 def _rank(connection: Connection, paths: list[str], function: Any, place: Cluster, arguments: Any) -> None:

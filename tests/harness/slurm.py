@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.runs.environment import die_with_parent
+from ranks import free_port
 
 TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
 PLUGINS = Path(f"/usr/lib/{os.uname().machine}-linux-gnu/slurm-wlm")
@@ -64,15 +65,7 @@ def missing() -> str | None:
 
 
 needs_slurm = pytest.mark.skipif(missing() is not None, reason=str(missing()))
-
-
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [probe.getsockname()[1] for probe in probes]
 
 
 class Slurm:
@@ -80,7 +73,6 @@ class Slurm:
 
     def __init__(self, folder: Path, master_port: int) -> None:
         self.folder, self.submit_from = folder, folder / "project"
-        self.daemons: list[subprocess.Popen] = []  # munged, slurmctld, slurmd of n1, slurmd of n2
         # Both nodes share one address, and the host's name may resolve to nothing.
         self.environment = {
             **{k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LANG", "TMPDIR")},
@@ -158,7 +150,7 @@ def cluster(folder: Path) -> Iterator[Slurm]:
     key = folder / "munge/munge.key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
-    port, port1, port2, master_port = _free_ports(4)
+    port, port1, port2, master_port = (free_port() for _ in range(4))
     host = socket.gethostname().split(".")[0]
     text = CONF.format(folder=folder, port=port, port1=port1, port2=port2, host=host, plugins=PLUGINS)
     (folder / "slurm.conf").write_text(text)
@@ -170,20 +162,14 @@ def cluster(folder: Path) -> Iterator[Slurm]:
          f"--log-file={munge}/munged.log", f"--seed-file={munge}/munged.seed", "--force"],
         ["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"],
     ]  # fmt: skip
-    daemons = slurm.daemons
+    daemons: list[subprocess.Popen] = []
     try:
         for command in commands:
             with (folder / "log/daemons.txt").open("a") as log:
-                daemons.append(
-                    subprocess.Popen(
-                        command,
-                        env=slurm.environment,
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,
-                        preexec_fn=partial(die_with_parent, os.getpid()),  # a killed pytest leaves none behind
-                    )  # fmt: skip
-                )
+                daemons.append(subprocess.Popen(
+                    command, env=slurm.environment, stdout=log, stderr=log, start_new_session=True,
+                    preexec_fn=partial(die_with_parent, os.getpid()),  # a killed pytest leaves none behind
+                ))  # fmt: skip
             time.sleep(0.3)
         deadline = time.monotonic() + 30
         while slurm.run("sinfo", "-h", "-N", "-o", "%T", check=False).split() != ["idle", "idle"]:
