@@ -124,12 +124,9 @@ def random_batches(batch: int) -> list[Any]:
     """Return four batches of noise in GPU memory: images of shape [batch, 3, SIZE, SIZE] and labels."""
     import torch
 
-    made = torch.Generator("cuda").manual_seed(0)
-    shape = (batch, 3, SIZE, SIZE)
-    return [
-        (torch.randn(shape, device="cuda", generator=made), torch.randint(CLASSES, (batch,), device="cuda"))
-        for _ in range(4)
-    ]
+    made, shape = torch.Generator("cuda").manual_seed(0), (batch, 3, SIZE, SIZE)
+    images = [torch.randn(shape, device="cuda", generator=made) for _ in range(4)]
+    return [(each, torch.randint(CLASSES, (batch,), device="cuda")) for each in images]
 
 
 def bare_loop(batch: int) -> tuple[float, float]:
@@ -223,9 +220,8 @@ def machine(out: Path) -> dict[str, Any]:
     import torch
 
     fields = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,utilization.gpu,memory.used"
-    asked = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"], capture_output=True, text=True
-    )
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    asked = subprocess.run(command, capture_output=True, text=True)
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda}
     return {
         "nvidia_smi": asked.stdout.strip(), "device": torch.cuda.get_device_name(), "cores": os.cpu_count(),
@@ -252,10 +248,8 @@ def ceilings(out: Path) -> dict[str, Any]:
     copy = per_step(lambda: target.copy_(source), 10)
     host = torch.empty(BATCH * 3 * SIZE * SIZE, dtype=torch.uint8).pin_memory()
     device = host.cuda()
-    to_device, to_host = (
-        per_step(lambda: device.copy_(host, non_blocking=True), 10),
-        per_step(lambda: host.copy_(device, non_blocking=True), 10),
-    )
+    to_device = per_step(lambda: device.copy_(host, non_blocking=True), 10)
+    to_host = per_step(lambda: host.copy_(device, non_blocking=True), 10)
     one = torch.zeros(1, device="cuda")
     return {
         "copy_tb_per_s": round(2 * size / copy / 1e12, 2), "bf16_tflops": round(flop / burst / 1e12, 1),
@@ -270,10 +264,9 @@ def losses(out: Path) -> dict[str, Any]:
     """Losses of 20 steps of a small ViT on the GPU against the same steps on the CPU in fp32."""
     import torch
 
-    words = (
-        "model=vit_tiny_32 model.depth=2 data=synthetic data.num_images=640 data.num_test_images=40 data.image_size=32"
-    )
-    words += f" data.global_batch_size=32 trainer.max_steps=20 {QUIET} {NO_CHECKPOINTS} trainer.log_every_n_steps=1"
+    words = "model=vit_tiny_32 model.depth=2 data=synthetic data.num_images=640 data.num_test_images=40 "
+    words += f"data.image_size=32 data.global_batch_size=32 trainer.max_steps=20 {QUIET} {NO_CHECKPOINTS} "
+    words += "trainer.log_every_n_steps=1"
     found = {}
     exact = "trainer.precision=32-true trainer.matmul_precision=highest"
     for name, own in {
@@ -290,10 +283,7 @@ def losses(out: Path) -> dict[str, Any]:
         values = [row.split(",")[column] for row in rows[1:]]
         found[name] = torch.tensor([float(value) for value in values if value])
     far = {name: ((found[name] - found["cpu"]).abs() / found["cpu"]).max().item() for name in ("fp32", "bf16")}
-    return {
-        "steps": len(found["cpu"]),
-        **{f"{name}_largest_difference": round(value, 7) for name, value in far.items()},
-    }
+    return {"steps": len(found["cpu"])} | {f"{name}_largest_difference": round(far[name], 7) for name in far}
 
 
 def step(out: Path) -> dict[str, Any]:
@@ -358,11 +348,8 @@ def strategies(out: Path) -> dict[str, Any]:
 
 def compiled(out: Path) -> dict[str, Any]:
     """torch.compile against eager, in bf16-mixed and with weights in bf16."""
-    words = {
-        "eager": "",
-        "compiled": "trainer.compile=true",
-        "bf16": "trainer.compile=true trainer.precision=bf16-true",
-    }
+    compile = "trainer.compile=true"
+    words = {"eager": "", "compiled": compile, "bf16": f"{compile} trainer.precision=bf16-true"}
     whole: dict[str, float] = {}
     for name in ("compiled", "eager"):  # the first run compiles
         began = time.perf_counter()
@@ -416,10 +403,8 @@ def checkpoints(out: Path) -> dict[str, Any]:
     copy = per_step(state.cpu, 2)
     kinds = ("callbacks.checkpoints.asynchronous=false", "callbacks.checkpoints.asynchronous=true", NO_CHECKPOINTS)
     synchronous, asynchronous, without = in_turns(1 if SMALL else 2, *(lambda own=own: epochs(own) for own in kinds))
-    stalls = {
-        "synchronous": (median(synchronous) - median(without)) / 3,
-        "asynchronous": (median(asynchronous) - median(without)) / 3,
-    }
+    kinds_of = {"synchronous": synchronous, "asynchronous": asynchronous}
+    stalls = {name: (median(seconds) - median(without)) / 3 for name, seconds in kinds_of.items()}
     return {
         "copy_s": round(copy, 3), **{f"{name}_s": round(value, 3) for name, value in stalls.items()},
         **{f"{name}_over_copy": round(value / copy, 2) for name, value in stalls.items()},

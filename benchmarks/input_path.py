@@ -1,9 +1,12 @@
-"""Images per second of the input path on the CPU against torchvision's CIFAR10, transforms and DataLoader.
+"""The input path on the CPU: images per second beside torchvision, and how long a training step waits for images.
 
     python benchmarks/input_path.py --root FOLDER      # holds cifar-10-batches-py
+    python benchmarks/input_path.py --images FOLDER    # holds train/<class>/ and test/<class>/ of JPEG files
 
-Both sides read the same files, draw at random, and give normalised float batches of 256. They take turns; torchvision
-runs with its best number of workers.
+--root: against torchvision's CIFAR10, transforms and DataLoader. Both sides read the same files, draw at random, and
+give normalised float batches of 256. They take turns; torchvision runs with its best number of workers.
+--images: photographs of some 500 x 400 pixels at 224 px, a random part of each, mirrored; the share of a step that a
+run's record holds.
 """
 
 import argparse
@@ -15,31 +18,58 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measuring import goal_row, in_turns, median, paired_ratio, save
+from measuring import goal_row, in_turns, median, paired_ratio, run_record, save
 
 BATCH, WORKERS, SIZES = 256, (0, 1, 2, 4), {32: 2.0, 224: 4.0}  # pixels and the seconds of a measurement
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+MODELS = {"ViT-B/32": "vit_base_patch32_224", "EfficientNet-Lite0": "tf_efficientnet_lite0"}
+WAIT_GOAL = 0.02
 Batches = Callable[[], Iterator[Any]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, required=True, help="folder that holds cifar-10-batches-py")
+    parser.add_argument("--root", type=Path, help="folder that holds cifar-10-batches-py")
+    parser.add_argument("--images", type=Path, help="folder that holds train/ and test/")
     parser.add_argument("--repetitions", type=int, default=5)
     arguments = parser.parse_args()
+    if arguments.root:
+        compare(arguments.root, arguments.repetitions)
+    if arguments.images:
+        measure_wait(arguments.images.resolve())
+
+
+def compare(root: Path, repetitions: int) -> None:
     warnings.filterwarnings("ignore", "This DataLoader will create")  # the best number of workers is measured here
     goals, figures = [], {}
     for size, seconds in SIZES.items():
-        theirs = {workers: torchvision_batches(size, arguments.root, workers) for workers in WORKERS}
+        theirs = {workers: torchvision_batches(size, root, workers) for workers in WORKERS}
         trial = {workers: images_per_s(batches, seconds) for workers, batches in theirs.items()}
         best = max(trial, key=trial.__getitem__)
         with tempfile.TemporaryDirectory() as scratch:
-            sides = (our_batches(size, arguments.root, scratch), theirs[best])
-            ours, peer = in_turns(arguments.repetitions, *(partial(images_per_s, side, seconds) for side in sides))
+            sides = (our_batches(size, root, scratch), theirs[best])
+            ours, peer = in_turns(repetitions, *(partial(images_per_s, side, seconds) for side in sides))
         figures[f"{size} px"] = {"ours": ours, "torchvision": peer, "torchvision_by_workers": trial}
         detail = f"{median(ours, 0):,.0f} images/s, torchvision {median(peer, 0):,.0f} with {best} workers"
         goals.append(goal_row(f"input path ÷ torchvision at {size} px", "", paired_ratio(ours, peer), detail=detail))
     save("input_path", goals, batch=BATCH, images_per_s=figures)
+
+
+def measure_wait(images: Path) -> None:
+    goals, figures = [], {}
+    words = ["data=image_folder", f"data.root={images}", "data.path=loader", "data.val_fraction=0", "test=false",
+             "data.global_batch_size=64", "model=timm", "model.pretrained=false", "augmentation=resized_crop",
+             "optimizer=adamw", "trainer=cpu", "trainer.max_steps=20"]  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch:
+        for label, name in MODELS.items():
+            figures[name] = run_record(scratch, [*words, f"model.name={name}"])["throughput"]
+            share, what = (
+                figures[name]["data_wait_share"],
+                f"{label} at 224 px from JPEG files: a step's wait for images",
+            )
+            met, detail = share <= WAIT_GOAL, "20 steps of 64 images"
+            goals.append(goal_row(what, "≤ 2 %", round(100 * share, 2), met, unit="%", detail=detail))
+    save("loader_wait", goals, throughput=figures)
 
 
 def images_per_s(batches: Batches, seconds: float) -> float:

@@ -11,7 +11,7 @@ steps do not count.
 import argparse
 import tempfile
 import time
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 from measuring import goal_row, in_turns, median, paired_ratio, places, save
@@ -35,9 +35,8 @@ def main() -> None:
     goals = []
     if tiny := figures.get("tiny"):
         detail = f"bare loop {tiny['bare_ms']}, ours {tiny['ours_ms']} ms"
-        goals.append(
-            goal_row("tiny net: a step over a bare loop's", "", tiny["over_bare_ms"], unit="ms", detail=detail)
-        )
+        what = "tiny net: a step over a bare loop's"
+        goals.append(goal_row(what, "", tiny["over_bare_ms"], unit="ms", detail=detail))
     if vit := figures.get("vit"):
         ratio, what = vit["over_bare"], "ViT at batch 256: a step ÷ a bare loop's"
         goals.append(goal_row(what, f"≤ {VIT_LIMIT}", ratio, ratio <= VIT_LIMIT, detail="vit_tiny_32, cached batches"))
@@ -46,7 +45,7 @@ def main() -> None:
 
 def measure(overrides: list[str], steps: int, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
-        sides = Sides(overrides, steps, Path(scratch))
+        sides = Sides(overrides, steps, scratch)
         bare, ours = in_turns(rounds, sides.bare, sides.ours)
     milliseconds = {name: [round(1000 * s, 3) for s in side] for name, side in (("bare", bare), ("ours", ours))}
     return {
@@ -59,26 +58,21 @@ def measure(overrides: list[str], steps: int, rounds: int) -> dict[str, Any]:
 class Sides:
     """Two ways to make the same steps; each returns seconds per step."""
 
-    def __init__(self, overrides: list[str], steps: int, scratch: Path) -> None:
+    def __init__(self, overrides: list[str], steps: int, scratch: str) -> None:
         from lockstep.config.compose import chosen_options, compose, plain
 
         overrides = [*overrides, "trainer=cpu", "trainer.max_epochs=1", "test=false", "trainer.limit_val_batches=0"]
         overrides += places(scratch)
         cfg = compose("train", overrides)
-        self.config: dict[str, Any] = plain(cfg)
-        self.config["logger"] = {}
-        self.config["choices"], self.config["overrides"] = chosen_options(cfg), overrides
+        self.config = {**plain(cfg), "logger": {}, "choices": chosen_options(cfg), "overrides": overrides}
         self.steps, self.warmup = steps, max(2, steps // 20)
-        self.scratch = scratch
         self.batches: list[Any] = []
-        self.count = 0
 
     def ours(self) -> float:
         from lockstep.launch.launcher import launch_config
 
         clock = self._clock()
-        config = {**self.config, "run_id": f"bench{self.count}"}
-        self.count += 1
+        config = {**self.config, "run_id": f"bench{time.time_ns()}"}
         code = launch_config(config, lambda plan: self._fit(plan, clock))
         assert code == 0, code
         return clock.seconds_per_step()
@@ -91,18 +85,12 @@ class Sides:
             trainer, module, data, _ = build_run(session)
             trainer.callbacks.append(clock)
             if not self.batches:
-                self._keep_batches(data)
+                batches = (data.on_after_batch_transfer(batch, 0) for batch in data.train_dataloader())
+                self.batches = [(images.clone(), labels.clone()) for images, labels in islice(batches, 16)]
             data.train_dataloader = lambda: Cached(self.batches, self.steps + self.warmup)
             data.on_after_batch_transfer = lambda batch, dataloader_idx: batch
             trainer.fit(module, datamodule=data)
         return 0
-
-    def _keep_batches(self, data: Any) -> None:
-        for batch in data.train_dataloader():
-            images, labels = data.on_after_batch_transfer(batch, 0)
-            self.batches.append((images.clone(), labels.clone()))
-            if len(self.batches) == 16:
-                break
 
     def bare(self) -> float:
         from torch.nn import functional as F

@@ -12,7 +12,6 @@ import re
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 from measuring import HERE, goal_row, in_turns, output_of, paired_ratio, run_record, save
@@ -27,22 +26,20 @@ def main() -> None:
     chosen.add_argument("--fashion-root", type=Path, help="Fashion-MNIST's four .gz files")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument(
-        "overrides", nargs="*", help="of our run (which also runs without them), e.g. trainer.precision=bf16-mixed"
-    )
+    parser.add_argument("overrides", nargs="*", help="of our run, e.g. trainer.precision=bf16-mixed")
     arguments = parser.parse_args()
-    accuracies: dict[str, list[float]] = {"ours": [], "ours_plain": [], "template": []}
+    accuracies: dict[str, list[float]] = {"ours": [], "template": []}
     with tempfile.TemporaryDirectory() as scratch:
         root, data, images = images_of(arguments, Path(scratch))
         peer = write_peer(Path(scratch) / "peer")
         epochs = f"trainer.max_epochs={arguments.epochs}"
 
-        def ours(side: str, overrides: list[str]) -> float:
-            words = ["experiment=mnist", *data, "data.num_val=5000", epochs, *overrides]
+        def ours() -> float:
+            words = ["experiment=mnist", *data, "data.num_val=5000", epochs, *arguments.overrides]
             started = time.perf_counter()
             record = run_record(f"{scratch}/{time.time_ns()}", words)
             seconds = time.perf_counter() - started
-            accuracies[side].append(round(record["metrics"]["test/acc"], 4))
+            accuracies["ours"].append(round(record["metrics"]["test/acc"], 4))
             return seconds
 
         def template() -> float:
@@ -53,16 +50,13 @@ def main() -> None:
             accuracies["template"].append(float(re.findall(r"accuracy (\S+) threads", said)[-1]))
             return seconds
 
-        sides = [partial(ours, "ours", arguments.overrides)]
-        sides += [partial(ours, "ours_plain", [])] if arguments.overrides else []
-        theirs, mine, *plain = in_turns(arguments.repetitions, template, *sides)
+        theirs, mine = in_turns(arguments.repetitions, template, ours)
     whole, detail = paired_ratio(mine, theirs), f"{arguments.epochs} epoch(s); images: {images}"
-    if plain:
-        detail += f"; ours with {' '.join(arguments.overrides)}, without {paired_ratio(*plain, theirs):g} ×"
+    detail += f"; ours with {' '.join(arguments.overrides)}" if arguments.overrides else ""
     what = "whole process ÷ the usual Hydra + Lightning template's"
     save(
         "template", [goal_row(what, f"≤ {WHOLE_LIMIT}", whole, whole <= WHOLE_LIMIT, detail=detail)],
-        seconds={"ours": mine, "ours_plain": plain, "template": theirs}, accuracies=accuracies,
+        seconds={"ours": mine, "template": theirs}, accuracies=accuracies,
     )  # fmt: skip
 
 
