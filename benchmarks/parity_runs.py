@@ -180,15 +180,11 @@ def lightning_run(cluster: Cluster, case: Case) -> dict[str, Any]:
     if case.model == "alexnet_bn" and cluster.world_size > 1:
         synchronise(net.net, "cpu")
     strategy, losses = build_strategy(case, cluster), Losses()
-    plugins: list[Any] = [StartedRanks(cluster)]
-    given = {"precision": "64-true"}
-    if isinstance(strategy, FSDP):
-        plugins.append(strategy.precision_for(given.pop("precision"), "cpu"))
     trainer = pl.Trainer(
-        accelerator="cpu", devices=cluster.devices, strategy=strategy, plugins=plugins, callbacks=[losses],
-        max_epochs=EPOCHS, accumulate_grad_batches=case.accumulate, limit_val_batches=0, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, **given,
+        accelerator="cpu", devices=cluster.devices, strategy=strategy, plugins=[StartedRanks(cluster)],
+        precision="64-true", callbacks=[losses], max_epochs=EPOCHS, accumulate_grad_batches=case.accumulate,
+        limit_val_batches=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
     trainer.fit(net, datamodule=data)
     assert trainer.global_step == STEPS, trainer.global_step
