@@ -12,81 +12,7 @@ from lockstep.runs.folder import read_config
 from lockstep.storage.load import read_checkpoint
 from runs import run_door, succeed
 
-SMALL = ["trainer=cpu", "trainer.max_steps=2", "scheduler=none", "run_id=r"]
-
-
-def images(folder, shade=0):
-    """Two classes of ten 8 px images, told apart by their brightness."""
-    for name, level in (("dark", 40), ("light", 200)):
-        (folder / name).mkdir(parents=True)
-        for number in range(10):
-            pixels = np.full((8, 8, 3), level + number + shade, np.uint8)
-            Image.fromarray(pixels).save(folder / name / f"{number}.png")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Of a folder of images that is gone afterwards."""
-    place = tmp_path_factory.mktemp("trained")
-    words = [f"data.root={images(place / 'images')}", "data.image_size=8", "data.global_batch_size=4"]
-    extra = "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, patience: 3}"
-    done = succeed("train", "data=image_folder", *words, "data.test_fraction=0.5", extra, *SMALL, logs=place)
-    return done
-
-
-@pytest.mark.slow
-def test_a_key_of_the_checkpoints_data_is_taken_as_typed(trained, tmp_path):
-    other = images(tmp_path / "others", shade=3)
-    done = succeed("eval", "ckpt_path=r", f"data.root={other}", "data.test_fraction=0.25", logs=trained.logs)
-    config = read_config(done.folder.config)
-    assert config["data"]["root"] == str(other) and config["data"]["name"] == "image_folder"
-    assert config["data"]["image_size"] == 8 and done.record["metrics"]["test/images"] == 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("data.rooot=x", "use data.root."),
-        ("+data.rooot=x", "There is no data.rooot: use data.root"),
-        ("batch_size=3", "use data.global_batch_size."),
-        ("experiment=quickstart", "leave experiment= out"),
-    ],
-)
-def test_a_key_that_nothing_reads_is_refused(word, said, trained):
-    done = run_door("eval", "ckpt_path=r", word, logs=trained.logs)
-    assert done.code == 2 and said in done.output, done.output
-
-
-def test_callbacks_that_were_asked_for_are_kept_and_of_anothers_checkpoint_only_those_of_the_command_line(
-    trained, tmp_path
-):
-    more = "+callbacks.device={_target_: lightning.pytorch.callbacks.Timer}"
-    done = succeed("eval", "ckpt_path=r", more, logs=trained.logs)
-    assert list(read_config(done.folder.config)["callbacks"]) == ["early", "device"], done.output
-    best = trained.folder.path / trained.record["best_checkpoint"]["path"]
-    words = [f"ckpt_path={shutil.copy(best, tmp_path / 'anothers.ckpt')}", f"data.root={images(tmp_path / 'images')}"]
-    done = succeed("eval", *words, "data.global_batch_size=4", "callbacks=spot", logs=tmp_path / "logs")
-    assert list(read_config(done.folder.config)["callbacks"]) == ["spot"], done.output
-
-
-def test_a_checkpoint_of_a_version_without_a_key_and_one_that_says_nothing_are_tested(trained, tmp_path):
-    logs, root = shutil.copytree(trained.logs, tmp_path / "logs"), images(tmp_path / "images")
-    best = logs / "train" / "runs" / "r" / trained.record["best_checkpoint"]["path"]
-    content = read_checkpoint(best)
-    write_checkpoint({key: value for key, value in content.items() if key != "lockstep"}, best)
-    done = succeed("eval", f"ckpt_path={best}", f"data.root={root}", "data.test_fraction=0.25", logs=logs)
-    assert "Traceback" not in done.output, done.output
-    assert list(read_config(done.folder.config)["callbacks"]) == ["early"], "by the run's own config"
-    config = content["lockstep"]["config"]
-    del config["verbose"], config["quiet"], config["trainer"]["max_time"]
-    write_checkpoint(content, tmp_path / "old.ckpt")
-    words = [f"ckpt_path={tmp_path / 'old.ckpt'}", "data=image_folder", f"data.root={root}", "data.image_size=8"]
-    done = succeed("eval", *words, "data.test_fraction=0.5", logs=tmp_path / "elsewhere")
-    assert done.record["metrics"]["test/images"] == 10, done.output
-
-
+SAME = {name: name for name in ("cat", "dog", "fox")}
 SHADES = {"cat": (200, 40, 40), "dog": (40, 200, 40), "fox": (40, 40, 200), "gnu": (200, 200, 40)}
 
 
@@ -104,13 +30,61 @@ def photographs(folder, names, number=10, split=""):
 def animals(tmp_path_factory):
     """A small net that tells cat, dog and fox apart, trained at 8 px with a mean of its own."""
     place = tmp_path_factory.mktemp("animals")
-    root = photographs(place / "photos", {name: name for name in ("cat", "dog", "fox")}, 20)
+    root = photographs(place / "photos", SAME, 20)
     words = [f"data.root={root}", "data.image_size=8", "data.mean=0.25", "data.global_batch_size=9", "model=small_cnn",
              "data.test_fraction=0.2", "augmentation=none", "trainer=cpu", "trainer.max_epochs=12",
-             "optimizer.lr=0.003", "run_id=animals"]  # fmt: skip
+             "optimizer.lr=0.003", "run_id=animals", "+callbacks.early={_target_: "
+             "lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, patience: 99}"]  # fmt: skip
     done = succeed("train", "data=image_folder", *words, logs=place)
     assert done.record["metrics"]["test/acc"] == 1, done.output
     return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("data.rooot=x", "use data.root."),
+        ("+data.rooot=x", "There is no data.rooot: use data.root"),
+        ("batch_size=3", "use data.global_batch_size."),
+        ("experiment=quickstart", "leave experiment= out"),
+    ],
+)
+def test_a_key_that_nothing_reads_is_refused(word, said, animals):
+    done = run_door("eval", "ckpt_path=animals", word, logs=animals.logs)
+    assert done.code == 2 and said in done.output, done.output
+
+
+def test_keys_and_callbacks_are_taken_as_typed_and_of_anothers_checkpoint_no_callbacks(animals, tmp_path):
+    other, more = (
+        photographs(tmp_path / "others", SAME),
+        "+callbacks.device={_target_: lightning.pytorch.callbacks.Timer}",
+    )
+    words = [f"data.root={other}", "data.test_fraction=0.2"]
+    done = succeed("eval", "ckpt_path=animals", *words, more, logs=animals.logs)
+    config = read_config(done.folder.config)
+    assert config["data"]["root"] == str(other) and config["data"]["name"] == "image_folder"
+    assert config["data"]["image_size"] == 8 and done.record["metrics"]["test/images"] == 6
+    assert list(config["callbacks"]) == ["early", "device"]
+    best = animals.folder.path / animals.record["best_checkpoint"]["path"]
+    words.append(f"ckpt_path={shutil.copy(best, tmp_path / 'anothers.ckpt')}")
+    done = succeed("eval", *words, "callbacks=spot", logs=tmp_path / "logs")
+    assert list(read_config(done.folder.config)["callbacks"]) == ["spot"], done.output
+
+
+def test_a_checkpoint_of_a_version_without_a_key_and_one_that_says_nothing_are_tested(animals, tmp_path):
+    logs, root = shutil.copytree(animals.logs, tmp_path / "logs"), photographs(tmp_path / "new", SAME)
+    best = logs / "train" / "runs" / "animals" / animals.record["best_checkpoint"]["path"]
+    content = read_checkpoint(best)
+    write_checkpoint({key: value for key, value in content.items() if key != "lockstep"}, best)
+    done = succeed("eval", f"ckpt_path={best}", f"data.root={root}", logs=logs)
+    assert list(read_config(done.folder.config)["callbacks"]) == ["early"], "by the run's own config"
+    config = content["lockstep"]["config"]
+    del config["verbose"], config["quiet"], config["trainer"]["max_time"]
+    write_checkpoint(content, tmp_path / "old.ckpt")
+    words = [f"ckpt_path={tmp_path / 'old.ckpt'}", "data=image_folder", f"data.root={root}", "data.image_size=8"]
+    done = succeed("eval", *words, "data.test_fraction=0.2", logs=tmp_path / "elsewhere")
+    assert done.record["metrics"]["test/images"] == 6, done.output
 
 
 def evaluated(run, root, *words, data="image_folder"):
@@ -126,7 +100,7 @@ def confusion(done):
 def test_all_images_of_another_folder_are_tested_as_the_net_was_trained_and_of_the_moved_one_the_same_part(
     animals, tmp_path
 ):
-    done = evaluated(animals, photographs(tmp_path / "new", {name: name for name in ("cat", "dog", "fox")}, 30))
+    done = evaluated(animals, photographs(tmp_path / "new", SAME, 30))
     assert done.code == 0 and "testing on all 90 images" in done.output, done.output
     metrics, data = done.record["metrics"], read_config(done.folder.config)["data"]
     assert (metrics["test/images"], metrics["test/acc"], done.record["num_test"]) == (90, 1, 90)

@@ -269,9 +269,8 @@ def _load(backbone: nn.Module, path: Path, name: str, channels: int) -> bool:
             state |= {key: own[key] for key in heads & own.keys()}
         return state
 
-    logging.getLogger("timm").setLevel(
-        logging.INFO if rank_zero_only.rank == 0 else logging.WARNING
-    )  # says what it took
+    if rank_zero_only.rank == 0:
+        logging.getLogger("timm").setLevel(logging.INFO)  # timm says which weights of the file it took
     try:
         load_checkpoint(backbone, str(path), filter_fn=fitted)
     except Exception as error:  # of torch, safetensors and timm's filters, which index what they expect to find
