@@ -80,13 +80,13 @@ def largest_difference(model: Any, exported: Any) -> float:
 
 
 def timm_backbone(model: Any) -> Any:
-    """Return the timm model inside, or None for a net of the user's own."""
+    """Return the timm model inside, or None for any other net."""
     backbone = getattr(model.net, "backbone", None)
     return backbone if hasattr(backbone, "pretrained_cfg") else None
 
 
 def write_config(model: Any, out: Path) -> dict[str, Any]:
-    """Write config.json and model.safetensors; of a net that is not timm's its class and arguments, for a reader."""
+    """Write config.json and model.safetensors; for a net that is not timm's, its class and arguments."""
     from safetensors.torch import save_file
     from timm.models import save_for_hf
 
@@ -119,7 +119,7 @@ def write_config(model: Any, out: Path) -> dict[str, Any]:
 
 
 def export_safetensors(model: Any, out: Path) -> Any:
-    """Load model.safetensors as its user does; a net of the user's own keeps its own names of weights."""
+    """Load model.safetensors as its user does; a net that is not timm's keeps the names of its weights."""
     import timm
     from safetensors.torch import load_file
 
@@ -190,7 +190,7 @@ def hub(push_to: str, method: str, **arguments: Any) -> Any:
 
 
 def export(options: dict[str, str]) -> int:
-    """Make the formats, compare each with the net, write the card; upload the folder if that was asked for."""
+    """Write the formats, compare each with the net, write the card; upload the folder for push_to=."""
     from lockstep.training.inference import load_finished
 
     formats, push_to = chosen_formats(options["formats"]), options["push_to"]

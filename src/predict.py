@@ -49,7 +49,7 @@ def predict(options: dict[str, str]) -> int:
     if not names:
         return predict_own_data(model, options, Path(options["out"] or "predictions.pt"))
     if "image_size" not in model.facts or "mean" not in model.facts:
-        raise UserError("The run's data module does not say how images are made: leave images= out.")
+        raise UserError("The run's data module does not define how images are made. Remove images= from the command.")
     out = Path(options["out"] or "predictions.csv")
     rows = predict_files(model, folder, names, out.with_suffix(""), int(options["batch"]), int(options["top"]))
     broken = [row["error"] for row in rows.values() if "error" in row]
@@ -69,7 +69,7 @@ def predict(options: dict[str, str]) -> int:
     sheet = write_sheet(out.with_suffix(".png"), classified) if classified else []
     log.info(" · ".join([f"{len(names)} images", str(out), *sheet]))
     if broken:
-        log.error(f"{len(broken)} of {len(names)} images cannot be decoded; {out} says why. The first: {broken[0]}")
+        log.error(f"{len(broken)} of {len(names)} images cannot be decoded; {out} states why. The first: {broken[0]}")
     return EXIT_FAILED if broken else EXIT_OK
 
 
@@ -105,7 +105,7 @@ def rows_of(model: Any, outputs: Any, names: list[str], masks: Path, top: int) -
     Args:
         masks: the folder for them.
     Raises:
-        UserError: it is no tensor of numbers, vectors or masks.
+        UserError: the result is not a tensor of numbers, vectors or masks.
     """
     import torch
     from PIL import Image
@@ -129,7 +129,9 @@ def rows_of(model: Any, outputs: Any, names: list[str], masks: Path, top: int) -
         return [dict(zip(columns, values, strict=True)) for values in outputs.tolist()]
     if len(shape) != 3 or outputs.is_floating_point():
         found = f"a tensor of the shape {shape}" if shape else f"a {type(outputs).__name__}"
-        raise UserError(f"predict_step returns {found}, which is no table: leave images= out, and out= is a .pt file.")
+        raise UserError(
+            f"predict_step returns {found}, which is not a table: leave images= out, and out= is a .pt file."
+        )
     paths = [(masks / name).with_suffix(".png") for name in names]
     for path, mask in zip(paths, outputs.to(torch.uint8).numpy(), strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)

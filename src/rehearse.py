@@ -45,7 +45,7 @@ Run = Callable[[list[str], Mapping[str, str], Path], int]  # starts train.py; re
 
 
 def lines(config: Any, words: list[str], capability: str, folder: Path, run: Run) -> Iterator[Line]:
-    """Run train.py twice: few images with right results, then the whole batch for its memory.
+    """Run train.py twice: few images with computed results, then the whole batch for its memory.
 
     Raises:
         UserError: train.py refuses the options, the trainer uses no GPU, or the driver cannot be built here.
@@ -93,7 +93,7 @@ def lines(config: Any, words: list[str], capability: str, folder: Path, run: Run
     unused = _json(few / "unused.json")
     word = "" if (trainer["strategy"] or {}).get("find_unused_parameters") else "FAILED"
     yield from ((word, f"no gradient for {name}: {where}") for name, where in unused.items())
-    if not (code and unused):  # else DDP has refused them
+    if not (code and unused):  # otherwise DDP has refused them
         yield _outcome(f"{STEPS} steps, a validation, a checkpoint and a test with few images", code, few)
     if code:
         return
@@ -105,7 +105,7 @@ def lines(config: Any, words: list[str], capability: str, folder: Path, run: Run
             word = "" if line.startswith("GradScaler") else "FAILED"  # torch's own check for overflow in fp16
             yield word, f"the host waits for the device {count // STEPS} times a step: {line}"
     code = start(whole, per_device, False, **{"test": "false", "callbacks.checkpoints": "null"})
-    if "became nan" not in (whole / "output").read_text():  # nothing is computed: losses are what lay in the memory
+    if "became nan" not in (whole / "output").read_text():  # nothing is computed: losses are random memory
         yield _outcome(f"{STEPS} steps and a validation with {per_device} images per device", code, whole)
     if peak := _json(whole / "train/runs/rehearsal/run.json").get("peak_memory_gib"):
         yield "", f"peak memory of a rank: {peak:.2f} GiB, and about 0.6 for CUDA, of {memory_gib:g} GiB"
@@ -157,7 +157,7 @@ def main(argv: list[str]) -> int:
             for word, text in lines(plain(cfg), list(cfg.hydra.overrides.task), capability, Path(folder), run_train):
                 log.info(f"{word:7} {text}")
                 failed = failed or word == "FAILED"
-        log.info("Something FAILED." if failed else "Nothing failed; nothing was on a GPU, and no speed is seen.")
+        log.info("Something FAILED." if failed else "Nothing failed. Nothing ran on a GPU, and no speed was measured.")
         return EXIT_FAILED if failed else EXIT_OK
 
     return run_script("train", [word for word in argv if not word.startswith("--cap")], rehearse, __doc__ or "")

@@ -1,4 +1,4 @@
-"""Augmentations of single images: a random part of the image, then what torchvision's policies do to it."""
+"""Augmentations of single images: a random resized crop, then a policy of torchvision."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,12 +14,12 @@ PADDING, BLUR, SIGMA = 4, 13, (0.1, 2.0)  # of 3-Augment; the kernel reaches ove
 
 
 class ResizedCrop(Augmentation):
-    """A random part of the image, resized: what ImageNet recipes begin with (https://arxiv.org/abs/1409.4842).
+    """A random resized crop, as in ImageNet recipes (https://arxiv.org/abs/1409.4842).
 
     Args:
-        scale: least and greatest share of the image's area; None: the crop of data.resize and data.crop_padding.
-        ratio: least and greatest width over height of the part.
-        interpolation: bilinear or bicubic; None: as evaluation has it.
+        scale: smallest and largest share of the image's area; None: the crop of data.resize and data.crop_padding.
+        ratio: smallest and largest width over height of the crop.
+        interpolation: bilinear or bicubic; None: that of evaluation.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ResizedCrop(Augmentation):
         return [v2.RandomResizedCrop(framing.image_size, tuple(self.scale), tuple(self.ratio), mode)]
 
     def policy(self, framing: Framing) -> list[Operation]:
-        """Return what a subclass does to the crop."""
+        """Return the operations of a subclass on the crop."""
         return []
 
 
@@ -63,14 +63,14 @@ class RandAugment(ResizedCrop):
 
 
 class TrivialAugment(ResizedCrop):
-    """One operation of any strength on each image, nothing to tune (https://arxiv.org/abs/2103.10158)."""
+    """One operation of random strength on each image, without parameters to tune (https://arxiv.org/abs/2103.10158)."""
 
     def policy(self, framing: Framing) -> list[Operation]:
         return [v2.TrivialAugmentWide(fill=framing.fill)]
 
 
 class AutoAugment(ResizedCrop):
-    """Pairs of operations as a search on imagenet, cifar10 or svhn found them (https://arxiv.org/abs/1805.09501)."""
+    """Pairs of operations found by a search on imagenet, cifar10 or svhn (https://arxiv.org/abs/1805.09501)."""
 
     def __init__(self, *, found_on: str = "imagenet", **options: Any) -> None:
         super().__init__(**options)

@@ -1,6 +1,6 @@
-"""The norm of the whole gradient at log points, as train/gradient_norm: python src/train.py callbacks=gradient_norm
+"""The norm of the gradient of all parameters at log points: python src/train.py callbacks=gradient_norm
 
-It is taken before clipping and added up on the device; one value is read at a log point, none in other steps.
+It is computed before clipping and summed on the device; one value is read at a log point, none in other steps.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 
 class GradientNorm(Callback):
-    """Logs the 2-norm of all gradients together, as one process on the whole batch would have it.
+    """Log the 2-norm of the gradient of all parameters, as one process on the whole batch computes it.
 
     Gradients are those that the optimizer steps on: averaged over ranks, accumulated, without fp16's scale.
 

@@ -70,7 +70,7 @@ class ImageFolderDataModule(ListedDataModule):
             inner = {item.name[len(folder) + 1 :].rpartition("/")[0].partition("/")[0] for item in found}
             if len(inner) > 1 and "" not in inner:
                 some = ", ".join(sorted(inner)[:5])
-                notes.append(f"{root / folder} counts as one class and holds only folders ({some}). Is it right?")
+                notes.append(f"{root / folder} counts as one class and holds only folders ({some}). Is that intended?")
         items = [item for found in images.values() for item in found]
         if self.target == "mask":
             mask_of = {os.path.splitext(item.name)[0]: item.name for item in items if item.label == "masks"}

@@ -1,4 +1,4 @@
-"""A fast small network for 32 px images in the shape of github.com/KellerJordan/cifar10-airbench, sized for a CPU.
+"""A fast small network for 32 px images, after github.com/KellerJordan/cifar10-airbench, sized for a CPU.
 
 python src/train.py experiment=cifar10_cpu
 """
@@ -13,7 +13,7 @@ WHITENING_EPS = 5e-4
 
 
 class Conv(nn.Conv2d):
-    """A 3x3 convolution without bias, initialised to pass its first inputs through (dirac)."""
+    """A 3x3 convolution without bias, initialised as the identity (dirac)."""
 
     def __init__(self, channels_in: int, channels_out: int) -> None:
         super().__init__(channels_in, channels_out, 3, padding=1, bias=False)
@@ -25,7 +25,7 @@ class Conv(nn.Conv2d):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Statistics over few batches, and no trained scale: Muon keeps the norm of the weights in front of it."""
+    """BatchNorm with statistics of few batches and no trained scale: Muon keeps the norm of the weights before it."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, eps=1e-6, momentum=0.4)
@@ -45,11 +45,14 @@ class ConvGroup(nn.Sequential):
 class Airbench(nn.Module):
     """A net from normalised images (B, channels, image_size, image_size) to logits (B, num_classes).
 
-    widths: channels of each group; every group halves the image. depth: convolutions in a group.
     Call `init_from_images` before training: without it the first convolution stays random and untrained.
 
+    Args:
+        widths: channels of each group; every group halves the image.
+        depth: convolutions in a group.
+
     Raises:
-        UserError: an image size of which the groups leave nothing.
+        UserError: the image is too small for the groups.
     """
 
     def __init__(

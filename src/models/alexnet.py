@@ -1,4 +1,4 @@
-"""AlexNet as torchvision has it ("One weird trick", arXiv 1404.5997), and a variant with BatchNorm.
+"""torchvision's AlexNet ("One weird trick", arXiv 1404.5997), and a variant with BatchNorm.
 
 python src/train.py model=alexnet data=cifar10 data.image_size=64
 """
@@ -12,7 +12,7 @@ CONVOLUTIONS = ((64, 11, 4, 2), (192, 5, 1, 2), (384, 3, 1, 1), (256, 3, 1, 1), 
 
 
 def _side_after(image_size: int, pooled: tuple[int, ...]) -> int:
-    """Side in pixels of what the convolutions leave of an image; 0 or less where nothing is left."""
+    """Return the side in pixels of the feature map; 0 or less if the image is too small."""
     side = image_size
     for number, (_, kernel, stride, padding) in enumerate(CONVOLUTIONS, start=1):
         side = (side + 2 * padding - kernel) // stride + 1
@@ -27,7 +27,7 @@ class AlexNet(nn.Module):
     The state dict has torchvision's keys and shapes (features.0 … classifier.6), so its weights load here.
 
     Raises:
-        UserError: an image size of which the poolings leave nothing.
+        UserError: the image is too small for the poolings.
     """
 
     option = "alexnet"

@@ -29,7 +29,7 @@ PREFIXES = ("net.", "model.", "backbone.")  # of LightningModules; timm removes 
 class TimmModel(nn.Module):
     """The model `name` of timm, built for the classes, image size and channels of the data.
 
-    A new head on trained weights starts at zero: every class is equally likely, and the loss is that of chance.
+    A new head on pretrained weights starts at zero, so that every class is equally likely.
 
     Args:
         name: of timm.list_models(), with a tag for its weights or without, hf-hub:OWNER/NAME or local-dir:FOLDER.
@@ -97,7 +97,7 @@ class TimmModel(nn.Module):
         return {f"backbone.{name}": number for name, number in found.items()}
 
     def undecayed_names(self) -> set[str]:
-        """Return timm's names of parameters that weight decay harms."""
+        """Return timm's names of parameters without weight decay."""
         return {f"backbone.{name}" for name in getattr(self.backbone, "no_weight_decay", set)()}
 
     def adapted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -168,7 +168,7 @@ def vit_tiny_32(
 
 
 def pretrained_config(name: str | None) -> dict[str, Any]:
-    """Return what timm says of the weights that a model name stands for.
+    """Return timm's config of the pretrained weights of a model name.
 
     Raises:
         UserError: there is no such model or tag, or its config cannot be read.
@@ -191,7 +191,7 @@ def pretrained_config(name: str | None) -> dict[str, Any]:
 
 
 def _create(name: str, image_size: int, channels: int, settings: dict[str, Any]) -> nn.Module:
-    """Build the model and try it: with img_size if that works, otherwise at the size that it has by default."""
+    """Build the model and try it: with img_size if that works, otherwise at its default size."""
     import timm
 
     logging.getLogger("huggingface_hub").handlers.clear()  # Lockstep's handler shows its messages
@@ -221,7 +221,7 @@ def _create(name: str, image_size: int, channels: int, settings: dict[str, Any])
 
 
 def _without_network() -> str:
-    """Make the hub's client use its cache alone if the hub's name is not found: it would try again for a minute.
+    """Make the hub's client use only its cache if the hub's host name is not found: it would retry for a minute.
 
     Returns:
         A sentence for errors; empty if the name is found, or a proxy looks for it.
@@ -244,7 +244,7 @@ def _load(backbone: nn.Module, path: Path, name: str, channels: int) -> bool:
     Returns:
         Whether the head is new.
     Raises:
-        UserError: there is no such file, it holds no weights, or one is missing, left over or of another shape.
+        UserError: there is no such file, it has no weights, or a weight is missing, unexpected or of another shape.
     """
     from timm.models import adapt_input_conv, load_checkpoint
 

@@ -114,7 +114,7 @@ class ImageClassifier(Task):
         return (logits + self.net(images.flip(-1))) / 2 if self.test_time_flip else logits
 
     def predict_step(self, batch: Tensor | tuple[Tensor, ...], batch_idx: int) -> Tensor:
-        """Return (B, num_classes) as the loss understands logits: with loss=bce their sum is not 1."""
+        """Return (B, num_classes) probabilities by the loss; with loss=bce their sum is not 1."""
         images = batch if isinstance(batch, Tensor) else batch[0]
         return probabilities_of(self.loss, self.predict_logits(images))
 
@@ -129,7 +129,7 @@ class ImageClassifier(Task):
         self.log_exactly({**values, **{f"test/{name}": value for name, value in scores.items()}})
 
     def _values(self, stage: str) -> dict[str, float]:
-        """One collective and one host-device synchronisation per evaluation, beside those of `metrics`."""
+        """Compute the metrics with one collective and one synchronisation, beside those of `metrics`."""
         if not (totals := self.totals(stage)):  # limit_test_batches=0
             return {}
         values = {name: total / max(number, 1.0) for name, (total, number) in totals.items()}  # a dry run counts 0
@@ -143,8 +143,8 @@ class ImageClassifier(Task):
 def scores_of(confusion: Tensor, calibration: Tensor) -> dict[str, float]:
     """Return f1_macro, balanced_acc and ece of exact counts, or nothing without images.
 
-    f1_macro is the mean over the classes that are there or were predicted, balanced_acc the mean recall of those that
-    are there, ece the expected calibration error: the mean distance of confidence and accuracy.
+    f1_macro is the mean over the classes that occur or were predicted, balanced_acc the mean recall of those that
+    occur, ece the expected calibration error: the mean distance of confidence and accuracy.
 
     Args:
         confusion: (classes, classes) true × predicted.
@@ -174,7 +174,7 @@ def check_logits(logits: Any, num_classes: int) -> None:
         found = f"{logits.shape[1]} logits" if logits.ndim == 2 else f"outputs of the shape {tuple(logits.shape[1:])}"
         raise UserError(
             f"The model gives {found} for an image and the data have {num_classes} classes: "
-            "let its last layer have num_classes outputs, a number that its constructor is told."
+            "let its last layer have num_classes outputs; its constructor gets this number."
         )
 
 
