@@ -1,4 +1,4 @@
-"""torchvision's AlexNet ("One weird trick", arXiv 1404.5997), and a variant with BatchNorm.
+"""AlexNet of torchvision ("One weird trick", arXiv 1404.5997), and a variant with BatchNorm.
 
 python src/train.py model=alexnet data=cifar10 data.image_size=64
 """
