@@ -16,6 +16,15 @@ from ranks import free_port
 ROOT = Path(__file__).resolve().parents[1]
 (SCRIPT,) = re.findall(r"```python\n# train_script.py\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.DOTALL)
 
+READ = """
+import sys, torch
+from plain_task import Regression
+module = Regression.load_from_checkpoint(sys.argv[1], map_location="cpu")
+state = torch.load(sys.argv[1], weights_only=True)
+assert all(torch.equal(value, state["state_dict"][name]) for name, value in module.state_dict().items())
+assert {"optimizer_states", "loops"} <= state.keys() and not any(name.startswith("lockstep") for name in sys.modules)
+"""
+
 
 def run_script(folder, *words, ranks=1):
     (folder / "train_script.py").write_text(SCRIPT)
@@ -48,6 +57,8 @@ def test_it_trains_records_uploads_and_goes_on(tmp_path, monkeypatch):
     names = [found["Key"] for found in store.client().list_objects_v2(Bucket=bucket)["Contents"]]
     assert any("best" in name for name in names) and "runs/run/metrics.csv" in names
     assert record["hardware"]["nodes"][0]["stats"] and len(complete_of(tmp_path, "best")) == 1
+    reader = [sys.executable, "-c", READ, str(complete_of(tmp_path, "best")[0][0])]
+    subprocess.run(reader, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT / "tests/harness")}, check=True)
     script = SCRIPT.replace("max_epochs=3", "max_epochs=4")
     monkeypatch.setattr(sys.modules[__name__], "SCRIPT", script)
     assert run_script(tmp_path, "auto", "1")["steps"] == 40

@@ -31,22 +31,20 @@ class Place:
 
     def __init__(self, server=None):
         self.server = server or shared_store()
-        self.options = Bucket(f"s3://{self.server.new_bucket()}/my rüns+", self.server.endpoint_url)
-        self.environment = self.server.environment()
-        self.arguments = [f"s3.uri='{self.options.uri}'", f"s3.endpoint_url={self.options.endpoint_url}"]
+        self.bucket = Bucket(f"s3://{self.server.new_bucket()}/my rüns+", self.server.endpoint_url)
+        self.run, self.environment = self.bucket.at("the-run"), self.server.environment()
+        self.arguments = [f"s3.uri='{self.bucket.uri}'", f"s3.endpoint_url={self.bucket.endpoint_url}"]
 
     def train(self, *argv, logs, **options):
-        arguments = [*SMALL, *self.arguments, *argv]
-        return run_door("train", *arguments, logs=logs, environment=self.environment, **options)
+        return run_door("train", *SMALL, *self.arguments, *argv, logs=logs, environment=self.environment, **options)
 
-    def pointer(self, kind: str = "best") -> Sidecar | None:
-        return read_pointer(self.options.at("the-run"), kind)[0]
-
-    def sha256(self, pointer: Sidecar) -> str:
-        """Of the object that a pointer names."""
-        run = self.options.at("the-run")
-        found = self.server.client().get_object(Bucket=run.name, Key=run.prefix + pointer.key)
-        return hashlib.sha256(found["Body"].read()).hexdigest()
+    def checkpoint(self, kind: str = "best") -> Sidecar | None:
+        """What the pointer says of its checkpoint, whose object is what was uploaded."""
+        pointer = read_pointer(self.run, kind)
+        if pointer.checkpoint is not None:
+            found = self.server.client().get_object(Bucket=self.run.name, Key=self.run.prefix + pointer.key)
+            assert hashlib.sha256(found["Body"].read()).hexdigest() == pointer.checkpoint.sha256
+        return pointer.checkpoint
 
 
 @pytest.fixture
@@ -58,14 +56,12 @@ def place(monkeypatch):
 
 
 def check_same_elsewhere(place, record, logs) -> None:
-    """eval from the bucket alone, in another folder, counts what the run counted; the sha256 of the object fits."""
-    pointer = place.pointer("best")
-    assert place.sha256(pointer) == pointer.sha256
-    uri = f"{place.options.uri}/the-run/{pointer.key}"
+    """eval from the bucket alone, in another folder, counts what the run counted; the record names the object."""
+    uri = f"{place.run.uri}/{read_pointer(place.run, 'best').key}"
     assert (record["upload"]["uri"], record["upload"]["error"]) == (uri, None)
     assert record["best_checkpoint"]["s3_uri"] == uri
-    address = f"{place.options.uri}/the-run"
-    arguments = [f"ckpt_path='{address}'", f"s3.endpoint_url={place.options.endpoint_url}"]
+    assert record["best_checkpoint"]["sha256"] == place.checkpoint().sha256
+    arguments = [f"ckpt_path='{place.run.uri}'", f"s3.endpoint_url={place.run.endpoint_url}"]
     evaluated = run_door("eval", *arguments, logs=logs, environment=place.environment)
     assert evaluated.code == EXIT_OK, evaluated.output
     for name in ("test/correct", "test/images"):
@@ -76,9 +72,9 @@ def check_tensorboard(place, monkeypatch) -> None:
     """`AWS_ENDPOINT_URL_S3=… tensorboard --logdir s3://bucket/prefix` reads what was uploaded."""
     from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", place.options.endpoint_url)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", place.run.endpoint_url)
     board = EventMultiplexer()
-    board.AddRunsFromDirectory(place.options.uri)
+    board.AddRunsFromDirectory(place.bucket.uri)
     board.Reload()
     assert any("val/acc" in str(board.Runs()[run]) for run in board.Runs()), board.Runs()
 
@@ -93,9 +89,6 @@ def check_no_secret(folder, output: str) -> None:
 def test_a_run_of_two_ranks_and_eval_from_the_bucket(place, tmp_path, monkeypatch, trainer):
     done = place.train(f"trainer={trainer}", logs=tmp_path / "here")
     assert done.code == EXIT_OK, done.output
-    pointer = place.pointer("best")
-    local = done.folder.path / done.record["best_checkpoint"]["path"]
-    assert hashlib.sha256(local.read_bytes()).hexdigest() == pointer.sha256
     check_same_elsewhere(place, done.record, tmp_path / "there")
     check_no_secret(tmp_path / "here", done.output)
     check_tensorboard(place, monkeypatch)
@@ -107,7 +100,7 @@ def test_an_interrupted_run_goes_on_on_a_fresh_machine_from_the_bucket_alone(pla
     stop = partial(signal_at_step, 30, signal.SIGTERM)
     first = place.train(*trainer, logs=tmp_path / "first", before=stop)
     assert first.code == EXIT_INTERRUPTED, first.output
-    last = place.pointer("last")
+    last = place.checkpoint("last")
     assert last.step == first.record["steps"] >= 30
     bucket_alone = ["run_id=the-run", "resume=auto", *place.arguments]
     again = run_door("train", *bucket_alone, logs=tmp_path / "second", environment=place.environment)
@@ -142,8 +135,7 @@ def test_a_best_that_never_arrived_is_the_last_line_and_the_exit_code(place, tmp
     again = place.train("trainer=cpu", "resume=auto", logs=tmp_path)  # as systemd does after an exit code that is not 0
     assert again.code == EXIT_OK and "The run the-run has finished." in again.output, again.output
     assert again.record["restarts"] == [] and again.record["upload"]["error"] is None
-    pointer = place.pointer("best")
-    assert pointer.sha256 == again.record["best_checkpoint"]["sha256"]
+    assert place.checkpoint().sha256 == again.record["best_checkpoint"]["sha256"]
     third = place.train("trainer=cpu", "resume=auto", logs=tmp_path)  # with nothing left to send
     assert third.code == EXIT_OK and third.record["upload"] == again.record["upload"]
 
@@ -159,7 +151,7 @@ def test_a_store_that_is_away_while_it_trains(tmp_path, monkeypatch):
                      "optimizer.lr=1e-4"]  # fmt: skip
         run = start_door("train", *arguments, logs=tmp_path / "here", environment=place.environment)
         folder = RunFolder(tmp_path / "here/train/runs/the-run")
-        run.wait_for(lambda: folder.record.exists() and place.pointer())
+        run.wait_for(lambda: folder.record.exists() and read_pointer(place.run, "best").checkpoint)
         server.kill()
         before = json.loads(folder.record.read_text())["steps"]
         time.sleep(OUTAGE_S)
@@ -167,10 +159,8 @@ def test_a_store_that_is_away_while_it_trains(tmp_path, monkeypatch):
         server.start()
         done = run.done(250)
         assert done.code == EXIT_OK and "next try in" in done.output, done.output
-        pointer = place.pointer("best")
-        assert pointer.step == done.record["best_checkpoint"]["step"]
-        assert place.sha256(pointer) == pointer.sha256 == done.record["best_checkpoint"]["sha256"]
-        uploads = server.client().list_multipart_uploads(Bucket=place.options.name)
+        assert place.checkpoint().sha256 == done.record["best_checkpoint"]["sha256"]
+        uploads = server.client().list_multipart_uploads(Bucket=place.run.name)
         assert not uploads.get("Uploads") and done.record["upload"]["error"] is None
         check_no_secret(tmp_path / "here", done.output)
 

@@ -65,7 +65,7 @@ def test_a_run_leaves_its_whole_folder(uninterrupted):
     steps = [int(row["step"]) for row in rows(folder)]
     assert steps == sorted(set(steps)) and steps[-1] == record["steps"]
     lines = uninterrupted.output.strip().splitlines()
-    assert lines[0].endswith("small_cnn · digits · cpu · global batch 64 = 64 × 1 × 1")
+    assert lines[0].endswith("small_cnn · digits · cpu · global batch 64 = 64 × 1 × 1 · resume exact in mid-epoch")
     assert lines[-1].startswith("finished") and folder.run_id in lines[-1]
 
 

@@ -9,6 +9,7 @@ It checks signatures, clocks, checksums and permissions as S3 does; a mock that 
 import atexit
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import secrets
@@ -28,7 +29,6 @@ from typing import Any
 import pytest
 
 READY_TIMEOUT_S = 30.0
-FOLDER_PREFIX = "object-store-"
 IDENTITIES = {
     "ci": ("CITESTKEY0000001", "ci-test-secret-9f27b1c4", ["Admin", "Read", "Write", "List", "Tagging"]),
     "ro": ("ROTESTKEY0000002", "ro-test-secret-5d80aa17", ["Read", "List"]),
@@ -43,25 +43,12 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def remove_dead_sockets(folder: Path = Path("/tmp")) -> None:
-    """SeaweedFS leaves its sockets in /tmp when it is killed, and their place cannot be chosen: those that nobody
-    listens to go, whichever test run they are of."""
-    for path in folder.glob("seaweedfs-*.sock"):
-        with socket.socket(socket.AF_UNIX) as probe:
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
+def remove_dead_sockets() -> None:
+    """Remove the sockets in /tmp that nobody listens to: a killed SeaweedFS leaves them, and has no other place."""
+    for path in Path("/tmp").glob("seaweedfs-*.sock"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
                 path.unlink(missing_ok=True)
-            except OSError:
-                continue  # another user's, or gone already
-
-
-def remove_dead_folders() -> None:
-    """Of test runs that were killed: their servers died with them, their files stayed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
-        owner = path.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
-        if owner.isdecimal() and not Path(f"/proc/{owner}").exists() and Path("/proc/self").exists():
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def free_ports(count: int) -> list[int]:
@@ -102,25 +89,20 @@ class ObjectStore:
         command = [
             self.binary, "-logtostderr=true", "server", f"-dir={self.folder / 'data'}", "-ip=127.0.0.1",
             "-ip.bind=127.0.0.1", "-master.telemetry=false", "-master.electionTimeout=1s",
-            "-master.heartbeatInterval=200ms",
-            "-volume.preStopSeconds=0", "-master.volumeSizeLimitMB=256",
-            "-volume.max=500", f"-volume.port={volume}", f"-master.port={master}", "-filer",
-            f"-filer.port={filer}", "-s3", f"-s3.port={s3}", "-s3.port.iceberg=0", "-s3.port.lance=0",
-            f"-s3.config={self.folder / 'identities.json'}", "-s3.autoCreateBucket=false",
+            "-master.heartbeatInterval=200ms", "-volume.preStopSeconds=0", "-master.volumeSizeLimitMB=256",
+            "-volume.max=500", f"-volume.port={volume}", f"-master.port={master}", "-filer", f"-filer.port={filer}",
+            "-s3", f"-s3.port={s3}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false",
+            f"-s3.config={self.folder / 'identities.json'}",
         ]  # fmt: skip
         with open(self.folder / "weed.log", "ab") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, env={**os.environ, "WEED_S3_SSE_KEK": "5a" * 32}, cwd=self.folder,
                 preexec_fn=_die_with_parent,
             )  # fmt: skip
-        self._wait_until_ready()
-        return self
-
-    def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.endpoint_url}/healthz", timeout=1):
-                return
+                return self
             time.sleep(0.1)
         self.kill()
         raise RuntimeError(f"SeaweedFS was not ready in {READY_TIMEOUT_S:.0f} s; see {self.folder / 'weed.log'}")
@@ -165,8 +147,7 @@ _shared: list[ObjectStore] = []
 def shared_store() -> ObjectStore:
     """One server for all tests of this process that do not harm it; started when first asked for."""
     if not _shared:
-        remove_dead_folders()
-        folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
+        folder = Path(tempfile.mkdtemp(prefix="object-store-"))
         store = ObjectStore(folder, _binary_or_skip())
         atexit.register(lambda: (store.kill(), shutil.rmtree(folder, ignore_errors=True)))
         _shared.append(store.start())

@@ -59,3 +59,26 @@ class Unused(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.other = nn.Linear(4, 4)
+
+
+class Small(pl.LightningModule):
+    """A linear layer of two inputs, which learns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.25)
+
+
+def fit(module, *callbacks, batches=4, batch_size=1, data=None, val_loader=None, **options) -> pl.Trainer:
+    """Fit a `Small` with nothing but these callbacks."""
+    data = torch.ones(batches * batch_size, 2) if data is None else data
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(**{"accelerator": "cpu", "max_epochs": 1, "callbacks": list(callbacks), **off, **options})
+    trainer.fit(module, DataLoader(data, batch_size), val_loader)
+    return trainer

@@ -1,10 +1,9 @@
-"""Write and read checkpoint files for Lightning: whole or not at all, and read once for all ranks.
+"""Write and read checkpoint files for Lightning: whole or not at all, and read once for all ranks."""
 
-Objects between ranks go through torch's own collectives; without a process group there is one rank.
-"""
-
+import contextlib
 import copy
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,13 @@ class CheckpointFiles(CheckpointIO):
     """Write a checkpoint beside its target and rename it; load it on rank 0 and broadcast it.
 
     Attributes:
-        keeps: only keep the next checkpoint as `content`, for the callback that writes it.
+        write: called on rank 0 with the content and the path, in place of writing a file.
     """
 
-    def __init__(self) -> None:
-        self.keeps, self.content = False, None
+    write: Callable[[Checkpoint, Path], object] | None = None
 
     def save_checkpoint(self, checkpoint: Checkpoint, path: Any, storage_options: Any = None) -> None:
-        if self.keeps:
-            self.content = checkpoint
-        else:
-            write_checkpoint(on_host(checkpoint), Path(path))
+        (self.write or write_checkpoint)(checkpoint, Path(path))
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Checkpoint:
         return load_on_all_ranks(path, map_location or "cpu")
@@ -58,14 +53,13 @@ def load_on_all_ranks(path: str | Path, map_location: Any = "cpu") -> Checkpoint
     """
     if not dist.is_initialized():
         return read_checkpoint(path, map_location)
-    data = Path(path).read_bytes() if dist.get_rank() == 0 and Path(path).is_file() else b""
-    size, content = broadcast_object(len(data)), io.BytesIO(data)
+    file, is_reader = Path(path), dist.get_rank() == 0
+    size, content = broadcast_object(file.stat().st_size if is_reader and file.is_file() else 0), io.BytesIO()
     if not size:
         raise UserError(f"There is no checkpoint {path}.")
-    for start in range(0, size, CHUNK_BYTES):
-        chunk = broadcast_object(data[start : start + CHUNK_BYTES])
-        if not data:
-            content.write(chunk)
+    with file.open("rb") if is_reader else contextlib.nullcontext(content) as source:
+        for _ in range(0, size, CHUNK_BYTES):
+            content.write(broadcast_object(source.read(CHUNK_BYTES)))
     content.seek(0)
     return read_checkpoint(path, map_location, content)
 
@@ -86,34 +80,33 @@ def broadcast_object(value: Any) -> Any:
     return values[0]
 
 
-def on_host(checkpoint: Checkpoint, always: bool = False) -> Checkpoint:
-    """Return the checkpoint with all tensors in CPU memory; copies from a GPU are queued and waited for once.
+def on_host(checkpoint: Any, always: bool = False) -> Any:
+    """Return a checkpoint with all tensors in CPU memory; copies from a GPU are queued and waited for once.
 
-    Tensors that share memory still do, so that a file holds tied weights once.
+    Tied weights stay one tensor, so that a file holds them once.
 
     Args:
         always: copy tensors that are in CPU memory too, because training goes on changing them.
     """
-    copies: dict[tuple[torch.device, int], torch.Tensor] = {}  # by device and address of the memory
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def moved(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and (value.is_cuda or always):
-            storage = value.untyped_storage()
-            place = (value.device, storage.data_ptr())
-            if place not in copies:
-                whole = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
-                # Pinned memory makes the copy from a GPU asynchronous; torch keeps it for the next checkpoint.
-                own = torch.empty_like(whole, device="cpu", pin_memory=always and value.is_cuda)
-                copies[place] = own.copy_(whole, non_blocking=True)
-            host = torch.empty(0, dtype=value.dtype)
-            return host.set_(copies[place].untyped_storage(), value.storage_offset(), value.size(), value.stride())
         if isinstance(value, dict):
-            same = copy.copy(value)  # a state_dict carries the versions of its modules as an attribute
+            same = copy.copy(value)  # of its own class, such as Counter
             same.update({key: moved(item) for key, item in value.items()})
             return same
-        return type(value)(map(moved, value)) if type(value) in (list, tuple) else value
+        if type(value) in (list, tuple):
+            return type(value)(map(moved, value))
+        if not isinstance(value, torch.Tensor) or not (value.is_cuda or always):
+            return value
+        key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if key not in copies:
+            # Pinned memory makes the copy from a GPU asynchronous; torch keeps it for the next checkpoint.
+            host = torch.empty_like(value, device="cpu", pin_memory=always and value.is_cuda)
+            copies[key] = host.copy_(value.detach(), non_blocking=True)
+        return copies[key]
 
     found = moved(checkpoint)
-    for device in {device for device, _ in copies if device.type == "cuda"}:
+    for device in {key[0] for key in copies if key[0].type == "cuda"}:
         torch.cuda.current_stream(device).synchronize()
     return found

@@ -2,10 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from lockstep.callbacks.checkpoint_io import Checkpoint, CheckpointFiles, gather
 from lockstep.runs.config import Config
 from lockstep.runs.errors import Diverged, UserError
 from lockstep.storage import checkpoint_files as files
-from lockstep.storage.checkpoint_files import Sidecar, write_sidecar
+from lockstep.storage.checkpoint_files import Sidecar
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +54,9 @@ class Checkpoints(Callback):
         self.best_value: float | None = None
         self.best_path: Path | None = None
         self.saved_step = self.validated_step = -1
-        self.in_epoch_end = False
         self.loaded: Checkpoint | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._writing: tuple[Future[None], Callable[[], None]] | None = None  # and what follows
-
-    # --- when to save
+        self._writing: tuple[Future[None], pl.Trainer, dict[str, Path]] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.asynchronous == "auto":
@@ -75,11 +70,12 @@ class Checkpoints(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.saved_at = time.monotonic()
         loader: Any = trainer.train_dataloader
+        has_state = hasattr(loader, "load_state_dict")
         if trainer.is_global_zero and not hasattr(getattr(trainer, "datamodule", None), "place"):
-            exact = "in mid-epoch" if hasattr(loader, "load_state_dict") else "at epoch boundaries"
-            log.info(
-                f"A resume is exact {exact}: the training loader has {'a' if 'mid' in exact else 'no'} state_dict."
-            )
+            if has_state:
+                log.info("Resume is exact in mid-epoch: the training loader has a state_dict.")
+            else:
+                log.info("Resume is exact at epoch boundaries: the training loader has no state_dict.")
         if self.loaded is None:
             return
         self.saved_step = trainer.global_step
@@ -88,11 +84,8 @@ class Checkpoints(Callback):
                 self.best_path = next((path for path, _ in files.complete(self.folder, "best")), self.best_path)
             if files.read_sidecar(self.best_path):
                 self._announce(trainer, {"best": self.best_path})  # again: a kill may have come before
-        # Lightning loses the loader's state if something asked for the number of steps before fit began.
-        if hasattr(loader, "load_state_dict"):
+        if has_state:  # Lightning loses it if something asked for the number of steps before fit began
             loader.load_state_dict(self.loaded["loader"])
-        elif trainer.is_global_zero and self.loaded["point"]["phase"] != place.EPOCH_END:
-            log.info("The loader has no state_dict: the rest of this epoch is drawn anew.")
         if len(self.loaded["random"]) == trainer.world_size:
             place.set_random_state(self.loaded["random"][trainer.global_rank])
 
@@ -118,16 +111,15 @@ class Checkpoints(Callback):
                 self.save(trainer, "last")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.in_epoch_end = True
-        epochs, busy = trainer.current_epoch + 1, bool(self._writing and not self._writing[0].done())
+        epochs = trainer.current_epoch + 1
         due = epochs == trainer.max_epochs or trainer.global_step == trainer.max_steps or trainer.should_stop
         if not due and epochs % self.every_n_epochs == 0:
-            due = not (self.asynchronous and trainer.strategy.broadcast(busy, src=0))
+            is_idle = not self._writing or self._writing[0].done()
+            due = not self.asynchronous or trainer.strategy.broadcast(is_idle, src=0)
         validates = place.is_validation_epoch(trainer)
         is_best = self._finds_best(trainer) if validates else due and not trainer.enable_validation
         if due or is_best:
             self.save(trainer, *(["best"] if is_best else []), *(["last"] if due else []))
-        self.in_epoch_end = False
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.finish_writing()
@@ -139,11 +131,7 @@ class Checkpoints(Callback):
             log.info(f"The last checkpoint was not written ({type(error).__name__}: {error}).")
 
     def _finds_best(self, trainer: pl.Trainer) -> bool:
-        """Return whether the metric of the validation is the best so far.
-
-        Raises:
-            UserError: the validation has no such metric.
-        """
+        """Return whether the metric of the validation is the best so far."""
         self._check_monitor(trainer)
         value, best = float(trainer.callback_metrics.get(self.monitor, "nan")), self.best_value
         if value != value or (best is not None and (value <= best if self.mode == "max" else value >= best)):
@@ -156,8 +144,6 @@ class Checkpoints(Callback):
         if validations and self.monitor not in trainer.callback_metrics:
             raise UserError(f"callbacks.checkpoints.monitor={self.monitor}: there are {', '.join(validations)}.")
 
-    # --- what a checkpoint holds
-
     def state_dict(self) -> dict[str, Any]:
         best = {"file": self.best_path.name} if self.best_path else None
         return {"best_value": self.best_value, "best": best, "monitor": self.monitor, "mode": self.mode}
@@ -169,12 +155,13 @@ class Checkpoints(Callback):
             self.best_value = None  # the first value of the new metric is its best; the old best stays until then
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Checkpoint) -> None:
+        """Add Lockstep's part; a collective."""
         loader: Any = trainer.train_dataloader
         checkpoint["lockstep"] = {
             **self.contents,
             "point": self._point(trainer),
             "loader": loader.state_dict() if hasattr(loader, "state_dict") else {},
-            "random": self._random_states,
+            "random": gather_objects(place.random_state()),
         }
         for key in (module.CHECKPOINT_HYPER_PARAMS_KEY, pl.LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY):
             if key in checkpoint:  # optimizers and nets among them would not load safely
@@ -187,16 +174,15 @@ class Checkpoints(Callback):
             loops["fit_loop"] = place.loop_state(loops["fit_loop"], point, trainer.accumulate_grad_batches)
 
     def _point(self, trainer: pl.Trainer) -> dict[str, Any]:
-        per_epoch = int(trainer.num_training_batches) // trainer.accumulate_grad_batches
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready // trainer.accumulate_grad_batches
-        if done < per_epoch:  # a run that max_steps or max_time ends here can be made longer and goes on from here
-            validates = place.is_validation_due(trainer) and self.validated_step != trainer.global_step
-        else:
-            validates = place.is_validation_epoch(trainer) and not self.in_epoch_end
-        phase = place.VALIDATION if validates else place.TRAINING if done < per_epoch else place.EPOCH_END
-        return {"epoch": trainer.current_epoch, "batches_done": done, "batches_per_epoch": per_epoch, "phase": phase}
-
-    # --- how it is written
+        batches, accumulate = place.batches_done(trainer), trainer.accumulate_grad_batches
+        is_due = place.is_validation_epoch(trainer) and batches % trainer.val_check_batch == 0
+        phase = place.EPOCH_END if place.ends_epoch(trainer) else place.TRAINING
+        return {
+            "epoch": trainer.current_epoch,
+            "batches_done": batches // accumulate,
+            "batches_per_epoch": int(trainer.num_training_batches) // accumulate,
+            "phase": place.VALIDATION if is_due and self.validated_step != trainer.global_step else phase,
+        }
 
     def save(self, trainer: pl.Trainer, *kinds: str) -> None:
         """Save a checkpoint as best, as last or as both; every rank calls it at the same step."""
@@ -204,23 +190,20 @@ class Checkpoints(Callback):
         refuse_non_finite(trainer)
         kinds = ("best", "last") if self.weights_only and "best" in kinds else kinds
         paths = {kind: files.new_path(self.folder, kind, trainer.global_step) for kind in kinds}
-        metric = {}
-        if "best" in paths:
-            self.best_path, value = paths["best"], self.best_value if trainer.enable_validation else None
-            metric, self.best_value = {} if value is None else {self.monitor: value}, value
-        self._random_states = gather_objects(place.random_state())
+        self.best_path = paths.get("best", self.best_path)
+        metric: Any = {self.monitor: self.best_value} if "best" in paths and trainer.enable_validation else {}
+        sidecar = Sidecar(trainer.global_step, epoch=trainer.current_epoch, metric=metric)
+
+        def begin(checkpoint: Checkpoint, _path: Path) -> None:
+            content = on_host(checkpoint, always=bool(self.asynchronous))
+            self._writing = self._thread.submit(self._write, content, paths, sidecar), trainer, paths
+
         checkpoint_io: Any = trainer.strategy.checkpoint_io
-        checkpoint_io.keeps = True
+        checkpoint_io.write = begin
         trainer.save_checkpoint(paths[kinds[0]])
-        checkpoint_io.keeps = False
-        if trainer.is_global_zero:
-            content, checkpoint_io.content = on_host(checkpoint_io.content, always=bool(self.asynchronous)), None
-            sidecar = Sidecar(trainer.global_step, epoch=trainer.current_epoch, metric=metric)
-            written = self._thread.submit(self._write, content, paths, sidecar)
-            self._writing = written, partial(self._announce, trainer, paths)
+        checkpoint_io.write = None
         if not self.asynchronous:
             self.finish_writing()
-            trainer.strategy.barrier("checkpoint is complete")
         if "last" in paths:
             self.saved_step, self.saved_at = trainer.global_step, time.monotonic()
 
@@ -231,18 +214,17 @@ class Checkpoints(Callback):
                 continue
             held, weights_only = content, kind == "best" and self.weights_only
             if weights_only:  # nor the weights beside an average of weights
-                held = {
-                    **{key: content[key] for key in content if key != "current_model_state"},
-                    "optimizer_states": [],
-                }
-            write_sidecar(path, replace(sidecar, weights_only=weights_only, **vars(write_checkpoint(held, path))))
+                held = {**content, "optimizer_states": []}
+                held.pop("current_model_state", None)
+            written = vars(write_checkpoint(held, path))
+            files.write_sidecar(path, replace(sidecar, weights_only=weights_only, **written))
 
     def finish_writing(self) -> None:
         """Wait for the checkpoint that is being written; raise what went wrong with it."""
         if self._writing:
-            (job, announce), self._writing = self._writing, None
+            (job, trainer, paths), self._writing = self._writing, None
             job.result()
-            announce()
+            self._announce(trainer, paths)
 
     def _announce(self, trainer: pl.Trainer, paths: dict[str, Path]) -> None:
         """Tell the callbacks that record it, then delete its predecessors."""

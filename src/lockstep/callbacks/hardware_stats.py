@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 MEANS = {"gpu_percent": ("gpu", "/utilisation_percent"), "gpu_memory_gib": ("gpu", "/memory_gib"),
          "cpu_percent": ("cpu", "/percent")}  # fmt: skip
+Queries = dict[str, Callable[[], float]]
 
 
 class HardwareStats(pl.Callback):
@@ -38,24 +39,22 @@ class HardwareStats(pl.Callback):
 
     def __init__(self, run_folder: str | Path | None = None, interval_s: float = 1.0) -> None:
         self.run_folder, self.interval_s = run_folder, interval_s
-        self.values: dict[str, array[float]] = {}
+        self.values: dict[str, array[float]] = {}  # by the column of the file
         self.shown = 0  # samples that a log point has had
-        self.nodes: list[dict[str, Any]] = []  # of all nodes, once training has ended
-        self.peak_memory_gib: float | None = None  # the largest of all ranks, once training has ended
-        self.usable_memory_gib: float | None = None  # of a device, by this process: the smallest of all ranks
+        self.fields: dict[str, object] = {}  # of the record, once training has ended
         self.devices, self.gpus, self.memory = set[torch.device](), list[int](), 0.0  # until fit starts
         self.finished, self.thread = threading.Event(), threading.Thread()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.node_rank, strategy = trainer.node_rank, trainer.strategy
-        self.devices = set(getattr(strategy, "process_devices", None) or [strategy.root_device])  # of this process
-        gpus = sorted({device.index or 0 for device in self.devices if device.type == "cuda"})
-        if not getattr(strategy, "process_devices", None) and gpus:
-            gpus = list(range(trainer.num_devices))  # one of each rank
-        self.gpus, self.memory = gpus, psutil.virtual_memory().total / trainer.num_devices
+        self.node_rank, self.memory = trainer.node_rank, psutil.virtual_memory().total / trainer.num_devices
+        several = getattr(trainer.strategy, "process_devices", None)  # of a process that computes on several
+        self.devices = {device for device in several or [trainer.strategy.root_device] if device.type == "cuda"}
+        if self.devices:
+            of_process = sorted(device.index or 0 for device in self.devices)
+            self.gpus = of_process if several else list(range(trainer.num_devices))  # one of each rank
         ranks = gather_objects((trainer.node_rank, trainer.global_rank, os.getpid()))
         if trainer.local_rank == 0:
-            queries = _queries(gpus, {rank: pid for node, rank, pid in ranks if node == self.node_rank})
+            queries = queries_of(self.gpus, {rank: pid for node, rank, pid in ranks if node == self.node_rank})
             path = Path(self.run_folder or trainer.default_root_dir) / f"hardware-node{self.node_rank}.csv"
             self.thread = threading.Thread(target=self._sample, args=(path, queries), daemon=True)
             self.thread.start()
@@ -81,26 +80,25 @@ class HardwareStats(pl.Callback):
         self.finished.set()
         if self.thread.is_alive():
             self.thread.join(timeout=25)
-        cuda = [device for device in self.devices if device.type == "cuda"]
-        peak = max(map(torch.cuda.max_memory_reserved, cuda), default=0)
+        peak = max(map(torch.cuda.max_memory_reserved, self.devices), default=0)
         peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        usable = self.memory  # after an error of the device it cannot be asked
+        if all_ranks and self.devices:
+            usable = min(torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu) for gpu in self.devices)
         node = {**self._node(), **({"nvidia_smi": nvidia_smi()} if self.gpus else {})} if self.values else None
-        # after an error of the device it cannot be asked
-        free = [torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu) for gpu in cuda if all_ranks]
-        usable = min(free, default=self.memory)
         found = gather_objects((peak, usable, node)) if all_ranks else [(peak, usable, node)]
-        self.nodes = [node for _, _, node in found if node]
-        self.peak_memory_gib = round(max(peak for peak, _, _ in found) / GIB, 4)
-        self.usable_memory_gib = round(min(usable for _, usable, _ in found) / GIB, 4)
+        nodes = [node for _, _, node in found if node]
+        self.fields = {
+            "peak_memory_gib": round(max(peak for peak, _, _ in found) / GIB, 4),  # the largest of all ranks
+            "usable_memory_gib": round(min(usable for _, usable, _ in found) / GIB, 4),  # of a device, by its process
+            "hardware": {"nodes": nodes} if nodes else {},
+        }
 
     def record_fields(self) -> dict[str, object]:
         """Return this node's statistics so far, or those of all nodes once training has ended."""
-        nodes = self.nodes or ([self._node()] if self.values else [])
-        fields: dict[str, object] = {"hardware": {"nodes": nodes}} if nodes else {}
-        memory = {"peak_memory_gib": self.peak_memory_gib, "usable_memory_gib": self.usable_memory_gib}
-        return fields | (memory if self.peak_memory_gib else {})
+        return self.fields or ({"hardware": {"nodes": [self._node()]}} if self.values else {})
 
-    def _sample(self, path: Path, queries: dict[str, Callable[[], float]]) -> None:
+    def _sample(self, path: Path, queries: Queries) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():  # of an earlier start of the run
             path.rename(path.with_suffix(f".{len(list(path.parent.glob(f'{path.stem}.*.csv')))}.csv"))
@@ -136,10 +134,10 @@ def nvidia_smi() -> str:
         return str(error)
 
 
-def _queries(gpus: list[int], processes: dict[int, int]) -> dict[str, Callable[[], float]]:
+def queries_of(gpus: list[int], processes: dict[int, int]) -> Queries:
     """Return the functions that read each value, by its name; `processes` holds the process id of each rank."""
     psutil.cpu_percent()  # the first call has nothing to compare with and returns 0
-    queries: dict[str, Callable[[], float]] = {"cpu/percent": psutil.cpu_percent}
+    queries: Queries = {"cpu/percent": psutil.cpu_percent}
     queries["machine/memory_gib"] = lambda: psutil.virtual_memory().used / GIB
     for rank, process in ((rank, psutil.Process(pid)) for rank, pid in processes.items()):
         queries[f"rank{rank}/memory_gib"] = lambda process=process: process.memory_info().rss / GIB

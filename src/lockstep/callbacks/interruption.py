@@ -1,6 +1,6 @@
-"""Replaces how Lightning handles signals: `_signal_connector`, `_broadcast_sigterm_tensor`, `_checkpoint_connector`.
+"""Replaces how Lightning handles signals: `_signal_connector`, `_broadcast_sigterm_tensor`.
 
-They save in mid-step, broadcast inside a signal handler or requeue, and have no public switch. Here a signal only sets
+It saves in mid-step, broadcasts inside a signal handler or requeues, and has no public switch. Here a signal only sets
 a flag; the ranks agree on it, save one checkpoint together, and stop.
 """
 
@@ -14,7 +14,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.callbacks.checkpoints import Checkpoints
@@ -30,16 +29,9 @@ MOST_STEPS = 100  # between two votes: quick steps may be followed by slow ones
 
 
 def silence_lightning(trainer: pl.Trainer) -> None:
-    """Take Lightning's handlers, per-step broadcast and hpc checkpoints out of this trainer."""
+    """Take Lightning's signal handlers and per-step broadcast out of this trainer."""
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
     connector.register_signal_handlers = loop._broadcast_sigterm_tensor = lambda: None
-    trainer._checkpoint_connector.__class__ = _NoHpcCheckpoints
-
-
-class _NoHpcCheckpoints(_CheckpointConnector):
-    """Never resumes from a checkpoint that the user did not name."""
-
-    _hpc_resume_path = None
 
 
 class Vote:
@@ -50,23 +42,18 @@ class Vote:
 
     def __init__(self, world_size: int, group: Any = None, clock: Any = time.monotonic) -> None:
         self.world_size, self.group, self.clock = world_size, group, clock
-        self.next_at, self.count, self.voted_at, self.last_count = 1, 0, clock(), 0
+        self.count, self.last_count, self.next_at, self.voted_at = 0, 0, 1, clock()
 
     def __call__(self, flag: bool) -> bool:
         """Call once per step on every rank: True on all of them at the same step."""
         self.count += 1
-        if self.world_size == 1:
-            return flag
-        if self.count < self.next_at:
-            return False
-        elapsed = max(self.clock() - self.voted_at, 1e-4)
-        steps = max(1, min(MOST_STEPS, int(VOTE_INTERVAL_S * (self.count - self.last_count) / elapsed)))
-        ballot = torch.tensor([int(flag), -steps])
+        if self.world_size == 1 or self.count < self.next_at:
+            return flag and self.world_size == 1
+        speed = (self.count - self.last_count) / max(self.clock() - self.voted_at, 1e-4)
+        ballot = torch.tensor([int(flag), -max(1, min(MOST_STEPS, int(VOTE_INTERVAL_S * speed)))])
         torch.distributed.all_reduce(ballot, op=torch.distributed.ReduceOp.MAX, group=self.group)
-        stop, wish = ballot.tolist()
-        self.voted_at, self.last_count = self.clock(), self.count
-        self.next_at = self.count - wish
-        return bool(stop)
+        self.voted_at, self.last_count, self.next_at = self.clock(), self.count, self.count - int(ballot[1])
+        return bool(ballot[0])
 
 
 class Interruption(Callback):
@@ -77,8 +64,7 @@ class Interruption(Callback):
     """
 
     def __init__(self, timeout_s: float = 300.0) -> None:
-        self.timeout_s = timeout_s
-        self.reason: str | None = None
+        self.timeout_s, self.reason = timeout_s, ""
         self._previous: dict[int, Any] = {}
 
     def ask(self, reason: str) -> None:
@@ -96,7 +82,7 @@ class Interruption(Callback):
         group = None
         if trainer.world_size > 1 and torch.distributed.is_initialized():  # a vote never waits for a GPU
             group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
-        self.votes = {stage: Vote(trainer.world_size, group) for stage in ("train", "evaluate")}
+        self.votes = {stage: Vote(trainer.world_size, group) for stage in ("train", "evaluate", "time")}
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for number, handler in self._previous.items():
@@ -114,16 +100,16 @@ class Interruption(Callback):
 
     def _vote(self, trainer: pl.Trainer, kind: str) -> None:
         """Stop if any rank was asked to; after the last step only in the test, as a resume would not validate it."""
-        is_after_last = trainer.state.fn == "fit" and trainer.global_step == trainer.max_steps
-        if is_after_last or not self.votes[kind](self.reason is not None):
+        is_fit = trainer.state.fn == "fit"
+        if (is_fit and trainer.global_step == trainer.max_steps) or not self.votes[kind](bool(self.reason)):
             return
         for callback in trainer.callbacks:
-            if isinstance(callback, Checkpoints) and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            if isinstance(callback, Checkpoints) and is_fit and not trainer.sanity_checking:
                 if callback.saved_step != trainer.global_step:
                     callback.save(trainer, "last")
                 callback.finish_writing()  # exit code 75 promises it
         stop = Interrupted(self.reason or "another rank was asked to stop")
-        asked = gather_objects((trainer.node_rank, self.reason is not None), self.votes["train"].group)
+        asked = gather_objects((trainer.node_rank, bool(self.reason)), self.votes[kind].group)
         stop.agreed, stop.elsewhere = True, (trainer.node_rank, True) not in asked
         raise stop
 
@@ -134,28 +120,24 @@ class MaxTime(Callback):
     Args:
         seconds: of all starts of the run together.
         elapsed: returns the seconds so far on rank 0, whose clock counts, and 0 elsewhere.
-        interruption: the callback whose process group the ranks vote in, about once a second.
+        interruption: the callback whose process group the ranks vote in.
     """
 
     def __init__(self, seconds: float, elapsed: Callable[[], float], interruption: Interruption) -> None:
-        self.seconds, self.elapsed, self.interruption = seconds, elapsed, interruption
-        self.is_over = False
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.vote = Vote(trainer.world_size, self.interruption.votes["train"].group)
+        self.seconds, self.elapsed, self.interruption, self.is_over = seconds, elapsed, interruption, False
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        last_epoch = trainer.current_epoch + 1 == trainer.max_epochs
-        if not ends_step(trainer) or trainer.global_step == trainer.max_steps or (last_epoch and ends_epoch(trainer)):
+        is_last_epoch = trainer.current_epoch + 1 == trainer.max_epochs
+        ends_anyway = trainer.global_step == trainer.max_steps or (is_last_epoch and ends_epoch(trainer))
+        if not ends_step(trainer) or ends_anyway or not self.interruption.votes["time"](self.elapsed() >= self.seconds):
             return
-        if self.vote(self.elapsed() >= self.seconds):
-            self.is_over = trainer.should_stop = True
-            trainer.check_val_every_n_epoch = 1  # validate it also in an epoch that would have none
-            if trainer.is_global_zero:
-                log.info(
-                    f"trainer.max_time: {duration(self.seconds)} of training are over at step {trainer.global_step}, "
-                    f"in epoch {trainer.current_epoch + 1} of {trainer.max_epochs}: it ends here."
-                )
+        self.is_over = trainer.should_stop = True
+        trainer.check_val_every_n_epoch = 1  # validate it also in an epoch that would have none
+        if trainer.is_global_zero:
+            log.info(
+                f"trainer.max_time: {duration(self.seconds)} of training are over at step {trainer.global_step}, "
+                f"in epoch {trainer.current_epoch + 1} of {trainer.max_epochs}: it ends here."
+            )
 
     def record_fields(self) -> dict[str, object]:
         return {"ended_by": "max_time"} if self.is_over else {}

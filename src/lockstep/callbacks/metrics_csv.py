@@ -14,8 +14,6 @@ from lockstep.runs.files import write_atomically
 
 KEYS = ("step", "epoch", "time_s")
 
-Row = dict[str, Any]  # a value by its column
-
 
 class MetricsCsv(Logger):
     """
@@ -28,7 +26,7 @@ class MetricsCsv(Logger):
 
     def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
         super().__init__()
-        self.path, self.columns, self.rows = Path(path), list(KEYS), list[Row]()
+        self.path, self.columns, self.rows = Path(path), list(KEYS), list[dict[str, Any]]()
         if resume_step is not None and self.path.exists() and rank_zero_only.rank == 0:
             self.columns, rows = read_rows(self.path)
             self.rows = [row for row in rows if row["step"] <= resume_step]
@@ -59,23 +57,21 @@ class MetricsCsv(Logger):
     def save(self) -> None:
         """Append new rows; write the whole file if a row of it has changed or a column is new."""
         if self.num_written is None:
-            write_atomically(self.path, lambda file: self._write(file, self.rows, head=True))
+            head = {name: name for name in self.columns}
+            write_atomically(self.path, lambda file: self._write(file, [head, *self.rows]))
         else:
             with self.path.open("a", newline="") as file:
                 self._write(file, self.rows[self.num_written :])
         self.num_written = len(self.rows)
 
-    def _write(self, file: Any, rows: list[Row], head: bool = False) -> None:
-        writer = csv.DictWriter(file, self.columns)
-        if head:
-            writer.writeheader()
-        writer.writerows(rows)
+    def _write(self, file: Any, rows: list[dict[str, Any]]) -> None:
+        csv.DictWriter(file, self.columns).writerows(rows)
 
     def finalize(self, status: str) -> None:
         self.save()
 
 
-def read_rows(path: Path) -> tuple[list[str], list[Row]]:
+def read_rows(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
     """Return the columns and the rows of a metrics.csv; a line that was cut short is skipped."""
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         reader = csv.DictReader((line.replace("\0", "") for line in file), restkey="", restval="")

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from lockstep.callbacks.resume_point import ends_epoch
+from lockstep.callbacks.resume_point import batches_done, ends_epoch
 from lockstep.runs.scores import as_read
 
 log = logging.getLogger(__name__)
@@ -33,38 +33,36 @@ class Progress(Callback):
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
         for callback in trainer.callbacks:
             values |= getattr(callback, "latest", {})
-        named = (str(callback.monitor) for callback in trainer.callbacks if hasattr(callback, "monitor"))
-        monitored = dict.fromkeys(named) or ["val/acc"]
+        named = [str(callback.monitor) for callback in trainer.callbacks if hasattr(callback, "monitor")]
         words = [f"epoch {min(trainer.current_epoch + 1, trainer.max_epochs or 0)}/{trainer.max_epochs}", place]
         words += [f"loss {values['train/loss']:.4f}"] if "train/loss" in values else []
-        words += [f"{name.replace('/', ' ')} {as_read(name, values[name])}" for name in monitored if name in values]
+        for name in dict.fromkeys(named or ["val/acc"]):
+            words += [f"{name.replace('/', ' ')} {as_read(name, values[name])}"] if name in values else []
         words += [f"{values['images_per_s']:,.0f} images/s"] if "images_per_s" in values else []
         log.info(" · ".join(words))
-
-    def _within(self, trainer: pl.Trainer) -> str:
-        batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        return f"batch {batches}/{int(trainer.num_training_batches)}"
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.began_at = time.monotonic()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._show(trainer, self._within(trainer), self.interval_s)
+        self._show(trainer, within(trainer), self.interval_s)
 
-    def on_validation_batch_end(
-        self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, i: int, *_: Any
-    ) -> None:
-        self._show(trainer, f"validating {i + 1}/{sum(trainer.num_val_batches):g}", self.interval_s)
+    def on_validation_batch_end(self, trainer: pl.Trainer, *given: Any) -> None:
+        self._show(trainer, f"validating {given[3] + 1}/{sum(trainer.num_val_batches):g}", self.interval_s)
 
-    def on_test_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, i: int, *_: Any) -> None:
-        self._show(trainer, f"testing {i + 1}/{sum(trainer.num_test_batches):g}", self.interval_s)
+    def on_test_batch_end(self, trainer: pl.Trainer, *given: Any) -> None:
+        self._show(trainer, f"testing {given[3] + 1}/{sum(trainer.num_test_batches):g}", self.interval_s)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking and not ends_epoch(trainer):
-            self._show(trainer, f"{self._within(trainer)} · validated", self.short_epoch_s)
+            self._show(trainer, f"{within(trainer)} · validated", self.short_epoch_s)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        last = trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs
+        is_last = trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs
         is_long = time.monotonic() - self.began_at > self.short_epoch_s
-        place = "done" if ends_epoch(trainer) else self._within(trainer)
-        self._show(trainer, place, 0.0 if last or is_long else 4 * self.short_epoch_s)
+        place = "done" if ends_epoch(trainer) else within(trainer)
+        self._show(trainer, place, 0.0 if is_last or is_long else 4 * self.short_epoch_s)
+
+
+def within(trainer: pl.Trainer) -> str:
+    return f"batch {batches_done(trainer)}/{int(trainer.num_training_batches)}"

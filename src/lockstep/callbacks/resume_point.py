@@ -2,7 +2,7 @@
 
 Lightning infers from its progress counters in which hook a checkpoint was saved, and skips or repeats a validation
 accordingly; the counters also change meaning with accumulate_grad_batches. Checkpoints of this project therefore
-store the position explicitly (see `loop_state`), and the counters are computed from it when a checkpoint is loaded.
+store the position explicitly, and `loop_state` computes the counters from it.
 """
 
 import random
@@ -15,21 +15,19 @@ import torch
 TRAINING, VALIDATION, EPOCH_END = "training", "validation", "epoch_end"
 
 
+def batches_done(trainer: pl.Trainer) -> int:
+    """Return the micro-batches of this epoch, the one that has just ended included."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
 def ends_step(trainer: pl.Trainer) -> bool:
     """Return whether the batch that has just ended was the last micro-batch of an optimizer step."""
-    batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    return batches % trainer.accumulate_grad_batches == 0 or ends_epoch(trainer)
+    return batches_done(trainer) % trainer.accumulate_grad_batches == 0 or ends_epoch(trainer)
 
 
 def ends_epoch(trainer: pl.Trainer) -> bool:
     """Return whether the batch that has just ended was the epoch's last."""
-    return trainer.fit_loop.epoch_loop.batch_progress.current.ready >= trainer.num_training_batches
-
-
-def is_validation_due(trainer: pl.Trainer) -> bool:
-    """Return whether a validation follows the batch that has just ended, as trainer.val_check_interval says."""
-    batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    return is_validation_epoch(trainer) and batches % trainer.val_check_batch == 0
+    return batches_done(trainer) >= trainer.num_training_batches
 
 
 def is_validation_epoch(trainer: pl.Trainer) -> bool:
@@ -48,43 +46,36 @@ def loop_state(fit_loop: dict[str, Any], point: dict[str, Any], accumulate: int)
             VALIDATION repeats the whole validation at that point, EPOCH_END starts the next epoch.
         accumulate: micro-batches per optimizer step.
     """
-    epoch, micro = point["epoch"], point["batches_done"] * accumulate
-    if point["phase"] == EPOCH_END:
-        epochs, batches, last = _counts(epoch + 1, epoch + 1), _counts(0, 0), False
-    elif point["phase"] == VALIDATION:
-        last = point["batches_done"] >= point["batches_per_epoch"]
-        epochs, batches = _counts(epoch + 1, epoch), _counts(micro, micro)
+
+    def progress(ready: int, processed: int, completed: int, **more: bool) -> dict[str, Any]:
+        counts = {"ready": ready, "started": ready, "processed": processed, "completed": completed}
+        return {"total": counts, "current": dict(counts), **more}
+
+    phase, started, micro = point["phase"], point["epoch"] + 1, point["batches_done"] * accumulate
+    ended, completed, is_last = point["epoch"], micro, False
+    if phase == EPOCH_END:
+        ended, micro, completed = started, 0, 0
+    elif phase == TRAINING:
+        completed = micro - 1  # this is how Lightning recognises a checkpoint saved in on_train_batch_end
     else:
-        # completed = processed - 1 is how Lightning recognises a checkpoint saved in on_train_batch_end
-        epochs, batches, last = _counts(epoch + 1, epoch), _counts(micro, micro, completed=micro - 1), False
-    validation = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
-    if point["phase"] != VALIDATION:
-        validation = dict.fromkeys(validation, 0)
-    state = dict(fit_loop)
-    state["epoch_progress"] = {"total": dict(epochs), "current": dict(epochs)}
-    state["epoch_loop.batch_progress"] = {"total": dict(batches), "current": dict(batches), "is_last_batch": last}
-    state["epoch_loop.val_loop.batch_progress"] = {
-        "total": dict(validation), "current": dict(validation), "is_last_batch": False
-    }  # fmt: skip
-    return state
-
-
-def _counts(started: int, processed: int, completed: int | None = None) -> dict[str, int]:
-    completed = processed if completed is None else completed
-    return {"ready": started, "started": started, "processed": processed, "completed": completed}
+        is_last = point["batches_done"] >= point["batches_per_epoch"]
+    return {
+        **fit_loop,
+        "epoch_progress": progress(started, ended, ended),
+        "epoch_loop.batch_progress": progress(micro, micro, completed, is_last_batch=is_last),
+        "epoch_loop.val_loop.batch_progress": progress(int(phase == VALIDATION), 0, 0, is_last_batch=False),
+    }
 
 
 def random_state() -> dict[str, Any]:
     """Return the state of every generator that this process draws from."""
     cuda: Any = None
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # one process may use several GPUs (dp)
-        several = not torch.distributed.is_initialized() and torch.cuda.device_count() > 1
-        cuda = torch.cuda.get_rng_state_all() if several else torch.cuda.get_rng_state()
+        is_one_of_several = torch.distributed.is_initialized()
+        cuda = torch.cuda.get_rng_state() if is_one_of_several else torch.cuda.get_rng_state_all()
     name, keys, *rest = np.random.get_state()
-    return {
-        "torch": torch.get_rng_state(), "cuda": cuda, "numpy": [name, keys.tolist(), *rest],
-        "python": random.getstate(),
-    }  # fmt: skip
+    numpy = [name, keys.tolist(), *rest]
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": numpy, "python": random.getstate()}
 
 
 def set_random_state(state: dict[str, Any]) -> None:

@@ -25,8 +25,7 @@ class RunRecorder(Callback):
     """
 
     def __init__(self, path: str | Path, on_first_step: Callable[[], None] | None = None) -> None:
-        self.on_first_step = on_first_step
-        self.path, self.phase, self.written_at = Path(path), "start", 0.0
+        self.path, self.on_first_step, self.phase, self.written_at = Path(path), on_first_step, "start", 0.0
         self.fit_started_at: float | None = None
         self.fit_before_s = 0.0  # seconds of fit in earlier starts of this run
         self.monitor, self.mode, self.is_begun_here = "val/acc", "max", False
@@ -40,17 +39,16 @@ class RunRecorder(Callback):
         with update_record(self.path) as record:
             if trainer is not None:
                 self._add_progress(record, trainer)
-            if self.fit_started_at is not None:
-                record.fit_seconds = self._fit_seconds(self.fit_started_at)
+            record.fit_seconds = self.elapsed() or record.fit_seconds
             record.take(fields)
             self.steps = record.steps or 0
         self.written_at = time.monotonic()
 
     def _add_progress(self, record: RunRecord, trainer: pl.Trainer) -> None:
-        values: dict[str, float] = {} if trainer.sanity_checking else {**trainer.callback_metrics}  # type: ignore[dict-item]
+        values: dict[str, Any] = {} if trainer.sanity_checking else dict(trainer.callback_metrics)
         for part in (*trainer.callbacks, trainer.strategy):
             values |= {n: v for n, v in getattr(part, "latest", {}).items() if n.startswith("train/")}
-            if part is not self and hasattr(part, "record_fields"):
+            if hasattr(part, "record_fields"):
                 record.take(part.record_fields())
         for name, value in (values | self.best_metrics).items():
             record.metrics[name] = float(value) if math.isfinite(value) else str(float(value))
@@ -62,10 +60,8 @@ class RunRecorder(Callback):
 
     def elapsed(self) -> float:
         """Return the seconds of fit in all starts of this run; 0 on other ranks than 0."""
-        return 0.0 if self.fit_started_at is None else self._fit_seconds(self.fit_started_at)
-
-    def _fit_seconds(self, started_at: float) -> float:
-        return round(self.fit_before_s + time.monotonic() - started_at, 3)
+        now_s = 0.0 if self.fit_started_at is None else time.monotonic() - self.fit_started_at
+        return round(self.fit_before_s + now_s, 3)
 
     def _enter(self, trainer: pl.Trainer, phase: str) -> None:
         self.phase = phase
@@ -88,8 +84,7 @@ class RunRecorder(Callback):
         self.fit_before_s, self.fit_started_at = before.fit_seconds or 0.0, time.monotonic()
         best = ((name, before.metrics.get(name)) for name in (f"{self.monitor}_best", "val/acc_best"))
         self.best_metrics = {name: value for name, value in best if isinstance(value, int | float)}
-        steps = before.restarts[-1].resumed_step if before.restarts else before.steps
-        self.write(trainer, phase="start", steps=steps or 0)
+        self.write(trainer, phase="start")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._enter(trainer, "training")
@@ -119,21 +114,18 @@ class RunRecorder(Callback):
             reached = {self.monitor: value, "val/acc": trainer.callback_metrics.get("val/acc")}
             self.best_metrics = {f"{name}_best": float(value) for name, value in reached.items() if value is not None}
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if not trainer.is_global_zero:
-            return
-        is_first = not self.steps and trainer.global_step  # from now on the run is one to resume
+    def _beat(self, trainer: pl.Trainer, *_: Any) -> None:
+        is_first = self.phase == "training" and not self.steps and trainer.global_step  # from now on it can be resumed
         if is_first or time.monotonic() - self.written_at > HEARTBEAT_INTERVAL_S:
             self.write(trainer)
-        if self.on_first_step is not None:
+
+    on_validation_batch_end = on_test_batch_end = _beat
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._beat(trainer)
+        if self.on_first_step is not None and trainer.is_global_zero:
             self.on_first_step()
             self.on_first_step = None
-
-    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.is_global_zero and time.monotonic() - self.written_at > HEARTBEAT_INTERVAL_S:
-            self.write(trainer)
-
-    on_test_batch_end = on_validation_batch_end
 
     def on_checkpoint_complete(self, path: Path, sidecar: Sidecar, kind: str) -> None:
         """Record a best checkpoint at once: the process may be killed."""

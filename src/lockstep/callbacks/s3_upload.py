@@ -16,9 +16,8 @@ from lockstep.storage.uploader import Uploader
 
 log = logging.getLogger(__name__)
 
-FLUSH_WHEN_INTERRUPTED_S = 60.0
-FLUSH_BESIDE_OTHER_RANKS_S = 30.0  # they wait in a collective; finish_upload sends the rest when they have ended
-FLUSH_AFTER_FAILURE_S = 3.0  # of one rank of several
+# With several ranks, the others wait in a collective; finish_upload sends the rest when they have ended.
+FLUSH_WHEN_INTERRUPTED_S, FLUSH_BESIDE_OTHER_RANKS_S, FLUSH_AFTER_FAILURE_S = 60.0, 30.0, 3.0
 
 
 class S3Upload(Callback):
@@ -44,20 +43,20 @@ class S3Upload(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit" or self.uploader is not None:
             return
-        fault = None
+        fault, run = None, self.bucket.at(self.folder.run_id)
         if trainer.is_global_zero:
             try:
-                if not self.bucket.at(self.folder.run_id).check_writable():
+                if not run.check_writable():
                     log.info("s3: the store has no conditional writes: start only one process of a run at a time.")
             except S3Error as error:
-                fault = str(error)
+                fault = f"{self.bucket.uri} cannot be used: {error}"
         fault = trainer.strategy.broadcast(fault, src=0)
         if fault and self.required:
-            raise UserError(f"{self.bucket.uri} cannot be used: {fault} (s3.required=false trains without it).")
+            raise UserError(f"{fault} (s3.required=false trains without it).")
         if trainer.is_global_zero:
             if fault:
-                log.info(f"s3: {self.bucket.uri} cannot be used: {fault}; training starts, uploads are tried again.")
-            self.uploader = Uploader(self.bucket.at(self.folder.run_id), self.folder, time.time())
+                log.info(f"s3: {fault}; training starts, uploads are tried again.")
+            self.uploader = Uploader(run, self.folder, time.time())
             self.uploader.start()
 
     def expect_end(self, seconds: float) -> None:
@@ -68,8 +67,8 @@ class S3Upload(Callback):
             self.uploader.flush(0.0)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        several_s = FLUSH_AFTER_FAILURE_S if trainer.world_size > 1 else self.flush_timeout_s
-        self._end(FLUSH_WHEN_INTERRUPTED_S if isinstance(exception, Interrupted) else several_s)
+        failed_s = FLUSH_AFTER_FAILURE_S if trainer.world_size > 1 else self.flush_timeout_s
+        self._end(FLUSH_WHEN_INTERRUPTED_S if isinstance(exception, Interrupted) else failed_s)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._end(FLUSH_BESIDE_OTHER_RANKS_S if trainer.world_size > 1 else self.flush_timeout_s)

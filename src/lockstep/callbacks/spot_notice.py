@@ -14,7 +14,7 @@ from lockstep.callbacks.interruption import Interruption
 
 log = logging.getLogger(__name__)
 
-METADATA = "http://169.254.169.254"  # the link-local address that every EC2 instance has
+METADATA = "http://169.254.169.254"  # of every EC2 instance
 SECONDS_LEFT = 85.0  # for checkpoint and upload, of the two minutes that EC2 gives at best
 
 
@@ -51,8 +51,8 @@ class SpotNotice(Callback):
                 token = self._ask("api/token", "PUT", **{"X-aws-ec2-metadata-token-ttl-seconds": "60"})
                 notice = self._ask("meta-data/spot/instance-action", **{"X-aws-ec2-metadata-token": token})
             except (OSError, ValueError, http.client.HTTPException) as error:
-                is_there = isinstance(error, urllib.error.HTTPError) and error.code == 404  # and there is no notice
-                if not is_there and not self.has_complained:
+                is_none = isinstance(error, urllib.error.HTTPError) and error.code == 404
+                if not is_none and not self.has_complained:
                     log.info(f"No spot notices can be had ({error}); asking again every {self.interval_s:.0f} s.")
                     self.has_complained = True
             if not notice and ended.wait(self.interval_s):

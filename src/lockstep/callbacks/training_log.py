@@ -13,8 +13,10 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.data import extract_batch_size
 
+from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.callbacks.resume_point import ends_epoch, ends_step
 from lockstep.runs.errors import Diverged, UserError
 
@@ -30,28 +32,19 @@ class TrainingLog(Callback):
         self.global_batch_size = global_batch_size
         self.started_at, self.seconds_before = time.monotonic(), 0.0  # and seconds in earlier starts of this run
         self.latest: dict[str, float] = {}  # for the progress line and the record
-        self.step = 0  # optimizer steps: one for all optimizers of a batch
-        self.loss_sum: torch.Tensor | None = None  # of this rank's micro-batches since the last log point
-        self.num_losses, self.num_devices = 0, 1
+        self.step = self.first_step = 0  # optimizer steps: one for all optimizers of a batch
+        self.losses: Any = (0.0, 0)  # of this rank's micro-batches since the last log point: their sum and number
         self.spans: list[tuple[int, float, float]] = []  # steps, seconds, seconds of waiting for data
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
+        """Return the steps, and the losses of all ranks since the last log point; a collective."""
+        sums, numbers = zip(*gather_objects((float(self.losses[0]), self.losses[1])), strict=True)
+        return {"step": self.step, "losses": [sum(sums), sum(numbers)]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step = state_dict["step"]
-
-    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep the losses of all ranks since the last log point; a collective."""
-        if self.loss_sum is not None:
-            sums = torch.stack([self.loss_sum, torch.full_like(self.loss_sum, self.num_losses)])
-            checkpoint["train_losses"] = trainer.strategy.reduce(sums, reduce_op="sum").tolist()
-
-    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        if "train_losses" in checkpoint and trainer.is_global_zero:
-            total, number = checkpoint["train_losses"]
-            self.loss_sum = torch.tensor(total, dtype=torch.float64, device=trainer.strategy.root_device)
-            self.num_losses = int(number)
+        if rank_zero_only.rank == 0:
+            self.losses = state_dict.get("losses", (0.0, 0))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for logger in trainer.loggers:
@@ -82,24 +75,22 @@ class TrainingLog(Callback):
         if self.global_batch_size is None:
             self.global_batch_size = extract_batch_size(batch) * trainer.world_size * trainer.accumulate_grad_batches
         if isinstance(outputs, dict) and outputs.get("loss") is not None:
-            accumulated = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-            loss = outputs["loss"].detach().double() * accumulated  # Lightning has divided it
-            self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
-            self.num_losses += 1
-        self.step += ends_step(trainer)
-        epoch_ends, done = ends_epoch(trainer), trainer.global_step == trainer.max_steps or trainer.should_stop
-        is_point = epoch_ends or done or (self.step % trainer.log_every_n_steps == 0 and ends_step(trainer))
+            divided_by = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1  # by Lightning
+            self.losses = self.losses[0] + outputs["loss"].detach().double() * divided_by, self.losses[1] + 1
+        is_step_end, epoch_ends = ends_step(trainer), ends_epoch(trainer)
+        self.step += is_step_end
+        is_done = trainer.global_step == trainer.max_steps or trainer.should_stop
+        is_point = epoch_ends or is_done or (is_step_end and self.step % trainer.log_every_n_steps == 0)
         if is_point and self.step > self.marked_step:  # all ranks reach it at the same batch: it is a collective
             self._log(trainer, pl_module, epoch_ends)
-        elif self.step == self.first_step + 1 and ends_step(trainer):
+        elif self.step == self.first_step + 1 and is_step_end:
             self._mark()  # the first step also warms up, and counts in no speed
         self.batch_ended_at = time.monotonic()
 
     def _log(self, trainer: pl.Trainer, module: Any, epoch_ends: bool) -> None:
-        zero = torch.zeros((), dtype=torch.float64, device=trainer.strategy.root_device)
-        sums = torch.stack([zero if self.loss_sum is None else self.loss_sum, torch.full_like(zero, self.num_losses)])
-        total, number = trainer.strategy.reduce(sums, reduce_op="sum").tolist()  # waits for the device
-        self.loss_sum, self.num_losses = None, 0
+        sums = [torch.as_tensor(each, dtype=torch.float64, device=trainer.strategy.root_device) for each in self.losses]
+        total, number = trainer.strategy.reduce(torch.stack(sums), reduce_op="sum").tolist()  # waits for the device
+        self.losses = 0.0, 0
         self.latest = {"train/loss": total / number} if number else {}
         if epoch_ends and hasattr(module, "train_means"):
             self.latest |= module.train_means()
@@ -113,14 +104,16 @@ class TrainingLog(Callback):
             raise Diverged(
                 f"train/loss became {loss} by step {self.step}: lower optimizer.lr or set trainer.gradient_clip_val"
             )
-        devices = (callback.latest_means() for callback in trainer.callbacks if hasattr(callback, "latest_means"))
-        self._write(trainer, self.latest | {name: value for means in devices for name, value in means.items()})
+        values = dict(self.latest)
+        for callback in trainer.callbacks:
+            values |= callback.latest_means() if hasattr(callback, "latest_means") else {}
+        self._write(trainer, values)
         self._mark()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":
-            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            self._write(trainer, {name: value for name, value in metrics.items() if name.startswith("val/")})
+            metrics = trainer.callback_metrics.items()
+            self._write(trainer, {name: float(value) for name, value in metrics if name.startswith("val/")})
             if not ends_epoch(trainer):  # a run that is killed later has its row
                 self.on_train_epoch_end(trainer, pl_module)
         self._mark()
@@ -139,17 +132,15 @@ class TrainingLog(Callback):
         if not self.spans or self.global_batch_size is None:
             return {}
         steps, seconds, waits = np.array(self.spans).T
-        images_per_s = float(self.global_batch_size * steps.sum() / seconds.sum())
-        p50, p95 = np.percentile(seconds / steps, (50, 95))
-        fields = {
+        mean, (p50, p95) = seconds.sum() / steps.sum(), np.percentile(seconds / steps, (50, 95))
+        images_per_s = self.global_batch_size / mean
+        throughput = {
             "images_per_s": round(images_per_s, 2),
             "images_per_s_per_device": round(images_per_s / self.num_devices, 2),
-            "step_seconds": {
-                "p50": round(p50, 6), "p95": round(p95, 6), "mean": round(seconds.sum() / steps.sum(), 6),
-            },
+            "step_seconds": {"p50": round(p50, 6), "p95": round(p95, 6), "mean": round(mean, 6)},
             "data_wait_share": round(min(waits.sum() / seconds.sum(), 1.0), 4),
-        }  # fmt: skip
-        return {"throughput": fields, "images_per_s": fields["images_per_s"]}
+        }
+        return {"throughput": throughput, "images_per_s": throughput["images_per_s"]}
 
 
 class ValidationInterval(Callback):

@@ -60,10 +60,11 @@ def update(average: AveragedModel, decay: float, trained: nn.Module) -> None:
     integers are copied.
     """
     of_average, of_trained = (chain(module.parameters(), module.buffers()) for module in (average.module, trained))
-    pairs = [(own, new.detach().to(own)) for own, new in zip(of_average, of_trained, strict=True)]
-    floats = [pair for pair in pairs if pair[0].is_floating_point()]
-    for own, new in pairs:
-        if not own.is_floating_point():
+    floats = []
+    for own, new in zip(of_average, of_trained, strict=True):
+        if own.is_floating_point():
+            floats.append((own, new.detach().to(own)))
+        else:
             own.copy_(new)
     steps = int(average.n_averaged)
     decay = min(decay, (1 + steps) / (10 + steps)) if steps else 0.0

@@ -160,7 +160,8 @@ def headlines(plan: RunPlan) -> list[str]:
     parts = [f"run {plan.folder.run_id}", model, data_name(config), where]
     if config["task_name"] != "train":
         return [" · ".join([*parts, f"batches of {data.get('eval_batch_size', DEFAULT_EVAL_BATCH_SIZE)}"])]
-    if "global_batch_size" in data or str(data.get("_target_")).startswith("data."):
+    is_lockstep_data = "global_batch_size" in data or str(data.get("_target_")).startswith("data.")
+    if is_lockstep_data:
         split = f"{batch.per_device} × {plan.cluster.world_size} × {batch.accumulate}"
         parts.append(f"global batch {batch.global_size} = {split}")
     if stated := plan.trainer.get("max_time"):
@@ -169,8 +170,11 @@ def headlines(plan: RunPlan) -> list[str]:
     callbacks = (config.get("callbacks") or {}).values()
     if not any(node and node.get("_target_") == CHECKPOINTS for node in callbacks):
         parts.append("WITHOUT CHECKPOINTS")
-    elif fraction == 0 or plan.trainer.get("limit_val_batches", 1.0) == 0:
-        parts.append("no validation: the last checkpoint counts as the best")
+    else:
+        exact = "in mid-epoch" if is_lockstep_data else "at epoch boundaries, or in mid-epoch with a stateful loader"
+        parts += [f"resume exact {exact}"] if "hivemind" not in trainer else []  # whose peers draw batches by time
+        if fraction == 0 or plan.trainer.get("limit_val_batches", 1.0) == 0:
+            parts.append("no validation: the last checkpoint counts as the best")
     lines = [" · ".join(parts)]
     if rates := plan.learning_rates:
         changes = ", ".join(f"{name} {optimizer[name]:g} → {rate:g}" for name, rate in rates.items())

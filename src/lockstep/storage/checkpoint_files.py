@@ -25,13 +25,11 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Sidecar:
-    """The small file beside a checkpoint; in a bucket it is best.json or last.json and also has `key` and `start`.
+    """The small file beside a checkpoint.
 
     Attributes:
         metric: what a best checkpoint reached, such as {"val/acc": 0.91}.
         weights_only: the optimizer's state is left out.
-        key: of the checkpoint, relative to the run's place in the bucket.
-        start: the time at which the run was started that wrote this, in seconds since 1970.
     """
 
     step: int
@@ -40,24 +38,20 @@ class Sidecar:
     epoch: int = 0
     metric: dict[str, float] = field(default_factory=dict)
     weights_only: bool = False
-    key: str = ""
-    start: float = 0.0
-
-    def as_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
 
 
 def parse_sidecar(held: Any) -> Sidecar | None:
     """Return None unless every field is what it must be; unknown fields are ignored."""
     blank = vars(Sidecar(0))
-    known = {name: value for name, value in held.items() if value is not None} if isinstance(held, dict) else {}
-    known = {name: value for name, value in known.items() if name in blank}
+    items = held.items() if isinstance(held, dict) else ()
+    known = {name: value for name, value in items if name in blank and value is not None}
+    if not {"step", "bytes", "sha256"} <= known.keys() or not SHA256.fullmatch(str(known["sha256"])):
+        return None
     typed = all(type(value) is type(blank[name]) for name, value in known.items())
-    if not typed or not {"step", "bytes", "sha256"} <= known.keys() or not SHA256.fullmatch(known["sha256"]):
+    if not typed or not all(0 <= known.get(name, 0) < 2**63 for name in ("step", "bytes", "epoch")):
         return None
     sidecar = Sidecar(**known)
-    counts = all(0 <= number < 2**63 for number in (sidecar.step, sidecar.bytes, sidecar.epoch))
-    return sidecar if counts and all(isinstance(value, int | float) for value in sidecar.metric.values()) else None
+    return sidecar if all(isinstance(value, int | float) for value in sidecar.metric.values()) else None
 
 
 def checkpoint_name(kind: str, step: int) -> str:
@@ -76,7 +70,7 @@ def sidecar_path(checkpoint: Path) -> Path:
 
 
 def write_sidecar(checkpoint: Path, sidecar: Sidecar) -> None:
-    write_atomically(sidecar_path(checkpoint), lambda file: file.write(sidecar.as_json()))
+    write_atomically(sidecar_path(checkpoint), lambda file: json.dump(asdict(sidecar), file, indent=1))
 
 
 def read_sidecar(checkpoint: Path) -> Sidecar | None:
@@ -131,8 +125,6 @@ def link(source: Path, target: Path) -> None:
         new.unlink(missing_ok=True)
         try:
             os.link(old, new)
-        except FileNotFoundError:
-            raise
         except OSError:
             shutil.copyfile(old, new)
     sync_folder(target.parent)

@@ -8,7 +8,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from lockstep.runs.errors import UserError
 from lockstep.runs.files import checksum_of, locked_file
 from lockstep.runs.folder import RUN_ID_PATTERN, RunFolder, find_run
 from lockstep.storage import checkpoint_files as files
-from lockstep.storage.checkpoint_files import Sidecar, checkpoint_name, newest_whole, parse_sidecar, read_sidecar
+from lockstep.storage.checkpoint_files import Sidecar, newest_whole, read_sidecar
 from lockstep.storage.errors import S3Error
 from lockstep.storage.s3 import Bucket, Progress, is_s3
 
@@ -34,19 +34,36 @@ RECORDED = re.compile(
 MAX_FILE_BYTES = 64 * 2**20
 
 
-def read_pointer(run: Bucket, kind: str) -> tuple[Sidecar | None, float, str | None]:
-    """Return (the checkpoint that best.json or last.json names, the start that wrote it, ETag); None for no checkpoint.
+@dataclass(frozen=True)
+class Pointer:
+    """best.json or last.json in the bucket.
 
-    A pointer to something that a run could not have written names none.
+    Attributes:
+        checkpoint: the complete checkpoint that it names; None: none yet.
+        key: of the checkpoint, relative to the run's place in the bucket.
+        start: the time at which the run was started that wrote this, in seconds since 1970.
+        etag: of the object; None: it is not there.
     """
+
+    checkpoint: Sidecar | None = None
+    key: str = ""
+    start: float = 0.0
+    etag: str | None = None
+
+    def as_json(self) -> str:
+        return json.dumps({**asdict(self.checkpoint or Sidecar(0)), "key": self.key, "start": self.start}, indent=1)
+
+
+def read_pointer(run: Bucket, kind: str) -> Pointer:
+    """Return the pointer of a run; one to something that a run could not have written names no checkpoint."""
     data, etag = run.read(f"{kind}.json")
     try:
         held = json.loads(data or b"null")
     except (ValueError, RecursionError):
         held = None
-    start, pointer = held.get("start") if isinstance(held, dict) else 0.0, parse_sidecar(held)
-    named = pointer if pointer and KEY.fullmatch(pointer.key) else None
-    return named, start if isinstance(start, float) else 0.0, etag
+    key, start = (held.get("key"), held.get("start")) if isinstance(held, dict) else (None, None)
+    checkpoint = files.parse_sidecar(held) if KEY.fullmatch(str(key)) else None
+    return Pointer(checkpoint, str(key) if checkpoint else "", start if isinstance(start, float) else 0.0, etag)
 
 
 def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None, cache: Path) -> Path:
@@ -85,41 +102,43 @@ def _fetch_address(address: str, s3: Mapping[str, Any], cache: Path) -> Path:
         head = bucket.call("head_object", name)
         sha256, step = head["Metadata"].get("sha256", ""), int((STEP.findall(name) or [0])[-1])
         folder = cache / (sha256 or head["ETag"].strip('"'))[:16]
-        return fetch(bucket, Sidecar(step, head["ContentLength"], sha256, key=name), folder, "best")
+        return fetch(bucket, name, Sidecar(step, head["ContentLength"], sha256), folder, "best")
     kind = name.removesuffix(".json") if name in ("best.json", "last.json") else ""
     run, kind = Bucket.of(s3, above if kind else address), kind or "best"
     for attempt in range(TRIES):
-        pointer, *_ = read_pointer(run, kind)
-        if pointer is None:
+        pointer = read_pointer(run, kind)
+        if pointer.checkpoint is None:
             break
         try:
-            return fetch(run, pointer, cache / pointer.sha256[:16], kind)
+            return fetch(run, pointer.key, pointer.checkpoint, cache / pointer.checkpoint.sha256[:16], kind)
         except S3Error as error:
             if error.code != "NoSuchKey" or attempt + 1 == TRIES:
                 raise
     raise S3Error("there is no readable best.json: give the address of a run, or of a .ckpt file")
 
 
-def fetch(bucket: Bucket, pointer: Sidecar, folder: Path, kind: str) -> Path:
-    """Return the checkpoint that a pointer names as a whole file in `folder`, with its sidecar.
+def fetch(bucket: Bucket, key: str, wanted: Sidecar, folder: Path, kind: str) -> Path:
+    """Return a checkpoint of the bucket as a whole file in `folder`, with its sidecar.
 
+    Args:
+        wanted: what its pointer says of it; an empty sha256 is not checked.
     Raises:
         S3Error: code Damaged if the object is not what was uploaded.
     """
-    name, address = checkpoint_name(kind, pointer.step), bucket.address(pointer.key)
+    name, address = files.checkpoint_name(kind, wanted.step), bucket.address(key)
     path, part = folder / name, folder / f".{name}.part"
     with locked_file(folder / f".{name}.lock"):
         known = read_sidecar(path)
-        if known and pointer.sha256 in ("", known.sha256) and files.fault_of(path) is None:
+        if known and wanted.sha256 in ("", known.sha256) and files.fault_of(path) is None:
             return path
-        log.info(f"Fetching {address} ({pointer.bytes / 1e6:,.0f} MB) …")
-        bucket.download(pointer.key, part, Progress(f"fetching {name}", pointer.bytes))
+        log.info(f"Fetching {address} ({wanted.bytes / 1e6:,.0f} MB) …")
+        bucket.download(key, part, Progress(f"fetching {name}", wanted.bytes))
         found = checksum_of(part)
-        if found.bytes != pointer.bytes or pointer.sha256 not in ("", found.sha256):
+        if found.bytes != wanted.bytes or wanted.sha256 not in ("", found.sha256):
             part.unlink()
             raise S3Error(f"{address} is not what was uploaded (its sha256 differs)", "Damaged")
         part.replace(path)
-        files.write_sidecar(path, replace(pointer, sha256=found.sha256, key="", start=0.0))
+        files.write_sidecar(path, replace(wanted, sha256=found.sha256))
         return path
 
 
@@ -134,14 +153,14 @@ def fetch_run(run: Bucket, folder: RunFolder) -> None:
     is_newer = not folder.record.exists()
     try:
         for kind in KINDS:
-            pointer, *_ = read_pointer(run, kind)
+            pointer = read_pointer(run, kind)
             # A last that is not newer than the best is not needed, unless the best has weights alone.
             here = newest_whole(folder.checkpoints, "best" if kind == "best" else None)
             known = read_sidecar(here) if here else None
-            if pointer and (known is None or pointer.step > known.step):
+            if pointer.checkpoint and (known is None or pointer.checkpoint.step > known.step):
                 is_newer = True
                 try:
-                    fetch(run, pointer, folder.checkpoints, kind)
+                    fetch(run, pointer.key, pointer.checkpoint, folder.checkpoints, kind)
                 except S3Error as error:
                     if error.code not in ("Damaged", "NoSuchKey"):
                         raise

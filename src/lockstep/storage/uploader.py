@@ -26,7 +26,7 @@ from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import Upload, read_record, update_record
 from lockstep.storage.checkpoint_files import Sidecar, complete, link, remove
 from lockstep.storage.errors import S3Error
-from lockstep.storage.fetch import KINDS, read_pointer
+from lockstep.storage.fetch import KINDS, Pointer, read_pointer
 from lockstep.storage.s3 import Bucket, Progress
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Uploader:
         self.intervals_s = INTERVALS_S.copy()
         self._due = {"last": time.monotonic() + INTERVALS_S["last"], "best": 0.0, "files": 0.0}
         self._uploaded: dict[Path, tuple[int, int]] = {}  # time and size of small files
-        self._pointers: dict[str, tuple[Sidecar | None, str | None]] = {}  # by kind, with the ETag
+        self._pointers = dict.fromkeys(KINDS, Pointer())  # as this start has read or written them
         self._error, self._failures = "not uploaded yet", 0
         self._asked = self._answered = 0  # number of flushes
         self._has_claimed = self._stopped = False
@@ -81,18 +81,17 @@ class Uploader:
 
     def status(self) -> Upload:
         """Return the best checkpoint in the bucket, as far as known, and why a newer one is not there."""
-        best, error = self._pointers.get("best", (None, None))[0], self._error if self._newest("best") else None
-        if best is None:
+        best, error = self._pointers["best"], self._error if self._newest("best") else None
+        if best.checkpoint is None:
             return Upload(error=error)
-        return Upload(uri=self.run.address(best.key), sha256=best.sha256, step=best.step, error=error)
+        uri, known = self.run.address(best.key), best.checkpoint
+        return Upload(uri=uri, sha256=known.sha256, step=known.step, error=error)
 
     def _newest(self, kind: str) -> tuple[Path, Sidecar] | None:
         """Return the next checkpoint to upload, or None; a last checkpoint identical to the best is skipped."""
         newest, best = (next(complete(self.folder.checkpoints, each), None) for each in (kind, "best"))
-        there = [self._pointers.get(kind, (None, None))[0], best[1] if best and kind == "last" else None]
+        there = [self._pointers[kind].checkpoint, best[1] if best and kind == "last" else None]
         return newest if newest and newest[1].sha256 not in [each.sha256 for each in there if each] else None
-
-    # --- the thread
 
     def _work(self) -> None:
         while not self._stopped:
@@ -124,16 +123,16 @@ class Uploader:
         with contextlib.suppress(S3Error):  # listing is optional: a lifecycle rule of the bucket can clean up instead
             unnamed = {key for key, _, _ in self.run.list("checkpoints/")}  # before: a newer start adds others
         found = {kind: read_pointer(self.run, kind) for kind in KINDS}
-        newest = max(start for _, start, _ in found.values())
+        newest = max(pointer.start for pointer in found.values())
         if newest > self.start_time:
             if not self.takes_over:
                 self._stopped = True
                 raise S3Error("a newer start of this run has taken over in the bucket")
             self.start_time = newest + 0.001  # this start is the newer one even if the clock of its machine is behind
-        for kind, (pointer, start, etag) in found.items():
-            self._pointers[kind] = pointer, etag
-            if start != self.start_time:
-                self._point(kind, pointer)
+        self._pointers = found
+        for kind, pointer in found.items():
+            if pointer.start != self.start_time:
+                self._point(kind, pointer.checkpoint, pointer.key)
         if self.takes_over:
             keep_start(self.folder, self.start_time)
         self.takes_over, self._has_claimed = False, True
@@ -141,23 +140,20 @@ class Uploader:
             for left in self.run.call("list_multipart_uploads", Prefix=self.run.prefix).get("Uploads", []):  # billed
                 key = left["Key"].removeprefix(self.run.prefix)
                 self.run.call("abort_multipart_upload", key, UploadId=left["UploadId"])
-            for key in unnamed - {pointer.key for pointer, _ in self._pointers.values() if pointer}:
+            for key in unnamed - {pointer.key for pointer in self._pointers.values()}:
                 self.run.call("delete_object", key)
 
-    def _point(self, kind: str, pointer: Sidecar | None) -> None:
-        """Write best.json or last.json, unless another process has written it since this one did.
-
-        Args:
-            pointer: the checkpoint in the bucket; None: there is none yet.
-        """
-        etag, written = self._pointers[kind][1], replace(pointer or Sidecar(0), start=self.start_time)
+    def _point(self, kind: str, checkpoint: Sidecar | None, key: str) -> None:
+        """Write best.json or last.json, unless another process has written it since this one did."""
+        etag, pointer = self._pointers[kind].etag, Pointer(checkpoint, key, self.start_time)
         condition = {"IfMatch": etag} if etag else {"IfNoneMatch": "*"}
-        self._pointers[kind] = pointer, self.run.write(f"{kind}.json", written.as_json().encode(), **condition)
+        etag = self.run.write(f"{kind}.json", pointer.as_json().encode(), **condition)
+        self._pointers[kind] = replace(pointer, etag=etag)
 
     def _send_checkpoint(self, kind: str) -> None:
         if not (newest := self._newest(kind)):
             return
-        (path, known), before = newest, self._pointers[kind][0]
+        (path, known), before = newest, self._pointers[kind].key
         key = f"checkpoints/{kind}-step{known.step:08d}-{known.sha256[:8]}.ckpt"
         second = self.folder.path / "upload" / "sending.ckpt"
         try:
@@ -168,10 +164,10 @@ class Uploader:
             self._upload(key, second, known.sha256)
         finally:
             remove(second)
-        self._point(kind, replace(known, key=key))
+        self._point(kind, known, key)
         with contextlib.suppress(S3Error):
-            if before and before.key != key:
-                self.run.call("delete_object", before.key)
+            if before not in ("", key):
+                self.run.call("delete_object", before)
 
     def _send_files(self) -> None:
         """Send record, config, metrics, pages and TensorBoard files that changed."""
@@ -179,8 +175,8 @@ class Uploader:
             key = path.relative_to(self.folder.path).as_posix()
             with contextlib.suppress(FileNotFoundError):
                 facts = path.lstat()
-                state, wanted = (facts.st_mtime_ns, facts.st_size), path.suffix in SUFFIXES or "/" in key
-                if wanted and stat.S_ISREG(facts.st_mode) and facts.st_size and self._uploaded.get(path) != state:
+                state, is_wanted = (facts.st_mtime_ns, facts.st_size), path.suffix in SUFFIXES or "/" in key
+                if is_wanted and stat.S_ISREG(facts.st_mode) and facts.st_size and self._uploaded.get(path) != state:
                     self._upload(key, path)
                     self._uploaded[path] = state
 

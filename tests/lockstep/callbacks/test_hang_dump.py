@@ -2,11 +2,10 @@
 
 import time
 
-import lightning.pytorch as pl
 import pytest
-import torch
 
 from lockstep.callbacks.hang_dump import HangDump
+from plain_task import Small, fit
 from runs import run_door
 
 TIMEOUT_S = 6
@@ -49,21 +48,10 @@ def test_a_rank_that_dies_or_fails_is_named_at_once(how, message, tmp_path):
 
 
 def test_a_plain_trainer_writes_the_stack_of_a_slow_step(tmp_path):
-    class Slow(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(2, 2)
-
+    class Slow(Small):
         def training_step(self, batch, batch_idx):
             time.sleep(1.2 * (batch_idx == 1))
-            return self.layer(batch).sum()
+            return super().training_step(batch, batch_idx)
 
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    trainer = pl.Trainer(
-        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[HangDump(timeout_s=0.5)],
-    )  # fmt: skip
-    trainer.fit(Slow(), torch.utils.data.DataLoader(torch.ones(4, 2)))
+    fit(Slow(), HangDump(timeout_s=0.5), max_steps=2, default_root_dir=tmp_path)
     assert "in training_step" in (tmp_path / "stack-rank0.txt").read_text()

@@ -5,7 +5,6 @@ import os
 import time
 from types import SimpleNamespace
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -14,26 +13,13 @@ from local_ranks import meet, run_ranks
 from lockstep.callbacks.hardware_stats import HardwareStats
 from lockstep.callbacks.metrics_csv import MetricsCsv
 from lockstep.callbacks.training_log import TrainingLog
+from plain_task import Small, fit
 
 
-class Tiny(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 2)
-
+class Tiny(Small):
     def training_step(self, batch, batch_idx):
         time.sleep(0.01)
-        return self.layer(batch).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-def fit(tmp_path, callback, module=None, **trainer):
-    options = {"accelerator": "cpu", "max_epochs": 1, "default_root_dir": tmp_path, "callbacks": [callback]}
-    options |= dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    loader = torch.utils.data.DataLoader(torch.ones(160, 4), batch_size=4)
-    pl.Trainer(**(options | trainer)).fit(module or Tiny(), loader)
+        return super().training_step(batch, batch_idx)
 
 
 def rows(path):
@@ -43,7 +29,8 @@ def rows(path):
 
 def test_a_run_on_the_cpu_leaves_samples_medians_and_maxima(tmp_path):
     logger, callback = MetricsCsv(tmp_path / "metrics.csv"), HardwareStats(interval_s=0.05)
-    fit(tmp_path, callback, logger=logger, log_every_n_steps=20, callbacks=[TrainingLog(), callback])
+    options = {"batches": 40, "default_root_dir": tmp_path}
+    fit(Tiny(), TrainingLog(), callback, logger=logger, log_every_n_steps=20, **options)
     written = rows(tmp_path / "hardware-node0.csv")
     assert len(written) >= 5 and float(written[-1]["rank0/memory_gib"]) > 0.05
     [node] = callback.record_fields()["hardware"]["nodes"]
@@ -54,7 +41,7 @@ def test_a_run_on_the_cpu_leaves_samples_medians_and_maxima(tmp_path):
     assert "nvidia_smi" not in node
     logged = rows(tmp_path / "metrics.csv")
     assert [row["step"] for row in logged] == ["20", "40"] and 0 < float(logged[1]["hardware/cpu_percent"]) <= 100
-    fit(tmp_path, HardwareStats(interval_s=0.05))  # a second start of the run keeps the first one's samples
+    fit(Tiny(), HardwareStats(interval_s=0.05), **options)  # a second start of the run keeps the first one's samples
     assert rows(tmp_path / "hardware-node0.0.csv") == written
 
 
@@ -79,9 +66,9 @@ def test_gpu_readings_and_nvidia_smi_dumps_and_what_fails_is_named_once(tmp_path
     strategy = SingleDeviceStrategy("cpu")
     strategy.process_devices = [torch.device("cuda:1")]
     callback = HardwareStats(interval_s=0.05)
-    fit(tmp_path, callback, strategy=strategy)
+    fit(Tiny(), callback, strategy=strategy, batches=40, default_root_dir=tmp_path)
     [node] = callback.record_fields()["hardware"]["nodes"]
-    assert callback.usable_memory_gib == 15
+    assert callback.record_fields()["usable_memory_gib"] == 15
     assert node["gpus"] == [{"name": "NVIDIA T4", "memory_gib": 16.0}] and node["nvidia_smi"] == "NVIDIA-SMI\n"
     memory = node["stats"]["gpu1/memory_gib"]
     assert memory["max"] == next(readings) - 1 and memory["p50"] == memory["max"] / 2
@@ -95,7 +82,7 @@ def test_sampling_ends_when_the_run_fails(tmp_path):
             raise ValueError("bad batch")
 
     with pytest.raises(ValueError, match="bad batch"):
-        fit(tmp_path, HardwareStats(interval_s=0.05), Failing())
+        fit(Failing(), HardwareStats(interval_s=0.05), default_root_dir=tmp_path)
     written = rows(tmp_path / "hardware-node0.csv")
     time.sleep(0.2)
     assert rows(tmp_path / "hardware-node0.csv") == written

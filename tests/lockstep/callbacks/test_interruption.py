@@ -5,7 +5,6 @@ import time
 from functools import partial
 from types import SimpleNamespace
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -17,59 +16,32 @@ from lockstep.runs import signals
 from lockstep.runs.errors import Interrupted
 from lockstep.storage.checkpoint_files import complete, fault_of
 from lockstep.storage.load import read_checkpoint
+from plain_task import Small, fit
 from runs import run_door
 
 TWO = ["experiment=quickstart", "trainer=ddp_sim", "trainer.max_epochs=2", "data.global_batch_size=128", "run_id=r",
        "trainer.num_threads=1"]  # fmt: skip
 
 
-def quiet_trainer():
-    return pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                      enable_model_summary=False, max_steps=1)  # fmt: skip
-
-
 @pytest.mark.filterwarnings("ignore")
-def test_lightning_neither_takes_signals_nor_looks_for_its_own_checkpoints(tmp_path):
+def test_lightning_does_not_take_signals_and_lockstep_does_while_it_trains():
     """Fails where a release renames what silence_lightning overrides: then find the new names."""
-    trainer = quiet_trainer()
-    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    for owner, name in ((connector, "register_signal_handlers"), (loop, "_broadcast_sigterm_tensor")):
-        assert callable(getattr(type(owner), name)), name
-    assert isinstance(type(trainer._checkpoint_connector)._hpc_resume_path, property)
-    silence_lightning(trainer)
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
-    connector.register_signal_handlers()
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
-    assert loop._broadcast_sigterm_tensor() is None
-    trainer._default_root_dir = str(tmp_path)
-    (tmp_path / "hpc_ckpt_1.ckpt").write_bytes(b"")
-    assert trainer._checkpoint_connector._hpc_resume_path is None
+    seen, interruption = [], Interruption()
 
+    class Silent(Small):
+        def configure_model(self):
+            connector, loop = self.trainer._signal_connector, self.trainer.fit_loop.epoch_loop
+            for owner, name in ((connector, "register_signal_handlers"), (loop, "_broadcast_sigterm_tensor")):
+                assert callable(getattr(type(owner), name)), name
+            silence_lightning(self.trainer)
+            assert loop._broadcast_sigterm_tensor() is None
 
-@pytest.mark.filterwarnings("ignore")
-def test_fit_leaves_our_handlers_in_place():
-    seen = []
-    trainer = quiet_trainer()
-    silence_lightning(trainer)
-    interruption = Interruption()
-    trainer.callbacks.append(interruption)
-
-    class Module(pl.LightningModule):
-        def training_step(self, batch, _):
+        def on_train_start(self):
             seen.append(signal.getsignal(signal.SIGTERM) == interruption._on_signal)
-            return (self.layer(batch)).sum()
 
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(2, 1)
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    before = signal.getsignal(signal.SIGTERM)
-    trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2))
-    assert seen == [True]
-    assert signal.getsignal(signal.SIGTERM) == before
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    fit(Silent(), interruption)
+    assert seen == [True] and [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
 
 
 def vote_many(place, speeds, ask_at, change_at):
@@ -105,7 +77,7 @@ def stop_of_nodes(place, asked):
     torch.distributed.init_process_group("gloo", rank=place.rank, world_size=place.world_size)
     interruption = Interruption()
     interruption.votes = {name: Vote(place.world_size) for name in ("train", "test")}
-    interruption.reason = "spot notice" if place.rank == asked else None
+    interruption.reason = "spot notice" if place.rank == asked else ""
     state = SimpleNamespace(fn="test")
     node = SimpleNamespace(node_rank=place.rank // 2, callbacks=[], state=state, sanity_checking=False)
     with pytest.raises(Interrupted) as stopped:

@@ -3,6 +3,7 @@
 import csv
 import signal
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,21 +89,22 @@ def test_early_stopping_counts_the_validations_within_an_epoch_also_of_an_earlie
     assert read_sidecar(next(complete(done.folder.checkpoints, "last"))[0]).step == 12
 
 
-def a_second_a_step(seconds: float = 1.0, stop_at: int | None = None):
-    """A clock of training that every optimizer step moves on by so much, over all starts."""
+def a_second_a_step(stop_at: int | None = None):
+    """A clock of training that every optimizer step moves on by a second, over all starts."""
     from lockstep.callbacks import interruption, run_recorder
+    from lockstep.callbacks.resume_point import ends_step
 
     if stop_at:
         signal_at_step(stop_at)
     interruption.VOTE_INTERVAL_S = 0.02
-    steps = [0]
+    clock, original = [0.0], interruption.MaxTime.on_train_batch_end
 
-    def elapsed(self):
-        steps[0] += 1
-        return (self.fit_before_s or 0.0) + seconds * steps[0] if self.fit_started_at is not None else 0.0
+    def tick(self, trainer, *given):
+        clock[0] += ends_step(trainer)
+        original(self, trainer, *given)
 
-    run_recorder.RunRecorder.elapsed = elapsed
-    run_recorder.RunRecorder._fit_seconds = lambda self, started_at: (self.fit_before_s or 0.0) + seconds * steps[0]
+    interruption.MaxTime.on_train_batch_end = tick
+    run_recorder.time = SimpleNamespace(monotonic=lambda: clock[0])
 
 
 @pytest.mark.parametrize("trainer", ["cpu", pytest.param("ddp_sim", marks=pytest.mark.slow)])

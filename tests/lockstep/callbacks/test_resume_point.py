@@ -5,14 +5,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.callbacks.resume_point import (
-    EPOCH_END,
-    TRAINING,
-    VALIDATION,
-    ends_step,
-    is_validation_epoch,
-    loop_state,
-)
+from lockstep.callbacks.resume_point import EPOCH_END, TRAINING, VALIDATION, ends_step, is_validation_epoch, loop_state
+from plain_task import Small, fit
 
 SAVED = {"state_dict": {}, "epoch_loop.automatic_optimization.optim_progress": {"kept": 1}}
 
@@ -48,19 +42,9 @@ def test_loop_state_of_each_phase(phase, done, accumulate, epochs, batches, vali
     assert "epoch_progress" not in SAVED
 
 
-class Net(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).sum()
-
+class Net(Small):
     def validation_step(self, batch, batch_idx):
         pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Places(pl.Callback):
@@ -80,10 +64,8 @@ class Places(pl.Callback):
 @pytest.mark.filterwarnings("ignore")
 def test_a_step_ends_where_lightning_counts_it_and_an_epoch_validates_where_it_did():
     places = Places()
-    trainer = pl.Trainer(accelerator="cpu", max_epochs=4, accumulate_grad_batches=2, check_val_every_n_epoch=2,
-                         num_sanity_val_steps=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                         enable_model_summary=False, callbacks=[places])  # fmt: skip
-    trainer.fit(Net(), DataLoader(torch.ones(5, 1)), DataLoader(torch.ones(1, 1)))
+    fit(Net(), places, batches=5, val_loader=DataLoader(torch.ones(1, 1)), max_epochs=4, num_sanity_val_steps=0,
+        accumulate_grad_batches=2, check_val_every_n_epoch=2)  # fmt: skip
     steps = [0, *(step for _, step in places.steps)]
     assert [ends for ends, _ in places.steps] == [after > before for before, after in zip(steps, steps[1:])]
     assert [ends for ends, _ in places.steps[:5]] == [False, True, False, True, True]

@@ -80,7 +80,7 @@ def wait_for(condition, seconds=5):
 @pytest.mark.parametrize("stage", ["fit", "test"])
 def test_a_notice_asks_for_an_interruption_and_hurries_the_upload(server, start, stage):
     callback, interruption, upload = start(stage=stage)
-    assert wait_for(lambda: server.asked > 3) and interruption.reason is None
+    assert wait_for(lambda: server.asked > 3) and not interruption.reason
     server.notice = NOTICE
     assert wait_for(lambda: upload.seconds == 85.0) and interruption.reason == "spot notice"
     assert time.time() - callback.record_fields()["spot_notice_at"] < 5
@@ -89,7 +89,7 @@ def test_a_notice_asks_for_an_interruption_and_hurries_the_upload(server, start,
 def test_a_service_that_refuses_is_named_once_and_asked_again(server, start, capsys):
     server.code = 403
     _, interruption, _ = start()
-    assert wait_for(lambda: server.asked > 3) and interruption.reason is None
+    assert wait_for(lambda: server.asked > 3) and not interruption.reason
     server.code, server.notice = 200, NOTICE
     assert wait_for(lambda: interruption.reason == "spot notice")
     assert capsys.readouterr().out.count("No spot notices can be had") == 1
@@ -102,4 +102,4 @@ def test_one_rank_of_a_node_asks_and_none_after_the_training(server, start):
     time.sleep(0.1)
     server.notice = NOTICE
     time.sleep(0.1)
-    assert interruption.reason is None and server.asked <= 2
+    assert not interruption.reason and server.asked <= 2

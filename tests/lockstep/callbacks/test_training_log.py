@@ -14,44 +14,40 @@ from lockstep.callbacks.metrics_csv import MetricsCsv
 from lockstep.callbacks.training_log import TrainingLog, check_eps
 from lockstep.runs.errors import Diverged, UserError
 from lockstep.training.task import Task
+from plain_task import Small, fit
 
 
-class Net(pl.LightningModule):
+class Net(Small):
     """Its loss is the number of the batch; asks for the end at a micro-batch, as a swarm that is done does."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         super().__init__()
-        self.layer, self.stop_at = torch.nn.Linear(2, 1), stop_at
+        self.stop_at = stop_at
 
     def training_step(self, batch, batch_idx):
         if batch_idx == self.stop_at:
             self.trainer.should_stop = True
         return 0 * self.layer(batch).sum() + batch_idx
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.25)
 
-
-def fit(folder, module, *, resume_step=None, batches=40, log=None, more=(), **options):
+def logged(folder, module, *, resume_step=None, batches=40, log=None, more=(), **options):
+    """Return the rows of metrics.csv."""
     logger = MetricsCsv(folder / "metrics.csv", resume_step)
-    trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=1, logger=logger, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[log or TrainingLog(8), *more], **{"log_every_n_steps": 50, **options},
-    )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8 * batches, 2), batch_size=8))
+    fit(module, log or TrainingLog(8), *more, batches=batches, batch_size=8, logger=logger,
+        **{"log_every_n_steps": 50, **options})  # fmt: skip
     with logger.path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def test_an_epoch_shorter_than_the_interval_has_the_row_of_its_last_step(tmp_path):
-    (row,) = fit(tmp_path, Net(), batches=3)
+    (row,) = logged(tmp_path, Net(), batches=3)
     assert (row["step"], row["train/loss"], row["lr"]) == ("3", "1.0", "0.25")
 
 
 @pytest.mark.parametrize("stop_at, step", [(15, "4"), (17, "4")])
 def test_a_training_that_stops_within_an_epoch_has_a_row(tmp_path, stop_at, step):
     """17: in the middle of an accumulation, as where other peers have filled the batch."""
-    (row,) = fit(tmp_path, Net(stop_at), accumulate_grad_batches=4)
+    (row,) = logged(tmp_path, Net(stop_at), accumulate_grad_batches=4)
     assert (row["step"], row["lr"]) == (step, "0.25")
     assert float(row["train/loss"]) == sum(range(stop_at + 1)) / (stop_at + 1)
 
@@ -60,12 +56,12 @@ def test_the_seconds_of_a_resumed_run_go_on(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,epoch,time_s,train/loss\n2,0,40.5,1.0\n4,0,81.25,0.9\n9,0,200.0,0.8\n")
     started = time.monotonic()
     log = TrainingLog(8)
-    kept = fit(tmp_path, Net(), resume_step=4, batches=3, log=log)
+    kept = logged(tmp_path, Net(), resume_step=4, batches=3, log=log)
     assert [row["time_s"] for row in kept[:2]] == ["40.5", "81.25"]
     assert 81.25 < float(kept[2]["time_s"]) <= 81.25 + time.monotonic() - started + 0.01
 
 
-class TwoOptimizers(pl.LightningModule):
+class TwoOptimizers(Small):
     """A GAN's shape: two optimizer steps a batch, the loss in a dict beside something of its own."""
 
     def __init__(self):
@@ -86,7 +82,7 @@ class TwoOptimizers(pl.LightningModule):
 
 
 def test_steps_count_batches_also_under_several_optimizers(tmp_path):
-    found = fit(tmp_path, TwoOptimizers(), batches=6, log_every_n_steps=2)
+    found = logged(tmp_path, TwoOptimizers(), batches=6, log_every_n_steps=2)
     assert [row["step"] for row in found] == ["2", "4", "6"]
     assert [float(row["train/loss"]) for row in found] == [0.5, 2.5, 4.5]
     assert [float(row["own"]) for row in found] == [1, 3, 5]
@@ -98,7 +94,7 @@ class NoLoss(TwoOptimizers):
 
 
 def test_a_step_that_returns_no_loss_has_none_in_the_log(tmp_path):
-    (row,) = fit(tmp_path, NoLoss(), batches=3)
+    (row,) = logged(tmp_path, NoLoss(), batches=3)
     assert row["step"] == "3" and "train/loss" not in row and row["lr"] == "0.1"
 
 
@@ -108,7 +104,7 @@ def test_a_returned_loss_that_is_nan_ends_the_run(tmp_path):
             return super().training_step(batch, batch_idx) * float("nan")
 
     with pytest.raises(Diverged, match="train/loss became nan by step 3"):
-        fit(tmp_path, Nan(), batches=3)
+        logged(tmp_path, Nan(), batches=3)
 
 
 def test_losses_before_a_checkpoint_in_mid_epoch_count_after_it(tmp_path):
@@ -117,14 +113,12 @@ def test_losses_before_a_checkpoint_in_mid_epoch_count_after_it(tmp_path):
             if batch_idx == 2:
                 trainer.save_checkpoint(tmp_path / "mid.ckpt")
 
-    (whole,) = fit(tmp_path, Net(), batches=6, more=[Saves()])
+    (whole,) = logged(tmp_path, Net(), batches=6, more=[Saves()])
     state = torch.load(tmp_path / "mid.ckpt", weights_only=True)
-    assert state["train_losses"] == [3.0, 3.0]
+    assert state["callbacks"]["TrainingLog"] == {"step": 3, "losses": [3.0, 3]}
     log = TrainingLog(8)
-    log.on_load_checkpoint(
-        SimpleNamespace(is_global_zero=True, strategy=SimpleNamespace(root_device="cpu")), None, state
-    )
-    (resumed,) = fit(tmp_path, Net(), batches=3, log=log)
+    log.load_state_dict({"step": 0, "losses": state["callbacks"]["TrainingLog"]["losses"]})
+    (resumed,) = logged(tmp_path, Net(), batches=3, log=log)
     assert float(whole["train/loss"]) == 2.5 and float(resumed["train/loss"]) == 1.0  # (3 + 3) / 6
 
 
@@ -138,10 +132,10 @@ def test_an_eps_that_is_zero_in_float16_is_refused_with_what_works(tmp_path):
         check_eps(trainer)
 
 
-class Slow(Net):
+class Slow(Small):
     def training_step(self, batch, batch_idx):
         time.sleep(0.3 if batch_idx == 0 else 0.006)
-        return self.layer(batch).sum()
+        return super().training_step(batch, batch_idx)
 
 
 class SlowRows(torch.utils.data.Dataset):
@@ -153,14 +147,10 @@ class SlowRows(torch.utils.data.Dataset):
         return torch.ones(2)
 
 
-def test_images_per_second_step_times_and_data_wait(tmp_path):
+def test_images_per_second_step_times_and_data_wait():
     log = TrainingLog()
-    trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[log], accumulate_grad_batches=2, log_every_n_steps=5,
-    )  # fmt: skip
     assert log.record_fields() == {}
-    trainer.fit(Slow(), torch.utils.data.DataLoader(SlowRows(), batch_size=5))
+    fit(Slow(), log, data=SlowRows(), batch_size=5, accumulate_grad_batches=2, log_every_n_steps=5)
     fields = log.record_fields()
     throughput = fields["throughput"]
     # Two micro-batches of 6 ms compute and 4 ms data make a step of a little over 20 ms; the first step does not count.
@@ -180,5 +170,5 @@ class Counted(Task):
 
 def test_what_a_task_counts_in_training_is_in_the_row_of_an_epochs_end(tmp_path):
     module = Counted(nn.Linear(2, 1), partial(torch.optim.SGD, lr=0.01))
-    first, last = fit(tmp_path, module, batches=4, log_every_n_steps=2)
+    first, last = logged(tmp_path, module, batches=4, log_every_n_steps=2)
     assert first["train/acc"] == "" and float(last["train/acc"]) == 28 / 32

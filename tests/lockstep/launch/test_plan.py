@@ -118,9 +118,10 @@ def test_learning_rates_are_scaled_by_the_batch(tmp_path):
 def test_the_lines_that_a_run_says_of_its_plan(tmp_path):
     plan = plan_of(tmp_path / "r", *SCALED)
     scaled = "optimizer: lr 0.1 → 0.4 (global batch 64 / base_batch_size 16)"
-    assert headlines(plan) == ["run r · small_cnn · digits · ddp_sim · global batch 64 = 32 × 2 × 1", scaled]
+    batch = "global batch 64 = 32 × 2 × 1 · resume exact in mid-epoch"
+    assert headlines(plan) == [f"run r · small_cnn · digits · ddp_sim · {batch}", scaled]
     default = replace(plan, config={**plan.config, "choices": {**plan.choices, "trainer": "default"}})
-    assert headlines(default)[0] == "run r · small_cnn · digits · default (cpu) · global batch 64 = 32 × 2 × 1"
+    assert headlines(default)[0] == f"run r · small_cnn · digits · default (cpu) · {batch}"
     evaluation = replace(plan, config={**plan.config, "task_name": "eval"})
     batch = plan.config["data"]["eval_batch_size"]
     assert headlines(evaluation) == [f"run r · small_cnn · digits · ddp_sim · batches of {batch}"]

@@ -1,6 +1,5 @@
 """Uploads of a run, what a killed process leaves, and what another machine fetches; against a real S3 server."""
 
-import copy
 import gc
 import hashlib
 import json
@@ -28,30 +27,27 @@ from lockstep.storage.fetch import fetch_run, locate_checkpoint, read_pointer
 from lockstep.storage.s3 import Bucket
 from lockstep.storage.uploader import Uploader, finish_upload
 from object_store import SECRETS, shared_store
+from ranks import SRC
 
 MIB, KILLS = 2**20, 8
 # The transfer manager of boto3 leaves the file of a broken-off upload open until it is collected.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-SRC = Path(__file__).resolve().parents[3] / "src"
 
 
 class Setting:
     """A run whose training has ended, and a place for it in a bucket."""
 
-    def __init__(self, tmp_path, server, endpoint_url=None):
-        uri = f"s3://{server.new_bucket()}/my rüns+"
-        self.s3 = {"uri": uri, "endpoint_url": endpoint_url or server.endpoint_url, "flush_timeout_s": 30.0}
-        self.folder, self.client = RunFolder(tmp_path / "logs/train/runs/the-run"), server.client()
+    def __init__(self, logs: Path, s3: dict) -> None:
+        self.s3, self.folder = s3, RunFolder(logs / "train/runs/the-run")
+        self.run, self.client = Bucket.of(s3).at("the-run"), shared_store().client()
         self.folder.checkpoints.mkdir(parents=True)
         write_record(self.folder.record, RunRecord(run_id="the-run", status="failed"))
-        self.folder.config.write_text(json.dumps({"s3": self.s3}))
-        self.run = Bucket.of(self.s3).at("the-run")
+        self.folder.config.write_text(json.dumps({"s3": s3}))
 
     def checkpoint(self, step: int, kind: str = "best", num_bytes: int = 1000) -> Path:
         path = self.folder.checkpoints / f"{kind}-step{step:08d}.ckpt"
         path.write_bytes(hashlib.shake_128(f"{step}{kind}".encode()).digest(1000) * (num_bytes // 1000))
-        sidecar = Sidecar(step, **vars(checksum_of(path)), epoch=step // 10, metric={"val/acc": step / 100})
-        write_sidecar(path, sidecar)
+        write_sidecar(path, Sidecar(step, **vars(checksum_of(path)), epoch=step // 10, metric={"val/acc": step / 100}))
         if kind == "best":
             with update_record(self.folder.record) as record:
                 record.best_checkpoint = BestCheckpoint(path=f"checkpoints/{path.name}", step=step)
@@ -62,23 +58,27 @@ class Setting:
         made.start()
         return made
 
+    def elsewhere(self, name: object) -> "Setting":
+        """The same run on another machine, with a folder of its own."""
+        return Setting(self.folder.path.parents[2] / f"elsewhere-{name}", self.s3)
+
+    def finish(self, code: int = EXIT_OK, **changes) -> int:
+        return finish_upload({**self.s3, **changes}, self.folder, code)
+
     def pointed(self, kind: str = "best") -> int | None:
         """The step that the pointer names, after its object was found to be whole."""
-        pointer, *_ = read_pointer(self.run, kind)
-        if pointer is None:
+        pointer = read_pointer(self.run, kind)
+        if pointer.checkpoint is None:
             return None
         found = self.client.get_object(Bucket=self.run.name, Key=self.run.prefix + pointer.key)["Body"].read()
-        assert (len(found), hashlib.sha256(found).hexdigest()) == (pointer.bytes, pointer.sha256)
-        return pointer.step
+        assert hashlib.sha256(found).hexdigest() == pointer.checkpoint.sha256
+        return pointer.checkpoint.step
 
     def objects(self) -> list[str]:
         return [key for key, _, _ in self.run.list("checkpoints/")]
 
-
-@pytest.fixture(autouse=True)
-def collected():
-    yield
-    gc.collect()
+    def unfinished(self) -> list:
+        return self.client.list_multipart_uploads(Bucket=self.run.name).get("Uploads", [])
 
 
 @pytest.fixture
@@ -88,28 +88,27 @@ def setting(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "POLL_S", 0.1)
     for variable, value in server.environment().items():
         monkeypatch.setenv(variable, value)
-    return Setting(tmp_path, server)
+    uri = f"s3://{server.new_bucket()}/my rüns+"
+    yield Setting(tmp_path / "logs", {"uri": uri, "endpoint_url": server.endpoint_url, "flush_timeout_s": 30.0})
+    gc.collect()
+
+
+AWAY = {"endpoint_url": "http://127.0.0.1:9"}
 
 
 # While it trains
 
 
-def wait_for_best(setting, step: int) -> None:
-    deadline = time.monotonic() + 30
-    while (pointer := read_pointer(setting.run, "best")[0]) is None or pointer.step != step:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert setting.pointed() == step
-
-
 def test_the_newest_of_each_kind_arrives_and_the_one_before_it_goes(setting):
     uploader = setting.uploader()
-    for step in (10, 20):
+    for step in (10, 20, 30):
         setting.checkpoint(step)
-        wait_for_best(setting, step)
+        deadline = time.monotonic() + 30
+        while setting.pointed() != step:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
     setting.checkpoint(40, "last")
-    setting.checkpoint(30)
-    wait_for_best(setting, 30)
+    time.sleep(0.3)
     assert setting.pointed("last") is None, "the interval has not gone by"
     assert uploader.flush(30) and setting.pointed() == 30 and setting.pointed("last") == 40
     assert [key[12:29] for key in setting.objects()] == ["best-step00000030", "last-step00000040"]
@@ -144,12 +143,9 @@ def test_credentials_are_renewed_between_two_tries(setting, monkeypatch):
     uploader.stop()
 
 
-def test_a_stopped_upload_ends_soon_and_leaves_nothing_unfinished(tmp_path, monkeypatch):
-    server = shared_store()
-    for variable, value in server.environment().items():
-        monkeypatch.setenv(variable, value)
-    with FaultyProxy(urlsplit(server.endpoint_url).port) as proxy:
-        setting = Setting(tmp_path, server, proxy.endpoint_url)
+def test_a_stopped_upload_ends_soon_and_leaves_nothing_unfinished(setting):
+    with FaultyProxy(urlsplit(setting.s3["endpoint_url"]).port) as proxy:
+        setting.run = replace(setting.run, endpoint_url=proxy.endpoint_url)
         uploader = setting.uploader()
         assert uploader.flush(30)
         setting.checkpoint(10, num_bytes=100 * MIB)
@@ -157,27 +153,19 @@ def test_a_stopped_upload_ends_soon_and_leaves_nothing_unfinished(tmp_path, monk
         started = time.monotonic()
         uploader.stop(20)
         assert time.monotonic() - started < 10
-    assert not server.client().list_multipart_uploads(Bucket=setting.run.name).get("Uploads")
+    assert not setting.unfinished()
 
 
 # Two starts of one run
 
 
-def elsewhere(setting, tmp_path, start: float) -> tuple[Setting, Uploader]:
-    """The same run on another machine, with a folder of its own."""
-    there = copy.copy(setting)
-    there.folder = RunFolder(tmp_path / f"elsewhere-{start:.0f}" / "the-run")
-    there.folder.checkpoints.mkdir(parents=True)
-    write_record(there.folder.record, RunRecord(run_id="the-run", status="failed"))
-    return there, there.uploader(start)
-
-
-def test_an_older_start_cannot_move_or_create_a_pointer(setting, tmp_path, caplog):
+def test_an_older_start_cannot_move_or_create_a_pointer(setting, caplog):
     caplog.set_level("INFO")
     setting.checkpoint(50)
     old = setting.uploader(start=1000.0)
     assert old.flush(30) and setting.pointed() == 50
-    there, new = elsewhere(setting, tmp_path, start=900.0)  # its clock is behind
+    there = setting.elsewhere("new")
+    new = there.uploader(start=900.0)  # its clock is behind
     assert new.flush(30)
     setting.checkpoint(60, "last")
     assert not old.flush(30) and setting.pointed("last") is None, "the newer start has no last checkpoint yet"
@@ -185,22 +173,23 @@ def test_an_older_start_cannot_move_or_create_a_pointer(setting, tmp_path, caplo
     there.checkpoint(40)
     assert new.flush(30) and setting.pointed() == 40, "the newer start went on from an earlier step"
     setting.checkpoint(70)
-    assert finish_upload(setting.s3, setting.folder, 0) == EXIT_NOT_UPLOADED
+    assert setting.finish() == EXIT_NOT_UPLOADED
     assert "a newer start of this run has taken over" in read_record(setting.folder.record).upload.error
     assert setting.pointed() == 40, "what the older start left does not go over it"
     new.stop()
 
 
-def test_of_many_starts_at_once_one_wins(setting, tmp_path):
+def test_of_many_starts_at_once_one_wins(setting):
     setting.checkpoint(1)
     assert setting.uploader(start=1.0).flush(30)
-    starts = [elsewhere(setting, tmp_path, 1000.0 + number) for number in range(4)]
+    places = [setting.elsewhere(number) for number in range(4)]
+    uploaders = [place.uploader(start=1000.0 + number) for number, place in enumerate(places)]
     for step in (10, 20):
-        for number, (there, _) in enumerate(starts):
-            there.checkpoint(step + number)
-        arrived = [uploader.flush(30) for _, uploader in starts]
+        for number, place in enumerate(places):
+            place.checkpoint(step + number)
+        arrived = [uploader.flush(30) for uploader in uploaders]
     assert sum(arrived) == 1 and setting.pointed() == 20 + arrived.index(True)
-    for _, uploader in starts:
+    for uploader in uploaders:
         uploader.stop()
 
 
@@ -215,9 +204,8 @@ from lockstep.storage import s3, uploader as module
 from lockstep.storage.checkpoint_files import Sidecar, write_sidecar
 
 uri, endpoint_url, path, first = sys.argv[1:]
-folder, start = RunFolder(Path(path)), time.time()
-s3.PART_BYTES = 5 << 20
-uploader = module.Uploader(s3.Bucket(uri, endpoint_url).at(folder.run_id), folder, start)
+folder, s3.PART_BYTES = RunFolder(Path(path)), 5 << 20
+uploader = module.Uploader(s3.Bucket(uri, endpoint_url).at(folder.run_id), folder, time.time())
 uploader.start()
 for step in itertools.count(int(first)):
     best = folder.checkpoints / f"best-step{step:08d}.ckpt"
@@ -230,18 +218,18 @@ for step in itertools.count(int(first)):
 
 def kill_while_it_uploads(setting, first: int, uploads: int, after_s: float) -> None:
     """Kill a process that uploads without end, some seconds after it began an upload, the first one or a later one."""
-    command = [sys.executable, "-c", CHILD, setting.s3["uri"], setting.s3["endpoint_url"], str(setting.folder.path)]
+    words = [setting.s3["uri"], setting.s3["endpoint_url"], str(setting.folder.path), str(first)]
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
-    with subprocess.Popen([*command, str(first)], env=environment, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen([sys.executable, "-c", CHILD, *words], env=environment, stdout=subprocess.PIPE) as child:
         for _ in range(uploads):
-            assert child.stdout and child.stdout.readline() == "offered\n"
+            assert child.stdout.readline() == b"offered\n"
         time.sleep(after_s)
         child.kill()
         assert child.wait() == -signal.SIGKILL
 
 
 @pytest.mark.slow
-def test_kills_in_the_midst_of_uploads(setting, tmp_path):
+def test_kills_in_the_midst_of_uploads(setting):
     """After each the pointer names a whole object; in the end what was left arrives, and nothing unfinished stays."""
     steps = []
     for number in range(KILLS):
@@ -250,34 +238,28 @@ def test_kills_in_the_midst_of_uploads(setting, tmp_path):
         assert steps[-1] > 1000 * number or number % 2 == 0, "the second upload began after the first one arrived"
     assert steps == sorted(steps), steps
     best, sidecar = next(complete(setting.folder.checkpoints, "best"))
-    assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK
-    assert setting.pointed() == sidecar.step and len(setting.objects()) == 1
-    assert not setting.client.list_multipart_uploads(Bucket=setting.run.name).get("Uploads")
-    there = RunFolder(tmp_path / "elsewhere/the-run")
+    assert setting.finish() == EXIT_OK
+    assert setting.pointed() == sidecar.step and len(setting.objects()) == 1 and not setting.unfinished()
+    there = setting.elsewhere("fresh").folder
     fetch_run(setting.run, there)
     assert sha256_of(newest_whole(there.checkpoints)) == sha256_of(best)
 
 
 def test_the_end_of_a_run_sends_what_its_process_left_and_else_upload_py_does(setting, capsys):
+    before, started = setting.folder.record.read_text(), time.monotonic()
+    assert setting.finish(2, **AWAY) == 2 and finish_upload({"uri": None}, setting.folder, 0) == 0
+    assert time.monotonic() - started < 1 and setting.folder.record.read_text() == before, "it has nothing to send"
     setting.checkpoint(10)
-    away = {**setting.s3, "endpoint_url": "http://127.0.0.1:9", "flush_timeout_s": 2}
-    assert finish_upload(away, setting.folder, 0) == EXIT_NOT_UPLOADED
+    assert setting.finish(**AWAY, flush_timeout_s=2) == EXIT_NOT_UPLOADED
     assert "cannot be reached" in read_record(setting.folder.record).upload.error
-    assert finish_upload({**away, "flush_timeout_s": 0.1}, setting.folder, 75) == 75
+    assert setting.finish(75, **AWAY, flush_timeout_s=0.1) == 75
     assert upload.main(["the-run", f"paths.log_dir={setting.folder.path.parents[2]}"]) == EXIT_OK
     assert capsys.readouterr().out.endswith(f"the-run is in {setting.s3['uri']}.\n")
     record = read_record(setting.folder.record)
     assert setting.pointed() == 10 and record.upload.error is None
     assert record.upload.uri == f"{setting.run.uri}/{setting.objects()[0]}" == record.best_checkpoint.s3_uri
     assert setting.run.read("run.json")[0] == setting.folder.record.read_bytes(), "the final record"
-    assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK, "nothing is left"
-
-
-def test_a_run_that_never_reached_the_bucket_or_has_none_is_not_waited_for(setting):
-    before, started = setting.folder.record.read_text(), time.monotonic()
-    s3 = {**setting.s3, "endpoint_url": "http://127.0.0.1:9", "flush_timeout_s": 300.0}
-    assert finish_upload(s3, setting.folder, 2) == 2 and finish_upload({"uri": None}, setting.folder, 0) == 0
-    assert time.monotonic() - started < 1 and setting.folder.record.read_text() == before
+    assert setting.finish() == EXIT_OK, "nothing is left"
 
 
 @pytest.mark.parametrize(
@@ -296,34 +278,37 @@ def test_bad_input_of_upload_py(setting, capsys, argv, status, sentence):
 # On another machine
 
 
-def test_a_checkpoint_comes_from_the_bucket_whole_and_once(setting, tmp_path, caplog):
+@pytest.fixture
+def located(setting, tmp_path):
+    return lambda address: locate_checkpoint(address, tmp_path, setting.s3, tmp_path / "cache")
+
+
+def test_a_checkpoint_comes_from_the_bucket_whole_and_once(setting, located, caplog):
     caplog.set_level("INFO")
     path = setting.checkpoint(10, num_bytes=20 * MIB)
-    assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK
-    pointer, *_ = read_pointer(setting.run, "best")
-    whole = f"{setting.run.uri}/{pointer.key}"
-    for address in (setting.run.uri, f"{setting.run.uri}/", f"{setting.run.uri}/best.json", whole):
-        found = locate_checkpoint(address, tmp_path, setting.s3, tmp_path / "cache")
+    assert setting.finish() == EXIT_OK
+    uri = setting.run.uri
+    for address in (uri, f"{uri}/", f"{uri}/best.json", f"{uri}/{read_pointer(setting.run, 'best').key}"):
+        found = located(address)
         assert found.read_bytes() == path.read_bytes() and fault_of(found) is None
     assert caplog.text.count("Fetching") == 1 and read_sidecar(found).metric == {"val/acc": 0.1}
     found.write_bytes(b"torn")
-    assert fault_of(locate_checkpoint(setting.run.uri, tmp_path, setting.s3, tmp_path / "cache")) is None
+    assert fault_of(located(uri)) is None
     setting.client.put_object(Bucket=setting.run.name, Key="of-others/x.ckpt", Body=b"weights")  # without a sha256
-    found = locate_checkpoint(f"s3://{setting.run.name}/of-others/x.ckpt", tmp_path, setting.s3, tmp_path / "cache")
-    assert found.read_bytes() == b"weights"
+    assert located(f"s3://{setting.run.name}/of-others/x.ckpt").read_bytes() == b"weights"
 
 
-def test_what_cannot_be_fetched_is_a_sentence(setting, tmp_path):
+def test_what_cannot_be_fetched_is_a_sentence(setting, located, tmp_path):
     def refused(address: str) -> str:
         with pytest.raises(UserError) as caught:
-            locate_checkpoint(address, tmp_path, setting.s3, tmp_path / "cache")
+            located(address)
         return str(caught.value)
 
     assert "there is no readable best.json" in refused(setting.run.uri)
     assert "there is no such object" in refused(f"s3://{setting.run.name}/x.ckpt")
     assert "the bucket no-such-bucket does not exist" in refused("s3://no-such-bucket/x")
     setting.checkpoint(10)
-    assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK
+    assert setting.finish() == EXIT_OK
     [key] = setting.objects()
     setting.run.write(key, b"tampered")
     assert "is not what was uploaded" in refused(setting.run.uri)
@@ -341,7 +326,7 @@ def test_a_run_comes_back_from_its_bucket(setting, tmp_path, caplog):
     (setting.folder.tensorboard / "version_0" / "events.out.tfevents.1").write_text("curve")
     setting.checkpoint(10)
     setting.checkpoint(20, "last")
-    assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK
+    assert setting.finish() == EXIT_OK
     setting.run.write("plan-node0.yaml", b"of others")
     there = RunFolder(tmp_path / "elsewhere/the-run")
     fetch_run(setting.run, there)
@@ -361,21 +346,16 @@ def test_a_run_comes_back_from_its_bucket(setting, tmp_path, caplog):
     assert newest_whole(third.checkpoints).name == "best-step00000010.ckpt" and "Passed over s3://" in caplog.text
 
 
-def test_a_run_whose_best_has_weights_alone_comes_back_with_its_last(setting, tmp_path):
+def test_a_run_whose_best_has_weights_alone_comes_back_with_its_last(setting, caplog):
     best = setting.checkpoint(20)
     write_sidecar(best, replace(read_sidecar(best), weights_only=True))
     setting.checkpoint(10, "last")
-    assert finish_upload(setting.s3, setting.folder, 0) == EXIT_OK
-    there = RunFolder(tmp_path / "elsewhere/the-run")
+    assert setting.finish() == EXIT_OK
+    there, away = setting.elsewhere("fresh").folder, replace(setting.run, **AWAY)
+    with pytest.raises(UserError, match="cannot be fetched from .* cannot be reached"):
+        fetch_run(away, there)
     fetch_run(setting.run, there)
     assert newest_whole(there.checkpoints).name == "last-step00000010.ckpt"
-
-
-def test_without_the_bucket_a_run_goes_on_from_here_or_says_that_it_cannot(setting, tmp_path, caplog):
     caplog.set_level("INFO")
-    away = Bucket(setting.s3["uri"], "http://127.0.0.1:9").at("the-run")
-    with pytest.raises(UserError, match="cannot be fetched from .* cannot be reached"):
-        fetch_run(away, RunFolder(tmp_path / "elsewhere/the-run"))
-    setting.checkpoint(10)
-    fetch_run(away, setting.folder)
+    fetch_run(away, there)
     assert "going on with what is here" in caplog.text
