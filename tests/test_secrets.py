@@ -12,32 +12,28 @@ from runs import run_door, start_door
 
 SMALL = ["data=synthetic", "data.num_images=400", "data.image_size=8", "data.global_batch_size=64", "model=small_cnn",
          "trainer=ddp_sim", "trainer.num_threads=1", "trainer.max_epochs=2"]  # fmt: skip
-CANARY = "canary-{:02d}-zqxjkvbw"
+CANARIES = [f"canary-{number:02d}-zqxjkvbw" for number in range(14)]
 KEY_ID, SECRET, _ = IDENTITIES["ci"]
 
 
-def canary(number):
-    return CANARY.format(number)
-
-
-def homes(tmp_path):
-    """A home folder and an environment full of secrets; the first is the one that the store really checks."""
-    home = tmp_path / "home"
+def environment_full_of_secrets(home: Path) -> dict[str, str]:
+    """The first is the one that the store really checks."""
+    held = {
+        ".aws/credentials": f"[default]\naws_access_key_id = {KEY_ID}\naws_secret_access_key = {SECRET}\n"
+        f"[other]\naws_access_key_id = AKIAOTHER\naws_secret_access_key = {CANARIES[1]}\n",
+        ".aws/config": f"[default]\nregion = us-east-1\n[profile x]\nexternal_id = {CANARIES[2]}\n",
+        ".netrc": f"machine 127.0.0.1 login u password {CANARIES[3]}\n",
+        ".git-credentials": f"https://u:{CANARIES[4]}@github.com\n",
+    }
     (home / ".aws").mkdir(parents=True)
-    (home / ".aws/credentials").write_text(
-        f"[default]\naws_access_key_id = {KEY_ID}\naws_secret_access_key = {SECRET}\n"
-        f"[other]\naws_access_key_id = AKIAOTHER\naws_secret_access_key = {canary(1)}\n"
-    )
-    (home / ".aws/config").write_text(f"[default]\nregion = us-east-1\n[profile x]\nexternal_id = {canary(2)}\n")
-    (home / ".netrc").write_text(f"machine 127.0.0.1 login u password {canary(3)}\n")
-    (home / ".git-credentials").write_text(f"https://u:{canary(4)}@github.com\n")
-    environment = {
+    for name, text in held.items():
+        (home / name).write_text(text)
+    return {
         "HOME": str(home), "AWS_SHARED_CREDENTIALS_FILE": str(home / ".aws/credentials"),
         "AWS_CONFIG_FILE": str(home / ".aws/config"), "AWS_EC2_METADATA_DISABLED": "true",
-        "HF_TOKEN": canary(5), "WANDB_API_KEY": canary(6), "DATABASE_URL": f"postgres://u:{canary(7)}@db/x",
-        "HTTPS_PROXY": f"http://u:{canary(8)}@127.0.0.1:9", "PASSWORD": canary(9), "LOCKSTEP_SECRET": canary(13),
+        "HF_TOKEN": CANARIES[5], "WANDB_API_KEY": CANARIES[6], "DATABASE_URL": f"postgres://u:{CANARIES[7]}@db/x",
+        "HTTPS_PROXY": f"http://u:{CANARIES[8]}@127.0.0.1:9", "PASSWORD": CANARIES[9], "LOCKSTEP_SECRET": CANARIES[13],
     }  # fmt: skip
-    return home, environment
 
 
 def everything_in(folder: Path) -> str:
@@ -46,26 +42,22 @@ def everything_in(folder: Path) -> str:
 
 def objects(store, bucket) -> str:
     client, text = store.client(), ""
-    for entry in client.list_objects_v2(Bucket=bucket).get("Contents", []):
+    for entry in client.list_objects_v2(Bucket=bucket)["Contents"]:
         found = client.get_object(Bucket=bucket, Key=entry["Key"])
         text += entry["Key"] + json.dumps(found["Metadata"]) + found["Body"].read().decode("latin-1")
-    assert text
     return text
 
 
 def hits(text):
-    return [secret for secret in [SECRET, *map(canary, range(1, 14))] if secret in text]
+    return [secret for secret in [SECRET, *CANARIES] if secret in text]
 
 
 @pytest.mark.slow
 def test_secrets_of_the_environment_and_the_home_go_nowhere(tmp_path):
-    store = shared_store()
-    bucket, (_, environment) = store.new_bucket(), homes(tmp_path)
-    logs = tmp_path / "logs"
-    started = start_door(
-        "train", *SMALL, f"s3.uri=s3://{bucket}/p", f"s3.endpoint_url={store.endpoint_url}", "run_id=r", logs=logs,
-        environment=environment,
-    )  # fmt: skip
+    store, logs = shared_store(), tmp_path / "logs"
+    bucket, environment = store.new_bucket(), environment_full_of_secrets(tmp_path / "home")
+    words = [*SMALL, f"s3.uri=s3://{bucket}/p", f"s3.endpoint_url={store.endpoint_url}", "run_id=r"]
+    started = start_door("train", *words, logs=logs, environment=environment)
     started.wait_for(lambda: any(logs.rglob("*.ckpt.json")))
     parent = psutil.Process(started.process.pid)
     processes = "".join(" ".join(each.cmdline()) for each in [parent, *parent.children(recursive=True)])
@@ -79,8 +71,8 @@ def raises_with_locals():
     from lockstep.callbacks.run_recorder import RunRecorder
 
     def fails(self, *_):
-        password = canary(10)
-        raise OSError(f"GET https://u:{canary(11)}@host/x?X-Amz-Signature={canary(12)}&a=1 failed{password[:0]}")
+        password = CANARIES[10]
+        raise OSError(f"GET https://u:{CANARIES[11]}@host/x?X-Amz-Signature={CANARIES[12]}&a=1 failed{password[:0]}")
 
     RunRecorder.on_train_batch_end = fails
 
@@ -94,14 +86,14 @@ def test_a_traceback_tells_no_secret(tmp_path):
 
 
 OVERRIDES = {
-    f"+data.password={canary(1)}": "data.password holds a secret",
-    f"+notes.api_key={canary(1)}": "no notes",
-    f"data.root=https://u:{canary(1)}@host/x": "data.root holds credentials",
-    f"data.root='https://h/x?X-Amz-Signature={canary(1)}'": "data.root holds credentials",
+    f"+data.password={CANARIES[1]}": "data.password holds a secret",
+    f"+notes.api_key={CANARIES[1]}": "no notes",
+    f"data.root=https://u:{CANARIES[1]}@host/x": "data.root holds credentials",
+    f"data.root='https://h/x?X-Amz-Signature={CANARIES[1]}'": "data.root holds credentials",
     "tags=[ghp_abcdefghijklmnopqrstuvwxyz0123]": "tags holds a token or key",
-    f"s3.uri=s3://key:{canary(1)}@bucket/x": "credentials",
-    f"s3.secret_key={canary(1)}": "s3.secret_key",
-    f"data.nothing=https://u:{canary(1)}@host/x": "nothing",
+    f"s3.uri=s3://key:{CANARIES[1]}@bucket/x": "credentials",
+    f"s3.secret_key={CANARIES[1]}": "s3.secret_key",
+    f"data.nothing=https://u:{CANARIES[1]}@host/x": "nothing",
 }
 
 
@@ -124,5 +116,5 @@ def test_what_git_would_show_of_uncommitted_code_is_kept_without_secrets(tmp_pat
 def _dirty():
     from lockstep.runs import provenance
 
-    provenance.code_diff = lambda _: f"+password = '{canary(1)}'\n+x = 1\n"
+    provenance.code_diff = lambda _: f"+password = '{CANARIES[1]}'\n+x = 1\n"
     provenance.code_state = lambda _: {"commit": "c", "dirty": True}

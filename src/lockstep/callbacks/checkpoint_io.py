@@ -19,13 +19,9 @@ CHUNK_BYTES = 64 * 2**20
 
 
 class CheckpointFiles(CheckpointIO):
-    """Write a checkpoint beside its target and rename it; load it on rank 0 and broadcast it.
+    """Write a checkpoint beside its target and rename it; load it on rank 0 and broadcast it."""
 
-    Attributes:
-        write: called on rank 0 with the content and the path, in place of writing a file.
-    """
-
-    write: Callable[[Checkpoint, Path], object] | None = None
+    write: Callable[[Checkpoint, Path], object] | None = None  # on rank 0, in place of writing a file
 
     def save_checkpoint(self, checkpoint: Checkpoint, path: Any, storage_options: Any = None) -> None:
         (self.write or write_checkpoint)(checkpoint, Path(path))
@@ -44,13 +40,7 @@ def write_checkpoint(checkpoint: Checkpoint, path: Path) -> Checksum:
 
 
 def load_on_all_ranks(path: str | Path, map_location: Any = "cpu") -> Checkpoint:
-    """Read a checkpoint on rank 0 and broadcast its bytes; other nodes need no copy of the file.
-
-    Every rank must call it. Without a process group it is `read_checkpoint`.
-
-    Raises:
-        UserError: on every rank, as read_checkpoint.
-    """
+    """Read a checkpoint on rank 0 and broadcast its bytes; every rank calls it, and raises as `read_checkpoint`."""
     if not dist.is_initialized():
         return read_checkpoint(path, map_location)
     file, is_reader = Path(path), dist.get_rank() == 0
@@ -83,10 +73,8 @@ def broadcast_object(value: Any) -> Any:
 def on_host(checkpoint: Any, always: bool = False) -> Any:
     """Return a checkpoint with all tensors in CPU memory; copies from a GPU are queued and waited for once.
 
-    Tied weights stay one tensor, so that a file holds them once.
-
-    Args:
-        always: copy tensors that are in CPU memory too, because training goes on changing them.
+    Tied weights stay one tensor, so that a file holds them once. `always` also copies tensors that are in CPU memory,
+    because training goes on changing them.
     """
     copies: dict[tuple[Any, ...], torch.Tensor] = {}
 

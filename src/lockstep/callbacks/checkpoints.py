@@ -1,5 +1,6 @@
 """The best checkpoint and the last one: each is written whole and verified before its predecessor is deleted."""
 
+import contextlib
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 
 from lockstep.callbacks import resume_point as place
 from lockstep.callbacks.checkpoint_io import Checkpoint, CheckpointFiles, gather_objects, on_host, write_checkpoint
@@ -20,20 +20,18 @@ from lockstep.storage.checkpoint_files import Sidecar
 log = logging.getLogger(__name__)
 
 
-class Checkpoints(Callback):
+class Checkpoints(pl.Callback):
     """Save `last` after every n-th epoch and every few minutes, and `best` when the monitored metric improves.
 
     Without validation each `last` at the end of an epoch is also the `best`.
 
     Args:
         folder: checkpoints/ of the run.
-        monitor: the metric that chooses the best checkpoint.
-        mode: max or min.
         weights_only: leave the optimizer's state out of `best`, which then has a third of its bytes under AdamW. A run
             resumes from `last`, which is saved with every best.
-        asynchronous: stop training only until the checkpoint is copied to host memory (which must have room for it);
-            a thread hashes and writes it. The next best and the end of training wait for it, an epoch's last that
-            would wait is left out, and an error in it ends training at the next step. "auto": on GPUs.
+        asynchronous: stop training only until the checkpoint is copied to host memory; a thread hashes and writes it.
+            The next save and the end of training wait for it, an epoch's last that would wait is left out, and an
+            error in it ends training at the next step. "auto": on GPUs.
         contents: plain values that every checkpoint carries (composed config, class names, normalisation, …).
     """
 
@@ -91,8 +89,8 @@ class Checkpoints(Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking and self.monitor.startswith("val"):
-            self._check_monitor(trainer)
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._finds_best(trainer)  # a metric that is not there is noticed before training
+        elif trainer.state.fn == "fit" and not trainer.sanity_checking:
             self.validated_step = trainer.global_step
             if not place.ends_epoch(trainer) and self._finds_best(trainer):
                 self.save(trainer, "best")
@@ -125,24 +123,21 @@ class Checkpoints(Callback):
         self.finish_writing()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        try:
+        with contextlib.suppress(Exception):  # the exception that ends the run is the one to report
             self.finish_writing()
-        except BaseException as error:  # the exception that ends the run is the one to report
-            log.info(f"The last checkpoint was not written ({type(error).__name__}: {error}).")
 
     def _finds_best(self, trainer: pl.Trainer) -> bool:
         """Return whether the metric of the validation is the best so far."""
-        self._check_monitor(trainer)
-        value, best = float(trainer.callback_metrics.get(self.monitor, "nan")), self.best_value
-        if value != value or (best is not None and (value <= best if self.mode == "max" else value >= best)):
+        metrics, best = trainer.callback_metrics, self.best_value
+        validations = sorted(name for name in metrics if name.startswith("val"))
+        if validations and self.monitor not in metrics:
+            raise UserError(f"callbacks.checkpoints.monitor={self.monitor}: there are {', '.join(validations)}.")
+        value = float(metrics.get(self.monitor, "nan"))
+        is_better = best is None or (value > best if self.mode == "max" else value < best)
+        if trainer.sanity_checking or not is_better or value != value:
             return False
         self.best_value = value
         return True
-
-    def _check_monitor(self, trainer: pl.Trainer) -> None:
-        validations = sorted(name for name in trainer.callback_metrics if name.startswith("val"))
-        if validations and self.monitor not in trainer.callback_metrics:
-            raise UserError(f"callbacks.checkpoints.monitor={self.monitor}: there are {', '.join(validations)}.")
 
     def state_dict(self) -> dict[str, Any]:
         best = {"file": self.best_path.name} if self.best_path else None
@@ -246,13 +241,8 @@ def is_plain(value: Any) -> bool:
 
 
 def refuse_non_finite(trainer: pl.Trainer) -> None:
-    """Check the weights before they are saved.
-
-    Raises:
-        Diverged: on every rank, if a weight on any rank is not finite.
-    """
+    """Raise Diverged on every rank if a weight on any rank is nan or inf."""
     local = (p.to_local() if hasattr(p, "to_local") else p for p in trainer.lightning_module.parameters())
     if not trainer.strategy.reduce_boolean_decision(all(bool(p.isfinite().all()) for p in local), all=True):
-        raise Diverged(
-            f"weights became nan or inf by step {trainer.global_step}: nothing was saved; lower optimizer.lr"
-        )
+        step = trainer.global_step
+        raise Diverged(f"weights became nan or inf by step {step}: nothing was saved; lower optimizer.lr")

@@ -15,10 +15,9 @@ STAGES = {"train": "training", "validate": "validation", "sanity_check": "valida
 
 
 class HangDump(pl.Callback):
-    """
+    """Write the stack after `timeout_s` without a batch, into `folder` or the trainer's default_root_dir.
+
     Args:
-        folder: the folder for the stacks; None: the trainer's default_root_dir.
-        timeout_s: seconds without a batch; the timeout of the collectives.
         on_error: called early with an exception of this rank, whose attribute `phase` is set: other ranks may wait.
     """
 

@@ -61,12 +61,12 @@ class HardwareStats(pl.Callback):
 
     def latest_means(self) -> dict[str, float]:
         """Return the mean over this node's devices since the last log point, for the loggers."""
-        values = dict(self.values)
-        begin, self.shown, found = self.shown, max(map(len, values.values()), default=0), {}
+        values, begin, found = dict(self.values), self.shown, {}
+        self.shown = max(map(len, values.values()), default=0)
         for title, (first, last) in MEANS.items():
             series = [each[begin:] for name, each in values.items() if name.startswith(first) and name.endswith(last)]
-            if means := [float(np.mean(each)) for each in series if each]:
-                found[f"hardware/{title}"] = round(sum(means) / len(means), 3)
+            if samples := [sample for each in series for sample in each]:
+                found[f"hardware/{title}"] = round(float(np.mean(samples)), 3)
         return found
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -85,7 +85,13 @@ class HardwareStats(pl.Callback):
         usable = self.memory  # after an error of the device it cannot be asked
         if all_ranks and self.devices:
             usable = min(torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu) for gpu in self.devices)
-        node = {**self._node(), **({"nvidia_smi": nvidia_smi()} if self.gpus else {})} if self.values else None
+        node = self._node() if self.values else None
+        if node and self.gpus:
+            try:
+                dump = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20).stdout
+            except (OSError, subprocess.TimeoutExpired) as error:
+                dump = str(error)
+            node["nvidia_smi"] = dump
         found = gather_objects((peak, usable, node)) if all_ranks else [(peak, usable, node)]
         nodes = [node for _, _, node in found if node]
         self.fields = {
@@ -125,13 +131,6 @@ class HardwareStats(pl.Callback):
             "gpus": [{"name": gpu.name, "memory_gib": round(gpu.total_memory / GIB, 2)} for gpu in gpus],
             "stats": {name: {"p50": float(np.median(v[:])), "max": max(v)} for name, v in list(self.values.items())},
         }  # fmt: skip
-
-
-def nvidia_smi() -> str:
-    try:
-        return subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
 
 
 def queries_of(gpus: list[int], processes: dict[int, int]) -> Queries:

@@ -13,7 +13,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 
 from lockstep.callbacks.checkpoint_io import gather_objects
 from lockstep.callbacks.checkpoints import Checkpoints
@@ -56,7 +55,7 @@ class Vote:
         return bool(ballot[0])
 
 
-class Interruption(Callback):
+class Interruption(pl.Callback):
     """Finish the step on a signal, save, and raise Interrupted on all ranks (exit code 75).
 
     Args:
@@ -114,13 +113,12 @@ class Interruption(Callback):
         raise stop
 
 
-class MaxTime(Callback):
+class MaxTime(pl.Callback):
     """End training after a step once its time is over, as after the last epoch: with a validation and a test.
 
     Args:
         seconds: of all starts of the run together.
         elapsed: returns the seconds so far on rank 0, whose clock counts, and 0 elsewhere.
-        interruption: the callback whose process group the ranks vote in.
     """
 
     def __init__(self, seconds: float, elapsed: Callable[[], float], interruption: Interruption) -> None:

@@ -16,11 +16,7 @@ KEYS = ("step", "epoch", "time_s")
 
 
 class MetricsCsv(Logger):
-    """
-    Args:
-        path: the file.
-        resume_step: later rows of the file are removed, because training resumes after this step; None: a new file.
-    """
+    """Rows after `resume_step`, where training resumes, are removed; None: a new file."""
 
     name, version = "csv", ""  # type: ignore[assignment]
 

@@ -5,7 +5,6 @@ import time
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 
 from lockstep.callbacks.resume_point import batches_done, ends_epoch
 from lockstep.runs.scores import as_read
@@ -13,7 +12,7 @@ from lockstep.runs.scores import as_read
 log = logging.getLogger(__name__)
 
 
-class Progress(Callback):
+class Progress(pl.Callback):
     """
     Args:
         interval_s: seconds between two lines within an epoch or an evaluation.
@@ -47,11 +46,11 @@ class Progress(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._show(trainer, within(trainer), self.interval_s)
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, *given: Any) -> None:
-        self._show(trainer, f"validating {given[3] + 1}/{sum(trainer.num_val_batches):g}", self.interval_s)
+    def on_validation_batch_end(self, trainer: pl.Trainer, module: Any, out: Any, batch: Any, i: int, *_: Any) -> None:
+        self._show(trainer, f"validating {i + 1}/{sum(trainer.num_val_batches):g}", self.interval_s)
 
-    def on_test_batch_end(self, trainer: pl.Trainer, *given: Any) -> None:
-        self._show(trainer, f"testing {given[3] + 1}/{sum(trainer.num_test_batches):g}", self.interval_s)
+    def on_test_batch_end(self, trainer: pl.Trainer, module: Any, out: Any, batch: Any, i: int, *_: Any) -> None:
+        self._show(trainer, f"testing {i + 1}/{sum(trainer.num_test_batches):g}", self.interval_s)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking and not ends_epoch(trainer):

@@ -16,7 +16,7 @@ TRAINING, VALIDATION, EPOCH_END = "training", "validation", "epoch_end"
 
 
 def batches_done(trainer: pl.Trainer) -> int:
-    """Return the micro-batches of this epoch, the one that has just ended included."""
+    """Return the micro-batches of this epoch so far, with the one that has just ended."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
@@ -26,7 +26,6 @@ def ends_step(trainer: pl.Trainer) -> bool:
 
 
 def ends_epoch(trainer: pl.Trainer) -> bool:
-    """Return whether the batch that has just ended was the epoch's last."""
     return batches_done(trainer) >= trainer.num_training_batches
 
 
@@ -40,11 +39,9 @@ def loop_state(fit_loop: dict[str, Any], point: dict[str, Any], accumulate: int)
     """Return the state of Lightning's `loops.fit_loop` that resumes at `point`.
 
     Args:
-        fit_loop: the state stored in the checkpoint.
         point: `epoch`, the current epoch from 0 (at EPOCH_END the one that has just ended); `batches_done`, the
             optimizer steps done in it; `batches_per_epoch`; `phase`. TRAINING resumes after `batches_done`,
             VALIDATION repeats the whole validation at that point, EPOCH_END starts the next epoch.
-        accumulate: micro-batches per optimizer step.
     """
 
     def progress(ready: int, processed: int, completed: int, **more: bool) -> dict[str, Any]:

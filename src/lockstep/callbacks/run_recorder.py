@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
@@ -16,11 +15,10 @@ from lockstep.runs.scores import write_confusion
 from lockstep.storage.checkpoint_files import Sidecar
 
 
-class RunRecorder(Callback):
-    """Writes on rank zero only, and never calls a collective.
+class RunRecorder(pl.Callback):
+    """Write run.json on rank zero, without collectives; what train.py has not begun this callback begins and ends.
 
     Args:
-        path: run.json, which train.py has begun; in another script this callback begins and ends it.
         on_first_step: called on rank zero when this start has trained a step.
     """
 
@@ -28,7 +26,7 @@ class RunRecorder(Callback):
         self.path, self.on_first_step, self.phase, self.written_at = Path(path), on_first_step, "start", 0.0
         self.fit_started_at: float | None = None
         self.fit_before_s = 0.0  # seconds of fit in earlier starts of this run
-        self.monitor, self.mode, self.is_begun_here = "val/acc", "max", False
+        self.before, self.is_begun_here = RunRecord(), False  # the record when fit started
         self.best_metrics: dict[str, float] = {}
         self.steps = 0  # as of the last write
 
@@ -79,10 +77,9 @@ class RunRecorder(Callback):
                 monitor=getattr(chooser, "monitor", "val/acc"), monitor_mode=getattr(chooser, "mode", "max"),
             )  # fmt: skip
             write_record(self.path, begun)
-        before = read_record(self.path)
-        self.monitor, self.mode = before.monitor, before.monitor_mode
-        self.fit_before_s, self.fit_started_at = before.fit_seconds or 0.0, time.monotonic()
-        best = ((name, before.metrics.get(name)) for name in (f"{self.monitor}_best", "val/acc_best"))
+        self.before = read_record(self.path)
+        self.fit_before_s, self.fit_started_at = self.before.fit_seconds or 0.0, time.monotonic()
+        best = ((name, self.before.metrics.get(name)) for name in (f"{self.before.monitor}_best", "val/acc_best"))
         self.best_metrics = {name: value for name, value in best if isinstance(value, int | float)}
         self.write(trainer, phase="start")
 
@@ -107,12 +104,12 @@ class RunRecorder(Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep the best of what is monitored as `<monitor>_best`, and the accuracy of that validation."""
-        value, best = trainer.callback_metrics.get(self.monitor), self.best_metrics.get(f"{self.monitor}_best")
-        if value is None or math.isnan(value):
-            return
-        if best is None or (value > best if self.mode == "max" else value < best):
-            reached = {self.monitor: value, "val/acc": trainer.callback_metrics.get("val/acc")}
-            self.best_metrics = {f"{name}_best": float(value) for name, value in reached.items() if value is not None}
+        monitor, metrics = self.before.monitor, trainer.callback_metrics
+        value, best = float(metrics.get(monitor, "nan")), self.best_metrics.get(f"{monitor}_best")
+        is_better = best is None or (value > best if self.before.monitor_mode == "max" else value < best)
+        if is_better and not math.isnan(value):
+            reached = {name: metrics[name] for name in (monitor, "val/acc") if name in metrics}
+            self.best_metrics = {f"{name}_best": float(value) for name, value in reached.items()}
 
     def _beat(self, trainer: pl.Trainer, *_: Any) -> None:
         is_first = self.phase == "training" and not self.steps and trainer.global_step  # from now on it can be resumed

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 
 from lockstep.runs.errors import Interrupted, UserError
 from lockstep.runs.folder import RunFolder
@@ -20,16 +19,13 @@ log = logging.getLogger(__name__)
 FLUSH_WHEN_INTERRUPTED_S, FLUSH_BESIDE_OTHER_RANKS_S, FLUSH_AFTER_FAILURE_S = 60.0, 30.0, 3.0
 
 
-class S3Upload(Callback):
+class S3Upload(pl.Callback):
     """
     Args:
         run_folder: logs/train/runs/<run_id>; the last part names the run in the bucket.
         uri: s3://bucket/prefix.
-        endpoint_url: the address of a store other than Amazon's.
         required: end the run before training if the bucket cannot be written; else train on and keep trying.
         flush_timeout_s: how long the end of fit may wait for what is not yet uploaded.
-    Raises:
-        UserError: at the start of fit, in one sentence, what is wrong with the bucket.
     """
 
     def __init__(

@@ -8,7 +8,6 @@ import urllib.error
 import urllib.request
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 
 from lockstep.callbacks.interruption import Interruption
 
@@ -18,14 +17,11 @@ METADATA = "http://169.254.169.254"  # of every EC2 instance
 SECONDS_LEFT = 85.0  # for checkpoint and upload, of the two minutes that EC2 gives at best
 
 
-class SpotNotice(Callback):
+class SpotNotice(pl.Callback):
     """Poll the metadata service (IMDSv2) from a thread and ask for an interruption when a notice comes.
 
-    Source: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
-
-    Args:
-        address: of the metadata service.
-        interval_s: seconds between two polls; AWS recommends 5.
+    Source: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html, which
+    recommends an interval of 5 s.
     """
 
     def __init__(self, address: str = METADATA, interval_s: float = 5.0) -> None:

@@ -8,11 +8,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 
 def mlflow(run_id: str, experiment_name: str, tracking_uri: str, **options: Any) -> MLFlowLogger:
-    """Return Lightning's logger for the MLflow run that is named `run_id`, if there is one.
-
-    Args:
-        options: of lightning.pytorch.loggers.MLFlowLogger.
-    """
+    """Return Lightning's MLFlowLogger with its `options`, for the MLflow run that is named `run_id` if there is one."""
     known = None
     if rank_zero_only.rank == 0:
         from mlflow.tracking import MlflowClient
@@ -27,9 +23,7 @@ def mlflow(run_id: str, experiment_name: str, tracking_uri: str, **options: Any)
 class Trackio(Logger):
     """Log to trackio (https://github.com/gradio-app/trackio): to its folder, TRACKIO_DIR, or to a Hugging Face Space.
 
-    Args:
-        run_id: the name of the run there.
-        space_id: of the Space, as "user/name"; None: nothing leaves this machine.
+    `space_id` is "user/name" of the Space; None: nothing leaves this machine.
     """
 
     name, version = "trackio", ""  # type: ignore[assignment]

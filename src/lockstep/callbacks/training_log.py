@@ -12,7 +12,6 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.data import extract_batch_size
 
@@ -21,11 +20,10 @@ from lockstep.callbacks.resume_point import ends_epoch, ends_step
 from lockstep.runs.errors import Diverged, UserError
 
 
-class TrainingLog(Callback):
+class TrainingLog(pl.Callback):
     """Log what a step returns as its loss, and the speed; end the run if the loss becomes nan or inf.
 
-    Args:
-        global_batch_size: images per optimizer step over all ranks; None: taken from the first batch.
+    `global_batch_size` is in images per optimizer step over all ranks; None: taken from the first batch.
     """
 
     def __init__(self, global_batch_size: int | None = None) -> None:
@@ -69,20 +67,18 @@ class TrainingLog(Callback):
         else:
             self.marked_at = now
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.global_batch_size is None:
             self.global_batch_size = extract_batch_size(batch) * trainer.world_size * trainer.accumulate_grad_batches
         if isinstance(outputs, dict) and outputs.get("loss") is not None:
-            divided_by = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1  # by Lightning
+            divided_by = trainer.accumulate_grad_batches if module.automatic_optimization else 1  # by Lightning
             self.losses = self.losses[0] + outputs["loss"].detach().double() * divided_by, self.losses[1] + 1
         is_step_end, epoch_ends = ends_step(trainer), ends_epoch(trainer)
         self.step += is_step_end
         is_done = trainer.global_step == trainer.max_steps or trainer.should_stop
         is_point = epoch_ends or is_done or (is_step_end and self.step % trainer.log_every_n_steps == 0)
         if is_point and self.step > self.marked_step:  # all ranks reach it at the same batch: it is a collective
-            self._log(trainer, pl_module, epoch_ends)
+            self._log(trainer, module, epoch_ends)
         elif self.step == self.first_step + 1 and is_step_end:
             self._mark()  # the first step also warms up, and counts in no speed
         self.batch_ended_at = time.monotonic()
@@ -101,13 +97,10 @@ class TrainingLog(Callback):
         for group in trainer.optimizers[0].param_groups[:1] if trainer.optimizers else ():
             self.latest["lr"] = group["lr"] / group.get("lr_scale", 1.0)  # the optimizer's, not that of one layer
         if not math.isfinite(loss := self.latest.get("train/loss", 0.0)):
-            raise Diverged(
-                f"train/loss became {loss} by step {self.step}: lower optimizer.lr or set trainer.gradient_clip_val"
-            )
-        values = dict(self.latest)
-        for callback in trainer.callbacks:
-            values |= callback.latest_means() if hasattr(callback, "latest_means") else {}
-        self._write(trainer, values)
+            cure = "lower optimizer.lr or set trainer.gradient_clip_val"
+            raise Diverged(f"train/loss became {loss} by step {self.step}: {cure}")
+        devices = (callback.latest_means() for callback in trainer.callbacks if hasattr(callback, "latest_means"))
+        self._write(trainer, {**self.latest, **{name: value for means in devices for name, value in means.items()}})
         self._mark()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -143,12 +136,8 @@ class TrainingLog(Callback):
         return {"throughput": throughput, "images_per_s": throughput["images_per_s"]}
 
 
-class ValidationInterval(Callback):
-    """Validate within an epoch and at its end, which Lightning omits if the interval does not divide it.
-
-    Args:
-        batches: micro-batches from one validation to the next, counted in each epoch anew.
-    """
+class ValidationInterval(pl.Callback):
+    """Validate after every so many micro-batches of an epoch and at its end, which Lightning may omit."""
 
     def __init__(self, batches: int) -> None:
         self.batches = batches
@@ -160,11 +149,7 @@ class ValidationInterval(Callback):
 
 
 def check_eps(trainer: pl.Trainer) -> None:
-    """Refuse an optimizer that divides by an eps which float16 rounds to 0.
-
-    Raises:
-        UserError: names the option and the precisions that work.
-    """
+    """Refuse an optimizer that divides by an eps which float16 rounds to 0."""
     for group in [group for optimizer in trainer.optimizers for group in optimizer.param_groups]:
         eps = group.get("eps")
         if trainer.precision == "16-true" and isinstance(eps, float) and torch.tensor(eps, dtype=torch.float16) == 0:

@@ -1,7 +1,4 @@
-"""Uses Lightning's `_average_model`, which has no public name: to update and to save the average.
-
-An exponential moving average of the weights: validated, tested and saved, with the trained weights beside it.
-"""
+"""Uses Lightning's `_average_model`, which has no public name: to update and to save the average."""
 
 from functools import partial
 from itertools import chain
@@ -15,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
 class WeightAverage(EMAWeightAveraging):
-    """Lightning's callback, with a decay that begins small: after few steps the average is of trained weights.
+    """An exponential moving average of the weights, with a decay that begins small: validated, tested and saved.
 
     Lightning exchanges trained and averaged weights for a validation. A checkpoint of a run that is stopped in it has
     each in its place, and all ranks validate with rank 0's averaged buffers, which are those that are saved.

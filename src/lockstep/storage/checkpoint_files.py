@@ -25,19 +25,14 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Sidecar:
-    """The small file beside a checkpoint.
-
-    Attributes:
-        metric: what a best checkpoint reached, such as {"val/acc": 0.91}.
-        weights_only: the optimizer's state is left out.
-    """
+    """The small file beside a checkpoint."""
 
     step: int
     bytes: int = 0
     sha256: str = ""
     epoch: int = 0
-    metric: dict[str, float] = field(default_factory=dict)
-    weights_only: bool = False
+    metric: dict[str, float] = field(default_factory=dict)  # what a best checkpoint reached
+    weights_only: bool = False  # the optimizer's state is left out
 
 
 def parse_sidecar(held: Any) -> Sidecar | None:
@@ -102,8 +97,7 @@ def complete(folder: Path, kind: str | None = None) -> Iterator[tuple[Path, Side
 def newest_whole(folder: Path, kind: str | None = None) -> Path | None:
     """Return the newest checkpoint whose bytes are still right, and log each one that is passed over.
 
-    Args:
-        kind: best or last; None: any that a run can resume from, for which weights alone are not enough.
+    Without a kind it is one that a run can resume from, for which weights alone are not enough.
     """
     for path, sidecar in complete(folder, kind):
         if kind is None and sidecar.weights_only:
@@ -115,11 +109,7 @@ def newest_whole(folder: Path, kind: str | None = None) -> Path | None:
 
 
 def link(source: Path, target: Path) -> None:
-    """Give a complete checkpoint and its sidecar a second name; where the file system has no hard links, copy them.
-
-    Raises:
-        FileNotFoundError: the source was removed meanwhile.
-    """
+    """Give a complete checkpoint and its sidecar a second name; where the file system has no hard links, copy them."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for old, new in ((source, target), (sidecar_path(source), sidecar_path(target))):
         new.unlink(missing_ok=True)

@@ -36,19 +36,12 @@ MAX_FILE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Pointer:
-    """best.json or last.json in the bucket.
+    """best.json or last.json in the bucket."""
 
-    Attributes:
-        checkpoint: the complete checkpoint that it names; None: none yet.
-        key: of the checkpoint, relative to the run's place in the bucket.
-        start: the time at which the run was started that wrote this, in seconds since 1970.
-        etag: of the object; None: it is not there.
-    """
-
-    checkpoint: Sidecar | None = None
-    key: str = ""
-    start: float = 0.0
-    etag: str | None = None
+    checkpoint: Sidecar | None = None  # the complete checkpoint that it names; None: none yet
+    key: str = ""  # of the checkpoint, relative to the run's place in the bucket
+    start: float = 0.0  # the time at which the run was started that wrote this, in seconds since 1970
+    etag: str | None = None  # None: the pointer is not there
 
     def as_json(self) -> str:
         return json.dumps({**asdict(self.checkpoint or Sidecar(0)), "key": self.key, "start": self.start}, indent=1)
@@ -75,8 +68,6 @@ def locate_checkpoint(address: str, logs: Path, s3: Mapping[str, Any] | None, ca
         logs: the folder that holds runs.
         s3: the config's node s3 (endpoint_url); its uri is not used.
         cache: the folder for what is fetched.
-    Raises:
-        UserError: there is none, the bucket cannot be used, or the object is not what was uploaded.
     """
     if is_s3(address):
         try:
@@ -120,10 +111,8 @@ def _fetch_address(address: str, s3: Mapping[str, Any], cache: Path) -> Path:
 def fetch(bucket: Bucket, key: str, wanted: Sidecar, folder: Path, kind: str) -> Path:
     """Return a checkpoint of the bucket as a whole file in `folder`, with its sidecar.
 
-    Args:
-        wanted: what its pointer says of it; an empty sha256 is not checked.
     Raises:
-        S3Error: code Damaged if the object is not what was uploaded.
+        S3Error: code Damaged if the object is not what was uploaded. An empty sha256 is not checked.
     """
     name, address = files.checkpoint_name(kind, wanted.step), bucket.address(key)
     path, part = folder / name, folder / f".{name}.part"
@@ -145,10 +134,8 @@ def fetch(bucket: Bucket, key: str, wanted: Sidecar, folder: Path, kind: str) ->
 def fetch_run(run: Bucket, folder: RunFolder) -> None:
     """Bring a run back from its bucket: its best and its newest checkpoint, its record and curves.
 
-    All of it stays as it is here if nothing in the bucket is newer. A damaged checkpoint in the bucket is passed over.
-
-    Raises:
-        UserError: the bucket cannot be used, and this machine has no whole checkpoint to resume from.
+    All of it stays as it is here if nothing in the bucket is newer. A damaged checkpoint in the bucket is passed over;
+    a bucket that cannot be used is an error only where this machine has no whole checkpoint to resume from.
     """
     is_newer = not folder.record.exists()
     try:

@@ -19,7 +19,6 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu", content: io.Byt
 
     Args:
         content: the bytes of the file, if another rank read them.
-
     Raises:
         UserError: the file does not exist, is damaged, or holds objects that are neither tensors nor plain values.
     """

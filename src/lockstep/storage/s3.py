@@ -36,8 +36,6 @@ class Bucket:
     Args:
         uri: s3://bucket/prefix; the prefix may be empty.
         endpoint_url: the address of a store other than Amazon's; None: as boto3's configuration says.
-    Raises:
-        UserError: an invalid address, or one that carries credentials, which are not repeated.
     """
 
     uri: str
@@ -108,9 +106,7 @@ class Bucket:
     def upload(self, key: str, path: Path, sha256: str = "", progress: Callable[[int], None] | None = None) -> None:
         """Upload a file by boto3's transfer manager: in parallel parts, with retries, verified by checksums.
 
-        Args:
-            sha256: kept as metadata of the object.
-            progress: called with the number of bytes that were sent; an exception of it ends the upload.
+        The sha256 is kept as metadata of the object; an exception of `progress`, called with bytes, ends the upload.
         """
         from boto3.s3.transfer import TransferConfig
 
@@ -152,11 +148,7 @@ class Bucket:
 
 
 class Progress:
-    """Count transferred bytes, and log every ten seconds how many there are and how long the rest takes.
-
-    Args:
-        what: the noun that the line begins with.
-    """
+    """Count transferred bytes, and log every ten seconds how many there are and how long the rest takes."""
 
     def __init__(self, what: str, total: int) -> None:
         self.what, self.total, self.done = what, total, 0

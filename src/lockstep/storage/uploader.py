@@ -42,7 +42,6 @@ class Uploader:
     """Upload thread of one run.
 
     Args:
-        run: the bucket, at the prefix of this run.
         start: start time of the run; a process with an older one stops uploading.
         takes_over: true for a new start of the run, false to upload what an earlier process has left.
     """
@@ -199,9 +198,7 @@ def keep_start(folder: RunFolder, start: float) -> None:
 def finish_upload(s3: Mapping[str, Any] | None, folder: RunFolder, code: int) -> int:
     """Upload what the run's own process did not, after it has ended or on request, and update the run record.
 
-    Returns:
-        EXIT_NOT_UPLOADED if the code was EXIT_OK and the best checkpoint is not in the bucket (the record says why);
-        else the code.
+    The exit code becomes EXIT_NOT_UPLOADED if it was EXIT_OK and the best checkpoint is not in the bucket.
     """
     if not s3 or not s3.get("uri") or not folder.record.exists():
         return code

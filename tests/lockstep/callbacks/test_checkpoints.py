@@ -1,5 +1,6 @@
 """The generators that a checkpoint carries, of one GPU and of several; the rest is in tests/test_train.py."""
 
+import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -16,32 +17,22 @@ from lockstep.storage.load import read_checkpoint
 from runs import run_door
 
 
-class Gpus:
-    """torch.cuda's own calls, for GPUs that are not here; the current one is the second."""
-
-    def __init__(self, monkeypatch, states):
-        self.states, self.current = list(states), min(1, len(states) - 1)
-        for name, value in {
-            "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: len(self.states),
-            "get_rng_state": lambda: self.states[self.current], "get_rng_state_all": lambda: list(self.states),
-            "set_rng_state": self.set,
-        }.items():  # fmt: skip
-            monkeypatch.setattr(torch.cuda, name, value)
-
-    def set(self, state, device="cuda"):
-        self.states[self.current if device == "cuda" else device] = state
-
-
-@pytest.mark.parametrize(("saved", "here", "wanted"), [(1, 1, [0]), (3, 3, [0, 1, 2]), (3, 2, [0, 1])])
+@pytest.mark.parametrize(
+    ("saved", "here", "wanted"), [([7], 1, [7]), ([5, 6, 7], 3, [5, 6, 7]), ([5, 6, 7], 2, [5, 6])]
+)
 def test_the_generators_of_all_gpus_of_a_process_come_back(monkeypatch, saved, here, wanted):
-    Gpus(monkeypatch, [torch.tensor([index], dtype=torch.uint8) for index in range(saved)])
-    state = random_state()
-    gpus = Gpus(monkeypatch, [torch.tensor([99], dtype=torch.uint8)] * here)
-    set_random_state(state)
-    assert [state.item() for state in gpus.states] == wanted
-    Gpus(monkeypatch, torch.tensor([0, 1]))
+    """Through torch.cuda's own calls, for GPUs that are not here."""
+    found = [None] * here
+    for name, value in {
+        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: here,
+        "get_rng_state": lambda: torch.tensor(saved[0]), "get_rng_state_all": lambda: list(torch.tensor(saved)),
+        "set_rng_state": lambda state, device: found.__setitem__(device if device != "cuda" else 0, state.item()),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    set_random_state(random_state())
+    assert found == wanted
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert random_state()["cuda"].item() == 1, "a rank of several keeps its own alone"
+    assert random_state()["cuda"].item() == saved[0], "a rank of several keeps its own alone"
 
 
 def test_another_monitor_finds_its_own_best(tmp_path):
@@ -103,9 +94,10 @@ def test_an_epochs_last_is_left_out_while_the_one_before_is_written_beside(devic
     assert epochs == ([2] if writes_beside else [0, 1, 2])  # the end of training waits for it
 
 
-def test_no_epochs_between_saves_are_refused(tmp_path):
-    with pytest.raises(UserError, match="every_n_epochs=0: 1 or more"):
-        Checkpoints(tmp_path, every_n_epochs=0)
+def test_options_that_make_no_sense_are_refused(tmp_path):
+    for options in ({"every_n_epochs": 0}, {"mode": "best"}, {"monitor": "val/loss"}):
+        with pytest.raises(UserError, match=f"callbacks.checkpoints.{next(iter(options))}="):
+            Checkpoints(tmp_path, **options)
 
 
 @pytest.mark.slow
@@ -134,13 +126,10 @@ def test_a_trial_of_two_batches_leaves_no_checkpoint(tmp_path):
 @pytest.mark.parametrize("value", [0.0, -60000.0, float("nan"), float("inf"), -float("inf")])
 def test_weights_that_are_not_finite_are_not_saved(dtype, value):
     module = torch.nn.Module()
-    module.weights = torch.nn.ParameterList(
-        [torch.full((3,), 60000.0), torch.zeros(0), torch.tensor([1.0, value, 2.0])]
-    )
+    module.weights = torch.nn.ParameterList([torch.full((3,), 60000.0), torch.tensor([1.0, value]), torch.zeros(0)])
     strategy = SimpleNamespace(reduce_boolean_decision=lambda finite, all: finite)
     trainer = SimpleNamespace(lightning_module=module.to(dtype), strategy=strategy, global_step=7)
-    if value in (0.0, -60000.0):
-        refuse_non_finite(trainer)
-        return
+    if math.isfinite(value):
+        return refuse_non_finite(trainer)
     with pytest.raises(Diverged, match="nan or inf by step 7: nothing was saved"):
         refuse_non_finite(trainer)

@@ -29,24 +29,22 @@ def test_a_start_that_is_killed_at_once_loses_no_row(tmp_path):
     assert rows(tmp_path / "m.csv") == before
 
 
-def test_the_row_that_a_start_goes_on_from_is_completed_once(tmp_path):
+@pytest.mark.parametrize(
+    ("resume_step", "steps", "after"),
+    [
+        (8, {8: {"val/acc": 0.9}, 12: {"train/loss": 3}}, [{"val/acc": "0.9"}, {"step": "12", "train/loss": "3"}]),
+        (6, {7: {"new": 1}, 8: {"val/acc": 8}}, [None, {"step": "7", "new": "1"}, {"step": "8", "val/acc": "8"}]),
+    ],
+    ids=["its row is completed once", "rows after it are removed"],
+)
+def test_a_resumed_run_goes_on_from_the_row_of_its_step(tmp_path, resume_step, steps, after):
     first, last = written(tmp_path / "m.csv")
-    log = MetricsCsv(tmp_path / "m.csv", resume_step=8)
-    log.log_metrics({"val/acc": 0.9}, 8)
-    log.log_metrics({"train/loss": 3}, 12)
+    log = MetricsCsv(tmp_path / "m.csv", resume_step)
+    for step, values in steps.items():
+        log.log_metrics(values, step)
     log.finalize("")
-    assert rows(tmp_path / "m.csv") == [first, {**last, "val/acc": "0.9"}, {"step": "12", "train/loss": "3"}]
-
-
-def test_rows_after_the_step_that_training_resumes_from_are_removed(tmp_path):
-    first, _ = written(tmp_path / "m.csv")
-    log = MetricsCsv(tmp_path / "m.csv", resume_step=6)
-    log.log_metrics({"train/loss": 7, "new": 1}, 7)
-    log.log_metrics({"train/loss": 8}, 8)
-    log.finalize("")
-    assert rows(tmp_path / "m.csv") == [
-        first, {"step": "7", "train/loss": "7", "new": "1"}, {"step": "8", "train/loss": "8"}
-    ]  # fmt: skip
+    completed, *more = after
+    assert rows(tmp_path / "m.csv") == [first, *([{**last, **completed}] if completed else []), *more]
 
 
 def test_what_lightning_logs_counted_from_0_shares_the_row_of_its_step(tmp_path):
@@ -71,11 +69,9 @@ def test_a_line_that_is_cut_short_or_overwritten_is_read_as_far_as_it_goes(damag
     first, last = written(path)
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\r\n".join([*lines[:2], damage, *lines[2:]]) + b"\r\n")
-    log = MetricsCsv(path, resume_step=8)
-    log.log_metrics({"train/loss": 3}, 12)
-    log.finalize("")
+    MetricsCsv(path, resume_step=8).finalize("")
     found = rows(path)
-    assert [found[0], found[-2], found[-1]] == [first, last, {"step": "12", "train/loss": "3"}] and len(found) <= 4
+    assert [found[0], found[-1]] == [first, last] and len(found) <= 3
 
 
 @pytest.mark.parametrize("head", [b"", b"\xff\xff", b"a,b,c"])
@@ -83,7 +79,5 @@ def test_a_table_whose_head_is_damaged_begins_anew(head, tmp_path):
     path = tmp_path / "m.csv"
     written(path)
     path.write_bytes(b"\n".join([head, *path.read_bytes().splitlines()[1:]]) + b"\n")
-    log = MetricsCsv(path, resume_step=8)
-    log.log_metrics({"train/loss": 3}, 12)
-    log.finalize("")
-    assert rows(path) == [{"step": "12", "train/loss": "3"}]
+    MetricsCsv(path, resume_step=8).finalize("")
+    assert rows(path) == []

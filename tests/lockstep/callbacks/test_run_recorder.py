@@ -38,38 +38,27 @@ def test_steps_that_a_crash_undid_count_once(path):
     for last in (805, 803):
         recorder = restart(path, 800)
         recorder.on_fit_start(trainer_at(0), None)  # Lightning has not read the step of the checkpoint yet
+        recorder.on_exception(trainer_at(0), None, ValueError("before the first step"))
         assert read_record(path).steps == 800
         recorder.on_train_start(trainer_at(800), None)
         recorder.write(trainer_at(last), phase="training")
         assert read_record(path).steps == last
     recorder = restart(path, 800)
-    record = read_record(path)
-    assert [entry.lost_steps for entry in record.restarts] == [100, 5, 3]
+    assert [entry.lost_steps for entry in read_record(path).restarts] == [100, 5, 3]
     recorder.on_fit_start(trainer_at(0), None)
     recorder.on_train_start(trainer_at(800), None)
     recorder.on_fit_end(trainer_at(1000), None)
     recorder.on_test_start(trainer_at(0, fn="test"), None)
-    record = read_record(path)
-    assert record.steps == 1000
-
-
-def test_a_failure_before_the_first_step_takes_no_steps_away(path):
-    with update_record(path) as record:
-        record.steps = 700
-    recorder = restart(path, 600)
-    recorder.on_fit_start(trainer_at(0), None)
-    recorder.on_exception(trainer_at(0), None, ValueError("a damaged checkpoint"))
-    assert read_record(path).steps == 600
+    assert read_record(path).steps == 1000
 
 
 def test_a_checkpoint_that_is_complete_late_takes_no_steps_away(tmp_path, path):
     recorder = RunRecorder(path)
     recorder.on_train_start(trainer_at(0), None)
     recorder.write(trainer_at(50), phase="training")
-    recorder.on_checkpoint_complete(tmp_path / "checkpoints/last.ckpt", Sidecar(40), "last")
-    assert read_record(path).steps == 50
-    recorder.on_checkpoint_complete(tmp_path / "checkpoints/last.ckpt", Sidecar(60), "last")
-    assert read_record(path).steps == 60
+    for step, steps in ((40, 50), (60, 60)):
+        recorder.on_checkpoint_complete(tmp_path / "checkpoints/last.ckpt", Sidecar(step), "last")
+        assert read_record(path).steps == steps
 
 
 def epoch_end(recorder, **metrics):
