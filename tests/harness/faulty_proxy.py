@@ -26,16 +26,24 @@ class FaultyProxy:
         for connection in list(self.living):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # it is closed
             while True:
-                client, store = self.server.accept()[0], socket.create_connection(("127.0.0.1", self.target_port))
-                self.living |= {client, store}
-                doomed_after = self.chance.randrange(200_000) if self.chance.random() < 0.3 else None
-                for ends in ((client, store, doomed_after), (store, client, None)):
-                    threading.Thread(target=self._pump, args=ends, daemon=True).start()
+                client, _ = self.server.accept()
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        doomed_after = self.chance.randrange(200_000) if self.chance.random() < 0.3 else None
+        with client, contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.target_port)) as store:
+            self.living |= {client, store}
+            ends = ((client, store, doomed_after), (store, client, None))
+            pumps = [threading.Thread(target=self._pump, args=given, daemon=True) for given in ends]
+            for pump in pumps:
+                pump.start()
+            for pump in pumps:
+                pump.join()
+            self.living -= {client, store}
 
     def _pump(self, source: socket.socket, target: socket.socket, doomed_after: int | None) -> None:
         passed = 0

@@ -77,11 +77,12 @@ class Checkpoints(pl.Callback):
         if self.loaded is None:
             return
         self.saved_step = trainer.global_step
-        if trainer.is_global_zero and self.best_path:
-            if not self.best_path.exists():  # one that was fetched from a bucket may have another name
-                self.best_path = next((path for path, _ in files.complete(self.folder, "best")), self.best_path)
-            if files.read_sidecar(self.best_path):
-                self._announce(trainer, {"best": self.best_path})  # again: a kill may have come before
+        best = next(files.complete(self.folder, "best"), None) if trainer.is_global_zero else None
+        # Of another metric there is no best value yet, and its first one is the best; the old best stays until then.
+        known = (best[0], best[1].metric.get(self.monitor)) if best else (None, None)
+        self.best_path, self.best_value = trainer.strategy.broadcast(known, src=0)
+        if best:
+            self._announce(trainer, {"best": best[0]})  # again: a kill may have come before
         if has_state:  # Lightning loses it if something asked for the number of steps before fit began
             loader.load_state_dict(self.loaded["loader"])
         if len(self.loaded["random"]) == trainer.world_size:
@@ -138,16 +139,6 @@ class Checkpoints(pl.Callback):
             return False
         self.best_value = value
         return True
-
-    def state_dict(self) -> dict[str, Any]:
-        best = {"file": self.best_path.name} if self.best_path else None
-        return {"best_value": self.best_value, "best": best, "monitor": self.monitor, "mode": self.mode}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best_value, best = state["best_value"], state["best"]
-        self.best_path = self.folder / Path(best["file"]).name if best else None
-        if state.get("monitor", self.monitor) != self.monitor or state.get("mode", self.mode) != self.mode:
-            self.best_value = None  # the first value of the new metric is its best; the old best stays until then
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Checkpoint) -> None:
         """Add Lockstep's part; a collective."""

@@ -4,7 +4,6 @@ A log point is every `log_every_n_steps` optimizer steps and at an epoch's end. 
 the device, and nothing waits for it.
 """
 
-import contextlib
 import math
 import time
 from typing import Any
@@ -37,17 +36,14 @@ class TrainingLog(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the steps, and the losses of all ranks since the last log point; a collective."""
         sums, numbers = zip(*gather_objects((float(self.losses[0]), self.losses[1])), strict=True)
-        return {"step": self.step, "losses": [sum(sums), sum(numbers)]}
+        return {"step": self.step, "seconds": self._seconds(), "losses": [sum(sums), sum(numbers)]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.step = state_dict["step"]
+        self.step, self.seconds_before = state_dict["step"], state_dict.get("seconds", 0.0)
         if rank_zero_only.rank == 0:
             self.losses = state_dict.get("losses", (0.0, 0))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for logger in trainer.loggers:
-            with contextlib.suppress(LookupError, ValueError):  # no row, or one that was cut short
-                self.seconds_before = float(getattr(logger, "rows", [])[-1]["time_s"])
         # A process of DataParallel or of a pipeline computes on several devices.
         self.num_devices = len(set(getattr(trainer.strategy, "process_devices", ()))) or trainer.world_size
         self.step = self.first_step = self.step or trainer.global_step  # version 1 saved no step of ours
@@ -116,9 +112,11 @@ class TrainingLog(pl.Callback):
             logger.save()
 
     def _write(self, trainer: pl.Trainer, values: dict[str, float]) -> None:
-        seconds = self.seconds_before + time.monotonic() - self.started_at
         for logger in trainer.loggers:
-            logger.log_metrics({"epoch": trainer.current_epoch, "time_s": round(seconds, 3), **values}, self.step)
+            logger.log_metrics({"epoch": trainer.current_epoch, "time_s": self._seconds(), **values}, self.step)
+
+    def _seconds(self) -> float:
+        return round(self.seconds_before + time.monotonic() - self.started_at, 3)
 
     def record_fields(self) -> dict[str, object]:
         """Return `throughput` and `images_per_s` of this start, or nothing before its second log point."""

@@ -35,30 +35,25 @@ def test_the_generators_of_all_gpus_of_a_process_come_back(monkeypatch, saved, h
     assert random_state()["cuda"].item() == saved[0], "a rank of several keeps its own alone"
 
 
-def test_another_monitor_finds_its_own_best(tmp_path):
-    before = Checkpoints(tmp_path)
-    before.best_value, before.best_path = 0.95, tmp_path / "best-step00000040.ckpt"
-    same, other = Checkpoints(tmp_path), Checkpoints(tmp_path, monitor="val/loss", mode="min")
-    for callback in (same, other):
-        callback.load_state_dict(before.state_dict())
-    trainer = SimpleNamespace(callback_metrics={"val/acc": torch.tensor(0.9), "val/loss": torch.tensor(2.5)})
-    assert not same._finds_best(trainer) and other._finds_best(trainer) and other.best_value == 2.5
-    trainer.callback_metrics["val/loss"] = torch.tensor(float("nan"))
-    assert not other._finds_best(trainer) and other.best_path == before.best_path
-
-
-def test_a_best_that_was_fetched_is_tested_and_recorded_by_its_name_here(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "value", "is_best"),
+    [({}, 0.9, False), ({}, 0.96, True), ({"monitor": "val/loss", "mode": "min"}, 2.5, True), ({}, math.nan, False)],
+)
+def test_a_resumed_run_takes_the_best_that_is_here_and_another_monitor_finds_its_own(tmp_path, options, value, is_best):
     here, told = tmp_path / "best-step00000040.ckpt", []
     here.write_bytes(b"weights")
-    write_sidecar(here, Sidecar(40, **vars(checksum_of(here))))
-    callback = Checkpoints(tmp_path)
-    callback.load_state_dict({"best_value": 0.9, "best": {"file": "best-step00000040-2.ckpt"}})
+    write_sidecar(here, Sidecar(40, **vars(checksum_of(here)), metric={"val/acc": 0.95}))
+    callback = Checkpoints(tmp_path, **options)
     callback.loaded = {"random": [], "loader": {}, "point": {"phase": "epoch_end"}}
     recorder = SimpleNamespace(on_checkpoint_complete=lambda path, sidecar, kind: told.append((path, kind)))
-    trainer = SimpleNamespace(is_global_zero=True, global_step=40, train_dataloader=None, world_size=1)
-    trainer.callbacks = [recorder]
+    trainer = SimpleNamespace(
+        is_global_zero=True, global_step=40, train_dataloader=None, world_size=1, callbacks=[recorder],
+        strategy=SimpleNamespace(broadcast=lambda value, src: value), sanity_checking=False,
+        callback_metrics={callback.monitor: torch.tensor(value)},
+    )  # fmt: skip
     callback.on_train_start(trainer, None)
     assert callback.best_path == here and told == [(here, "best")] and here.exists()
+    assert callback._finds_best(trainer) is is_best
 
 
 def test_an_error_of_the_thread_that_writes_is_raised_in_training(tmp_path):
@@ -114,12 +109,6 @@ def test_the_best_can_leave_the_optimizer_out_and_a_run_goes_on_from_its_last(tm
     assert newest_whole(done.folder.checkpoints) is None, "weights alone are not enough to go on"
     tested = run_door("eval", f"ckpt_path={best}", logs=tmp_path / "eval")
     assert tested.code == 0 and "test/acc" in tested.output, tested.output
-
-
-def test_a_trial_of_two_batches_leaves_no_checkpoint(tmp_path):
-    done = run_door("train", "experiment=quickstart", "debug=fast_dev_run", "run_id=r", logs=tmp_path)
-    assert done.code == 0 and done.record["metrics"]["test/images"] > 0, done.output
-    assert not list(done.folder.path.rglob("*.ckpt"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])

@@ -1,7 +1,6 @@
 """Validation within an epoch, and a training that its time ends; resumed runs equal uninterrupted ones."""
 
 import csv
-import signal
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from faults import signal_at_step
-from lockstep.storage.checkpoint_files import complete, read_sidecar
+from lockstep.storage.checkpoint_files import complete
 from lockstep.storage.load import read_checkpoint
 from runs import run_door
 
@@ -70,23 +69,6 @@ def test_a_run_that_is_interrupted_within_an_epoch_goes_on_bit_for_bit(whole, tm
     for kind in ("last", "best"):
         assert_equal(weights(done, kind), weights(whole, kind))
     assert done.record["metrics"]["test/correct"] == whole.record["metrics"]["test/correct"]
-
-
-EARLY = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, patience: 2, min_delta: 9}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "stop", [partial(signal_at_step, 9), partial(signal_at_step, 6, number=signal.SIGKILL)], ids=["9", "6"]
-)
-def test_early_stopping_counts_the_validations_within_an_epoch_also_of_an_earlier_start(tmp_path, stop):
-    """The first loss improves, two do not: it ends after the third validation. The killed one goes on from its best."""
-    words = [*WORDS, "trainer.val_check_interval=4", f"+callbacks.early={EARLY}"]
-    assert run_door("train", *words, logs=tmp_path, before=stop).code in (75, -signal.SIGKILL)
-    done = run_door("train", "resume=r", logs=tmp_path)
-    assert done.code == 0 and done.record["steps"] == 12, done.output
-    assert [step for step, *_ in validated(done)] == ["4", "8", "12"]
-    assert read_sidecar(next(complete(done.folder.checkpoints, "last"))[0]).step == 12
 
 
 def a_second_a_step(stop_at: int | None = None):

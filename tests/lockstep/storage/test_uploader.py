@@ -179,20 +179,6 @@ def test_an_older_start_cannot_move_or_create_a_pointer(setting, caplog):
     new.stop()
 
 
-def test_of_many_starts_at_once_one_wins(setting):
-    setting.checkpoint(1)
-    assert setting.uploader(start=1.0).flush(30)
-    places = [setting.elsewhere(number) for number in range(4)]
-    uploaders = [place.uploader(start=1000.0 + number) for number, place in enumerate(places)]
-    for step in (10, 20):
-        for number, place in enumerate(places):
-            place.checkpoint(step + number)
-        arrived = [uploader.flush(30) for uploader in uploaders]
-    assert sum(arrived) == 1 and setting.pointed() == 20 + arrived.index(True)
-    for uploader in uploaders:
-        uploader.stop()
-
-
 # What a killed process leaves
 
 CHILD = """
