@@ -29,9 +29,8 @@ class Checkpoints(pl.Callback):
         folder: checkpoints/ of the run.
         weights_only: leave the optimizer's state out of `best`, which then has a third of its bytes under AdamW. A run
             resumes from `last`, which is saved with every best.
-        asynchronous: stop training only until the checkpoint is copied to host memory; a thread hashes and writes it.
-            The next save and the end of training wait for it, an epoch's last that would wait is left out, and an
-            error in it ends training at the next step. "auto": on GPUs.
+        asynchronous: train on while a thread writes a copy in host memory ("auto": on GPUs). The next save and the end
+            of training wait for it, but an epoch's last is left out; an error in it ends training at the next step.
         contents: plain values that every checkpoint carries (composed config, class names, normalisation, …).
     """
 
@@ -70,10 +69,10 @@ class Checkpoints(pl.Callback):
         loader: Any = trainer.train_dataloader
         has_state = hasattr(loader, "load_state_dict")
         if trainer.is_global_zero and not hasattr(getattr(trainer, "datamodule", None), "place"):
-            if has_state:
-                log.info("Resume is exact in mid-epoch: the training loader has a state_dict.")
-            else:
-                log.info("Resume is exact at epoch boundaries: the training loader has no state_dict.")
+            exact = "Resume is exact in mid-epoch: the training loader has a state_dict."
+            log.info(
+                exact if has_state else "Resume is exact at epoch boundaries: the training loader has no state_dict."
+            )
         if self.loaded is None:
             return
         self.saved_step = trainer.global_step

@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 MEANS = {"gpu_percent": ("gpu", "/utilisation_percent"), "gpu_memory_gib": ("gpu", "/memory_gib"),
          "cpu_percent": ("cpu", "/percent")}  # fmt: skip
-Queries = dict[str, Callable[[], float]]
 
 
 class HardwareStats(pl.Callback):
@@ -104,7 +103,7 @@ class HardwareStats(pl.Callback):
         """Return this node's statistics so far, or those of all nodes once training has ended."""
         return self.fields or ({"hardware": {"nodes": [self._node()]}} if self.values else {})
 
-    def _sample(self, path: Path, queries: Queries) -> None:
+    def _sample(self, path: Path, queries: dict[str, Callable[[], float]]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():  # of an earlier start of the run
             path.rename(path.with_suffix(f".{len(list(path.parent.glob(f'{path.stem}.*.csv')))}.csv"))
@@ -133,10 +132,10 @@ class HardwareStats(pl.Callback):
         }  # fmt: skip
 
 
-def queries_of(gpus: list[int], processes: dict[int, int]) -> Queries:
+def queries_of(gpus: list[int], processes: dict[int, int]) -> dict[str, Callable[[], float]]:
     """Return the functions that read each value, by its name; `processes` holds the process id of each rank."""
     psutil.cpu_percent()  # the first call has nothing to compare with and returns 0
-    queries: Queries = {"cpu/percent": psutil.cpu_percent}
+    queries: dict[str, Any] = {"cpu/percent": psutil.cpu_percent}
     queries["machine/memory_gib"] = lambda: psutil.virtual_memory().used / GIB
     for rank, process in ((rank, psutil.Process(pid)) for rank, pid in processes.items()):
         queries[f"rank{rank}/memory_gib"] = lambda process=process: process.memory_info().rss / GIB

@@ -125,9 +125,10 @@ class MaxTime(pl.Callback):
         self.seconds, self.elapsed, self.interruption, self.is_over = seconds, elapsed, interruption, False
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        is_last_epoch = trainer.current_epoch + 1 == trainer.max_epochs
-        ends_anyway = trainer.global_step == trainer.max_steps or (is_last_epoch and ends_epoch(trainer))
-        if not ends_step(trainer) or ends_anyway or not self.interruption.votes["time"](self.elapsed() >= self.seconds):
+        is_last = trainer.current_epoch + 1 == trainer.max_epochs and ends_epoch(trainer)
+        if not ends_step(trainer) or is_last or trainer.global_step == trainer.max_steps:
+            return
+        if not self.interruption.votes["time"](self.elapsed() >= self.seconds):
             return
         self.is_over = trainer.should_stop = True
         trainer.check_val_every_n_epoch = 1  # validate it also in an epoch that would have none

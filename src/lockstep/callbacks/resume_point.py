@@ -1,8 +1,7 @@
 """Resume points: the position of a checkpoint in training, and the loop state and random states to resume there.
 
-Lightning infers from its progress counters in which hook a checkpoint was saved, and skips or repeats a validation
-accordingly; the counters also change meaning with accumulate_grad_batches. Checkpoints of this project therefore
-store the position explicitly, and `loop_state` computes the counters from it.
+Lightning infers from its progress counters, which change meaning with accumulate_grad_batches, whether a validation is
+skipped or repeated. Checkpoints of this project store the position, and `loop_state` computes the counters from it.
 """
 
 import random

@@ -15,15 +15,13 @@ from lockstep.storage.uploader import Uploader
 
 log = logging.getLogger(__name__)
 
-# With several ranks, the others wait in a collective; finish_upload sends the rest when they have ended.
-FLUSH_WHEN_INTERRUPTED_S, FLUSH_BESIDE_OTHER_RANKS_S, FLUSH_AFTER_FAILURE_S = 60.0, 30.0, 3.0
+FLUSH_WHEN_INTERRUPTED_S, FLUSH_BESIDE_OTHER_RANKS_S, FLUSH_AFTER_FAILURE_S = 60.0, 30.0, 3.0  # of several ranks
 
 
 class S3Upload(pl.Callback):
-    """
+    """Upload a run to s3://bucket/prefix/<the last part of run_folder>.
+
     Args:
-        run_folder: logs/train/runs/<run_id>; the last part names the run in the bucket.
-        uri: s3://bucket/prefix.
         required: end the run before training if the bucket cannot be written; else train on and keep trying.
         flush_timeout_s: how long the end of fit may wait for what is not yet uploaded.
     """
@@ -49,9 +47,9 @@ class S3Upload(pl.Callback):
         fault = trainer.strategy.broadcast(fault, src=0)
         if fault and self.required:
             raise UserError(f"{fault} (s3.required=false trains without it).")
+        if fault and trainer.is_global_zero:
+            log.info(f"s3: {fault}; training starts, uploads are tried again.")
         if trainer.is_global_zero:
-            if fault:
-                log.info(f"s3: {fault}; training starts, uploads are tried again.")
             self.uploader = Uploader(run, self.folder, time.time())
             self.uploader.start()
 
