@@ -94,16 +94,14 @@ def _fetch_address(address: str, s3: Mapping[str, Any], cache: Path) -> Path:
         sha256, step = head["Metadata"].get("sha256", ""), int((STEP.findall(name) or [0])[-1])
         folder = cache / (sha256 or head["ETag"].strip('"'))[:16]
         return fetch(bucket, name, Sidecar(step, head["ContentLength"], sha256), folder, "best")
-    kind = name.removesuffix(".json") if name in ("best.json", "last.json") else ""
-    run, kind = Bucket.of(s3, above if kind else address), kind or "best"
-    for attempt in range(TRIES):
-        pointer = read_pointer(run, kind)
-        if pointer.checkpoint is None:
+    run = Bucket.of(s3, address)
+    for tries_left in reversed(range(TRIES)):
+        if not (pointer := read_pointer(run, "best")).checkpoint:
             break
         try:
-            return fetch(run, pointer.key, pointer.checkpoint, cache / pointer.checkpoint.sha256[:16], kind)
+            return fetch(run, pointer.key, pointer.checkpoint, cache / pointer.checkpoint.sha256[:16], "best")
         except S3Error as error:
-            if error.code != "NoSuchKey" or attempt + 1 == TRIES:
+            if error.code != "NoSuchKey" or not tries_left:
                 raise
     raise S3Error("there is no readable best.json: give the address of a run, or of a .ckpt file")
 

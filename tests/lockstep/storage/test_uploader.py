@@ -274,7 +274,7 @@ def test_a_checkpoint_comes_from_the_bucket_whole_and_once(setting, located, cap
     path = setting.checkpoint(10, num_bytes=20 * MIB)
     assert setting.finish() == EXIT_OK
     uri = setting.run.uri
-    for address in (uri, f"{uri}/", f"{uri}/best.json", f"{uri}/{read_pointer(setting.run, 'best').key}"):
+    for address in (uri, f"{uri}/", f"{uri}/{read_pointer(setting.run, 'best').key}"):
         found = located(address)
         assert found.read_bytes() == path.read_bytes() and fault_of(found) is None
     assert caplog.text.count("Fetching") == 1 and read_sidecar(found).metric == {"val/acc": 0.1}
