@@ -36,7 +36,7 @@ MAX_FILE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Pointer:
-    """best.json or last.json in the bucket."""
+    """The content of best.json or last.json in the bucket."""
 
     checkpoint: Sidecar | None = None  # the complete checkpoint that it names; None: none yet
     key: str = ""  # of the checkpoint, relative to the run's place in the bucket
