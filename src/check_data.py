@@ -26,44 +26,10 @@ RATIO = 0.3  # of the distance to the tenth neighbour: finds 303 of CIFAR-10's t
 ALIKE, SAME = 0.9, 0.9995  # the least similarity of a pair; above the second it counts, however many copies there are
 EVERY_PAIR = 100_000  # of more images, only those of validation and test are compared with all others
 SHOWN_PAIRS = 40
-SPLITS = ("train", "val", "test")
-
-
-def thumbnails(data: Any) -> tuple[np.ndarray, list[tuple[int, int]], list[str]]:
-    """Return (n, 64) normalised grey thumbnails, the sizes of the images, and the errors of those that are damaged.
-
-    Args:
-        data: a prepared ImageDataModule.
-    """
-    from PIL import Image
-
-    from lockstep.data.decoding import CorruptImage, decode_all
-
-    opened, found = data.sample_opener(), np.zeros((len(data.splits.of_each), SIDE * SIDE), np.float32)
-    sizes: list[tuple[int, int]] = []
-    damaged: list[str] = []
-
-    def take(i: int) -> None:
-        try:
-            image = opened(i)[0]
-        except CorruptImage as error:
-            damaged.append(error.args[0])
-            return
-        sizes.append(image.size)
-        pixels = np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX), np.float32).ravel()
-        found[i] = (pixels - pixels.mean()) / max(pixels.std() * SIDE, 1e-6)
-
-    decode_all(len(found), take)
-    return found, sizes, sorted(damaged)
 
 
 def near_duplicates(thumbs: np.ndarray, rows: np.ndarray) -> list[tuple[int, int]]:
-    """Return pairs of positions, the most similar first.
-
-    Args:
-        thumbs: (n, 64), zero-mean with norm 1.
-        rows: the positions that are compared with all others.
-    """
+    """Return pairs of `thumbs` (n, 64), zero-mean with norm 1, the most similar first; `rows` are compared with all."""
     import torch
 
     every, pairs = torch.from_numpy(thumbs), {}
@@ -81,6 +47,10 @@ def near_duplicates(thumbs: np.ndarray, rows: np.ndarray) -> list[tuple[int, int
 
 
 def check(cfg: Any) -> int:
+    from PIL import Image
+
+    from lockstep.data.decoding import CorruptImage, decode_all
+    from lockstep.data.listing import SPLITS
     from lockstep.data.report import contact_sheet, log_contents, report_of, write_lists
     from lockstep.training.build_data import prepared_data
 
@@ -89,29 +59,41 @@ def check(cfg: Any) -> int:
     data = prepared_data(config, {**config["data"], "global_batch_size": 1, **loader})
     fields, lists = report_of(data, compare_all=True)
     log_contents(data, fields)
-    thumbs, sizes, damaged = thumbnails(data)
+    opened, split_of, damaged, sizes = data.sample_opener(), data.splits.of_each, [], []
+    thumbs = np.zeros((len(split_of), SIDE * SIDE), np.float32)
+
+    def take(i: int) -> None:
+        try:
+            image = opened(i)[0]
+        except CorruptImage as error:
+            return damaged.append(error.args[0])
+        sizes.append(image.size)
+        pixels = np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX), np.float32).ravel()
+        thumbs[i] = (pixels - pixels.mean()) / max(pixels.std() * SIDE, 1e-6)
+
+    decode_all(len(thumbs), take)
     if damaged:
         log.warning(f"{len(damaged)} images are damaged: {damaged[0]}")
-        lists["damaged images"] = damaged
+        lists["damaged images"] = sorted(damaged)
     if sizes:
-        smallest, largest = (choose(sizes, key=lambda size: size[0] * size[1]) for choose in (min, max))
+        smallest, largest = (choose(sizes, key=np.prod) for choose in (min, max))
         log.info(f"sizes: {smallest[0]}×{smallest[1]} to {largest[0]}×{largest[1]} px")
-    split_of, kinds = data.splits.of_each, {}
     rows = np.flatnonzero(thumbs.any(1) & (split_of >= (0 if len(thumbs) <= EVERY_PAIR else 1)))
+    kinds: dict[tuple[int, int], str] = {}
     for i, j in near_duplicates(thumbs, rows):
         if min(split_of[i], split_of[j]) >= 0:
             splits = " and ".join(sorted({SPLITS[split_of[i]], SPLITS[split_of[j]]}))
-            kinds[i, j] = f"{splits}, {'same label' if data.target_name(i) == data.target_name(j) else 'two labels'}"
+            labels = "same label" if data.target_name(i) == data.target_name(j) else "two labels"
+            kinds[i, j] = f"nearly identical, {splits}, {labels}"
+            lists.setdefault(kinds[i, j], []).append(f"{data.image_name(i)} = {data.image_name(j)}")
     for kind in sorted(set(kinds.values())):
-        names = [f"{data.image_name(i)} = {data.image_name(j)}" for (i, j), each in kinds.items() if each == kind]
-        lists[f"nearly identical, {kind}"] = names
-        log.info(f"nearly identical, {kind}: {len(names)} pairs")
+        log.info(f"{kind}: {len(lists[kind])} pairs")
     folder = Path(config["paths"]["log_dir"]) / "check_data" / str(config["data"].get("name") or "data")
     folder.mkdir(parents=True, exist_ok=True)
     write_lists(folder, lists)
-    opened, tiles = data.sample_opener(), []
+    tiles = []
     for pair in sorted(kinds, key=lambda pair: "same label" in kinds[pair] and "test" not in kinds[pair])[:SHOWN_PAIRS]:
-        names = [kinds[pair].split(",")[0], " | ".join(dict.fromkeys(data.target_name(i) for i in pair))]
+        names = [kinds[pair].split(", ")[1], " | ".join(dict.fromkeys(map(data.target_name, pair)))]
         tiles.append(([opened(i)[0] for i in pair], names, "black"))
     if tiles:
         contact_sheet(folder / "pairs.png", tiles, columns=4)

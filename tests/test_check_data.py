@@ -44,10 +44,8 @@ def test_copies_near_copies_and_two_labels_are_found(photos, tmp_path, capsys):
     assert "1 image occurs under two labels (data_report.txt)." in said.err
     assert "nearly identical, test and train, same label: 2 pairs" in said.out
     assert "nearly identical, train, two labels: 1 pairs" in said.out
-    assert (
-        "left out: 1 hidden images, 1 .txt files (data_report.txt)" in said.out
-        and "sizes: 24×20 to 24×20 px" in said.out
-    )
+    assert "left out: 1 hidden images, 1 .txt files (data_report.txt)" in said.out
+    assert "sizes: 24×20 to 24×20 px" in said.out
     folder = tmp_path / "logs" / "check_data" / "photos"
     lines = (folder / "data_report.txt").read_text().splitlines()
     assert "test/cat/copy.png = train/cat/1.png  # 1 test image is identical to a training image" in lines
@@ -89,11 +87,11 @@ def test_a_run_logs_and_records_the_report_of_its_data(photos, tmp_path, path):
     assert "left out: 1 hidden images, 1 .txt files (data_report.txt)" in done.output
     assert "1 test image is identical to a training image (data_report.txt)." in done.output
     report = json.loads((done.folder.path / "run.json").read_text())["data_report"]
-    assert report["images_per_class"]["cat"]["test"] == 11 and report["left_out"] == {
-        "hidden images": 1,
-        ".txt files": 1,
-    }
-    assert report["identical_images"][0] == "1 test image is identical to a training image"
-    assert (report["smallest_image"], report["largest_image"]) == ("24×20", "24×20")
+    assert report == {
+        "images_per_class": report["images_per_class"], "left_out": {"hidden images": 1, ".txt files": 1},
+        "identical_images": ["1 test image is identical to a training image", "1 image occurs under two labels"],
+        "smallest_image": "24×20", "largest_image": "24×20",
+    }  # fmt: skip
+    assert report["images_per_class"]["cat"]["test"] == 11
     assert "test/cat/copy.png = train/cat/1.png" in (done.folder.path / "data_report.txt").read_text()
     assert "1 test image is identical" in (done.folder.path / "page.md").read_text()

@@ -1,7 +1,5 @@
 """data.root=s3://…: the weights of a run whose images lie in a bucket are those of one whose images lie here."""
 
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -16,13 +14,6 @@ SMALL = (
 )  # fmt: skip
 
 
-def png(number: int) -> bytes:
-    pixels = np.random.default_rng(number).integers(0, 256, (20, 18, 3), np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "png")
-    return file.getvalue()
-
-
 def weights(folder):
     [path] = folder.checkpoints.glob("last-*.ckpt")
     return torch.load(path, weights_only=True)["state_dict"]
@@ -31,26 +22,26 @@ def weights(folder):
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     """The same images as a folder and a table, here and in a bucket."""
-    folder = tmp_path_factory.mktemp("images")
-    images = {f"photographs/{'cat' if n % 2 else 'dog'}/{n}.png": png(n) for n in range(40)}
-    lines = ["path,label", *(f"{name.removeprefix('photographs/')},{name.split('/')[1]}" for name in images)]
-    objects = {**images, "photographs/list.csv": "\n".join(lines).encode()}
+    root = tmp_path_factory.mktemp("images")
+    folder, lines = root / "photographs", ["path,label"]
+    for n in range(40):
+        name, label = f"{'cat' if n % 2 else 'dog'}/{n}.png", "cat" if n % 2 else "dog"
+        (folder / label).mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(n).integers(0, 256, (20, 18, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / name)
+        lines.append(f"{name},{label}")
+    (folder / "list.csv").write_text("\n".join(lines))
     server = shared_store()
     bucket, client = server.new_bucket(), server.client()
-    for name, data in objects.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
-        client.put_object(Bucket=bucket, Key=name, Body=data)
-    return server, f"s3://{bucket}", folder
+    for path in folder.rglob("*.*"):
+        client.put_object(Bucket=bucket, Key=str(path.relative_to(root)), Body=path.read_bytes())
+    return server, f"s3://{bucket}", root
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "place", "trainer"),
-    [
-        ("image_folder", "photographs", "ddp_sim"),
-        ("csv", "photographs/list.csv", "cpu"),
-    ],
+    [("image_folder", "photographs", "ddp_sim"), ("csv", "photographs/list.csv", "cpu")],
 )
 def test_weights_are_those_of_the_local_folder(group, place, trainer, sources, tmp_path):
     server, uri, folder = sources

@@ -22,17 +22,16 @@ class CIFAR10DataModule(ImageDataModule):
 
     Args:
         root: a folder that holds cifar-10-batches-py, or cifar-10-python.tar.gz, which is unpacked there; or one of the
-            two itself. None: download.
-        download_dir: where downloaded files are kept.
+            two itself. None: download into `download_dir`.
     """
 
     own_mean, own_std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
     def __init__(
-        self, *, name: str = "cifar10", image_size: int = 32, root: str | Path | None = None, download_dir: str | Path
-        = REPOSITORY / "data" / "cifar10", **options: Any,
+        self, *, image_size: int = 32, root: str | Path | None = None,
+        download_dir: str | Path = REPOSITORY / "data" / "cifar10", **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(name=name, image_size=image_size, **options)
+        super().__init__(image_size=image_size, **options)
         self._root, self._folder = root, Path(root or download_dir).expanduser()
         if root and self._folder.name in (FOLDER, ARCHIVE):
             self._folder = self._folder.parent
@@ -49,29 +48,23 @@ class CIFAR10DataModule(ImageDataModule):
     def read(self) -> ImageSet:
         from torchvision.datasets import CIFAR10
 
+        folder = self._folder / FOLDER
         try:
             parts = CIFAR10(self._folder, train=True), CIFAR10(self._folder, train=False)  # compares checksums
         except RuntimeError:
-            raise UserError(
-                f"{self._folder / FOLDER} is not the official CIFAR-10, or damaged: fetch it again."
-            ) from None
+            raise UserError(f"{folder} is not the official CIFAR-10, or damaged: fetch it again.") from None
         images, labels = [], []
         for part, files in zip(parts, (CIFAR10.train_list, CIFAR10.test_list), strict=True):
-            names: list[str] = []
-            for file, _ in files:
-                names += pickle.loads((self._folder / FOLDER / file).read_bytes(), encoding="latin1")["filenames"]
-            order = sorted(range(len(part)), key=lambda i: (natural_key(names[i]), part.targets[i]))
+            batches = [pickle.loads((folder / file).read_bytes(), encoding="latin1") for file, _ in files]
+            names = [natural_key(name) for batch in batches for name in batch["filenames"]]
+            order = sorted(range(len(part)), key=lambda i: (names[i], part.targets[i]))
             images.append(part.data[order])
             labels.append(np.array(part.targets, np.int64)[order])
         return ImageSet(np.concatenate(images), np.concatenate(labels), parts[0].classes, num_test=len(parts[1]))
 
 
 def downloaded(source: Any, folder: Path) -> None:
-    """Let torchvision verify the files of a data set, and unpack or download what is missing; one process at a time.
-
-    Raises:
-        UserError: it cannot be fetched; says what works offline.
-    """
+    """Let torchvision verify the files of a data set, and unpack or download what is missing; one process at a time."""
     before = socket.getdefaulttimeout()
     try:
         with locked_file(folder / ".lock"):

@@ -19,23 +19,15 @@ class DatasetDataModule(ListedDataModule):
 
     Labels come from the data set's `targets` or `labels`, as torchvision names them, else from a look at every item;
     class names from its `classes`. Masks are Pillow images, or arrays or tensors (height, width).
-
-    Args:
-        dataset: to train on.
-        val_dataset: to validate on; None: a part of `dataset`.
-        test_dataset: to test on; None: a part of `dataset`.
-        target: class; number; mask; any: as the items are, also several labels or a dict.
-        options: as of ListedDataModule.
     """
 
     target_choices = ("class", "number", "mask", "any")
 
     def __init__(
-        self, *, dataset: Any = None, val_dataset: Any = None, test_dataset: Any = None, name: str = "dataset",
-        **options: Any,
+        self, *, dataset: Any = None, val_dataset: Any = None, test_dataset: Any = None, **options: Any
     ) -> None:  # fmt: skip
-        super().__init__(name=name, **options)
-        if dataset is None or not hasattr(dataset, "__getitem__"):
+        super().__init__(**options)
+        if not hasattr(dataset, "__getitem__"):
             raise UserError(
                 "data=dataset needs data.dataset._target_=package.Class: a torch Dataset with items (image, target)."
             )
@@ -46,11 +38,21 @@ class DatasetDataModule(ListedDataModule):
         self._items: list[tuple[Any, int]] = []
         for split, dataset in enumerate(self._datasets):
             classes = getattr(dataset, "classes", None)
-            for i, label in enumerate(_labels_of(dataset, self.target) if dataset is not None else ()):
+            for i, label in enumerate([] if dataset is None else self._labels_of(dataset)):
                 title = str(label) if classes is None else str(classes[label])
                 items.append(Item(f"item {i} of the {SPLITS[split]} dataset", title, split))
                 self._items.append((dataset, i))
         return ImageList(Path(), items)
+
+    def _labels_of(self, dataset: Any) -> list[int]:
+        if self.target != "class":
+            return [0] * len(dataset)
+        found = getattr(dataset, "targets", getattr(dataset, "labels", None))
+        try:
+            return [int(each) for each in ((dataset[i][1] for i in range(len(dataset))) if found is None else found)]
+        except (TypeError, ValueError) as error:
+            what = f"a label of {type(dataset).__name__} is no whole number ({error})"
+            raise UserError(f"data.dataset: {what}; data.target=any takes other targets.") from None
 
     def _load(self) -> None:
         super()._load()
@@ -82,19 +84,6 @@ class DatasetDataModule(ListedDataModule):
 
     def sample_opener(self) -> OpenSample:
         return partial(_open_item, self._items, self.channels, self._mask_names)
-
-
-def _labels_of(dataset: Any, target: str) -> list[int]:
-    if target != "class":
-        return [0] * len(dataset)
-    found = getattr(dataset, "targets", getattr(dataset, "labels", None))
-    try:
-        return [int(label) for label in ((dataset[i][1] for i in range(len(dataset))) if found is None else found)]
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"data.dataset: a label of {type(dataset).__name__} is no whole number ({error}); data.target=any takes "
-            "other targets."
-        ) from None
 
 
 def _by_name(target: Any) -> dict[str, Any]:

@@ -18,8 +18,8 @@ class DigitsDataModule(ImageDataModule):
     channels = 1
     own_mean, own_std = (0.3052,), (0.3761,)
 
-    def __init__(self, *, name: str = "digits", image_size: int = 8, **options: Any) -> None:
-        super().__init__(name=name, image_size=image_size, **options)
+    def __init__(self, *, image_size: int = 8, **options: Any) -> None:
+        super().__init__(image_size=image_size, **options)
 
     def identity(self) -> str:
         return "sklearn digits"

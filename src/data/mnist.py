@@ -21,8 +21,7 @@ class MNISTDataModule(ImageDataModule):
 
     Args:
         root: a folder that holds the four IDX files, plain or gzipped, or torchvision's MNIST/raw; None: a known place,
-            else download.
-        download_dir: where downloaded files are kept; None: data/ and the data set's name.
+            else download into `download_dir`.
     """
 
     channels = 1
@@ -42,28 +41,27 @@ class MNISTDataModule(ImageDataModule):
 
         source = getattr(torchvision.datasets, self.source)
         self._class_names = [name.split(" - ")[0].split("/")[0].lower() for name in source.classes]
-        self._files = self._locate()
-        if not self._files and self._root:
+        if not (files := self._find()) and self._root:
             raise UserError(f"data.root={self._root} must be a folder with {', '.join(FILES)} (or the same with .gz).")
-        if not self._files:
+        if not files:
             downloaded(source, self._download_dir)
-            self._files = self._locate()
+        self._files = files or self._find()
         return [file_identity(path) for path in self._files]
 
-    def read(self) -> ImageSet:
-        train, train_labels, test, test_labels = (read_idx(path) for path in self._files)
-        images, labels = np.concatenate([train, test])[..., None], np.concatenate([train_labels, test_labels])
-        return ImageSet(images, labels, self._class_names, num_test=len(test))
-
-    def _locate(self) -> list[Path]:
-        places: tuple[str | Path, ...] = (self._root,) if self._root else (*self.known_places, self._download_dir)
-        for place in (Path(place).expanduser() for place in places):
-            for folder in (place, place / "raw", place / self.source / "raw"):
+    def _find(self) -> list[Path]:
+        places = (self._root,) if self._root else (*self.known_places, self._download_dir)
+        for place in map(str, places):
+            for inner in ("", "raw", f"{self.source}/raw"):
                 for suffix in ("", ".gz"):
-                    files = [folder / f"{name}{suffix}" for name in FILES]
+                    files = [Path(place, inner, f"{name}{suffix}").expanduser() for name in FILES]
                     if all(path.is_file() for path in files):
                         return files
         return []
+
+    def read(self) -> ImageSet:
+        train, train_labels, test, test_labels = map(read_idx, self._files)
+        images, labels = np.concatenate([train, test])[..., None], np.concatenate([train_labels, test_labels])
+        return ImageSet(images, labels, self._class_names, num_test=len(test))
 
 
 class FashionMNISTDataModule(MNISTDataModule):
@@ -75,11 +73,7 @@ class FashionMNISTDataModule(MNISTDataModule):
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """Return an IDX file of unsigned bytes, gzipped (which torchvision does not read) or not.
-
-    Raises:
-        UserError: truncated, or not one.
-    """
+    """Return an IDX file of unsigned bytes, gzipped (which torchvision does not read) or not."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         shape = np.frombuffer(data, ">u4", data[3], 4)

@@ -9,28 +9,19 @@ from lockstep.runs.errors import UserError
 
 
 class SyntheticDataModule(ImageDataModule):
-    """Deterministic: the same numbers give the same pixels on every machine, whatever `seed` is.
-
-    Args:
-        num_images: to train and validate on.
-        num_test_images: to test on.
-        num_classes: at least 2; every class has as many images as the others, give or take one.
-        channels: 1 or 3, or any other number.
-        stored_size: side of the images in the array; None: what `resize` or `image_size` says.
-        noise: standard deviation of the noise, where the pattern's is 1: the higher, the harder.
-    """
+    """Deterministic: the same numbers give the same pixels on every machine, whatever `seed` is."""
 
     own_mean, own_std = (0.5,), (0.18,)
 
     def __init__(
-        self, *, name: str = "synthetic", image_size: int = 32, num_images: int = 4000, num_test_images: int = 1000,
-        num_classes: int = 10, channels: int = 3, stored_size: int | None = None, noise: float = 1.0, **options: Any,
+        self, *, image_size: int = 32, num_images: int = 4000, num_test_images: int = 1000, num_classes: int = 10,
+        channels: int = 3, stored_size: int | None = None, noise: float = 1.0, **options: Any,
     ) -> None:  # fmt: skip
         for key, value, least in (("num_images", num_images, 2), ("num_classes", num_classes, 2)):
             if value < least:
                 raise UserError(f"data.{key}={value} must be at least {least}.")
         self.channels = channels
-        super().__init__(name=name, image_size=image_size, **options)
+        super().__init__(image_size=image_size, **options)
         self._counts, self._noise = (num_images, num_test_images), noise
         self._num_patterns, self._stored_size = num_classes, stored_size
 
@@ -40,7 +31,12 @@ class SyntheticDataModule(ImageDataModule):
     def read(self) -> ImageSet:
         generator = np.random.default_rng(0)
         n, size = sum(self._counts), self._stored_size or self.resize
-        patterns = self._patterns(generator, size)
+        # A smooth pattern for each class, (classes, size, size, channels) of unit variance: sums of a few waves.
+        waves = np.cos(np.arange(4)[:, None] * (np.arange(size) + 0.5) / size * np.pi).astype(np.float32)
+        weights = generator.standard_normal((self._num_patterns, self.channels, 4, 4)).astype(np.float32)
+        weights[:, :, 0, 0] = 0  # no mean brightness: it would give the class away
+        patterns = np.einsum("kcij,iy,jx->kyxc", weights, waves, waves)
+        patterns /= np.maximum(patterns.std(axis=(1, 2, 3), keepdims=True), 1e-6)
         labels = generator.permutation(np.arange(n) % self._num_patterns)
         images = np.empty((n, size, size, self.channels), np.uint8)
         for start in range(0, n, 256):
@@ -50,12 +46,3 @@ class SyntheticDataModule(ImageDataModule):
             images[start : start + 256] = values.clip(0, 255)
         names = [f"pattern {c}" for c in range(self._num_patterns)]
         return ImageSet(images, labels, names, num_test=self._counts[1])
-
-    def _patterns(self, generator: np.random.Generator, size: int) -> np.ndarray:
-        """Return (classes, size, size, channels) float32 of unit variance: sums of a few waves, symmetric."""
-        position = (np.arange(size) + 0.5) / size * np.pi
-        waves = np.cos(np.arange(4)[:, None] * position).astype(np.float32)
-        weights = generator.standard_normal((self._num_patterns, self.channels, 4, 4)).astype(np.float32)
-        weights[:, :, 0, 0] = 0  # no mean brightness: it would give the class away
-        patterns = np.einsum("kcij,iy,jx->kyxc", weights, waves, waves)
-        return patterns / np.maximum(patterns.std(axis=(1, 2, 3), keepdims=True), 1e-6)

@@ -3,8 +3,8 @@
 import csv
 import io
 import json
+import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,13 +24,10 @@ ALIASES = {  # names that are tried where a table has no column path, label or s
 ENCODED, ROWS = "encoded.bin", 64  # rows of a parquet file that are read at a time
 
 
-def column_of(path: Path, names: Sequence[str], wanted: str, option: str) -> str:
+def column_of(path: Path, names: Sequence[str], wanted: str, option: str = "") -> str:
     """Return the column of a name, in any case; for path, label and split also of a usual other name.
 
-    Args:
-        option: that names the column; "": return "" where there is none.
-    Raises:
-        UserError: there is none.
+    Where there is none, return "", or raise a UserError that tells the `option` to give.
     """
     for name in (wanted, *ALIASES.get(wanted, ())):
         for column in sorted(names, key=lambda each: each != name):  # the very name first
@@ -42,16 +39,9 @@ def column_of(path: Path, names: Sequence[str], wanted: str, option: str) -> str
 
 
 class CSVDataModule(ListedDataModule):
-    """Columns may be separated by commas, semicolons, tabs or bars; names of columns may be in any case.
+    """The first line names the columns, in any case; commas, semicolons, tabs or bars separate them.
 
-    Args:
-        root: the CSV file, whose first line names the columns.
-        images: the folder that paths are relative to; None: the folder of the file.
-        path_column, label_column: names of the columns of image files and classes.
-        label_columns: several columns of numbers, mostly 0 and 1, in place of label_column.
-        split_column: name of the column of train, val or test; a file may do without it.
-        target: what label_column holds: class, number, or mask, the path of an image whose pixels are classes.
-        options: as of ListedDataModule; `group` may name a column.
+    configs/data/csv.yaml explains the options; `group` may name a column.
     """
 
     target_choices = ("class", "number", "mask")
@@ -59,13 +49,12 @@ class CSVDataModule(ListedDataModule):
     def __init__(
         self, *, root: str | Path | None = None, images: str | Path | None = None, path_column: str = "path",
         label_column: str = "label", label_columns: Sequence[str] | None = None, split_column: str = "split",
-        name: str = "csv", **options: Any,
+        **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(name=name, **options)
+        super().__init__(**options)
         self._table = local_root(root, "a CSV file with the columns path and label")
         self._folder = local_root(images or self._table.parent, "")
-        self._path_column, self._label_column, self._split_column = path_column, label_column, split_column
-        self._label_columns = list(label_columns or [])
+        self._columns, self._label_columns = (path_column, label_column, split_column), list(label_columns or [])
 
     def list_images(self) -> ImageList:
         table, several, left_out = self._table, self._label_columns, LeftOut()
@@ -76,10 +65,10 @@ class CSVDataModule(ListedDataModule):
             delimiter = max(",;\t|", key=text.partition("\n")[0].count)
             rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
             names = [name.strip() for name in next(rows, [])]
-            path = column_of(table, names, self._path_column, "path_column")
+            path = column_of(table, names, self._columns[0], "path_column")
             labels = [column_of(table, names, column, "label_columns") for column in several]
-            labels = labels or [column_of(table, names, self._label_column, "label_column")]
-            split = column_of(table, names, self._split_column, "")
+            labels = labels or [column_of(table, names, self._columns[1], "label_column")]
+            split = column_of(table, names, self._columns[2])
             for cells in rows:
                 line, row = rows.line_num, dict(zip(names, map(str.strip, cells)))
                 where = f"{table}, line {line}"
@@ -116,28 +105,19 @@ class CSVDataModule(ListedDataModule):
 class ParquetDataModule(ShardedDataModule):
     """A parquet file has no access to single images: the encoded images are copied once into the node's cache.
 
-    Args:
-        root: as of ShardedDataModule, or hf://datasets/OWNER/NAME: the files of the Hugging Face hub.
-        image_column: of encoded images, of structs with `bytes` or `path`, or of paths; None: the column that is
-            declared as images, or the only one that can be.
-        label_column: None: the column that is declared as a class label, or `label`, or `labels`.
-        label_columns: several columns of numbers, mostly 0 and 1, in place of label_column.
-        options: as of ShardedDataModule; `group` may name a column.
+    Images are encoded, or structs with `bytes` or `path`, or paths. configs/data/parquet.yaml explains the options;
+    `group` may name a column.
     """
 
     suffix = ".parquet"
 
     def __init__(
-        self, *, root: str | Path | None = None, image_column: str | None = None, label_column: str | None = None,
-        label_columns: Sequence[str] | None = None, name: str = "parquet", **options: Any,
+        self, *, image_column: str | None = None, label_column: str | None = None,
+        label_columns: Sequence[str] | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        is_on_hub = str(root).startswith("hf://")
-        super().__init__(root="." if is_on_hub else root, name=name, **options)
-        self._image_column, self._label_column = image_column, label_column
-        self.label_columns = list(label_columns or [])
-        self.shard_options = [image_column, label_column, self.label_columns, self.target, self.group]
-        if is_on_hub:
-            self._root = from_hub(str(root), self.cache_dir / "hub")
+        super().__init__(**options)
+        self._image_column, self._label_column, self.label_columns = image_column, label_column, label_columns or []
+        self.shard_options = [image_column, label_column, list(self.label_columns), self.target, self.group]
 
     def read_shard(self, path: Path, folder: Path) -> Content:
         from pyarrow import ArrowException, parquet
@@ -161,51 +141,27 @@ class ParquetDataModule(ShardedDataModule):
         return {"items": items, "data": ENCODED, "left_out": {}}
 
     def _columns_of(self, path: Path, schema: Any) -> tuple[str, list[str], list[str]]:
-        """Return the names of the columns of images and labels, and of the classes, as stated or declared.
-
-        Raises:
-            UserError: there is none, or several.
-        """
+        """Return the names of the columns of images and labels, and of the classes, as stated or declared."""
         declared, held = {}, {field.name: str(field.type) for field in schema}
         with suppress(KeyError, TypeError, ValueError):  # what Hugging Face's datasets write about the columns
             features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
             declared = {name: each for name, each in features.items() if isinstance(each, dict) and name in held}
-        kinds = {name: each.get("_type") for name, each in declared.items()}
+        images, classes = (
+            [name for name in held if declared.get(name, {}).get("_type") == kind] for kind in ("Image", "ClassLabel")
+        )
         able = [name for name, kind in held.items() if "binary" in kind or "path: string" in kind]
-        images = [name for name in held if kinds.get(name) == "Image"] or able
-        if self._image_column is None and len(images) != 1:
+        images = [self._image_column] if self._image_column else images or able
+        if len(images) != 1:
             found = ", ".join(images or list(held)[:20])
             raise UserError(f"{path}: the column of the images is not clear. Give data.image_column= one of {found}.")
-        image = column_of(path, list(held), self._image_column or images[0], "image_column")
+        image = column_of(path, list(held), images[0], "image_column")
         if image not in able and "string" not in held[image]:
             raise UserError(f"{path}: the column {image} holds no encoded images, but {held[image]}.")
         if self.label_columns:
             return image, [column_of(path, list(held), name, "label_columns") for name in self.label_columns], []
-        classes = [name for name in held if kinds.get(name) == "ClassLabel"]
         wanted = self._label_column or (classes[0] if len(classes) == 1 else "label")
         label = column_of(path, list(held), wanted, "label_column")
         return image, [label], list(map(str, declared[label].get("names") or ())) if label in classes else []
-
-
-def from_hub(address: str, cache: Path) -> Path:
-    """Copy the parquet files of hf://datasets/OWNER/NAME[@REVISION][/FOLDER], and return the folder of the copy.
-
-    Raises:
-        UserError: the hub or the data set cannot be reached.
-    """
-    from huggingface_hub import snapshot_download
-
-    parts = re.match("hf://(?:datasets/)?([^/]*/?[^/@]*)@?([^/]*)/?(.*?)/?$", address)
-    name, revision, inner = parts.groups() if parts else ("", "", "")
-    try:
-        copy = snapshot_download(
-            name, repo_type="dataset", revision=revision or None, cache_dir=cache,
-            allow_patterns=f"{inner}/*.parquet" if inner else "*.parquet",
-        )  # fmt: skip
-    except Exception as error:  # of the network, the hub and its authentication
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"data.root={address} cannot be fetched ({type(error).__name__}: {reason}).") from None
-    return Path(copy, inner)
 
 
 def _encoded(image: Any, where: str, folder: Path) -> bytes:
@@ -223,9 +179,9 @@ def _encoded(image: Any, where: str, folder: Path) -> bytes:
 def _class_of(value: Any, where: str, names: list[str]) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, int) and 0 <= value < len(names):
-        return names[value]
-    if (isinstance(value, str) and value.strip()) or (isinstance(value, int) and value >= 0 and not names):
-        return str(value)
+    if isinstance(value, int) and 0 <= value < (len(names) or math.inf):
+        return names[value] if names else str(value)
+    if isinstance(value, str) and value.strip():
+        return value
     hint = " Images without labels test nothing: data.test='*val*' leaves them out." if value in (None, -1) else ""
     raise UserError(f"{where} is {str(value)[:50]}, which is no class.{hint}")

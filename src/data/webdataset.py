@@ -18,14 +18,7 @@ from lockstep.runs.errors import UserError
 
 
 class ShardedDataModule(ListedDataModule):
-    """A subclass reads what one file holds; that is kept in the node's cache.
-
-    Args:
-        root: a folder that holds the files at any depth, or one file.
-        train, val, test: patterns, with * and ?, of the paths of a split's files; None: by names such as train-0 or
-            training/0. Where no file is of any split, all train.
-        options: as of ListedDataModule.
-    """
+    """A subclass reads what one file holds; that is kept in the node's cache. Its yaml explains the options."""
 
     suffix: str
     label_columns: Sequence[str] = ()  # with several labels, their names
@@ -36,20 +29,17 @@ class ShardedDataModule(ListedDataModule):
         test: str | None = None, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(**options)
+        if str(root).startswith("hf://"):
+            root = from_hub(str(root), self.suffix, self.cache_dir / "hub")
         self._root = local_root(root, f"a folder with {self.suffix} files")
         self._patterns = (train, val, test)
 
     def read_shard(self, path: Path, folder: Path) -> Content:
         """Return what a file holds, as JSON values.
 
-        items: for each image its name within the file, its label (text, or a list of numbers), first byte, size, and
-        group if `group` is a column, else None; left_out; data: the file in `folder` that holds the images' bytes, None
-        for `path` itself.
-
-        Args:
-            folder: of the cache, for encoded images that cannot be read in place.
-        Raises:
-            UserError: the file is cut off or damaged, or not as the options say.
+        items: for each image its name in the file, its label (text, or a list of numbers), first byte, size, and group
+        if `group` is a column, else None; left_out; data: the file that it wrote into `folder`, of the cache, with
+        images that cannot be read in place, else None.
         """
         raise NotImplementedError
 
@@ -86,26 +76,36 @@ class ShardedDataModule(ListedDataModule):
         for split, pattern in enumerate(self._patterns):
             if pattern and fnmatchcase(str(path).lower(), pattern.lower()):
                 return split
-        for part in reversed(path.parts):  # the file's own name first
-            for word in re.split("[^a-z]+", part.lower()):
-                found = SPLIT_OF.get(re.sub("(set|data|split)$", "", word))
-                if found is not None and self._patterns[found] is None:
-                    return found
-        return None
+        parts = "/".join(reversed(path.parts)).lower()  # the file's own name first
+        words = [re.sub("(set|data|split)$", "", word) for word in re.split("[^a-z]+", parts)]
+        found = [SPLIT_OF[word] for word in words if word in SPLIT_OF and self._patterns[SPLIT_OF[word]] is None]
+        return found[0] if found else None
+
+
+def from_hub(address: str, suffix: str, cache: Path) -> Path:
+    """Copy the files of hf://datasets/OWNER/NAME[@REVISION][/FOLDER], and return the folder of the copy."""
+    from huggingface_hub import snapshot_download
+
+    owner, name, *inner = f"{address.removeprefix('hf://datasets/').strip('/')}/".split("/")
+    name, _, revision = name.partition("@")
+    try:
+        copy = snapshot_download(
+            f"{owner}/{name}", repo_type="dataset", revision=revision or None, cache_dir=cache,
+            allow_patterns="/".join([*inner[:-1], f"*{suffix}"]),
+        )  # fmt: skip
+    except Exception as error:  # of the network, the hub and its authentication
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"data.root={address} cannot be fetched ({type(error).__name__}: {reason}).") from None
+    return Path(copy, *inner)
 
 
 class WebDatasetDataModule(ShardedDataModule):
-    """Uncompressed tar files with key.jpg beside key.cls or key.json, which are read in place.
-
-    Args:
-        label_field: the field of key.json that holds the label; None: key.cls holds it.
-        options: as of ShardedDataModule.
-    """
+    """Uncompressed tar files with key.jpg beside key.cls or key.json, which are read in place."""
 
     suffix = ".tar"
 
-    def __init__(self, *, label_field: str | None = None, name: str = "webdataset", **options: Any) -> None:
-        super().__init__(name=name, **options)
+    def __init__(self, *, label_field: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
         self._label_field, self.shard_options = label_field, [label_field]
 
     def read_shard(self, path: Path, folder: Path) -> Content:

@@ -54,29 +54,23 @@ def test_splits_and_classes_are_those_of_the_table(pictures, tmp_path):
     dm.place()
     images, labels = dm.on_after_batch_transfer(next(iter(dm.test_dataloader())), 0)
     assert labels.tolist() == [0, 1, 0, 1] and (images[labels == 1][:, 0] > images[labels == 0][:, 0]).all()
-
-
-def test_without_a_split_column_test_images_are_drawn(pictures, tmp_path):
     root = table(tmp_path / "list.csv", [row[:2] for row in rows()], HEADER[:2])
     assert facts(csv_module(root, tmp_path, images=pictures, test_fraction=0.25)) == (16, 2, 6, ["blue", "red"])
 
 
 @pytest.mark.parametrize(
-    ("header", "val"),
-    [(["Path", "Label", "Split"], "Valid"), (["filename", "class", "set"], "dev"), ([" path", "label ", "SET"], "VAL")],
+    ("header", "val", "dialect"),
+    [
+        (["Path", "Label", "Split"], "Valid", {"delimiter": ";", "lineterminator": "\n"}),
+        (["filename", "class", "set"], "dev", {"delimiter": "\t"}),
+        ([" path", "label ", "SET"], "VAL", {"delimiter": "|", "lineterminator": "\n"}),
+    ],
 )
-def test_columns_and_splits_by_other_names(header, val, pictures, tmp_path):
+def test_columns_and_splits_by_other_names_between_other_delimiters(header, val, dialect, pictures, tmp_path):
     def split(i):
         return "Test " if i >= 20 else val if i >= 16 else "Training"
 
-    assert facts(csv_module(table(pictures / "list.csv", rows(split), header), tmp_path)) == USUAL
-
-
-@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
-def test_other_delimiters_and_line_ends(delimiter, pictures, tmp_path):
-    for end in ("\n", "\r\n"):
-        root = table(pictures / "list.csv", rows(), delimiter=delimiter, lineterminator=end)
-        assert facts(csv_module(root, tmp_path)) == USUAL
+    assert facts(csv_module(table(pictures / "list.csv", rows(split), header, **dialect), tmp_path)) == USUAL
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le with a mark"])
@@ -88,33 +82,22 @@ def test_other_encodings(encoding, pictures, tmp_path):
 
 
 def test_spellings_of_one_class_and_of_a_path(pictures, tmp_path):
-    blanks = table(
-        pictures / "a.csv", rows(label=lambda i: ["blue", "red "][i % 2] if i < 9 else [" blue", "red"][i % 2])
-    )
-    assert facts(csv_module(blanks, tmp_path)) == USUAL
+    def label(i):
+        return ["blue", "red "][i % 2] if i < 9 else [" blue", "red"][i % 2]
+
+    windows = table(tmp_path / "a.csv", [[f"pictures\\{row[0]}", *row[1:]] for row in rows(label=label)])
+    assert facts(csv_module(windows, tmp_path)) == USUAL
     numbers = table(pictures / "b.csv", rows(label=lambda i: ["1", "10.0"][i % 2] if i < 9 else ["1.0", "10"][i % 2]))
     assert facts(csv_module(numbers, tmp_path))[3] == ["1", "10"]
-    windows = table(tmp_path / "c.csv", [[f"pictures\\{row[0]}", *row[1:]] for row in rows()])
-    assert facts(csv_module(windows, tmp_path)) == USUAL
 
 
 def test_the_same_path_twice(pictures, tmp_path):
     dm = csv_module(table(pictures / "a.csv", [*rows(), *rows()[:3]]), tmp_path)
     assert facts(dm) == USUAL and len(dm.left_out["repeated lines"]) == 3
-    with pytest.raises(UserError, match="lines 2 and 26: 00.png is train blue and test blue: give one"):
-        csv_module(table(pictures / "b.csv", [*rows(), ["00.png", "blue", "test"]]), tmp_path).prepare()
-    with pytest.raises(UserError, match="lines 2 and 26: 00.png is train blue and train red: give one"):
-        csv_module(table(pictures / "c.csv", [*rows(), ["00.png", "red", "train"]]), tmp_path).prepare()
-
-
-def test_a_column_of_a_csv_names_the_groups(pictures, tmp_path):
-    patients = [[*row[:2], f"p{i // 3}"] for i, row in enumerate(rows())]
-    root = table(pictures / "list.csv", patients, ["path", "label", "patient_id"])
-    dm = csv_module(root, tmp_path, group="patient_id", test_fraction=0.25)
-    dm.prepare()
-    patient_of = {row[0]: row[2] for row in patients}
-    groups = [{patient_of[dm.image_name(i)] for i in getattr(dm.splits, split)} for split in ("train", "val", "test")]
-    assert sum(map(len, groups)) == 8 == len(set.union(*groups)) and dm.num_test == 6
+    for path, label, split in (("./00.png", "blue", "test"), ("00.png", "red", "train")):
+        root = table(pictures / "b.csv", [*rows(), [path, label, split]])
+        with pytest.raises(UserError, match=f"lines 2 and 26: {path} is train blue and {split} {label}: give one"):
+            csv_module(root, tmp_path).prepare()
 
 
 BAD = {
@@ -176,18 +159,6 @@ def counts(dm):
     return facts(dm)[:3]
 
 
-def test_the_layout_of_the_hub(tmp_path):
-    for name, count in {"train-00000-of-00002": 8, "train-00001-of-00002": 6, "validation-00000-of-00001": 2,
-                        "test-00000-of-00001": 1}.items():  # fmt: skip
-        write(tmp_path / "a" / "data" / f"{name}.parquet", count)
-    dm = parquet_module(tmp_path / "a", tmp_path)
-    assert counts(dm) == (42, 6, 3) and dm.class_names == sorted(COLOURS)
-    dm.place()
-    for batch in dm.test_dataloader():
-        images, labels = dm.on_after_batch_transfer(batch, 0)[:2]
-        assert (2 - images.mean((2, 3)).argmax(1)).tolist() == labels.tolist()  # blue, green, red
-
-
 @pytest.mark.parametrize(
     "options, classes",
     [
@@ -218,27 +189,29 @@ def test_images_in_files_beside_the_table(tmp_path):
     assert sum(counts(parquet_module(root, tmp_path, image_column="image"))) == 24
     root = write(tmp_path / "y.parquet", flat=True, pictures=[{"bytes": None, "path": path} for path in paths])
     assert sum(counts(parquet_module(root, tmp_path))) == 24
-    root = write(tmp_path / "z.parquet", flat=True, pictures=[{"bytes": None, "path": "no.png"}] * 24)
-    with pytest.raises(UserError, match="z.parquet, row 0: image names no.png, and there is no file"):
-        parquet_module(root, tmp_path).prepare()
-    root = write(tmp_path / "u.parquet", flat=True, pictures=[png(0), None, png(1)] * 8)
-    with pytest.raises(UserError, match="u.parquet, row 1: image holds no image"):
-        parquet_module(root, tmp_path).prepare()
+    for pictures, said in (
+        ([{"bytes": None, "path": "no.png"}] * 24, "row 0: image names no.png, and there is no file"),
+        ([png(0), None, png(1)] * 8, "row 1: image holds no image"),
+    ):
+        root = write(tmp_path / "z.parquet", flat=True, pictures=pictures)
+        with pytest.raises(UserError, match=f"z.parquet, {said}"):
+            parquet_module(root, tmp_path).prepare()
 
 
 def test_columns_are_named_where_it_is_not_clear(tmp_path):
-    root = write(tmp_path / "x.parquet", declared=False, label="kind")
-    with pytest.raises(UserError, match=r"x.parquet has no column label: it has id, image, kind. Give data.label_col"):
-        parquet_module(root, tmp_path).prepare()
-    with pytest.raises(UserError, match="has no column sort: it has id, image, kind. Give data.label_column="):
-        parquet_module(root, tmp_path, label_column="sort").prepare()
-    with pytest.raises(UserError, match="the column id holds no encoded images, but int64"):
-        parquet_module(root, tmp_path, label_column="kind", image_column="id").prepare()
-    assert sum(counts(parquet_module(root, tmp_path, label_column="Kind"))) == 24
-    two = arrow(declared=False).append_column("mask", pa.array(PICTURES))
-    parquet.write_table(two, tmp_path / "two.parquet")
-    with pytest.raises(UserError, match="the column of the images is not clear. Give .* one of image, mask"):
-        parquet_module(tmp_path / "two.parquet", tmp_path).prepare()
+    table = arrow(declared=False, label="kind")
+    parquet.write_table(table, tmp_path / "x.parquet")
+    parquet.write_table(table.append_column("mask", pa.array(PICTURES)), tmp_path / "two.parquet")
+    has = "it has id, image, kind. Give data.label_column="
+    for name, options, said in (
+        ("x", {}, f"x.parquet has no column label: {has}"),
+        ("x", {"label_column": "sort"}, f"has no column sort: {has}"),
+        ("x", {"label_column": "kind", "image_column": "id"}, "the column id holds no encoded images, but int64"),
+        ("two", {}, "the column of the images is not clear. Give .* one of image, mask"),
+    ):
+        with pytest.raises(UserError, match=said):
+            parquet_module(tmp_path / f"{name}.parquet", tmp_path, **options).prepare()
+    assert sum(counts(parquet_module(tmp_path / "x.parquet", tmp_path, label_column="Kind"))) == 24
 
 
 @pytest.mark.parametrize(
@@ -256,14 +229,13 @@ def test_a_row_without_a_class_is_named(labels, said, tmp_path):
         parquet_module(write(tmp_path / "x.parquet", labels=labels), tmp_path).prepare()
 
 
-def test_a_file_that_is_cut_off_is_named(tmp_path):
+@pytest.mark.parametrize("length", [0, 0.5, 0.99])
+def test_a_file_that_is_cut_off_is_named(length, tmp_path):
     write(tmp_path / "a" / "0.parquet")
     broken = write(tmp_path / "a" / "1.parquet")
-    whole = broken.read_bytes()
-    for length in (0, len(whole) // 2, len(whole) - 1):
-        broken.write_bytes(whole[:length])
-        with pytest.raises(UserError, match=f"{broken} .*cut off.*: repair or remove it"):
-            parquet_module(tmp_path / "a", tmp_path).prepare()
+    broken.write_bytes(broken.read_bytes()[: int(length * broken.stat().st_size)])
+    with pytest.raises(UserError, match=f"{broken} .*cut off.*: repair or remove it"):
+        parquet_module(tmp_path / "a", tmp_path).prepare()
 
 
 def test_what_is_unpacked_stays_where_only_another_file_or_the_size_changes(tmp_path):
@@ -271,10 +243,8 @@ def test_what_is_unpacked_stays_where_only_another_file_or_the_size_changes(tmp_
     parquet_module(tmp_path / "a", tmp_path, path="loader").prepare()
     write(tmp_path / "a" / "1.parquet", 5)
     first = parquet_module(tmp_path / "a", tmp_path, path="loader", image_size=10)
-    assert sum(counts(first)) == 39
-    assert len(list((tmp_path / "cache").glob("*/encoded.bin"))) == 2
-    second = ParquetDataModule(root=tmp_path / "a", cache_dir=tmp_path / "b", path="loader", image_size=10,
-                               global_batch_size=6, test_fraction=0.25)  # fmt: skip
+    assert sum(counts(first)) == 39 and len(list((tmp_path / "cache").glob("*/encoded.bin"))) == 2
+    second = parquet_module(tmp_path / "a", tmp_path / "elsewhere", path="loader", image_size=10)
     second.prepare()
     assert second.data_hash == first.data_hash, "wherever the cache lies"
 
@@ -286,7 +256,7 @@ def test_a_column_of_a_parquet_file_names_the_groups(tmp_path):
     assert not groups[0] & groups[1]
 
 
-def test_a_data_set_of_the_hub_is_fetched(tmp_path, monkeypatch):
+def test_a_data_set_of_the_hub_is_fetched_and_has_its_layout(tmp_path, monkeypatch):
     """Through the function of its client that fetches the files of a repository."""
     asked = []
 
@@ -296,11 +266,15 @@ def test_a_data_set_of_the_hub_is_fetched(tmp_path, monkeypatch):
             raise OSError("no such data set")
         return str(tmp_path / "copy")
 
-    for name, count in (("train-0", 8), ("test-0", 1)):
+    for name, count in (("train-00000-of-00002", 8), ("train-00001-of-00002", 6), ("validation-0", 2), ("test-0", 1)):
         write(tmp_path / "copy" / "data" / f"{name}.parquet", count)
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    assert counts(parquet_module("hf://datasets/me/colours", tmp_path)) == (22, 2, 3)
-    assert counts(parquet_module("hf://datasets/me/colours@v1/data", tmp_path)) == (22, 2, 3)
+    assert counts(parquet_module("hf://datasets/me/colours", tmp_path)) == (42, 6, 3)
+    dm = parquet_module("hf://datasets/me/colours@v1/data", tmp_path)
+    assert counts(dm) == (42, 6, 3) and dm.class_names == sorted(COLOURS)
     assert asked == [("me/colours", None, "*.parquet"), ("me/colours", "v1", "data/*.parquet")]
+    dm.place()
+    ((images, labels),) = [dm.on_after_batch_transfer(batch, 0)[:2] for batch in dm.test_dataloader()]
+    assert (2 - images.mean((2, 3)).argmax(1)).tolist() == labels.tolist()  # blue, green, red
     with pytest.raises(UserError, match="hf://datasets/me/nothing cannot be fetched .OSError: no such data set"):
         parquet_module("hf://datasets/me/nothing", tmp_path)

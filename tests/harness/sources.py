@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import tarfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,42 +25,37 @@ class Encoded(NamedTuple):
     name: str  # with its ending
     data: bytes
 
+    @property
+    def path(self) -> str:
+        return f"{self.split}/{self.label}/{self.name}"
 
-def write(kind: str, place: Path, images: Iterable[Encoded]) -> Path:
+
+def write(kind: str, place: Path, images: list[Encoded]) -> Path:
     """In the order given; returns data.root for data=`kind`."""
     place.mkdir(parents=True, exist_ok=True)
-    return {"image_folder": folder, "csv": table, "webdataset": tars, "parquet": parquets}[kind](place, list(images))
-
-
-def folder(place: Path, images: list[Encoded]) -> Path:
-    for image in images:
-        path = place / image.split / image.label / image.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(image.data)
+    if kind in ("image_folder", "csv"):
+        for image in images:
+            (place / image.path).parent.mkdir(parents=True, exist_ok=True)
+            (place / image.path).write_bytes(image.data)
+        if kind == "image_folder":
+            return place
+        with (place / "list.csv").open("w", newline="") as file:
+            rows = [(image.path, image.label, image.split) for image in images]
+            csv.writer(file).writerows([("path", "label", "split"), *rows])
+        return place / "list.csv"
+    for split in dict.fromkeys(image.split for image in images):
+        part = [image for image in images if image.split == split]
+        (tars if kind == "webdataset" else parquets)(place, split, part, sorted({image.label for image in images}))
     return place
 
 
-def table(place: Path, images: list[Encoded]) -> Path:
-    folder(place, images)
-    with (place / "list.csv").open("w", newline="") as file:
-        rows = [(f"{image.split}/{image.label}/{image.name}", image.label, image.split) for image in images]
-        csv.writer(file).writerows([("path", "label", "split"), *rows])
-    return place / "list.csv"
-
-
-def by_split(images: list[Encoded]) -> dict[str, list[Encoded]]:
-    return {split: [image for image in images if image.split == split] for split in ("train", "val", "test")}
-
-
-def tars(place: Path, images: list[Encoded], shards: int = 2) -> Path:
-    for split, part in by_split(images).items():
-        for number in range(shards if part else 0):
-            first, last = len(part) * number // shards, len(part) * (number + 1) // shards
-            with tarfile.open(place / f"{split}-{number:04d}.tar", "w") as tar:
-                for i in range(first, last):
-                    add(tar, f"{i:06d}.{part[i].name.rpartition('.')[2]}", part[i].data)
-                    add(tar, f"{i:06d}.cls", part[i].label.encode())
-    return place
+def tars(place: Path, split: str, images: list[Encoded], _names: list[str]) -> None:
+    half = len(images) // 2
+    for number, part in enumerate((range(half), range(half, len(images)))):
+        with tarfile.open(place / f"{split}-{number:04d}.tar", "w") as tar:
+            for i in part:
+                add(tar, f"{i:06d}.{images[i].name.rpartition('.')[2]}", images[i].data)
+                add(tar, f"{i:06d}.cls", images[i].label.encode())
 
 
 def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
@@ -70,21 +64,17 @@ def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     tar.addfile(info, io.BytesIO(data))
 
 
-def parquets(place: Path, images: list[Encoded]) -> Path:
+def parquets(place: Path, split: str, images: list[Encoded], names: list[str]) -> None:
     """As Hugging Face's datasets write them: data/train-00000-of-00001.parquet."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    names = sorted({image.label for image in images})
     features = {"image": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
+    columns = {
+        "image": [{"bytes": image.data, "path": image.name} for image in images],
+        "label": [names.index(image.label) for image in images],
+    }
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
     (place / "data").mkdir(exist_ok=True)
-    for split, part in by_split(images).items():
-        columns = {
-            "image": [{"bytes": image.data, "path": image.name} for image in part],
-            "label": [names.index(image.label) for image in part],
-        }
-        path = place / "data" / f"{'validation' if split == 'val' else split}-00000-of-00001.parquet"
-        if part:
-            parquet.write_table(pa.table(columns).replace_schema_metadata(metadata), path, row_group_size=7)
-    return place
+    path = place / "data" / f"{'validation' if split == 'val' else split}-00000-of-00001.parquet"
+    parquet.write_table(pa.table(columns).replace_schema_metadata(metadata), path, row_group_size=7)

@@ -77,7 +77,7 @@ class ListedDataModule(ImageDataModule):
             self.data_hash = cached(folder, self._write_array)["data_hash"]
             self._pixels = [np.load(folder / IMAGES, mmap_mode="c")]
         else:
-            self.data_hash = images.content_hash(np.arange(len(images)))
+            self.data_hash = images.content_hash()
 
     def path_taken(self) -> tuple[str, str]:
         if self._mask_names:

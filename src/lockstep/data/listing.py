@@ -9,6 +9,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,6 @@ class ImageList:
         target: what labels are: class, number, or mask, a path relative to `folder`.
         label_columns: with several labels, their names.
         left_out, notes: for the log.
-    Raises:
-        UserError: there is no image, or a label is no number where it has to be.
     """
 
     def __init__(
@@ -76,21 +75,20 @@ class ImageList:
             found = ", ".join(f"{len(each)} {reason}" for reason, each in self.left_out.items())
             raise UserError(f"{folder} has no images{f' (left out: {found})' if found else ''}.")
         items = sorted(items, key=lambda item: item.split)
-        labels, files, groups = ([getattr(item, key) for item in items] for key in ("label", "file", "group"))
+        fields = ("label", "file", "group", "name", "split", "size", "mtime", "start")
+        labels, files, groups, names, *numbers = ([getattr(item, field) for item in items] for field in fields)
         # Arrays of bytes, which worker processes share; they would copy strings one by one.
-        self._names = np.array([os.fsencode(item.name) for item in items])
-        self.splits = np.array([item.split for item in items], np.int8)
-        self.size, self._mtime, self._start = (
-            np.array([getattr(item, key) for item in items], np.int64) for key in ("size", "mtime", "start")
-        )
+        self._names = np.array([os.fsencode(name) for name in names])
+        self.splits = np.array(numbers[0], np.int8)
+        self.size, self._mtime, self._start = np.array(numbers[1:], np.int64)
         self._files = None if None in files else np.unique(files, return_inverse=True)
         self.groups = None if None in groups else np.unique(groups, return_inverse=True)[1]
-        self._masks = np.array([os.fsencode(label) for label in labels]) if target == "mask" else None
-        self.class_names = list(label_columns)
-        if target == "mask":
+        self.has_masks, self.class_names = target == "mask", list(label_columns)
+        self._masks = np.array([os.fsencode(label) for label in labels] if self.has_masks else [])
+        if self.has_masks:
             self.targets = np.zeros(len(items), np.int64)
         elif label_columns or target == "number":
-            self.targets = np.array([self._number(item) for item in items], np.float32)
+            self.targets = np.array([_number(folder, item) for item in items], np.float32)
         else:
             tidy = tidy_labels(set(labels))
             self.class_names = ordered_classes(tidy.values())
@@ -102,19 +100,6 @@ class ImageList:
     def __len__(self) -> int:
         return len(self.splits)
 
-    @property
-    def has_masks(self) -> bool:
-        return self._masks is not None
-
-    def _number(self, item: Item) -> np.ndarray:
-        try:
-            number = np.asarray(item.label, np.float32)
-        except (TypeError, ValueError):
-            number = np.array(np.nan)
-        if np.isnan(number).any():
-            raise UserError(f"{self.folder / item.name}: the target {str(item.label)[:50]} is no number.")
-        return number
-
     def name(self, i: int) -> str:
         return os.fsdecode(self._names[i])
 
@@ -123,16 +108,12 @@ class ImageList:
         return str(self.folder / self.name(i))
 
     def read(self, i: int) -> bytes:
-        """Return the encoded image.
-
-        Raises:
-            CorruptImage: it cannot be read, or the file has become shorter.
-        """
-        size = int(self.size[i])
+        """Return the encoded image; raise CorruptImage if it cannot be read, or the file has become shorter."""
+        size, file = int(self.size[i]), self._files[0][self._files[1][i]] if self._files else self.path(i)
         try:
-            with open(self._files[0][self._files[1][i]] if self._files else self.path(i), "rb") as file:
-                file.seek(int(self._start[i]))
-                data = file.read(size)
+            with open(file, "rb") as opened:
+                opened.seek(int(self._start[i]))
+                data = opened.read(size)
         except OSError as error:
             raise CorruptImage(f"{self.path(i)} cannot be read ({error.strerror})") from None
         if len(data) < size:
@@ -141,24 +122,28 @@ class ImageList:
 
     def read_mask(self, i: int) -> np.ndarray:
         """Return the class of each pixel, (height, width) uint8."""
-        assert self._masks is not None
         return open_mask(self.folder / os.fsdecode(self._masks[i]))
 
     @property
     def identity(self) -> str:
         """A hash that changes with any name, size, time, target or split."""
         digest = hashlib.sha256(json.dumps([str(self.folder), self.class_names]).encode())
-        parts = [self._names, self.size, self._mtime, self.targets, self.splits]
-        if self._masks is not None:
-            stats = [os.stat(self.folder / os.fsdecode(mask)) for mask in self._masks]
-            parts += [self._masks, np.array([(each.st_size, each.st_mtime_ns) for each in stats])]
-        for array in parts:
+        stats = [os.stat(self.folder / os.fsdecode(mask)) for mask in self._masks]
+        masks = np.array([(each.st_size, each.st_mtime_ns) for each in stats])
+        for array in (self._names, self.size, self._mtime, self.targets, self.splits, self._masks, masks):
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
-    def content_hash(self, kept: np.ndarray) -> str:
+    def content_hash(self) -> str:
         """Return a hash of names and sizes, for images that nobody has opened."""
-        return fingerprint([[self.name(i) for i in kept.tolist()], self.size[kept].tolist()])
+        return fingerprint([[os.fsdecode(name) for name in self._names], self.size.tolist()])
+
+
+def _number(folder: Path, item: Item) -> np.ndarray:
+    with suppress(TypeError, ValueError):
+        if not np.isnan(number := np.asarray(item.label, np.float32)).any():
+            return number
+    raise UserError(f"{folder / item.name}: the target {str(item.label)[:50]} is no number.")
 
 
 def tidy_labels(labels: Iterable[str]) -> dict[str, str]:
@@ -226,11 +211,7 @@ def files_below(
 
 
 def group_of(pattern: str, name: str) -> str:
-    """Return what a regular expression finds in a path: its first group, or else the whole match.
-
-    Raises:
-        UserError: the pattern is invalid, or finds nothing.
-    """
+    """Return what a regular expression finds in a path: its first group, or else the whole match."""
     try:
         found = re.search(pattern, name)
     except re.error as error:
@@ -249,18 +230,7 @@ def fingerprint(value: Any) -> str:
 
 
 def local_root(root: str | Path | None, what: str) -> Path:
-    """Return data.root as an absolute path.
-
-    Args:
-        what: it has to be, for the error.
-    Raises:
-        UserError: it is not given, or is a remote address.
-    """
+    """Return data.root as an absolute path, or raise UserError: `what` is missing."""
     if not root:
         raise UserError(f"data.root= is missing: give {what}.")
-    if "://" in str(root):
-        raise UserError(
-            f"data.root={root} is an address, and images are read from a disk: copy them first, as train.py and "
-            "eval.py do for s3://bucket/prefix."
-        )
     return Path(root).expanduser().absolute()

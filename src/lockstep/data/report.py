@@ -1,6 +1,6 @@
 """Describe the images of a run before its first step: in the log, in run.json, and in a file of the run folder.
 
-It finds images that occur twice: in two splits, or under two labels.
+It finds images that occur twice: in two splits, or under two labels. `data` is a prepared ImageDataModule.
 """
 
 import hashlib
@@ -24,28 +24,23 @@ LISTS = "data_report.txt"
 SHOWN_CLASSES = 10
 MAX_COMPARED = 50_000  # files of equal size that a start may open
 TILE = 128  # side of a picture in a contact sheet
-IDENTICAL = {  # what is said of one image, and of several
-    "test": ("test image is identical to a training image", "test images are identical to training images"),
-    "validation": (
-        "validation image is identical to a training image", "validation images are identical to training images",
-    ),
-    "labels": ("image occurs under two labels", "images occur under two labels"),
-}  # fmt: skip
+IDENTICAL = {  # of several images, and of one
+    "test images are identical to training images": "test image is identical to a training image",
+    "validation images are identical to training images": "validation image is identical to a training image",
+    "images occur under two labels": "image occurs under two labels",
+}
 
 
 def report_of(data: Any, *, compare_all: bool = False) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """Return `data_report` of the record, and the names of the images that it counts.
 
     Args:
-        data: a prepared ImageDataModule.
         compare_all: look for identical files, however many have the same size.
     """
     identical, counts = data.identical_images(compare_all), data.counts_per_split
     sizes = ["×".join(map(str, size)) for size in sorted(data.image_sizes(), key=np.prod)]
     fields = {
-        "images_per_class": {
-            name: dict(zip(counts, each, strict=True)) for name, *each in zip(data.class_names, *counts.values())
-        },
+        "images_per_class": {name: dict(zip(counts, each)) for name, *each in zip(data.class_names, *counts.values())},
         "left_out": {reason: len(names) for reason, names in data.left_out.items()},
         "identical_images": list(identical),
         "smallest_image": sizes[0] if sizes else None,
@@ -57,21 +52,16 @@ def report_of(data: Any, *, compare_all: bool = False) -> tuple[dict[str, Any], 
 def settings_of(data: Any, augmentation: str | None) -> dict[str, Any]:
     """Return `images` of the record: how images are resized, normalised and augmented."""
     path, why = data.path_taken()
-    damaged = [names for reason, names in data.left_out.items() if reason.startswith("damaged")]
     return {
         "path": path, "why": why, "augmentation": augmentation, "mean": data.mean, "std": data.std,
         "crop_pct": data.settings.crop_pct, "interpolation": data.framing.interpolation, "resize": data.framing.resize,
-        "fit": data.framing.fit, "from_weights": list(data.settings.from_weights), "skipped": sum(map(len, damaged)),
+        "fit": data.framing.fit, "from_weights": list(data.settings.from_weights),
     }  # fmt: skip
 
 
 def log_contents(data: Any, fields: Mapping[str, Any]) -> None:
-    """Log classes and splits, what was left out, and which images are identical.
-
-    Args:
-        fields: from `report_of`; {} for an evaluation.
-    """
-    names = ", ".join([*data.class_names[:SHOWN_CLASSES], *(["…"] if len(data.class_names) > SHOWN_CLASSES else [])])
+    """Log classes and splits, and of `report_of` what was left out and which images are identical."""
+    names = ", ".join(data.class_names[:SHOWN_CLASSES]) + (", …" if len(data.class_names) > SHOWN_CLASSES else "")
     what = {
         "class": f"{data.num_classes} classes: {names}", "labels": f"{data.num_classes} labels: {names}",
         "mask": f"masks of {data.num_classes} classes: {names}", "number": "a number for each image",
@@ -101,17 +91,15 @@ def log_settings(data: Any, augmentation: str | None) -> None:
     changed = f" · augmentation={augmentation}" if augmentation else ""
     log.info(f"images: {path}, as {why}{changed} · mean {mean} · std {std}{weights}")
     for key in data.settings.against_weights:
-        log.warning(
-            f"data.{key}={getattr(data.settings, key)} is not what the pretrained weights were trained with: "
-            f"data.{key}=auto takes theirs."
-        )
+        stated = f"data.{key}={getattr(data.settings, key)}"
+        log.warning(f"{stated} is not what the pretrained weights were trained with: data.{key}=auto takes theirs.")
 
 
 def write_lists(folder: Path, lists: Mapping[str, list[str]]) -> None:
     """Write the names of images that were left out or are identical, a line each, with the reason."""
     lines = [f"{name}  # {reason}\n" for reason, names in lists.items() for name in names]
     if lines:
-        write_atomically(folder / LISTS, lambda file: file.write("".join(lines)))
+        write_atomically(folder / LISTS, lambda file: file.writelines(lines))
 
 
 def contact_sheet(path: Path, tiles: Sequence[tuple[list["Image.Image"], list[str], str]], columns: int) -> None:
@@ -131,8 +119,8 @@ def contact_sheet(path: Path, tiles: Sequence[tuple[list["Image.Image"], list[st
             filter_ = Image.Resampling.NEAREST if max(picture.size) < TILE else Image.Resampling.BILINEAR
             sheet.paste(picture.convert("RGB").resize((TILE, TILE), filter_), (x + k * TILE, y))
         for k, line in enumerate(lines):
-            text = printable(line[: 20 * len(pictures)])
-            draw.text((x, y + TILE + 2 + 14 * k), text, fill=colour if k == 0 else "#777777")
+            text, fill = printable(line[: 20 * len(pictures)]), "#777777" if k else colour
+            draw.text((x, y + TILE + 2 + 14 * k), text, fill)
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path)
 
@@ -143,10 +131,8 @@ def identical_images(
     """Return sentences on equal images, each with the pairs of images that it counts, "a = b".
 
     Args:
-        data: a prepared ImageDataModule.
-        keys: (n,) of any type; only images of equal keys are compared as a whole.
+        keys: (n,) of any type; only images of equal keys are compared as a whole, and at most `limit` of them.
         index: (n,) the positions of the images.
-        limit: the most images that are compared.
     """
     _, of_key, counts = np.unique(keys, return_inverse=True, return_counts=True)
     index = index[counts[of_key] > 1]
@@ -157,16 +143,17 @@ def identical_images(
     for i in index.tolist():
         groups.setdefault(hashlib.blake2b(content(i)).digest(), []).append(i)
     splits, label_of = data.splits.of_each, data.target_name
-    pairs: dict[str, list[tuple[int, int]]] = {kind: [] for kind in IDENTICAL}
+    pairs: list[list[tuple[int, int]]] = [[] for _ in IDENTICAL]
+    test, val, two_labels = pairs
     for group in groups.values():
-        trained = [i for i in group if splits[i] == TRAIN]
-        for kind, split in (("test", TEST), ("validation", VAL)) if trained else ():
-            pairs[kind] += [(i, trained[0]) for i in group if splits[i] == split]
-        pairs["labels"] += [(group[0], i) for i in group if label_of(i) != label_of(group[0])][:1]
+        trained = [i for i in group if splits[i] == TRAIN][:1]
+        test += [(i, j) for j in trained for i in group if splits[i] == TEST]
+        val += [(i, j) for j in trained for i in group if splits[i] == VAL]
+        two_labels += [(group[0], i) for i in group if label_of(i) != label_of(group[0])][:1]
     found = {}
-    for kind, some in pairs.items():
+    for (several, one), some in zip(IDENTICAL.items(), pairs):
         if some:
-            sentence = f"{len(some)} {IDENTICAL[kind][len(some) > 1]}"
+            sentence = f"{len(some)} {several if len(some) > 1 else one}"
             found[sentence] = [f"{data.image_name(a)} = {data.image_name(b)}" for a, b in some]
     return found
 

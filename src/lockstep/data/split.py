@@ -14,19 +14,16 @@ VAL_FRACTION = 0.1
 TEST_SEED = 42  # of drawn test images: every seed trains on the others
 
 
+@dataclass
 class Splits:
-    """The images that train, validate and test.
+    """The positions of the images that train, validate and test, ascending."""
 
-    Attributes:
-        of_each: (n,) int8, 0 train, 1 val, 2 test, −1 none.
-        train, val, test: positions of the images, ascending.
-        drew_test: the source names no test images.
-        notes: sentences for the log.
-    """
+    of_each: np.ndarray  # (n,) 0 train, 1 val, 2 test, −1 none
+    drew_test: bool = False  # the source names no test images
+    notes: tuple[str, ...] = ()  # sentences for the log
 
-    def __init__(self, of_each: np.ndarray, drew_test: bool = False, notes: tuple[str, ...] = ()) -> None:
-        self.of_each, self.drew_test, self.notes = of_each.astype(np.int8), drew_test, notes
-        self.train, self.val, self.test = (np.flatnonzero(of_each == split) for split in (TRAIN, VAL, TEST))
+    def __post_init__(self) -> None:
+        self.train, self.val, self.test = (np.flatnonzero(self.of_each == split) for split in (TRAIN, VAL, TEST))
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Split:
 
         Args:
             labels: (n,) int64.
-            given: (n,) 0 train, 1 val, 2 test, −1 unused; without any 1 or 2 the test images are drawn.
+            given: (n,) 0 train, 1 val, 2 test; without any 1 or 2 the test images are drawn.
             groups: (n,) int64; images of one group stay together.
             training: False: where the images cannot be split, all are tested.
         Raises:
@@ -74,14 +71,13 @@ class Split:
         except UserError:
             if training:
                 raise
-            return Splits(np.where(given >= 0, TEST, -1), drew_test=True)
+            return Splits(np.full_like(given, TEST), drew_test=True)
 
     def _assign(self, labels: np.ndarray, given: np.ndarray, groups: np.ndarray | None) -> Splits:
         of_each, has_val, has_test = given.copy(), (given == VAL).any(), (given == TEST).any()
         validates = (self.val_fraction if self.num_val is None else self.num_val) != 0
         if groups is not None:
-            pairs = np.unique(np.stack([groups, given])[:, given >= 0], axis=1)
-            parts_of_group = np.unique(pairs[0], return_counts=True)[1]
+            parts_of_group = np.unique(np.unique(np.stack([groups, given]), axis=1)[0], return_counts=True)[1]
             if several := (parts_of_group > 1).sum():
                 raise UserError(
                     f"data.group: {several} of {len(parts_of_group)} groups have images in several of train, val and "

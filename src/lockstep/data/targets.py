@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +58,12 @@ class ImageSet:
 
     def check(self, name: str) -> "ImageSet":
         """Return itself, or raise UserError if the parts do not fit together."""
-        n, num_classes = len(self.images), len(self.class_names)
+        n, last = len(self.images), len(self.class_names) - 1
         for values in (self.splits, *self.arrays().values()):
             if len(values) != n:
                 raise UserError(f"{name} holds {n} images and {len(values)} labels: one of its files is not complete.")
-        labels = np.zeros(0) if self.labels is None else self.labels
-        for label in labels[(labels < 0) | (labels >= num_classes)]:
-            raise UserError(f"{name} has a label {label}; its {num_classes} classes go from 0 to {num_classes - 1}.")
+        for label in [] if self.labels is None else self.labels[(self.labels < 0) | (self.labels > last)]:
+            raise UserError(f"{name} has a label {label}; its {last + 1} classes go from 0 to {last}.")
         return self
 
     def hash(self) -> str:
@@ -92,16 +90,11 @@ class ImageSet:
 def hash_of_pixels(
     images: np.ndarray, labels: np.ndarray, class_names: list[str], splits: np.ndarray, *others: np.ndarray
 ) -> str:
-    """Return a hash over names, labels, pixels and other targets, independent of the files that they came in.
-
-    Args:
-        splits: (n,) 0 train, 1 val, 2 test, −1 for an image that does not count.
-    """
-    kept = np.flatnonzero(splits >= 0)
+    """Return a hash over names, labels, pixels and other targets, independent of the files that they came in."""
     counts = [int((splits == split).sum()) for split in (TRAIN, VAL)]
     digest = hashlib.sha256(json.dumps([class_names, *counts]).encode())
-    digest.update(np.ascontiguousarray(labels[kept], np.int64).data)
-    for values in chain((images[kept[i : i + 4096]] for i in range(0, len(kept), 4096)), others):
+    digest.update(np.ascontiguousarray(labels, np.int64).data)
+    for values in (images, *others):
         digest.update(np.ascontiguousarray(values).data)
     return digest.hexdigest()
 
@@ -128,7 +121,7 @@ def classes_of(mask: Tensor) -> Tensor:
 
 
 def mask_classes(count: int, read: Callable[[int], np.ndarray]) -> list[str]:
-    """Look at all masks and return the names of their classes: 0 to the largest value, or 0 and 255 of binary masks.
+    """Return the names of the classes in all masks: 0 to the largest value, or 0 and 255 of binary masks.
 
     Args:
         read: position → (height, width) uint8.

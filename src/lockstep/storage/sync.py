@@ -31,7 +31,6 @@ def sync(uri: str, cache: Path, s3: Mapping[str, Any] | None = None) -> Path:
     that are no longer in the bucket are deleted.
 
     Args:
-        uri: s3://bucket/prefix, or s3://bucket/key of one object.
         cache: a folder on the disk of this node.
         s3: the config's node s3 (endpoint_url); its own uri is not used.
     Raises:
@@ -61,8 +60,8 @@ def sync(uri: str, cache: Path, s3: Mapping[str, Any] | None = None) -> Path:
 def _copy(bucket: Bucket, wanted: dict[str, tuple[int, str]], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     marks, here = folder / SYNCED, set()
-    lines = marks.read_text().split("\n")[:-1] if marks.exists() else []  # without one that a kill has cut
-    for key, etag in map(json.loads, lines):
+    for line in marks.read_text().split("\n")[:-1] if marks.exists() else []:  # without one that a kill has cut
+        key, etag = json.loads(line)
         if (folder / key).is_file() and wanted.get(key) == ((folder / key).stat().st_size, etag):
             here.add(key)
         else:

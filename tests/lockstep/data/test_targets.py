@@ -78,27 +78,38 @@ def table(pictures, header, row):
     return CSVDataModule
 
 
+def encoded(pictures):
+    return [(pictures / "images" / f"{i:02d}.png").read_bytes() for i in range(N)]
+
+
 def labels_of(i):
     return [i % 2, int(i > 9), 0.5]
 
 
-def test_several_labels_of_a_table(pictures, tmp_path):
-    kind = table(pictures, ["odd", "large", "vague"], labels_of)
-    dm = kind(root=pictures / "list.csv", label_columns=["odd", "large", "vague"], cache_dir=tmp_path, **OPTIONS)
+LABELS = ["odd", "large", "vague"]
+
+
+@pytest.mark.parametrize("source", ["csv", "parquet"])
+def test_several_labels_and_their_mixtures(source, pictures, tmp_path):
+    options = {"label_columns": LABELS, "cache_dir": tmp_path / "cache", **OPTIONS}
+    if source == "csv":
+        kind, root = table(pictures, LABELS, labels_of), pictures / "list.csv"
+    else:
+        kind, root = ParquetDataModule, tmp_path / "some.parquet"
+        columns = {name: [labels_of(i)[c] for i in range(N)] for c, name in enumerate(LABELS)}
+        parquet.write_table(pa.table({"image": encoded(pictures), **columns}), root)
+    dm = kind(root=root, **options)
     targets = joined(batches(dm))[1]
-    assert (dm.class_names, dm.num_classes, dm.target_kind) == (["odd", "large", "vague"], 3, "labels")
+    assert (dm.class_names, dm.num_classes, dm.target_kind) == (LABELS, 3, "labels")
     assert targets.dtype == torch.float32 and targets.shape == (16, 3) and (targets[:, 2] == 0.5).all()
     assert dm.class_counts == [sum(labels_of(i)[c] > 0 for i in dm.splits.train) for c in range(3)]
     assert dm.target_name(1) == "odd, vague"
     dm.match_classes(["vague", "none", "odd", "large"])
     assert torch.equal(joined(batches(dm))[1], targets[:, [2, 2, 0, 1]] * torch.tensor([1, 0, 1, 1]))
-
-
-def test_mixed_images_have_mixed_labels(pictures, tmp_path):
-    kind = table(pictures, ["odd", "large", "vague"], labels_of)
-    dm = kind(root=pictures / "list.csv", label_columns=["odd", "large", "vague"], cache_dir=tmp_path, **OPTIONS)
-    targets = joined(batches(dm, augmentation=CropFlip(mixup_alpha=1)))[1]
-    assert ((targets[:, 0] > 0) & (targets[:, 0] < 1)).any() and (targets[:, 2] == 0.5).all()
+    mixed = joined(batches(dm, augmentation=CropFlip(mixup_alpha=1)))[1]
+    assert ((mixed[:, 2] > 0) & (mixed[:, 2] < 1)).any() and (mixed[:, 0] == 0.5).all()
+    with pytest.raises(UserError, match="has no column big: it has .*odd, large, vague. Give data.label_columns="):
+        kind(root=root, **{**options, "label_columns": ["odd", "big"]}).prepare()
 
 
 @pytest.mark.parametrize("source", ["csv", "parquet", "folders", "dataset"])
@@ -108,8 +119,7 @@ def test_numbers(source, pictures, tmp_path):
     if source == "csv":
         dm = table(pictures, ["label"], lambda i: [values[i]])(root=pictures / "list.csv", **options)
     elif source == "parquet":
-        encoded = [(pictures / "images" / f"{i:02d}.png").read_bytes() for i in range(N)]
-        parquet.write_table(pa.table({"image": encoded, "label": values}), tmp_path / "some.parquet")
+        parquet.write_table(pa.table({"image": encoded(pictures), "label": values}), tmp_path / "some.parquet")
         dm = ParquetDataModule(root=tmp_path / "some.parquet", **options)
     elif source == "dataset":
         dm = DatasetDataModule(dataset=Items(lambda i: values[i]), **options)
@@ -124,17 +134,6 @@ def test_numbers(source, pictures, tmp_path):
     assert targets.dtype == torch.float32 and targets.shape == (len(images),)
     for image, target in zip((images[:, 0] > 0.5).numpy(), targets.tolist()):
         assert any((image == BLOCKS[i]).all() for i in range(N) if values[i] == target)
-
-
-def test_several_labels_of_a_parquet_file(pictures, tmp_path):
-    encoded = [(pictures / "images" / f"{i:02d}.png").read_bytes() for i in range(N)]
-    columns = {"image": encoded, "odd": [i % 2 for i in range(N)], "large": [i > 9 for i in range(N)]}
-    parquet.write_table(pa.table(columns), tmp_path / "some.parquet")
-    dm = ParquetDataModule(root=tmp_path, label_columns=["odd", "large"], cache_dir=tmp_path, **OPTIONS)
-    targets = joined(batches(dm))[1]
-    assert targets.dtype == torch.float32 and targets.shape[1] == 2 and set(targets.ravel().tolist()) == {0, 1}
-    with pytest.raises(UserError, match="has no column big: it has image, odd, large. Give data.label_columns="):
-        ParquetDataModule(root=tmp_path, label_columns=["odd", "big"], cache_dir=tmp_path, **OPTIONS).prepare()
 
 
 MASKED = {
@@ -182,26 +181,30 @@ def test_masks_of_0_and_255_are_binary_and_255_among_others_does_not_count(pictu
 
 
 def test_masks_that_are_missing_or_do_not_fit(pictures, tmp_path):
-    (pictures / "masks" / "03.png").unlink()
-    with pytest.raises(UserError, match="images/03.png has no mask"):
-        ImageFolderDataModule(root=pictures, target="mask", cache_dir=tmp_path / "c", **OPTIONS).prepare()
-    Image.new("L", (4, 4)).save(pictures / "masks" / "03.png")
-    dm = ImageFolderDataModule(root=pictures, target="mask", cache_dir=tmp_path / "c", **OPTIONS)
-    with pytest.raises(UserError, match="mask of .*images/03.png has 4×4 pixels and its image 16×16"):
-        [batches(dm, split) for split in ("train", "val", "test")]
-    Image.new("RGB", (16, 16)).save(pictures / "masks" / "03.png")
-    with pytest.raises(UserError, match="03.png must have one channel of 8 bits"):
-        ImageFolderDataModule(root=pictures, target="mask", cache_dir=tmp_path / "c", **OPTIONS).prepare()
+    mask = pictures / "masks" / "03.png"
+    mask.unlink()
+    for size, mode, said in (
+        (0, "", "images/03.png has no mask .*masks/03.png"),
+        (4, "L", "mask of .*images/03.png has 4×4 pixels and its image 16×16"),
+        (16, "RGB", "03.png must have one channel of 8 bits"),
+    ):
+        Image.new(mode, (size, size)).save(mask) if size else None
+        with pytest.raises(UserError, match=said):
+            dm = ImageFolderDataModule(root=pictures, target="mask", cache_dir=tmp_path / "c", **OPTIONS)
+            [batches(dm, split) for split in ("train", "val", "test")]
 
 
-def test_targets_that_an_augmentation_cannot_follow():
-    dm = Arrays(BLOCKS, ["0", "1"], **OPTIONS)
-    with pytest.raises(UserError, match="This augmentation cannot move masks .*take augmentation=crop_flip"):
-        batches(dm, augmentation=RandAugment())
-    with pytest.raises(UserError, match="cannot mix targets of the kind mask"):
-        batches(dm, augmentation=CropFlip(mixup_alpha=1))
-    with pytest.raises(UserError, match="cannot mix data.views=2"):
-        batches(Arrays(np.zeros((N, 3)), "abc", views=2, **OPTIONS), augmentation=CropFlip(mixup_alpha=1))
+@pytest.mark.parametrize(
+    ("targets", "options", "augmentation", "said"),
+    [
+        (BLOCKS, {}, RandAugment(), "This augmentation cannot move masks .*take augmentation=crop_flip"),
+        (BLOCKS, {}, CropFlip(mixup_alpha=1), "cannot mix targets of the kind mask"),
+        (np.zeros((N, 3)), {"views": 2}, CropFlip(mixup_alpha=1), "cannot mix data.views=2"),
+    ],
+)
+def test_targets_that_an_augmentation_cannot_follow(targets, options, augmentation, said):
+    with pytest.raises(UserError, match=said):
+        batches(Arrays(targets, "abc", **options, **OPTIONS), augmentation=augmentation)
 
 
 @pytest.mark.parametrize("path", ["array", "loader"])
@@ -222,13 +225,8 @@ def test_a_dict_in_an_array_and_a_rank_without_images(path):
 @pytest.mark.parametrize("augmentation", [CropFlip(), CropFlip(erasing_prob=0.5)], ids=["batches", "single images"])
 def test_views_are_drawn_alike_on_any_ranks_and_the_first_is_that_of_one_view(augmentation):
     def images(views, world_size):
-        options = {**OPTIONS, "crop_padding": 3, "flip": True, "views": views}
-        ranks = [
-            batches(
-                Arrays(np.zeros((N, 3)), "abc", **options), augmentation=augmentation, rank=r, world_size=world_size
-            )
-            for r in range(world_size)
-        ]
+        dm = Arrays(np.zeros((N, 3)), "abc", **{**OPTIONS, "crop_padding": 3, "flip": True, "views": views})
+        ranks = [batches(dm, augmentation=augmentation, rank=r, world_size=world_size) for r in range(world_size)]
         return torch.cat([batch[0] for step in zip(*ranks) for batch in step])
 
     two = images(2, 1)
