@@ -34,10 +34,13 @@ def rows(folder):
         return list(csv.DictReader(file))
 
 
+def quickstart(logs, *words, **options):
+    return succeed("train", "experiment=quickstart", *words, logs=logs, **options)
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    done = succeed("train", *SMALL, logs=tmp_path_factory.mktemp("uninterrupted"))
-    return done
+    return succeed("train", *SMALL, logs=tmp_path_factory.mktemp("uninterrupted"))
 
 
 def test_a_run_leaves_its_whole_folder(uninterrupted):
@@ -71,11 +74,9 @@ def test_a_run_leaves_its_whole_folder(uninterrupted):
 
 @pytest.mark.slow
 def test_overfit_learns_a_few_batches_by_heart(tmp_path):
-    words = ["experiment=quickstart", "debug=overfit", "trainer.max_epochs=20", "trainer.check_val_every_n_epoch=20"]
-    done = succeed("train", *words, logs=tmp_path)
-    assert done.record["tags"] == ["debug"], done.output
+    done = quickstart(tmp_path, "debug=overfit", "trainer.max_epochs=20", "trainer.check_val_every_n_epoch=20")
     losses = [float(row["train/loss"]) for row in rows(done.folder) if row["train/loss"]]
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.5 * losses[0] and done.record["tags"] == ["debug"]
 
 
 def test_a_checkpoint_is_plain_carries_its_config_and_eval_counts_the_same_with_a_bit_equal_loss(uninterrupted):
@@ -172,12 +173,10 @@ def test_a_file_that_is_no_checkpoint_and_one_of_another_model(uninterrupted, tm
 
 
 @pytest.mark.slow
-def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_it(uninterrupted, tmp_path):
-    best = weights(uninterrupted.folder, "best")
-    still = ["experiment=quickstart", f"ckpt_path={uninterrupted.folder.run_id}", "trainer.max_epochs=1"]
-    still += ["optimizer.lr=1e-30", "optimizer.weight_decay=0"]
-    there = uninterrupted.logs  # a run id is looked up among the runs
-    done = succeed("train", *still, "run_id=still", logs=there)
+def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_it(uninterrupted):
+    best, logs = weights(uninterrupted.folder, "best"), uninterrupted.logs  # a run id is looked up among the runs
+    still = [f"ckpt_path={uninterrupted.folder.run_id}", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]
+    done = quickstart(logs, *still, "trainer.max_epochs=1", "run_id=still")
     assert "Starting from the weights of " in done.output
     assert done.record["steps"] == 20 and done.record["epochs"] == 1
     assert_equal(weights(done.folder, "best"), best)
@@ -187,13 +186,13 @@ def test_a_new_run_starts_from_the_weights_of_another_and_from_nothing_else_of_i
 
 @pytest.mark.slow
 def test_a_run_that_max_steps_ends_in_mid_epoch_is_validated_tested_and_goes_on(tmp_path):
-    words = ["experiment=quickstart", "scheduler=none", "trainer.log_every_n_steps=4"]
-    whole = succeed("train", *words, "trainer.max_steps=30", logs=tmp_path / "whole")
-    short = succeed("train", *words, "trainer.max_steps=7", "run_id=r", logs=tmp_path)
+    words = ["scheduler=none", "trainer.log_every_n_steps=4"]
+    whole = quickstart(tmp_path / "whole", *words, "trainer.max_steps=30")
+    short = quickstart(tmp_path, *words, "trainer.max_steps=7", "run_id=r")
     assert short.record["best_checkpoint"]["step"] == 7 and short.record["metrics"]["test/images"] == 360
     again = succeed("train", "resume=r", "trainer.max_steps=30", logs=tmp_path)
-    assert again.record["steps"] == 30, again.output
     assert_equal(weights(again.folder), weights(whole.folder))
+    assert again.record["steps"] == 30
     assert {row["step"] for row in rows(again.folder) if row["val/acc"]} == {"7", "20", "30"}
 
 
@@ -232,49 +231,41 @@ def test_a_finished_run_and_another_config_are_not_overwritten(uninterrupted, tm
 
 @pytest.mark.slow
 def test_without_validation_the_last_checkpoint_is_the_best(tmp_path):
-    words = ["experiment=quickstart", "trainer=ddp_sim", "data.val_fraction=0"]
-    words += ["callbacks.checkpoints.every_n_epochs=2"]
-    first = succeed("train", *words, "trainer.max_epochs=1", "run_id=r", logs=tmp_path)
+    words = ["trainer=ddp_sim", "data.val_fraction=0", "callbacks.checkpoints.every_n_epochs=2", "run_id=r"]
+    first = quickstart(tmp_path, *words, "trainer.max_epochs=1")
     assert " · no validation: the last checkpoint counts as the best" in first.output.splitlines()[0]
     done = succeed("train", "resume=r", "trainer.max_epochs=3", logs=tmp_path)
-    record = done.record
+    record, best = done.record, done.record["best_checkpoint"]
     assert (record["num_train"], record["num_val"], record["steps"]) == (1437, 0, 66)
-    best = record["best_checkpoint"]
     assert (best["step"], best["epoch"], best["metric"]) == (66, 2, {})
     assert_equal(weights(done.folder, "best"), weights(done.folder, "last"))
     assert fault_of(done.folder.path / best["path"]) is None
     assert not [name for name in record["metrics"] if name.startswith("val/")]
     assert "1,437 to train, 0 to validate, 360 to test" in done.folder.page.read_text()
-    tested = run_door("eval", "ckpt_path=r", logs=tmp_path)
-    assert tested.code == 0 and tested.record["metrics"]["test/acc"] == record["metrics"]["test/acc"] > 0.8
+    tested = succeed("eval", "ckpt_path=r", logs=tmp_path).record
+    assert tested["metrics"]["test/acc"] == record["metrics"]["test/acc"] > 0.8
 
 
 @pytest.mark.slow
 def test_a_run_that_early_stopping_ended_is_over_at_every_further_start(tmp_path):
     stopping = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, min_delta: 100, patience: 1}"
-    early = f"+callbacks.early={stopping}"
-    words = ["experiment=quickstart", "trainer.limit_train_batches=2", early, "run_id=r", "resume=auto"]
-    first = succeed("train", *words, logs=tmp_path)
-    assert first.record["epochs"] == 2, first.output
-    again = succeed("train", *words, logs=tmp_path)
+    words = ["trainer.limit_train_batches=2", f"+callbacks.early={stopping}", "run_id=r", "resume=auto"]
+    assert quickstart(tmp_path, *words).record["epochs"] == 2
+    again = quickstart(tmp_path, *words)
     assert again.record["epochs"] == 2 and "has finished" in again.output, again.output
-    longer = succeed("train", *words, "trainer.max_epochs=21", logs=tmp_path)
-    assert longer.record["epochs"] == 3, longer.output
+    assert quickstart(tmp_path, *words, "trainer.max_epochs=21").record["epochs"] == 3
 
 
 @pytest.mark.slow
 def test_a_resume_that_fails_changes_nothing_of_the_run_also_in_a_renamed_folder(tmp_path):
-    words = ["experiment=quickstart", "trainer.limit_train_batches=2", "trainer.max_epochs=1", "optimizer.lr=0.5"]
-    done = run_door("train", *words, "run_id=r", logs=tmp_path)
-    folder = done.folder.path.rename(done.folder.path.with_name("renamed"))
-    before = (folder / "config.yaml").read_text()
-    failed = run_door(
-        "train", "resume=renamed", "trainer.max_epochs=2", "+callbacks.x={_target_: no.Such}", logs=tmp_path
-    )
-    assert failed.code == 2 and (folder / "config.yaml").read_text() == before, failed.output
-    again = succeed("train", "resume=renamed", "trainer.max_epochs=2", logs=tmp_path)
-    assert again.record["epochs"] == 2, again.output
-    assert yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["lr"] == 0.5
+    words = ["trainer.limit_train_batches=2", "trainer.max_epochs=1", "optimizer.lr=0.5", "run_id=r"]
+    path = quickstart(tmp_path, *words).folder.path
+    config = path.rename(path.with_name("renamed")) / "config.yaml"
+    before, more = config.read_text(), ["resume=renamed", "trainer.max_epochs=2"]
+    failed = run_door("train", *more, "+callbacks.x={_target_: no.Such}", logs=tmp_path)
+    assert failed.code == 2 and config.read_text() == before, failed.output
+    assert succeed("train", *more, logs=tmp_path).record["epochs"] == 2
+    assert yaml.safe_load(config.read_text())["optimizer"]["lr"] == 0.5
 
 
 @pytest.mark.slow
