@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.decoding import is_image, progress
+from lockstep.data.decoding import SUFFIXES, progress
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import SPLIT_OF, TRAIN, ImageList, Item, LeftOut, files_below, group_of, local_root
 from lockstep.data.node_cache import Content, cached, file_identity
@@ -118,7 +118,7 @@ class WebDatasetDataModule(ShardedDataModule):
                     hidden = os.path.basename(member.name).startswith(".")
                     if ending.lower() == label_suffix and not hidden:
                         labels[key] = archive.extractfile(member).read()
-                    elif is_image(member.name) and not hidden:
+                    elif ending.lower() in SUFFIXES and not hidden:
                         images.append(member)
                     else:
                         reason = "hidden members" if hidden else f"{ending.lower() or 'nameless'} members"

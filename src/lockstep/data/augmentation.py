@@ -24,10 +24,7 @@ class Augmentation:
         flip: mirror half of the images left to right; None: as data.flip says.
         color_jitter: up to four numbers, the largest change of brightness, contrast, saturation and hue; None: none.
         erasing_prob: share of the images in which a rectangle becomes the mean colour.
-        mixup_alpha, cutmix_alpha: of the Beta distributions; 0: no mixup, no cutmix.
-        mix_prob: share of the pairs that are mixed.
-        switch_prob: with both, the share of cutmix.
-        mix_epochs: mix in the first so many epochs; None: in all.
+        mixup_alpha …: as of Mixing.
     """
 
     def __init__(

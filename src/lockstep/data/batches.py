@@ -19,24 +19,16 @@ SPLIT, ORDER, AUGMENTATION, TEST, MIXING = 0, 1, 2, 3, 4  # keep the random stre
 
 
 class Selection(NamedTuple):
-    """The images that one rank loads next.
+    """The images that one rank loads next."""
 
-    Args:
-        positions: (n,) int64, of the images.
-        draws: (3, n) int64, the rows dy, dx and flip, or (1, n), a seed for each image; as many times as there are
-            views of an image.
-        mixing: (6, n/2) float64 as of Mixing.draw; None: nothing is mixed.
-    """
-
-    positions: np.ndarray
-    draws: np.ndarray
-    mixing: np.ndarray | None = None
+    positions: np.ndarray  # (n,) int64
+    draws: np.ndarray  # for each view (3, n) int64, the rows dy, dx and flip, or (1, n), a seed for each image
+    mixing: np.ndarray | None = None  # (6, n/2) float64 as of Mixing.draw; None: nothing is mixed
 
 
-Deliver = Callable[[Iterable[Selection]], Iterator[Any]]
-"""Turns selections into batches, in order; it may read ahead."""
+Deliver = Callable[[Iterable[Selection]], Iterator[Any]]  # makes the batches, in order; it may read ahead
 Draw = Callable[[int, int, int], tuple[np.ndarray, np.ndarray | None]]
-"""(seed, epoch, n) → the draws and the mixing of an epoch of n images, as a Selection has them"""
+"""(seed, epoch, n) → draws and mixing, as a Selection has them, of an epoch of n images"""
 
 
 def random_stream(seed: int, *purpose: int) -> np.random.Generator:
@@ -128,13 +120,15 @@ class EvalBatches:
         self, deliver: Deliver, indices: np.ndarray, draws: np.ndarray, *, batch_size: int, rank: int = 0, world_size:
         int = 1,
     ) -> None:  # fmt: skip
-        self._num_batches = -(-len(indices) // (batch_size * world_size))
-        self._deliver, self._draws = deliver, draws
-        self._parts = np.array_split(indices, max(self._num_batches * world_size, 1))[rank::world_size]
+        num_batches = -(-len(indices) // (batch_size * world_size))
+        parts = np.array_split(indices, max(num_batches * world_size, 1))[rank::world_size][:num_batches]
+        self._deliver, self._selections = (
+            deliver,
+            [Selection(each, draws[:, None].repeat(len(each), 1)) for each in parts],
+        )
 
     def __len__(self) -> int:
-        return self._num_batches
+        return len(self._selections)
 
     def __iter__(self) -> Iterator[Any]:
-        parts = self._parts[: self._num_batches]
-        return self._deliver(Selection(part, self._draws[:, None].repeat(len(part), 1)) for part in parts)
+        return self._deliver(self._selections)

@@ -37,11 +37,6 @@ class CorruptImage(UserError):
         )
 
 
-def is_image(name: str) -> bool:
-    """Return whether a file name has an ending that Pillow can decode."""
-    return name[name.rfind(".") :].lower() in SUFFIXES
-
-
 def open_image(file: Path | bytes, channels: int, *, name: object = None) -> Image.Image:
     """Return the whole image as a viewer shows it: rotated by its EXIF data, on a white background, in 8 bits.
 

@@ -57,36 +57,30 @@ def settle(
 class Framing:
     """Make a square of an image or a mask, Pillow's or torchvision's. All sizes are in pixels.
 
-    Args:
-        image_size: side of the image that the model gets.
-        resize: side before the crop of image_size: the short side with fit=crop, both sides with fit=squash.
-        fit: crop keeps the proportions and cuts the long side, squash distorts the whole image to a square.
-        interpolation: bilinear or bicubic, antialiased.
-        crop_padding: width of the black border that random crops may reach into.
-        flip: mirror half of the training images.
-        channels: 3 for colour, 1 for grey.
-        mean: per channel, for pixels from 0 to 1; augmentations fill gaps with it.
     Raises:
         UserError: the sizes contradict each other.
     """
 
-    image_size: int
-    resize: int
-    fit: str = "crop"
-    interpolation: str = "bilinear"
-    crop_padding: int = 0
-    flip: bool = False
-    channels: int = 3
-    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    image_size: int  # side of the image that the model gets
+    resize: int  # side before the crop of image_size: the short side with fit=crop, both sides with fit=squash
+    fit: str = "crop"  # keeps the proportions and cuts the long side; squash distorts the whole image to a square
+    interpolation: str = "bilinear"  # or bicubic, antialiased
+    crop_padding: int = 0  # width of the black border that random crops may reach into
+    flip: bool = False  # mirror half of the training images
+    channels: int = 3  # 1: grey
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # per channel, for pixels from 0 to 1; augmentations fill gaps with it
 
     def __post_init__(self) -> None:
         for key, allowed in (("fit", ("crop", "squash")), ("interpolation", INTERPOLATIONS)):
-            if getattr(self, key) not in allowed:
-                raise UserError(f"data.{key}={getattr(self, key)} must be one of {', '.join(allowed)}.")
-        for key, least in (("image_size", 1), ("crop_padding", 0), ("resize", self.image_size)):
-            if getattr(self, key) < least:
-                size = f"data.image_size={self.image_size}, " if key == "resize" else ""
-                raise UserError(f"data.{key}={getattr(self, key)} must be at least {size}{least}.")
+            if (value := getattr(self, key)) not in allowed:
+                raise UserError(f"data.{key}={value} must be one of {', '.join(allowed)}.")
+        for key, least, name in (
+            ("image_size", 1, ""),
+            ("crop_padding", 0, ""),
+            ("resize", self.image_size, "data.image_size="),
+        ):
+            if (value := getattr(self, key)) < least:
+                raise UserError(f"data.{key}={value} must be at least {name}{least}.")
 
     @property
     def crop_pct(self) -> float:

@@ -52,16 +52,14 @@ class ImageDataModule(LightningDataModule):
 
     Args:
         name: of the cache folder, and shown in the logbook; None: from the class.
-        image_size: side of the images that the model gets, of an image resized to `resize`, or image_size / crop_pct.
         global_batch_size: images in one optimizer step, over all devices and accumulation steps.
         eval_batch_size: per device, at most.
-        crop_pct, interpolation, mean, std: None: the data's own; auto: the pretrained weights' value, else the data's.
-        crop_padding: width of the black border that random training crops may reach into.
-        val_fraction, num_val, fold, num_folds, stratify: as of `split.Split`.
+        image_size, resize, crop_padding, flip: as of Framing; resize=None: image_size / crop_pct.
+        crop_pct, interpolation, mean, std: as of `settle`.
+        val_fraction, num_val, fold, num_folds, stratify: as of Split.
         path: array, loader, or auto: array where the images fit.
         num_workers: processes per rank that load single images, at most one per core; "auto": by cores and device.
         views: how often each training image is augmented.
-        seed: for split, order and augmentation.
     """
 
     channels = 3
@@ -84,10 +82,13 @@ class ImageDataModule(LightningDataModule):
         self.name: str = type(self).__name__.removesuffix("DataModule").lower() if name is None else name
         if Path(self.name).name != self.name or self.name.startswith("."):
             raise UserError(f"data.name={name!r} names a cache folder: give a name without slashes.")
-        least = {"seed": (seed, 0), "data.views": (views, 1), "data.eval_batch_size": (eval_batch_size, 1)}
-        for key, (value, smallest) in least.items():
-            if value < smallest:
-                raise UserError(f"{key}={value} must be at least {smallest}.")
+        for key, n, least in (
+            ("seed", seed, 0),
+            ("data.views", views, 1),
+            ("data.eval_batch_size", eval_batch_size, 1),
+        ):
+            if n < least:
+                raise UserError(f"{key}={n} must be at least {least}.")
         if num_workers != "auto" and (isinstance(num_workers, str) or num_workers < 0):
             raise UserError(f"data.num_workers={num_workers} must be auto or at least 0.")
         if path not in ("auto", "array", "loader"):
@@ -141,8 +142,6 @@ class ImageDataModule(LightningDataModule):
         """Return all images."""
         raise NotImplementedError
 
-    # Facts
-
     def prepare(self) -> None:
         """Load or list the images and assign the splits. Every rank calls it.
 
@@ -166,8 +165,7 @@ class ImageDataModule(LightningDataModule):
 
     def _load(self) -> None:
         """Set class_names, data_hash, _given, _pixels and the targets."""
-        identity = self.identity()
-        if identity is None:
+        if (identity := self.identity()) is None:
             images = self.read().check(self.name)
             self.data_hash = images.hash()
         else:
@@ -223,10 +221,8 @@ class ImageDataModule(LightningDataModule):
         if not self.num_train:
             raise UserError(f"{self.name} has no images to train on: all are for validation or test.")
         if not 1 <= self.global_batch_size <= self.num_train:
-            raise UserError(
-                f"data.global_batch_size={self.global_batch_size}, but {self.name} has {self.num_train} training "
-                f"images: give a size from 1 to {self.num_train}."
-            )
+            most = f"{self.name} has {self.num_train} training images: give a size from 1 to {self.num_train}"
+            raise UserError(f"data.global_batch_size={self.global_batch_size}, but {most}.")
 
     @property
     def left_out_per_epoch(self) -> int:
@@ -238,12 +234,9 @@ class ImageDataModule(LightningDataModule):
         """Return the number of images of each class or label in train, val and test; empty for other targets."""
         if self.target_kind not in ("class", "labels"):
             return {name: [] for name in SPLITS}
-        labels, counts = self._targets[""], {}
-        for name in SPLITS:
-            found = labels[getattr(self.splits, name)]
-            is_class = self.target_kind == "class"
-            counts[name] = (np.bincount(found, minlength=self.num_classes) if is_class else (found > 0).sum(0)).tolist()
-        return counts
+        found = {name: self._targets[""][getattr(self.splits, name)] for name in SPLITS}
+        classes = {name: each if each.ndim == 1 else np.nonzero(each > 0)[1] for name, each in found.items()}
+        return {name: np.bincount(each, minlength=self.num_classes).tolist() for name, each in classes.items()}
 
     @property
     def class_counts(self) -> list[int]:
@@ -261,7 +254,7 @@ class ImageDataModule(LightningDataModule):
 
     def target_name(self, position: int) -> str:
         """Return the class, labels or number of an image; images of one name have equal targets."""
-        if self.target_kind not in ("class", "labels", "number"):
+        if self.target_kind in ("mask", "dict"):
             return ""
         target = self._targets[""][position]
         if self.target_kind == "number":
@@ -282,8 +275,6 @@ class ImageDataModule(LightningDataModule):
         images, index = self._pixels[0], np.flatnonzero(self.splits.of_each >= 0)
         return identical_images(self, samples_of(images, index), index, lambda i: images[i].tobytes())
 
-    # Placement and loaders
-
     def place(
         self, *, rank: int = 0, world_size: int = 1, accumulate_grad_batches: int = 1,
         device: torch.device | str = "cpu",
@@ -300,9 +291,9 @@ class ImageDataModule(LightningDataModule):
             what = f"data.views={self.views}" if self.views > 1 else f"targets of the kind {self.target_kind}"
             raise UserError(f"augmentation.mixup_alpha and cutmix_alpha cannot mix {what}: give both 0.")
         if self._pipeline is not None and self._mask_names:
-            blank = Image.new("L" if self.channels == 1 else "RGB", (self.resize, self.resize))
+            blank = np.zeros((self.resize, self.resize), np.uint8)
             try:
-                self._pipeline((blank, *as_masks([np.asarray(blank.convert("L"))])))
+                self._pipeline((Image.fromarray(blank), *as_masks([blank])))
             except TypeError as error:
                 hint = "take augmentation=crop_flip or resized_crop"
                 raise UserError(f"This augmentation cannot move masks ({error}): {hint}.") from None
@@ -331,11 +322,9 @@ class ImageDataModule(LightningDataModule):
         """
         self.setup()
         if self.augmentation.mixing and self.per_device_batch_size % 2:
-            raise UserError(
-                f"augmentation.mixup_alpha and cutmix_alpha mix images in pairs, and data.global_batch_size="
-                f"{self.global_batch_size} gives each device {self.per_device_batch_size} at a time: choose one that "
-                "makes this number even."
-            )
+            sizes = f"data.global_batch_size={self.global_batch_size} gives each device {self.per_device_batch_size}"
+            pairs = "augmentation.mixup_alpha and cutmix_alpha mix images in pairs"
+            raise UserError(f"{pairs}, and {sizes} at a time: choose one that makes this number even.")
         return TrainBatches(
             partial(self._batches, pipeline=self._pipeline), self.splits.train, self._draw,
             global_batch_size=self.global_batch_size, accumulate_grad_batches=self._accumulate, seed=self.seed,

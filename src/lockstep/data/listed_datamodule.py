@@ -28,12 +28,10 @@ class ListedDataModule(ImageDataModule):
     With path="array" all images are decoded once per node into one array, with path="loader" when a batch needs them.
 
     Args:
-        channels: 3 for colour, 1 for grey.
-        test_fraction: fraction of images used for testing if the source defines no test split; independent of the seed.
-        fit: "crop" keeps the aspect ratio and crops the longer side, "squash" resizes to a square.
+        test_fraction: share of all images that tests if the source defines no test split; independent of the seed.
+        fit: crop or squash, as of Framing.
         group: table column, or regular expression on the path, whose value identifies images to keep in one split.
-        target: kind of label: "class", "number" or "mask".
-        options: passed to ImageDataModule.
+        options: as of ImageDataModule.
     """
 
     own_mean: Sequence[float] = (0.485, 0.456, 0.406)  # ImageNet statistics
@@ -118,10 +116,8 @@ class ListedDataModule(ImageDataModule):
         super()._check()
         for name, count in zip(self.class_names, self.class_counts) if self.target_kind == "class" else ():
             if not count:
-                raise UserError(
-                    f"{self.name}: the class {name} has no image to train on; all of its images are for validation or "
-                    "test. Add some, or remove the class."
-                )
+                where = "all of its images are for validation or test. Add some, or remove the class"
+                raise UserError(f"{self.name}: the class {name} has no image to train on; {where}.")
 
     def image_name(self, position: int) -> str:
         return self._list.name(position)

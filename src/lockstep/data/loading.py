@@ -30,16 +30,11 @@ OpenSample = Callable[[int], tuple[Any, ...]]
 
 @dataclass
 class Samples(Dataset):
-    """The pixels of selections, (n, [views,] side, side, channels) uint8, as worker processes make them.
-
-    Args:
-        pipeline: augments images one by one; None: they are resize × resize, and the device crops them.
-        num_workers: processes that make batches at the same time.
-    """
+    """The pixels of selections, (n, [views,] side, side, channels) uint8, as worker processes make them."""
 
     open_sample: OpenSample
     framing: Framing
-    pipeline: Operation | None = None
+    pipeline: Operation | None = None  # augments images one by one; None: the device crops resize × resize pixels
     num_workers: int = 0
 
     def __getitem__(self, selection: Selection) -> tuple[Selection, list[Any]] | UserError:

@@ -14,20 +14,13 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Mixing:
-    """Options of mixup and CutMix.
+    """Options of mixup and CutMix."""
 
-    Args:
-        mixup_alpha, cutmix_alpha: parameter alpha of Beta(alpha, alpha); 0 disables mixup or CutMix.
-        prob: probability that a pair is mixed.
-        switch_prob: probability of CutMix instead of mixup if both are enabled.
-        epochs: mix only in the first `epochs` epochs; None mixes in all.
-    """
-
-    mixup_alpha: float
+    mixup_alpha: float  # of Beta(alpha, alpha); 0: no mixup
     cutmix_alpha: float
-    prob: float = 1.0
-    switch_prob: float = 0.5
-    epochs: int | None = None
+    prob: float = 1.0  # that a pair is mixed
+    switch_prob: float = 0.5  # of CutMix instead of mixup if both are enabled
+    epochs: int | None = None  # mix only in the first so many epochs; None: in all
 
     def draw(self, generator: np.random.Generator, num_pairs: int, image_size: int) -> np.ndarray:
         """Draw the mixing of all pairs of an epoch.

@@ -1,7 +1,6 @@
 """Build the data module of a run, and say what a checkpoint keeps of the data."""
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ from lockstep.training.rank import RankSession, device_of
 
 log = logging.getLogger(__name__)
 
-# class_names, num_classes, image_size, channels, mean, std, crop_pct, resize, fit, interpolation, data_hash,
-# class_counts
-DataFacts = dict[str, Any]
+DataFacts = dict[str, Any]  # what a checkpoint says of the data that it was trained on, see data_facts
 
 FACTS_OF_ANY = ("num_classes", "class_names", "image_size", "channels")  # attributes of any data module
 NEW_DATA = {"data", "data.root", "data.images"}  # overrides that name other images
@@ -32,7 +29,6 @@ OF_ALL = ("fold", "num_folds", "stratify", "views")  # in the config of any data
 RETIRED = (  # options of older versions
     "verify", "max_pixels", "memory_limit_gib", "device_cache_gib", "cache_gib", "skip_corrupt",
 )  # fmt: skip
-ADDRESSES = ("root", "images")  # the options of a data module that may be s3:// addresses
 
 
 def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None = None) -> Any:
@@ -43,27 +39,23 @@ def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None
     Raises:
         UserError: it is not a LightningDataModule, its images are not here, or ranks have other images.
     """
-    config, is_rank_zero = plan.config, plan.cluster.is_rank_zero
-    if not hasattr(resolve_target(config["data"].get("_target_"), "data._target_"), "place"):
-        return build_plain_data(config["data"])
+    config, cluster = plan.config, plan.cluster
     stated = {**config["data"], "global_batch_size": plan.batch.global_size}
+    if not hasattr(resolve_target(stated.get("_target_"), "data._target_"), "place"):
+        return build_plain_data(config["data"])
     data = prepared_data(config, stated, "fit" if trained_on is None else "test")
     if trained_on:
         data.match_classes(trained_on["class_names"])
         keys, is_same = {key_of(word) for word in plan.config["overrides"]}, data.data_hash == trained_on["data_hash"]
         if keys & NEW_DATA and data.test_is_drawn and not is_same and "data.test_fraction" not in keys:
             data.test_on_all()
-        elif not keys & NEW_DATA and not is_same and is_rank_zero:
+        elif not keys & NEW_DATA and not is_same and cluster.is_rank_zero:
             log.warning("The images have changed since the training, which may have seen some of these test images.")
-    data.place(
-        rank=plan.cluster.rank,
-        world_size=plan.cluster.world_size,
-        accumulate_grad_batches=plan.batch.accumulate,
-        device=device_of(plan),
-    )
+    accumulate, device = plan.batch.accumulate, device_of(plan)
+    data.place(rank=cluster.rank, world_size=cluster.world_size, accumulate_grad_batches=accumulate, device=device)
     session.wait_for_all()
-    check_same_data(data_facts(data), data, plan.cluster)
-    if is_rank_zero:
+    check_same_data(data_facts(data), data, cluster)
+    if cluster.is_rank_zero:
         data.report, lists = report.report_of(data) if trained_on is None else ({}, {})
         report.log_contents(data, data.report)
         report.log_settings(data, plan.choices.get("augmentation") if trained_on is None else None)
@@ -86,15 +78,14 @@ def prepared_data(config: Config, stated: Config, stage: str = "fit") -> Any:
         stated: its options.
         stage: fit, or test for an evaluation.
     """
-    taken, any_name = options_of(resolve_target(stated.get("_target_"), "data._target_"))
+    known, _ = options_of(resolve_target(stated.get("_target_"), "data._target_"))
     options = {
-        key: value
-        for key, value in stated.items()
-        if not (key in OF_ALL and value is None) and (any_name or key not in RETIRED or key in taken)
-    }
-    here, copies = on_this_node(options, config["s3"])
+        key: value for key, value in stated.items()
+        if not (value is None and key in OF_ALL) and (key in known or key not in RETIRED)
+    }  # fmt: skip
+    copies = copy_from_s3(options, config["s3"])
     try:
-        data = build(here, {"seed": config["seed"]})
+        data = build(options, {"seed": config["seed"]})
         data.stage = stage
         model = resolve_target(config["model"]["_target_"], "model._target_")
         own = {key: value for key, value in config["model"].items() if key != "_target_"}
@@ -110,38 +101,27 @@ def prepared_data(config: Config, stated: Config, stage: str = "fit") -> Any:
     return data
 
 
-def on_this_node(options: Mapping[str, Any], s3: Config) -> tuple[Config, dict[str, str]]:
-    """Copy what lies at s3:// addresses; return the options with paths on this node, and the address of each copy."""
-    here, copies, cache = dict(options), {}, Path(options.get("cache_dir") or "data/cache")
-    for key in ADDRESSES:
+def copy_from_s3(options: Config, s3: Config) -> dict[str, str]:
+    """Replace s3:// addresses among the options by paths on this node; return the address of each copy."""
+    copies, cache = {}, Path(options.get("cache_dir") or "data/cache")
+    for key in ("root", "images"):
         if is_s3(address := str(options.get(key) or "").rstrip("/")):
             folder, _, name = address.rpartition("/")
             if beside := name.endswith(".csv") and not options.get("images"):  # the table names images beside it
                 address = folder
-            copy = str(sync(address, cache, s3))
-            copies[copy], here[key] = address, str(Path(copy) / name) if beside else copy
-    return here, copies
+            copy = sync(address, cache, s3)
+            copies[str(copy)], options[key] = address, str(copy / name if beside else copy)
+    return copies
 
 
 def data_facts(data: Any) -> DataFacts:
     """Return what a checkpoint says of the data that it was trained on, as plain values."""
     if not hasattr(data, "place"):
         return {key: getattr(data, key) for key in FACTS_OF_ANY if hasattr(data, key)}
-    return {
-        "class_names": list(data.class_names),
-        "num_classes": int(data.num_classes),
-        "target": str(data.target_kind),
-        "image_size": int(data.image_size),
-        "channels": int(data.channels),
-        "mean": [float(value) for value in data.mean],
-        "std": [float(value) for value in data.std],
-        "resize": int(data.framing.resize),
-        "fit": str(data.framing.fit),
-        "crop_pct": float(data.settings.crop_pct),
-        "interpolation": str(data.framing.interpolation),
-        "data_hash": str(data.data_hash),
-        "class_counts": [int(count) for count in data.class_counts],
-    }
+    facts = {key: getattr(data, key) for key in (*FACTS_OF_ANY, "mean", "std", "data_hash", "class_counts")}
+    framing = {key: getattr(data.framing, key) for key in ("resize", "fit", "interpolation")}
+    names, crop_pct = [str(name) for name in data.class_names], float(data.settings.crop_pct)
+    return {**facts, **framing, "class_names": names, "crop_pct": crop_pct, "target": data.target_kind}
 
 
 def check_same_data(facts: DataFacts, data: Any, cluster: Cluster) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from torchvision.transforms import InterpolationMode, v2
+from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from lockstep.data.batch_transforms import BatchTransforms
@@ -14,21 +14,18 @@ RAW = np.random.default_rng(1).integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
 ONE_STEP = 1.01 / 255 / min(STD)  # what was resized may round otherwise
 
 
-def transforms(image_size=32, resize=None, mean=MEAN, std=STD, **options):
-    return BatchTransforms(Framing(image_size, resize or image_size, mean=tuple(mean), **options), std)
+def made(transforms, images, draws):
+    moved = transforms.moved(torch.from_numpy(images), torch.from_numpy(draws), transforms.framing.interpolation)
+    return transforms.normalise(moved)
 
 
-def images(module, raw, draws, interpolation="bilinear"):
-    return module.normalise(module.moved(torch.from_numpy(raw), torch.from_numpy(draws), interpolation))
-
-
-def theirs(draws, image_size, resize, padding, interpolation=InterpolationMode.BILINEAR):
+def theirs(draws, framing):
     """Resize, pad, crop at the drawn place, flip, normalise: one image after the other with torchvision."""
-    images = torch.from_numpy(RAW).permute(0, 3, 1, 2)
-    if resize != RAW.shape[1]:
-        images = F.resize(images, [resize, resize], interpolation, antialias=True)
-    images = F.pad(images, [padding])
-    crops = [F.crop(image, int(y), int(x), image_size, image_size) for image, y, x in zip(images, *draws[:2])]
+    images, size = torch.from_numpy(RAW).permute(0, 3, 1, 2), framing.image_size
+    if framing.resize != RAW.shape[1]:
+        images = F.resize(images, [framing.resize] * 2, InterpolationMode(framing.interpolation), antialias=True)
+    images = F.pad(images, [framing.crop_padding])
+    crops = [F.crop(image, int(y), int(x), size, size) for image, y, x in zip(images, *draws[:2])]
     flipped = [F.horizontal_flip(crop) if flip else crop for crop, flip in zip(crops, draws[2])]
     return F.normalize(torch.stack(flipped).float() / 255, MEAN, STD)
 
@@ -42,42 +39,33 @@ CASES = {
     "bicubic, enlarged": {"image_size": 45, "flip": True, "interpolation": "bicubic"},
     "bicubic, shrunk and cropped": {"image_size": 16, "resize": 19, "interpolation": "bicubic"},
     "enlarged with a border": {"image_size": 48, "crop_padding": 5, "flip": True},
-}
+    **{f"{side}, crop 28": {"image_size": 28, "resize": side, "crop_padding": 3, "flip": True} for side in (33, 69)},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_pixels_are_torchvisions(case):
-    options = CASES[case]
-    module = transforms(**options)
-    draws = module.draw(np.random.default_rng(2), len(RAW))
-    image_size = options.get("image_size", 32)
-    resize, mode = options.get("resize", image_size), InterpolationMode(options.get("interpolation", "bilinear"))
-    expected = theirs(draws, image_size, resize, options.get("crop_padding", 0), mode)
-    found = images(module, RAW, draws, options.get("interpolation", "bilinear"))
-    assert found.shape == expected.shape == (12, 3, image_size, image_size) and found.dtype == torch.float32
-    assert (found - expected).abs().max() < (1e-5 if resize == 32 else ONE_STEP)
-
-
-@pytest.mark.parametrize("resize", [32, 33, 69, 71, 70])
-def test_evaluation_is_torchvisions_centre_crop(resize):
-    module = transforms(image_size=28, resize=resize, crop_padding=3, flip=True)
-    pipeline = v2.Compose([v2.Resize([resize, resize], antialias=True), v2.CenterCrop(28)])
-    expected = F.normalize(pipeline(torch.from_numpy(RAW).permute(0, 3, 1, 2)).float() / 255, MEAN, STD)
-    centre = module.centre()[:, None].repeat(len(RAW), 1)
-    assert (images(module, RAW, centre) - expected).abs().max() < (1e-5 if resize == 32 else ONE_STEP)
+    options = {"image_size": 32, **CASES[case]}
+    framing = Framing(**{"resize": options["image_size"], **options}, mean=tuple(MEAN))
+    transforms, most = BatchTransforms(framing, STD), 1e-5 if framing.resize == 32 else ONE_STEP
+    draws = transforms.draw(np.random.default_rng(2), len(RAW))
+    found, expected = made(transforms, RAW, draws), theirs(draws, framing)
+    assert found.shape == expected.shape == (12, 3, *[framing.image_size] * 2) and found.dtype == torch.float32
+    assert (found - expected).abs().max() < most
+    expected = F.center_crop(theirs(draws * 0, Framing(framing.resize, framing.resize, "crop", framing.interpolation)),
+                             [framing.image_size])  # fmt: skip
+    assert (made(transforms, RAW, transforms.centre()[:, None].repeat(12, 1)) - expected).abs().max() < most
 
 
 def test_draws_reach_every_start_and_both_sides():
-    module = transforms(crop_padding=4, flip=True)
-    draws = module.draw(np.random.default_rng(0), 5000)
+    draws = BatchTransforms(Framing(32, 32, crop_padding=4, flip=True), STD).draw(np.random.default_rng(0), 5000)
     assert [sorted(set(row.tolist())) for row in draws] == [list(range(9)), list(range(9)), [0, 1]]
-    assert (transforms().draw(np.random.default_rng(0), 5) == 0).all()
+    assert (BatchTransforms(Framing(32, 32), STD).draw(np.random.default_rng(0), 5) == 0).all()
 
 
 def test_grey_images():
-    module = transforms(mean=[0.5], std=[0.25], crop_padding=2)
-    draws = module.draw(np.random.default_rng(0), 12)
-    found = images(module, RAW[..., :1], draws)
+    transforms = BatchTransforms(Framing(32, 32, crop_padding=2, mean=(0.5,)), [0.25])
+    draws = transforms.draw(np.random.default_rng(0), 12)
+    found = made(transforms, RAW[..., :1], draws)
     image = np.pad(RAW[5, :, :, 0], 2)[draws[0, 5] : draws[0, 5] + 32, draws[1, 5] : draws[1, 5] + 32]
-    assert found.shape == (12, 1, 32, 32)
-    assert np.allclose(found[5, 0].numpy(), (image / 255 - 0.5) / 0.25, atol=1e-5)
+    assert found.shape == (12, 1, 32, 32) and np.allclose(found[5, 0].numpy(), (image / 255 - 0.5) / 0.25, atol=1e-5)

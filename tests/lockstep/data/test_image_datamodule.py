@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torchvision.transforms import v2
 
+from data.digits import DigitsDataModule
 from data.synthetic import SyntheticDataModule
 from lockstep.callbacks.resume_point import TRAINING, VALIDATION, loop_state
 from lockstep.data.augmentation import Augmentation, CropFlip
@@ -27,40 +28,31 @@ def cache(tmp_path_factory):
 
 @pytest.fixture
 def make(cache):
-    def make(placed=None, **options):
-        dm = SyntheticDataModule(cache_dir=cache, **{**OPTIONS, **options})
-        if placed is not None:
-            dm.place(**placed)
-        return dm
+    def make(**options):
+        return SyntheticDataModule(cache_dir=cache, **{**OPTIONS, **options})
 
     return make
 
 
-def batches(dm, loader):
-    return [dm.on_after_batch_transfer(batch, 0) for batch in loader]
+def prepared(dm):
+    dm.prepare()
+    return dm
 
 
 def test_facts(make):
-    dm = make()
-    dm.prepare()
+    dm = prepared(make())
     assert (dm.num_train, dm.num_val, dm.num_test, dm.left_out_per_epoch) == (197, 23, 197, 5)
     assert (dm.num_classes, dm.channels, dm.image_size) == (7, 3, 12)
-    assert dm.class_names == [f"pattern {i}" for i in range(7)]
-    assert dm.mean == [0.5] * 3 and dm.std == [0.18] * 3
-    assert len(dm.data_hash) == 64 and dm.data_hash != make_hash(make, num_images=221)
-    assert dm.data_hash == make_hash(make, flip=False, seed=9)  # of the images, not of what is done with them
-
-
-def make_hash(make, **options):
-    dm = make(**options)
-    dm.prepare()
-    return dm.data_hash
+    assert dm.class_names == [f"pattern {i}" for i in range(7)] and dm.mean == [0.5] * 3 and dm.std == [0.18] * 3
+    assert len(dm.data_hash) == 64 and dm.data_hash != prepared(make(num_images=221)).data_hash
+    assert dm.data_hash == prepared(make(flip=False, seed=9)).data_hash  # of the images, not of what is done with them
 
 
 def test_training_pixels_are_cropped_flipped_and_normalised_images(make):
-    dm, plain = make({}), make({}).read()
-    selection = next(iter(dm.train_dataloader()._selections(0)))
-    images, labels = dm.on_after_batch_transfer(next(iter(dm.train_dataloader())), 0)
+    dm, plain = make(), make().read()
+    loader = dm.train_dataloader()
+    selection = next(loader._selections(0))
+    images, labels = dm.on_after_batch_transfer(next(iter(loader)), 0)
     for i, (y, x, flip) in enumerate(selection.draws.T):
         crop = np.pad(plain.images[selection.positions[i]], ((2, 2), (2, 2), (0, 0)))[y : y + 12, x : x + 12]
         expected = ((crop[:, ::-1] if flip else crop) / 255 - 0.5) / 0.18
@@ -75,10 +67,7 @@ def test_training_pixels_are_cropped_flipped_and_normalised_images(make):
         ({"global_batch_size": 0}, "give a size from 1 to 197"),
         ({"eval_batch_size": 0}, "eval_batch_size=0"),
         ({"num_val": 220}, "num_val=220 of 220 images leaves 0"),
-        (
-            {"num_val": None, "val_fraction": 0.001},
-            "val_fraction=0.001 of 220 images leaves 220 to train on and takes 0",
-        ),
+        ({"num_val": None, "val_fraction": 0.001}, "val_fraction=0.001 of 220 images leaves 220 to train on and take"),
         ({"mean": [0.5, 0.5]}, "one for each of 3 channels"),
         ({"std": 0}, "must be positive"),
         ({"seed": -1}, "seed=-1"),
@@ -94,25 +83,23 @@ def test_bad_options_end_before_training(make, options, message):
 
 
 class Recorder(LightningModule):
-    """A linear model that remembers a fingerprint of each image it was trained and validated on."""
+    """A linear model that knows nothing of these data modules, and remembers a fingerprint of each image it saw."""
 
     def __init__(self):
         super().__init__()
-        self.net = torch.nn.Linear(12 * 12 * 3, 7)
-        self.seen, self.validated = [], []
+        self.net = torch.nn.LazyLinear(7)
+        self.seen, self.counted = [], 0
 
     def training_step(self, batch, batch_idx):
-        images, labels = batch
-        self.targets = labels
+        images, self.targets = batch
         self.seen.append((self.current_epoch, *images.double().sum((1, 2, 3)).tolist()))
-        return torch.nn.functional.cross_entropy(self.net(images.flatten(1).to(self.net.weight.dtype)), labels)
-
-    def validation_step(self, batch, batch_idx):
-        self.validated.append(int((batch[1] >= 0).sum()))
+        return torch.nn.functional.cross_entropy(self.net(images.flatten(1)), self.targets)
 
     def test_step(self, batch, batch_idx):
-        self.validated.append(int((batch[1] >= 0).sum()))
+        self.counted += len(batch[1])
         self.dtype_seen = batch[0].dtype
+
+    validation_step = test_step
 
     def on_load_checkpoint(self, checkpoint):
         loops = checkpoint["loops"]
@@ -135,19 +122,17 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def trainer(tmp_path, **options):
-    return Trainer(
-        **{"accelerator": "cpu", "devices": 1, "max_epochs": 2, "logger": False, "enable_checkpointing": False,
-           "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": tmp_path, **options}
-    )  # fmt: skip
-
-
-def fit(tmp_path, dm, ckpt_path=None, **options):
+def run(tmp_path, dm, method="fit", ckpt_path=None, **options):
     torch.manual_seed(0)
     module = Recorder()
+    module.net(torch.zeros(1, dm.channels * dm.image_size**2))
     with warnings.catch_warnings():  # Lightning's advice on its own and its dependencies' habits
         warnings.simplefilter("ignore")
-        trainer(tmp_path, **options).fit(module, datamodule=dm, ckpt_path=ckpt_path)
+        trainer = Trainer(
+            **{"accelerator": "cpu", "devices": 1, "max_epochs": 2, "logger": False, "enable_checkpointing": False,
+               "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": tmp_path, **options}
+        )  # fmt: skip
+        getattr(trainer, method)(module, datamodule=dm, ckpt_path=ckpt_path)
     return module
 
 
@@ -159,12 +144,12 @@ def steps(module, accumulate=1):
 
 @pytest.mark.parametrize(("at", "saved_with", "resumed_with"), [(2, 1, 1), (6, 2, 2), (7, 1, 4)])
 def test_a_real_trainer_goes_on_in_mid_epoch(make, tmp_path, at, saved_with, resumed_with):
-    whole = fit(tmp_path, make(), accumulate_grad_batches=saved_with, callbacks=[SaveAt(tmp_path / "c.ckpt", at)])
-    resumed = fit(tmp_path, make(), tmp_path / "c.ckpt", accumulate_grad_batches=resumed_with)
+    whole = run(tmp_path, make(), accumulate_grad_batches=saved_with, callbacks=[SaveAt(tmp_path / "c.ckpt", at)])
+    resumed = run(tmp_path, make(), ckpt_path=tmp_path / "c.ckpt", accumulate_grad_batches=resumed_with)
     assert [epoch for epoch, _ in steps(whole, saved_with)] == [0] * 6 + [1] * 6
     assert steps(resumed, resumed_with) == steps(whole, saved_with)[at:]
     assert resumed.trainer.global_step == 12
-    assert sum(resumed.validated) == (2 if at <= 6 else 1) * 23  # the validation after step 6 was still to come
+    assert resumed.counted == (2 if at <= 6 else 1) * 23  # the validation after step 6 was still to come
     if saved_with == resumed_with:
         assert torch.equal(resumed.net.weight, whole.net.weight)
 
@@ -181,59 +166,43 @@ def test_augmented_and_mixed_images_go_on_in_mid_epoch_bit_equal(make, tmp_path,
         dm.use(Mixed(mixup_alpha=0.5, cutmix_alpha=1.0, erasing_prob=0.3, color_jitter=[0.3]))
         return dm
 
-    save = SaveAt(tmp_path / "c.ckpt", 8)
-    whole = fit(tmp_path, loaded(0), accumulate_grad_batches=2, callbacks=[save])
-    resumed = fit(tmp_path, loaded(2), tmp_path / "c.ckpt", accumulate_grad_batches=2)
+    whole = run(tmp_path, loaded(0), accumulate_grad_batches=2, callbacks=[SaveAt(tmp_path / "c.ckpt", 8)])
+    resumed = run(tmp_path, loaded(2), ckpt_path=tmp_path / "c.ckpt", accumulate_grad_batches=2)
     assert steps(resumed, 2) == steps(whole, 2)[8:] and len(steps(whole, 2)) == 12
     assert torch.equal(resumed.net.weight, whole.net.weight)
     assert whole.targets.shape == (16, 7) and torch.allclose(whole.targets.sum(1), torch.ones(16))
     assert not torch.equal(whole.targets, whole.targets.round())
 
 
-def test_mixing_ends_after_its_epochs(make, tmp_path):
+def test_mixing_ends_after_its_epochs_and_needs_pairs(make, tmp_path):
     dm = make()
     dm.use(CropFlip(mixup_alpha=1.0, mix_epochs=1))
-    assert fit(tmp_path, dm, max_epochs=1).targets.shape == (32, 7)
-    assert fit(tmp_path, dm, max_epochs=2).targets.shape == (32,)
+    assert run(tmp_path, dm, max_epochs=1).targets.shape == (32, 7)
+    assert run(tmp_path, dm, max_epochs=2).targets.shape == (32,)
+    dm.place(world_size=32)
+    with pytest.raises(UserError, match="global_batch_size=32 gives each device 1 at a time"):
+        dm.train_dataloader()
 
 
 def test_testing_alone_counts_all_and_true_precision_reaches_the_batch(make, tmp_path):
-    module = Recorder()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer(tmp_path, precision="64-true").test(module, datamodule=make(), verbose=False)
-    assert sum(module.validated) == 197 and module.dtype_seen == torch.float64
+    module = run(tmp_path, make(), "test", precision="64-true")
+    assert module.counted == 197 and module.dtype_seen == torch.float64
 
 
 def test_sample_images_are_the_first_training_images_without_augmentation(tmp_path):
-    from data.digits import DigitsDataModule
-
     samples = []
     for rank, world_size in ((0, 1), (1, 2)):
-        module = DigitsDataModule(cache_dir=str(tmp_path), global_batch_size=64, eval_batch_size=50)
-        module.prepare()
-        module.place(rank=rank, world_size=world_size, accumulate_grad_batches=1, device=torch.device("cpu"))
-        samples.append(module.sample_images(120))
+        dm = DigitsDataModule(cache_dir=str(tmp_path), global_batch_size=64, eval_batch_size=50)
+        dm.place(rank=rank, world_size=world_size)
+        samples.append(dm.sample_images(120))
     assert samples[0].shape == (120, 1, 8, 8) and torch.equal(samples[0], samples[1])
     assert abs(float(samples[0].mean())) < 0.1 and abs(float(samples[0].std()) - 1) < 0.1
 
 
-@pytest.mark.parametrize("split", ["train", "val", "test"])
-def test_a_loader_alone_without_a_trainer(make, split):
-    alone, placed = make(), make(placed={})
-    for module in (alone, placed):
-        module.loader = getattr(module, f"{split}_dataloader")()
-    first, expected = (next(iter(batches(module, module.loader))) for module in (alone, placed))
-    assert torch.equal(first[0], expected[0]) and torch.equal(first[1], expected[1])
-
-
 class Own(ImageDataModule):
-    """As docs/howto.md shows: nothing but `read`."""
+    """As docs/data.md shows: nothing but `read`."""
 
     channels = 1
-
-    def __init__(self, **options):
-        super().__init__(image_size=4, global_batch_size=4, **options)
 
     def read(self):
         images = np.full((40, 4, 4, 1), 7, np.uint8)
@@ -242,34 +211,19 @@ class Own(ImageDataModule):
 
 
 def test_a_data_set_of_ones_own_needs_no_name_and_no_cache(tmp_path):
-    dm = Own(cache_dir=tmp_path)
+    dm = Own(image_size=4, global_batch_size=4, cache_dir=tmp_path)
     assert dm.name == "own"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer(tmp_path / "logs", max_epochs=1).fit(Plain(), datamodule=dm)
+    run(tmp_path / "logs", dm, max_epochs=1)
     assert (dm.num_train, dm.num_val, dm.num_test) == (32, 4, 4) and not list(tmp_path.iterdir())
     assert dm.identical_images()["2 images occur under two labels"] == ["image 0 = image 1", "image 3 = image 4"]
-
-
-class Plain(LightningModule):
-    """Knows nothing of these data modules."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(16, 2)
-
-    def training_step(self, batch, batch_idx):
-        return torch.nn.functional.cross_entropy(self.net(batch[0].flatten(1)), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.01)
+    alone = Own(image_size=4, global_batch_size=4)  # its loaders, without a Trainer
+    assert [len(list(getattr(alone, f"{name}_dataloader")())) for name in ("train", "val", "test")] == [8, 1, 1]
 
 
 def test_labels_follow_the_classes_of_a_checkpoint(make):
     dm = make()
     dm.stage = "test"
-    dm.prepare()
-    before = dm._classes().copy()
+    before = prepared(dm)._classes().copy()
     names = ["new", *reversed(dm.class_names)]
     dm.match_classes(names)
     assert dm.class_names == names and dm.num_classes == 8 and np.array_equal(dm._classes(), 7 - before)

@@ -104,52 +104,37 @@ def epoch_bytes(modules, *, epoch=1, done=0):
     return steps
 
 
+FEW = ((3, 2, "loader", 0), (2, 1, "loader", 2), (2, 2, "array", 1))
+MANY = tuple(itertools.product((1, 2, 3, 4), (1, 2), ("array", "loader"), (0, 1, 2)))
+
+
+@pytest.mark.parametrize("worlds", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"])
 @pytest.mark.parametrize("name", AUGMENTATIONS)
-def test_ranks_workers_and_a_resume_see_the_pixels_of_one_process(root, name):
-    expected = epoch_bytes(world(root, name, 1, 1, "array", 0))
-    assert expected != epoch_bytes(world(root, name, 1, 1, "array", 0), epoch=2)
-    for ranks, accumulate, path, workers in ((3, 2, "loader", 0), (2, 1, "loader", 2), (2, 2, "array", 1)):
-        modules = world(root, name, ranks, accumulate, path, workers)
-        assert modules[0].path_taken()[0] == path
-        assert epoch_bytes(modules) == expected
-        assert epoch_bytes(modules, done=1) == expected[1:]
-
-
-@pytest.mark.parametrize("path", ["array", "loader"])
-def test_resized_images_are_the_same_on_any_ranks_and_on_both_paths(small_root, path):
-    expected = epoch_bytes(world(small_root, "crop_flip", 1, 1, "array", 0))
-    modules = world(small_root, "crop_flip", 2, 2, path, 1)
-    assert epoch_bytes(modules) == expected and epoch_bytes(modules, done=1) == expected[1:]
-
-
-def test_an_array_is_resized_on_the_device_to_nearly_the_same_pixels(small_root):
-    found = []
-    for path in ("array", "loader"):
-        dm = InMemory(root=small_root, image_size=12, resize=14, path=path, num_workers=0, global_batch_size=BATCH)
-        dm.use(augmentation("crop_flip"))
-        dm.place()
-        found.append(epoch_bytes([dm]))
-    for (images, labels), (others, truth) in zip(*found, strict=True):
-        difference = np.frombuffer(images, np.float32) - np.frombuffer(others, np.float32)
-        assert labels == truth and np.abs(difference).max() * 0.224 * 255 <= 1.01
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", AUGMENTATIONS)
-def test_the_whole_table(root, name):
-    expected = epoch_bytes(world(root, name, 1, 1, "array", 0))
-    table = itertools.product((1, 2, 3, 4), (1, 2), ("array", "loader"), (0, 1, 2))
-    for ranks, accumulate, path, workers in table:
-        modules = world(root, name, ranks, accumulate, path, workers)
-        assert epoch_bytes(modules) == expected, (ranks, accumulate, path, workers)
-        assert epoch_bytes(modules, done=1) == expected[1:], (ranks, accumulate, path, workers)
-
-
-def test_the_callers_random_stream_stays_where_it_was(root):
+def test_ranks_workers_and_a_resume_see_the_pixels_of_one_process(root, name, worlds):
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    epoch_bytes(world(root, "rand_augment", 1, 1, "loader", 0))
-    assert torch.equal(torch.get_rng_state(), before)
+    expected = epoch_bytes(world(root, name, 1, 1, "array", 0))
+    assert expected != epoch_bytes(world(root, name, 1, 1, "array", 0), epoch=2)
+    for ranks, accumulate, path, workers in worlds:
+        modules = world(root, name, ranks, accumulate, path, workers)
+        assert modules[0].path_taken()[0] == path
+        assert epoch_bytes(modules) == expected, (ranks, accumulate, path, workers)
+        assert epoch_bytes(modules, done=1) == expected[1:], (ranks, accumulate, path, workers)
+    assert torch.equal(torch.get_rng_state(), before), "the caller's random stream stays where it was"
+
+
+def test_resized_images_are_the_same_on_both_paths_and_in_an_array_nearly(small_root):
+    expected = epoch_bytes(world(small_root, "crop_flip", 1, 1, "array", 0))
+    for path in ("array", "loader"):
+        modules = world(small_root, "crop_flip", 2, 2, path, 1)
+        assert epoch_bytes(modules) == expected and epoch_bytes(modules, done=1) == expected[1:]
+    options = {"image_size": 12, "resize": 14, "crop_padding": 2, "flip": True, "global_batch_size": BATCH, "seed": 5}
+    dm = InMemory(root=small_root, **options)  # resized on the device
+    dm.place()
+    for (images, labels), (others, truth) in zip(epoch_bytes([dm]), expected, strict=True):
+        difference = np.frombuffer(images, np.float32) - np.frombuffer(others, np.float32)
+        assert np.abs(difference).max() * 0.224 * 255 <= 1.01
+        assert np.frombuffer(labels, np.int64).tolist() == np.frombuffer(truth, np.int64).tolist()
 
 
 def test_evaluation_takes_the_centre_whatever_the_augmentation(root):
