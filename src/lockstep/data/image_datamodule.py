@@ -21,13 +21,11 @@ from lightning.pytorch import LightningDataModule
 from PIL import Image
 from torch import Tensor
 
-from lockstep.data.augmentation import Augmentation, CropFlip, Operation
-from lockstep.data.batch_transforms import BatchTransforms, take
+from lockstep.data.augmentation import Augmentation, CropFlip, Operation, mix
 from lockstep.data.batches import AUGMENTATION, MIXING, EvalBatches, Selection, TrainBatches, random_stream
-from lockstep.data.framing import Framing, resize_of, settle
+from lockstep.data.framing import BatchTransforms, Framing, resize_of, settle, take
 from lockstep.data.listing import SPLITS, TEST, LeftOut, fingerprint
 from lockstep.data.loading import LoadedBatch, OpenSample, Samples, stream, workers_of
-from lockstep.data.mixing import mix
 from lockstep.data.node_cache import cached
 from lockstep.data.report import identical_images, samples_of
 from lockstep.data.split import VAL_FRACTION, Split, Splits
@@ -267,11 +265,7 @@ class ImageDataModule(LightningDataModule):
         return [(images.shape[2], images.shape[1]) for images in self._pixels[:1]]
 
     def identical_images(self, compare_all: bool = False) -> dict[str, list[str]]:
-        """Return sentences on images that are in two splits or under two labels, each with the pairs it counts.
-
-        Args:
-            compare_all: of files, however many there are.
-        """
+        """Return sentences on images that are in two splits or under two labels, each with the pairs it counts."""
         images, index = self._pixels[0], np.flatnonzero(self.splits.of_each >= 0)
         return identical_images(self, samples_of(images, index), index, lambda i: images[i].tobytes())
 
@@ -337,9 +331,8 @@ class ImageDataModule(LightningDataModule):
         if self._crop_flip is None:
             draws = stream.integers(0, 2**63 - 1, (self.views, n))
         else:
-            draws = np.concatenate([self._transforms.draw(stream, n) for _ in range(self.views)])
-            if not self._crop_flip.random_crop:
-                draws.reshape(self.views, 3, n)[:, :2] = self._transforms.centre()[:2, None]
+            views = [self._transforms.draw(stream, n, self._crop_flip.random_crop) for _ in range(self.views)]
+            draws = np.concatenate(views)
         if mixing is None or (mixing.epochs is not None and epoch >= mixing.epochs):
             return draws, None
         return draws, mixing.draw(random_stream(seed, MIXING, epoch), n // 2, self.image_size)
@@ -369,9 +362,8 @@ class ImageDataModule(LightningDataModule):
         else:
             found = ((each, {"index": torch.from_numpy(each.positions)}) for each in selections)
         for selection, batch in found:
-            batch["targets"] = {
-                name: torch.from_numpy(each[selection.positions]) for name, each in self._targets.items()
-            }
+            targets = {name: values[selection.positions] for name, values in self._targets.items()}
+            batch["targets"] = {name: torch.from_numpy(values) for name, values in targets.items()}
             if pipeline is None:
                 batch["draws"] = torch.from_numpy(selection.draws)
             if selection.mixing is not None:

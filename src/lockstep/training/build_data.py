@@ -125,11 +125,7 @@ def data_facts(data: Any) -> DataFacts:
 
 
 def check_same_data(facts: DataFacts, data: Any, cluster: Cluster) -> None:
-    """All ranks draw positions of one list of images.
-
-    Raises:
-        UserError: on every rank, naming the first that has other images (a file damaged or missing on its node).
-    """
+    """Raise UserError on every rank that names the first with other images, as all draw positions of one list."""
     if cluster.world_size == 1:
         return
     mine = (facts["data_hash"], data.num_train, data.num_val, data.num_test)

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from lockstep.data.mixing import Mixing, mix
+from lockstep.data.augmentation import Mixing, mix
 
 IMAGES = torch.rand((4, 3, 8, 8), generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([2, 0, 1, 1])
