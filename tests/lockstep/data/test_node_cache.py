@@ -40,7 +40,7 @@ def test_one_of_several_builds_and_all_get_it_and_a_torn_file_is_built_anew(tmp_
     ("error", "raised", "message"),
     [
         (RuntimeError("boom"), RuntimeError, "boom"),
-        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+        (KeyboardInterrupt("stop"), KeyboardInterrupt, "stop"),
         (OSError(errno.ENOSPC, "full"), NoRoom, "no room on .*: give data.cache_dir=FOLDER on a larger disk"),
     ],
 )
