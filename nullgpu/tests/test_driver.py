@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -134,3 +135,46 @@ def test_it_is_built_once(tmp_path):
     made = os.stat(first / "libnullgpu.so").st_mtime_ns
     assert nullgpu.built(tmp_path) == first and os.stat(first / "libnullgpu.so").st_mtime_ns == made
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
+
+
+def order_of_copies():
+    """Return what happened to three batches: copies with their stream, waits, and steps, in order."""
+    from lockstep.data.prefetch import prefetched
+
+    device, events, copy, wait = torch.device("cuda", 0), [], torch.Tensor.to, torch.cuda.Stream.wait_stream
+    main = torch.cuda.current_stream(device)
+
+    def copied(tensor, *args, **kwargs):
+        events.append("copied beside" if torch.cuda.current_stream(device) != main else "copied in the step's stream")
+        return copy(tensor, *args, **kwargs)
+
+    def waited(stream, other):
+        events.append("waited")
+        return wait(stream, other)
+
+    torch.Tensor.to, torch.cuda.Stream.wait_stream = copied, waited
+    seen = []
+    for batch in prefetched(({"x": torch.full((2,), n), "by_name": {}} for n in range(3)), device):
+        events.append("step")
+        seen.append((batch["x"].device.type, batch["x"].tolist()))
+    return events, seen
+
+
+def test_a_batch_is_copied_beside_the_step_before_it_and_waited_for():
+    events, seen = call_on_null_gpus(order_of_copies)
+    assert seen == [("cuda", [n, n]) for n in range(3)]
+    assert [event for event in events if event != "copied beside"] == ["waited", "step"] * 3
+    assert events.count("copied beside") == 3
+
+
+def taken(side):
+    from lockstep.data.framing import take
+
+    array = torch.arange(5 * side * side * 3, dtype=torch.int64).to(torch.uint8).view(5, side, side, 3)
+    index = torch.tensor([4, 0, 0])
+    return torch.equal(take(array.cuda(), index.cuda()).cpu(), array[index])
+
+
+@pytest.mark.parametrize("side", [8, 7])
+def test_images_are_taken_by_their_bytes(side):
+    assert call_on_null_gpus(taken, side)

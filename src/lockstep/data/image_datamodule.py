@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningDataModule
 from PIL import Image
 from torch import Tensor
@@ -27,6 +26,7 @@ from lockstep.data.framing import BatchTransforms, Framing, resize_of, settle, t
 from lockstep.data.listing import SPLITS, TEST, LeftOut, fingerprint
 from lockstep.data.loading import LoadedBatch, OpenSample, Samples, stream, workers_of
 from lockstep.data.node_cache import cached
+from lockstep.data.prefetch import prefetched
 from lockstep.data.report import identical_images, samples_of
 from lockstep.data.split import VAL_FRACTION, Split, Splits
 from lockstep.data.targets import Arrays, ImageSet, as_masks, classes_of, kind_of
@@ -351,11 +351,15 @@ class ImageDataModule(LightningDataModule):
     def sample_images(self, count: int) -> Tensor:
         """Return the first training images, not augmented: (count, channels, image_size, image_size) on the CPU."""
         self.setup()
-        batches = (move_data_to_device(each, self._device) for each in self._eval_batches(self.splits.train[:count]))
+        batches = self._eval_batches(self.splits.train[:count])
         return torch.cat([self.on_after_batch_transfer(batch, 0)[0].cpu() for batch in batches])
 
     def _batches(self, selections: Iterable[Selection], pipeline: Operation | None = None) -> Iterator[LoadedBatch]:
-        """Yield batches in CPU memory; with a pipeline workers augment single images, else the device crops them."""
+        """Yield batches on the device; with a pipeline workers augment single images, else the device crops them."""
+        batches = self._made(selections, pipeline)
+        return prefetched(batches, self._device) if self._device.type == "cuda" else batches
+
+    def _made(self, selections: Iterable[Selection], pipeline: Operation | None) -> Iterator[LoadedBatch]:
         if self._arrays is None or pipeline is not None:
             samples = Samples(self.sample_opener(), self.framing, pipeline, workers_of(self.num_workers, self._device))
             found = stream(samples, selections, pin_memory=self._device.type == "cuda")
