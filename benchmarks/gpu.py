@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from measuring import REPOSITORY, in_turns, median, places
-from step_time import Cached
+from step_time import Cached, timed_run
 
 SMALL = "--small" in sys.argv
 BATCH = 8 if SMALL else 1024
@@ -155,60 +155,23 @@ def bare_loop(batch: int) -> tuple[float, float]:
 
 
 def lockstep_run(words: str, *, batch: int = BATCH, cached: bool = True, watch: Any = None) -> tuple[float, float]:
-    """Train as `python src/train.py WORDS` does, in this process; return seconds per step and peak GiB.
+    """Train as `python src/train.py WORDS` does; return seconds per step and peak GiB.
 
     Args:
         cached: replace the data by batches of noise in GPU memory.
-        watch: an object whose `begin()` is called after the warm-up and whose `end()` after the last step.
+        watch: as of `timed_run`.
     """
-    import lightning.pytorch as pl
     import torch
 
-    from lockstep.config.compose import chosen_options, compose, plain
-    from lockstep.launch.launcher import launch_config
-    from lockstep.training.build import build_run
-    from lockstep.training.rank import joined_ranks
-
-    class Clock(pl.Callback):
-        seconds = 0.0
-
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.global_step == WARMUP:
-                torch.cuda.synchronize()
-                if watch:
-                    watch.begin()
-                self.began = time.perf_counter()
-
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.global_step == WARMUP + STEPS:
-                if watch:
-                    watch.end()
-                torch.cuda.synchronize()
-                self.seconds = (time.perf_counter() - self.began) / STEPS
-
     torch.cuda.reset_peak_memory_stats()
-    clock, steps = Clock(), WARMUP + STEPS + 1  # the last ends the epoch, and is logged
     with tempfile.TemporaryDirectory() as scratch:
         overrides = [*NET.split(), "data=synthetic", f"data.image_size={SIZE}", f"data.num_images={4 * batch}",
-                     "data.num_test_images=40", f"data.global_batch_size={batch}", f"trainer.max_steps={steps}",
-                     *QUIET.split(), *words.split(), *places(scratch)]  # fmt: skip
-        cfg = compose("train", overrides)
-        config = {**plain(cfg), "choices": chosen_options(cfg), "overrides": overrides, "logger": {}}
-
-        def fit(plan: Any) -> int:
-            with joined_ranks(plan) as session:
-                trainer, module, data, _ = build_run(session)
-                trainer.callbacks.append(clock)
-                if cached:
-                    batches = random_batches(batch)
-                    data.train_dataloader = lambda: Cached(batches, steps)
-                    data.on_after_batch_transfer = lambda batch, dataloader_idx: batch
-                trainer.fit(module, datamodule=data)
-            return 0
-
-        if launch_config(config, fit):
-            raise RuntimeError(f"train.py {words} failed")
-    return clock.seconds, torch.cuda.max_memory_allocated() / 2**30
+                     "data.num_test_images=40", f"data.global_batch_size={batch}",
+                     f"trainer.max_steps={WARMUP + STEPS + 1}", *QUIET.split(), *words.split(),
+                     *places(scratch)]  # fmt: skip
+        batches = random_batches(batch) if cached else None
+        seconds = timed_run(overrides, WARMUP, STEPS, batches, watch, torch.cuda.synchronize)
+    return seconds, torch.cuda.max_memory_allocated() / 2**30
 
 
 def seconds_of(words: str, **options: Any) -> Callable[[], float]:

@@ -11,6 +11,7 @@ steps do not count.
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -59,48 +60,25 @@ class Sides:
     """Two ways to make the same steps; each returns seconds per step."""
 
     def __init__(self, overrides: list[str], steps: int, scratch: str) -> None:
-        from lockstep.config.compose import chosen_options, compose, plain
-
-        overrides = [*overrides, "trainer=cpu", "trainer.max_epochs=1", "test=false", "trainer.limit_val_batches=0"]
-        overrides += places(scratch)
-        cfg = compose("train", overrides)
-        self.config = {**plain(cfg), "logger": {}, "choices": chosen_options(cfg), "overrides": overrides}
+        limits = ["trainer=cpu", "trainer.max_epochs=1", "test=false", "trainer.limit_val_batches=0"]
+        self.overrides = [*overrides, *limits, *places(scratch)]
         self.steps, self.warmup = steps, max(2, steps // 20)
         self.batches: list[Any] = []
 
     def ours(self) -> float:
-        from lockstep.launch.launcher import launch_config
-
-        clock = self._clock()
-        config = {**self.config, "run_id": f"bench{time.time_ns()}"}
-        code = launch_config(config, lambda plan: self._fit(plan, clock))
-        assert code == 0, code
-        return clock.seconds_per_step()
-
-    def _fit(self, plan: Any, clock: Any) -> int:
-        from lockstep.training.build import build_run
-        from lockstep.training.rank import joined_ranks
-
-        with joined_ranks(plan) as session:
-            trainer, module, data, _ = build_run(session)
-            trainer.callbacks.append(clock)
-            if not self.batches:
-                batches = (data.on_after_batch_transfer(batch, 0) for batch in data.train_dataloader())
-                self.batches = [(images.clone(), labels.clone()) for images, labels in islice(batches, 16)]
-            data.train_dataloader = lambda: Cached(self.batches, self.steps + self.warmup)
-            data.on_after_batch_transfer = lambda batch, dataloader_idx: batch
-            trainer.fit(module, datamodule=data)
-        return 0
+        return timed_run(self.overrides, self.warmup, self.steps, self.batches)
 
     def bare(self) -> float:
         from torch.nn import functional as F
 
+        from lockstep.config.compose import compose, plain
         from lockstep.training.build_module import build_module
 
         if not self.batches:
             self.ours()
         channels, size = self.batches[0][0].shape[1:3]
-        module = build_module(self.config, {"num_classes": 10, "image_size": size, "channels": channels})
+        config = plain(compose("train", self.overrides))
+        module = build_module(config, {"num_classes": 10, "image_size": size, "channels": channels})
         # One kernel for all parameters, as our run has it: it is not what is measured here
         net = module.net.train()
         optimizer = module.optimizer_factory([p for p in net.parameters() if p.requires_grad], fused=True)
@@ -112,24 +90,60 @@ class Sides:
             optimizer.step()
         return (time.perf_counter() - started) / self.steps
 
-    def _clock(self) -> Any:
-        import lightning.pytorch as pl
 
-        class Clock(pl.Callback):
-            warmup, steps = self.warmup, self.steps
+def timed_run(
+    overrides: list[str], warmup: int, steps: int, batches: list[Any] | None, watch: Any = None,
+    synchronize: Callable[[], Any] = lambda: None,
+) -> float:  # fmt: skip
+    """Train as `python src/train.py` does, in this process; return seconds per step.
 
-            def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-                if batch_idx == self.warmup:
-                    self.started = time.perf_counter()
+    Args:
+        batches: take the place of the data's; an empty list is filled with the first ones; None: the data's own.
+        watch: an object whose `begin()` is called after the warm-up and whose `end()` after the last step.
+        synchronize: waits for the device.
+    """
+    import lightning.pytorch as pl
 
-            def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-                if batch_idx == self.warmup + self.steps - 1:
-                    self.ended = time.perf_counter()
+    from lockstep.config.compose import chosen_options, compose, plain
+    from lockstep.launch.launcher import launch_config
+    from lockstep.training.build import build_run
+    from lockstep.training.rank import joined_ranks
 
-            def seconds_per_step(self) -> float:
-                return (self.ended - self.started) / self.steps
+    class Clock(pl.Callback):
+        seconds = 0.0
 
-        return Clock()
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == warmup:
+                synchronize()
+                if watch:
+                    watch.begin()
+                self.began = time.perf_counter()
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == warmup + steps:
+                if watch:
+                    watch.end()
+                synchronize()
+                self.seconds = (time.perf_counter() - self.began) / steps
+
+    def fit(plan: Any) -> int:
+        with joined_ranks(plan) as session:
+            trainer, module, data, _ = build_run(session)
+            trainer.callbacks.append(clock)
+            if batches is not None:
+                found = (data.on_after_batch_transfer(batch, 0) for batch in data.train_dataloader())
+                batches[:] = batches or [(images.clone(), labels.clone()) for images, labels in islice(found, 16)]
+                data.train_dataloader = lambda: Cached(batches, warmup + steps + 1)  # the last ends the epoch
+                data.on_after_batch_transfer = lambda batch, dataloader_idx: batch
+            trainer.fit(module, datamodule=data)
+        return 0
+
+    clock, words = Clock(), [*overrides, f"run_id=bench{time.time_ns()}"]
+    cfg = compose("train", words)
+    config = {**plain(cfg), "choices": chosen_options(cfg), "overrides": words, "logger": {}}
+    if launch_config(config, fit):
+        raise RuntimeError(f"train.py {' '.join(overrides)} failed")
+    return clock.seconds
 
 
 class Cached:
