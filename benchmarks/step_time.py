@@ -104,8 +104,8 @@ def timed_run(
     """
     import lightning.pytorch as pl
 
-    from lockstep.config.compose import chosen_options, compose, plain
-    from lockstep.launch.launcher import launch_config
+    from lockstep.config.compose import compose, whole_config
+    from lockstep.launch.launcher import launch
     from lockstep.training.build import build_run
     from lockstep.training.rank import joined_ranks
 
@@ -138,10 +138,8 @@ def timed_run(
             trainer.fit(module, datamodule=data)
         return 0
 
-    clock, words = Clock(), [*overrides, f"run_id=bench{time.time_ns()}"]
-    cfg = compose("train", words)
-    config = {**plain(cfg), "choices": chosen_options(cfg), "overrides": words, "logger": {}}
-    if launch_config(config, fit):
+    clock, cfg = Clock(), compose("train", [*overrides, f"run_id=bench{time.time_ns()}"])
+    if launch({**whole_config(cfg), "logger": {}}, fit):
         raise RuntimeError(f"train.py {' '.join(overrides)} failed")
     return clock.seconds
 

@@ -15,7 +15,7 @@ from lockstep.commands.command_line import run_script
 from lockstep.config.compose import chosen_options, compose, plain
 from lockstep.config.foreign import stored_config
 from lockstep.config.schema import key_of
-from lockstep.launch.launcher import launch_config
+from lockstep.launch.launcher import launch
 from lockstep.launch.plan import RunPlan
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
@@ -133,7 +133,7 @@ def main(argv: list[str]) -> int:
 
     def task(cfg: Any) -> int:
         path, stored, facts, words = found
-        return launch_config(config_of(cfg, path, stored, facts, words), evaluate)
+        return launch(config_of(cfg, path, stored, facts, words), evaluate)
 
     return run_script("train", argv, task, __doc__ or "", find_stored)
 

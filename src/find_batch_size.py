@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.commands.command_line import run_script
-from lockstep.config.compose import chosen_options, plain
+from lockstep.config.compose import whole_config
 
 
 def find(cfg: Any) -> int:
@@ -21,14 +21,13 @@ def find(cfg: Any) -> int:
     from lockstep.runs.environment import environment
     from lockstep.runs.folder import RunFolder
 
-    config, environ = {**plain(cfg), "choices": chosen_options(cfg)}, environment()
-    config["overrides"] = list(cfg.hydra.overrides.task)
+    config = whole_config(cfg)
     config["data"]["global_batch_size"] = "max"
-    cluster, accelerator = resolve_cluster(config, config["choices"]["trainer"], environ)
+    cluster, accelerator = resolve_cluster(config, config["choices"]["trainer"], environment())
     if not cluster.is_rank_zero:
         return 0
     batch = resolve_batch(config, cluster)
-    found = search(RunPlan(config, cluster, accelerator, RunFolder(Path()), batch), environ)
+    found = search(RunPlan(config, cluster, accelerator, RunFolder(Path()), batch))
     per_device, peak, limit = found["per_device"], found["peak_memory_gib"], found["limit_gib"]
     print(
         f"largest batch {per_device} per device, {found['global']} global = {per_device} × {cluster.world_size} × "

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from lockstep.commands.command_line import run_script
+from lockstep.config.compose import whole_config
 from lockstep.launch.launcher import launch
 from lockstep.launch.plan import RunPlan
 
@@ -79,7 +80,7 @@ def main(argv: list[str]) -> int:
     from lockstep.batch_size.search import search
     from lockstep.launch.resume import find_stored
 
-    return run_script("train", argv, lambda cfg: launch(cfg, train, search), __doc__ or "", find_stored)
+    return run_script("train", argv, lambda cfg: launch(whole_config(cfg), train, search), __doc__ or "", find_stored)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 from lockstep.config.schema import key_of
 from lockstep.launch.plan import RunPlan
 from lockstep.runs import signals
+from lockstep.runs.environment import environment
 from lockstep.runs.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.runs.provenance import REPOSITORY
 
@@ -35,7 +36,7 @@ LAUNCHER = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "NODE_RANK", "MAS
 REPLACED = ("resume", "run_id", "debug", "logger", "logbook", "ckpt_path", "sweep_dir", "hydra")
 
 
-def search(plan: RunPlan, environ: Mapping[str, str]) -> dict[str, Any]:
+def search(plan: RunPlan) -> dict[str, Any]:
     """Run train.py with several batches; return the fields of `largest_batch` in the record."""
     parts = plan.cluster.world_size * plan.batch.accumulate
     mixes = any(plan.config["augmentation"].get(key, 0) for key in ("mixup_alpha", "cutmix_alpha"))  # pairs of images
@@ -44,7 +45,7 @@ def search(plan: RunPlan, environ: Mapping[str, str]) -> dict[str, Any]:
     tried: dict[int, float | None] = {}
     batch: int | None = START
     while batch is not None:
-        record = _train_two_steps(plan, environ, batch)
+        record = _train_two_steps(plan, batch)
         tried[batch] = peak = record["peak_memory_gib"]
         if peak:
             limit = plan.trainer["memory_limit_gib"] or USABLE * record["usable_memory_gib"]
@@ -92,7 +93,7 @@ def fitting(tried: Mapping[int, float | None], limit: float) -> int:
     )
 
 
-def _train_two_steps(plan: RunPlan, environ: Mapping[str, str], batch: int) -> dict[str, Any]:
+def _train_two_steps(plan: RunPlan, batch: int) -> dict[str, Any]:
     """Return the record of a run of two steps and one validation batch; its peak is None if memory ran out."""
     devices, accumulate = plan.cluster.devices, plan.batch.accumulate
     one_process = plan.trainer["launch"] == "one_process"
@@ -107,7 +108,7 @@ def _train_two_steps(plan: RunPlan, environ: Mapping[str, str], batch: int) -> d
             "test=false", "logbook=null", "s3.uri=null", "callbacks.checkpoints=null", "run_id=probe",
             f"paths.log_dir={folder}",
         ]  # fmt: skip
-        code = run_train(overrides, environ, folder / "output")
+        code = run_train(overrides, environment(), folder / "output")
         path = folder / "train/runs/probe/run.json"
         record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         lines = (folder / "output").read_text().splitlines()

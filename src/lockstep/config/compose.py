@@ -206,6 +206,11 @@ def plain(cfg: Any, *, resolve: bool = True) -> dict[str, Any]:
         raise UserError(one_sentence(error)) from None
 
 
+def whole_config(cfg: Any) -> dict[str, Any]:
+    """Return the plain config with `choices` (the option of each group) and `overrides` (of the command line)."""
+    return {**plain(cfg), "choices": chosen_options(cfg), "overrides": list(cfg.hydra.overrides.task)}
+
+
 def chosen_options(cfg: Any) -> Config:
     """Return the option of each config group."""
     return {key: name for key, name in cfg.hydra.runtime.choices.items() if key.partition("/")[0] not in NOT_CHOSEN}

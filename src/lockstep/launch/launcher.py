@@ -8,13 +8,12 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.compose import chosen_options, plain
 from lockstep.launch import failures
 from lockstep.launch.finish import finish
 from lockstep.launch.launchers import AGENT, Cluster, agent_id, named_run, set_rank_environment
@@ -35,19 +34,13 @@ log = logging.getLogger(__name__)
 Work = Callable[[RunPlan], int]  # what a rank does; its exit code
 
 
-def launch(cfg: Any, work: Work, search: Search | None = None) -> int:
+def launch(config: Config, work: Work, search: Search | None = None) -> int:
     """Run `work(plan)` in every rank that the config and the environment ask for; return the exit code.
 
     Args:
-        cfg: composed, with Hydra's own node.
+        config: with `choices` and `overrides`, as from `whole_config`.
         search: finds the largest batch for data.global_batch_size=max.
     """
-    named = {"choices": chosen_options(cfg), "overrides": list(cfg.hydra.overrides.task)}
-    return launch_config({**plain(cfg), **named}, work, search)
-
-
-def launch_config(config: Config, work: Work, search: Search | None = None) -> int:
-    """Launch from a plain config that also holds `choices` (option by group) and `overrides`."""
     environ = environment()
     set_up(verbose=config["verbose"], quiet=config["quiet"])
     refuse_secrets(config)
@@ -59,24 +52,24 @@ def launch_config(config: Config, work: Work, search: Search | None = None) -> i
             with (Path(output) / f"rank{cluster.rank}.log").open("ab") as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
-    check(config, cluster, accelerator, environ)
+    check(config, cluster, accelerator)
     with ExitStack() as kept:
-        if done := finished_already(config, environ):
+        if done := finished_already(config):
             log.info(f"The run {done.run_id} has finished.")
             if cluster.is_rank_zero:
                 kept.enter_context(hold_run_lock(done))
             return finish(config, cluster, done, EXIT_OK) if not cluster.local_rank else EXIT_OK
         if cluster.local_rank is None:
-            return _start_ranks(config, cluster, environ, kept)
-        return _be_rank(config, cluster, accelerator, environ, work, search, kept)
+            return _start_ranks(config, cluster, kept)
+        return _be_rank(config, cluster, accelerator, work, search, kept)
 
 
-def _start_ranks(config: Config, cluster: Cluster, environ: Mapping[str, str], kept: ExitStack) -> int:
+def _start_ranks(config: Config, cluster: Cluster, kept: ExitStack) -> int:
     """Start this node's ranks with torch's agent, and finish the run when they have ended."""
-    arguments, run_id = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:]], named_run(config, environ)
+    arguments, run_id = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:]], named_run(config, environment())
     is_first = cluster.node_rank == 0
     if is_first:
-        folder, _ = run_folder(config, run_id, environ)
+        folder, _ = run_folder(config, run_id)
         run_id = folder.run_id
         kept.enter_context(hold_run_lock(folder))
     else:  # the ranks' first meeting tells which run it is
@@ -106,9 +99,8 @@ def _start_ranks(config: Config, cluster: Cluster, environ: Mapping[str, str], k
 
 
 def _be_rank(
-    config: Config, cluster: Cluster, accelerator: str, environ: Mapping[str, str], work: Work,
-    search: Search | None, kept: ExitStack,
-) -> int:  # fmt: skip
+    config: Config, cluster: Cluster, accelerator: str, work: Work, search: Search | None, kept: ExitStack
+) -> int:
     """Meet the other ranks, begin or resume the run on rank 0, and do the work of this one."""
     logs = Path(config["paths"]["log_dir"])
     plan: RunPlan | None = None
@@ -117,11 +109,11 @@ def _be_rank(
     def decide() -> dict[str, Any]:
         """Decide on rank 0 which run it is, where it begins, and its batch."""
         nonlocal plan, folder
-        folder, fresh = run_folder(config, named_run(config, environ) or agent_id(environ), environ)
+        folder, fresh = run_folder(config, named_run(config, environment()) or agent_id(environment()))
         if not cluster.has_agent:
             kept.enter_context(hold_run_lock(folder))
             fresh = fresh and not has_trained(folder)  # another process may have trained it meanwhile
-        plan = begin(config, cluster, accelerator, folder, fresh, environ, search)
+        plan = begin(config, cluster, accelerator, folder, fresh, search)
         for line in headlines(plan):
             log.info(line)
         batch, begins_at = [plan.batch.global_size, plan.batch.accumulate], [plan.resume_step, plan.checkpoint]

@@ -12,7 +12,7 @@ from lockstep.config.schema import key_of
 from lockstep.launch.launchers import Cluster, describe, named_run
 from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch, states_accumulation
 from lockstep.runs.config import Config, data_name, model_name, seconds_of
-from lockstep.runs.environment import visible_gpus
+from lockstep.runs.environment import environment, visible_gpus
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.output import duration
@@ -102,7 +102,7 @@ def resolve_batch(config: Config, cluster: Cluster, limit: float | None = None, 
     return Batch.within(size, cluster.world_size, limit)
 
 
-def check(config: Config, cluster: Cluster, accelerator: str, environ: Mapping[str, str]) -> None:
+def check(config: Config, cluster: Cluster, accelerator: str) -> None:
     """Refuse, before torch is imported, an option that cannot work or a place that is not there."""
     may_resume = config.get("resume") or cluster.launcher == "torchrun"
     resolve_batch(config, cluster, limit=math.inf if may_resume else None)
@@ -123,7 +123,7 @@ def check(config: Config, cluster: Cluster, accelerator: str, environ: Mapping[s
         Bucket.of(config["s3"])
     if config.get("logbook") not in (None, "keep"):
         raise UserError(f"logbook={config['logbook']}: keep, or nothing.")
-    if config.get("resume") == "auto" and not named_run(config, environ):
+    if config.get("resume") == "auto" and not named_run(config, environment()):
         raise UserError("resume=auto needs to know which run: give run_id=… (or RUN_ID), or resume=<run_id>.")
     root, reader = str(data.get("root") or ""), str(data.get("_target_")).rpartition(".")[0]
     # On several nodes the others would wait: all ranks end together where one finds no images

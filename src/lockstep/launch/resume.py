@@ -1,7 +1,6 @@
 """The run to resume: its folder, its config, whether it is over, and what may differ from its earlier start."""
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +85,9 @@ def config_before(folder: RunFolder) -> dict[str, Any] | None:
     return read_config(path) if path.exists() else None
 
 
-def finished_already(config: Config, environ: Mapping[str, str]) -> RunFolder | None:
+def finished_already(config: Config) -> RunFolder | None:
     """Return the run of resume=auto if nothing is left to train: a job script may start it again and again."""
-    named = named_run(config, environ)
+    named = named_run(config, environment())
     if config.get("resume") != "auto" or not named or config["task_name"] != "train":
         return None
     folder = folder_of(config, named)

@@ -3,12 +3,12 @@
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from lockstep.config.compose import chosen_options, compose, plain
+from lockstep.config.compose import compose, whole_config
 from lockstep.config.schema import key_of
 from lockstep.launch.launchers import Cluster, agent_id
 from lockstep.launch.plan import RunPlan, as_run, resolve_batch
@@ -26,10 +26,10 @@ from lockstep.storage.checkpoint_files import newest_whole, read_sidecar
 
 log = logging.getLogger(__name__)
 
-Search = Callable[[RunPlan, Mapping[str, str]], dict[str, Any]]  # for the largest batch
+Search = Callable[[RunPlan], dict[str, Any]]  # for the largest batch
 
 
-def run_folder(config: Config, run_id: str | None, environ: Mapping[str, str]) -> tuple[RunFolder, bool]:
+def run_folder(config: Config, run_id: str | None) -> tuple[RunFolder, bool]:
     """Return the folder of this run, not yet made, and whether the run is new.
 
     Args:
@@ -43,7 +43,7 @@ def run_folder(config: Config, run_id: str | None, environ: Mapping[str, str]) -
         folder = find_run(Path(config["paths"]["log_dir"]), resume)
     else:
         folder = folder_of(config, run_id or new_run_id())
-    is_new, agent = not has_trained(folder), agent_id(environ)
+    is_new, agent = not has_trained(folder), agent_id(environment())
     # torchrun's agent may have started its ranks again, or SLURM requeued the job
     if not (is_new or resume or (agent and read_record(folder.record).agent == agent)):
         raise UserError(
@@ -82,9 +82,8 @@ def hold_run_lock(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
 
 
 def make_plan(
-    config: Config, cluster: Cluster, accelerator: str, folder: RunFolder, fresh: bool, environ: Mapping[str, str],
-    search: Search | None,
-) -> tuple[RunPlan, dict[str, Any]]:  # fmt: skip
+    config: Config, cluster: Cluster, accelerator: str, folder: RunFolder, fresh: bool, search: Search | None
+) -> tuple[RunPlan, dict[str, Any]]:
     """Return the plan, and the result of a search for the largest batch, {} if there was none."""
     record = RunRecord() if fresh else read_record(folder.record)
     limit = record.per_device_batch_limit or record.per_device_batch_size
@@ -96,15 +95,14 @@ def make_plan(
     if not isinstance(size, int):
         assert search is not None, "this script cannot look for a batch"
         log.info("Looking for the largest batch …")
-        found = search(plan, environ)
+        found = search(plan)
         size = int(found["global"])
     return replace(plan, batch=resolve_batch(config, cluster, limit, size)), found
 
 
 def begin(
-    config: Config, cluster: Cluster, accelerator: str, folder: RunFolder, fresh: bool, environ: Mapping[str, str],
-    search: Search | None,
-) -> RunPlan:  # fmt: skip
+    config: Config, cluster: Cluster, accelerator: str, folder: RunFolder, fresh: bool, search: Search | None
+) -> RunPlan:
     """Write config.yaml and the first record of a run; check that a resumed one is the same run.
 
     Returns:
@@ -113,7 +111,7 @@ def begin(
     Raises:
         UserError: the run cannot be resumed like this, or there is no ckpt_path.
     """
-    plan, largest_batch = make_plan(config, cluster, accelerator, folder, fresh, environ, search)
+    plan, largest_batch = make_plan(config, cluster, accelerator, folder, fresh, search)
     previous = None if fresh else read_record(folder.record)
     if previous:
         check_resumable(folder, as_run(plan), previous)
@@ -152,7 +150,7 @@ def _changes_of_recipe(plan: RunPlan) -> list[list[Any]]:
     kept = ("experiment=", "+experiment=", "hydra.searchpath=")
     recipe = compose("train", [word for word in overrides if word.startswith(kept)])
     try:
-        before = flatten(redact({**plain(recipe), "choices": chosen_options(recipe)}))
+        before = flatten(redact(whole_config(recipe)))
     except UserError:  # it needs an option, as data.root
         return []
     here = flatten(redact(as_run(plan)))

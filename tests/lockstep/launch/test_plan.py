@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lockstep.config.compose import chosen_options, compose, plain
+from lockstep.config.compose import compose, whole_config
 from lockstep.launch.launchers import Cluster
 from lockstep.launch.plan import RunPlan, as_run, check, headlines, resolve_cluster
 from lockstep.launch.start import hold_run_lock, make_plan
@@ -26,21 +26,20 @@ ALONE = Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
 
 
 def config_of(*words):
-    cfg = compose("train", list(words))
-    return {**plain(cfg), "choices": chosen_options(cfg), "overrides": list(words)}
+    return whole_config(compose("train", list(words)))
 
 
 def plan_of(folder, *words, search=None) -> RunPlan:
     config = config_of(*WORDS, *words)
     cluster, accelerator = resolve_cluster(config, "ddp_sim", {})
     run = RunFolder(folder)
-    return make_plan(config, cluster, accelerator, run, not run.record.exists(), {}, search)[0]
+    return make_plan(config, cluster, accelerator, run, not run.record.exists(), search)[0]
 
 
 def refused(*words, accelerator="cpu", **changed):
     """What the early checks say of these overrides; None where they pass."""
     try:
-        check({**config_of(*words), **changed}, ALONE, accelerator, {})
+        check({**config_of(*words), **changed}, ALONE, accelerator)
     except UserError as error:
         return str(error)
     return None
@@ -135,19 +134,19 @@ def test_the_lines_that_a_run_says_of_its_plan(tmp_path):
 def test_the_largest_batch_takes_the_place_of_max(tmp_path):
     asked = []
 
-    def search(plan, environ):
+    def search(plan):
         asked.append(plan.batch)
         return {"global": 512}
 
     config = config_of(*WORDS, "data.global_batch_size=max", "trainer.accumulate_grad_batches=2")
     cluster, accelerator = resolve_cluster(config, "ddp_sim", {})
     folder = RunFolder(tmp_path / "r")
-    plan, found = make_plan(config, cluster, accelerator, folder, True, {}, search)
+    plan, found = make_plan(config, cluster, accelerator, folder, True, search)
     assert plan.batch == Batch(512, 128, 2) and found == {"global": 512} and asked == [Batch(4, 1, 2)]
     folder.path.mkdir()
     folder.config.write_text(yaml.safe_dump(as_run(plan)))
     folder.record.write_text("{}")
-    again, found = make_plan(config, cluster, accelerator, folder, False, {}, search)
+    again, found = make_plan(config, cluster, accelerator, folder, False, search)
     assert again.batch == plan.batch and not found and len(asked) == 1, "a run that goes on keeps its size"
 
 
