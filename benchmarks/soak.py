@@ -47,6 +47,7 @@ def bucket_faults(client: Any, bucket: str) -> list[str]:
 def soak(piece: str, count: int, chance: random.Random, folder: Path) -> tuple[int, list[str]]:
     """Send at least `count` signals; returns how many were sent and what was wrong."""
     wrong: list[str] = []
+    references, seconds = [], []
     sent = number = 0
     with ExitStack() as stack:
         environment, s3, client, bucket = {}, [], None, ""
@@ -54,7 +55,6 @@ def soak(piece: str, count: int, chance: random.Random, folder: Path) -> tuple[i
             store = stack.enter_context(object_store(folder / "store"))
             environment, client, bucket = store.environment(), store.client(), store.new_bucket()
             s3 = [f"s3.endpoint_url={store.endpoint_url}", f"s3.uri=s3://{bucket}/p"]
-        references, seconds = [], []
         for index, strategy in enumerate((DDP, FSDP)):
             began = time.monotonic()
             done = run_door("train", *strategy, *TINY, "run_id=reference", logs=folder / f"reference-{index}")
@@ -63,19 +63,16 @@ def soak(piece: str, count: int, chance: random.Random, folder: Path) -> tuple[i
             seconds.append(time.monotonic() - began)
         while sent < count:
             index = number % 2
-            command = [*(DDP, FSDP)[index], *TINY, *s3, f"run_id={piece}-{number}"]
+            name, times = f"{piece}-{number}", min(SIGNALS_PER_RUN, count - sent)
+            command = [*(DDP, FSDP)[index], *TINY, *s3, f"run_id={name}"]
             done, hits = disturbed_run(
-                command, folder / f"{piece}-{number}", chance, PIECES[piece], min(SIGNALS_PER_RUN, count - sent),
-                1.2 * seconds[index], environment,
-            )  # fmt: skip
+                command, folder / name, chance, PIECES[piece], times, 1.2 * seconds[index], environment
+            )
             sent += hits
-            if done.code:
-                wrong.append(f"run {number}: exit code {done.code}: {done.output[-600:]}")
-            else:
-                found = differences(references[index], final_state(done.folder))
-                wrong += [f"run {number}: {place} differs" for place in found]
-            if client is not None:
-                wrong += [f"run {number}: {fault}" for fault in bucket_faults(client, bucket)]
+            found = [f"exit code {done.code}: {done.output[-600:]}"] if done.code else []
+            found += [] if done.code else differences(references[index], final_state(done.folder))
+            found += bucket_faults(client, bucket) if client is not None else []
+            wrong += [f"run {number}: {fault}" for fault in found]
             number += 1
             print(f"{piece}: {sent} of {count} signals, {number} runs, {len(wrong)} wrong", flush=True)
     return sent, wrong

@@ -39,9 +39,6 @@ def meet(
     Args:
         mine: the code, config and packages of this rank, which must be those of rank 0.
         decide: called on rank 0 once all are there; its result must have a JSON form.
-
-    Raises:
-        UserError: on every rank if a rank did not come in time, differs, or rank 0 decided so.
     """
     where, rank, number = f"{cluster.master_addr}:{cluster.master_port}", cluster.rank, secrets.token_hex(8)
     own = json.dumps([number, socket.gethostname(), asdict(mine) if mine else None])
@@ -134,13 +131,10 @@ def _open_store(cluster: Cluster, timeout_s: float) -> dist.TCPStore:
     """Connect to the store of torchrun's or Lockstep's agent, or of rank 0, which serves it here.
 
     It listens on the address of MASTER_ADDR alone, or on every interface if the network translates that address.
-
-    Raises:
-        OSError: nobody listens there yet; torch's own connect would be silent for as long as it waits.
     """
     address, port, listener = cluster.master_addr, cluster.master_port or 0, None
     if cluster.rank > 0 or cluster.agent_store:
-        socket.create_connection((address, port), timeout=2).close()
+        socket.create_connection((address, port), timeout=2).close()  # torch's own would wait in silence
     else:
         try:
             family, *_, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]

@@ -8,7 +8,7 @@ from lockstep.config.compose import compose, plain
 from lockstep.config.foreign import OF_RUN, accepted
 from lockstep.config.schema import key_of
 from lockstep.launch.launchers import is_first_on_node, launcher_of, named_run
-from lockstep.runs.config import Config, seconds_of
+from lockstep.runs.config import Config, flatten, seconds_of
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import UserError
 from lockstep.runs.files import locked_file
@@ -36,9 +36,6 @@ def find_stored(overrides: list[str]) -> Config | None:
     """Return the config of the run to resume; None for a new run, or on a node that does not have it.
 
     A run that only its bucket knows is fetched first, by one process of each node.
-
-    Raises:
-        UserError: the bucket cannot be used, or its config names what is not here.
     """
     if not any(key_of(word) == "resume" for word in overrides):
         return None
@@ -125,19 +122,11 @@ def check_resumable(folder: RunFolder, now: Config, previous: RunRecord) -> None
     if longest[0] != longest[1] and "_target_" in (now.get("scheduler") or {}):
         change = f"trainer.max_epochs was {longest[0]}, now {longest[1]}"
         log.info(f"{change}: the learning rate's schedule is stretched over the new length, and may jump.")
-    for key in (key for key in COMPARED if key in before and key in now):
-        if differs := _difference(before[key], now[key], key):
+    was = flatten(before)
+    for key, value in flatten(now).items():  # a key that another version lacks does not count
+        group, _, name = key.partition(".")
+        if group in COMPARED and key in was and was[key] != value and key not in MAY_DIFFER:
             raise UserError(
-                f"The run {folder.run_id} was started with another {key} ({differs}): "
-                "resume it with the same options, or start a new run with ckpt_path=."
+                f"The run {folder.run_id} was started with another {group} ({name or group} was {was[key]!r}, now "
+                f"{value!r}): resume it with the same options, or start a new run with ckpt_path=."
             )
-
-
-def _difference(before: Any, now: Any, path: str) -> str | None:
-    """Return the first value that differs; a key that another version lacks does not count."""
-    if before == now or path in MAY_DIFFER:
-        return None
-    if isinstance(before, dict) and isinstance(now, dict):
-        found = (_difference(before[key], now[key], f"{path}.{key}") for key in now if key in before)
-        return next(filter(None, found), None)
-    return f"{path.partition('.')[2] or path} was {before!r}, now {now!r}"

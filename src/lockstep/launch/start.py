@@ -34,9 +34,6 @@ def run_folder(config: Config, run_id: str | None) -> tuple[RunFolder, bool]:
 
     Args:
         run_id: None for a new one.
-
-    Raises:
-        UserError: the run to resume is unknown, or a new run would overwrite one.
     """
     resume = config.get("resume")
     if resume and resume != "auto":
@@ -58,9 +55,6 @@ def hold_run_lock(folder: RunFolder, wait_s: float = 330.0) -> IO[str]:
 
     It waits for a process that is just ending, and for a lost machine, whose locks a network file system frees in a
     minute or two.
-
-    Raises:
-        UserError: another process still trains the run, or its folder cannot be written.
     """
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -107,9 +101,6 @@ def begin(
 
     Returns:
         The plan, with the checkpoint that a resumed run goes on from or that a new one takes its weights from.
-
-    Raises:
-        UserError: the run cannot be resumed like this, or there is no ckpt_path.
     """
     plan, largest_batch = make_plan(config, cluster, accelerator, folder, fresh, search)
     previous = None if fresh else read_record(folder.record)
