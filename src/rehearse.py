@@ -80,9 +80,8 @@ def lines(config: Any, words: list[str], capability: str, folder: Path, run: Run
         }  # fmt: skip
         kept = [word for word in words if key_of(word) not in changes and key_of(word).split(".")[0] not in REPLACED]
         place.mkdir()
-        simulated = nullgpu.environment(
-            max(devices, ranks), memory_gib, compute, capability, syncs=place, nccl_timeout_s=20
-        )
+        number = max(devices, ranks)
+        simulated = nullgpu.environment(number, memory_gib, compute, capability, syncs=place, nccl_timeout_s=20)
         simulated["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a rank waits for a collective at the line that calls it
         overrides = [*kept, *(f"{key}={value}" for key, value in changes.items())]
         return run(overrides, {**environment(), **simulated}, place / "output")
@@ -112,28 +111,24 @@ def lines(config: Any, words: list[str], capability: str, folder: Path, run: Run
 
 
 def _outcome(what: str, code: int, place: Path) -> Line:
-    """Return the first fault of a run in the user's code, or ok.
-
-    Raises:
-        UserError: train.py refused the options.
-    """
+    """Return ok, or the first fault of a run in the user's code; raise UserError if train.py refused the options."""
+    output = (place / "output").read_text()
+    last = output.strip().rpartition("\n")[2]
     if code == EXIT_OK:
         return "ok", what
-    output, faults = (place / "output").read_text(), []
-    last = output.strip().rpartition("\n")[2]
     if code == EXIT_USER_ERROR:
         raise UserError(last.removeprefix("error: "))
+    faults = []
     for path in (place / "output", *sorted(place.glob("train/runs/*/rank*.*"))):
-        driver = [
-            line for line in re.findall("nullgpu: .*", path.read_text()) if "differ" in line or "collective" in line
-        ]
-        for frames, message in TRACEBACK.findall(path.read_text()):
-            words = " ".join([*message.split(), *dict.fromkeys(driver)])[:400]
-            faults.append((_yours(FRAME.findall(frames)), f"rank {path.stem.removeprefix('rank')} · {words}"))
+        text, rank = path.read_text(), path.stem.removeprefix("rank").replace("output", "0")
+        driver = dict.fromkeys(re.findall("nullgpu: .*(?:differ|collective).*", text))
+        for frames, message in TRACEBACK.findall(text):
+            words = " ".join([*message.split(), *driver])[:400]
+            faults.append((_yours(FRAME.findall(frames)), f"rank {rank} · {words}"))
     where, fault = next((each for each in faults if each[0]), faults[0] if faults else ("", last))
     stacks = (_yours(reversed(FRAME.findall(path.read_text()))) for path in sorted(place.glob("stack-rank*.txt")))
     waits = "".join(f"; a rank was at {line}" for line in stacks if line)
-    return "FAILED", f"{what}: {where or 'not in your code'} · {fault.replace('rank output', 'rank 0')}{waits}"
+    return "FAILED", f"{what}: {where or 'not in your code'} · {fault}{waits}"
 
 
 def _yours(frames: Iterable[tuple[str, str]]) -> str:
@@ -152,11 +147,12 @@ def main(argv: list[str]) -> int:
     def rehearse(cfg: Any) -> int:
         from lockstep.batch_size.search import run_train
 
-        failed = False
+        found = set()
         with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
             for word, text in lines(plain(cfg), list(cfg.hydra.overrides.task), capability, Path(folder), run_train):
                 log.info(f"{word:7} {text}")
-                failed = failed or word == "FAILED"
+                found.add(word)
+        failed = "FAILED" in found
         log.info("Something FAILED." if failed else "Nothing failed. Nothing ran on a GPU, and no speed was measured.")
         return EXIT_FAILED if failed else EXIT_OK
 
