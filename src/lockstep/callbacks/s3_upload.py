@@ -2,7 +2,6 @@
 
 import logging
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -73,4 +72,4 @@ class S3Upload(pl.Callback):
             self.uploader.stop()
 
     def record_fields(self) -> dict[str, object]:
-        return {} if self.uploader is None else {"upload": asdict(self.uploader.status())}
+        return {} if self.uploader is None else {"upload": self.uploader.status()}

@@ -21,7 +21,7 @@ from lockstep.launch.launchers import Cluster
 from lockstep.runs.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, Interrupted, UserError, no_room
 from lockstep.runs.files import utc_now
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import Failure, read_record, update_record
+from lockstep.runs.record import JsonObject, read_record, update_record
 from lockstep.runs.redact import redact_text
 
 if TYPE_CHECKING:
@@ -157,4 +157,4 @@ def record_end(folder: RunFolder, code: int, failure: RankError | None = None) -
     where = {key: value for key, value in (failure or {}).items() if key != "kind"}
     with update_record(folder.record) as record:
         record.status, record.exit_code = "failed" if failure else "interrupted", code
-        record.finished_at, record.error = utc_now(), Failure(**where)
+        record.finished_at, record.error = utc_now(), JsonObject(where)

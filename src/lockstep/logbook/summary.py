@@ -41,7 +41,9 @@ def _best(run: Run) -> dict[str, float]:
     for name, value in record.metrics.items():
         if name.endswith("_best") and not isinstance(value, str):
             best[name.removesuffix("_best")] = value
-    return best | {name: value for name, value in record.best_checkpoint.metric.items() if name == record.monitor}
+    return best | {
+        name: value for name, value in (record.best_checkpoint.metric or {}).items() if name == record.monitor
+    }
 
 
 def _standard_errors(record: RunRecord) -> dict[str, float]:

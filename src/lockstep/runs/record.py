@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,68 +23,16 @@ KEPT_ON_RESTART = (
 )  # fmt: skip
 
 
-@dataclass(kw_only=True)
-class Part:
-    """Base class of the JSON objects in a record. It is falsy if no field is set; unknown keys are ignored."""
+class JsonObject(dict[str, Any]):
+    """An object in the record, whose keys are attributes too; a missing one is None."""
 
-    def __bool__(self) -> bool:
-        return self != type(self)()
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.get(name)
 
-    @classmethod
-    def of(cls, value: Any) -> Any:
-        """Return a part from JSON; what is null or missing keeps its default."""
-        if isinstance(value, cls):
-            return value
-        known = {each.name for each in fields(cls)}
-        return cls(**{name: held for name, held in (value or {}).items() if name in known and held is not None})
-
-
-@dataclass(kw_only=True)
-class Failure(Part):
-    """The error that ended a run, and where it happened."""
-
-    message: str | None = None
-    rank: int | None = None
-    host: str | None = None
-    phase: str | None = None
-
-
-@dataclass(kw_only=True)
-class BestCheckpoint(Part):
-    """The best checkpoint. `path` is relative to the run folder, `metric` is {name: value} of the monitored metric."""
-
-    path: str | None = None
-    bytes: int | None = None
-    sha256: str | None = None
-    epoch: int | None = None
-    step: int | None = None
-    metric: dict[str, float] = field(default_factory=dict)
-    s3_uri: str | None = None
-
-
-@dataclass(kw_only=True)
-class Upload(Part):
-    """The best checkpoint in the bucket, and why a newer one is not there."""
-
-    uri: str | None = None
-    sha256: str | None = None
-    step: int | None = None
-    error: str | None = None
-
-
-@dataclass(kw_only=True)
-class Restart(Part):
-    """A restart of the run. The pause before it is `idle_s` if the previous start had finished, else `downtime_s`."""
-
-    at: str | None = None
-    resumed_step: int | None = None
-    lost_steps: int | None = None
-    downtime_s: float | None = None
-    idle_s: float | None = None
-    command: str | None = None
-    previous_world_size: int | None = None
-    world_size: int | None = None
-    code: dict[str, Any] = field(default_factory=dict)  # if it changed
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
 
 
 @dataclass(kw_only=True)
@@ -97,7 +45,7 @@ class RunRecord:
     tags: list[str] = field(default_factory=list)
     status: str | None = None
     phase: str | None = None
-    error: Failure = field(default_factory=Failure)
+    error: JsonObject = field(default_factory=JsonObject)  # message, rank, host and phase, if the run failed
     exit_code: int | None = None
     started_at: str | None = None
     updated_at: str | None = None
@@ -146,12 +94,14 @@ class RunRecord:
     cost: dict[str, Any] = field(default_factory=dict)  # usd, usd_per_epoch: of all nodes; price_per_hour: of one
     largest_batch: dict[str, Any] = field(default_factory=dict)  # that data.global_batch_size=max found
     swarm: dict[str, Any] = field(default_factory=dict)
-    best_checkpoint: BestCheckpoint = field(default_factory=BestCheckpoint)
-    upload: Upload = field(default_factory=Upload)
+    # path in the run folder, bytes, sha256, epoch, step, s3_uri, and the monitored metric as {name: value}
+    best_checkpoint: JsonObject = field(default_factory=JsonObject)
+    # uri, sha256 and step of the best checkpoint in the bucket, and as error why a newer one is not there
+    upload: JsonObject = field(default_factory=JsonObject)
     initial_weights: str | None = None
     initial_weights_sha256: str | None = None
     resumed_from: str | None = None
-    restarts: list[Restart] = field(default_factory=list)
+    restarts: list[JsonObject] = field(default_factory=list)  # as `continued` makes them
     summary: dict[str, Any] = field(default_factory=dict)  # what pages print, by lockstep.logbook.summary at the end
     reports: dict[str, str] = field(default_factory=dict)  # {title: URL} of interactive reports that contain the run
     config: dict[str, Any] = field(default_factory=dict)  # only in the logbook: a run folder has config.yaml
@@ -164,13 +114,13 @@ class RunRecord:
             blank = blanks.get(name)
             if name not in blanks or name == "other":
                 self.other[name] = value
-            elif isinstance(blank, Part):
-                setattr(self, name, blank.of(value))
+            elif isinstance(blank, JsonObject):
+                setattr(self, name, JsonObject(value or {}))
             elif isinstance(blank, dict | list) and not isinstance(value, type(blank) | None):
                 raise TypeError(f"its {name} is a {type(value).__name__}")
             else:
                 setattr(self, name, blank if value is None and isinstance(blank, dict | list) else value)
-        self.restarts = [Restart.of(value) for value in self.restarts]
+        self.restarts = [JsonObject(value) for value in self.restarts]
 
 
 def read_record(path: Path) -> RunRecord:
@@ -200,7 +150,7 @@ def write_record(path: Path, record: RunRecord) -> None:
     price = record.cost.get("price_per_hour")
     running_s = _between(record.started_at, record.finished_at or record.updated_at)
     if price is not None and running_s >= 0:  # the pauses before restarts cost nothing
-        running_s -= sum(restart.downtime_s or restart.idle_s or 0.0 for restart in record.restarts)
+        running_s -= sum(each.downtime_s or each.idle_s or 0.0 for each in record.restarts)
         usd = price * (record.num_nodes or 1) * max(running_s, 0.0) / 3600
         each = round(usd / record.epochs, 4) if record.epochs else None
         record.cost = {"usd": round(usd, 4), "usd_per_epoch": each, "price_per_hour": price}
@@ -208,11 +158,12 @@ def write_record(path: Path, record: RunRecord) -> None:
 
 
 def save_record(path: Path, record: RunRecord) -> None:
-    """Write the record as it is; a part without values is null."""
-    values = asdict(record)
-    other = values.pop("other")
-    empty = {name: None for name, value in vars(record).items() if isinstance(value, Part) and not value}
-    text = json.dumps(values | empty | other, indent=1, allow_nan=False, default=str)
+    """Write the record as it is; an object without values is null."""
+    values = {name: value for name, value in vars(record).items() if name != "other"} | record.other
+    for name, value in values.items():
+        if isinstance(value, JsonObject) and not any(each is not None for each in value.values()):
+            values[name] = None
+    text = json.dumps(values, indent=1, allow_nan=False, default=str)
     write_atomically(path, lambda file: file.write(text + "\n"))
 
 
@@ -235,13 +186,15 @@ def status_of(record: RunRecord, now: str | None = None) -> str:
 def continued(previous: RunRecord, record: RunRecord, *, step: int, checkpoint: str | None) -> RunRecord:
     """Return the record of this start merged with that of the previous start.
 
+    The pause before a restart is `idle_s` if the previous start had finished, else `downtime_s`.
+
     Args:
         record: record of this start; changed in place.
         step, checkpoint: where this start resumes; 0 and None if it starts from scratch.
     """
     silent_s = _between(previous.updated_at, record.started_at)
     pause_s, was_finished = None if math.isnan(silent_s) else silent_s, previous.status == "finished"
-    restart = Restart(
+    restart = JsonObject(
         at=record.started_at, resumed_step=step, lost_steps=max(0, (previous.steps or 0) - step),
         downtime_s=None if was_finished else pause_s, idle_s=pause_s if was_finished else None,
         command=record.command, previous_world_size=previous.world_size, world_size=record.world_size,

@@ -23,7 +23,7 @@ from typing import Any
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR
 from lockstep.runs.files import utc_now, write_atomically
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import Upload, read_record, update_record
+from lockstep.runs.record import JsonObject, read_record, update_record
 from lockstep.storage.checkpoint_files import Sidecar, complete, link, remove
 from lockstep.storage.errors import S3Error
 from lockstep.storage.fetch import KINDS, Pointer, read_pointer
@@ -78,13 +78,13 @@ class Uploader:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
-    def status(self) -> Upload:
+    def status(self) -> JsonObject:
         """Return the best checkpoint in the bucket, as far as known, and why a newer one is not there."""
         best, error = self._pointers["best"], self._error if self._newest("best") else None
         if best.checkpoint is None:
-            return Upload(error=error)
+            return JsonObject(error=error)
         uri, known = self.run.address(best.key), best.checkpoint
-        return Upload(uri=uri, sha256=known.sha256, step=known.step, error=error)
+        return JsonObject(uri=uri, sha256=known.sha256, step=known.step, error=error)
 
     def _newest(self, kind: str) -> tuple[Path, Sidecar] | None:
         """Return the next checkpoint to upload, or None; a last checkpoint identical to the best is skipped."""
@@ -214,7 +214,7 @@ def finish_upload(s3: Mapping[str, Any] | None, folder: RunFolder, code: int) ->
     uploader.flush(timeout_s)
     status = uploader.status()
     with update_record(folder.record) as record:
-        record.upload = status if status.sha256 else replace(record.upload, error=status.error)
+        record.upload = status if status.sha256 else JsonObject(record.upload, error=status.error)
         if status.sha256 and record.best_checkpoint.step == status.step:
             record.best_checkpoint.s3_uri = status.uri
     uploader.flush(timeout_s if status.error is None else 0.0)  # the record, too

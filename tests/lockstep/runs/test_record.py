@@ -7,7 +7,7 @@ import pytest
 from lockstep.runs.errors import UserError
 from lockstep.runs.record import (
     SCHEMA_VERSION,
-    Restart,
+    JsonObject,
     RunRecord,
     continued,
     read_record,
@@ -39,8 +39,8 @@ def test_an_update_keeps_what_this_version_does_not_know_and_writes_nothing_if_i
 @pytest.mark.parametrize(
     ("price", "restarts", "usd"),
     [
-        (0.526, [Restart(lost_steps=60, downtime_s=1200.0), Restart(lost_steps=40, downtime_s=600.0)], 3.156),
-        (0.526, [Restart(lost_steps=0, idle_s=1800.0)], 3.156),  # the time after a finished run costs nothing
+        (0.526, [JsonObject(lost_steps=60, downtime_s=1200.0), JsonObject(lost_steps=40, downtime_s=600.0)], 3.156),
+        (0.526, [JsonObject(lost_steps=0, idle_s=1800.0)], 3.156),  # the time after a finished run costs nothing
         (None, [], None),
         (0.0, [], 0.0),
     ],

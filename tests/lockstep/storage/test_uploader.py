@@ -19,7 +19,7 @@ from faulty_proxy import FaultyProxy
 from lockstep.runs.errors import EXIT_NOT_UPLOADED, EXIT_OK, UserError
 from lockstep.runs.files import checksum_of, sha256_of
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import BestCheckpoint, RunRecord, read_record, update_record, write_record
+from lockstep.runs.record import JsonObject, RunRecord, read_record, update_record, write_record
 from lockstep.storage import checkpoint_files
 from lockstep.storage import uploader as module
 from lockstep.storage.checkpoint_files import Sidecar, complete, fault_of, newest_whole, read_sidecar, write_sidecar
@@ -50,7 +50,7 @@ class Setting:
         write_sidecar(path, Sidecar(step, **vars(checksum_of(path)), epoch=step // 10, metric={"val/acc": step / 100}))
         if kind == "best":
             with update_record(self.folder.record) as record:
-                record.best_checkpoint = BestCheckpoint(path=f"checkpoints/{path.name}", step=step)
+                record.best_checkpoint = JsonObject(path=f"checkpoints/{path.name}", step=step)
         return path
 
     def uploader(self, start: float | None = None) -> Uploader:
