@@ -1,6 +1,7 @@
 """The floors of the house: imports go downwards only, folders of one floor never import each other, no circles."""
 
 import ast
+import graphlib
 import re
 from pathlib import Path
 
@@ -38,16 +39,10 @@ MODULES = {name.removesuffix(".py").replace("/", "."): path for name, path in FI
 
 
 def imports(path: Path, *, top_level: bool = False, typing: bool = True) -> set[str]:
-    """Dotted names of all imported modules; with top_level only those that run when the file is imported.
-
-    Args:
-        typing: also those that only a type checker sees.
-    """
+    """Dotted names of all imported modules; of those that run when the file is imported, or all but for typing."""
     tree = ast.parse(path.read_text())
     if not typing:
-        tree.body = [
-            node for node in tree.body if not isinstance(node, ast.If) or "TYPE_CHECKING" not in ast.dump(node)
-        ]
+        tree.body = [node for node in tree.body if "TYPE_CHECKING" not in ast.dump(node)]
     found = set()
     for node in tree.body if top_level else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -73,31 +68,18 @@ def floor(name: str) -> int | None:
     return YOURS if (SRC / name).is_dir() or (SRC / f"{name}.py").exists() else None
 
 
-def test_imports_go_downwards():
+def test_imports_go_downwards_and_every_folder_has_a_floor():
     for module, path in MODULES.items():
         mine = folder(module)
         for used in {folder(name) for name in imports(path)} - {mine}:
             assert floor(used) is None or floor(used) < floor(mine), f"{module} uses {used}"
-
-
-def test_every_folder_of_the_machinery_has_a_floor():
     found = {path.name for path in (SRC / "lockstep").iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert found == set().union(*FLOORS)
 
 
 def test_no_file_imports_itself_by_way_of_others():
-    uses = {name: {used for used in imports(path) if used in MODULES} for name, path in MODULES.items()}
-    done: set[str] = set()
-
-    def walk(name: str, way: tuple[str, ...]) -> None:
-        assert name not in way, " → ".join((*way, name))
-        if name not in done:
-            for used in uses[name]:
-                walk(used, (*way, name))
-            done.add(name)
-
-    for name in uses:
-        walk(name, ())
+    uses = {name: imports(path) & MODULES.keys() for name, path in MODULES.items()}
+    list(graphlib.TopologicalSorter(uses).static_order())  # raises CycleError, which names the circle
 
 
 def test_one_file_reads_the_environment():
@@ -108,10 +90,8 @@ def test_one_file_reads_the_environment():
 def test_what_starts_a_run_comes_without_torch():
     for name, path in FILES.items():
         parts = name.split("/")
-        without = name in TORCH_FREE or (
-            parts[0] == "lockstep" and parts[1] in WITHOUT_TORCH and name not in WITH_TORCH
-        )
-        if without:
+        is_free = parts[0] == "lockstep" and parts[1] in WITHOUT_TORCH and name not in WITH_TORCH
+        if is_free or name in TORCH_FREE:
             assert not {used.split(".")[0] for used in imports(path, typing=False)} & {"torch", "lightning"}, name
         elif len(parts) == 1:
             heavy = {used.split(".")[0] for used in imports(path, top_level=True)} & HEAVY
@@ -125,20 +105,12 @@ def test_init_files_are_empty_and_no_file_name_says_nothing():
         assert len(name.split("/")) <= (3 if name.startswith("lockstep/") else 2)
 
 
-def test_every_config_is_yaml_without_a_key_twice():
+def test_each_config_is_yaml_without_a_key_twice_and_builds_what_lies_in_the_folder_of_its_group():
     for path in SRC.parent.glob("configs/**/*.yaml"):
         OmegaConf.load(path)
-
-
-def test_each_config_group_builds_what_lies_in_its_folder():
-    for path in SRC.parent.glob("configs/*/*.yaml"):
-        for line in path.read_text().splitlines():
-            if "_target_:" in line and "_target_: null" not in line and path.parent.name in FOLDER_OF_GROUP:
-                target = line.split("_target_:")[1].strip(" {}").split(",")[0].split(" ")[0].rstrip("}")
-                assert target.startswith(tuple(f"{home}." for home in FOLDER_OF_GROUP[path.parent.name])), (
-                    path,
-                    target,
-                )
+        homes = tuple(f"{home}." for home in FOLDER_OF_GROUP.get(path.parent.name, ()))
+        for target in re.findall(r"_target_: *([\w.]+)", path.read_text()) if homes else ():
+            assert target == "null" or target.startswith(homes), (path, target)
 
 
 # Names with a leading underscore of the libraries, which may go in any release. Each file says in its first line which

@@ -45,18 +45,15 @@ def test_the_logbook_holds_what_was_kept_until_it_is_removed(logbook, tmp_path, 
     assert (tmp_path / "logs/train/runs/run-ddp/run.json").exists()
 
 
-def test_compare_prints_both_runs_and_changes_no_file(logbook, tmp_path, capsys):
+def test_compare_prints_and_writes_a_page_and_a_report_that_the_index_and_the_pages_of_the_runs_list(
+    logbook, tmp_path, capsys
+):
     logbook("keep", "run-ddp")
     before = files(tmp_path)
     capsys.readouterr()
-    assert logbook("compare", "run-ddp", "fsdp") == 0
+    assert logbook("compare", "run-ddp", "fsdp") == 0 and files(tmp_path) == before
     said = capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ")
     assert "Training time" in said and "7 min 11 s (×1.00)" in said
-    assert files(tmp_path) == before
-
-
-def test_compare_writes_a_page_and_a_report_that_the_index_and_the_pages_of_the_runs_list(logbook, tmp_path, capsys):
-    logbook("keep", "run-ddp")
     page, report = tmp_path / "logbook" / "two.md", tmp_path / "logbook/two-ways.html"
     assert logbook("compare", "run-ddp", "fsdp", "--md", page, "--html", report, "--title", "Two ways") == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [str(page), str(report)]
@@ -131,10 +128,6 @@ LOGBOOK = Path(__file__).resolve().parents[1] / "logbook"
 FOLDERS = sorted(path.parent for path in LOGBOOK.glob("*/run.json"))
 
 
-def test_this_repository_keeps_runs_and_not_too_many():
-    assert 10 <= len(FOLDERS) <= 18
-
-
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_the_page_of_every_run_is_that_of_its_record(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep.logbook.folders.REPOSITORY", tmp_path)
@@ -144,18 +137,16 @@ def test_the_page_of_every_run_is_that_of_its_record(folder, tmp_path, monkeypat
     assert (copy / "curves.svg").exists() == (folder / "curves.svg").exists()
 
 
-def test_the_index_is_that_of_the_runs(tmp_path):
+def test_the_index_is_that_of_the_runs_and_a_report_takes_all_of_them(tmp_path):
+    assert 10 <= len(FOLDERS) <= 18, "not too many"
+    assert len(report_html("all", [read_run(folder) for folder in FOLDERS])) > 150_000
     copy = shutil.copytree(LOGBOOK, tmp_path / "logbook")
     write_index(copy)
     assert (copy / "README.md").read_text() == (LOGBOOK / "README.md").read_text()
 
 
-def test_the_report_takes_all_of_them():
-    assert len(report_html("all", [read_run(folder) for folder in FOLDERS])) > 150_000
-
-
-@pytest.mark.parametrize("page", sorted(LOGBOOK.rglob("*.md")), ids=lambda page: str(page.relative_to(LOGBOOK)))
-def test_every_link_leads_somewhere(page):
-    text = re.sub(r"^(`{3,}).*?^\1", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    for target in re.findall(r"\]\(([^()\s]+)\)", text):
-        assert re.match(r"[a-z]+:", target) or (page.parent / target.partition("#")[0]).exists(), target
+def test_every_link_leads_somewhere():
+    for page in sorted(LOGBOOK.rglob("*.md")):
+        text = re.sub(r"^(`{3,}).*?^\1", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for target in re.findall(r"\]\(([^()\s]+)\)", text):
+            assert re.match(r"[a-z]+:", target) or (page.parent / target.partition("#")[0]).exists(), (page, target)

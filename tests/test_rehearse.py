@@ -59,14 +59,12 @@ DEFECTS = {  # name: (words, the part of OWN, its code)
 }  # fmt: skip
 
 
-def write_own(folder, part: str | None = None, code: str = "pass") -> str:
-    """own.py with the code in its part; where the marked line is, as file:line."""
-    parts = dict.fromkeys(("init", "forward", "step"), "pass") | ({part: code} if part else {})
-    text = textwrap.dedent(OWN).format(**parts)
-    path = folder / "own.py"
-    path.write_text(text)
-    lines = [number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# HERE")]
-    return f"{path}:{lines[0]}" if lines else str(path)
+def write_own(folder, **parts: str) -> str:
+    """own.py with the code of its parts; where the marked line is, as file:line."""
+    text = textwrap.dedent(OWN).format(**{"init": "pass", "forward": "pass", "step": "pass", **parts})
+    (folder / "own.py").write_text(text)
+    before = text.partition("# HERE")[0]
+    return f"{folder / 'own.py'}:{before.count(chr(10)) + 1}"
 
 
 def report(*words: str, folder: Path, capability: str = "8.0") -> Iterator[tuple[str, str]]:
@@ -92,7 +90,7 @@ def report(*words: str, folder: Path, capability: str = "8.0") -> Iterator[tuple
 @pytest.mark.parametrize("name", DEFECTS)
 def test_it_names_the_line_of_a_defect(name, tmp_path):
     machine, place, part, code = DEFECTS[name]
-    where, said = write_own(tmp_path, part, code), []
+    where, said = write_own(tmp_path, **{part: code}), []
     for word, text in report(*SMALL, *machine, *place, folder=tmp_path):
         said.append(f"{word} {text}")
         if word == "FAILED" and where in text:
@@ -118,16 +116,13 @@ def test_a_batch_that_does_not_fit_is_named(tmp_path):
     assert "OutOfMemoryError" in said
 
 
-def test_what_it_refuses(tmp_path, capfd):
+def test_what_it_refuses(monkeypatch, capfd):
     for words, sentence in {
         "trainer=cpu": "This trainer uses no GPU: pass trainer=gpu, ddp or fsdp.",
         "trainer=gpu data.global_batch_size=max": "pass the number that find_batch_size.py --estimate prints",
     }.items():
         assert rehearse.main(["experiment=quickstart", *words.split()]) == 2
         assert nullgpu.missing() or sentence in "".join(capfd.readouterr()), words
-
-
-def test_elsewhere_it_tells_what_is_missing(monkeypatch):
     monkeypatch.setattr(nullgpu, "missing", lambda: "nullgpu needs cc: apt-get install gcc binutils")
     with pytest.raises(UserError, match="No dry run here: nullgpu needs cc: apt-get install gcc binutils."):
         next(rehearse.lines({}, [], "8.0", Path(), lambda *_: 0))

@@ -31,11 +31,7 @@ def write_page(run: Run) -> Path:
 
 
 def keep_run(folder: Path, logbook: Path) -> Path:
-    """Copy what a reader needs of a run folder into the logbook, without secrets, and list it there.
-
-    Returns:
-        The run's page in the logbook.
-    """
+    """Copy what a reader needs of a run folder into the logbook, without secrets; list it there and return its page."""
     run, target = summarise(folder), logbook / folder.name
     record = {**json.loads((folder / "run.json").read_text()), "config": config_of(folder)}
     _write(target / "run.json", json.dumps(redact(record), indent=1) + "\n")
@@ -87,8 +83,5 @@ def write_index(logbook: Path) -> None:
 
 
 def _write(path: Path, text: str) -> Path:
-    """Write a file if its content changes."""
-    data = text.encode("utf-8", "backslashreplace")
-    if not path.exists() or path.read_bytes() != data:
-        write_atomically(path, lambda file: file.write(data), binary=True)
+    write_atomically(path, lambda file: file.write(text))
     return path

@@ -50,21 +50,6 @@ class Run:
         return str(self.folder.relative_to(REPOSITORY) if self.folder.is_relative_to(REPOSITORY) else self.folder)
 
     @property
-    def command(self) -> str:
-        """The line that starts such a run again, by the same launcher."""
-        record, nodes = self.record, self.record.num_nodes or 1
-        each, address = (record.world_size or nodes) // nodes, record.hosts[0].get("host") if record.hosts else ""
-        meet = f"--rdzv-backend=c10d --rdzv-endpoint={address}:29500" if nodes > 1 else "--standalone"
-        gpus = f" --gpus-per-node={each}" * (record.accelerator == "gpu")
-        prefix = {
-            "slurm": f"srun --nodes={nodes} --ntasks-per-node={each}{gpus} python",
-            "torchrun": f"torchrun --nnodes={nodes} --nproc-per-node={each} {meet}",
-            **dict.fromkeys(("mpirun", "mpiexec"), f"mpirun -n {record.world_size} python"),
-            "nodes": f"MASTER_ADDR={address} MASTER_PORT=29500 WORLD_SIZE={record.world_size} NODE_RANK=0 python",
-        }
-        return re.sub("^python", lambda _: prefix.get(record.launcher or "", "python"), record.command or "# unknown")
-
-    @property
     def borrowed(self) -> list[str]:
         """The folders beside the code that hold the run's data and weights: the first parts of relative paths."""
         paths = (self.config.get("data.root"), self.config.get("model.weights"), self.record.initial_weights)
@@ -147,7 +132,6 @@ def split_stage(name: str) -> tuple[str, str]:
 
 
 def read_run(folder: Path) -> Run:
-    """Return the run in `folder`; raise UserError if it holds none."""
     return Run(folder.resolve(), read_record(folder / "run.json"))
 
 
@@ -160,11 +144,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def find_run(word: str, *roots: Path) -> Path:
-    """Return the folder of the run that `word` names: a folder, a run id, or a part of one.
-
-    Raises:
-        UserError: there is no such run, or more than one; of a run in several roots the first one counts.
-    """
+    """Return the folder of the run that `word` names: a folder, a run id, or a part of one; the first root counts."""
     if (Path(word) / "run.json").exists():
         return Path(word)
     folders = {path.name: path for root in reversed(roots) for path in run_folders(root)}

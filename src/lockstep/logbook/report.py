@@ -32,13 +32,11 @@ def report_html(title: str, runs: Sequence[Run]) -> str:
     data = json.dumps(redact(report_data(runs)), separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     for mark in "<>&@":  # no text of a run may end the script element, or be taken for a part
         data = data.replace(mark, f"\\u{ord(mark):04x}")
-    page, *parts = [
-        (STATIC / name).read_text(encoding="utf-8")
-        for name in ("report.html", "uPlot.min.css", "report.css", "uPlot.iife.min.js", "report.js")
-    ]
-    held = {"@TITLE@": html.escape(title).replace("@", "&#64;"), "@STYLE@": parts[0] + parts[1], "@UPLOT@": parts[2]}
-    for mark, text in {**held, "@SCRIPT@": parts[3], "@DATA@": data}.items():
-        page = page.replace(mark, text)
+    names = ("report.html", "uPlot.min.css", "report.css", "uPlot.iife.min.js", "report.js")
+    page, style, own_style, plot, script = ((STATIC / name).read_text(encoding="utf-8") for name in names)
+    parts = {"TITLE": html.escape(title).replace("@", "&#64;"), "STYLE": style + own_style, "UPLOT": plot}
+    for mark, text in {**parts, "SCRIPT": script, "DATA": data}.items():
+        page = page.replace(f"@{mark}@", text)
     return page
 
 
@@ -51,18 +49,16 @@ def report_data(runs: Sequence[Run]) -> dict[str, Any]:
     for name in names + sorted(changing - PANELS.keys() - NO_PANEL)[:MAX_OTHERS]:
         title, unit = PANELS.get(name, (name, ""))
         panels.append({"key": name, "title": title, "unit": unit, "loss": "loss" in name, "smooth": name != "lr"})
+
+    def table(first: str, rows: Sequence[Row]) -> dict[str, Any]:
+        return {"head": [first, *labels], "rows": [[name, *cells] for name, cells in rows], "none": "none"}
+
     return {
-        "subtitle": f"{len(runs)} run{'s' if len(runs) != 1 else ''}",
-        "cautions": [caution] if caution else [],
-        "runs": [_run_data(run) for run in runs],
-        "panels": panels,
-        "numbers": _table(["", *labels], [("Run", [run.run_id for run in runs]), *number_rows(runs)]),
-        "settings": _table(["option", *labels], setting_rows(runs)),
-    }
-
-
-def _table(head: list[str], rows: Sequence[Row]) -> dict[str, Any]:
-    return {"head": head, "rows": [[name, *cells] for name, cells in rows], "none": "none"}
+        "subtitle": f"{len(runs)} run{'s' if len(runs) != 1 else ''}", "cautions": [caution] if caution else [],
+        "runs": [_run_data(run) for run in runs], "panels": panels,
+        "numbers": table("", [("Run", [run.run_id for run in runs]), *number_rows(runs)]),
+        "settings": table("option", setting_rows(runs)),
+    }  # fmt: skip
 
 
 def _run_data(run: Run) -> dict[str, Any]:

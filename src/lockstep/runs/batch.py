@@ -45,11 +45,7 @@ class Batch:
 
     @classmethod
     def within(cls, global_size: int | str | None, world_size: int, limit: float) -> "Batch":
-        """Return the batch with the fewest micro-batches of at most `limit` images.
-
-        Raises:
-            UserError: the size does not divide over the ranks; names the nearest numbers of ranks over which it does.
-        """
+        """Return the batch with the fewest micro-batches of at most `limit` images; raise UserError as `cut`."""
         size = _checked(global_size)
         share, rest = divmod(size, world_size)
         if rest or not share:

@@ -32,8 +32,7 @@ def data_name(config: Config) -> str:
 def seconds_of(stated: Any, key: str) -> float:
     """Return the seconds of 5400, 90m, 1.5h, or days:hours:minutes:seconds, whose first parts are optional.
 
-    Args:
-        key: the option that states it, for the UserError if it is no span of time above 0.
+    The UserError for what is no span of time above 0 names the option `key`.
     """
     text, seconds = "" if isinstance(stated, bool) else str(stated).strip(), 0.0
     if number := re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?([a-z]*)", text):

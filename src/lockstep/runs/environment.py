@@ -12,8 +12,6 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
-
 
 def environment() -> dict[str, str]:
     """Return a copy of the environment variables."""
@@ -21,18 +19,14 @@ def environment() -> dict[str, str]:
 
 
 def set_variables(variables: Mapping[str, str], *, unless_set: bool = False) -> None:
-    """Set environment variables of this process and of the children that it starts.
-
-    Args:
-        unless_set: keep a value that the user has set.
-    """
+    """Set variables of this process and its children; with `unless_set` only those that the user has not set."""
     os.environ.update({name: value for name, value in variables.items() if not (unless_set and name in os.environ)})
 
 
 def die_with_parent(parent: int) -> None:
     """Let Linux kill this process when its parent ends, however it ends; elsewhere do nothing."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
             os._exit(1)
 
@@ -43,7 +37,7 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
     if chosen is not None:  # CUDA too stops at the first word that is none, such as -1 or SLURM's NoDevFiles
         words = map(str.strip, chosen.split(","))
         return len(list(itertools.takewhile(lambda word: word.isdigit() or word.startswith(("GPU-", "MIG-")), words)))
-    if not any(os.path.exists(path) for path in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")):  # dxg: WSL
+    if not any(map(os.path.exists, ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg"))):  # dxg: WSL
         return 0
     try:
         import pynvml
@@ -57,7 +51,7 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
             return 0 if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) else count.value
         except OSError as error:
             log.info(f"GPUs cannot be counted ({error}); going on with the CPU.")
-            return 0
+    return 0
 
 
 def available_cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:

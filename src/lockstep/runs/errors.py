@@ -39,11 +39,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def no_room(error: BaseException, folder: Path, mend: str = "free space there, then start again") -> NoRoom | None:
-    """Return NoRoom if the error, or what it was raised for, says that a disk is full.
-
-    Args:
-        folder: named if the error does not name a file.
-    """
+    """Return NoRoom if the error, or its cause, says that a disk is full: that of its file, else that of `folder`."""
     cause: BaseException | None = error
     while cause is not None and not is_full(cause):
         cause = cause.__cause__ or cause.__context__

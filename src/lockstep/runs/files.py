@@ -25,11 +25,7 @@ def utc_now() -> str:
 def write_atomically(path: Path, write: Callable[[Any], None], *, binary: bool = False) -> None:
     """Write beside the target, sync to disk, rename: a reader sees the old file or the new one, never a part.
 
-    Args:
-        write: called with the open file.
-
-    Raises:
-        OSError: names the target.
+    `write` is called with the open file. An OSError names the target.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
@@ -80,8 +76,7 @@ def sha256_of(path: Path) -> str:
 def lock(handle: Any, wait_s: float = math.inf, *, required: bool = False) -> bool:
     """Take an exclusive lock that goes with the process; False if another holds it for longer than `wait_s`.
 
-    Args:
-        required: raise on a disk that has no locks, where otherwise nothing is locked.
+    On a disk that has no locks nothing is locked, or with `required` it raises.
     """
     deadline = time.monotonic() + wait_s
     while True:

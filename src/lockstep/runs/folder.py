@@ -65,11 +65,7 @@ def checked_run_id(run_id: str) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return a run folder's config.yaml.
-
-    Raises:
-        UserError: it is missing or is not a config; one with a tag that asks for code is not.
-    """
+    """Return a run folder's config.yaml; raise UserError if it is missing or is no config, or its tags ask for code."""
     import yaml
 
     try:

@@ -49,9 +49,8 @@ def say(text: object) -> None:
 def set_up(*, verbose: bool = False, quiet: bool = False) -> None:
     """Show what Lockstep's and the user's modules log, and the warnings of libraries.
 
-    Args:
-        verbose: their debugging lines too. Never those of libraries: botocore's hold signatures.
-        quiet: warnings and errors only; wins over verbose.
+    `verbose` shows their debugging lines too, never those of libraries: botocore's hold signatures. `quiet` shows
+    warnings and errors only, and wins over verbose.
     """
     for stream in (sys.stdout, sys.stderr):  # a name that the terminal cannot write is escaped
         if isinstance(stream, io.TextIOWrapper):

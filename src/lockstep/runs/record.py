@@ -124,11 +124,7 @@ class RunRecord:
 
 
 def read_record(path: Path) -> RunRecord:
-    """Return the record at `path`.
-
-    Raises:
-        UserError: the file does not exist, is not a record, or was written by a newer version.
-    """
+    """Return the record at `path`; raise UserError if it is missing, no record, or of a newer version."""
     record = RunRecord()
     try:
         values = json.loads(path.read_bytes())
@@ -184,13 +180,10 @@ def status_of(record: RunRecord, now: str | None = None) -> str:
 
 
 def continued(previous: RunRecord, record: RunRecord, *, step: int, checkpoint: str | None) -> RunRecord:
-    """Return the record of this start merged with that of the previous start.
+    """Return the record of this start, changed in place: merged with that of the previous start.
 
-    The pause before a restart is `idle_s` if the previous start had finished, else `downtime_s`.
-
-    Args:
-        record: record of this start; changed in place.
-        step, checkpoint: where this start resumes; 0 and None if it starts from scratch.
+    It resumes at `step` from `checkpoint`, or from scratch at 0. The pause before it is `idle_s` if the previous start
+    had finished, else `downtime_s`.
     """
     silent_s = _between(previous.updated_at, record.started_at)
     pause_s, was_finished = None if math.isnan(silent_s) else silent_s, previous.status == "finished"

@@ -47,8 +47,7 @@ def run_with_options(
 ) -> int:
     """Hand the options key=value of a command line to a task, or print the script's help; return the exit code.
 
-    Args:
-        known: the default of each option; None marks one that must be given.
+    `known` has the default of each option; None marks one that must be given.
     """
     set_up()
     if not argv or "--help" in argv or "-h" in argv:

@@ -20,19 +20,13 @@ def runs(folders):
     return [summarise(folder) for folder in folders]
 
 
-def cells(rows):
-    return {name: [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in values] for name, values in rows}
-
-
-def test_numbers_stand_beside_their_ratio_to_the_first_run(runs):
-    rows = cells(number_rows(runs))
+def test_numbers_stand_beside_their_ratio_to_the_first_run_and_what_is_not_held_fixed_is_named(runs):
+    numbers = number_rows(runs)
+    rows = {name: [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in values] for name, values in numbers}
     assert rows["Training time, with validation"] == ["7 min 11 s", "14 min 22 s (×2.00)", "7 min 11 s (×1.00)"]
     assert rows["test/acc"] == ["86.43 %", "86.51 % (+0.08)", "–"]
     assert rows["Epochs"] == ["12", "24", "12"] and rows["Largest batch per device"][0] == "412"
     assert rows["Status"] == ["finished", "finished", "out of memory"]
-
-
-def test_what_a_fair_comparison_holds_fixed_is_named_where_it_is_not(runs):
     assert not_held_fixed(runs[:2]) == "Not held fixed between these runs: the number of epochs."
     assert not_held_fixed(runs[:1]) == ""
     runs[1].record.seed, runs[1].record.code["tree_hash"] = 7, "other"
@@ -62,25 +56,20 @@ def test_the_page_has_both_tables_a_picture_and_the_commands(runs, tmp_path):
 # --- the interactive report ---
 
 
-def test_the_report_is_one_small_file_that_needs_no_network(runs):
+def test_the_report_is_one_small_file_that_needs_no_network_with_curves_hardware_and_confusion(runs):
     page = report_html("Three <runs> @DATA@", runs)
     assert "<title>Three &lt;runs&gt; &#64;DATA&#64;</title>" in page and "default-src 'none'" in page
     ours = re.sub(r"/\*!.*?\*/", "", report_html("", []))
     assert re.findall(r"(?:https?:)?//[\w.-]+\.\w+", ours) == [] and len(ours) < 150_000
     assert "Permission is hereby granted" in (STATIC / "uPlot.LICENSE").read_text()
     assert page == report_html("Three <runs> @DATA@", runs)
-
-
-def test_the_report_has_curves_hardware_and_confusion(runs):
-    data = report_data(runs)
+    data = json.loads(json.dumps(report_data(runs), allow_nan=False))
     keys = [panel["key"] for panel in data["panels"]]
     assert keys == ["train/loss", "val/loss", "val/acc", "lr", *HARDWARE]
     assert data["runs"][0]["headline"].startswith("86.43") and data["runs"][2]["headline"] == "out of memory"
     assert data["runs"][0]["curves"]["hardware/gpu_memory_gib"][1][-1] == pytest.approx(4.5)
     assert len(data["runs"][0]["confusion"]["counts"]) == 10
-    assert json.loads(json.dumps(data, allow_nan=False))["settings"]["rows"] == [
-        ["choices.trainer", "ddp", "fsdp", "ddp"]
-    ]
+    assert data["settings"]["rows"] == [["choices.trainer", "ddp", "fsdp", "ddp"]]
 
 
 @pytest.fixture
