@@ -57,9 +57,10 @@ def run_with_options(
     def run() -> int | None:
         takes, given = f"it takes {', '.join(f'{name}=' for name in known)}.", dict(known)
         for word in argv:
-            key, sign, given[key] = word.partition("=")
+            key, sign, value = word.partition("=")
             if not sign or key not in known:
                 raise UserError(f"{word!r} is not understood; {takes}")
+            given[key] = value
         for key, default in known.items():
             if default is None and not given[key]:
                 raise UserError(f"{key}= is missing; {takes}")
