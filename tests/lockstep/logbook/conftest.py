@@ -2,7 +2,7 @@
 
 import pytest
 
-from example_runs import example_config, write_run
+from example_runs import write_run
 
 
 @pytest.fixture
@@ -17,6 +17,6 @@ def folders(tmp_path):
     root = tmp_path / "runs"
     return [
         write_run(root, "ddp"),
-        write_run(root, "fsdp", config=example_config(choices__trainer="fsdp"), **fsdp),
+        write_run(root, "fsdp", **fsdp),
         write_run(root, "failed", **failed),
     ]
