@@ -21,7 +21,7 @@ from torchmetrics.classification import (
 from data.synthetic import SyntheticDataModule
 from local_ranks import local_cluster, meet, run_ranks
 from lockstep.launch.launchers import Cluster
-from lockstep.runs.scores import class_scores
+from lockstep.logbook.build import class_scores
 from lockstep.strategies.ddp import DDP
 from lockstep.training.rank import StartedRanks
 from tasks.classifier import ImageClassifier, scores_of

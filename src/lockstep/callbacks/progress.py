@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lockstep.callbacks.resume_point import batches_done, ends_epoch
-from lockstep.runs.scores import as_read
+from lockstep.runs.output import as_read
 
 log = logging.getLogger(__name__)
 

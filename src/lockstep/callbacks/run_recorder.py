@@ -1,5 +1,6 @@
 """Keeps run.json up to date while the run lives: at each phase, after each validation, and every few seconds."""
 
+import csv
 import math
 import time
 from collections.abc import Callable
@@ -8,10 +9,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lockstep.runs.files import utc_now
+from lockstep.runs.files import utc_now, write_atomically
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import HEARTBEAT_INTERVAL_S, RunRecord, read_record, update_record, write_record
-from lockstep.runs.scores import write_confusion
 from lockstep.storage.checkpoint_files import Sidecar
 
 
@@ -100,7 +100,10 @@ class RunRecorder(pl.Callback):
     def on_test_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         confusion, data = getattr(pl_module, "test_confusion", None), getattr(trainer, "datamodule", None)
         if trainer.is_global_zero and confusion is not None and hasattr(data, "class_names"):
-            write_confusion(confusion, data.class_names, RunFolder(self.path.parent).confusion_matrix)
+            rows = [[name, *row] for name, row in zip(data.class_names, confusion, strict=True)]
+            rows.insert(0, ["true \\ predicted", *data.class_names])
+            path = RunFolder(self.path.parent).confusion_matrix
+            write_atomically(path, lambda file: csv.writer(file).writerows(rows))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep the best of what is monitored as `<monitor>_best`, and the accuracy of that validation."""

@@ -29,8 +29,8 @@ from lockstep.config.schema import key_of
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import EXIT_INTERRUPTED
 from lockstep.runs.folder import RunFolder
+from lockstep.runs.output import as_read, tested_name
 from lockstep.runs.record import read_record
-from lockstep.runs.scores import as_read, tested_name
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from lockstep.runs import signals
 from lockstep.runs.config import Config
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, Interrupted
 from lockstep.runs.folder import RunFolder
+from lockstep.runs.output import as_read, tested_name
 from lockstep.runs.record import RunRecord, read_record
-from lockstep.runs.scores import as_read, tested_name
 from lockstep.storage.uploader import finish_upload
 
 log = logging.getLogger(__name__)

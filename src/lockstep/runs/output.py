@@ -72,3 +72,13 @@ def duration(seconds: float) -> str:
         count, left = divmod(left, size)
         words += [f"{count} {unit}"] if count else []
     return " ".join(words[:2])
+
+
+def as_read(name: str, value: float) -> str:
+    """Return a metric as the terminal shows it: accuracies in percent."""
+    return f"{value:.2%}" if name.startswith(("val/acc", "test/acc")) else f"{value:.4g}"
+
+
+def tested_name(monitor: str) -> str:
+    """Return the metric of a test that a monitored one stands for: test/mae for val/mae; test/acc for train/loss."""
+    return monitor.replace("val", "test", 1) if monitor.startswith("val") else "test/acc"

@@ -102,7 +102,7 @@ class RunRecord:
     initial_weights_sha256: str | None = None
     resumed_from: str | None = None
     restarts: list[JsonObject] = field(default_factory=list)  # as `continued` makes them
-    summary: dict[str, Any] = field(default_factory=dict)  # what pages print, by lockstep.logbook.summary at the end
+    summary: dict[str, Any] = field(default_factory=dict)  # what pages print, by lockstep.logbook.build at the end
     reports: dict[str, str] = field(default_factory=dict)  # {title: URL} of interactive reports that contain the run
     config: dict[str, Any] = field(default_factory=dict)  # only in the logbook: a run folder has config.yaml
     other: dict[str, Any] = field(default_factory=dict, repr=False)  # of other versions and of the user's callbacks

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.logbook.build import summarise
 from lockstep.logbook.compare import as_text, not_held_fixed, number_rows, write_comparison
 from lockstep.logbook.folders import NOTE
 from lockstep.logbook.report import STATIC, report_data, report_html
-from lockstep.logbook.summary import summarise
 
 HARDWARE = ["hardware/gpu_percent", "hardware/gpu_memory_gib", "hardware/cpu_percent"]
 CHROMIUM = Path("/usr/bin/chromium")

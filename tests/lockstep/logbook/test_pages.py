@@ -12,12 +12,11 @@ from markdown_it import MarkdownIt
 
 from example_runs import write_run
 from lockstep.logbook import render
-from lockstep.logbook.build import build, keep_run, write_page, write_run_page
+from lockstep.logbook.build import build, keep_run, summarise, write_page, write_run_page
 from lockstep.logbook.compare import number_rows
 from lockstep.logbook.figures import run_panels
 from lockstep.logbook.folders import NOTE, Run, read_run
 from lockstep.logbook.report import report_data
-from lockstep.logbook.summary import summarise
 from lockstep.runs.record import RunRecord
 
 HEADINGS = [
