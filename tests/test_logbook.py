@@ -94,7 +94,7 @@ def test_a_table_has_any_field_metric_or_option_as_a_column(logbook, tmp_path, c
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["compare", "run-ddp"], "takes two runs or more"),
+        (["compare", "run-ddp"], "needs at least two runs"),
         (["compare", "run", "run-ddp"], "'run' means 2 runs (run-ddp, run-fsdp): give more of the run id."),
         (["keep", "run-dpd"], "No run 'run-dpd'"),
         (["remove", "run-dpd"], "did you mean run-ddp?"),
