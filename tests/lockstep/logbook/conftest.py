@@ -14,9 +14,6 @@ def folders(tmp_path):
         "restarts": [{"at": "2026-11-20T22:45:00Z", "resumed_step": 100, "lost_steps": 12, "downtime_s": 31}],
     }  # fmt: skip
     fsdp = {"trainer": "fsdp", "fit_seconds": 862.4, "metrics": {"test/acc": 0.8651}, "epochs": 24}
-    root = tmp_path / "runs"
     return [
-        write_run(root, "ddp"),
-        write_run(root, "fsdp", **fsdp),
-        write_run(root, "failed", **failed),
+        write_run(tmp_path / "runs", name, **more) for name, more in (("ddp", {}), ("fsdp", fsdp), ("failed", failed))
     ]
