@@ -1,4 +1,4 @@
-"""What a run leaves to read: the summary in run.json, its page, its folder in the logbook, and the list of all."""
+"""Write what a run leaves to read: the summary in run.json, its page, its folder in the logbook, and the list."""
 
 import csv
 import json
