@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-STAGES = {"train": "training", "validate": "validation", "sanity_check": "validation", "test": "test"}
+from lockstep.callbacks.resume_point import phase_of
 
 
 class HangDump(pl.Callback):
@@ -39,7 +39,7 @@ class HangDump(pl.Callback):
     on_test_batch_start = on_test_batch_end = _arm
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        exception.phase = STAGES.get(str(trainer.state.stage and trainer.state.stage.value), "start")  # type: ignore[attr-defined]
+        exception.phase = phase_of(trainer)  # type: ignore[attr-defined]
         if self.on_error is not None:
             self.on_error(exception)
         self.teardown(trainer, pl_module, "")

@@ -12,6 +12,12 @@ import numpy as np
 import torch
 
 TRAINING, VALIDATION, EPOCH_END = "training", "validation", "epoch_end"
+STAGES = {"train": TRAINING, "validate": VALIDATION, "sanity_check": VALIDATION, "test": "test"}
+
+
+def phase_of(trainer: pl.Trainer) -> str:
+    """Return training, validation, test, or start before them."""
+    return STAGES.get(str(trainer.state.stage and trainer.state.stage.value), "start")
 
 
 def batches_done(trainer: pl.Trainer) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lockstep.callbacks.resume_point import phase_of
 from lockstep.runs.files import utc_now, write_atomically
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.record import HEARTBEAT_INTERVAL_S, RunRecord, read_record, update_record, write_record
@@ -61,10 +62,6 @@ class RunRecorder(pl.Callback):
         now_s = 0.0 if self.fit_started_at is None else time.monotonic() - self.fit_started_at
         return round(self.fit_before_s + now_s, 3)
 
-    def _enter(self, trainer: pl.Trainer, phase: str) -> None:
-        self.phase = phase
-        self.write(trainer, phase=phase)
-
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.is_global_zero:
             return
@@ -83,19 +80,25 @@ class RunRecorder(pl.Callback):
         self.best_metrics = {name: value for name, value in best if isinstance(value, int | float)}
         self.write(trainer, phase="start")
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._enter(trainer, "training")
+    def _beat(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Write when the phase changes, and every few seconds."""
+        if phase_of(trainer) != self.phase or time.monotonic() - self.written_at > HEARTBEAT_INTERVAL_S:
+            self.phase = phase_of(trainer)
+            self.write(trainer, phase=self.phase)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._enter(trainer, "start" if trainer.sanity_checking else "validation")
+    on_train_batch_start = on_validation_batch_start = on_test_batch_start = _beat
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not self.steps and trainer.global_step:  # from now on the run is one to resume
+            self.write(trainer)
+        if self.on_first_step is not None and trainer.is_global_zero:
+            self.on_first_step()
+            self.on_first_step = None
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self.on_train_epoch_end(trainer, pl_module)  # now: a stop in the next epoch writes no metrics
-            self._enter(trainer, "training")
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._enter(trainer, "test")
+            self.on_train_epoch_end(trainer, pl_module)
+            self.write(trainer)  # now: a stop in the next epoch writes no metrics
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         confusion, data = getattr(pl_module, "test_confusion", None), getattr(trainer, "datamodule", None)
@@ -113,19 +116,6 @@ class RunRecorder(pl.Callback):
         if is_better and not math.isnan(value):
             reached = {name: metrics[name] for name in (monitor, "val/acc") if name in metrics}
             self.best_metrics = {f"{name}_best": float(value) for name, value in reached.items()}
-
-    def _beat(self, trainer: pl.Trainer, *_: Any) -> None:
-        is_first = self.phase == "training" and not self.steps and trainer.global_step  # from now on it can be resumed
-        if is_first or time.monotonic() - self.written_at > HEARTBEAT_INTERVAL_S:
-            self.write(trainer)
-
-    on_validation_batch_end = on_test_batch_end = _beat
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._beat(trainer)
-        if self.on_first_step is not None and trainer.is_global_zero:
-            self.on_first_step()
-            self.on_first_step = None
 
     def on_checkpoint_complete(self, path: Path, sidecar: Sidecar, kind: str) -> None:
         """Record a best checkpoint at once: the process may be killed."""

@@ -42,11 +42,7 @@ BY_STATUS = {401: "AccessDenied", 403: "AccessDenied", 404: "NoSuchKey", 409: "P
 
 
 class S3Error(UserError):
-    """An error of a bucket.
-
-    Attributes:
-        code: as S3 names it, such as NoSuchKey and PreconditionFailed; the class of the exception if S3 did not answer.
-    """
+    """An error of a bucket, with S3's own code, such as NoSuchKey; without an answer, the class of the exception."""
 
     def __init__(self, sentence: str, code: str = "") -> None:
         super().__init__(sentence)

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from lightning.pytorch.trainer.states import RunningStage
 
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.runs.record import RunRecord, continued, read_record, update_record, write_record
@@ -13,7 +14,7 @@ def trainer_at(step, fn="fit"):
     return SimpleNamespace(
         is_global_zero=True, global_step=step, current_epoch=0, callback_metrics={}, callbacks=[], strategy=None,
         sanity_checking=False,
-        state=SimpleNamespace(fn=fn),
+        state=SimpleNamespace(fn=fn, stage=RunningStage.TRAINING if fn == "fit" else RunningStage.TESTING),
     )  # fmt: skip
 
 
@@ -33,28 +34,28 @@ def restart(path, resumed_step):
 def test_steps_that_a_crash_undid_count_once(path):
     recorder = RunRecorder(path)
     recorder.on_fit_start(trainer_at(0), None)
-    recorder.on_train_start(trainer_at(0), None)
+    recorder.on_train_batch_start(trainer_at(0), None)
     recorder.write(trainer_at(900), phase="training")  # killed here, with a checkpoint of step 800
     for last in (805, 803):
         recorder = restart(path, 800)
         recorder.on_fit_start(trainer_at(0), None)  # Lightning has not read the step of the checkpoint yet
         recorder.on_exception(trainer_at(0), None, ValueError("before the first step"))
         assert read_record(path).steps == 800
-        recorder.on_train_start(trainer_at(800), None)
+        recorder.on_train_batch_start(trainer_at(800), None)
         recorder.write(trainer_at(last), phase="training")
         assert read_record(path).steps == last
     recorder = restart(path, 800)
     assert [entry.lost_steps for entry in read_record(path).restarts] == [100, 5, 3]
     recorder.on_fit_start(trainer_at(0), None)
-    recorder.on_train_start(trainer_at(800), None)
+    recorder.on_train_batch_start(trainer_at(800), None)
     recorder.on_fit_end(trainer_at(1000), None)
-    recorder.on_test_start(trainer_at(0, fn="test"), None)
+    recorder.on_test_batch_start(trainer_at(0, fn="test"), None)
     assert read_record(path).steps == 1000
 
 
 def test_a_checkpoint_that_is_complete_late_takes_no_steps_away(tmp_path, path):
     recorder = RunRecorder(path)
-    recorder.on_train_start(trainer_at(0), None)
+    recorder.on_train_batch_start(trainer_at(0), None)
     recorder.write(trainer_at(50), phase="training")
     for step, steps in ((40, 50), (60, 60)):
         recorder.on_checkpoint_complete(tmp_path / "checkpoints/last.ckpt", Sidecar(step), "last")
