@@ -39,19 +39,19 @@ class Vote:
     Each vote also decides how many steps later the next one comes: as many as the slowest rank makes in a second.
     """
 
-    def __init__(self, world_size: int, group: Any = None, clock: Any = time.monotonic) -> None:
-        self.world_size, self.group, self.clock = world_size, group, clock
-        self.count, self.last_count, self.next_at, self.voted_at = 0, 0, 1, clock()
+    def __init__(self, world_size: int, group: Any = None) -> None:
+        self.world_size, self.group = world_size, group
+        self.count, self.last_count, self.next_at, self.voted_at = 0, 0, 1, time.monotonic()
 
     def __call__(self, flag: bool) -> bool:
         """Call once per step on every rank: True on all of them at the same step."""
         self.count += 1
         if self.world_size == 1 or self.count < self.next_at:
             return flag and self.world_size == 1
-        speed = (self.count - self.last_count) / max(self.clock() - self.voted_at, 1e-4)
+        speed = (self.count - self.last_count) / max(time.monotonic() - self.voted_at, 1e-4)
         ballot = torch.tensor([int(flag), -max(1, min(MOST_STEPS, int(VOTE_INTERVAL_S * speed)))])
         torch.distributed.all_reduce(ballot, op=torch.distributed.ReduceOp.MAX, group=self.group)
-        self.voted_at, self.last_count, self.next_at = self.clock(), self.count, self.count - int(ballot[1])
+        self.voted_at, self.last_count, self.next_at = time.monotonic(), self.count, self.count - int(ballot[1])
         return bool(ballot[0])
 
 
