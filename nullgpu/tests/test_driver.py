@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -178,3 +179,18 @@ def taken(side):
 @pytest.mark.parametrize("side", [8, 7])
 def test_images_are_taken_by_their_bytes(side):
     assert call_on_null_gpus(taken, side)
+
+
+def pinned(available):
+    import psutil
+
+    from lockstep.callbacks.checkpoint_io import on_host
+
+    psutil.virtual_memory = lambda: SimpleNamespace(available=available)
+    found = on_host({"a": torch.ones(256, device="cuda"), "b": torch.ones(256, device="cuda")}, always=True)
+    return [(tensor.is_pinned(), tensor.sum().item()) for tensor in found.values()]
+
+
+@pytest.mark.parametrize(("available", "wanted"), [(2**30, [True, True]), (6000, [True, False]), (0, [False, False])])
+def test_a_checkpoint_pins_a_quarter_of_the_free_memory_at_most(available, wanted):
+    assert call_on_null_gpus(pinned, available) == [(is_pinned, 256) for is_pinned in wanted]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -77,8 +78,11 @@ def on_host(checkpoint: Any, always: bool = False) -> Any:
     because training goes on changing them.
     """
     copies: dict[tuple[Any, ...], torch.Tensor] = {}
+    # Pinned memory makes a copy from a GPU asynchronous, but torch keeps it for the next checkpoint.
+    left_to_pin = psutil.virtual_memory().available // 4 if always else 0
 
     def moved(value: Any) -> Any:
+        nonlocal left_to_pin
         if isinstance(value, dict):
             same = copy.copy(value)  # of its own class, such as Counter
             same.update({key: moved(item) for key, item in value.items()})
@@ -89,8 +93,9 @@ def on_host(checkpoint: Any, always: bool = False) -> Any:
             return value
         key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
         if key not in copies:
-            # Pinned memory makes the copy from a GPU asynchronous; torch keeps it for the next checkpoint.
-            host = torch.empty_like(value, device="cpu", pin_memory=always and value.is_cuda)
+            pin = value.is_cuda and value.nbytes <= left_to_pin
+            left_to_pin -= value.nbytes * pin
+            host = torch.empty_like(value, device="cpu", pin_memory=pin)
             copies[key] = host.copy_(value.detach(), non_blocking=True)
         return copies[key]
 
