@@ -269,6 +269,7 @@ def run_in(folder, command, timeout=200):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # fourteen runs
 def test_the_tour_runs_from_top_to_bottom(copy):
     for command in blocks("tour.md"):
         if not re.match(r"make|source", command) and "model=timm" not in command:  # it downloads weights
