@@ -1,9 +1,9 @@
-"""Check labelled images without training: what a run leaves out, duplicates across splits, two labels of one image.
+"""Check labelled images without training: skipped files, duplicates across splits, images with two labels.
 
     python src/check_data.py data=image_folder data.root=DIR [key=value …]
 
-It logs what every run logs of its data, and looks for near duplicates: pairs whose 8 × 8 grey thumbnails are far more
-alike than those of the next similar images. The names and a contact sheet of suspicious pairs are written to
+It logs the same as a run, and finds near duplicates: pairs whose 8 × 8 grey thumbnails are far more similar than those
+of the next similar images. The names and a contact sheet of suspicious pairs are written to
 logs/check_data/<data.name>/. The exit code is 1 if a test image is identical to a training image.
 """
 

@@ -1,9 +1,9 @@
-"""Check this machine, this cluster and this bucket: one sentence for each finding, with the command that mends it.
+"""Check this machine, this cluster and this bucket: one sentence for each finding, with the command that fixes it.
 
     MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK=0 python src/doctor.py trainer=ddp trainer.num_nodes=2
 
 On each node, with the variables and options of the run to come. --json prints a list for scripts. Exit code 1: there is
-something to mend. Takes ten seconds at most, and waits for other nodes as long as the run would.
+something to fix. Takes ten seconds at most, and waits for other nodes as long as the run would.
 """
 
 import json
@@ -87,7 +87,7 @@ def _gpus() -> Iterator[Finding]:
     mend = f"apt-get install a driver for CUDA {cuda}, or pip install a torch for the driver's CUDA"
     yield is_fine, f"torch {torch.__version__} with CUDA {cuda} {'uses' if is_fine else 'cannot use'} the driver", mend
     if any(INFINIBAND.glob("efa*")):
-        mend = "install aws-ofi-nccl, or NCCL goes by TCP at a tenth of the speed"
+        mend = "install aws-ofi-nccl, or NCCL uses TCP at a tenth of the speed"
         yield find_library("nccl-net") is not None, "EFA with NCCL's plugin libnccl-net.so", mend
 
 

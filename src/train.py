@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def train(plan: RunPlan) -> int:
-    """One rank's whole run: fit, test the best checkpoint, finish the record."""
+    """Run one rank: fit, test the best checkpoint, complete the record."""
     from lockstep.launch.start import write_config
     from lockstep.runs.files import utc_now
     from lockstep.training.build import build_run
@@ -63,7 +63,7 @@ def known_at_start(trainer: Any, module: Any, data: Any, plan: RunPlan) -> dict[
 
 
 def test_best(trainer: Any, module: Any, data: Any) -> None:
-    """Test the best checkpoint, or the last weights where there is none."""
+    """Test the best checkpoint, or the last weights if there is none."""
     from lightning.pytorch.callbacks import WeightAveraging
     from lightning.pytorch.utilities.model_helpers import is_overridden
 

@@ -148,7 +148,7 @@ BAD = {  # the first of them in make test
     "data=synthetic data.image_size=32 model=airbench trainer=cpu data.global_batch_size=1": "size=2 or more",
     "experiment=quickstart trainer.precision=16-true": "optimizer.eps=1e-4",
     "+callbacks.x._target_=lockstep.callbacks.checkpoints.write_checkpoint": "'checkpoint' and 'path'",
-    "+callbacks.x._target_=collections.Counter": "Counter is no callback",
+    "+callbacks.x._target_=collections.Counter": "Counter is not a Lightning callback",
 }
 FIRST = [pytest.param(words, marks=[SOAK] * (place >= 8)) for place, words in enumerate(BAD)]
 

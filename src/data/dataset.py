@@ -51,7 +51,7 @@ class DatasetDataModule(ListedDataModule):
         try:
             return [int(each) for each in ((dataset[i][1] for i in range(len(dataset))) if found is None else found)]
         except (TypeError, ValueError) as error:
-            what = f"a label of {type(dataset).__name__} is no whole number ({error})"
+            what = f"a label of {type(dataset).__name__} is not an integer ({error})"
             raise UserError(f"data.dataset: {what}; data.target=any takes other targets.") from None
 
     def _load(self) -> None:

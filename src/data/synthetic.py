@@ -1,4 +1,4 @@
-"""Images that a model can learn and nobody has to download: a smooth pattern per class, shifted, plus noise."""
+"""Generated images without a download: a smooth pattern per class plus noise."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from lockstep.runs.errors import UserError
 
 
 class SyntheticDataModule(ImageDataModule):
-    """Deterministic: the same numbers give the same pixels on every machine, whatever `seed` is."""
+    """Generated images; the same arguments give the same pixels on every machine, whatever `seed` is."""
 
     own_mean, own_std = (0.5,), (0.18,)
 
@@ -34,7 +34,7 @@ class SyntheticDataModule(ImageDataModule):
         # A smooth pattern for each class, (classes, size, size, channels) of unit variance: sums of a few waves.
         waves = np.cos(np.arange(4)[:, None] * (np.arange(size) + 0.5) / size * np.pi).astype(np.float32)
         weights = generator.standard_normal((self._num_patterns, self.channels, 4, 4)).astype(np.float32)
-        weights[:, :, 0, 0] = 0  # no mean brightness: it would give the class away
+        weights[:, :, 0, 0] = 0  # no mean brightness, which would reveal the class
         patterns = np.einsum("kcij,iy,jx->kyxc", weights, waves, waves)
         patterns /= np.maximum(patterns.std(axis=(1, 2, 3), keepdims=True), 1e-6)
         labels = generator.permutation(np.arange(n) % self._num_patterns)

@@ -50,7 +50,7 @@ def test_classes_and_targets_are_taken_where_the_data_set_has_them(tmp_path):
     assert dm.class_names == ["dark", "light"] and (dm.num_train, dm.num_val, dm.num_test) == (32, 4, 4)
     with pytest.raises(UserError, match="data=dataset needs data.dataset._target_=package.Class"):
         module(tmp_path)
-    with pytest.raises(UserError, match="a label of Shades is no whole number"):
+    with pytest.raises(UserError, match="a label of Shades is not an integer"):
         module(tmp_path, dataset=Shades(targets=["a"] * 40)).prepare()
 
 

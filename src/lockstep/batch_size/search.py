@@ -64,7 +64,7 @@ def next_batch(tried: Mapping[int, float | None], limit: float, bound: float, un
 
     Args:
         tried: peak memory by batch; None where it ran out of memory.
-        bound: the images per device that there are.
+        bound: the number of training images per device.
         unit: every batch is a multiple of it.
     """
     within = sorted((batch, peak) for batch, peak in tried.items() if peak and peak <= limit)

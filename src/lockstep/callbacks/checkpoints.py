@@ -205,7 +205,7 @@ class Checkpoints(pl.Callback):
             files.write_sidecar(path, replace(sidecar, weights_only=weights_only, **written))
 
     def finish_writing(self) -> None:
-        """Wait for the checkpoint that is being written; raise what went wrong with it."""
+        """Wait for the checkpoint that is being written; raise its error."""
         if self._writing:
             (job, trainer, paths), self._writing = self._writing, None
             job.result()

@@ -1,4 +1,4 @@
-"""Epoch, loss, monitored metrics and images per second in a line now and then."""
+"""Log epoch, loss, monitored metrics and images per second in a line from time to time."""
 
 import logging
 import time

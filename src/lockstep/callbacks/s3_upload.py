@@ -53,7 +53,7 @@ class S3Upload(pl.Callback):
             self.uploader.start()
 
     def expect_end(self, seconds: float) -> None:
-        """Send the newest checkpoints at once from now on, because this machine goes in so many seconds."""
+        """Upload the newest checkpoints at once from now on, because this machine stops in so many seconds."""
         self.flush_timeout_s = min(self.flush_timeout_s, seconds)
         if self.uploader is not None:
             self.uploader.intervals_s["last"] = 0.0

@@ -1,4 +1,4 @@
-"""EC2's notice that a spot instance will be taken: save, upload, and end before it is."""
+"""Poll EC2 for a spot interruption notice: save, upload, and exit before the instance is reclaimed."""
 
 import http.client
 import logging
@@ -49,7 +49,7 @@ class SpotNotice(pl.Callback):
             except (OSError, ValueError, http.client.HTTPException) as error:
                 is_none = isinstance(error, urllib.error.HTTPError) and error.code == 404
                 if not is_none and not self.has_complained:
-                    log.info(f"No spot notices can be had ({error}); asking again every {self.interval_s:.0f} s.")
+                    log.info(f"No answer about spot notices ({error}); asking again every {self.interval_s:.0f} s.")
                     self.has_complained = True
             if not notice and ended.wait(self.interval_s):
                 return

@@ -1,4 +1,4 @@
-"""MLflow and trackio as loggers in which a resumed run goes on as one run; wandb's own logger does so by its id."""
+"""Loggers for MLflow and trackio that continue the same run after a resume; wandb's own logger does so by its id."""
 
 from typing import Any
 

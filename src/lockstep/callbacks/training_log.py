@@ -51,7 +51,7 @@ class TrainingLog(pl.Callback):
         self._mark()
 
     def _mark(self, *_: Any) -> None:
-        """Begin to measure; the first batch to come is not waited for."""
+        """Start to measure; the wait for the first batch does not count."""
         self.marked_at, self.marked_step, self.wait_s, self.batch_ended_at = time.monotonic(), self.step, 0.0, 0.0
 
     on_train_epoch_start = _mark

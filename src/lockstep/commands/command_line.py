@@ -45,7 +45,7 @@ def _parse(config_name: str, argv: list[str]) -> tuple[argparse.Namespace, list[
     if options.config_dir:
         folder = Path(options.config_dir).expanduser().resolve()
         if not folder.is_dir():
-            raise UserError(f"--config-dir {options.config_dir} is no folder.")
+            raise UserError(f"--config-dir {options.config_dir} is not a folder.")
         overrides.append(f"hydra.searchpath=[{quoted(f'file://{folder}')}]")
     return options, overrides
 

@@ -72,7 +72,7 @@ def accepted(stored: object, roots: tuple[str, ...], whose: str) -> tuple[dict[s
 
 
 def _accepted_values(there: Config, here: Config, place: str, rejected: dict[str, Any]) -> dict[str, Any]:
-    """Return what `there` says otherwise than `here`, as far as it is accepted."""
+    """Return the accepted values of `there` that differ from `here`."""
     found: dict[str, Any] = {}
     for name, stated in there.items():
         key, own = f"{place}{name}", here.get(name)
@@ -90,7 +90,7 @@ def _accepted_values(there: Config, here: Config, place: str, rejected: dict[str
 
 
 def _is_accepted(key: str, value: object, own: object, *, known: bool) -> bool:
-    """Return whether a value may stand in place of this clone's own, for a key that it may not know."""
+    """Return whether a value of an untrusted config may replace this clone's."""
     if isinstance(value, list | tuple):
         items = [not isinstance(item, list | tuple) and isinstance(item, str) == (key == "tags") for item in value]
         return len(value) <= 64 and all(items) and all(_is_accepted(key, item, "", known=known) for item in value)

@@ -180,7 +180,7 @@ def _options_with(key: str, folders: tuple[Path, ...]) -> list[str]:
 
 
 def missing_option(group: str, name: str, folders: tuple[Path, ...]) -> str | None:
-    """Return the sentence for `model=resnet50`; None if the option exists or `group` is no group."""
+    """Return the sentence for `model=resnet50`; None if the option exists or `group` is not a group."""
     names = [path.stem for path in _files(group, folders)]
     if not group or not names or name in names:
         return None

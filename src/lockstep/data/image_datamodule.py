@@ -40,7 +40,7 @@ CACHE_VERSION = 6
 class ImageDataModule(LightningDataModule):
     """Square images in memory with their targets; a subclass returns them from `read`.
 
-    Works in a bare Trainer: `setup` calls `prepare` and `place` if nobody has. Attributes after `prepare`: class_names,
+    It works in a plain Trainer. Attributes after `prepare`: class_names,
     num_classes, num_train, num_val, num_test, data_hash, splits, left_out, notes (sentences for the log), and
     target_kind: class, labels, number, mask or dict.
 
@@ -109,7 +109,7 @@ class ImageDataModule(LightningDataModule):
         self.use()
 
     def use(self, augmentation: Augmentation | None = None, wanted: Mapping[str, Any] | None = None) -> None:
-        """Set what is known besides the options; before `prepare`.
+        """Set the augmentation and the values of pretrained weights; call it before `prepare`.
 
         Args:
             augmentation: what training does to the images; None: crop and flip.
@@ -130,7 +130,7 @@ class ImageDataModule(LightningDataModule):
         self._pipeline = None if self._crop_flip else chosen.pipeline(self.framing)  # of single images
 
     def identity(self) -> Any:
-        """Return what the images depend on, as JSON values; None: they are read anew by every process.
+        """Return what the images depend on, as JSON values; None: every process reads them.
 
         With an identity the first process on a node keeps the images in `cache_dir`, and the others map them.
         """

@@ -1,4 +1,4 @@
-"""Folders that the first process on a node builds and the others reuse: complete, or absent."""
+"""Folders that the first process on a node builds and the others reuse; a folder is complete or absent."""
 
 import json
 import os
@@ -18,7 +18,7 @@ Content = dict[str, Any]  # JSON values
 def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
     """Return the metadata of a cache folder; the first process builds the folder while others wait.
 
-    A complete folder is read without a lock, so that it may lie on a read-only disk or belong to another user.
+    A complete folder is read without a lock, so that it may be on a read-only disk or belong to another user.
 
     Args:
         build: writes files into an empty folder and returns its metadata.

@@ -110,7 +110,7 @@ def end_of(error: Exception, cluster: Cluster, folder: RunFolder | None) -> int:
             if not cluster.has_agent:
                 record_end(folder, EXIT_INTERRUPTED)
             if error.agreed or not cluster.has_agent:  # else another rank may have failed
-                log.info(f"Interrupted ({error}): resume={folder.run_id} goes on.")
+                log.info(f"Interrupted ({error}): resume={folder.run_id} continues it.")
         return EXIT_INTERRUPTED
     error = no_room(error, folder.path if folder else Path()) or error
     own = rank_error(cluster.rank, error, phase=getattr(error, "phase", None) or phase_of(folder))

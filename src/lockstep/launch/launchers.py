@@ -215,4 +215,4 @@ def _integer(environ: Environ, name: str, default: int | None = None) -> int:
     try:
         return int(stated)
     except ValueError:
-        raise UserError(f"{name}={stated!r} is no whole number.") from None
+        raise UserError(f"{name}={stated!r} is not a whole number.") from None

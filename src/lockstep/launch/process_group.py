@@ -1,4 +1,4 @@
-"""The ranks of one run meet: they wait for each other, run the same code and config, and make the process group."""
+"""Let the ranks of a run meet: wait for all, compare their code and config, and create the process group."""
 
 import errno
 import json
@@ -33,8 +33,9 @@ def meet(
 ) -> Answer:  # fmt: skip
     """Wait for every rank, and return rank 0's decisions on all of them.
 
-    torchrun keeps one store over its restarts, so a rank cannot tell which start a key is of: rank 0 makes up
-    a name, which counts once rank 0 has seen a fresh number of every rank under it and has sent the numbers back.
+    torchrun keeps its store over restarts, so it may hold keys of an earlier start. Rank 0 therefore puts the keys of
+    this start under a random prefix; the meeting counts once rank 0 has read a random number of each rank under the
+    prefix and has sent these numbers back.
 
     Args:
         mine: the code, config and packages of this rank, which must be those of rank 0.
@@ -108,10 +109,10 @@ def _answer(everyone: list[list[Any]], decide: Callable[[], Answer]) -> Answer:
 
 
 def join(cluster: Cluster, device: torch.device, timeout_s: float) -> dist.Store:
-    """Make the default process group of the ranks that have met, or meet first; one rank is a group of its own.
+    """Create the default process group of all ranks, which meet first if they have not; one rank is a group too.
 
     Returns:
-        A store of this start alone: torchrun keeps one over its restarts.
+        A store of this start alone, as torchrun keeps its store over restarts.
     """
     is_cuda = device.type == "cuda"
     if is_cuda:

@@ -151,7 +151,7 @@ def readable(logbook: Path) -> tuple[list[Run], list[str]]:
 
 
 def build(logbook: Path) -> list[str]:
-    """Write all pages of the logbook anew; return a sentence for each folder that cannot be read."""
+    """Write all pages of the logbook again; return a sentence for each folder that cannot be read."""
     runs, errors = readable(logbook)
     for run in runs:
         write_page(run)

@@ -1,4 +1,4 @@
-"""Runs side by side: what was measured, with ratios to the first run, and what differs between them."""
+"""Compare runs side by side: measurements, with ratios to the first run, and differing options."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -50,7 +50,7 @@ HELD_FIXED: dict[str, Callable[[Run], Any]] = {
 
 
 def not_held_fixed(runs: Sequence[Run]) -> str:
-    """Name what a fair comparison holds fixed and these runs do not; empty if there is nothing."""
+    """Name what differs between these runs but not in a fair comparison; empty if nothing does."""
     found = [name for name, read in HELD_FIXED.items() if any(read(run) != read(runs[0]) for run in runs)]
     return f"Not held fixed between these runs: {', '.join(found)}." if found else ""
 

@@ -1,4 +1,4 @@
-"""Runs as their folders hold them, in logs/ and in logbook/, and which run a word of the command line names."""
+"""Read run folders in logs/ and logbook/, and find the run that a word of the command line names."""
 
 import csv
 import html
@@ -46,7 +46,7 @@ class Run:
 
     @property
     def place(self) -> str:
-        """The folder, from the repository if it lies inside."""
+        """The folder, relative to the repository if it is inside."""
         return str(self.folder.relative_to(REPOSITORY) if self.folder.is_relative_to(REPOSITORY) else self.folder)
 
     @property
@@ -92,7 +92,7 @@ class Run:
 
     @cached_property
     def metrics(self) -> dict[str, Curve]:
-        """The columns of metrics.csv over steps, `epoch` and `time_s` among them, without unreadable cells."""
+        """The columns of metrics.csv over steps, including `epoch` and `time_s`, without unreadable cells."""
         head, *rows = list(csv.reader(self.text("metrics.csv").replace("\0", "").splitlines())) or [[]]
         whole = [[_number(cell) for cell in row] for row in rows if len(row) == len(head)]  # a torn row is left out
         columns = dict(zip(head, np.array(whole).T, strict=True)) if whole else {}

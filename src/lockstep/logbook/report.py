@@ -1,6 +1,6 @@
 """One self-contained HTML file with interactive curves of some runs: it opens from a disk, from S3 and on a phone.
 
-Its parts lie in static/: report.html, report.css, report.js, and uPlot (MIT, uPlot.LICENSE).
+Its parts are in static/: report.html, report.css, report.js, and uPlot (MIT, uPlot.LICENSE).
 """
 
 import html
@@ -30,7 +30,7 @@ NO_PANEL = {"epoch", "time_s", "val/correct", "val/images"}
 def report_html(title: str, runs: Sequence[Run]) -> str:
     """Return the whole file; the same runs give the same bytes."""
     data = json.dumps(redact(report_data(runs)), separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    for mark in "<>&@":  # no text of a run may end the script element, or be taken for a part
+    for mark in "<>&@":  # no text of a run may end the script element or look like a placeholder
         data = data.replace(mark, f"\\u{ord(mark):04x}")
     names = ("report.html", "uPlot.min.css", "report.css", "uPlot.iife.min.js", "report.js")
     page, style, own_style, plot, script = ((STATIC / name).read_text(encoding="utf-8") for name in names)

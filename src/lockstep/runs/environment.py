@@ -50,7 +50,7 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
             cuda = ctypes.CDLL("libcuda.so.1")
             return 0 if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) else count.value
         except OSError as error:
-            log.info(f"GPUs cannot be counted ({error}); going on with the CPU.")
+            log.info(f"GPUs cannot be counted ({error}); continuing with the CPU.")
     return 0
 
 

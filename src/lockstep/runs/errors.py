@@ -13,7 +13,7 @@ EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: a checkpoint was saved, starting again goe
 
 
 class UserError(Exception):
-    """An error that the user can mend: one sentence, printed without a traceback; the script ends with exit code 2."""
+    """An error that the user can fix: one sentence, printed without a traceback; the script ends with exit code 2."""
 
 
 class Interrupted(Exception):

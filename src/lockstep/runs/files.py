@@ -1,4 +1,4 @@
-"""Files that are whole or not there, their checksums, and locks that go with the process. Imports no torch."""
+"""Atomic file writes, checksums, and locks that end with the process. Imports no torch."""
 
 import contextlib
 import errno
@@ -74,7 +74,7 @@ def sha256_of(path: Path) -> str:
 
 
 def lock(handle: Any, wait_s: float = math.inf, *, required: bool = False) -> bool:
-    """Take an exclusive lock that goes with the process; False if another holds it for longer than `wait_s`.
+    """Take an exclusive lock that ends with the process; False if another holds it for longer than `wait_s`.
 
     On a disk that has no locks nothing is locked, or with `required` it raises.
     """
@@ -95,7 +95,7 @@ def lock(handle: Any, wait_s: float = math.inf, *, required: bool = False) -> bo
 
 @contextlib.contextmanager
 def locked_file(path: Path, *, required: bool = False) -> Iterator[None]:
-    """Hold `lock` on a file that is there for nothing else, for as long as the block lasts."""
+    """Hold `lock` on a lock file for the duration of the block."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         lock(file, required=required)

@@ -33,7 +33,7 @@ def printable(text: str) -> str:
 
 
 def print_line(text: str, stream: TextIO) -> None:
-    """Print a line; a reader that has closed its end (`… | head`) is no error."""
+    """Print a line; a closed pipe (`… | head`) is not an error."""
     try:
         print(text, file=stream, flush=True)
     except (OSError, ValueError):  # else Python would end with exit code 120
@@ -42,7 +42,7 @@ def print_line(text: str, stream: TextIO) -> None:
 
 
 def say(text: object) -> None:
-    """Print what a script answers."""
+    """Print a result of a script."""
     print_line(printable(str(text)), sys.stdout)
 
 

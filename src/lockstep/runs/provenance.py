@@ -16,7 +16,7 @@ from lockstep.runs.environment import available_cores
 
 
 def project_root() -> Path:
-    """Return the folder that holds configs/ and src/: of this clone, of the running script, or around the work folder.
+    """Return the folder that holds configs/ and src/: of this clone, the running script, or the working directory.
 
     In a project made by make new, lockstep is an installed package, and the script's path tells where the project is.
     """
@@ -103,7 +103,7 @@ class Fingerprint:
     versions: dict[str, str]
 
     def difference(self, first: "Fingerprint", who: str, who_first: str) -> str | None:
-        """Return a sentence on the first thing in which `who` differs from `who_first`, with what mends it."""
+        """Return a sentence on the first thing in which `who` differs from `who_first`, and how to fix it."""
         if self.tree_hash != first.tree_hash:
             code = "code in src, configs or requirements.txt"
             return f"{who} runs with other {code} than {who_first}: make them equal on all nodes."

@@ -1,6 +1,6 @@
-"""SIGTERM, SIGUSR1 (SLURM), SIGHUP (a lost ssh session) and Ctrl-C ask a run to save and end.
+"""Handle SIGTERM, SIGUSR1 (SLURM), SIGHUP (a lost ssh session) and Ctrl-C, which ask a run to save and end.
 
-Before there is anything to save they end it; a second Ctrl-C ends it at once. Imports no torch.
+Before training they end it at once, as a second Ctrl-C always does. Imports no torch.
 """
 
 import os

@@ -104,7 +104,7 @@ def newest_whole(folder: Path, kind: str | None = None) -> Path | None:
             continue
         if (fault := fault_of(path)) is None:
             return path
-        log.info(f"Passed over {path.name}: {fault}.")
+        log.info(f"Skipped {path.name}: {fault}.")
     return None
 
 
@@ -121,7 +121,7 @@ def link(source: Path, target: Path) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove the sidecar first, because what is half removed is no longer complete."""
+    """Remove the sidecar first, so that a partly removed checkpoint does not count as complete."""
     sidecar_path(checkpoint).unlink(missing_ok=True)
     checkpoint.unlink(missing_ok=True)
 

@@ -132,7 +132,7 @@ def fetch(bucket: Bucket, key: str, wanted: Sidecar, folder: Path, kind: str) ->
 def fetch_run(run: Bucket, folder: RunFolder) -> None:
     """Bring a run back from its bucket: its best and its newest checkpoint, its record and curves.
 
-    All of it stays as it is here if nothing in the bucket is newer. A damaged checkpoint in the bucket is passed over;
+    Local files stay if nothing in the bucket is newer. A damaged checkpoint in the bucket is passed over;
     a bucket that cannot be used is an error only where this machine has no whole checkpoint to resume from.
     """
     is_newer = not folder.record.exists()
@@ -149,11 +149,11 @@ def fetch_run(run: Bucket, folder: RunFolder) -> None:
                 except S3Error as error:
                     if error.code not in ("Damaged", "NoSuchKey"):
                         raise
-                    log.info(f"Passed over {run.address(pointer.key)}: {error}.")
+                    log.info(f"Skipped {run.address(pointer.key)}: {error}.")
         for key, size, _ in list(run.list()) if is_newer else ():
             if RECORDED.fullmatch(key) and size <= MAX_FILE_BYTES:  # its config is not trusted: others may write here
                 run.download(key, folder.bucket_config if key == folder.config.name else folder.path / key)
     except S3Error as error:
         if newest_whole(folder.checkpoints) is None:
             raise UserError(f"The run {folder.run_id} cannot be fetched from {run.uri}: {error}.") from None
-        log.info(f"s3: the run cannot be looked up in {run.uri}: {error}; going on with what is here.")
+        log.info(f"s3: the run cannot be looked up in {run.uri}: {error}; continuing with the local files.")

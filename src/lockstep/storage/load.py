@@ -30,7 +30,7 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu", content: io.Byt
     except Exception as error:  # a damaged file makes zipfile, pickle and torch raise nearly anything
         fault = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if fault:
-        raise UserError(f"{path} is no checkpoint that can be loaded safely: {fault}")
+        raise UserError(f"{path} is not a checkpoint that can be loaded safely: {fault}")
     return {**checkpoint, "state_dict": dict(checkpoint["state_dict"])}  # without the versions that torch attaches
 
 

@@ -51,11 +51,11 @@ class Bucket:
 
     @classmethod
     def of(cls, s3: Mapping[str, Any], uri: str | None = None) -> "Bucket":
-        """Take the config's node `s3`, with `uri` in place of its own."""
+        """Return the bucket of the config's node `s3`, at `uri` if it is given."""
         return cls(uri or s3["uri"], s3.get("endpoint_url"))
 
     def at(self, name: str) -> "Bucket":
-        """Return the place of that name below this one."""
+        """Return the place `name` below this one."""
         return replace(self, uri=self.address(name))
 
     @property
@@ -64,7 +64,7 @@ class Bucket:
 
     @property
     def prefix(self) -> str:
-        """The beginning of the keys in the bucket: empty, or ends with a slash."""
+        """The prefix of the keys in the bucket: empty, or ends with a slash."""
         key = self.uri.partition(self.name)[2].strip("/")
         return f"{key}/" if key else ""
 

@@ -25,7 +25,7 @@ SYNCED = ".synced"  # a line for each file that is here whole, with its ETag
 
 
 def sync(uri: str, cache: Path, s3: Mapping[str, Any] | None = None) -> Path:
-    """Return the folder (or the file, if `uri` names an object) that has what lies in the bucket now.
+    """Return the folder (or the file, if `uri` names an object) with the current content of the bucket.
 
     Files whose size and ETag are still those of the bucket stay, also those that a killed process has copied; files
     that are no longer in the bucket are deleted.

@@ -56,7 +56,7 @@ class Ranks(Capabilities, DDPStrategy):
 
     @property
     def launcher(self) -> None:
-        """Lightning starts no ranks, because they exist already."""
+        """Start no ranks, because they exist already."""
 
     def setup_environment(self) -> None:
         """
@@ -72,7 +72,7 @@ class Ranks(Capabilities, DDPStrategy):
         """Keep the module as it is."""
 
     def on_validation_start(self) -> None:
-        """Evaluate with rank 0's buffers, which checkpoints hold: BatchNorm's statistics differ between ranks."""
+        """Evaluate with rank 0's buffers, which checkpoints contain: BatchNorm's statistics differ between ranks."""
         broadcast_from_rank_zero(self.lightning_module.buffers(), self.root_device)
 
     on_test_start = on_validation_start

@@ -154,7 +154,7 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
         return closure()
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Let each peer go through the images in an order of its own."""
+        """Let each peer use its own order of images."""
         if hasattr(dataloader, "seed"):
             dataloader.seed = secrets.randbits(32)
         return dataloader
@@ -190,7 +190,7 @@ def _children_end_with_this_process() -> Iterator[None]:
 
 
 def initialise_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer's state tensors exist, as sharing them needs, by a step after which everything is as before.
+    """Create the optimizer's state tensors, which sharing needs, by a step that changes nothing.
 
     hivemind would do so by a step with the learning rate and weight decay of the run.
     """

@@ -1,4 +1,4 @@
-"""Activation checkpointing: a unit forgets its activations and computes them again in backward.
+"""Activation checkpointing: a unit frees its activations and recomputes them in backward.
 
 Less memory, about a third more time, under every strategy.
 """

@@ -162,7 +162,7 @@ def build_callbacks(
     chosen = [build(node, given) for node in (plan.config["callbacks"] or {}).values() if node]
     for callback in chosen:
         if not isinstance(callback, pl.Callback):
-            raise UserError(f"callbacks: {type(callback).__name__} is no callback of Lightning's.")
+            raise UserError(f"callbacks: {type(callback).__name__} is not a Lightning callback.")
     if any(isinstance(callback, ProgressBar) for callback in chosen):
         chosen = [callback for callback in chosen if not isinstance(callback, Progress)]
     chosen.sort(key=lambda callback: isinstance(callback, Checkpoints))  # last: it saves the states of the others

@@ -1,4 +1,4 @@
-"""Build the data module of a run, and say what a checkpoint keeps of the data."""
+"""Build the data module of a run, and collect the facts about the data that a checkpoint stores."""
 
 import logging
 from pathlib import Path
@@ -35,7 +35,7 @@ def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None
     """Return the data module of one rank: Lockstep's, prepared and placed on the rank, or any of Lightning's.
 
     Args:
-        trained_on: for an evaluation, what the checkpoint says of the data that it was trained on.
+        trained_on: for an evaluation, the checkpoint's facts about its training data.
     Raises:
         UserError: it is not a LightningDataModule, its images are not here, or ranks have other images.
     """
@@ -115,7 +115,7 @@ def copy_from_s3(options: Config, s3: Config) -> dict[str, str]:
 
 
 def data_facts(data: Any) -> DataFacts:
-    """Return what a checkpoint says of the data that it was trained on, as plain values."""
+    """Return the facts about the training data that a checkpoint stores, as plain values."""
     if not hasattr(data, "place"):
         return {key: getattr(data, key) for key in FACTS_OF_ANY if hasattr(data, key)}
     facts = {key: getattr(data, key) for key in (*FACTS_OF_ANY, "mean", "std", "data_hash", "class_counts")}

@@ -1,4 +1,4 @@
-"""A trained net out of its checkpoint alone, for predict.py and export.py; in a notebook also the data of its run."""
+"""Load a trained net from its checkpoint alone, for predict.py and export.py; in a notebook also its data."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,7 @@ class FinishedModel:
 
     @property
     def framing(self) -> Framing:
-        """Return how evaluation makes squares; checkpoints that do not say were trained on squashed images."""
+        """Return the framing of evaluation; checkpoints without `fit` were trained on squashed images."""
         facts = self.facts
         resize = facts.get("resize") or self.config["data"].get("resize") or facts["image_size"]
         stated = {key: facts[key] for key in ("interpolation", "channels") if key in facts}
@@ -64,7 +64,7 @@ class FinishedModel:
 
     @torch.inference_mode()
     def predict(self, images: Tensor) -> Any:
-        """Return what the task's predict_step makes of (B, C, H, W) normalised images; a classifier's probabilities."""
+        """Return predict_step's result for (B, C, H, W) normalised images; a classifier's probabilities."""
         return self.module.predict_step(images, 0)
 
 

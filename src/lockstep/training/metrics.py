@@ -1,4 +1,4 @@
-"""The user's torchmetrics for classes: tried before training, without a score for classes that are absent."""
+"""Torchmetrics of the user: tried before training, and averaged without absent classes."""
 
 import logging
 import warnings

@@ -1,6 +1,6 @@
-"""Parameters for fine-tuning: in groups with a learning rate and a weight decay of their own, or frozen.
+"""Parameters for fine-tuning: groups with their own learning rate and weight decay, or frozen.
 
-Where an option asks for none of it, an optimizer gets the parameters as one group.
+Without such an option, the optimizer gets all parameters as one group.
 """
 
 import math
@@ -23,11 +23,11 @@ Group = dict[str, Any]  # as torch's optimizers take it
 class GroupRules:
     """
     Args:
-        layer_decay: a layer's learning rate over that of the layer after it; the head has the whole.
-        head_lr_factor: of the head's learning rate.
+        layer_decay: ratio of a layer's learning rate to that of the next layer; the head has the full rate.
+        head_lr_factor: factor of the head's learning rate.
         decay_norms: weight decay also on norms, biases, position embeddings and tokens.
     Raises:
-        UserError: a value that is no share or factor.
+        UserError: a value out of its range.
     """
 
     layer_decay: float | None = None
@@ -126,6 +126,8 @@ def freeze(net: nn.Module, stated: str | Sequence[str]) -> None:
     for name, part in net.named_modules():
         own = {f"{name}.{inner}".lstrip(".") for inner, _ in part.named_parameters()}
         for layer in part.modules() if own and own <= frozen else ():
-            if isinstance(layer, BATCH_NORMS):  # whoever sets the net to training: Lightning, timm, a copy for averages
+            if isinstance(
+                layer, BATCH_NORMS
+            ):  # also if Lightning, timm or a copy for averages sets the net to training
                 layer.eval()
                 layer.__dict__["train"] = lambda mode=True, layer=layer: layer

@@ -1,4 +1,4 @@
-"""The ranks of a run from their meeting to their end: hosts, heartbeats, signals."""
+"""Join the ranks of a run, watch for signals and failures, and leave together."""
 
 import contextlib
 import logging
@@ -39,7 +39,7 @@ EXPECTED_WARNINGS = (
     ".*functional.all_gather is deprecated.*",  # Lightning 2.6 on torch 2.14
     ".*default schedule will be overridden.*",  # a profiler of few steps
     ".*GPU available but not used.*",  # trainer=cpu means it
-    ".*`srun` command is available.*",  # whoever starts without it means to
+    ".*`srun` command is available.*",  # a start without srun is intended
     ".*callbacks used to create the checkpoint need to be provided.*",  # the average of weights, at the test
     ".*Found .* module\\(s\\) in eval mode at the start of training.*",
 )
@@ -50,9 +50,9 @@ class RankSession:
     """The objects that this rank shares with the others before its parts are built.
 
     Args:
-        plan: with the checkpoint of rank 0.
-        hosts: of all nodes.
-        hang_dump: with several ranks, the callback that writes the stack of one that hangs.
+        plan: the plan of rank 0, with its checkpoint.
+        hosts: a description of each node.
+        hang_dump: the callback that writes the stack of a rank that hangs; None for a single rank.
         patient_group: a process group of all ranks whose collectives may take a day.
     """
 
@@ -72,7 +72,7 @@ class RankSession:
 
 
 class StartedRanks(LightningEnvironment):
-    """Tells Lightning what the Cluster knows, so that it neither launches nor detects anything by itself."""
+    """Pass the ranks of the Cluster to Lightning, so that it neither starts nor detects any by itself."""
 
     creates_processes_externally = True
 
@@ -132,7 +132,7 @@ def joined_ranks(plan: RunPlan) -> Iterator[RankSession]:
 
 
 def device_of(plan: RunPlan) -> torch.device:
-    """Return the device on which this rank's data lie and its net begins."""
+    """Return the device of this rank's data and of the first layers of its net."""
     stages = plan.trainer.get("stage_devices")
     name = str(stages[0]) if stages else f"cuda:{plan.cluster.local_rank or 0}" if plan.accelerator == "gpu" else "cpu"
     return torch.device("cuda:0" if name == "cuda" else name)

@@ -21,7 +21,7 @@ SHOWN_CLASSES = 5
 
 
 def facts_of(checkpoint: Checkpoint) -> DataFacts:
-    """Return what a checkpoint says of the data that it was trained on; {} if it says nothing."""
+    """Return the facts about the training data in a checkpoint; {} if there are none."""
     own = checkpoint.get("lockstep")
     facts: DataFacts = own.get("data") or {} if isinstance(own, dict) else {}
     return facts
@@ -71,7 +71,7 @@ def check_data_of_run(checkpoint: Checkpoint, facts: DataFacts, folder: RunFolde
 def start_from(module: pl.LightningModule, path: str, model_name: str, data: Config, facts: DataFacts) -> str:
     """Load a checkpoint's weights into the module of a new run.
 
-    The head follows the class names: its rows are sorted anew if the order differs, and a head for other classes starts
+    The head follows the class names: its rows are reordered if the order differs, and a head for other classes starts
     at zero, which gives each class the same logit. Position embeddings are resampled for another image size. Parameters
     outside the net that only one of the two modules has are skipped.
 

@@ -90,7 +90,7 @@ def test_a_service_that_refuses_is_named_once_and_asked_again(server, start, cap
     assert wait_for(lambda: server.asked > 3) and not interruption.reason
     server.code, server.notice = 200, NOTICE
     assert wait_for(lambda: interruption.reason == "spot notice")
-    assert capsys.readouterr().out.count("No spot notices can be had") == 1
+    assert capsys.readouterr().out.count("No answer about spot notices") == 1
 
 
 def test_one_rank_of_a_node_asks_and_none_after_the_training(server, start):

@@ -329,7 +329,7 @@ def test_a_run_comes_back_from_its_bucket(setting, tmp_path, caplog):
     setting.run.write(key, b"tampered")
     third = RunFolder(tmp_path / "third/the-run")
     fetch_run(setting.run, third)
-    assert newest_whole(third.checkpoints).name == "best-step00000010.ckpt" and "Passed over s3://" in caplog.text
+    assert newest_whole(third.checkpoints).name == "best-step00000010.ckpt" and "Skipped s3://" in caplog.text
 
 
 def test_a_run_whose_best_has_weights_alone_comes_back_with_its_last(setting, caplog):
@@ -344,4 +344,4 @@ def test_a_run_whose_best_has_weights_alone_comes_back_with_its_last(setting, ca
     assert newest_whole(there.checkpoints).name == "last-step00000010.ckpt"
     caplog.set_level("INFO")
     fetch_run(away, there)
-    assert "going on with what is here" in caplog.text
+    assert "continuing with the local files" in caplog.text
