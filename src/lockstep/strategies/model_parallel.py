@@ -68,23 +68,19 @@ class Pipeline:
     """The net's forward: micro-batches go through the stages, and the logits return to the first device."""
 
     def __init__(self, groups: list[nn.Module], devices: list[torch.device], micro_batches: int) -> None:
-        self.groups, self.devices, self.micro_batches = groups, devices, micro_batches
+        self.groups, self.micro_batches = groups, micro_batches
+        self.way = [*zip(groups, devices, strict=True), (nn.Identity(), devices[0])]
 
     def __call__(self, images: Tensor) -> Tensor:
         results = []
         for x in images.tensor_split(min(self.micro_batches, len(images))):
-            for group, device in zip(self.groups, self.devices, strict=True):
-                x = moved(x, device)
-                if x.device.type == "cpu" and (weight := next(group.parameters(), None)) is not None:
+            for group, device in self.way:
+                x = x.to(device, non_blocking=device.type != "cpu")  # a CPU would read what has not arrived
+                if device.type == "cpu" and (weight := next(group.parameters(), None)) is not None:
                     x = x.to(weight.dtype)  # a GPU's autocast does not reach a CPU
                 x = group(x)
-            results.append(moved(x, self.devices[0]))
+            results.append(x)
         return torch.cat(results)
-
-
-def moved(x: Tensor, device: torch.device) -> Tensor:
-    """Return x on `device`; a copy to a GPU does not wait, but a CPU would read what has not arrived."""
-    return x.to(device, non_blocking=device.type != "cpu")
 
 
 def cut_into_groups(net: nn.Module, count: int, cut: list[int] | None = None) -> list[nn.Module]:
