@@ -13,23 +13,7 @@ import torch.distributed as dist
 from local_ranks import run_ranks
 from lockstep.runs.errors import UserError
 from lockstep.strategies.base import capabilities
-from strategy_runs import (
-    Batches,
-    Classifier,
-    TinyNet,
-    adamw,
-    difference,
-    fit,
-    mean_losses,
-    one,
-    plain_sgd,
-    ranks,
-    ranks_all,
-    sgd,
-    strategy_of,
-    trainer_of,
-    worst,
-)
+import strategy_runs as tiny
 
 WITHIN = {"own": {"shard_within_node": True}}
 BASIC = [
@@ -38,9 +22,9 @@ BASIC = [
     for settings in ({}, {"accumulate": 2}, {"clip": 0.5}, {"batch_norm": True, "sync_batchnorm": True})
 ]
 FURTHER = [
-    ("fsdp", {"optimizer": partial(adamw, fused=True), "clip": 0.5}),
-    ("fsdp", {"optimizer": partial(adamw, foreach=True)}),
-    ("fsdp", {"optimizer": partial(sgd, foreach=True)}),
+    ("fsdp", {"optimizer": partial(tiny.adamw, fused=True), "clip": 0.5}),
+    ("fsdp", {"optimizer": partial(tiny.adamw, foreach=True)}),
+    ("fsdp", {"optimizer": partial(tiny.sgd, foreach=True)}),
     *((name, {"recompute": True, "accumulate": 2}) for name in ("ddp", "allreduce", "fsdp")),
     ("fsdp", {"own": {"reshard_after_forward": False}}),
 ]
@@ -49,15 +33,15 @@ FURTHER = [
 @pytest.mark.parametrize(
     ("world_size", "nodes", "every"),
     [
-        (2, 1, [*BASIC, ("fsdp", {"optimizer": adamw})]),
+        (2, 1, [*BASIC, ("fsdp", {"optimizer": tiny.adamw})]),
         pytest.param(2, 1, FURTHER, marks=pytest.mark.slow),
         pytest.param(4, 2, [("fsdp", {**WITHIN, "accumulate": 2, "clip": 0.5})], marks=pytest.mark.slow),
     ],
 )
 def test_equals_one_process_in_float64(world_size, nodes, every):
-    for (name, settings), found in zip(every, ranks_all(world_size, every, nodes), strict=True):
+    for (name, settings), found in zip(every, tiny.ranks_all(world_size, every, nodes), strict=True):
         same = {key: settings[key] for key in ("clip", "optimizer", "batch_norm") if key in settings}
-        assert difference(found, one(**same), settings.get("accumulate", 1)) < 1e-12, (name, settings)
+        assert tiny.difference(found, tiny.one(**same), settings.get("accumulate", 1)) < 1e-12, (name, settings)
 
 
 def scale(trainer):
@@ -69,12 +53,12 @@ def test_low_precision_stays_close_keeps_float32_weights_and_skips_an_overflow_o
     runs = [("fsdp", {"precision": p, "batch_norm": norm, "sync_batchnorm": norm}) for p, norm in cases]
     scaled = {"precision": "16-mixed", "inspect": scale}
     overflow = [("fsdp", {**scaled, "steps": 6, "overflow_at": 5}), ("fsdp", {**scaled, "steps": 5})]
-    *close, skipped, without = ranks_all(2, [*runs, *overflow])
+    *close, skipped, without = tiny.ranks_all(2, [*runs, *overflow])
     for (_, norm), found in zip(cases, close, strict=True):
-        expected = one(precision="32-true", batch_norm=norm)
-        np.testing.assert_allclose(mean_losses(found), expected["losses"], rtol=5e-3)
+        expected = tiny.one(precision="32-true", batch_norm=norm)
+        np.testing.assert_allclose(tiny.mean_losses(found), expected["losses"], rtol=5e-3)
         assert {str(w.dtype) for w in found[0]["weights"].values()} <= {"float32", "int64"}
-    assert worst(skipped[0]["weights"], without[0]["weights"]) == 0
+    assert tiny.worst(skipped[0]["weights"], without[0]["weights"]) == 0
     assert [r["inspect"] for r in skipped] == [32768.0] * 2 and [r["inspect"] for r in without] == [65536.0] * 2
 
 
@@ -86,14 +70,14 @@ def describe_shards(trainer):
 
 
 def test_each_rank_keeps_its_part_of_weights_and_optimizer_state():
-    parts = [r["inspect"] for r in ranks("fsdp", 2, steps=1, inspect=describe_shards)]
+    parts = [r["inspect"] for r in tiny.ranks("fsdp", 2, steps=1, inspect=describe_shards)]
     assert sum(own for own, *_ in parts) == parts[0][2] and max(own for own, *_ in parts) < 0.55 * parts[0][2]
     assert all(own == momentum for own, momentum, *_ in parts)
 
 
 @pytest.mark.slow
 def test_shard_within_node_replicates_over_nodes():
-    parts = [r["inspect"] for r in ranks("fsdp", 4, 2, steps=1, inspect=describe_shards, **WITHIN)]
+    parts = [r["inspect"] for r in tiny.ranks("fsdp", 4, 2, steps=1, inspect=describe_shards, **WITHIN)]
     assert parts[:2] == parts[2:] and parts[0][3] == (2, 2)
     assert parts[0][0] + parts[1][0] == parts[0][2]
 
@@ -116,21 +100,21 @@ def communication(cluster):
     for name in ("allreduce", "fsdp"):
         for accumulate in (1, 4):
             reduced.clear()
-            fit(cluster, name, steps=3, accumulate=accumulate)
+            tiny.fit(cluster, name, steps=3, accumulate=accumulate)
             result[name, accumulate] = sum(1 for tensor in reduced if tensor.dim() > 0)  # but the validation loss
-    trainer, module = trainer_of(cluster, "ddp"), Classifier(TinyNet(batch_norm=True), plain_sgd)
-    trainer.fit(module, Batches(1, cluster.rank, cluster.world_size, 1))
+    trainer, module = tiny.trainer_of(cluster, "ddp"), tiny.Classifier(tiny.TinyNet(batch_norm=True), tiny.plain_sgd)
+    trainer.fit(module, tiny.Batches(1, cluster.rank, cluster.world_size, 1))
     buffers = {buffer.data_ptr() for buffer in module.buffers()}
     for batches in (1, 5):
         broadcast.clear()
-        trainer.validate(module, Batches(batches, cluster.rank, cluster.world_size, 1), verbose=False)
+        trainer.validate(module, tiny.Batches(batches, cluster.rank, cluster.world_size, 1), verbose=False)
         result["buffers", batches] = sum(1 for tensor in broadcast if tensor.data_ptr() in buffers)
     for name in ("ddp", "allreduce", "fsdp"):  # each rank begins with other weights, and no step changes them
         torch.manual_seed(0)
-        expected = TinyNet().double().state_dict()
+        expected = tiny.TinyNet().double().state_dict()
         torch.manual_seed(cluster.rank)
-        module = Classifier(TinyNet(), functools.partial(torch.optim.SGD, lr=0.0))
-        trainer_of(cluster, name).fit(module, Batches(1, cluster.rank, cluster.world_size, 1))
+        module = tiny.Classifier(tiny.TinyNet(), functools.partial(torch.optim.SGD, lr=0.0))
+        tiny.trainer_of(cluster, name).fit(module, tiny.Batches(1, cluster.rank, cluster.world_size, 1))
         for key, found in module.net.state_dict().items():
             whole = found.full_tensor() if name == "fsdp" else found
             assert torch.equal(whole, expected[key]), (name, key)
@@ -146,19 +130,19 @@ def test_ranks_exchange_each_gradient_once_a_step_buffers_once_an_evaluation_and
 
 def test_ddp_rounds_gradients_to_sixteen_bits_only_where_asked():
     kinds = [("ddp", {"precision": "32-true", "own": {"gradient_dtype": kind}}) for kind in ("bfloat16", "float16")]
-    expected = one(precision="32-true")
-    bfloat16, float16 = (difference(found, expected) for found in ranks_all(2, kinds))
+    expected = tiny.one(precision="32-true")
+    bfloat16, float16 = (tiny.difference(found, expected) for found in tiny.ranks_all(2, kinds))
     assert 1e-5 < float16 < bfloat16 < 0.03
     with pytest.raises(UserError, match="gradient_dtype=half: give float32, bfloat16, float16"):
-        strategy_of("ddp", gradient_dtype="half")
+        tiny.strategy_of("ddp", gradient_dtype="half")
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_in_a_plain_script_that_nobody_started_with_ranks_they_say_so(name):
     own = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
-    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy_of(name), **own)
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=tiny.strategy_of(name), **own)
     with pytest.raises(UserError, match="needs ranks: start this script with torchrun"):
-        trainer.fit(Classifier(TinyNet(), sgd), Batches(1, 0, 2, 1), Batches(1, 0, 2, 1))
+        trainer.fit(tiny.Classifier(tiny.TinyNet(), tiny.sgd), tiny.Batches(1, 0, 2, 1), tiny.Batches(1, 0, 2, 1))
 
 
 def running_mean(trainer):
@@ -167,7 +151,7 @@ def running_mean(trainer):
 
 def test_batchnorm_of_rank_zero_is_evaluated_everywhere():
     settings = {"batch_norm": True, "steps": 2, "inspect": running_mean}
-    for found in ranks_all(2, [(name, settings) for name in ("fsdp", "ddp", "allreduce")]):
+    for found in tiny.ranks_all(2, [(name, settings) for name in ("fsdp", "ddp", "allreduce")]):
         np.testing.assert_array_equal(found[0]["inspect"], found[1]["inspect"])
 
 
