@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import strategy_runs as tiny
 from local_ranks import run_ranks
 from lockstep.runs.errors import UserError
 from lockstep.strategies.base import capabilities
-import strategy_runs as tiny
 
 WITHIN = {"own": {"shard_within_node": True}}
 BASIC = [
