@@ -89,7 +89,9 @@ def prepared_data(config: Config, stated: Config, stage: str = "fit") -> Any:
         data.stage = stage
         model = resolve_target(config["model"]["_target_"], "model._target_")
         own = {key: value for key, value in config["model"].items() if key != "_target_"}
-        wanted = model.wanted_images(**own) if hasattr(model, "wanted_images") else {}
+        task = config["task"]
+        takes_model = "net" in options_of(resolve_target(task["_target_"], "task._target_"))[0] and "net" not in task
+        wanted = model.wanted_images(**own) if takes_model and hasattr(model, "wanted_images") else {}
         resolve_target(config["augmentation"].get("_target_"), "augmentation._target_")
         data.use(build(config["augmentation"]), wanted)
         data.prepare()

@@ -14,7 +14,7 @@ from lockstep.runs.batch import Batch
 from lockstep.runs.errors import UserError
 from lockstep.runs.folder import RunFolder
 from lockstep.training.build import build_loggers, build_strategy
-from lockstep.training.build_data import check_same_data
+from lockstep.training.build_data import check_same_data, prepared_data
 from lockstep.training.weights import check_data_of_run
 from runs import run_door, succeed
 
@@ -129,3 +129,14 @@ def test_tensorboard_and_the_table_show_each_step_once_over_all_restarts(tmp_pat
         (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 105.0), (6, 106.0), (7, 107.0), (8, 108.0)
     ]  # fmt: skip
     assert [line.split(",")[0] for line in folder.metrics.read_text().splitlines()[1:]] == list("12345678")
+
+
+@pytest.mark.parametrize(("task", "from_weights"), [("tasks.classifier.ImageClassifier", 4), ("plain_task.Small", 0)])
+def test_the_weights_of_a_model_that_the_task_does_not_take_say_nothing_of_its_images(task, from_weights, tmp_path):
+    config = {
+        "task": {"_target_": task}, "model": {"_target_": "models.timm.TimmModel", "name": "resnet18"}, "seed": 0,
+        "augmentation": {"_target_": "lockstep.data.augmentation.CropFlip"}, "s3": {},
+    }  # fmt: skip
+    images = {"crop_pct": "auto", "interpolation": "auto", "mean": "auto", "std": "auto"}
+    data = prepared_data(config, {"_target_": "data.digits.DigitsDataModule", "cache_dir": tmp_path, **images})
+    assert len(data.settings.from_weights) == from_weights
