@@ -16,6 +16,7 @@ from lockstep.data.listing import (
     group_of,
     local_root,
     ordered_classes,
+    splits_in,
 )
 from lockstep.runs.errors import UserError
 
@@ -46,6 +47,11 @@ class ImageFolderDataModule(ListedDataModule):
         splits = {name: SPLIT_OF[name.lower()] for name in tree if name.lower() in SPLIT_OF and tree[name]}
         if TRAIN not in splits.values() and len(splits) < len(tree):
             splits = {}
+        if len(tree) > 1 and not any(tree.values()) and all(name.lower() in SPLIT_OF for name in tree):
+            folders = ", ".join(sorted(tree))
+            raise UserError(f"{root}: {folders} hold no class folders: make {root}/train/<class>/, or use data=csv.")
+        if not splits and all(map(splits_in, tree)):  # as train_images/ beside test_images/
+            splits = {name: splits_in(name)[0] for name, inner in tree.items() if inner}
         for name in tree.keys() - splits.keys() if splits else ():
             why = "it holds no class folders" if name.lower() in SPLIT_OF else f"splits are named {', '.join(SPLIT_OF)}"
             notes.append(f"{root / name} is left out: {why}.")

@@ -5,7 +5,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class CSVDataModule(ListedDataModule):
 
     def __init__(
         self, *, root: str | Path | None = None, images: str | Path | None = None, path_column: str = "path",
-        label_column: str = "label", label_columns: Sequence[str] | None = None, split_column: str = "split",
+        label_column: str = "label", label_columns: Sequence[str] | None = None, split_column: str | None = "split",
         **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(**options)
@@ -57,7 +57,7 @@ class CSVDataModule(ListedDataModule):
         self._columns, self._label_columns = (path_column, label_column, split_column), list(label_columns or [])
 
     def list_images(self) -> ImageList:
-        table, several, left_out = self._table, self._label_columns, LeftOut()
+        table, several, left_out, notes = self._table, self._label_columns, LeftOut(), []
         first: dict[str, tuple[int, Item]] = {}  # of each path, with its line
         try:
             data = table.read_bytes()
@@ -68,7 +68,11 @@ class CSVDataModule(ListedDataModule):
             path = column_of(table, names, self._columns[0], "path_column")
             labels = [column_of(table, names, column, "label_columns") for column in several]
             labels = labels or [column_of(table, names, self._columns[1], "label_column")]
-            split = column_of(table, names, self._columns[2])
+            split = column_of(table, names, self._columns[2]) if self._columns[2] else ""
+            if self._columns[2] and not split and (split := _split_like(rows, names, {path, *labels})):
+                notes.append(f"the column {split} tells training and test images (data.split_column=null ignores it)")
+            rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+            next(rows, [])
             for cells in rows:
                 line, row = rows.line_num, dict(zip(names, map(str.strip, cells)))
                 where = f"{table}, line {line}"
@@ -80,7 +84,8 @@ class CSVDataModule(ListedDataModule):
                     raise UserError(f"{where}: a path and a label are needed.")
                 part = row[split].lower() if split else "train"
                 if part not in SPLIT_OF:
-                    raise UserError(f"{where}: the split is {part or 'empty'}: give one of {', '.join(SPLITS)}.")
+                    ways = f"give one of {', '.join(SPLITS)}, or data.split_column=null to ignore the column {split}"
+                    raise UserError(f"{where}: the split is {part or 'empty'}: {ways}.")
                 name, label = row[path], [row[column] for column in labels] if several else row[labels[0]]
                 if "\\" in name and not (self._folder / name).exists():  # written on Windows
                     name = name.replace("\\", "/")
@@ -96,10 +101,23 @@ class CSVDataModule(ListedDataModule):
                     raise UserError(f"{table}, lines {earlier} and {line}: {name} is {found}: give one.")
                 if same is not item:
                     left_out.setdefault("repeated lines", []).append(f"line {line}: {name}")
-        except (OSError, csv.Error, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise UserError(f"data.root={table} cannot be read ({error.strerror}): give a CSV file.") from None
+        except (csv.Error, UnicodeDecodeError) as error:
             raise UserError(f"data.root={table} is no CSV file in UTF-8 or UTF-16 ({error}).") from None
         items = [item for _, item in first.values()]
-        return ImageList(self._folder, items, left_out=left_out, target=self.target, label_columns=several)
+        return ImageList(self._folder, items, left_out=left_out, notes=notes, target=self.target, label_columns=several)
+
+
+def _split_like(rows: Iterable[Sequence[str]], names: Sequence[str], others: Collection[str]) -> str:
+    """Return the column whose values are all names of splits, of several, or "" where there is none."""
+    values: list[set[str]] = [set() for _ in names]
+    for cells in rows:
+        for found, cell in zip(values, cells):
+            if len(found) <= len(SPLIT_OF):  # enough to tell
+                found.add(cell.strip().lower())
+    likely = (name for name, found in zip(names, values) if found <= SPLIT_OF.keys() and len(found) > 1)
+    return next((name for name in likely if name not in others), "")
 
 
 class ParquetDataModule(ShardedDataModule):
@@ -117,17 +135,19 @@ class ParquetDataModule(ShardedDataModule):
     ) -> None:  # fmt: skip
         super().__init__(**options)
         self._image_column, self._label_column, self.label_columns = image_column, label_column, label_columns or []
-        self.shard_options = [image_column, label_column, list(self.label_columns), self.target, self.group]
+        self.shard_options = [image_column, label_column, list(self.label_columns), self.target, self.group, "split"]
 
     def read_shard(self, path: Path, folder: Path) -> Content:
         from pyarrow import ArrowException, parquet
 
         items: list[tuple[str, Any, int, int, str | None]] = []
+        parts: list[str] = []
         try:
             with parquet.ParquetFile(path) as file, (folder / ENCODED).open("wb") as out:
                 image, labels, class_names = self._columns_of(path, file.schema_arrow)
                 group = [self.group] if self.group in file.schema_arrow.names else []
-                for batch in file.iter_batches(ROWS, columns=[*{image, *labels, *group}]):
+                split = [name for name in [column_of(path, file.schema_arrow.names, "split")] if name]
+                for batch in file.iter_batches(ROWS, columns=[*{image, *labels, *group, *split}]):
                     for row in batch.to_pylist():
                         name, start = f"row {len(items)}", out.tell()
                         data = _encoded(row[image], f"{path}, {name}: {image}", path.parent)
@@ -135,10 +155,16 @@ class ParquetDataModule(ShardedDataModule):
                         if self.target == "class" and not self.label_columns:
                             label = _class_of(label, f"{path}, {name}: {labels[0]}", class_names)
                         items.append((name, label, start, out.write(data), str(row[group[0]]) if group else None))
+                        parts += [str(row[column]).strip().lower() for column in split]
         except ArrowException as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"{path} is no parquet file, or cut off ({reason}): repair or remove it.") from None
-        return {"items": items, "data": ENCODED, "left_out": {}}
+        if unknown := {part for part in parts if part not in SPLIT_OF}:
+            if unknown < set(parts):
+                row = min(map(parts.index, unknown))
+                raise UserError(f"{path}, row {row}: {split[0]} is {parts[row]}: give one of {', '.join(SPLITS)}.")
+            parts = []  # the column is about something else
+        return {"items": items, "data": ENCODED, "left_out": {}, "splits": [SPLIT_OF[part] for part in parts]}
 
     def _columns_of(self, path: Path, schema: Any) -> tuple[str, list[str], list[str]]:
         """Return the names of the columns of images and labels, and of the classes, as stated or declared."""
@@ -168,11 +194,11 @@ def _encoded(image: Any, where: str, folder: Path) -> bytes:
     """Return the bytes of one image, which may lie in a file beside the table."""
     value = (image.get("bytes") or image.get("path")) if isinstance(image, Mapping) else image
     if isinstance(value, str):
-        if not (folder / value).is_file():
-            raise UserError(f"{where} names {value}, and there is no file {folder / value}.")
+        if not os.path.isfile(folder / value):  # Path.is_file raises for a name that is too long
+            raise UserError(f"{where} names {value[:100]}, and there is no file of that name in {folder}.")
         return (folder / value).read_bytes()
-    if not value:
-        raise UserError(f"{where} holds no image.")
+    if not value or not isinstance(value, bytes):
+        raise UserError(f"{where} holds no image{f', but a {type(value).__name__}' if value else ''}.")
     return value
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import tarfile
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -12,7 +11,7 @@ from typing import Any
 
 from lockstep.data.decoding import SUFFIXES, progress
 from lockstep.data.listed_datamodule import ListedDataModule
-from lockstep.data.listing import SPLIT_OF, TRAIN, ImageList, Item, LeftOut, files_below, group_of, local_root
+from lockstep.data.listing import TRAIN, ImageList, Item, LeftOut, files_below, group_of, local_root, splits_in
 from lockstep.data.node_cache import Content, cached, file_identity
 from lockstep.runs.errors import UserError
 
@@ -39,7 +38,7 @@ class ShardedDataModule(ListedDataModule):
 
         items: for each image its name in the file, its label (text, or a list of numbers), first byte, size, and group
         if `group` is a column, else None; left_out; data: the file that it wrote into `folder`, of the cache, with
-        images that cannot be read in place, else None.
+        images that cannot be read in place, else None; splits: those of images in a file to train on, if a column says.
         """
         raise NotImplementedError
 
@@ -52,9 +51,10 @@ class ShardedDataModule(ListedDataModule):
             kept = self.cache_folder([identity, self.shard_options])
             shard = cached(kept, partial(self.read_shard, path))
             file = str(kept / shard["data"] if shard["data"] else path)
-            for inner, label, start, size, group in shard["items"]:
+            for i, (inner, label, start, size, group) in enumerate(shard["items"]):
                 group = group_of(self.group, inner) if self.group and group is None else group
-                items.append(Item(f"{name}: {inner}", label, split, size, identity[2], group, file, start))
+                part = shard["splits"][i] if split == TRAIN and shard.get("splits") else split
+                items.append(Item(f"{name}: {inner}", label, part, size, identity[2], group, file, start))
             for reason, names in shard["left_out"].items():
                 left_out.setdefault(reason, []).extend(f"{name}: {inner}" for inner in names)
         return ImageList(folder, items, left_out=left_out, target=self.target, label_columns=self.label_columns)
@@ -76,10 +76,8 @@ class ShardedDataModule(ListedDataModule):
         for split, pattern in enumerate(self._patterns):
             if pattern and fnmatchcase(str(path).lower(), pattern.lower()):
                 return split
-        parts = "/".join(reversed(path.parts)).lower()  # the file's own name first
-        words = [re.sub("(set|data|split)$", "", word) for word in re.split("[^a-z]+", parts)]
-        found = [SPLIT_OF[word] for word in words if word in SPLIT_OF and self._patterns[SPLIT_OF[word]] is None]
-        return found[0] if found else None
+        parts = "/".join(reversed(path.parts))  # the file's own name first
+        return next((found for found in splits_in(parts) if self._patterns[found] is None), None)
 
 
 def from_hub(address: str, suffix: str, cache: Path) -> Path:

@@ -82,6 +82,15 @@ def test_splits_by_any_of_their_names(tmp_path, val):
     assert (*counts(dm), dm.class_names) == (12, 4, 6, ["a", "b"])
 
 
+@pytest.mark.parametrize("parts", [("train_images", "test_images"), ("trainset", "testset"), ("train2017", "Test ")])
+def test_splits_by_a_word_of_their_names(tmp_path, parts):
+    for part in parts:
+        write(tmp_path / "set" / part, {"a": 12, "b": 9})
+    assert prepared(tmp_path, tmp_path / "set").counts_per_split["test"] == [12, 9]
+    with pytest.raises(UserError, match="test, train hold no class folders"):
+        prepared(tmp_path, write(tmp_path / "flat", {"train": 6, "test": 6}))
+
+
 def test_a_folder_beside_train_that_is_no_split_is_named(tmp_path):
     write(tmp_path / "set" / "train", {"a": 6, "b": 6})
     write(tmp_path / "set" / "extra", {"a": 2})

@@ -73,6 +73,15 @@ def test_columns_and_splits_by_other_names_between_other_delimiters(header, val,
     assert facts(csv_module(table(pictures / "list.csv", rows(split), header, **dialect), tmp_path)) == USUAL
 
 
+def test_a_column_of_splits_by_any_name_counts_unless_it_is_excluded(pictures, tmp_path):
+    root = table(pictures / "list.csv", rows(), ["path", "label", "usage"])
+    dm = csv_module(root, tmp_path)
+    assert facts(dm) == USUAL and "the column usage tells" in dm.notes[0]
+    assert facts(csv_module(root, tmp_path, split_column=None, test_fraction=0.25))[:3] == (16, 2, 6)
+    with pytest.raises(UserError, match=r"none.csv cannot be read \(No such file or directory\)"):
+        csv_module(pictures / "none.csv", tmp_path).prepare()
+
+
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le with a mark"])
 def test_other_encodings(encoding, pictures, tmp_path):
     root = table(pictures / "list.csv", rows(label=lambda i: ["blau", "rötlich"][i % 2]))
@@ -110,6 +119,7 @@ BAD = {
     "has no images": "path,label\n",
     "the class red has no image to train on": "path,label,split\n00.png,blue,train\n03.png,red,test\n",
     "is no CSV file in UTF-8 or UTF-16": "path,label\n00.png,\udce4\n",
+    "line 2: the split is 0: .* data.split_column=null to ignore the column fold": "path,label,fold\n00.png,red,0\n",
 }
 
 
@@ -278,3 +288,31 @@ def test_a_data_set_of_the_hub_is_fetched_and_has_its_layout(tmp_path, monkeypat
     assert (2 - images.mean((2, 3)).argmax(1)).tolist() == labels.tolist()  # blue, green, red
     with pytest.raises(UserError, match="hf://datasets/me/nothing cannot be fetched .OSError: no such data set"):
         parquet_module("hf://datasets/me/nothing", tmp_path)
+
+
+def test_a_split_column_of_a_parquet_file_counts(tmp_path):
+    def write_parts(parts):
+        parquet.write_table(arrow(4).append_column("Split", [parts]), tmp_path / "all.parquet")
+        return parquet_module(tmp_path / "all.parquet", tmp_path)
+
+    assert counts(write_parts(["train"] * 6 + ["Validation"] * 3 + ["test"] * 3)) == (6, 3, 3)
+    assert counts(write_parts(["en"] * 12)) == (6, 3, 3)  # of something else: drawn
+    with pytest.raises(UserError, match="row 4: Split is extra: give one of train, val, test"):
+        write_parts(["train"] * 4 + ["extra"] * 8).prepare()
+
+
+@pytest.mark.parametrize(
+    ("said", "columns", "options"),
+    [
+        ("row 0: image holds no image, but a list", {"image": [[picture] for picture in PICTURES]}, {}),
+        (r"row 0: the target \[0, 1\] is no number", {"label": [[0, 1]] * 24}, {"target": "number"}),
+        (r"row 0: the target \[\[0, 1\]\] is no number", {"label": [[0, 1]] * 24}, {"label_columns": ["label"]}),
+        ("row 0: the target inf is no number", {"label": [np.inf] * 24}, {"target": "number"}),
+        ("row 0: image names (iVBO){25}, and there is", {"image": ["iVBO" * 200] * 24}, {"image_column": "image"}),
+    ],
+)
+def test_a_value_of_another_kind_is_named(said, columns, options, tmp_path):
+    root = tmp_path / "all.parquet"
+    parquet.write_table(pa.table({"image": PICTURES, "label": [0, 1] * 12} | columns), root)
+    with pytest.raises(UserError, match=said):
+        parquet_module(root, tmp_path, **options).prepare()

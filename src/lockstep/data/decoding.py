@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from lockstep.data.framing import Framing
 from lockstep.runs.errors import UserError
@@ -61,6 +61,8 @@ def open_image(file: Path | bytes, channels: int, *, name: object = None) -> Ima
                 image = image.convert("RGBA")
                 image = Image.alpha_composite(Image.new("RGBA", image.size, BACKGROUND), image)
             return image.convert("L" if channels == 1 else "RGB")
+    except UnidentifiedImageError:
+        raise CorruptImage(f"{name} cannot be decoded (it is no image of a known format)") from None
     except Exception as error:  # a damaged file makes Pillow raise nearly anything
         raise CorruptImage(f"{name} cannot be decoded ({error})") from None
 

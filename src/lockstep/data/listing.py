@@ -88,7 +88,8 @@ class ImageList:
         if self.has_masks:
             self.targets = np.zeros(len(items), np.int64)
         elif label_columns or target == "number":
-            self.targets = np.array([_number(folder, item) for item in items], np.float32)
+            shape = (len(label_columns),) if label_columns else ()
+            self.targets = np.array([_number(folder, item, shape) for item in items], np.float32)
         else:
             tidy = tidy_labels(set(labels))
             self.class_names = ordered_classes(tidy.values())
@@ -139,9 +140,10 @@ class ImageList:
         return fingerprint([[os.fsdecode(name) for name in self._names], self.size.tolist()])
 
 
-def _number(folder: Path, item: Item) -> np.ndarray:
+def _number(folder: Path, item: Item, shape: tuple[int, ...]) -> np.ndarray:
     with suppress(TypeError, ValueError):
-        if not np.isnan(number := np.asarray(item.label, np.float32)).any():
+        number = np.asarray(item.label, np.float32)
+        if np.isfinite(number).all() and number.shape == shape:
             return number
     raise UserError(f"{folder / item.name}: the target {str(item.label)[:50]} is no number.")
 
@@ -153,6 +155,12 @@ def tidy_labels(labels: Iterable[str]) -> dict[str, str]:
     if all(WHOLE_NUMBER.fullmatch(name) for name in tidy.values()):
         return {label: name.partition(".")[0] for label, name in tidy.items()}
     return {label: unicodedata.normalize("NFC", name) for label, name in tidy.items()}
+
+
+def splits_in(name: str) -> list[int]:
+    """Return the splits that words of a name say, as of train_images, testset or val-0."""
+    words = (re.sub("(set|data|split)$", "", word) for word in re.split("[^a-z]+", name.lower()))
+    return [SPLIT_OF[word] for word in words if word in SPLIT_OF]
 
 
 def ordered_classes(names: Iterable[str]) -> list[str]:

@@ -70,6 +70,12 @@ def test_sixteen_bits_keep_their_shades(tmp_path, suffix):
         assert np.array_equal(found, np.repeat(np.round(shades / 257)[..., None], framing.channels, 2))
 
 
+def test_a_text_named_jpg_is_named(tmp_path):
+    (tmp_path / "a.jpg").write_text("no image")
+    with pytest.raises(CorruptImage, match=r"a.jpg cannot be decoded \(it is no image of a known format\)"):
+        open_image((tmp_path / "a.jpg").read_bytes(), 3, name=tmp_path / "a.jpg")
+
+
 def test_thirty_two_bits_are_refused(tmp_path):
     Image.fromarray(np.ones((9, 9), np.float32)).save(tmp_path / "x.tif")
     with pytest.raises(CorruptImage, match="x.tif cannot be decoded .32 bits per pixel"):
