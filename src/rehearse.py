@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.commands.command_line import run_script
-from lockstep.config.compose import plain
+from lockstep.config.compose import plain, typed_overrides
 from lockstep.config.schema import key_of
 from lockstep.runs.environment import environment
 from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
@@ -149,7 +149,7 @@ def main(argv: list[str]) -> int:
 
         found = set()
         with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-            for word, text in lines(plain(cfg), list(cfg.hydra.overrides.task), capability, Path(folder), run_train):
+            for word, text in lines(plain(cfg), typed_overrides(cfg), capability, Path(folder), run_train):
                 log.info(f"{word:7} {text}")
                 found.add(word)
         failed = "FAILED" in found

@@ -53,7 +53,7 @@ def compose(config_name: str, overrides: list[str], stored: Config | None = None
     rest = [word for word in words if not (word.startswith("~") and word in before)]  # the run has removed it already
     cfg = _compose(config_name, [*own, *rest], folders)
     if own and stored:
-        cfg.hydra.overrides.task = [*merge.overrides_of(stored, rest, named), *cfg.hydra.overrides.task[len(own) :]]
+        cfg.hydra.overrides.task = [*merge.overrides_of(stored, rest, named), *typed_overrides(cfg)[len(own) :]]
     if words or own:
         chosen = {key: name for key, name in chosen_options(cfg).items() if name and key not in ("experiment", "debug")}
         options = _of_choices(config_name, (*search, *(f"{key}={name}" for key, name in chosen.items())))
@@ -87,7 +87,7 @@ def _drop_options_of_another_class(cfg: Any, options: Any) -> None:
     """Remove what the chosen option says of its class if task._target_= or data._target_= names another one."""
     from omegaconf import open_dict
 
-    typed = {key_of(word) for word in cfg.hydra.overrides.task}
+    typed = {key_of(word) for word in typed_overrides(cfg)}
     for group in ("task", "data"):
         own, default = cfg[group], unresolved(options)[group]
         if (target := own.get("_target_")) and target != default.get("_target_"):
@@ -208,7 +208,15 @@ def plain(cfg: Any, *, resolve: bool = True) -> dict[str, Any]:
 
 def whole_config(cfg: Any) -> dict[str, Any]:
     """Return the plain config with `choices` (the option of each group) and `overrides` (of the command line)."""
-    return {**plain(cfg), "choices": chosen_options(cfg), "overrides": list(cfg.hydra.overrides.task)}
+    return {**plain(cfg), "choices": chosen_options(cfg), "overrides": typed_overrides(cfg)}
+
+
+def typed_overrides(cfg: Any) -> list[str]:
+    """Return the overrides as they were typed: interpolations are of their key and not of Hydra's list."""
+    from omegaconf import OmegaConf
+
+    found: Any = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)
+    return found
 
 
 def chosen_options(cfg: Any) -> Config:

@@ -57,7 +57,7 @@ def new_run_id() -> str:
 
 def checked_run_id(run_id: str) -> str:
     """Return the same id; raise UserError if it could leave its folder or prefix."""
-    if not RUN_ID_PATTERN.fullmatch(run_id) or ".." in run_id:
+    if not RUN_ID_PATTERN.fullmatch(str(run_id)) or ".." in run_id:
         raise UserError(
             f"run_id={run_id!r} cannot name a folder: use letters, digits, '.', '_' and '-' (no '..'), at most 100."
         )

@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.commands.command_line import run_script
 from lockstep.config import compose as module
-from lockstep.config.compose import CONFIGS, compose, plain
+from lockstep.config.compose import CONFIGS, compose, plain, typed_overrides
 from lockstep.runs.errors import UserError
 
 WRONG = {
@@ -153,6 +153,16 @@ def test_before_anything_starts(argv, said, capsys):
 def test_cfg_prints_the_config_or_a_part_wherever_the_option_stands(capsys):
     assert run_script("train", ["optimizer.lr=0.5", "--cfg", "job", "--package", "optimizer"], pytest.fail, "") == 0
     assert "\nlr: 0.5\n" in capsys.readouterr().out
+
+
+def test_an_interpolation_is_read_where_its_key_stands(capsys):
+    words = ["data=digits", "data.eval_batch_size=${.global_batch_size}", "data.root=${oc.env:NO_SUCH_ONE}/x"]
+    assert run_script("train", [*words[:2], "--cfg", "job", "--resolve"], pytest.fail, "") == 0
+    assert "eval_batch_size: 64\n" in capsys.readouterr().out
+    cfg = compose("train", ["data=image_folder", *words[1:]])
+    assert typed_overrides(cfg)[1:] == words[1:]
+    with pytest.raises(UserError, match="Environment variable 'NO_SUCH_ONE' not found"):
+        plain(cfg)
 
 
 def test_a_folder_of_more_yamls_counts_in_every_mode(tmp_path, capsys):

@@ -15,7 +15,7 @@ from lockstep.runs.output import duration
 
 
 def test_a_run_id_cannot_leave_its_folder_and_new_ones_sort_by_time():
-    for bad in ("../x", "", ".hidden", "a..b", "x" * 101, "a\nb"):
+    for bad in ("../x", "", ".hidden", "a..b", "x" * 101, "a\nb", ["a"]):
         with pytest.raises(UserError, match="run_id"):
             checked_run_id(bad)
     first, second = new_run_id(), new_run_id()
