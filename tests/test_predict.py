@@ -2,6 +2,7 @@
 
 import csv
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,6 +52,7 @@ def test_as_many_test_images_are_right_as_in_the_run(trained, tmp_path, capsys):
     "change, said",
     [
         ({"images": "{root}/none"}, "is not a folder"),
+        ({"images": "~/no such folder"}, f"images={Path.home()}/no such folder is not a folder"),
         ({"images": "{root}/empty"}, "holds no image"),
         ({"top": "0"}, "top=0 must be a whole number from 1"),
         ({"images": ""}, "images= is missing"),

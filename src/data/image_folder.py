@@ -39,7 +39,8 @@ class ImageFolderDataModule(ListedDataModule):
     def list_images(self) -> ImageList:
         root, left_out, tree, notes = self._root, LeftOut(), Tree(), []
         if not root.is_dir():
-            raise UserError(f"data.root={root} does not exist: give a folder with one folder of images per class.")
+            fault = "is a file" if root.exists() else "does not exist"
+            raise UserError(f"data.root={root} {fault}: give a folder with one folder of images per class.")
         every = files_below(root, left_out, tree)
         if not tree:
             raise UserError(f"{root} has no class folders: put the images into {root}/<class>/.")

@@ -146,6 +146,8 @@ def test_folders_and_options_that_cannot_be(tmp_path, root):
         module(tmp_path, None)
     with pytest.raises(UserError, match="nowhere does not exist"):
         prepared(tmp_path, tmp_path / "nowhere")
+    with pytest.raises(UserError, match="0.png is a file: give a folder"):
+        prepared(tmp_path, root / "cat" / "0.png")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="empty has no class folders"):
         prepared(tmp_path, tmp_path / "empty")

@@ -51,6 +51,11 @@ def test_one_kernel_for_all_parameters_where_torch_has_it_for_them(optimizer, pr
     assert [name for name in ("fused", "foreach") if group.get(name)] == kernel
 
 
+def test_what_the_optimizer_refuses_is_one_sentence():
+    with pytest.raises(UserError, match="optimizer: AdamW refuses its options .Invalid learning rate: -1"):
+        module(partial(torch.optim.AdamW, lr=-1)).configure_optimizers()
+
+
 @pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, momentum=0.9, nesterov=True), torch.optim.AdamW])
 def test_it_makes_the_same_steps(optimizer):
     weights = []

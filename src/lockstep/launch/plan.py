@@ -111,6 +111,11 @@ def check(config: Config, cluster: Cluster, accelerator: str) -> None:
         if isinstance(epochs, int) and epochs < 1:
             hint = "give a whole number from 1 on; trainer.max_time ends a run too"
             raise UserError(f"trainer.max_epochs={epochs}: {hint}.")
+        if config["trainer"].get("limit_train_batches") == 0:
+            raise UserError("trainer.limit_train_batches=0 leaves nothing to train on: give 1.0 for all batches.")
+        decay = config["trainer"].get("ema_decay")
+        if decay is not None and not (isinstance(decay, int | float) and 0 <= decay < 1):
+            raise UserError(f"trainer.ema_decay={decay}: give a number from 0 to below 1, as 0.999, or null.")
         if time:
             seconds_of(time, "trainer.max_time")
         if accelerator == "cpu" and not any(key_of(word) in CHOSEN for word in config["overrides"]):

@@ -60,7 +60,7 @@ def run_with_options(
             key, sign, value = word.partition("=")
             if not sign or key not in known:
                 raise UserError(f"{word!r} is not understood; {takes}")
-            given[key] = value
+            given[key] = str(Path(value).expanduser()) if value.startswith("~") else value
         for key, default in known.items():
             if default is None and not given[key]:
                 raise UserError(f"{key}= is missing; {takes}")

@@ -124,7 +124,10 @@ class Task(pl.LightningModule):
         elif self.rules != GroupRules():
             rate = float(factory.keywords["lr"] if "lr" in factory.keywords else options["lr"].default)
             given = parameter_groups(self.net, trainable, self.rules, rate)
-        optimizer = factory(given, **self._kernel(options, any(hasattr(p, "full_tensor") for _, p in trainable)))
+        try:
+            optimizer = factory(given, **self._kernel(options, any(hasattr(p, "full_tensor") for _, p in trainable)))
+        except ValueError as error:  # as torch refuses a negative learning rate
+            raise UserError(f"optimizer: {factory.func.__name__} refuses its options ({error}).") from None
         optimizer.register_load_state_dict_pre_hook(_keep_kernel)
         if self.scheduler_factory is None:
             return optimizer

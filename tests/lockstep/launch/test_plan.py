@@ -78,6 +78,8 @@ sys.exit({script}.main({[*words, f"paths.log_dir={tmp_path}"]}))
 def test_a_temporary_folder_that_is_too_long_and_a_length_that_cannot_be_are_refused(monkeypatch):
     for epochs in (-1, 0):
         assert refused("trainer=cpu", f"trainer.max_epochs={epochs}").startswith(f"trainer.max_epochs={epochs}: give a")
+    for word in ("trainer.ema_decay=1.5", "trainer.ema_decay=much", "trainer.limit_train_batches=0"):
+        assert refused("trainer=cpu", word).startswith(word)
     monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 100)
     assert "too long for the sockets" in refused("trainer=cpu")
 
