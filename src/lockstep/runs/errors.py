@@ -35,7 +35,9 @@ class NoRoom(OSError):
 
 
 def is_full(error: BaseException | None) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "(os error 28)" in str(error)  # of safetensors
 
 
 def no_room(error: BaseException, folder: Path, mend: str = "free space there, then start again") -> NoRoom | None:

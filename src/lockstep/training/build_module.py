@@ -18,6 +18,19 @@ OF_EVERY_OPTIMIZER = ("scale_lr_with_batch", "base_batch_size", *RULES)  # optio
 OPTIONS_OF_LOSSES = {"label_smoothing": 0.0, "class_weights": None, "gamma": 2.0, "target_threshold": None}
 
 
+KINDS = {  # of targets, as data modules have them, with the options that make them
+    "class": "a class for each image (task=classifier)", "dict": "several targets for each image",
+    "labels": "several labels for each image (data.label_columns=[a,b] task=multilabel)",
+    "number": "a number for each image (data.target=number task=regression)",
+    "mask": "a mask for each image (data.target=mask task=segmentation model=unet)",
+}  # fmt: skip
+TARGETS = {  # that an example task takes; a class of the user's own may take any
+    "tasks.classifier.ImageClassifier": "class", "tasks.distillation.Distillation": "class",
+    "tasks.multilabel.MultiLabel": "labels", "tasks.segmentation.Segmentation": "mask",
+    "tasks.regression.Regression": "number",
+}  # fmt: skip
+
+
 def build_module(
     config: Config,
     facts: DataFacts,
@@ -42,6 +55,9 @@ def build_module(
     torch.manual_seed(config["seed"])
     node = dict(config["task"])
     wanted, _ = options_of(resolve_target(node["_target_"], "task._target_"))
+    kind, taken = facts.get("target"), TARGETS.get(node["_target_"])
+    if taken and kind and kind != taken:
+        raise UserError(f"The task takes {KINDS[taken]}, and the data has {KINDS[kind]}.")
     outputs = node.get("outputs") or facts.get("num_classes")
     node = {key: value for key, value in node.items() if key in wanted or key not in OPTIONAL_KEYS}
     asked = wanted.keys() - node.keys()

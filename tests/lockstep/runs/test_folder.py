@@ -67,7 +67,8 @@ def test_a_full_disk_is_named_by_the_folder_of_the_file_or_else_by_the_one_that_
     assert str(no_room(full, tmp_path)).startswith(f"no room on {tmp_path / 'a'} (")
     wrapped = RuntimeError("unexpected pos 64 vs 128")  # as torch.save raises for it
     wrapped.__context__ = OSError(errno.ENOSPC, "No space left on device")
-    for error in (wrapped, OSError(errno.EDQUOT, "Disk quota exceeded")):
+    rust = ValueError("Error while serializing: I/O error: No space left on device (os error 28)")  # as of safetensors
+    for error in (wrapped, OSError(errno.EDQUOT, "Disk quota exceeded"), rust):
         sentence = str(no_room(error, tmp_path))
         assert sentence.startswith(f"no room on {tmp_path} (") and " MiB free on " in sentence
     known = no_room(wrapped, tmp_path)

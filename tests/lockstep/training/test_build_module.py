@@ -8,11 +8,11 @@ import yaml
 from sklearn.metrics import average_precision_score, roc_auc_score
 from torchmetrics.classification import MulticlassAUROC, MulticlassAveragePrecision
 
-from lockstep.config.compose import CONFIGS
+from lockstep.config.compose import CONFIGS, compose, plain
 from lockstep.config.instantiate import build
 from lockstep.config.schema import missing_option
 from lockstep.runs.errors import UserError
-from lockstep.training.build_module import uses_channels_last
+from lockstep.training.build_module import build_module, uses_channels_last
 from lockstep.training.metrics import averaged_here, values_of
 from models.small_cnn import SmallCNN
 from models.timm import TimmModel
@@ -27,6 +27,20 @@ def test_channels_last_where_convolutions_are_depthwise_or_on_tensor_cores():
     assert not uses_channels_last(vit, "auto", on_tensor_cores=True)
     with pytest.raises(UserError, match="trainer.channels_last=nhwc: give true, false or auto"):
         uses_channels_last(SmallCNN(3, 8, 1), "nhwc")
+
+
+@pytest.mark.parametrize(
+    ("task", "target", "said"),
+    [
+        ("classifier", "labels", "takes a class .*task=classifier.*the data has several labels .*task=multilabel"),
+        ("multilabel", "class", "takes several labels .*label_columns=.*the data has a class for each image"),
+        ("segmentation", "class", "takes a mask .*data.target=mask .*the data has a class for each image"),
+        ("regression", "labels", "takes a number .*data.target=number .*the data has several labels"),
+    ],
+)
+def test_targets_that_the_task_does_not_take_are_refused(task, target, said):
+    with pytest.raises(UserError, match=said):
+        build_module(plain(compose("train", [f"task={task}", "model=small_cnn"])), {"target": target, "num_classes": 2})
 
 
 def test_the_metric_that_an_unknown_name_is_answered_with_gives_a_number():
