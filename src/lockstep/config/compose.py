@@ -164,7 +164,11 @@ def one_sentence(error: Exception) -> str:
     lines = f"{error}\n{error.__cause__ or ''}".partition("Config search path")[0].splitlines()
     text = " ".join(dict.fromkeys(line.strip() for line in lines if line.strip() and "See https" not in line))
     text = re.sub(r" ?(full_key:|object_type=|reference_type=)\S*", "", text).rstrip(".")
-    if type(error).__name__ == "OverrideParseException":
+    if several := re.match(r"Ambiguous value for argument '(.*?)=(.*)' 1\. ", text):
+        key, value = several.groups()
+        ways = f"""'{key}="{value}"' is one text, '{key}=[{value}]' a list, and -m sweeps over them"""
+        text = f"{key}={value} is several values: {ways}"
+    elif type(error).__name__ == "OverrideParseException":
         key, _, value = str(getattr(error, "override", "")).partition("=")
         text = f"""{key}={value} cannot be read: quote the value, '{key}="{value}"'"""
     elif re.search(r"appears more than once|Multiple values for|^In '", text):

@@ -36,7 +36,7 @@ WRONG = {
     "seed=abc": "seed='abc': give a whole number",
     "trainer.max_epochs=2.5": "give a whole number",
     "data=csv data.test=/a=b": """quote the value, 'data.test="/a=b"'.""",
-    "data=csv data.root=/a,b": "Ambiguous value for argument 'data.root=/a,b'",
+    "data=csv data.root=/a,b": """is several values: 'data.root="/a,b"' is one text""",
 }
 RIGHT = [
     "+trainer.strategy={_target_: lockstep.strategies.ddp.DDP, static_graph: true}",
