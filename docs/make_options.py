@@ -32,7 +32,7 @@ def key_table(options: list[Option]) -> list[str]:
     rows: dict[tuple[str, str], dict[str, list[str]]] = {}
     for option in options:
         last = ("", "")
-        for key in keys(option.path, option.group):
+        for key in keys(option.path, option.path.parent.name):
             if key.comment == "likewise":
                 rows[last]["names"].append(key.name)
                 continue
