@@ -68,13 +68,14 @@ def test_training_pixels_are_cropped_flipped_and_normalised_images(make):
         ({"eval_batch_size": 0}, "eval_batch_size=0"),
         ({"num_val": 220}, "num_val=220 of 220 images leaves 0"),
         ({"num_val": None, "val_fraction": 0.001}, "val_fraction=0.001 of 220 images leaves 220 to train on and take"),
-        ({"mean": [0.5, 0.5]}, "one for each of 3 channels"),
+        ({"mean": [0.5, 0.5]}, "data.mean=.* must be auto, a number, or one for each of 3 channels"),
+        ({"mean": "imagenet"}, "data.mean=imagenet must be auto, a number"),
+        ({"num_classes": 1}, "num_classes=1 must be at least 2"),
+        ({"crop_pct": 1.1}, "data.crop_pct=1.1 must be auto, or above 0"),
         ({"std": 0}, "must be positive"),
         ({"seed": -1}, "seed=-1"),
         ({"path": "disk"}, "data.path=disk must be one of auto, array, loader"),
         ({"num_workers": -1}, "data.num_workers=-1 must be auto or at least 0"),
-        ({"num_classes": 1}, "num_classes=1 must be at least 2"),
-        ({"image_size": 12, "resize": 10}, "resize=10 must be at least data.image_size=12"),
     ],
 )
 def test_bad_options_end_before_training(make, options, message):
