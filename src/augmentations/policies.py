@@ -34,19 +34,11 @@ class ResizedCrop(Augmentation):
         check("interpolation", interpolation, is_valid, f"one of {', '.join(INTERPOLATIONS)}")
         self.scale, self.ratio, self.interpolation = scale, ratio, interpolation
 
-    def operations(self, framing: Framing) -> list[Operation]:
-        flip = [v2.RandomHorizontalFlip()] if self.flips(framing) else []
-        return [*self.crop(framing), *flip, *self.policy(framing)]
-
     def crop(self, framing: Framing) -> list[Operation]:
         if self.scale is None:
-            return [v2.Lambda(framing.square), v2.RandomCrop(framing.image_size, framing.crop_padding or None)]
+            return super().crop(framing)
         mode = InterpolationMode(self.interpolation or framing.interpolation)
         return [v2.RandomResizedCrop(framing.image_size, tuple(self.scale), tuple(self.ratio), mode)]
-
-    def policy(self, framing: Framing) -> list[Operation]:
-        """Return the operations of a subclass on the crop."""
-        return []
 
 
 class RandAugment(ResizedCrop):

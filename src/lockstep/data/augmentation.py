@@ -76,7 +76,7 @@ def mix(images: Tensor, labels: Tensor, drawn: Tensor, num_classes: int) -> tupl
 
 
 class Augmentation:
-    """Operations on single images, and mixing of pairs; a subclass returns `operations`.
+    """Operations on single images, and mixing of pairs; a subclass returns other `operations`, or another part of them.
 
     Args:
         flip: mirror half of the images left to right; None: as data.flip says.
@@ -100,9 +100,18 @@ class Augmentation:
     def operations(self, framing: Framing) -> list[Operation]:
         """Return operations from a Pillow image of any size, RGB or L, to one of image_size × image_size.
 
-        They draw from torch's generator alone, which is seeded for each image. A mask is moved by the same operations.
+        They draw from torch's generator alone, which is seeded for each image.
         """
-        raise NotImplementedError
+        flip = [v2.RandomHorizontalFlip()] if self.flips(framing) else []
+        return [*self.crop(framing), *flip, *self.policy(framing)]
+
+    def crop(self, framing: Framing) -> list[Operation]:
+        """Return the crop of image_size at a random position of the resized image, as data.crop_padding says."""
+        return [v2.Lambda(framing.square), v2.RandomCrop(framing.image_size, framing.crop_padding or None)]
+
+    def policy(self, framing: Framing) -> list[Operation]:
+        """Return what follows the crop and the flip."""
+        return []
 
     def flips(self, framing: Framing) -> bool:
         return framing.flip if self.flip is None else self.flip
@@ -146,9 +155,5 @@ class CropFlip(Augmentation):
         """Return whether the device augments whole batches (BatchTransforms)."""
         return not self.color_jitter and not self.erasing_prob
 
-    def operations(self, framing: Framing) -> list[Operation]:
-        flip = [v2.RandomHorizontalFlip()] if self.flips(framing) else []
-        if not self.random_crop:
-            return [v2.Lambda(framing.centre), *flip]
-        crop = v2.RandomCrop(framing.image_size, framing.crop_padding or None)
-        return [v2.Lambda(framing.square), crop, *flip]
+    def crop(self, framing: Framing) -> list[Operation]:
+        return super().crop(framing) if self.random_crop else [v2.Lambda(framing.centre)]
