@@ -153,9 +153,8 @@ class BatchTransforms:
 
     def draw(self, generator: np.random.Generator, n: int, random_crop: bool = True) -> np.ndarray:
         """Return the random augmentation of n images: (3, n) int64, the rows dy and dx (crop start) and flip."""
-        draws = self.centre()[:, None].repeat(n, 1)
-        if random_crop and self.num_starts > 1:
-            draws[:2] = generator.integers(0, self.num_starts, (2, n))
+        draws, starts = self.centre()[:, None].repeat(n, 1), generator.integers(0, self.num_starts, (2, n))
+        draws[:2] = starts if random_crop else draws[:2]
         if self.framing.flip:
             draws[2] = generator.integers(0, 2, n)
         return draws
