@@ -34,6 +34,12 @@ class Regression(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
 
 
+class Lazy(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LazyLinear(1)
+
+
 class Numbers(pl.LightningDataModule):
     def __init__(self, batch_size: int = 16, rows: int = 160) -> None:
         super().__init__()

@@ -86,6 +86,11 @@ def build_module(
     module = build(node, parts)
     if not isinstance(module, pl.LightningModule):
         raise UserError(f"task._target_={node['_target_']} is not a LightningModule.")
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise UserError(
+                f"{name} is of a lazy layer, without a shape yet: give its size, or run the net once before."
+            )
     if str(config["trainer"]["precision"]) in ("64-true", "64"):
         module = module.double()  # Lightning restores weights before it converts the module, and would round them
     return module

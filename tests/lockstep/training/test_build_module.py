@@ -43,6 +43,11 @@ def test_targets_that_the_task_does_not_take_are_refused(task, target, said):
         build_module(plain(compose("train", [f"task={task}", "model=small_cnn"])), {"target": target, "num_classes": 2})
 
 
+def test_a_lazy_layer_is_named():
+    with pytest.raises(UserError, match="layers.weight is of a lazy layer"):
+        build_module(plain(compose("train", ["task._target_=plain_task.Lazy"])), {})
+
+
 def test_the_metric_that_an_unknown_name_is_answered_with_gives_a_number():
     words = re.search(r"\+metrics\.auroc=(\{.*?\})", missing_option("metrics", "auroc", (CONFIGS,)))[1]
     auroc = averaged_here({"auroc": build(yaml.safe_load(words), {"num_classes": 3})}, 3)["auroc"]
