@@ -1,7 +1,7 @@
 """Find the largest batch that trains under any trainer, by short runs of train.py.
 
-    python src/find_batch_size.py model=… data=… trainer=…            on the hardware at hand
-    python src/find_batch_size.py … trainer=fsdp trainer.memory_limit_gib=16 --estimate    without it
+    python src/find_batch_size.py model=… data=… trainer=…            on this machine
+    python src/find_batch_size.py … trainer=fsdp trainer.memory_limit_gib=16 --estimate    for GPUs elsewhere
 
 data.global_batch_size=max in train.py does the same and trains with the batch that is found.
 """
@@ -15,7 +15,7 @@ from lockstep.config.compose import whole_config
 
 
 def find(cfg: Any) -> int:
-    """Search and print what was found; return the exit code."""
+    """Search, print the largest batch, and return the exit code."""
     from lockstep.batch_size.search import search
     from lockstep.launch.plan import RunPlan, resolve_batch, resolve_cluster
     from lockstep.runs.environment import environment

@@ -104,7 +104,7 @@ class CSVDataModule(ListedDataModule):
         except OSError as error:
             raise UserError(f"data.root={table} cannot be read ({error.strerror}): give a CSV file.") from None
         except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(f"data.root={table} is no CSV file in UTF-8 or UTF-16 ({error}).") from None
+            raise UserError(f"data.root={table} is not a CSV file in UTF-8 or UTF-16 ({error}).") from None
         items = [item for _, item in first.values()]
         return ImageList(self._folder, items, left_out=left_out, notes=notes, target=self.target, label_columns=several)
 
@@ -121,7 +121,7 @@ def _split_like(rows: Iterable[Sequence[str]], names: Sequence[str], others: Col
 
 
 class ParquetDataModule(ShardedDataModule):
-    """A parquet file has no access to single images: the encoded images are copied once into the node's cache.
+    """Images in parquet files; the encoded images are copied once into the node's cache, for access to single ones.
 
     Images are encoded, or structs with `bytes` or `path`, or paths. configs/data/parquet.yaml explains the options;
     `group` may name a column.
@@ -158,7 +158,7 @@ class ParquetDataModule(ShardedDataModule):
                         parts += [str(row[column]).strip().lower() for column in split]
         except ArrowException as error:
             reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{path} is no parquet file, or cut off ({reason}): repair or remove it.") from None
+            raise UserError(f"{path} is not a parquet file, or is truncated ({reason}): repair or remove it.") from None
         if unknown := {part for part in parts if part not in SPLIT_OF}:
             if unknown < set(parts):
                 row = min(map(parts.index, unknown))
@@ -191,7 +191,7 @@ class ParquetDataModule(ShardedDataModule):
 
 
 def _encoded(image: Any, where: str, folder: Path) -> bytes:
-    """Return the bytes of one image, which may lie in a file beside the table."""
+    """Return the bytes of one image, which may be in a file beside the table."""
     value = (image.get("bytes") or image.get("path")) if isinstance(image, Mapping) else image
     if isinstance(value, str):
         if not os.path.isfile(folder / value):  # Path.is_file raises for a name that is too long
@@ -210,4 +210,4 @@ def _class_of(value: Any, where: str, names: list[str]) -> str:
     if isinstance(value, str) and value.strip():
         return value
     hint = " Images without labels test nothing: data.test='*val*' leaves them out." if value in (None, -1) else ""
-    raise UserError(f"{where} is {str(value)[:50]}, which is no class.{hint}")
+    raise UserError(f"{where} is {str(value)[:50]}, which is not a class.{hint}")

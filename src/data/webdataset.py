@@ -1,4 +1,4 @@
-"""Images in a few large files: the base of such data modules, and tar files as WebDataset has them."""
+"""Images in a few large files: the base of such data modules, and WebDataset's tar files."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from lockstep.runs.errors import UserError
 
 
 class ShardedDataModule(ListedDataModule):
-    """A subclass reads what one file holds; that is kept in the node's cache. Its yaml explains the options."""
+    """Images in shards; a subclass lists the content of a file. Its yaml explains the options."""
 
     suffix: str
     label_columns: Sequence[str] = ()  # with several labels, their names

@@ -118,7 +118,7 @@ BAD = {
     "line 2: .*nowhere.png cannot be read": "path,label\nnowhere.png,red\n",
     "has no images": "path,label\n",
     "the class red has no image to train on": "path,label,split\n00.png,blue,train\n03.png,red,test\n",
-    "is no CSV file in UTF-8 or UTF-16": "path,label\n00.png,\udce4\n",
+    "is not a CSV file in UTF-8 or UTF-16": "path,label\n00.png,\udce4\n",
     "line 2: the split is 0: .* data.split_column=null to ignore the column fold": "path,label,fold\n00.png,red,0\n",
 }
 
@@ -227,11 +227,11 @@ def test_columns_are_named_where_it_is_not_clear(tmp_path):
 @pytest.mark.parametrize(
     "labels, said",
     [
-        ([0, 1, 2, -1] * 6, r"row 3: label is -1, which is no class. .*data.test='\*val\*'"),
-        ([0, 1, 2, 7] * 6, "row 3: label is 7, which is no class.$"),
-        ([0, 1, 2, None] * 6, "row 3: label is None, which is no class"),
-        ([0.5, 1, 2] * 8, "row 0: label is 0.5, which is no class"),
-        ([[0], [1], [2]] * 8, r"row 0: label is \[0\], which is no class"),
+        ([0, 1, 2, -1] * 6, r"row 3: label is -1, which is not a class. .*data.test='\*val\*'"),
+        ([0, 1, 2, 7] * 6, "row 3: label is 7, which is not a class.$"),
+        ([0, 1, 2, None] * 6, "row 3: label is None, which is not a class"),
+        ([0.5, 1, 2] * 8, "row 0: label is 0.5, which is not a class"),
+        ([[0], [1], [2]] * 8, r"row 0: label is \[0\], which is not a class"),
     ],
 )
 def test_a_row_without_a_class_is_named(labels, said, tmp_path):

@@ -1,4 +1,4 @@
-"""Write and read checkpoint files for Lightning: whole or not at all, and read once for all ranks."""
+"""Write checkpoint files atomically, and read them once for all ranks."""
 
 import contextlib
 import copy

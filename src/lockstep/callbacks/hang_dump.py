@@ -1,4 +1,4 @@
-"""Stacks of a rank that hangs, and of those that wait for it, as faulthandler writes them into stack-rank<N>.txt.
+"""Write the stacks of a rank that hangs, and of those that wait for it, into stack-rank<N>.txt by faulthandler.
 
 The collective of the ranks that wait fails at about the same time, after `timeout_s`, and ends the run.
 """

@@ -59,7 +59,7 @@ class Interruption(pl.Callback):
     """Finish the step on a signal, save, and raise Interrupted on all ranks (exit code 75).
 
     Args:
-        timeout_s: of a vote, as of every collective.
+        timeout_s: seconds until a vote fails, as for every collective.
     """
 
     def __init__(self, timeout_s: float = 300.0) -> None:
@@ -117,7 +117,7 @@ class MaxTime(pl.Callback):
     """End training after a step once its time is over, as after the last epoch: with a validation and a test.
 
     Args:
-        seconds: of all starts of the run together.
+        seconds: limit for all starts of the run together.
         elapsed: returns the seconds so far on rank 0, whose clock counts, and 0 elsewhere.
     """
 
@@ -134,7 +134,7 @@ class MaxTime(pl.Callback):
         trainer.check_val_every_n_epoch = 1  # validate it also in an epoch that would have none
         if trainer.is_global_zero:
             log.info(
-                f"trainer.max_time: {duration(self.seconds)} of training are over at step {trainer.global_step}, "
+                f"trainer.max_time: the limit of {duration(self.seconds)} is reached at step {trainer.global_step}, "
                 f"in epoch {trainer.current_epoch + 1} of {trainer.max_epochs}: it ends here."
             )
 

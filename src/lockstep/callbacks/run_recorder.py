@@ -1,4 +1,4 @@
-"""Keeps run.json up to date while the run lives: at each phase, after each validation, and every few seconds."""
+"""Keep run.json up to date during a run: at each phase, after each validation, and every few seconds."""
 
 import csv
 import math
@@ -20,7 +20,7 @@ class RunRecorder(pl.Callback):
     """Write run.json on rank zero, without collectives; what train.py has not begun this callback begins and ends.
 
     Args:
-        on_first_step: called on rank zero when this start has trained a step.
+        on_first_step: called on rank zero after the first step of this start.
     """
 
     def __init__(self, path: str | Path, on_first_step: Callable[[], None] | None = None) -> None:
@@ -32,7 +32,7 @@ class RunRecorder(pl.Callback):
         self.steps = 0  # as of the last write
 
     def write(self, trainer: pl.Trainer | None = None, **fields: object) -> None:
-        """Set fields of the record, and with a trainer what every callback contributes."""
+        """Set fields of the record; with a trainer, also those of every callback."""
         if trainer is not None and not trainer.is_global_zero:
             return
         with update_record(self.path) as record:
@@ -109,7 +109,7 @@ class RunRecorder(pl.Callback):
             write_atomically(path, lambda file: csv.writer(file).writerows(rows))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep the best of what is monitored as `<monitor>_best`, and the accuracy of that validation."""
+        """Keep the best value of the monitored metric as `<monitor>_best`, and the accuracy of that validation."""
         monitor, metrics = self.before.monitor, trainer.callback_metrics
         value, best = float(metrics.get(monitor, "nan")), self.best_metrics.get(f"{monitor}_best")
         is_better = best is None or (value > best if self.before.monitor_mode == "max" else value < best)

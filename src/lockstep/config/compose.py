@@ -17,7 +17,7 @@ from lockstep.runs.redact import redact_text
 CONFIGS = REPOSITORY / "configs"
 MAY_LACK = (*FREE_GROUPS, "augmentation", "hydra", "loss", "model", "optimizer", "scheduler")  # keys in it, after ~KEY
 NOT_CHOSEN = ("hydra", "fits", "resumed")  # groups whose options nobody chooses
-# Values that are names: `run_id=2025_11_25` is no number.
+# Values that are names: `run_id=2025_11_25` is not a number.
 TEXT = re.compile(
     r"\+*(run_id|resume|ckpt_path|experiment_name|tags|sweep_dir|optimized_metric|paths\.\w+|s3\.(uri|endpoint_url)"
     r"|data\.(name|group|root|images|cache_dir|download_dir)|model\.(name|weights)|hydra\.(sweeper\.study|sweep\.dir))"
@@ -106,7 +106,7 @@ def _of_choices(config_name: str, words: tuple[str, ...]) -> Any:
 
 
 def is_choice(word: str, folders: tuple[Path, ...]) -> bool:
-    """Return whether an override chooses an option (`model=alexnet`) and is no value."""
+    """Return whether an override chooses an option (`model=alexnet`) rather than sets a value."""
     return "=" in word and not word.startswith("~") and is_group(key_of(word), folders)
 
 

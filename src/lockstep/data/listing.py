@@ -145,7 +145,7 @@ def _number(folder: Path, item: Item, shape: tuple[int, ...]) -> np.ndarray:
         number = np.asarray(item.label, np.float32)
         if np.isfinite(number).all() and number.shape == shape:
             return number
-    raise UserError(f"{folder / item.name}: the target {str(item.label)[:50]} is no number.")
+    raise UserError(f"{folder / item.name}: the target {str(item.label)[:50]} is not a number.")
 
 
 def tidy_labels(labels: Iterable[str]) -> dict[str, str]:

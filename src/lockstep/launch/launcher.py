@@ -1,4 +1,4 @@
-"""Composed config → this node's ranks, or the one rank that this process is.
+"""Start this node's ranks from a composed config, or run the one rank that this process is.
 
 Imports no torch before the first rank is needed, so that every early refusal is quick.
 """

@@ -1,4 +1,4 @@
-"""The plan of a run: the user's config, which nobody changes, and everything that was decided from it."""
+"""The plan of a run: the user's config, which is read-only, and everything that was decided from it."""
 
 import copy
 import math

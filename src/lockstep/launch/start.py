@@ -100,7 +100,7 @@ def begin(
     """Write config.yaml and the first record of a run; check that a resumed one is the same run.
 
     Returns:
-        The plan, with the checkpoint that a resumed run goes on from or that a new one takes its weights from.
+        The plan, with the checkpoint from which a resumed run continues or a new one takes its weights.
     """
     plan, largest_batch = make_plan(config, cluster, accelerator, folder, fresh, search)
     previous = None if fresh else read_record(folder.record)

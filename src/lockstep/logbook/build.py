@@ -59,7 +59,7 @@ def _best(run: Run) -> dict[str, float]:
 def _standard_errors(record: RunRecord) -> dict[str, float]:
     """Return {"test/acc": 0.004, …} for each metric that is a share of counted images, by Agresti and Coull (1998).
 
-    Two right and two wrong images are added, so that 9 of 9 is no certainty.
+    Two right and two wrong images are added, so that 9 of 9 is not certain.
     """
     found = {}
     for stage, number in (("val", record.num_val), ("test", record.num_test)):

@@ -1,4 +1,4 @@
-"""The name of every file in a run folder, and where a run's folder lies. Imports no torch.
+"""The name of every file in a run folder, and the place of a run's folder. Imports no torch.
 
 A run folder is `logs/train/runs/<run_id>/` (a sweep's: `logs/train/multiruns/<sweep_id>/<job>/`).
 """

@@ -80,5 +80,5 @@ def as_read(name: str, value: float) -> str:
 
 
 def tested_name(monitor: str) -> str:
-    """Return the metric of a test that a monitored one stands for: test/mae for val/mae; test/acc for train/loss."""
+    """Return the test metric that corresponds to a monitored one: test/mae for val/mae; test/acc for train/loss."""
     return monitor.replace("val", "test", 1) if monitor.startswith("val") else "test/acc"

@@ -1,4 +1,4 @@
-"""End a script: bad input and a full disk are one sentence and an exit code. Imports no torch."""
+"""Run a script's task: wrong input and a full disk give one sentence and an exit code. Imports no torch."""
 
 import errno
 import logging
@@ -19,7 +19,7 @@ NOT_ALLOWED = (
 
 
 def exit_code_of(task: Callable[[], int | None]) -> int:
-    """Do the task; return its exit code, 0 where it has none."""
+    """Run the task; return its exit code, 0 if it returns none."""
     try:
         return task() or EXIT_OK
     except UserError as error:

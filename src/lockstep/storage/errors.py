@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.runs.errors import UserError
 
 CLOCK = "the clock of this machine differs too much from the store's{at}: set the clock"
-REGION = "bucket {bucket} lies in another region: set AWS_DEFAULT_REGION to it"
+REGION = "bucket {bucket} is in another region: set AWS_DEFAULT_REGION to it"
 KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or give a role"
 SENTENCES = {  # by the code of S3's answer or the class of botocore's exception
     "NoSuchBucket": "the bucket {bucket} does not exist{at}: create it, or correct the s3:// address",

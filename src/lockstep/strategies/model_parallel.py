@@ -1,4 +1,4 @@
-"""The net cut into stages on several devices of one process (trainer=model_parallel): features here, head there.
+"""Split the net into stages on several devices of one process (trainer=model_parallel).
 
 The devices work one after the other; with micro-batches the next one enters the first stage while the last stage still
 computes, on GPUs, whose kernels run asynchronously. `trainer.stage_devices=[cpu,cpu]` runs the same code without a GPU.
@@ -42,7 +42,7 @@ class ModelParallel(Capabilities, SingleDeviceStrategy):
         self.micro_batches, self.cut = micro_batches, cut
 
     def model_to_device(self) -> None:
-        """Move each group of stages to its device, and what the module has beside the net to the first."""
+        """Move each group of stages to its device, and other parts of the module to the first."""
         module = self.lightning_module
         if not hasattr(module.net, "stages"):
             raise UserError(f"{type(module.net).__name__} names no stages(): trainer=model_parallel cannot cut it.")
@@ -65,7 +65,7 @@ class ModelParallel(Capabilities, SingleDeviceStrategy):
 
 
 class Pipeline:
-    """The net's forward: micro-batches go through the stages, and the logits return to the first device."""
+    """Run the net's forward: micro-batches pass through the stages, and the logits return to the first device."""
 
     def __init__(self, groups: list[nn.Module], devices: list[torch.device], micro_batches: int) -> None:
         self.groups, self.micro_batches = groups, micro_batches
@@ -106,7 +106,7 @@ def cut_into_groups(net: nn.Module, count: int, cut: list[int] | None = None) ->
 
 
 def balanced_cut(costs: list[int], parts: int) -> list[int]:
-    """Return where the second part of consecutive stages begins, the third, …: the dearest part is as cheap as can be.
+    """Return the first stage of the second part, the third, …, so that the most expensive part is as cheap as possible.
 
     >>> balanced_cut([1, 1, 1, 9, 1, 1], 2)
     [3]

@@ -18,7 +18,7 @@ FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)  # of torch 2.14's fused
 class Task(pl.LightningModule):
     """Train `net` by the config's optimizer and schedule.
 
-    A subclass adds the steps. Its constructor takes what it wants of the config and of the data by name: net,
+    A subclass adds the steps. Its constructor may declare these parameters, which are passed by name: net,
     optimizer, rules, scheduler, loss, metrics, num_classes, class_names, image_size, channels. Its other parameters
     are options of its yaml.
 

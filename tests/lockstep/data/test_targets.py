@@ -248,7 +248,7 @@ def test_a_dataset_of_dicts(tmp_path):
 
 def test_a_target_that_is_no_number(pictures, tmp_path):
     kind = table(pictures, ["label"], lambda i: ["much" if i == 7 else i])
-    with pytest.raises(UserError, match="images/07.png: the target much is no number"):
+    with pytest.raises(UserError, match="images/07.png: the target much is not a number"):
         kind(root=pictures / "list.csv", target="number", cache_dir=tmp_path, **OPTIONS).prepare()
     with pytest.raises(UserError, match="data.target=text must be one of class, number, mask"):
         kind(root=pictures / "list.csv", target="text", cache_dir=tmp_path, **OPTIONS)
