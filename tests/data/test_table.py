@@ -305,9 +305,9 @@ def test_a_split_column_of_a_parquet_file_counts(tmp_path):
     ("said", "columns", "options"),
     [
         ("row 0: image holds no image, but a list", {"image": [[picture] for picture in PICTURES]}, {}),
-        (r"row 0: the target \[0, 1\] is no number", {"label": [[0, 1]] * 24}, {"target": "number"}),
-        (r"row 0: the target \[\[0, 1\]\] is no number", {"label": [[0, 1]] * 24}, {"label_columns": ["label"]}),
-        ("row 0: the target inf is no number", {"label": [np.inf] * 24}, {"target": "number"}),
+        (r"row 0: the target \[0, 1\] is not a number", {"label": [[0, 1]] * 24}, {"target": "number"}),
+        (r"row 0: the target \[\[0, 1\]\] is not a number", {"label": [[0, 1]] * 24}, {"label_columns": ["label"]}),
+        ("row 0: the target inf is not a number", {"label": [np.inf] * 24}, {"target": "number"}),
         ("row 0: image names (iVBO){25}, and there is", {"image": ["iVBO" * 200] * 24}, {"image_column": "image"}),
     ],
 )
