@@ -20,9 +20,7 @@ FOLDER, ARCHIVE, TIMEOUT_S = "cifar-10-batches-py", "cifar-10-python.tar.gz", 20
 class CIFAR10DataModule(ImageDataModule):
     """The standard test set stays whole. Source: https://www.cs.toronto.edu/~kriz/cifar.html
 
-    Args:
-        root: a folder that holds cifar-10-batches-py, or cifar-10-python.tar.gz, which is unpacked there; or one of the
-            two itself. None: download into `download_dir`.
+    `root` holds cifar-10-batches-py or cifar-10-python.tar.gz, or is one of the two; None: download to `download_dir`.
     """
 
     own_mean, own_std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)

@@ -6,8 +6,6 @@ import numpy as np
 
 from lockstep.data.image_datamodule import ImageDataModule, ImageSet
 
-NUM_TEST = 360
-
 
 class DigitsDataModule(ImageDataModule):
     """Ten digits in grey; the last 360 of one fixed permutation are the test set.
@@ -30,4 +28,4 @@ class DigitsDataModule(ImageDataModule):
         digits = load_digits()
         order = np.random.default_rng(0).permutation(len(digits.target))
         images = np.round(digits.images * (255 / 16)).astype(np.uint8)[order, :, :, None]
-        return ImageSet(images, digits.target[order], [str(name) for name in digits.target_names], num_test=NUM_TEST)
+        return ImageSet(images, digits.target[order], [str(name) for name in digits.target_names], num_test=360)

@@ -24,10 +24,7 @@ from lockstep.runs.errors import UserError
 class ImageFolderDataModule(ListedDataModule):
     """Folders root/<class>/, or root/train/<class>/ beside val/ (valid/, dev/, …) and test/, in any case.
 
-    Args:
-        target: class; number: the names of the class folders; mask: root/images/ and root/masks/, or both in each
-            split, with files of one name up to their endings.
-        options: as of ListedDataModule; `group` is a regular expression over the path.
+    With target=mask they are images/ and masks/, with files of one name up to their endings.
     """
 
     target_choices = ("class", "number", "mask")

@@ -19,9 +19,7 @@ FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3
 class MNISTDataModule(ImageDataModule):
     """The standard test set stays whole. Source: http://yann.lecun.com/exdb/mnist/
 
-    Args:
-        root: a folder that holds the four IDX files, plain or gzipped, or torchvision's MNIST/raw; None: a known place,
-            else download into `download_dir`.
+    `root` holds the four IDX files, plain or gzipped, or torchvision's MNIST/raw; None: a known place, else download.
     """
 
     channels = 1

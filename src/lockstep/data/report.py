@@ -7,16 +7,13 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from lockstep.data.listing import TEST, TRAIN, VAL
 from lockstep.runs.files import write_atomically
 from lockstep.runs.output import printable
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 log = logging.getLogger(__name__)
 
@@ -102,11 +99,11 @@ def write_lists(folder: Path, lists: Mapping[str, list[str]]) -> None:
         write_atomically(folder / LISTS, lambda file: file.writelines(lines))
 
 
-def contact_sheet(path: Path, tiles: Sequence[tuple[list["Image.Image"], list[str], str]], columns: int) -> None:
+def contact_sheet(path: Path, tiles: Sequence[tuple[list[Any], list[str], str]], columns: int) -> None:
     """Write a PNG of pictures with captions.
 
     Args:
-        tiles: pictures that stand side by side, the lines of their caption, and the colour of its first line.
+        tiles: Pillow images that stand side by side, the lines of their caption, and the colour of its first line.
     """
     from PIL import Image, ImageDraw
 
