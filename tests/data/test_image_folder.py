@@ -210,16 +210,6 @@ def test_whole_pictures_stay_in_their_files_where_single_images_are_augmented(tm
         prepared(tmp_path, root, augmentation=CropFlip(erasing_prob=0.1), path="array")
 
 
-def test_a_file_that_is_damaged_later_is_named_and_keeps_no_worker(tmp_path, root):
-    dm = module(tmp_path, root, path="loader")
-    dm.place()
-    path = root / names(dm, "train")[0]
-    path.write_bytes(b"damaged")
-    with pytest.raises(UserError, match=f"{path} (is shorter|cannot be decoded).*: repair or remove it") as said:
-        list(dm.train_dataloader())
-    assert "Traceback" not in str(said.value)
-
-
 @pytest.mark.parametrize("path", ["array", "loader"])
 def test_identical_images_are_found(tmp_path, path):
     root = tmp_path / "set"

@@ -9,9 +9,8 @@ WANTED = {"mean": [0.5] * 3, "std": [0.25] * 3, "crop_pct": 0.5, "interpolation"
 
 
 def module(tmp_path, **options):
-    dm = SyntheticDataModule(
-        cache_dir=tmp_path, image_size=8, num_images=64, num_test_images=9, global_batch_size=8, **options
-    )
+    options = {"image_size": 8, "num_images": 64, "num_test_images": 9, "global_batch_size": 8, **options}
+    dm = SyntheticDataModule(cache_dir=tmp_path, **options)
     dm.use(None, WANTED)
     dm.prepare()
     return dm
