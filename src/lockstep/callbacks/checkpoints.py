@@ -121,6 +121,14 @@ class Checkpoints(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.finish_writing()
+        if trainer.enable_validation and self.best_path is None and self.monitor not in trainer.callback_metrics:
+            self._warn_without_best(trainer)
+
+    def _warn_without_best(self, trainer: pl.Trainer) -> None:
+        """Name the metrics that the task logs in place of the monitored one."""
+        if trainer.is_global_zero:
+            logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+            log.warning(f"No best checkpoint: task.monitor={self.monitor} is not logged; there is {logged}.")
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         with contextlib.suppress(Exception):  # the exception that ends the run is the one to report
@@ -132,6 +140,8 @@ class Checkpoints(pl.Callback):
         validations = sorted(name for name in metrics if name.startswith("val"))
         if validations and self.monitor not in metrics:
             raise UserError(f"callbacks.checkpoints.monitor={self.monitor}: there are {', '.join(validations)}.")
+        if trainer.sanity_checking and self.monitor not in metrics:
+            self._warn_without_best(trainer)
         value = float(metrics.get(self.monitor, "nan"))
         is_better = best is None or (value > best if self.mode == "max" else value < best)
         if trainer.sanity_checking or not is_better or value != value:

@@ -65,6 +65,17 @@ def test_the_log_says_where_a_resume_is_exact(tmp_path, caplog):
     ]  # fmt: skip
 
 
+def test_a_monitor_that_nothing_logs_is_named_before_training_and_at_its_end(tmp_path, caplog):
+    metrics = {"accuracy": torch.tensor(0.5)}
+    trainer = SimpleNamespace(
+        is_global_zero=True, enable_validation=True, sanity_checking=True, callback_metrics=metrics
+    )
+    callback = Checkpoints(tmp_path)
+    callback.on_validation_end(trainer, None)
+    callback.on_train_end(trainer, None)
+    assert caplog.messages == ["No best checkpoint: task.monitor=val/acc is not logged; there is accuracy."] * 2
+
+
 def test_an_error_of_the_thread_that_writes_is_raised_in_training(tmp_path):
     callback = Checkpoints(tmp_path, asynchronous=True)
     with ThreadPoolExecutor(1) as thread:
