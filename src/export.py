@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runs.config import data_name, model_name
-from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError
+from lockstep.runs.errors import EXIT_FAILED, EXIT_OK, UserError, no_room
 from lockstep.runs.files import sha256_of
 from lockstep.runs.folder import RUN_ID_PATTERN
 from lockstep.runs.provenance import REPOSITORY
@@ -200,7 +200,11 @@ def export(options: dict[str, str]) -> int:
     name = run_id if RUN_ID_PATTERN.fullmatch(run_id) and ".." not in run_id else model.path.stem
     out = Path(options["out"] or Path("exports") / name)
     out.mkdir(parents=True, exist_ok=True)
-    config, compared = write_config(model, out), {}
+    compared: dict[str, float] = {}
+    try:
+        config = write_config(model, out)
+    except Exception as error:  # safetensors does not name the file
+        raise no_room(error, out) or error from None
     makers = {"safetensors": export_safetensors, "onnx": export_onnx, "pt2": export_pt2}
     for name in formats:
         with warnings.catch_warnings():

@@ -60,6 +60,15 @@ def test_the_folder_goes_to_the_hub_or_one_sentence_says_why_not(vit, tmp_path, 
     assert calls == [("birds", True), ("me/birds", ["README.md", "config.json", "model.safetensors"])]
 
 
+def test_a_full_disk_is_that_of_the_folder(vit, tmp_path, monkeypatch, capsys):
+    def fail(model, out):
+        raise ValueError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(export, "write_config", fail)
+    ask = [f"ckpt_path={vit.record['run_id']}", f"log_dir={vit.logs}", f"out={tmp_path / 'out'}", "formats=safetensors"]
+    assert main(ask) == 1 and f"no room on {tmp_path / 'out'} (" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "size", "arguments"),
     [

@@ -101,7 +101,8 @@ def test_time_ends_a_training_which_is_validated_tested_and_finished(tmp_path, t
     assert [step for step, *_ in validated(done)] == [str(steps)]
     assert " · at most 13 s" in done.output.splitlines()[0]
     assert (
-        f"trainer.max_time: the limit of 13 s is reached at step {steps}, in epoch {1 + steps // 20} of 2" in done.output
+        f"trainer.max_time: the limit of 13 s is reached at step {steps}, in epoch {1 + steps // 20} of 2"
+        in done.output
     )
 
 
