@@ -284,6 +284,8 @@ def test_a_lightning_project_runs_step_by_step(copy):
             run_in(copy, command.replace("s3.uri=s3://bucket/prefix", ""))
     record = json.loads((copy / "logs/train/runs/first/run.json").read_text())
     assert (record["model"], record["data"], record["epochs"]) == ("Model", "Data", 5)
+    page = (copy / "logs/train/runs/first/page.md").read_text()
+    assert "Weights: those of `my_project.Model`" in page  # and not of model=, which a plain module does not use
 
 
 # Tests of their own run these, or they need a network, GPUs or minutes
