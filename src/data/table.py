@@ -158,7 +158,7 @@ class ParquetDataModule(ShardedDataModule):
                         parts += [str(row[column]).strip().lower() for column in split]
         except ArrowException as error:
             reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{path} is not a parquet file, or is truncated ({reason}): repair or remove it.") from None
+            raise UserError(f"{path} is not a parquet file, or is cut off ({reason}): repair or remove it.") from None
         if unknown := {part for part in parts if part not in SPLIT_OF}:
             if unknown < set(parts):
                 row = min(map(parts.index, unknown))
