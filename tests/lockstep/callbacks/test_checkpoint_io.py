@@ -28,7 +28,7 @@ def test_rank_zero_reads_a_checkpoint_for_all_ranks(tmp_path):
     results = run_ranks(loaded, 2, str(tmp_path))
     assert [total for total, _ in results] == [2e7, 2e7]
     for _, (torn, none) in results:
-        assert "torn.ckpt is no checkpoint that can be loaded safely" in torn and none.startswith("There is no checkp")
+        assert "torn.ckpt is not a checkpoint that can be loaded" in torn and none.startswith("There is no checkp")
 
 
 def test_the_copy_does_not_change_with_the_weights():

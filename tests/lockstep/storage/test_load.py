@@ -52,7 +52,7 @@ def test_a_checkpoint_comes_back_as_it_was_written(tmp_path):
 )
 def test_another_content_is_named(changes, says, tmp_path):
     torch.save({**whole(), **changes}, tmp_path / "x.ckpt")
-    with pytest.raises(UserError, match=f"x.ckpt is no checkpoint that can be loaded safely: .*{says}") as raised:
+    with pytest.raises(UserError, match=f"x.ckpt is not a checkpoint that can be loaded safely: .*{says}") as raised:
         read_checkpoint(tmp_path / "x.ckpt")
     assert "\n" not in str(raised.value)
 
@@ -65,5 +65,5 @@ def test_a_damaged_file_is_one_sentence(tmp_path):
     data = path.read_bytes()
     for damaged in (b"", data[:-100], data[:1000], b"x" * 1000, data[:40] + bytes(200) + data[240:]):
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match="x.ckpt is no checkpoint that can be loaded safely"):
+        with pytest.raises(UserError, match="x.ckpt is not a checkpoint that can be loaded safely"):
             read_checkpoint(path)
