@@ -35,7 +35,7 @@ def reached_from(script: str) -> set[Path]:
 BUDGETS = {
     "lines in src/": (lambda: lines("src"), 17_100),
     "lines in tests/": (lambda: lines("tests"), 17_600),
-    "lines in benchmarks/": (lambda: lines("benchmarks"), 1_700),
+    "lines in benchmarks/": (lambda: lines("benchmarks"), 1_600),
     "modules that src/train.py reaches": (lambda: len(reached_from("train")), 72),
     "lines in README.md": (lambda: len((ROOT / "README.md").read_text().splitlines()), 80),
 }
