@@ -97,8 +97,8 @@ def an_option_that_climbs(content, canary):
 
 
 CHECKPOINTS = {
-    torch_zip: "no checkpoint that can be loaded safely",
-    optimizer_state: "no checkpoint that can be loaded safely",
+    torch_zip: "not a checkpoint that can be loaded safely",
+    optimizer_state: "not a checkpoint that can be loaded safely",
     lightning_instantiator: None,
     target_by_alias: "model._target_='models.timm.warnings.sys.modules'",
     target_of_the_loss: "task._target_='torch.nn.modules.module.functools.partial'",

@@ -84,7 +84,7 @@ def test_the_first_host_of_a_slurm_list_is_the_master(nodes, host):
         (NODES, {"devices": 1}, "trainer.num_nodes not set"),
         ({**NODES, "NODE_RANK": "2"}, {"devices": 1, "num_nodes": 2}, "counts from 0 to 1"),
         ({**NODES, "WORLD_SIZE": "3"}, {"devices": 1, "num_nodes": 2}, "WORLD_SIZE=3"),
-        ({**NODES, "MASTER_PORT": "x"}, {"devices": 1, "num_nodes": 2}, "no whole number"),
+        ({**NODES, "MASTER_PORT": "x"}, {"devices": 1, "num_nodes": 2}, "not a whole number"),
         (TORCHRUN, {"devices": 2}, "torchrun started 8 processes, 4 on each of 2 nodes, but trainer.devices=2"),
         ({**RANKS, **ADDRESS}, {"devices": 4}, "rank 0 of 2, on its node 0 of 4: .* unset RANK and WORLD_SIZE"),
         ({**RANKS, **ADDRESS}, {"several": False}, "unset RANK and WORLD_SIZE"),
