@@ -28,10 +28,10 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu", content: io.Byt
         checkpoint = torch.load(content or path, map_location=map_location, weights_only=True)
         fault = _fault_of(checkpoint)
     except Exception as error:  # a damaged file makes zipfile, pickle and torch raise nearly anything
-        reason = str(error).rpartition("WeightsUnpickler error:")[
-            2
-        ]  # before it torch advises to load without this check
-        fault = f"{type(error).__name__}: {' '.join(reason.split())[:160]}"
+        lines = [line for line in map(str.strip, str(error).splitlines()) if line] or [""]
+        # torch's reason is the last line but one; the lines before it advise to load without this check.
+        reason = lines[-2] if lines[-1].startswith("Check the documentation") else " ".join(lines)
+        fault = f"{type(error).__name__}: {reason[:300]}".removesuffix(": ")
     if fault:
         raise UserError(f"{path} is not a checkpoint that can be loaded safely: {fault}")
     return {**checkpoint, "state_dict": dict(checkpoint["state_dict"])}  # without the versions that torch attaches
