@@ -131,8 +131,8 @@ def test_the_doctor_of_two_nodes_sees_their_gpus_and_measures_nccl():
         nodes.append(subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True))
     for node in nodes:
         said, _ = node.communicate(timeout=200)
-        assert node.returncode == 0 and "GPU 0 NVIDIA A100-SXM4-80GB: 16 of 16 GiB free" in said, said
-        assert "all-reduce by gloo: " in said and "all-reduce by NCCL: " in said, said
+        assert node.returncode == 0 and "uses the driver" in said, said
+        assert "all-reduce of 32 MiB by gloo: " in said and "all-reduce of 32 MiB by NCCL: " in said, said
 
 
 def test_compilation(tmp_path):
