@@ -38,7 +38,7 @@ FIXED = {
     "trainer.limit_val_batches": 1, "trainer.limit_test_batches": 1, "trainer.num_sanity_val_steps": 0,
     "trainer.check_val_every_n_epoch": 1, "trainer.val_check_interval": 1.0, "trainer.log_every_n_steps": 1000,
     "trainer.timeout_s": 60, "run_id": "rehearsal", "logbook": "null", "s3.uri": "null",
-    "+callbacks.rehearsal._target_": "callbacks.unused_parameters.UnusedParameters",
+    "+callbacks.rehearsal._target_": "lockstep.callbacks.unused_parameters.UnusedParameters",
 }  # fmt: skip
 Line = tuple[str, str]  # ok, FAILED or nothing, and the text
 Run = Callable[[list[str], Mapping[str, str], Path], int]  # starts train.py; returns its exit code

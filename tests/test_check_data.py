@@ -89,7 +89,10 @@ def test_a_run_logs_and_records_the_report_of_its_data(photos, tmp_path, path):
     report = json.loads((done.folder.path / "run.json").read_text())["data_report"]
     assert report == {
         "images_per_class": report["images_per_class"], "left_out": {"hidden images": 1, ".txt files": 1},
-        "identical_images": ["1 test image is identical to a training image", "1 image occurs under two labels"],
+        "identical_images": [
+            "1 test image is identical to a training image", "1 validation image is identical to a training image",
+            "1 image occurs under two labels",
+        ],
         "smallest_image": "24×20", "largest_image": "24×20",
     }  # fmt: skip
     assert report["images_per_class"]["cat"]["test"] == 11
