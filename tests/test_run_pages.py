@@ -111,5 +111,5 @@ def no_page() -> None:
 
 def test_a_failing_page_is_said_and_changes_no_exit_code(tmp_path):
     done = run_door("train", *SMALL, logs=tmp_path, before=no_page)
-    said = "The run's page was not written (MemoryError: no page today); python src/logbook.py build tries again."
+    said = "The run's page was not written (MemoryError: no page today); python src/logbook.py keep r writes one into"
     assert done.code == 0 and said in done.output, done.output

@@ -17,7 +17,8 @@ from lockstep.training.task import Task
 class SimCLR(Task):
     """Train the two views of an image to be similar, and unlike all other images of the global batch.
 
-    The net's last layer is the first layer of the projection; the features are its input.
+    The net's last layer is the first layer of the projection. The features are its input;
+    predict_step returns its output.
 
     Args:
         net: (B, C, H, W) float → (B, outputs).

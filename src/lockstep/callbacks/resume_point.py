@@ -16,7 +16,7 @@ STAGES = {"train": TRAINING, "validate": VALIDATION, "sanity_check": VALIDATION,
 
 
 def phase_of(trainer: pl.Trainer) -> str:
-    """Return training, validation, test, or start before them."""
+    """Return what the trainer does now: training, validation, test, else start; not the phase of a point."""
     return STAGES.get(str(trainer.state.stage and trainer.state.stage.value), "start")
 
 

@@ -1,7 +1,8 @@
 """Reduce an untrusted config, of a checkpoint or a bucket, to option names of this clone and plain values.
 
 The result names options whose yaml files are here, and gives numbers, switches and short words to keys that those
-options have. It never holds a `_target_`, a path or an address. Imports no torch.
+options have. It never holds a `_target_`, a path or an address. The config.yaml of a run below logs/ is trusted.
+Imports no torch.
 """
 
 import math

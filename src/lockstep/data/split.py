@@ -19,7 +19,7 @@ class Splits:
     """The positions of the images that train, validate and test, ascending."""
 
     of_each: np.ndarray  # (n,) 0 train, 1 val, 2 test, −1 none
-    drew_test: bool = False  # the source names no test images
+    drew_test: bool = False  # the test images were chosen here, not by the source
     notes: tuple[str, ...] = ()  # sentences for the log
 
     def __post_init__(self) -> None:

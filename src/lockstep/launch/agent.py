@@ -38,10 +38,12 @@ Ended = tuple[int, RankError | None, str]  # exit code, how the rank that failed
 def start_ranks(cluster: Cluster, run_id: str | None, folder: Path, arguments: list[str], timeout_s: float) -> Ended:
     """Start this node's ranks and wait until all have ended; none of them is left afterwards.
 
+    A second Ctrl-C kills them.
+
     Args:
         run_id: handed to the ranks; None if only node 0 knows it.
-        folder: for the output of local ranks other than 0.
-        arguments: of this Python program.
+        folder: each rank but local rank 0 writes its output there, as rank<N>.log.
+        arguments: the script and its command line, as sys.argv.
     """
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # what counts is said by this project's own lines

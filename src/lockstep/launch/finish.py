@@ -61,7 +61,8 @@ def conclude(folder: RunFolder, keep_in: Path | None, code: int, metrics: list[s
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        log.warning(f"The run's page was not written ({reason}); python src/logbook.py build tries again.")
+        again = f"python src/logbook.py keep {folder.run_id} writes one into logbook/"
+        log.warning(f"The run's page was not written ({reason}); {again}.")
     if code == EXIT_OK and record.status == "finished":
         names = [f"{record.monitor}_best", tested_name(record.monitor), *metrics]
         found = {name: value for name in names if isinstance(value := record.metrics.get(name), float)}

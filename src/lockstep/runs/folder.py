@@ -1,4 +1,4 @@
-"""The name of every file in a run folder, and the place of a run's folder. Imports no torch.
+"""The main files of a run folder, where run folders lie, and configs of older versions. Imports no torch.
 
 A run folder is `logs/train/runs/<run_id>/` (a sweep's: `logs/train/multiruns/<sweep_id>/<job>/`).
 """

@@ -1,4 +1,6 @@
-"""Background upload of a run's best checkpoint, last checkpoint and small files. Training never waits for it.
+"""Background upload of a run's best checkpoint, last checkpoint and small files.
+
+Training steps never wait for it; the end of fit does, for s3.flush_timeout_s at most.
 
 A thread polls the run folder every second for the newest complete checkpoint of each kind; a newer checkpoint replaces
 one that has not been sent yet. A file being sent is linked into `<run folder>/upload/`, so that training may delete

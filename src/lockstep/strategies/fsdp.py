@@ -118,7 +118,7 @@ class FSDP(Ranks):
             for net in networks:
                 net.set_requires_gradient_sync(True)
 
-    # --- checkpoints: rank 0 holds the whole state, so that any strategy and world size can load it; every rank calls.
+    # --- checkpoints hold whole tensors: any strategy and world size can load them; every rank calls, rank 0 saves.
     # torch's get_optimizer_state_dict is not used because it runs an optimizer step if the state is empty.
 
     restore_checkpoint_after_setup = True

@@ -1,4 +1,4 @@
-"""Load the weights of a checkpoint into the module of a new run."""
+"""Check that a checkpoint fits a module and its data, and load its weights into the module of a new run."""
 
 import logging
 
@@ -28,7 +28,7 @@ def facts_of(checkpoint: Checkpoint) -> DataFacts:
 
 
 def load_weights(module: pl.LightningModule, facts: DataFacts, plan: RunPlan) -> None:
-    """Load initial weights for a new run, or check that the checkpoint fits for a resumed one, which fit() loads.
+    """Load the initial weights of a new run; of a resumed run check its checkpoint, which trainer.fit() loads later.
 
     Raises:
         UserError: the checkpoint is of another model, or the run to resume was trained on other images.
@@ -64,7 +64,7 @@ def check_data_of_run(checkpoint: Checkpoint, facts: DataFacts, folder: RunFolde
             said = [f"hash {own[name][:12]}" if name == "data_hash" else _shown(own[name]) for own in (there, facts)]
             raise UserError(
                 f"The run {folder.run_id} was trained on other images ({said[0]}, now {said[1]}): give it the same "
-                "data.root, or start a new run with ckpt_path=."
+                "data.root and data.path, or start a new run with ckpt_path=."
             )
 
 
