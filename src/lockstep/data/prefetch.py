@@ -12,8 +12,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 def prefetched(batches: Iterator[dict[str, Any]], device: torch.device) -> Iterator[dict[str, Any]]:
     """Yield each batch on a GPU; a thread makes its successor meanwhile and copies it on a stream of its own.
 
-    The copy of 1,024 images at 224 px (154 MB) takes 3 to 12 ms, in which the step would wait.
-
     Args:
         batches: dicts with tensors in CPU memory, pinned where they are large.
     """
