@@ -147,7 +147,7 @@ def test_a_store_that_is_away_while_it_trains(tmp_path, monkeypatch):
         place = Place(server)
         for name, value in place.environment.items():
             monkeypatch.setenv(name, value)
-        arguments = [*SMALL, *place.arguments, "trainer=cpu", "trainer.max_epochs=20", "trainer.limit_train_batches=5",
+        arguments = [*SMALL, *place.arguments, "trainer=cpu", "trainer.max_epochs=40", "trainer.limit_train_batches=5",
                      "optimizer.lr=1e-4"]  # fmt: skip
         run = start_door("train", *arguments, logs=tmp_path / "here", environment=place.environment)
         folder = RunFolder(tmp_path / "here/train/runs/the-run")

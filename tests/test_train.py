@@ -2,10 +2,8 @@
 
 import csv
 import json
-import time
 from functools import partial
 
-import psutil
 import pytest
 import torch
 import yaml
@@ -13,7 +11,7 @@ import yaml
 from faults import signal_at_step
 from lockstep.storage.checkpoint_files import complete, fault_of
 from lockstep.storage.load import read_checkpoint
-from runs import run_door, start_door, succeed
+from runs import run_door, succeed
 
 SOAK = pytest.mark.slow
 SMALL = ["experiment=quickstart", "trainer.max_epochs=3", "trainer.log_every_n_steps=4"]
@@ -266,22 +264,3 @@ def test_a_resume_that_fails_changes_nothing_of_the_run_also_in_a_renamed_folder
     assert failed.code == 2 and config.read_text() == before, failed.output
     assert succeed("train", *more, logs=tmp_path).record["epochs"] == 2
     assert yaml.safe_load(config.read_text())["optimizer"]["lr"] == 0.5
-
-
-@pytest.mark.slow
-def test_a_run_that_ctrl_z_stops_for_longer_than_its_timeout_goes_on(tmp_path):
-    words = ["experiment=quickstart", "trainer=ddp_sim", "trainer.timeout_s=10", "trainer.max_epochs=15"]
-    started = start_door("train", *words, "run_id=r", logs=tmp_path)
-    metrics = tmp_path / "train/runs/r/metrics.csv"
-    started.wait_for(metrics.exists)
-    own = psutil.Process(started.process.pid)
-    group = [own, *own.children(recursive=True)]
-    for process in group:
-        process.suspend()
-    before = metrics.read_text()
-    time.sleep(14)
-    assert started.process.is_alive() and metrics.read_text() == before
-    for process in group:
-        process.resume()
-    done = started.done()
-    assert done.code == 0 and done.record["epochs"] == 15, done.output

@@ -143,7 +143,7 @@ def test_compilation(tmp_path):
 
 @pytest.mark.parametrize(
     ("parts", "compute"),
-    [("machine,ceilings,step,synchronisations,data,strategies,checkpoints,losses,profile,drift", True),
+    [("machine,ceilings,step,synchronisations,data,strategies,checkpoints,profile", True),
      ("compiled,memory", False)],  # Triton's kernels compute nothing, and a search only measures
 )  # fmt: skip
 @pytest.mark.timeout(900)
@@ -155,8 +155,7 @@ def test_every_part_of_the_gpu_benchmark_reaches_its_figures(parts, compute, tmp
     found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert [*found] == parts.split(",") and not any("error" in figures for figures in found.values())
     if compute:
-        assert found["losses"]["fp32_largest_difference"] < TOLERANCE
-        assert found["synchronisations"]["bf16-mixed"] < 1
+        assert found["synchronisations"]["bf16-mixed"] == 0
     else:
         assert found["compiled"]["compile_s"] > 1
 
