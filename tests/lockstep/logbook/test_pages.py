@@ -78,7 +78,7 @@ def test_a_record_with_nothing_but_its_status_has_a_page(tmp_path):
     (tmp_path / "r" / "run.json").write_text('{"status": "failed", "unknown": [1], "throughput": null}')
     text = keep_run(tmp_path / "r", tmp_path / "logbook").read_text()
     assert "| ❌ failed [r](r/page.md) |" in (tmp_path / "logbook" / "README.md").read_text()
-    assert "The run has no results." in text and "Too few points" in text and "None" not in text
+    assert "The run has no results." in text and "No curves" in text and "None" not in text
 
 
 def test_pictures_have_the_same_bytes_each_time_and_parse(folders, tmp_path):
