@@ -126,7 +126,8 @@ def test_the_page_of_every_run_is_that_of_its_record(folder, tmp_path, monkeypat
 
 def test_the_index_is_that_of_the_runs_and_a_report_takes_all_of_them(tmp_path):
     assert 10 <= len(FOLDERS) <= 18, "not too many"
-    assert len(report_html("all", [read_run(folder) for folder in FOLDERS])) > 150_000
+    report = report_html("all", [read_run(folder) for folder in FOLDERS])
+    assert all(folder.name in report for folder in FOLDERS)
     copy = shutil.copytree(LOGBOOK, tmp_path / "logbook")
     write_index(copy)
     assert (copy / "README.md").read_text() == (LOGBOOK / "README.md").read_text()
