@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from lockstep.runs.errors import UserError
-from models.timm import TimmModel
+from models.timm import PatchConv, TimmModel
 
 SIZES = {"patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 3}
 TINY = {"name": "vit_tiny_patch16_224", "pretrained": False, **SIZES}
@@ -221,3 +221,16 @@ def test_files_that_are_no_weights_of_this_net_are_refused_and_run_nothing(tmp_p
     with pytest.raises(UserError, match=says):
         tiny(weights=str(path))
     assert "executed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("channels", "size"), [(3, (16, 24)), (1, (8, 8)), (3, (18, 16))])  # 18: its last rows are cut
+def test_patches_by_a_matrix_product_are_those_of_the_convolution(channels, size):
+    layer = plain("vit_tiny_patch16_224", channels=channels, patch_size=4).double().backbone.patch_embed.proj
+    images = torch.randn(2, channels, *size, dtype=torch.float64, requires_grad=True)
+    found, expected = layer(images), torch.nn.functional.conv2d(images, layer.weight, layer.bias, stride=4)
+    assert type(layer) is PatchConv and found.shape == expected.shape
+    torch.testing.assert_close(found, expected)
+    wanted = (images, layer.weight, layer.bias)
+    mine, theirs = (torch.autograd.grad((out**2).sum(), wanted) for out in (found, expected))
+    torch.testing.assert_close(mine, theirs)
+    assert not any(isinstance(module, PatchConv) for module in plain("resnet18").modules())

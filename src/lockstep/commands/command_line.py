@@ -62,6 +62,10 @@ def run_script(
     set_up()
 
     def run() -> int:
+        if "snapshot=true" in argv:
+            from lockstep.commands.snapshot import run_from_snapshot
+
+            run_from_snapshot(argv)
         options, overrides = _parse(config_name, argv)
         if options.help:
             from lockstep.config.help import help_text

@@ -1,0 +1,57 @@
+"""Run the code as it is at the start of a command, whatever is edited meanwhile: `snapshot=true`."""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from lockstep.runs.environment import environment, set_variables
+from lockstep.runs.errors import UserError
+from lockstep.runs.provenance import CODE, REPOSITORY
+
+log = logging.getLogger(__name__)
+
+IN_SNAPSHOT = "LOCKSTEP_SNAPSHOT"
+
+
+def run_from_snapshot(argv: list[str]) -> None:
+    """Start the same command from a git worktree with the uncommitted changes of src and configs, in this process.
+
+    It returns if the process already runs from a snapshot. The worktree stays in logs/code for the jobs that read it.
+
+    Raises:
+        UserError: there is no commit, or another launcher has started the ranks.
+    """
+    if IN_SNAPSHOT in environment():
+        return
+    if {"RANK", "SLURM_PROCID"} & environment().keys():
+        raise UserError(
+            "snapshot=true is for a command that starts its ranks itself: with this launcher use a git worktree."
+        )
+    folder = REPOSITORY / "logs/code" / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{os.getpid()}"
+    _git("worktree", "add", "--detach", str(folder), "HEAD")
+    for name in _git("ls-files", "-z", "--modified", "--others", "--exclude-standard", "--", *CODE).split("\0"):
+        if name and (REPOSITORY / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, folder / name)
+        elif name:  # deleted since
+            (folder / name).unlink(missing_ok=True)
+    log.info(f"snapshot of the code: {folder}; when its jobs have ended, remove it with git worktree remove --force")
+    script = folder / Path(sys.argv[0]).resolve().relative_to(REPOSITORY)
+    stays = [] if any(word.startswith("paths.root_dir=") for word in argv) else [f"paths.root_dir={REPOSITORY}"]
+    sys.stdout.flush()
+    command = [sys.executable, str(script), *argv, *stays]
+    set_variables({IN_SNAPSHOT: "1"})
+    os.execv(sys.executable, command)
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).strip()
+        raise UserError(f"snapshot=true needs a git repository with a commit ({reason}).") from None
+    return done.stdout

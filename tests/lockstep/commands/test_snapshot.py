@@ -1,0 +1,60 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.commands import snapshot
+from lockstep.runs.errors import UserError
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A repository with one commit, in whose src/train.py the command is typed; what it would start is in `started`."""
+    for name in ("src/train.py", "src/old.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("committed")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *command], check=True)
+    monkeypatch.setattr(snapshot, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "src/train.py")])
+    monkeypatch.setenv(snapshot.IN_SNAPSHOT, "")  # and what is set in a test is taken back
+    monkeypatch.delenv(snapshot.IN_SNAPSHOT)
+    started = []
+    monkeypatch.setattr(os, "execv", lambda *call: started.append(call))
+    return tmp_path, started
+
+
+def test_the_code_of_the_moment_runs_with_uncommitted_and_new_and_without_deleted_files(project):
+    root, started = project
+    (root / "src/train.py").write_text("changed")
+    (root / "src/new.py").write_text("new")
+    (root / "src/old.py").unlink()
+    snapshot.run_from_snapshot(["-m", "snapshot=true", "seed=1,2"])
+    [(program, command)] = started
+    (root / "src/train.py").write_text("edited later")
+    [folder] = (root / "logs/code").iterdir()
+    assert program == sys.executable and command[1] == str(folder / "src/train.py")
+    assert command[2:] == ["-m", "snapshot=true", "seed=1,2", f"paths.root_dir={root}"]
+    assert {path.name: path.read_text() for path in (folder / "src").iterdir()} == {
+        "train.py": "changed",
+        "new.py": "new",
+    }
+    assert os.environ[snapshot.IN_SNAPSHOT] == "1"
+
+
+def test_a_snapshot_takes_none_of_itself(project, monkeypatch):
+    monkeypatch.setenv(snapshot.IN_SNAPSHOT, "1")
+    assert snapshot.run_from_snapshot(["snapshot=true"]) is None and project[1] == []
+
+
+def test_ranks_of_another_launcher_and_code_without_git_are_refused(project, monkeypatch):
+    root, _ = project
+    (root / ".git").rename(root / "elsewhere")
+    with pytest.raises(UserError, match="needs a git repository with a commit"):
+        snapshot.run_from_snapshot(["snapshot=true"])
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match="starts its ranks itself"):
+        snapshot.run_from_snapshot(["snapshot=true"])
