@@ -99,9 +99,8 @@ def _bucket(s3: Mapping[str, Any]) -> Iterator[Finding]:
 
     def write() -> None:
         try:
-            is_conditional = Bucket.of(s3).check_writable()
-            words = "" if is_conditional else ", by one process of a run at a time: it has no conditional writes"
-            answers.append((True, f"{s3['uri']} can be written{words}", ""))
+            Bucket.of(s3).check_writable()
+            answers.append((True, f"{s3['uri']} can be written", ""))
         except UserError as error:
             answers.append((False, f"s3: {error}", ""))
 

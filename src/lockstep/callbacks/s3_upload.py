@@ -39,8 +39,7 @@ class S3Upload(pl.Callback):
         fault, run = None, self.bucket.at(self.folder.run_id)
         if trainer.is_global_zero:
             try:
-                if not run.check_writable():
-                    log.info("s3: the store has no conditional writes: start only one process of a run at a time.")
+                run.check_writable()
             except S3Error as error:
                 fault = f"{self.bucket.uri} cannot be used: {error}"
         fault = trainer.strategy.broadcast(fault, src=0)

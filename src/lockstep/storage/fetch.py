@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 KINDS = ("best", "last")
 KEY = re.compile(r"checkpoints/[A-Za-z0-9_-][A-Za-z0-9._-]*")
 STEP = re.compile(r"-step(\d{1,12})")
-TRIES = 3  # a running training may replace the checkpoint while it is fetched
 # What a run records; nothing here decides anything, because others may write to the bucket.
 RECORDED = re.compile(
     r"run\.json|config\.yaml|[a-z][a-z0-9_.-]{0,99}\.(csv|diff|log|txt)"
@@ -95,15 +94,9 @@ def _fetch_address(address: str, s3: Mapping[str, Any], cache: Path) -> Path:
         folder = cache / (sha256 or head["ETag"].strip('"'))[:16]
         return fetch(bucket, name, Sidecar(step, head["ContentLength"], sha256), folder, "best")
     run = Bucket.of(s3, address)
-    for tries_left in reversed(range(TRIES)):
-        if not (pointer := read_pointer(run, "best")).checkpoint:
-            break
-        try:
-            return fetch(run, pointer.key, pointer.checkpoint, cache / pointer.checkpoint.sha256[:16], "best")
-        except S3Error as error:
-            if error.code != "NoSuchKey" or not tries_left:
-                raise
-    raise S3Error("there is no readable best.json: give the address of a run, or of a .ckpt file")
+    if not (pointer := read_pointer(run, "best")).checkpoint:
+        raise S3Error("there is no readable best.json: give the address of a run, or of a .ckpt file")
+    return fetch(run, pointer.key, pointer.checkpoint, cache / pointer.checkpoint.sha256[:16], "best")
 
 
 def fetch(bucket: Bucket, key: str, wanted: Sidecar, folder: Path, kind: str) -> Path:

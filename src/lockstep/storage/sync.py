@@ -1,38 +1,30 @@
-"""Copy a prefix of a bucket to the disk of this node before training. Imports no torch.
+"""Copy a prefix of a bucket to the disk of this node before training. Imports no torch."""
 
-Every rank may call `sync`: the first one on a node copies, the others wait for it and find everything there.
-"""
-
-import hashlib
-import json
 import logging
+import os
 import shutil
 import time
-from collections.abc import Mapping
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
+from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
-from lockstep.runs.files import locked_file, write_atomically
+from lockstep.runs.files import locked_file
 from lockstep.storage.errors import S3Error, translated
 from lockstep.storage.s3 import Bucket, Progress
 
 log = logging.getLogger(__name__)
 
 THREADS, PAUSES_S = 16, (1, 2, 4, 8, None)
-SYNCED = ".synced"  # a line for each file that is here whole, with its ETag
 
 
-def sync(uri: str, cache: Path, s3: Mapping[str, Any] | None = None) -> Path:
-    """Return the folder (or the file, if `uri` names an object) with the current content of the bucket.
+def sync(uri: str, cache: Path, s3: Config | None = None) -> Path:
+    """Return the folder in `cache` (or the file, if `uri` names an object) with the current content of the bucket.
 
-    Files whose size and ETag are still those of the bucket stay, also those that a killed process has copied; files
-    that are no longer in the bucket are deleted.
+    Every rank may call it: the first one on a node copies, the others wait. Files whose size and ETag are still those
+    of the bucket stay, also those that a killed process has copied; files that are not in the bucket are deleted.
 
-    Args:
-        cache: a folder on the disk of this node.
-        s3: the config's node s3 (endpoint_url); its own uri is not used.
     Raises:
         UserError: the bucket cannot be read, nothing lies there, or the disk has no room for it.
     """
@@ -45,11 +37,10 @@ def sync(uri: str, cache: Path, s3: Mapping[str, Any] | None = None) -> Path:
             wanted = {key: (size, etag) for key, size, etag in bucket.list(name) if key == name}
         if not wanted:
             raise UserError(f"{uri}: there is nothing under this prefix in the bucket.")
-        for key in wanted:
-            if {"", ".", ".."} & set(key.split("/")) or "\\" in key or key == SYNCED:
-                raise UserError(f"{uri} holds the key {key!r}, which cannot be a file of a folder.")
-        place = hashlib.sha256(f"{bucket.endpoint_url}{bucket.address('')}".encode()).hexdigest()[:8]
-        folder = cache.absolute() / f"{bucket.name}-{place}"
+        if odd := [key for key in wanted if {"", ".", ".."} & set(key.split("/")) or "\\" in key]:
+            raise UserError(f"{uri} holds the key {odd[0]!r}, which cannot be a file of a folder.")
+        place = zlib.crc32(f"{bucket.endpoint_url}{bucket.address(name)}".encode())
+        folder = cache.absolute() / f"{bucket.name}-{place:08x}"
         with locked_file(folder.with_name(f"{folder.name}.lock")):
             _copy(bucket, wanted, folder)
     except S3Error as error:
@@ -58,15 +49,13 @@ def sync(uri: str, cache: Path, s3: Mapping[str, Any] | None = None) -> Path:
 
 
 def _copy(bucket: Bucket, wanted: dict[str, tuple[int, str]], folder: Path) -> None:
+    """Copy what is missing. The modification time of a whole file is a checksum of its ETag."""
     folder.mkdir(parents=True, exist_ok=True)
-    marks, here = folder / SYNCED, set()
-    for line in marks.read_text().split("\n")[:-1] if marks.exists() else []:  # without one that a kill has cut
-        key, etag = json.loads(line)
-        if (folder / key).is_file() and wanted.get(key) == ((folder / key).stat().st_size, etag):
-            here.add(key)
-        else:
-            (folder / key).unlink(missing_ok=True)
-    missing = sorted(wanted.keys() - here)
+    missing = set(wanted)
+    for path in [path for path in folder.rglob("*") if path.is_file()]:
+        key, facts = path.relative_to(folder).as_posix(), path.stat()
+        size, etag = wanted.get(key, (-1, ""))
+        missing.discard(key) if (facts.st_size, facts.st_mtime) == (size, zlib.crc32(etag.encode())) else path.unlink()
     left, free = sum(wanted[key][0] for key in missing), shutil.disk_usage(folder).free
     if left > free:
         raise UserError(
@@ -75,22 +64,14 @@ def _copy(bucket: Bucket, wanted: dict[str, tuple[int, str]], folder: Path) -> N
         )
     if missing:
         log.info(f"Copying {bucket.uri} to {folder}: {len(missing):,} files, {left / 1e6:,.0f} MB …")
-    line_of = {key: json.dumps((key, etag)) + "\n" for key, (_, etag) in wanted.items()}
-    write_atomically(marks, lambda file: file.writelines(line_of[key] for key in here))
     progress = Progress(f"copying {bucket.uri}", left)
-    with marks.open("a") as file, ThreadPoolExecutor(THREADS, "sync") as pool:
-
-        def copy(key: str) -> None:
-            _fetch(bucket, key, *wanted[key], folder / key, progress)
-            file.write(line_of[key])
-            file.flush()
-
-        list(pool.map(copy, missing))  # after an error those that have not begun are cancelled
+    with ThreadPoolExecutor(THREADS, "sync") as pool:  # after an error those that have not begun are cancelled
+        list(pool.map(lambda key: _fetch(bucket, key, *wanted[key], folder / key, progress), sorted(missing)))
 
 
 def _fetch(bucket: Bucket, key: str, size: int, etag: str, path: Path, progress: Progress) -> None:
-    """Fetch one object, from where an earlier try or process broke off; boto3 checks the number of bytes."""
-    part = path.with_name(f".{path.name[:100]}.{etag[:16]}.part")
+    """Fetch one object, from where an earlier try broke off; boto3 checks the number of bytes."""
+    part, time_s = path.with_name(f".{zlib.crc32(key.encode()):08x}.part"), zlib.crc32(etag.encode())
     path.parent.mkdir(parents=True, exist_ok=True)
     for pause_s in PAUSES_S:
         try:
@@ -105,4 +86,5 @@ def _fetch(bucket: Bucket, key: str, size: int, etag: str, path: Path, progress:
             if pause_s is None or error.code in ("AccessDenied", "NoSuchKey", "PreconditionFailed"):
                 raise
             time.sleep(pause_s)
+    os.utime(part, (time_s, time_s))
     part.replace(path)

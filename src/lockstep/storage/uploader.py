@@ -18,14 +18,13 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from lockstep.runs.errors import EXIT_INTERRUPTED, EXIT_NOT_UPLOADED, EXIT_OK, EXIT_USER_ERROR
-from lockstep.runs.files import utc_now, write_atomically
+from lockstep.runs.files import write_atomically
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.record import JsonObject, read_record, update_record
+from lockstep.runs.record import JsonObject, update_record
 from lockstep.storage.checkpoint_files import Sidecar, complete, link, remove
 from lockstep.storage.errors import S3Error
 from lockstep.storage.fetch import KINDS, Pointer, read_pointer
@@ -33,8 +32,7 @@ from lockstep.storage.s3 import Bucket, Progress
 
 log = logging.getLogger(__name__)
 
-RETRY_DELAYS_S = (1, 2, 4, 8, 15, 30, 60)
-RETRY_DELAY_AT_END_S, POLL_S = 5.0, 1.0
+POLL_S, LONGEST_DELAY_S, LONGEST_DELAY_AT_END_S = 1.0, 60.0, 5.0
 INTERVALS_S = {"last": 600.0, "best": 0.0, "files": 60.0}  # in this order: what a machine about to go sends first
 SUFFIXES = (".yaml", ".json", ".csv", ".md", ".svg", ".png", ".txt", ".diff", ".log")
 SHORT_TIMEOUT_S = 5.0  # a stopped run has waited before; one whose input was refused has trained nothing
@@ -83,10 +81,9 @@ class Uploader:
     def status(self) -> JsonObject:
         """Return the best checkpoint in the bucket, as far as known, and why a newer one is not there."""
         best, error = self._pointers["best"], self._error if self._newest("best") else None
-        if best.checkpoint is None:
+        if (known := best.checkpoint) is None:
             return JsonObject(error=error)
-        uri, known = self.run.address(best.key), best.checkpoint
-        return JsonObject(uri=uri, sha256=known.sha256, step=known.step, error=error)
+        return JsonObject(uri=self.run.address(best.key), sha256=known.sha256, step=known.step, error=error)
 
     def _newest(self, kind: str) -> tuple[Path, Sidecar] | None:
         """Return the next checkpoint to upload, or None; a last checkpoint identical to the best is skipped."""
@@ -107,16 +104,15 @@ class Uploader:
                 self._answered, self._failures, self._error = asked, 0, "not uploaded yet"
             except Exception as error:  # a mistake in this code must not end the uploads of the run
                 self._error = str(error) if isinstance(error, S3Error | OSError) else type(error).__name__
-                delay_s = RETRY_DELAYS_S[min(self._failures, len(RETRY_DELAYS_S) - 1)]
+                delay_s = min(2**self._failures, LONGEST_DELAY_S)
                 self._failures += 1
                 then = "this process uploads nothing more" if self._stopped else f"next try in {delay_s:g} s"
                 log.info(f"s3: not uploaded: {self._error}; {then}.")
                 self.run, self._has_claimed = replace(self.run), False  # a new client reads credentials anew
             with self._wake:
                 self._wake.notify_all()
-                delay_s = min(delay_s, RETRY_DELAY_AT_END_S) if asked != self._answered else delay_s
                 if not self._stopped and self._asked == asked:
-                    self._wake.wait(delay_s)
+                    self._wake.wait(delay_s if asked == self._answered else min(delay_s, LONGEST_DELAY_AT_END_S))
 
     def _claim(self) -> None:
         """Make this the start of the run that may move the pointers; delete what no pointer names."""
@@ -207,11 +203,9 @@ def finish_upload(s3: Mapping[str, Any] | None, folder: RunFolder, code: int) ->
     run, note = Bucket.of(s3).at(folder.run_id), folder.path / "upload" / "start"
     if not note.exists() and not any(complete(folder.checkpoints)):
         return code  # it ended before it reached the bucket
-    timeout_s = float(s3.get("flush_timeout_s", 300.0))
-    timeout_s = min(timeout_s, SHORT_TIMEOUT_S) if code in (EXIT_USER_ERROR, EXIT_INTERRUPTED) else timeout_s
-    began = datetime.fromisoformat(read_record(folder.record).started_at or utc_now()).timestamp()
-    start = float(note.read_text()) if note.exists() else began
-    uploader = Uploader(run, folder, start, takes_over=False)
+    most_s = SHORT_TIMEOUT_S if code in (EXIT_USER_ERROR, EXIT_INTERRUPTED) else float("inf")
+    timeout_s = min(float(s3.get("flush_timeout_s", 300.0)), most_s)
+    uploader = Uploader(run, folder, float(note.read_text()) if note.exists() else 0.0, takes_over=False)
     uploader.start()
     uploader.flush(timeout_s)
     status = uploader.status()

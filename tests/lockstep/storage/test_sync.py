@@ -33,8 +33,7 @@ def place(monkeypatch):
 
 
 def found(folder):
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != module.SYNCED]
-    return {f"photos/{path.relative_to(folder)}": path.read_bytes() for path in files}
+    return {f"photos/{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_copy_is_as_the_bucket_is_now(place, tmp_path, caplog, monkeypatch):

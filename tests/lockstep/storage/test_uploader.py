@@ -84,7 +84,7 @@ class Setting:
 @pytest.fixture
 def setting(monkeypatch, tmp_path):
     server = shared_store()
-    monkeypatch.setattr(module, "RETRY_DELAYS_S", (0.1,))
+    monkeypatch.setattr(module, "LONGEST_DELAY_S", 0.1)
     monkeypatch.setattr(module, "POLL_S", 0.1)
     for variable, value in server.environment().items():
         monkeypatch.setenv(variable, value)
