@@ -25,19 +25,8 @@ from lockstep.strategies.placement import in_one_process
 log = logging.getLogger(__name__)
 
 FINDERS = ("ckpt_path", "paths", "s3")  # keys that locate the checkpoint
-OF_THIS_EVALUATION = (
-    *FINDERS, "tags", "run_id", "test", "resume", "sweep_dir", "logbook", "verbose", "quiet",
-)  # fmt: skip
-IMAGES = (
-    "image_size",
-    "channels",
-    "mean",
-    "std",
-    "fit",
-    "crop_pct",
-    "interpolation",
-    "resize",
-)  # taken from the training
+OWN = (*FINDERS, "tags", "run_id", "test", "resume", "sweep_dir", "logbook", "verbose", "quiet")  # not the training's
+IMAGES = ("image_size", "channels", "mean", "std", "fit", "crop_pct", "interpolation", "resize")  # the training's
 
 
 def evaluate(plan: RunPlan) -> int:
@@ -88,7 +77,7 @@ def for_evaluation(stored: Config) -> Config:
     """Return the part of a run's config that counts in an evaluation, which runs in one process by default."""
     choices = {group: name for group, name in (stored.get("choices") or {}).items() if group != "trainer"}
     overrides = [word for word in map(str, stored.get("overrides") or ()) if not key_of(word).startswith("trainer")]
-    kept = {key: value for key, value in stored.items() if key not in OF_THIS_EVALUATION}
+    kept = {key: value for key, value in stored.items() if key not in OWN}
     if isinstance(kept.get("trainer"), dict):  # a training with limits is tested on all images
         kept["trainer"] = {key: value for key, value in kept["trainer"].items() if not key.startswith("limit_")}
     return {**kept, "choices": choices, "overrides": overrides}
@@ -105,9 +94,7 @@ def config_of(cfg: Any, path: Path, stored: Config, facts: Config, words: list[s
     config, choices, named = plain(cfg), dict(chosen_options(cfg)), {key_of(word) for word in words}
     if "experiment" in named:
         raise UserError("eval takes its experiment from the checkpoint: leave experiment= out.")
-    if choices.get("data") != (stored.get("choices") or {}).get(
-        "data"
-    ):  # the net keeps the image size and so on of its training
+    if choices.get("data") != (stored.get("choices") or {}).get("data"):  # the net's image size and so on stay
         size_is_stated = named & {"data.image_size", "data.crop_pct"}
         kept = [key for key in IMAGES if f"data.{key}" not in named and not (key == "resize" and size_is_stated)]
         config["data"].update({key: facts[key] for key in kept if key in facts and key in config["data"]})

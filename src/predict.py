@@ -50,8 +50,11 @@ def predict(options: dict[str, str]) -> int:
         return predict_own_data(model, options, Path(options["out"] or "predictions.pt"))
     if "image_size" not in model.facts or "mean" not in model.facts:
         raise UserError("The run's data module does not define how images are made. Remove images= from the command.")
-    out = Path(options["out"] or "predictions.csv")
-    rows = predict_files(model, folder, names, out.with_suffix(""), int(options["batch"]), int(options["top"]))
+    out, batch = Path(options["out"] or "predictions.csv"), int(options["batch"])
+    rows: dict[str, Row] = {}
+    for start in range(0, len(names), batch):
+        part = names[start : start + batch]
+        rows |= predict_files(model, folder, part, out.with_suffix(""), int(options["top"]))
     broken = [row["error"] for row in rows.values() if "error" in row]
     if len(broken) == len(names):
         raise UserError(f"images={folder} holds no image that can be decoded: {broken[0]}.")
@@ -65,15 +68,15 @@ def predict(options: dict[str, str]) -> int:
             writer.writerow({"file": name, **shown})
 
     write_atomically(out, write)
-    classified = [(folder / name, row) for name, row in rows.items() if "probability" in row][:SHEET_IMAGES]
-    sheet = write_sheet(out.with_suffix(".png"), classified) if classified else []
-    log.info(" · ".join([f"{len(names)} images", str(out), *sheet]))
+    log.info(f"{len(names)} images · {out}")
+    if classified := [(folder / name, row) for name, row in rows.items() if "probability" in row][:SHEET_IMAGES]:
+        write_sheet(out.with_suffix(".png"), classified)
     if broken:
         log.error(f"{len(broken)} of {len(names)} images cannot be decoded; {out} states why. The first: {broken[0]}")
     return EXIT_FAILED if broken else EXIT_OK
 
 
-def predict_files(model: Any, folder: Path, names: list[str], masks: Path, batch: int, top: int) -> dict[str, Row]:
+def predict_files(model: Any, folder: Path, names: list[str], masks: Path, top: int) -> dict[str, Row]:
     """Return the row of each file; its only column is `error` if it cannot be decoded."""
     import numpy as np
     import torch
@@ -84,18 +87,13 @@ def predict_files(model: Any, folder: Path, names: list[str], masks: Path, batch
         try:
             return decode(folder / name, model.framing)
         except CorruptImage as error:
-            return str(error.args[0])
+            return {"error": str(error.args[0])}
 
-    found: dict[str, Row] = {}
     with ThreadPoolExecutor() as pool:
-        for start in range(0, len(names), batch):
-            part = names[start : start + batch]
-            pixels = dict(zip(part, pool.map(decoded, part), strict=True))
-            found |= {name: {"error": each} if isinstance(each, str) else {} for name, each in pixels.items()}
-            good = {name: each for name, each in pixels.items() if not isinstance(each, str)}
-            if good:
-                outputs = model.predict(model.prepared(torch.from_numpy(np.stack(list(good.values())))))
-                found |= dict(zip(good, rows_of(model, outputs, list(good), masks, top), strict=True))
+        found = dict(zip(names, pool.map(decoded, names), strict=True))
+    if pixels := {name: each for name, each in found.items() if not isinstance(each, dict)}:
+        outputs = model.predict(model.prepared(torch.from_numpy(np.stack(list(pixels.values())))))
+        found |= dict(zip(pixels, rows_of(model, outputs, list(pixels), masks, top), strict=True))
     return found
 
 
@@ -115,13 +113,13 @@ def rows_of(model: Any, outputs: Any, names: list[str], masks: Path, top: int) -
     shape = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else ()
     classes = [str(name) for name in model.facts.get("class_names") or ()]
     if isinstance(model.module, ImageClassifier):
-        best, rows = outputs.topk(min(top, len(classes)), dim=1), list[Row]()
-        for shares, places in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-            rows.append({})
-            for i, (share, place) in enumerate(zip(shares, places, strict=True), 1):
-                end = f"_{i}" if i > 1 else ""
-                rows[-1] |= {f"class{end}": classes[place], f"probability{end}": share}
-        return rows
+        best = outputs.topk(min(top, len(classes)), dim=1)
+        ends = ["", *(f"_{i}" for i in range(2, top + 1))]
+        return [
+            {key: value for end, share, place in zip(ends, shares, places)
+             for key, value in ((f"class{end}", classes[place]), (f"probability{end}", share))}
+            for shares, places in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        ]  # fmt: skip
     if len(shape) == 1:
         return [{"value": value} for value in outputs.tolist()]
     if len(shape) == 2:
@@ -139,19 +137,18 @@ def rows_of(model: Any, outputs: Any, names: list[str], masks: Path, top: int) -
     return [{"mask": str(path)} for path in paths]
 
 
-def write_sheet(path: Path, classified: list[tuple[Path, Row]]) -> list[str]:
-    """Draw images with their classes; return what to log."""
+def write_sheet(path: Path, classified: list[tuple[Path, Row]]) -> None:
+    """Draw images with their classes, and captions below UNSURE in red."""
     from lockstep.data.decoding import open_image
     from lockstep.data.report import contact_sheet
 
-    tiles, red = [], 0
-    for file, row in classified:
-        share = float(row["probability"])
-        red += share < UNSURE
-        caption = [f"{str(row['class'])[:16]} {share:.0%}", file.name]
-        tiles.append(([open_image(file, 3)], caption, "black" if share >= UNSURE else "#c22745"))
+    tiles = [
+        ([open_image(file, 3)], [f"{str(row['class'])[:16]} {row['probability']:.0%}", file.name],
+         "black" if float(row["probability"]) >= UNSURE else "#c22745")
+        for file, row in classified
+    ]  # fmt: skip
     contact_sheet(path, tiles, columns=6)
-    return [str(path), *([f"{red} captions in red: below {UNSURE:.0%}"] if red else [])]
+    log.info(f"{path}: the first {len(tiles)} images; captions below {UNSURE:.0%} are red")
 
 
 def predict_own_data(model: Any, options: dict[str, str], out: Path) -> int:

@@ -291,7 +291,6 @@ def test_a_lightning_project_runs_step_by_step(copy):
 # Tests of their own run these, or they need a network, GPUs or minutes
 ELSEWHERE = (
     "s3://",
-    "push_to",
     "nodes.py",
     "rehearse.py",
     "upload.py",

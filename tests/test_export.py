@@ -36,39 +36,6 @@ def exported(vit, tmp_path_factory):
     return out
 
 
-def test_the_folder_goes_to_the_hub_or_one_sentence_says_why_not(vit, tmp_path, monkeypatch, capsys):
-    calls = []
-
-    class Address(str):
-        repo_id = "me/birds"
-
-    class Hub:
-        def create_repo(self, repo_id, **options):
-            if repo_id == "refused":
-                raise OSError("Token is required\nand more")
-            calls.append((repo_id, options["private"]))
-            return Address(f"https://hub/me/{repo_id}")
-
-        def upload_folder(self, repo_id, folder_path, **options):
-            calls.append((repo_id, sorted(path.name for path in folder_path.iterdir())))
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    ask = [f"ckpt_path={vit.record['run_id']}", f"log_dir={vit.logs}", f"out={tmp_path / 'out'}", "formats=safetensors"]
-    assert main([*ask, "push_to=refused"]) == 2 and not (tmp_path / "out").exists()
-    assert "push_to=refused: Token is required (hf auth login, or HF_TOKEN," in capsys.readouterr().err
-    assert main([*ask, "push_to=birds"]) == 0 and "uploaded to https://hub/me/birds" in capsys.readouterr().out
-    assert calls == [("birds", True), ("me/birds", ["README.md", "config.json", "model.safetensors"])]
-
-
-def test_a_full_disk_is_that_of_the_folder(vit, tmp_path, monkeypatch, capsys):
-    def fail(model, out):
-        raise ValueError("I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(export, "write_config", fail)
-    ask = [f"ckpt_path={vit.record['run_id']}", f"log_dir={vit.logs}", f"out={tmp_path / 'out'}", "formats=safetensors"]
-    assert main(ask) == 1 and f"no room on {tmp_path / 'out'} (" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("name", "size", "arguments"),
     [
@@ -91,9 +58,9 @@ def test_timm_loads_any_of_its_models_as_the_card_says(tmp_path, monkeypatch, na
     path = tmp_path / "best.ckpt"
     path.write_bytes(b"")
     model = FinishedModel(ImageClassifier(net, num_classes=facts["num_classes"]), config, facts, path, RunRecord())
-    written = export.write_config(model, tmp_path)
-    assert export.largest_difference(model, export.export_safetensors(model, tmp_path)) == 0
-    (lines,) = re.findall("```python\n(.*?)```", card_text(model, written, {"safetensors": 0.0}), re.DOTALL)
+    assert export.largest_difference(model, export.write_weights(model, tmp_path)) == 0
+    written = json.loads((tmp_path / "config.json").read_text())
+    (lines,) = re.findall("```python\n(.*?)```", card_text(model, tmp_path, {"safetensors": 0.0}), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     found = {}
     exec(lines, found)
@@ -149,11 +116,15 @@ def test_timm_loads_the_folder_of_a_run_and_the_hub_s_tools_read_its_card(export
     assert ('InferenceSession("model.onnx")' in text) == HAS_ONNX
 
 
-def test_an_export_that_differs_is_not_good(vit, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(export, "export_pt2", lambda model, out: lambda images: model.net(images) * 1.01)
+def test_an_export_that_differs_or_finds_the_disk_full_is_not_good(vit, tmp_path, monkeypatch, capsys):
+    def fail(model, out):
+        raise ValueError("I/O error: No space left on device (os error 28)")
+
     ask = [f"ckpt_path={vit.record['run_id']}", f"log_dir={vit.logs}", f"out={tmp_path}", "formats=pt2"]
-    assert main(ask) == 1
-    assert "pt2 differs from the net by" in capsys.readouterr().err
+    monkeypatch.setattr(export, "write_pt2", lambda model, out: lambda images: model.net(images) * 1.01)
+    assert main(ask) == 1 and "pt2 differs from the net by" in capsys.readouterr().err
+    monkeypatch.setattr(export, "write_weights", fail)
+    assert main(ask) == 1 and f"no room on {tmp_path} (" in capsys.readouterr().err
     assert not (tmp_path / "README.md").exists()
 
 
@@ -166,9 +137,3 @@ def test_missing_packages_are_named_with_what_works_here(monkeypatch, caplog):
     assert caplog.messages == ["onnx skipped, it needs no_such_package: .venv/bin/pip install no_such_package"]
     with pytest.raises(UserError, match="formats=tflite: tflite is not one of safetensors, onnx, pt2"):
         chosen_formats("tflite")
-
-
-def test_a_file_that_is_no_checkpoint(tmp_path, capsys):
-    (tmp_path / "x.ckpt").write_bytes(b"nothing")
-    assert main([f"ckpt_path={tmp_path / 'x.ckpt'}", f"out={tmp_path / 'out'}"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "out").exists()
