@@ -94,7 +94,7 @@ def write_weights(model: Any, out: Path) -> Any:
         "mean": tuple(facts["mean"]), "std": tuple(facts["std"]),
     }  # fmt: skip
     names, tag = {"label_names": facts["class_names"]}, {"tag": model.record.run_id or "local"}
-    backbone = getattr(model.net, "backbone", None)
+    backbone: Any = getattr(model.net, "backbone", None)
     if hasattr(backbone, "pretrained_cfg"):
         save_for_hf(backbone, str(out), {**names, "pretrained_cfg": tag}, safe_serialization=True, data_config=images)
         loaded = timm.create_model(f"local-dir:{out}", pretrained=True).eval()

@@ -15,7 +15,7 @@ from lockstep.config.compose import CONFIGS, chosen_options, compose, plain
 from lockstep.config.schema import missing_option
 from lockstep.runs.config import Config
 from lockstep.runs.errors import UserError
-from lockstep.runs.folder import RunFolder, read_config, with_task
+from lockstep.runs.folder import RunFolder, read_config, with_current_names
 
 OF_CHECKPOINT = ("data", "task", "model", "loss", "metrics", "trainer")
 OF_DATA = (*OF_CHECKPOINT, "augmentation", "seed")
@@ -43,7 +43,7 @@ def accepted(stored: object, roots: tuple[str, ...], whose: str) -> tuple[dict[s
     """
     if not isinstance(stored, Mapping):
         raise UserError(f"{whose} carries no config: it was not written by Lockstep.")
-    stored = with_task(stored)
+    stored = with_current_names(stored)
     named, metrics = (found if isinstance(found := stored.get(k), Mapping) else {} for k in ("choices", "metrics"))
     choices: dict[str, str] = {}
     rejected: dict[str, Any] = {}

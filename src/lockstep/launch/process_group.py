@@ -7,7 +7,6 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from lockstep.launch.launchers import Cluster
 from lockstep.runs import signals
 from lockstep.runs.errors import UserError
-from lockstep.runs.provenance import Fingerprint
+from lockstep.runs.provenance import Fingerprint, first_difference
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ def meet(
         decide: called on rank 0 once all are there; its result must have a JSON form.
     """
     where, rank, number = f"{cluster.master_addr}:{cluster.master_port}", cluster.rank, secrets.token_hex(8)
-    own = json.dumps([number, socket.gethostname(), asdict(mine) if mine else None])
+    own = json.dumps([number, socket.gethostname(), mine])
     deadline, speak_at = time.monotonic() + timeout_s, time.monotonic() + SPEAK_INTERVAL_S
     store: dist.Store | None = None
     start, missing, keys = b"", [0], [""]
@@ -100,7 +99,7 @@ def _answer(everyone: list[list[Any]], decide: Callable[[], Answer]) -> Answer:
     _, first_host, first = everyone[0]
     for rank, (_, host, other) in enumerate(everyone):
         who, who_first = f"rank {rank} on {host}", f"rank 0 on {first_host}"
-        if first and other and (error := Fingerprint(**other).difference(Fingerprint(**first), who, who_first)):
+        if first and other and (error := first_difference(other, first, who, who_first)):
             return {"error": error}
     try:
         return {**decide(), "hosts": [host for _, host, _ in everyone]}

@@ -76,12 +76,12 @@ def read_config(path: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{path} cannot be read as a run's config: {reason}.") from None
-    return with_task(config)
+    return with_current_names(config)
 
 
-def with_task(config: Mapping[str, Any]) -> dict[str, Any]:
+def with_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's config as this version writes it: version 1 had `classifier` for `task`, and one more callback."""
-    found = _with_new_names(config)
+    found = _with_moved_classes(config)
     if isinstance(callbacks := found.get("callbacks"), dict):
         callbacks.pop("throughput", None)
     before, choices = found.pop("classifier", None), found.get("choices")
@@ -95,8 +95,8 @@ def with_task(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _with_new_names(node: Mapping[str, Any]) -> dict[str, Any]:
-    new = {key: _with_new_names(value) if isinstance(value, Mapping) else value for key, value in node.items()}
+def _with_moved_classes(node: Mapping[str, Any]) -> dict[str, Any]:
+    new = {key: _with_moved_classes(value) if isinstance(value, Mapping) else value for key, value in node.items()}
     if isinstance(target := new.get("_target_"), str):
         new["_target_"] = MOVED.get(target, target)
     return new

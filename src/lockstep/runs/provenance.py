@@ -6,7 +6,6 @@ import os
 import platform
 import subprocess
 import sys
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,11 @@ CODE = ("src", "configs", "requirements.txt")
 PACKAGES = ("torch", "torchvision", "lightning", "hydra-core", "timm", "numpy", "boto3", "tensorboard")
 DIFF_LIMIT = 200_000  # characters
 PLAIN = ("--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/")  # whatever the user has configured
+Fingerprint = dict[str, dict[str, str]]  # kind → name → value
+MENDS = {
+    "code": "make src, configs and requirements.txt equal on all nodes", "options": "give all nodes the same options",
+    "packages": "run make install there",
+}  # fmt: skip
 OF_A_RANK = ("paths", "run_id", "resume", "ckpt_path", "overrides", "sweep_dir")  # options that ranks have of their own
 
 
@@ -94,32 +98,20 @@ def host(node_rank: int) -> dict[str, Any]:
     return {"node_rank": node_rank, "host": platform.node(), "cores": available_cores(), "system": platform.platform()}
 
 
-@dataclass(frozen=True)
-class Fingerprint:
-    """Values that must be equal on all nodes and ranks of a run."""
-
-    tree_hash: str
-    options: dict[str, str]  # by full name
-    versions: dict[str, str]
-
-    def difference(self, first: "Fingerprint", who: str, who_first: str) -> str | None:
-        """Return a sentence on the first thing in which `who` differs from `who_first`, and how to fix it."""
-        if self.tree_hash != first.tree_hash:
-            code = "code in src, configs or requirements.txt"
-            return f"{who} runs with other {code} than {who_first}: make them equal on all nodes."
-        for key in sorted({*self.options, *first.options}):
-            if (own := self.options.get(key)) != (value := first.options.get(key)):
-                return f"{who} has {key}={own}, {who_first} has {key}={value}: give all nodes the same options."
-        for name, version in first.versions.items():
-            if (own := self.versions.get(name, "missing")) != version:
-                return f"{who} has {name} {own}, {who_first} has {version}: run make install there."
-        return None
-
-
 def fingerprint(config: Config) -> Fingerprint:
-    """Return the fingerprint of this process; its options are the same whatever folders a node has."""
+    """Return what must be equal on all nodes of a run; options are the same whatever folders a node has."""
     flat = flatten({key: value for key, value in config.items() if key not in OF_A_RANK})
     options = {key: str(value) for key, value in flat.items()}
     for folder in map(str, config["paths"].values()):
         options = {key: text.replace(folder, "") for key, text in options.items()}
-    return Fingerprint(tree_hash(REPOSITORY), options, versions())
+    return {"code": {"code": tree_hash(REPOSITORY)[:12]}, "options": options, "packages": versions()}
+
+
+def first_difference(own: Fingerprint, first: Fingerprint, who: str, who_first: str) -> str | None:
+    """Return a sentence on the first thing in which `who` differs from `who_first`, and how to fix it."""
+    for kind, mend in MENDS.items():
+        for key in sorted({*own[kind], *first[kind]}):
+            here, there = (found[kind].get(key, "missing") for found in (own, first))
+            if here != there:
+                return f"{who} has {key}={here}, {who_first} has {key}={there}: {mend}."
+    return None

@@ -9,16 +9,13 @@ data.global_batch_size is the swarm's batch; trainer.accumulate_grad_batches cut
 https://github.com/learning-at-home/hivemind
 """
 
-import contextlib
-import ctypes
 import importlib.util
 import logging
 import os
 import secrets
 import signal
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,13 +24,13 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from lockstep.runs.environment import die_with_parent
 from lockstep.runs.errors import UserError
 from lockstep.strategies.base import Capabilities
 
 log = logging.getLogger(__name__)
 
 AVERAGING_TIMEOUT_S = 30.0  # after this a round goes on without those that do not answer
-PR_SET_PDEATHSIG = 1
 
 
 class Hivemind(Capabilities, SingleDeviceStrategy):
@@ -74,8 +71,10 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
         self.trainer = trainer
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            with _children_end_with_this_process():
-                self._join()
+            joining = [os.getpid()]
+            os.register_at_fork(after_in_child=partial(_end_with_parent, joining))
+            self._join()
+            joining.clear()
 
     def _join(self) -> None:
         """Find the other peers and let hivemind's optimizer take the place of the run's."""
@@ -171,22 +170,11 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
         return {"swarm": {"name": self.swarm_name, "steps": self.steps, "peers": self.peers_seen}}
 
 
-@contextlib.contextmanager
-def _children_end_with_this_process() -> Iterator[None]:
-    """Let worker processes that hivemind forks in the block die when this process does (Linux)."""
-    inside, parent = [True], os.getpid()
-
-    def in_child() -> None:
-        if inside and os.getppid() == parent:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if sys.platform == "linux":
-                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    os.register_at_fork(after_in_child=in_child)
-    try:
-        yield
-    finally:
-        inside.clear()
+def _end_with_parent(joining: list[int]) -> None:
+    """In a process that is forked while `joining` names its parent: end when the parent does, however it ends."""
+    if joining == [os.getppid()]:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        die_with_parent(joining[0])
 
 
 def initialise_state(optimizer: torch.optim.Optimizer) -> None:

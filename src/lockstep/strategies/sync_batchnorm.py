@@ -49,10 +49,10 @@ class SyncBatchNorm(nn.BatchNorm2d):  # not nn.SyncBatchNorm: DDP refuses that o
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
                 self.running_var.lerp_((variance * count / (count - 1)).to(self.running_var.dtype), weight)
         shape = (1, -1, *(1,) * (x.dim() - 2))
-        normalised = (x - mean.to(x.dtype).view(shape)) * torch.rsqrt(variance + self.eps).to(x.dtype).view(shape)
+        x = (x - mean.to(x.dtype).view(shape)) * torch.rsqrt(variance + self.eps).to(x.dtype).view(shape)
         if self.affine:
-            normalised = normalised * self.weight.to(x.dtype).view(shape) + self.bias.to(x.dtype).view(shape)
-        return normalised.to(input.dtype)
+            x = x * self.weight.to(x.dtype).view(shape) + self.bias.to(x.dtype).view(shape)
+        return x.to(input.dtype)
 
 
 class _ThenAct:
@@ -62,19 +62,14 @@ class _ThenAct:
         return self.act(self.drop(super().forward(input)))  # type: ignore[attr-defined,misc]
 
 
-class SyncBatchNormAct(_ThenAct, SyncBatchNorm): ...
-
-
-class TorchSyncBatchNormAct(_ThenAct, nn.SyncBatchNorm): ...
-
-
 def synchronise(net: nn.Module, device_type: str) -> None:
     """Turn every BatchNorm into one over all ranks, in place: torch's layer on "cuda", ours elsewhere.
 
     Raises:
         UserError: a layer has a forward of its own, which would be lost.
     """
-    on_gpu = device_type == "cuda"
+    plain: type[nn.Module] = nn.SyncBatchNorm if device_type == "cuda" else SyncBatchNorm
+    with_activation = type("SyncBatchNormAct", (_ThenAct, plain), {})
     for layer in net.modules():
         if not isinstance(layer, BATCH_NORMS) or isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm):
             continue
@@ -84,17 +79,12 @@ def synchronise(net: nn.Module, device_type: str) -> None:
                 f"trainer.sync_batchnorm=true cannot convert {type(layer).__name__}, which has a forward of its own: "
                 "leave it out, or build the net with plain nn.BatchNorm layers."
             )
-        if is_timms:
-            layer.__class__ = TorchSyncBatchNormAct if on_gpu else SyncBatchNormAct
-        else:
-            layer.__class__ = nn.SyncBatchNorm if on_gpu else SyncBatchNorm
+        layer.__class__ = with_activation if is_timms else plain
         layer.process_group = None  # torch's attribute: all ranks
 
 
-def check_batch_norm(
-    net: nn.Module, *, images: int, world_size: int, micro_batches: int, synchronised: bool
-) -> list[str]:
-    """Return a sentence for each way in which BatchNorm makes the result depend on how the work is spread.
+def check_batch_norm(net: nn.Module, *, images: int, world_size: int, micro_batches: int, synchronised: bool) -> str:
+    """Return a sentence if BatchNorm makes the result depend on the number of ranks, else an empty string.
 
     Args:
         images: that go through the net of one device at a time.
@@ -103,20 +93,15 @@ def check_batch_norm(
         UserError: one image at a time has no statistics; names the sizes that work.
     """
     if not any(isinstance(layer, BATCH_NORMS) and layer.training for layer in net.modules()):
-        return []
-    alone = world_size > 1 and not synchronised
-    if images < 2 and (alone or world_size == 1):
-        size, synced = 2 * world_size * micro_batches, ", trainer.sync_batchnorm=true" if alone else ""
+        return ""
+    differs = world_size > 1 and not synchronised
+    if images < 2 and (differs or world_size == 1):
+        size, synced = 2 * world_size * micro_batches, ", trainer.sync_batchnorm=true" if differs else ""
         raise UserError(
             f"BatchNorm cannot normalise one image at a time: give data.global_batch_size={size} or more{synced}, or a "
             "net without BatchNorm."
         )
-    found = []
-    if alone:
-        found.append(
-            f"The model has BatchNorm, and each of the {world_size} ranks normalises with its own part of the batch: "
-            "trainer.sync_batchnorm=true uses the whole batch, as one process does."
-        )
-    if micro_batches > 1:
-        found.append(f"BatchNorm's statistics are those of one of {micro_batches} micro-batches, not of the batch.")
-    return found
+    return differs * (
+        f"The model has BatchNorm, and each of the {world_size} ranks normalises with its own part of the batch: "
+        "trainer.sync_batchnorm=true uses the whole batch, as one process does."
+    )

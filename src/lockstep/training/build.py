@@ -123,11 +123,10 @@ def prepare_net(module: Any, data: Any, plan: RunPlan, strategy: Any) -> None:
         net.init_from_images(data.sample_images(5000))
     parts = plan.batch.accumulate * capabilities(strategy).micro_batches
     images = plan.batch.global_size // (cluster.world_size * parts) * getattr(data, "views", 1)
-    for sentence in check_batch_norm(
-        net, images=images, world_size=cluster.world_size, micro_batches=parts, synchronised=own["sync_batchnorm"]
-    ):
-        if cluster.is_rank_zero:
-            log.info(sentence)
+    spread = {"world_size": cluster.world_size, "micro_batches": parts, "synchronised": own["sync_batchnorm"]}
+    note = check_batch_norm(net, images=images, **spread)
+    if note and cluster.is_rank_zero:
+        log.info(note)
 
 
 def build_loggers(plan: RunPlan) -> list[Any]:

@@ -13,10 +13,9 @@ from lockstep.launch.launchers import Cluster
 from lockstep.launch.process_group import meet
 from lockstep.runs import signals
 from lockstep.runs.errors import Interrupted, UserError
-from lockstep.runs.provenance import Fingerprint
 from ranks import free_port
 
-SAME = Fingerprint("t", {"seed": "1"}, {"torch": "2"})
+SAME = {"code": {"code": "t"}, "options": {"seed": "1"}, "packages": {"torch": "2"}}
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +74,9 @@ def refuse():
 @pytest.mark.parametrize(
     ("first", "second", "sentence"),
     [
-        ({}, {"mine": Fingerprint("x", {"seed": "1"}, {"torch": "2"})}, "runs with other code"),
-        ({}, {"mine": Fingerprint("t", {"seed": "2"}, {"torch": "2"})}, "has seed=2, rank 0 on"),
-        ({}, {"mine": Fingerprint("t", {"seed": "1"}, {"torch": "3"})}, "has torch 3, rank 0 on"),
+        ({}, {"mine": {**SAME, "code": {"code": "x"}}}, "has code=x, rank 0 on"),
+        ({}, {"mine": {**SAME, "options": {"seed": "2"}}}, "has seed=2, rank 0 on"),
+        ({}, {"mine": {**SAME, "packages": {"torch": "3"}}}, "has torch=3, rank 0 on"),
         ({"decide": refuse}, {}, "this run is finished."),
     ],
 )
