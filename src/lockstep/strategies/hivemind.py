@@ -171,7 +171,7 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
 
 
 def _end_with_parent(joining: list[int]) -> None:
-    """In a process that is forked while `joining` names its parent: end when the parent does, however it ends."""
+    """End when the parent does, in a process that is forked while `joining` names its parent."""
     if joining == [os.getppid()]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         die_with_parent(joining[0])
