@@ -14,7 +14,6 @@ logs/train/runs/<run_id>/page.md; its heading and the text between its two comme
 
 import argparse
 import csv
-import difflib
 import io
 import os
 import shutil
@@ -99,9 +98,7 @@ def table(options: argparse.Namespace) -> None:
     names, key = options.columns or COLUMNS, options.sort or "started_at"
     for name in [*options.columns, *filter(None, [options.sort])]:
         if all(run.value(name) is None for run in runs):
-            known = {key for run in runs for held in (run.record.metrics, run.config) for key in held}
-            near = ", ".join(difflib.get_close_matches(name, known, 3, cutoff=0.5))
-            raise UserError(f"No run has {name}. Names are those of run.json and of config.yaml: {near} …")
+            raise UserError(f"No run has {name}. Names are those of run.json and of config.yaml, as optimizer.lr.")
     runs.sort(key=lambda run: (run.value(key) is not None, run.value(key)), reverse=True)
     rows = [["run_id", *names]]
     for values in ([run.run_id, *map(run.value, names)] for run in runs):

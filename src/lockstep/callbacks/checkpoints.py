@@ -48,10 +48,8 @@ class Checkpoints(pl.Callback):
         self.folder, self.monitor, self.mode = Path(folder), monitor, mode
         self.every_n_epochs, self.every_minutes = every_n_epochs, every_minutes
         self.weights_only, self.asynchronous, self.contents = weights_only, asynchronous, contents or {}
-        self.best_value: float | None = None
-        self.best_path: Path | None = None
+        self.best_value, self.best_path, self.loaded = None, None, None  # the last one: a checkpoint's own part
         self.saved_step = self.validated_step = -1
-        self.loaded: Checkpoint | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: tuple[Future[None], pl.Trainer, dict[str, Path]] | None = None
 
@@ -68,11 +66,8 @@ class Checkpoints(pl.Callback):
         self.saved_at = time.monotonic()
         loader: Any = trainer.train_dataloader
         has_state = hasattr(loader, "load_state_dict")
-        if trainer.is_global_zero and not hasattr(getattr(trainer, "datamodule", None), "place"):
-            exact = "Resume is exact in mid-epoch: the training loader has a state_dict."
-            log.info(
-                exact if has_state else "Resume is exact at epoch boundaries: the training loader has no state_dict."
-            )
+        if trainer.is_global_zero and not has_state:
+            log.info("Resume is exact at epoch boundaries: the training loader has no state_dict.")
         if self.loaded is None:
             return
         self.saved_step = trainer.global_step

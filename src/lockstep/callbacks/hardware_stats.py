@@ -40,7 +40,6 @@ class HardwareStats(pl.Callback):
         self.run_folder, self.interval_s = run_folder, interval_s
         self.values: dict[str, array[float]] = {}  # by the column of the file
         self.shown = 0  # samples that a log point has had
-        self.is_host_bound = False  # as was logged
         self.fields: dict[str, object] = {}  # of the record, once training has ended
         self.devices, self.gpus, self.memory = set[torch.device](), list[int](), 0.0  # until fit starts
         self.finished, self.thread = threading.Event(), threading.Thread()
@@ -69,19 +68,6 @@ class HardwareStats(pl.Callback):
                 found[f"hardware/{title}"] = round(float(np.mean(samples)), 3)
         return found
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log once that the GPUs of this node wait for the host."""
-        used = [
-            float(np.median(v[:])) for name, v in list(self.values.items()) if name.endswith("/utilisation_percent")
-        ]
-        enough = max(map(len, self.values.values()), default=0) > 30
-        if used and enough and min(used) < 60 and not self.is_host_bound and trainer.is_global_zero:
-            self.is_host_bound = True
-            log.info(
-                f"A GPU is busy {min(used):.0f} % of the time: steps wait for the host. Raise data.global_batch_size, "
-                "set trainer.compile=true, or raise data.num_workers where images are loaded."
-            )
-
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end(all_ranks=True)
 
@@ -101,10 +87,9 @@ class HardwareStats(pl.Callback):
         node = self._node() if self.values else None
         if node and self.gpus:
             try:
-                dump = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20).stdout
+                node["nvidia_smi"] = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20).stdout
             except (OSError, subprocess.TimeoutExpired) as error:
-                dump = str(error)
-            node["nvidia_smi"] = dump
+                node["nvidia_smi"] = str(error)
         found = gather_objects((peak, usable, node)) if all_ranks else [(peak, usable, node)]
         nodes = [node for _, _, node in found if node]
         self.fields = {

@@ -26,7 +26,6 @@ class MetricsCsv(Logger):
         if resume_step is not None and self.path.exists() and rank_zero_only.rank == 0:
             self.columns, rows = read_rows(self.path)
             self.rows = [row for row in rows if row["step"] <= resume_step]
-        self.num_written: int | None = None  # rows that the file holds as they are here; None: all are written anew
 
     def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing: the run folder holds config.yaml."""
@@ -44,24 +43,16 @@ class MetricsCsv(Logger):
         if step != last:
             self.rows.append({"step": step})
         self.rows[-1] |= metrics
-        new = [name for name in metrics if name not in self.columns]
-        self.columns += new
-        if new or self.num_written == len(self.rows):  # the row that has changed is in the file
-            self.num_written = None
+        self.columns += [name for name in metrics if name not in self.columns]
 
     @rank_zero_only
     def save(self) -> None:
-        """Append new rows; write the whole file if a row of it has changed or a column is new."""
-        if self.num_written is None:
-            head = {name: name for name in self.columns}
-            write_atomically(self.path, lambda file: self._write(file, [head, *self.rows]))
-        else:
-            with self.path.open("a", newline="") as file:
-                self._write(file, self.rows[self.num_written :])
-        self.num_written = len(self.rows)
+        def write(file: Any) -> None:
+            writer = csv.DictWriter(file, self.columns)
+            writer.writeheader()
+            writer.writerows(self.rows)
 
-    def _write(self, file: Any, rows: list[dict[str, Any]]) -> None:
-        csv.DictWriter(file, self.columns).writerows(rows)
+        write_atomically(self.path, write)
 
     def finalize(self, status: str) -> None:
         self.save()

@@ -14,7 +14,7 @@ from lockstep.storage.uploader import Uploader
 
 log = logging.getLogger(__name__)
 
-FLUSH_WHEN_INTERRUPTED_S, FLUSH_BESIDE_OTHER_RANKS_S, FLUSH_AFTER_FAILURE_S = 60.0, 30.0, 3.0  # of several ranks
+FLUSH_WHEN_INTERRUPTED_S, FLUSH_BESIDE_OTHER_RANKS_S, FLUSH_AFTER_FAILURE_S = 60.0, 30.0, 3.0
 
 
 class S3Upload(pl.Callback):

@@ -3,7 +3,6 @@
 import http.client
 import logging
 import threading
-import time
 import urllib.error
 import urllib.request
 
@@ -26,8 +25,7 @@ class SpotNotice(pl.Callback):
 
     def __init__(self, address: str = METADATA, interval_s: float = 5.0) -> None:
         self.address, self.interval_s = address.rstrip("/"), interval_s
-        self.noticed_at: float | None = None
-        self.ended, self.has_complained = threading.Event(), False
+        self.ended = threading.Event()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if trainer.local_rank == 0 and stage in ("fit", "test"):
@@ -37,23 +35,19 @@ class SpotNotice(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.ended.set()
 
-    def record_fields(self) -> dict[str, object]:
-        return {} if self.noticed_at is None else {"spot_notice_at": self.noticed_at}
-
     def _poll(self, trainer: pl.Trainer, ended: threading.Event) -> None:
-        notice = ""
+        notice, has_complained = "", False
         while not notice:
             try:
                 token = self._ask("api/token", "PUT", **{"X-aws-ec2-metadata-token-ttl-seconds": "60"})
                 notice = self._ask("meta-data/spot/instance-action", **{"X-aws-ec2-metadata-token": token})
             except (OSError, ValueError, http.client.HTTPException) as error:
                 is_none = isinstance(error, urllib.error.HTTPError) and error.code == 404
-                if not is_none and not self.has_complained:
+                if not is_none and not has_complained:
                     log.info(f"No answer about spot notices ({error}); asking again every {self.interval_s:.0f} s.")
-                    self.has_complained = True
+                    has_complained = True
             if not notice and ended.wait(self.interval_s):
                 return
-        self.noticed_at = time.time()
         log.info(f"Spot notice: {notice.strip()}")
         for callback in trainer.callbacks:
             if isinstance(callback, Interruption):

@@ -56,15 +56,6 @@ def test_a_resumed_run_takes_the_best_that_is_here_and_another_monitor_finds_its
     assert callback._finds_best(trainer) is is_best
 
 
-def test_the_log_says_where_a_resume_is_exact(tmp_path, caplog):
-    caplog.set_level("INFO")
-    for loader in (None, SimpleNamespace(load_state_dict=None)):
-        Checkpoints(tmp_path).on_train_start(SimpleNamespace(is_global_zero=True, train_dataloader=loader), None)
-    assert [message.partition(":")[0] for message in caplog.messages] == [
-        "Resume is exact at epoch boundaries", "Resume is exact in mid-epoch"
-    ]  # fmt: skip
-
-
 def test_a_monitor_that_nothing_logs_is_named_before_training_and_at_its_end(tmp_path, caplog):
     metrics = {"accuracy": torch.tensor(0.5)}
     trainer = SimpleNamespace(

@@ -3,7 +3,6 @@
 import csv
 import os
 import time
-from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -107,13 +106,3 @@ def test_statistics_of_other_nodes_come_to_rank_zero(tmp_path):
     nodes = run_ranks(_two_nodes, 2, tmp_path)[0]
     assert [node["node_rank"] for node in nodes] == [0, 1]
     assert list(nodes[1]["stats"])[-1] == "rank1/memory_gib"
-
-
-@pytest.mark.parametrize(("percent", "samples", "lines"), [(35, 40, 1), (90, 40, 0), (35, 20, 0)])
-def test_gpus_that_wait_for_the_host_are_named_once(percent, samples, lines, caplog):
-    caplog.set_level("INFO", logger="lockstep")
-    callback, trainer = HardwareStats(), SimpleNamespace(is_global_zero=True)
-    callback.values = {"gpu0/utilisation_percent": array("f", [percent] * samples)}
-    for _ in range(2):
-        callback.on_train_epoch_end(trainer, None)
-    assert [f"busy {percent} %" in line for line in caplog.messages] == [True] * lines

@@ -77,11 +77,10 @@ def wait_for(condition, seconds=5):
 
 @pytest.mark.parametrize("stage", ["fit", "test"])
 def test_a_notice_asks_for_an_interruption_and_hurries_the_upload(server, start, stage):
-    callback, interruption, upload = start(stage=stage)
+    _, interruption, upload = start(stage=stage)
     assert wait_for(lambda: server.asked > 3) and not interruption.reason
     server.notice = NOTICE
     assert wait_for(lambda: getattr(upload, "seconds", 0) == 85.0) and interruption.reason == "spot notice"
-    assert time.time() - callback.record_fields()["spot_notice_at"] < 5
 
 
 def test_a_service_that_refuses_is_named_once_and_asked_again(server, start, capsys):
