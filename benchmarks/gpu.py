@@ -48,7 +48,7 @@ PREDICTIONS = {
     "synchronisations/bf16-mixed": "0", "synchronisations/16-mixed": "0 (goal), 1 a step from GradScaler",
     "strategies/fsdp_over_ddp_large": "< 1.1", "strategies/fsdp_over_ddp_small": "1.5 to 2.6",
     "compiled/over_eager": "0.8", "compiled/bf16_true_over_eager": "0.65",
-    "memory/over_bare": "≤ 1.05", "memory/search_over_estimate": "0.95 to 1.05",
+    "memory/search_over_estimate": "0.95 to 1.05",
     "checkpoints/synchronous_over_copy": "5 to 20", "checkpoints/asynchronous_over_copy": "≤ 1.2",
 }  # fmt: skip
 
@@ -58,14 +58,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu.json")
     parser.add_argument("--budget", type=float, default=560, help="seconds for all parts together")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
-    parser.add_argument("--skip", default="", help="parts to leave out")
     parser.add_argument("--small", action="store_true", help="tiny nets and few steps; the figures mean nothing")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # one part, in the process that is measured
     options = parser.parse_args()
     if options.part:
         print("\n" + json.dumps(PARTS[options.part][0](options.out)))
         return
-    chosen = [name for name in options.only.split(",") if name not in options.skip.split(",")]
+    chosen = options.only.split(",")
     if unknown := set(chosen) - set(PARTS):
         parser.error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     options.out.mkdir(parents=True, exist_ok=True)
@@ -133,13 +132,12 @@ def random_batches(batch: int) -> list[Any]:
     return [(each, torch.randint(CLASSES, (batch,), device="cuda")) for each in images]
 
 
-def bare_loop(batch: int) -> tuple[float, float]:
-    """Train timm's net in a loop of plain PyTorch, in bf16; return seconds per step and peak GiB."""
+def bare_loop(batch: int) -> float:
+    """Train timm's net in a loop of plain PyTorch, in bf16; return seconds per step."""
     import timm
     import torch
     from torch.nn import functional as F
 
-    torch.cuda.reset_peak_memory_stats()
     own = {"embed_dim": 48, "depth": 2, "num_heads": 3, "patch_size": 4, "img_size": SIZE} if SMALL else {}
     net = timm.create_model("vit_base_patch32_224", num_classes=CLASSES, **own).cuda()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
@@ -155,13 +153,13 @@ def bare_loop(batch: int) -> tuple[float, float]:
 
     for _ in range(WARMUP):
         step()
-    return per_step(step, STEPS), torch.cuda.max_memory_allocated() / 2**30
+    return per_step(step, STEPS)
 
 
 def lockstep_run(
     words: str, *, batch: int = BATCH, cached: bool = True, watch: Any = None, warmup: int = WARMUP, steps: int = STEPS
-) -> tuple[float, float]:  # fmt: skip
-    """Train as `python src/train.py WORDS` does; return seconds per step and peak GiB.
+) -> float:  # fmt: skip
+    """Train as `python src/train.py WORDS` does; return seconds per step.
 
     Args:
         cached: replace the data by batches of noise in GPU memory.
@@ -169,7 +167,6 @@ def lockstep_run(
     """
     import torch
 
-    torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as scratch:
         total = warmup + steps + 1
         count, size = (2 * batch, 32) if cached else (int(1.2 * total * batch), SIZE)
@@ -179,13 +176,12 @@ def lockstep_run(
         if IMAGES in os.environ:
             overrides += [f"paths.data_dir={os.environ[IMAGES]}"]
         batches = random_batches(batch) if cached else None
-        seconds = timed_run(overrides, warmup, steps, batches, watch, torch.cuda.synchronize)
-    return seconds, torch.cuda.max_memory_allocated() / 2**30
+        return timed_run(overrides, warmup, steps, batches, watch, torch.cuda.synchronize)
 
 
 def seconds_of(words: str, **options: Any) -> Callable[[], float]:
     """Return a measurement for in_turns: seconds per step of one training run."""
-    return lambda: lockstep_run(f"{NO_CHECKPOINTS} {words}", **options)[0]
+    return lambda: lockstep_run(f"{NO_CHECKPOINTS} {words}", **options)
 
 
 def machine(out: Path) -> dict[str, Any]:
@@ -211,30 +207,17 @@ def ceilings(out: Path) -> dict[str, Any]:
     flop = 2 * side**3
     burst = per_step(lambda: a @ b, 20)
     sustained = per_step(lambda: a @ b, max(1, int(seconds / burst)))
-    tokens = BATCH * (SIZE // 32) ** 2
-    products = {}
-    for name, (n, k) in {"qkv": (2304, 768), "proj": (768, 768), "fc1": (3072, 768), "fc2": (768, 3072)}.items():
-        left, right = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((tokens, k), (k, n)))
-        products[name] = round(2 * tokens * k * n / per_step(lambda x=left, y=right: x @ y, 20) / 1e12, 1)
     source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in "st")
     copy = per_step(lambda: target.copy_(source), 10)
-    host = torch.empty(BATCH * 3 * SIZE * SIZE, dtype=torch.uint8).pin_memory()
-    device = host.cuda()
-    to_device = per_step(lambda: device.copy_(host, non_blocking=True), 10)
-    to_host = per_step(lambda: host.copy_(device, non_blocking=True), 10)
-    one = torch.zeros(1, device="cuda")
     return {
         "copy_tb_per_s": round(2 * size / copy / 1e12, 2), "bf16_tflops": round(flop / burst / 1e12, 1),
-        "bf16_tflops_sustained": round(flop / sustained / 1e12, 1), "vit_products_tflops": products,
-        "host_to_device_gb_per_s": round(host.numel() / to_device / 1e9, 1),
-        "device_to_host_gb_per_s": round(host.numel() / to_host / 1e9, 1),
-        "kernel_launches_per_s": round(1 / per_step(lambda: one.add_(1), 1000)),
+        "bf16_tflops_sustained": round(flop / sustained / 1e12, 1),
     }  # fmt: skip
 
 
 def step(out: Path) -> dict[str, Any]:
     """ViT-B/32 in bf16: a training step of Lockstep against a bare loop over timm's net."""
-    bare, ours = in_turns(ROUNDS, lambda: bare_loop(BATCH)[0], seconds_of("trainer=gpu"))
+    bare, ours = in_turns(ROUNDS, lambda: bare_loop(BATCH), seconds_of("trainer=gpu"))
     measured = json.loads((out / "gpu.json").read_text())["parts"] if (out / "gpu.json").exists() else {}
     ceiling = measured.get("ceilings", {}).get("bf16_tflops")
     tflops = 26.2e-3 * BATCH / median(ours)  # 26.2 GFLOP per image, forward and backward
@@ -302,7 +285,7 @@ def compiled(out: Path) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     for name, own in words.items():
         began = time.perf_counter()
-        seconds[name] = lockstep_run(f"{NO_CHECKPOINTS} trainer=gpu {own}")[0]
+        seconds[name] = lockstep_run(f"{NO_CHECKPOINTS} trainer=gpu {own}")
         whole[name] = time.perf_counter() - began
     return {
         "compile_s": round(whole["compiled"] - whole["eager"], 1),
@@ -312,13 +295,7 @@ def compiled(out: Path) -> dict[str, Any]:
 
 
 def memory(out: Path) -> dict[str, Any]:
-    """Peak memory against the bare loop, and the largest batch that a search finds against the estimate."""
-    import torch
-
-    batch = 8 if SMALL else 256
-    bare = bare_loop(batch)[1]
-    ours = lockstep_run(f"{NO_CHECKPOINTS} trainer=gpu", batch=batch)[1]
-    torch.cuda.empty_cache()
+    """The largest batch that a search finds, against the estimate."""
     largest: dict[str, int] = {}
     for how in ("search", "estimate"):
         words = [*NET.split(), "data=synthetic", f"data.image_size={SIZE}", "data.stored_size=32", "trainer=gpu"]
@@ -331,7 +308,6 @@ def memory(out: Path) -> dict[str, Any]:
             raise RuntimeError(done.stdout + done.stderr)
         largest[how] = int(said[1])
     return {
-        "bare_gib": round(bare, 2), "lockstep_gib": round(ours, 2), "over_bare": round(ours / bare, 3),
         "search": largest["search"], "estimate": largest["estimate"],
         "search_over_estimate": round(largest["search"] / largest["estimate"], 3),
     }  # fmt: skip
@@ -346,7 +322,7 @@ def checkpoints(out: Path) -> dict[str, Any]:
     options = {"warmup": length // 2, "steps": saves * length}
 
     def steps(words: str) -> float:
-        return lockstep_run(f"{own} {words}", **options)[0] * options["steps"]
+        return lockstep_run(f"{own} {words}", **options) * options["steps"]
 
     state = torch.empty((4 if SMALL else 1050) * 2**20, dtype=torch.uint8, device="cuda")  # weights and two moments
     copy = per_step(state.cpu, 2)
@@ -374,7 +350,7 @@ def profile(out: Path) -> dict[str, Any]:
             self.profiler.stop()
 
     watch = Watch()
-    seconds, _ = lockstep_run(f"{NO_CHECKPOINTS} trainer=gpu", watch=watch, steps=3)
+    seconds = lockstep_run(f"{NO_CHECKPOINTS} trainer=gpu", watch=watch, steps=3)
     events = sorted(watch.profiler.key_averages(), key=lambda event: -event.self_device_time_total)
     busy = sum(event.self_device_time_total for event in events) / 3 / 1000
     return {

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -45,7 +44,7 @@ class Case:
     """A row of the table for one model."""
 
     model: str
-    strategy: str  # bare, one_process, ddp, fsdp, allreduce, model_parallel, dp
+    strategy: str  # bare, one_process, ddp, fsdp, allreduce, model_parallel
     accumulate: int = 1
     fine_tuning: bool = False  # with FROZEN layers, layer decay, and weight decay on matrices alone
     mixup: bool = False  # and cutmix, of half of the pairs
@@ -54,16 +53,15 @@ class Case:
 
 
 def build_net(case: Case) -> nn.Module:
-    net = bare_net(case.model)
+    """Return a model with dropout off, whose random numbers differ between ranks, and AlexNet's head narrowed."""
+    torch.manual_seed(SEED)
+    net = new_net(case.model, {"num_classes": CLASSES, "image_size": IMAGE_SIZE[case.model], "channels": 3})
     if case.fine_tuning:
         freeze(net, FROZEN[case.model])
     return net
 
 
-def bare_net(model: str) -> nn.Module:
-    """Return a model with dropout off, whose random numbers differ between ranks, and AlexNet's head narrowed."""
-    torch.manual_seed(SEED)
-    shape: dict[str, Any] = {"num_classes": CLASSES, "image_size": IMAGE_SIZE[model], "channels": 3}
+def new_net(model: str, shape: dict[str, Any]) -> nn.Module:
     if model == "vit":
         small = {"embed_dim": 192, "depth": 2, "num_heads": 3, "patch_size": 4}
         return TimmModel(**shape, name="vit_tiny_patch16_224", pretrained=False, **small)
@@ -122,14 +120,13 @@ def bare_loop(case: Case) -> dict[str, Any]:
             if (index + 1) % case.accumulate == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-    return {"losses": losses, "weights": as_arrays(net.state_dict())}
+    return {"losses": losses, "weights": {name: value.numpy().copy() for name, value in net.state_dict().items()}}
 
 
 class Losses(pl.Callback):
     """The loss of each micro-batch on this rank."""
 
-    def __init__(self) -> None:
-        self.values: list[float] = []
+    values: list[float]
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         self.values.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
@@ -156,15 +153,15 @@ class FaultyAllReduce(AllReduce):
             self.previous = current
 
 
-def build_strategy(case: Case, cluster: Cluster) -> Any:
+def build_strategy(case: Case) -> Any:
     if case.strategy == "one_process":
         return "auto"
     if case.strategy == "model_parallel":
         return ModelParallel(stage_devices=["cpu", "cpu"])
-    cls = {"ddp": DDP, "fsdp": FSDP, "allreduce": FaultyAllReduce if case.fault else AllReduce}[case.strategy]
-    strategy = cls()
-    if isinstance(strategy, FaultyAllReduce):
-        strategy.fault = case.fault
+    if not case.fault:
+        return {"ddp": DDP, "fsdp": FSDP, "allreduce": AllReduce}[case.strategy]()
+    strategy = FaultyAllReduce()
+    strategy.fault = case.fault
     return strategy
 
 
@@ -179,7 +176,8 @@ def lightning_run(cluster: Cluster, case: Case) -> dict[str, Any]:
     meet(cluster, "cpu")
     if case.model == "alexnet_bn" and cluster.world_size > 1:
         synchronise(net.net, "cpu")
-    strategy, losses = build_strategy(case, cluster), Losses()
+    strategy, losses = build_strategy(case), Losses()
+    losses.values = []
     trainer = pl.Trainer(
         accelerator="cpu", devices=cluster.devices, strategy=strategy, plugins=[StartedRanks(cluster)],
         precision="64-true", callbacks=[losses], max_epochs=EPOCHS, accumulate_grad_batches=case.accumulate,
@@ -189,9 +187,5 @@ def lightning_run(cluster: Cluster, case: Case) -> dict[str, Any]:
     trainer.fit(net, datamodule=data)
     assert trainer.global_step == STEPS, trainer.global_step
     state = trainer.strategy.lightning_module_state_dict()
-    weights = {name.removeprefix("net."): value for name, value in state.items()}
-    return {"losses": losses.values, "weights": as_arrays(weights)}
-
-
-def as_arrays(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    return {name: value.detach().cpu().numpy().copy() for name, value in state.items()}
+    weights = {name.removeprefix("net."): value.numpy().copy() for name, value in state.items()}
+    return {"losses": losses.values, "weights": weights}

@@ -1,13 +1,12 @@
 """The usual Hydra + Lightning template on the same MNIST net, optimizer, batch and epochs as experiment=mnist.
 
-    python benchmarks/template.py --root FOLDER             # MNIST in torchvision's layout
-    python benchmarks/template.py --fashion-root FOLDER     # Fashion-MNIST's four .gz files in its place
+    python benchmarks/template.py --root FOLDER                        # MNIST in torchvision's layout, FOLDER/MNIST/raw
+    python benchmarks/template.py --root FOLDER --data fashion_mnist   # Fashion-MNIST's files there, unpacked
 
 template_peer.txt is written as the template's own documentation shows it. Measures whole processes.
 """
 
 import argparse
-import gzip
 import re
 import sys
 import tempfile
@@ -21,21 +20,27 @@ WHOLE_LIMIT = 0.8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    chosen = parser.add_mutually_exclusive_group(required=True)
-    chosen.add_argument("--root", type=Path, help="MNIST in torchvision's layout (FOLDER/MNIST/raw)")
-    chosen.add_argument("--fashion-root", type=Path, help="Fashion-MNIST's four .gz files")
+    parser.add_argument("--root", type=Path, required=True, help="images in torchvision's layout (FOLDER/MNIST/raw)")
+    parser.add_argument("--data", choices=("mnist", "fashion_mnist"), default="mnist")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("overrides", nargs="*", help="of our run, e.g. trainer.precision=bf16-mixed")
     arguments = parser.parse_args()
     accuracies: dict[str, list[float]] = {"ours": [], "template": []}
     with tempfile.TemporaryDirectory() as scratch:
-        root, data, images = images_of(arguments, Path(scratch))
+        root = arguments.root.resolve()
         peer = write_peer(Path(scratch) / "peer")
         epochs = f"trainer.max_epochs={arguments.epochs}"
 
         def ours() -> float:
-            words = ["experiment=mnist", *data, "data.num_val=5000", epochs, *arguments.overrides]
+            words = [
+                "experiment=mnist",
+                f"data={arguments.data}",
+                f"data.root={root}",
+                "data.num_val=5000",
+                epochs,
+                *arguments.overrides,
+            ]
             started = time.perf_counter()
             record = run_record(f"{scratch}/{time.time_ns()}", words)
             seconds = time.perf_counter() - started
@@ -51,7 +56,7 @@ def main() -> None:
             return seconds
 
         theirs, mine = in_turns(arguments.repetitions, template, ours)
-    whole, detail = paired_ratio(mine, theirs), f"{arguments.epochs} epoch(s); images: {images}"
+    whole, detail = paired_ratio(mine, theirs), f"{arguments.epochs} epoch(s); images: {arguments.data}"
     detail += f"; ours with {' '.join(arguments.overrides)}" if arguments.overrides else ""
     what = "whole process ÷ the usual Hydra + Lightning template's"
     save(
@@ -67,21 +72,6 @@ def write_peer(folder: Path) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     return folder / "train.py"
-
-
-def images_of(arguments: argparse.Namespace, scratch: Path) -> tuple[Path, list[str], str]:
-    """Return a folder in torchvision's layout of MNIST, our options for it, and its name."""
-    if arguments.root is not None:
-        root = arguments.root.resolve()
-        return root, [f"data.root={root}"], "MNIST"
-    raw = scratch / "fashion" / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    packed = sorted(arguments.fashion_root.resolve().glob("*-ubyte.gz"))
-    if len(packed) != 4:
-        raise SystemExit(f"{arguments.fashion_root} holds {len(packed)} of Fashion-MNIST's four .gz files.")
-    for path in packed:
-        (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
-    return scratch / "fashion", ["data=fashion_mnist", f"data.root={scratch / 'fashion'}"], "Fashion-MNIST"
 
 
 if __name__ == "__main__":
