@@ -89,7 +89,7 @@ def images_per_s(batches: Batches, seconds: float) -> float:
 
 
 def our_batches(size: int, root: Path, scratch: str) -> Batches:
-    from data.cifar10 import CIFAR10DataModule
+    from data.torchvision_sets import CIFAR10DataModule
 
     data = CIFAR10DataModule(
         root=root, cache_dir=scratch, image_size=size, crop_padding=4 if size == 32 else 0, flip=True,

@@ -21,7 +21,7 @@ if [ "${NODES:-1}" -gt 1 ]; then
 fi
 places=() # the test needs these overrides of the training, too
 for override in "$@"; do
-  case $override in data.root=* | data.download_dir=* | paths.* | s3.*) places+=("$override") ;; esac
+  case $override in data.root=* | paths.* | s3.*) places+=("$override") ;; esac
 done
 
 runs=()

@@ -57,8 +57,8 @@ def check(cfg: Any) -> int:
     config = plain(cfg)
     loader = {"path": "loader"} if "path" in config["data"] else {}  # which opens no image before it is needed
     data = prepared_data(config, {**config["data"], "global_batch_size": 1, **loader})
-    fields, lists = report_of(data, compare_all=True)
-    log_contents(data, fields)
+    _, lists = report_of(data, limit=None)
+    log_contents(data, lists)
     opened, split_of, damaged, sizes = data.sample_opener(), data.splits.of_each, [], []
     thumbs = np.zeros((len(split_of), SIDE * SIDE), np.float32)
 

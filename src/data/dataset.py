@@ -79,7 +79,7 @@ class DatasetDataModule(ListedDataModule):
     def path_taken(self) -> tuple[str, str]:
         return "loader", "a Dataset is read item by item"
 
-    def identical_images(self, compare_all: bool = False) -> dict[str, list[str]]:
+    def identical_images(self, limit: int | None = None) -> dict[str, list[str]]:
         return {}
 
     def sample_opener(self) -> OpenSample:

@@ -25,9 +25,6 @@ class SyntheticDataModule(ImageDataModule):
         self._counts, self._noise = (num_images, num_test_images), noise
         self._num_patterns, self._stored_size = num_classes, stored_size
 
-    def identity(self) -> list[Any]:
-        return [*self._counts, self._num_patterns, self.channels, self._stored_size or self.resize, self._noise]
-
     def read(self) -> ImageSet:
         generator = np.random.default_rng(0)
         n, size = sum(self._counts), self._stored_size or self.resize

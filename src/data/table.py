@@ -5,14 +5,14 @@ import io
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from data.webdataset import ShardedDataModule
 from lockstep.data.listed_datamodule import ListedDataModule
-from lockstep.data.listing import SPLIT_OF, SPLITS, ImageList, Item, LeftOut, group_of, local_root
+from lockstep.data.listing import SPLIT_OF, SPLITS, TRAIN, ImageList, Item, LeftOut, group_of, local_root
 from lockstep.data.node_cache import Content
 from lockstep.runs.errors import UserError
 
@@ -48,76 +48,88 @@ class CSVDataModule(ListedDataModule):
 
     def __init__(
         self, *, root: str | Path | None = None, images: str | Path | None = None, path_column: str = "path",
-        label_column: str = "label", label_columns: Sequence[str] | None = None, split_column: str | None = "split",
-        **options: Any,
+        label_column: str = "label", label_columns: Sequence[str] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(**options)
         self._table = local_root(root, "a CSV file with the columns path and label")
         self._folder = local_root(images or self._table.parent, "")
-        self._columns, self._label_columns = (path_column, label_column, split_column), list(label_columns or [])
+        self._path_column, self._label_column, self._several = path_column, label_column, list(label_columns or [])
 
     def list_images(self) -> ImageList:
-        table, several, left_out, notes = self._table, self._label_columns, LeftOut(), []
+        table, several, left_out = self._table, self._several, LeftOut()
+        names, rows = self._rows()
+        path = column_of(table, names, self._path_column, "path_column")
+        labels = [column_of(table, names, column, "label_columns") for column in several]
+        labels = labels or [column_of(table, names, self._label_column, "label_column")]
+        likely = (name for name in names if name not in (path, *labels) and _tells_splits(row[name] for _, row in rows))
+        split = column_of(table, names, "split") or next(likely, "")
+        parts = splits_of([row.get(split, "") for _, row in rows], split, lambda i: f"{table}, line {rows[i][0]}")
         first: dict[str, tuple[int, Item]] = {}  # of each path, with its line
-        try:
-            data = table.read_bytes()
-            text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
-            delimiter = max(",;\t|", key=text.partition("\n")[0].count)
-            rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-            names = [name.strip() for name in next(rows, [])]
-            path = column_of(table, names, self._columns[0], "path_column")
-            labels = [column_of(table, names, column, "label_columns") for column in several]
-            labels = labels or [column_of(table, names, self._columns[1], "label_column")]
-            split = column_of(table, names, self._columns[2]) if self._columns[2] else ""
-            if self._columns[2] and not split and (split := _split_like(rows, names, {path, *labels})):
-                notes.append(f"the column {split} tells training and test images (data.split_column=null ignores it)")
-            rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-            next(rows, [])
-            for cells in rows:
-                line, row = rows.line_num, dict(zip(names, map(str.strip, cells)))
-                where = f"{table}, line {line}"
-                if not any(row.values()):
-                    continue
-                if len(cells) != len(names):
-                    raise UserError(f"{where}: {len(cells)} values for {len(names)} columns.")
-                if not all(row[column] for column in (path, *labels)):
-                    raise UserError(f"{where}: a path and a label are needed.")
-                part = row[split].lower() if split else "train"
-                if part not in SPLIT_OF:
-                    ways = f"give one of {', '.join(SPLITS)}, or data.split_column=null to ignore the column {split}"
-                    raise UserError(f"{where}: the split is {part or 'empty'}: {ways}.")
-                name, label = row[path], [row[column] for column in labels] if several else row[labels[0]]
-                if "\\" in name and not (self._folder / name).exists():  # written on Windows
-                    name = name.replace("\\", "/")
-                try:
-                    stat = os.stat(self._folder / name)
-                except OSError as error:
-                    raise UserError(f"{where}: {self._folder / name} cannot be read ({error.strerror}).") from None
-                group = (row[self.group] if self.group in row else group_of(self.group, name)) if self.group else None
-                item = Item(name, label, SPLIT_OF[part], stat.st_size, stat.st_mtime_ns, group)
-                earlier, same = first.setdefault(os.path.normpath(name), (line, item))
-                if (same.split, same.label) != (item.split, label):
-                    found = " and ".join(f"{SPLITS[each.split]} {each.label}" for each in (same, item))
-                    raise UserError(f"{table}, lines {earlier} and {line}: {name} is {found}: give one.")
-                if same is not item:
-                    left_out.setdefault("repeated lines", []).append(f"line {line}: {name}")
-        except OSError as error:
-            raise UserError(f"data.root={table} cannot be read ({error.strerror}): give a CSV file.") from None
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(f"data.root={table} is not a CSV file in UTF-8 or UTF-16 ({error}).") from None
+        for i, (line, row) in enumerate(rows):
+            if not all(row[column] for column in (path, *labels)):
+                raise UserError(f"{table}, line {line}: a path and a label are needed.")
+            name, label = row[path], [row[column] for column in labels] if several else row[labels[0]]
+            if "\\" in name and not (self._folder / name).exists():  # written on Windows
+                name = name.replace("\\", "/")
+            try:
+                stat = os.stat(self._folder / name)
+            except OSError as error:
+                fault = f"{self._folder / name} cannot be read ({error.strerror})"
+                raise UserError(f"{table}, line {line}: {fault}.") from None
+            group = (row[self.group] if self.group in row else group_of(self.group, name)) if self.group else None
+            item = Item(name, label, parts[i] if parts else TRAIN, stat.st_size, stat.st_mtime_ns, group)
+            earlier, same = first.setdefault(os.path.normpath(name), (line, item))
+            if (same.split, same.label) != (item.split, label):
+                found = " and ".join(f"{SPLITS[each.split]} {each.label}" for each in (same, item))
+                raise UserError(f"{table}, lines {earlier} and {line}: {name} is {found}: give one.")
+            if same is not item:
+                left_out.setdefault("repeated lines", []).append(f"line {line}: {name}")
         items = [item for _, item in first.values()]
+        notes = [f"the column {split} tells training and test images"] if parts else []
         return ImageList(self._folder, items, left_out=left_out, notes=notes, target=self.target, label_columns=several)
 
+    def _rows(self) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
+        """Return the names of the columns, and each row with the number of its line."""
+        rows = []
+        try:
+            data = self._table.read_bytes()
+            text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
+            delimiter = max(",;\t|", key=text.partition("\n")[0].count)
+            reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+            names = [name.strip() for name in next(reader, [])]
+            for cells in filter(any, reader):
+                if len(cells) != len(names):
+                    where = f"{self._table}, line {reader.line_num}"
+                    raise UserError(f"{where}: {len(cells)} values for {len(names)} columns.")
+                rows.append((reader.line_num, dict(zip(names, map(str.strip, cells)))))
+        except OSError as error:
+            raise UserError(f"data.root={self._table} cannot be read ({error.strerror}): give a CSV file.") from None
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(f"data.root={self._table} is not a CSV file in UTF-8 or UTF-16 ({error}).") from None
+        return names, rows
 
-def _split_like(rows: Iterable[Sequence[str]], names: Sequence[str], others: Collection[str]) -> str:
-    """Return the column whose values are all names of splits, of several, or "" where there is none."""
-    values: list[set[str]] = [set() for _ in names]
-    for cells in rows:
-        for found, cell in zip(values, cells):
-            if len(found) <= len(SPLIT_OF):  # enough to tell
-                found.add(cell.strip().lower())
-    likely = (name for name, found in zip(names, values) if found <= SPLIT_OF.keys() and len(found) > 1)
-    return next((name for name in likely if name not in others), "")
+
+def _tells_splits(values: Iterable[str]) -> bool:
+    """Return whether a column has names of several splits and nothing else."""
+    found = {value.lower() for value in values}
+    return len(found) > 1 and found <= SPLIT_OF.keys()
+
+
+def splits_of(values: Sequence[str], column: str, where: Callable[[int], str]) -> list[int]:
+    """Return the split that each value of a column names; [] where the column is about something else.
+
+    Args:
+        where: what to call the row of a number.
+    Raises:
+        UserError: some values name splits, and others do not.
+    """
+    tidy = [value.strip().lower() for value in values]
+    if SPLIT_OF.keys().isdisjoint(tidy):
+        return []
+    for i, name in enumerate(tidy):
+        if name not in SPLIT_OF:
+            raise UserError(f"{where(i)}: {column} is {name or 'empty'}: give one of {', '.join(SPLITS)}.")
+    return [SPLIT_OF[name] for name in tidy]
 
 
 class ParquetDataModule(ShardedDataModule):
@@ -135,36 +147,37 @@ class ParquetDataModule(ShardedDataModule):
     ) -> None:  # fmt: skip
         super().__init__(**options)
         self._image_column, self._label_column, self.label_columns = image_column, label_column, label_columns or []
-        self.shard_options = [image_column, label_column, list(self.label_columns), self.target, self.group, "split"]
+        self.shard_options = [image_column, label_column, list(self.label_columns), self.target, self.group]
 
     def read_shard(self, path: Path, folder: Path) -> Content:
         from pyarrow import ArrowException, parquet
 
-        items: list[tuple[str, Any, int, int, str | None]] = []
-        parts: list[str] = []
+        items: list[list[Any]] = []
+        parts, unlabelled = list[str](), list[str]()
         try:
             with parquet.ParquetFile(path) as file, (folder / ENCODED).open("wb") as out:
+                names = file.schema_arrow.names
                 image, labels, class_names = self._columns_of(path, file.schema_arrow)
-                group = [self.group] if self.group in file.schema_arrow.names else []
-                split = [name for name in [column_of(path, file.schema_arrow.names, "split")] if name]
-                for batch in file.iter_batches(ROWS, columns=[*{image, *labels, *group, *split}]):
-                    for row in batch.to_pylist():
-                        name, start = f"row {len(items)}", out.tell()
-                        data = _encoded(row[image], f"{path}, {name}: {image}", path.parent)
-                        label = [row[column] for column in labels] if self.label_columns else row[labels[0]]
-                        if self.target == "class" and not self.label_columns:
-                            label = _class_of(label, f"{path}, {name}: {labels[0]}", class_names)
-                        items.append((name, label, start, out.write(data), str(row[group[0]]) if group else None))
-                        parts += [str(row[column]).strip().lower() for column in split]
+                group, split = self.group if self.group in names else "", column_of(path, names, "split")
+                columns = {image, *labels, *filter(None, (group, split))}
+                batches = file.iter_batches(ROWS, columns=list(columns))
+                for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+                    name, start = f"row {number}", out.tell()
+                    label = [row[column] for column in labels] if self.label_columns else row[labels[0]]
+                    if self.target == "class" and not self.label_columns:
+                        if label in (None, -1):
+                            unlabelled.append(name)
+                            continue
+                        label = _class_of(label, f"{path}, {name}: {labels[0]}", class_names)
+                    data = _encoded(row[image], f"{path}, {name}: {image}", path.parent)
+                    items.append([name, label, start, out.write(data), str(row[group]) if group else None])
+                    parts += [str(row[split])] if split else []
         except ArrowException as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"{path} is not a parquet file, or is cut off ({reason}): repair or remove it.") from None
-        if unknown := {part for part in parts if part not in SPLIT_OF}:
-            if unknown < set(parts):
-                row = min(map(parts.index, unknown))
-                raise UserError(f"{path}, row {row}: {split[0]} is {parts[row]}: give one of {', '.join(SPLITS)}.")
-            parts = []  # the column is about something else
-        return {"items": items, "data": ENCODED, "left_out": {}, "splits": [SPLIT_OF[part] for part in parts]}
+        splits = splits_of(parts, split, lambda i: f"{path}, {items[i][0]}")
+        left_out = {"rows without a label": unlabelled} if unlabelled else {}
+        return {"items": items, "data": ENCODED, "left_out": left_out, "splits": splits}
 
     def _columns_of(self, path: Path, schema: Any) -> tuple[str, list[str], list[str]]:
         """Return the names of the columns of images and labels, and of the classes, as stated or declared."""
@@ -209,5 +222,4 @@ def _class_of(value: Any, where: str, names: list[str]) -> str:
         return names[value] if names else str(value)
     if isinstance(value, str) and value.strip():
         return value
-    hint = " Images without labels test nothing: data.test='*val*' leaves them out." if value in (None, -1) else ""
-    raise UserError(f"{where} is {str(value)[:50]}, which is not a class.{hint}")
+    raise UserError(f"{where} is {str(value)[:50]}, which is not a class.")

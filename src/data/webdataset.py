@@ -4,7 +4,6 @@ import json
 import os
 import tarfile
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,11 @@ class ShardedDataModule(ListedDataModule):
     label_columns: Sequence[str] = ()  # with several labels, their names
     shard_options: Sequence[Any] = ()  # what `read_shard` depends on, as JSON values
 
-    def __init__(
-        self, *, root: str | Path | None = None, train: str | None = None, val: str | None = None,
-        test: str | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, *, root: str | Path | None = None, **options: Any) -> None:
         super().__init__(**options)
         if str(root).startswith("hf://"):
             root = from_hub(str(root), self.suffix, self.cache_dir / "hub")
         self._root = local_root(root, f"a folder with {self.suffix} files")
-        self._patterns = (train, val, test)
 
     def read_shard(self, path: Path, folder: Path) -> Content:
         """Return what a file holds, as JSON values.
@@ -53,31 +48,26 @@ class ShardedDataModule(ListedDataModule):
             file = str(kept / shard["data"] if shard["data"] else path)
             for i, (inner, label, start, size, group) in enumerate(shard["items"]):
                 group = group_of(self.group, inner) if self.group and group is None else group
-                part = shard["splits"][i] if split == TRAIN and shard.get("splits") else split
+                part = shard["splits"][i] if split == TRAIN and shard["splits"] else split
                 items.append(Item(f"{name}: {inner}", label, part, size, identity[2], group, file, start))
             for reason, names in shard["left_out"].items():
                 left_out.setdefault(reason, []).extend(f"{name}: {inner}" for inner in names)
         return ImageList(folder, items, left_out=left_out, target=self.target, label_columns=self.label_columns)
 
     def _find(self, left_out: LeftOut) -> dict[str, int]:
-        """Return the split of each file by its path, in the order of their paths."""
+        """Return the split of each file by its path, as its name or else its folders say."""
         if self._root.is_file() and self._root.suffix.lower() == self.suffix:
             return {self._root.name: TRAIN}
-        found = files_below(self._root, {}, suffixes={self.suffix}) if self._root.is_dir() else []
-        splits = {str(path): self._split_of(path) for path in sorted(Path(file.name) for file in found)}
-        if not splits:
+        files = files_below(self._root, {}, suffixes={self.suffix}) if self._root.is_dir() else []
+        found = [file.name for file in files]
+        if not found:
             raise UserError(f"data.root={self._root} holds no {self.suffix} file. Pass the folder that contains them.")
-        taken = {name: split for name, split in splits.items() if split is not None}
-        if taken and len(taken) < len(splits):
-            left_out[f"{self.suffix} files of no split"] = [name for name in splits if name not in taken]
-        return taken or dict.fromkeys(splits, TRAIN)
-
-    def _split_of(self, path: Path) -> int | None:
-        for split, pattern in enumerate(self._patterns):
-            if pattern and fnmatchcase(str(path).lower(), pattern.lower()):
-                return split
-        parts = "/".join(reversed(path.parts))  # the file's own name first
-        return next((found for found in splits_in(parts) if self._patterns[found] is None), None)
+        splits = {name: splits_in("/".join(reversed(Path(name).parts))) for name in found}
+        if not any(splits.values()):
+            return dict.fromkeys(found, TRAIN)
+        if others := [name for name in found if not splits[name]]:
+            left_out[f"{self.suffix} files of no split"] = others
+        return {name: words[0] for name, words in splits.items() if words}
 
 
 def from_hub(address: str, suffix: str, cache: Path) -> Path:
@@ -140,4 +130,4 @@ class WebDatasetDataModule(ShardedDataModule):
                 reason = f"{type(error).__name__}: {error}"
                 raise UserError(f"{path}: {found[0]}{label_suffix} holds no label ({reason}).") from None
             items.append((member.name, str(label), member.offset_data, member.size, None))
-        return {"items": items, "left_out": left_out, "data": None}
+        return {"items": items, "data": None, "left_out": left_out, "splits": []}

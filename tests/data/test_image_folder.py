@@ -227,10 +227,3 @@ def test_identical_images_are_found(tmp_path, path):
         "1 validation image is identical to a training image": ["val/a/1.jpg = train/a/3.jpg"],
         "1 image occurs under two labels": ["train/a/4.png = train/b/4.png"],
     }  # fmt: skip
-
-
-def test_a_folder_too_high_is_suspected(tmp_path):
-    write(tmp_path / "home/photos", {"bird": 3, "frog": 3})
-    write(tmp_path / "home/deep", {"only": 3})
-    (said,) = prepared(tmp_path, tmp_path / "home", test_fraction=0.3, global_batch_size=2).notes
-    assert "photos counts as one class and holds only folders (bird, frog)" in said

@@ -76,11 +76,11 @@ def test_other_names_of_columns_and_splits_delimiters_and_encodings(header, val,
     assert facts(csv_module(root, tmp_path)) == (16, 4, 4, ["blau", "rötlich"])
 
 
-def test_a_column_of_splits_by_any_name_counts_unless_it_is_excluded(pictures, tmp_path):
-    root = table(pictures / "list.csv", rows(), ["path", "label", "usage"])
-    dm = csv_module(root, tmp_path)
+def test_a_column_of_splits_by_any_name_counts_and_a_fold_of_numbers_does_not(pictures, tmp_path):
+    dm = csv_module(table(pictures / "list.csv", rows(), ["path", "label", "usage"]), tmp_path)
     assert facts(dm) == USUAL and "the column usage tells" in dm.notes[0]
-    assert facts(csv_module(root, tmp_path, split_column=None, test_fraction=0.25))[:3] == (16, 2, 6)
+    root = table(pictures / "list.csv", rows(lambda i: i % 5), ["path", "label", "fold"])
+    assert facts(csv_module(root, tmp_path, test_fraction=0.25))[:3] == (16, 2, 6)
     with pytest.raises(UserError, match=r"none.csv cannot be read \(No such file or directory\)"):
         csv_module(pictures / "none.csv", tmp_path).prepare()
 
@@ -108,13 +108,12 @@ BAD = {
     "has no column path: it has name, label. Give data.path_column=": "name,label\n00.png,red\n",
     "has no column label: it has path. Give data.label_column=": "path\n00.png\n",
     "line 3: 2 values for 3 columns": "path,label,split\n00.png,red,train\n01.png,red\n",
-    "line 3: the split is extra: give one of train, val": "path,label,split\n00.png,red,train\n01.png,red,extra\n",
+    "line 3: split is extra: give one of train, val": "path,label,split\n00.png,red,train\n01.png,red,extra\n",
     "line 2: a path and a label are needed": "path,label\n00.png,\n",
     "line 2: .*nowhere.png cannot be read": "path,label\nnowhere.png,red\n",
     "has no images": "path,label\n",
     "the class red has no image to train on": "path,label,split\n00.png,blue,train\n03.png,red,test\n",
     "is not a CSV file in UTF-8 or UTF-16": "path,label\n00.png,\udce4\n",
-    "line 2: the split is 0: .* data.split_column=null to ignore the column fold": "path,label,fold\n00.png,red,0\n",
 }
 
 
@@ -222,9 +221,7 @@ def test_columns_are_named_where_it_is_not_clear(tmp_path):
 @pytest.mark.parametrize(
     "labels, said",
     [
-        ([0, 1, 2, -1] * 6, r"row 3: label is -1, which is not a class. .*data.test='\*val\*'"),
         ([0, 1, 2, 7] * 6, "row 3: label is 7, which is not a class.$"),
-        ([0, 1, 2, None] * 6, "row 3: label is None, which is not a class"),
         ([0.5, 1, 2] * 8, "row 0: label is 0.5, which is not a class"),
         ([[0], [1], [2]] * 8, r"row 0: label is \[0\], which is not a class"),
     ],
@@ -232,6 +229,12 @@ def test_columns_are_named_where_it_is_not_clear(tmp_path):
 def test_a_row_without_a_class_is_named(labels, said, tmp_path):
     with pytest.raises(UserError, match=said):
         parquet_module(write(tmp_path / "x.parquet", labels=labels), tmp_path).prepare()
+
+
+def test_rows_without_a_label_are_left_out(tmp_path):
+    dm = parquet_module(write(tmp_path / "x.parquet", labels=[0, 1, 2, -1, None, 0] * 4), tmp_path)
+    assert sum(counts(dm)) == 16 and len(dm.left_out["rows without a label"]) == 8
+    assert dm.left_out["rows without a label"][0] == "x.parquet: row 3"
 
 
 @pytest.mark.parametrize("length", [0, 0.5, 0.99])

@@ -56,13 +56,11 @@ def test_splits_are_known_by_the_names_of_files_or_folders_else_all_train(tmp_pa
         assert sum(facts(module(tmp_path / root, tmp_path))) == (24 if "0" in root else 42)
 
 
-def test_patterns_of_ones_own(tmp_path):
+def test_a_file_of_no_split_beside_others_is_left_out(tmp_path):
     for name in ("train-0", "validation-0", "extra-0"):
         shard(tmp_path / "a" / f"{name}.tar")
     dm = module(tmp_path / "a", tmp_path)
     assert facts(dm) == (24, 24, 24) and dm.left_out == {".tar files of no split": ["extra-0.tar"]}
-    assert facts(module(tmp_path / "a", tmp_path, test="*val*")) == (22, 2, 24)
-    assert facts(module(tmp_path / "a", tmp_path, train="[te]*", test="*val*")) == (43, 5, 24)
 
 
 def test_members_with_dots_and_capitals_are_read_and_others_counted(tmp_path):

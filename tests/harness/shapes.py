@@ -75,17 +75,12 @@ class ShapeImages(ImageDataModule):
         super().__init__(**options)
         self.kind = kind
 
-    def identity(self) -> str:
-        return f"shapes {self.kind}"
-
     def read(self) -> ImageSet:
         made = {name: each.numpy() for name, each in pictures(160).items()}
         images = (60 * made.pop("images").transpose(0, 2, 3, 1) + 60).clip(0, 255).astype(np.uint8)
         names = ["top", "left"] if self.kind == "labels" else ["none", "square"]
-        if self.kind == "class":
-            return ImageSet(images, made["class"], names, num_test=32)
         targets = {"class": made["class"], "number": made["number"]} if self.kind == "dict" else made[self.kind]
-        return ImageSet(images, None, names, num_test=32, targets=targets)
+        return ImageSet(images, targets, names, num_test=32)
 
 
 class ClassAndNumber(Task):

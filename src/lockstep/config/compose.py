@@ -20,7 +20,7 @@ NOT_CHOSEN = ("hydra", "fits", "resumed")  # groups whose options nobody chooses
 # Values that are names: `run_id=2025_11_25` is not a number.
 TEXT = re.compile(
     r"\+*(run_id|resume|ckpt_path|experiment_name|tags|sweep_dir|optimized_metric|paths\.\w+|s3\.(uri|endpoint_url)"
-    r"|data\.(name|group|root|images|cache_dir|download_dir)|model\.(name|weights)|hydra\.(sweeper\.study|sweep\.dir))"
+    r"|data\.(name|group|root|images|cache_dir)|model\.(name|weights)|hydra\.(sweeper\.study|sweep\.dir))"
 )
 OPTIONAL_KEYS = ("_target_", "monitor", "mode", "outputs")  # keys that any task has, whatever its class
 FUNCTION = re.compile(r"(choice|range|interval|glob|tag|sort|shuffle|str)\(.*\)")  # of Hydra's grammar

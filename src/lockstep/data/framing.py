@@ -25,7 +25,7 @@ def settle(
 ) -> SimpleNamespace:
     """Return mean and std (per channel, for pixels from 0 to 1), crop_pct and interpolation to use.
 
-    Also `from_weights` and `against_weights`, the names of those that the weights gave, and want otherwise.
+    Also `from_weights`, the names of those that the weights gave.
 
     Args:
         stated: a value by name; None: the data's own; auto: the weights', else the data's own.
@@ -34,13 +34,14 @@ def settle(
     Raises:
         UserError: a value is invalid, or has another number of channels.
     """
-    theirs, used = dict(wanted), {"crop_pct": 1.0, "interpolation": "bilinear", **own}
-    for key in ("mean", "std"):  # of weights that were trained on another number of channels, their mean for each
-        if key in theirs and len(theirs[key]) != channels:
-            theirs[key] = [float(np.mean(theirs[key]))] * channels
-    taken = tuple(key for key in theirs if stated[key] == AUTO)
+    used = {"crop_pct": 1.0, "interpolation": "bilinear", **own}
     used |= {key: value for key, value in stated.items() if value not in (None, AUTO)}
-    used |= {key: theirs[key] for key in taken}
+    taken = tuple(key for key in wanted if stated[key] == AUTO)
+    for key in taken:
+        value = wanted[key]
+        if key in ("mean", "std") and len(value) != channels:  # of weights for colour images, on grey ones
+            value = float(np.mean(value))
+        used[key] = value
     for key in ("mean", "std"):
         try:
             used[key] = np.broadcast_to(np.asarray(used[key], float), channels).tolist()
@@ -49,11 +50,7 @@ def settle(
             raise UserError(f"data.{key}={used[key]} must be {kinds}.") from None
     if min(used["std"]) <= 0:
         raise UserError(f"data.std={used['std']} must be positive.")
-    against = tuple(
-        key for key, value in theirs.items()
-        if used[key] != value and (isinstance(value, str) or not np.allclose(used[key], value, atol=0.01))
-    )  # fmt: skip
-    return SimpleNamespace(**used, from_weights=taken, against_weights=against)
+    return SimpleNamespace(**used, from_weights=taken)
 
 
 @dataclass(frozen=True)
@@ -164,34 +161,27 @@ class BatchTransforms:
         start = self.framing.crop_padding + round((self.framing.resize - self.framing.image_size) / 2)
         return np.array([start, start, 0], np.int64)
 
-    def views(self, images: Tensor, interpolation: str, draws: Tensor) -> Tensor:
-        """Return `moved` for each view (three rows of draws), stacked along the second axis if there are several."""
-        found = [self.moved(images, each, interpolation) for each in draws.split(3)]
-        return found[0] if len(found) == 1 else torch.stack(found, 1)
-
     def moved(self, images: Tensor, draws: Tensor, interpolation: str) -> Tensor:
-        """Return resized, cropped and flipped images, (n, image_size, image_size, channels) uint8.
+        """Return resized, cropped and flipped images, (n, [views,] image_size, image_size, channels) uint8.
 
         Args:
             images: (n, side, side, channels) uint8 of any side.
-            draws: (3, n) int64 as `draw` returns them.
+            draws: (3, n) int64 as `draw` returns them, or three rows for each view.
             interpolation: bilinear, bicubic, or nearest for masks.
         """
-        (dy, dx, flip), sides = draws, [self.framing.resize, self.framing.resize]
+        if len(draws) > 3:
+            return torch.stack([self.moved(images, each, interpolation) for each in draws.split(3)], 1)
+        (dy, dx, flip), side = draws, self.framing.resize
         if self.framing.flip:  # before the resize, where images are small; the crop then starts at the other end
             images = _mirrored(images, flip)
             dx = dx + flip * (self.num_starts - 1 - 2 * dx)
-        if images.shape[1] != self.framing.resize:
+        if images.shape[1] != side:
             mode = InterpolationMode(interpolation)
-            images = F.resize(images.permute(0, 3, 1, 2), sides, mode, antialias=True).permute(0, 2, 3, 1)
+            images = F.resize(images.permute(0, 3, 1, 2), [side, side], mode, antialias=True).permute(0, 2, 3, 1)
         if self.num_starts == 1:
             return images
         border, crop = self.framing.crop_padding, self.framing.image_size
-        if images.device.type == "cpu":  # in one thread, as `take`
-            edges = (border, border)
-            images = torch.from_numpy(np.pad(images.numpy(), ((0, 0), edges, edges, (0, 0)))).contiguous()
-        else:
-            images = pad(images, (0, 0, border, border, border, border)).contiguous()
+        images = pad(images, (0, 0, border, border, border, border)).contiguous()
         n, _, width, channels = images.shape
         row = width * channels
         # Every window of every image as a view, which costs nothing; the index then copies one window per image.

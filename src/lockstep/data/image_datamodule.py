@@ -6,9 +6,7 @@ worker processes read each image when it is needed. Which crop, flip and augment
 may differ by one step of 255 between the paths.
 """
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,16 +23,13 @@ from lockstep.data.batches import AUGMENTATION, MIXING, EvalBatches, Selection, 
 from lockstep.data.framing import BatchTransforms, Framing, resize_of, settle, take
 from lockstep.data.listing import SPLITS, TEST, LeftOut, fingerprint
 from lockstep.data.loading import LoadedBatch, OpenSample, Samples, stream, workers_of
-from lockstep.data.node_cache import cached
 from lockstep.data.prefetch import prefetched
-from lockstep.data.report import identical_images, samples_of
+from lockstep.data.report import identical_images
 from lockstep.data.split import VAL_FRACTION, Split, Splits
-from lockstep.data.targets import Arrays, ImageSet, as_masks, classes_of, kind_of
+from lockstep.data.targets import Arrays, ImageSet, as_masks, classes_of, hash_of, kind_of
 from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch
 from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import REPOSITORY
-
-CACHE_VERSION = 6
 
 
 class ImageDataModule(LightningDataModule):
@@ -54,7 +49,8 @@ class ImageDataModule(LightningDataModule):
         eval_batch_size: per device, at most.
         image_size, resize, crop_padding, flip: as of Framing; resize=None: image_size / crop_pct.
         crop_pct, interpolation, mean, std: as of `settle`.
-        val_fraction, num_val, fold, num_folds, stratify: as of Split.
+        val_fraction, num_val, fold, num_folds: as of Split.
+        cache_dir: folder of decoded images and downloads, one per node.
         path: array, loader, or auto: array where the images fit.
         num_workers: processes per rank that load single images, at most one per core; "auto": by cores and device.
         views: how often each training image is augmented.
@@ -73,20 +69,18 @@ class ImageDataModule(LightningDataModule):
         interpolation: str = "auto", crop_padding: int = 0, flip: bool = False,
         mean: float | Sequence[float] | str | None = None, std: float | Sequence[float] | str | None = None,
         val_fraction: float = VAL_FRACTION, num_val: int | None = None, fold: int | None = None,
-        num_folds: int | None = None, stratify: bool = True, cache_dir: str | Path = REPOSITORY / "data" / "cache",
-        path: str = "auto", num_workers: int | str = "auto", views: int = 1, seed: int = 0,
+        num_folds: int | None = None, cache_dir: str | Path = REPOSITORY / "data" / "cache", path: str = "auto",
+        num_workers: int | str = "auto", views: int = 1, seed: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.name: str = type(self).__name__.removesuffix("DataModule").lower() if name is None else name
         if Path(self.name).name != self.name or self.name.startswith("."):
             raise UserError(f"data.name={name!r} names a cache folder: give a name without slashes.")
-        for key, n, least in (
-            ("seed", seed, 0),
-            ("data.views", views, 1),
-            ("data.eval_batch_size", eval_batch_size, 1),
-        ):
-            if n < least:
-                raise UserError(f"{key}={n} must be at least {least}.")
+        for key, n in (("data.views", views), ("data.eval_batch_size", eval_batch_size)):
+            if n < 1:
+                raise UserError(f"{key}={n} must be at least 1.")
+        if seed < 0:
+            raise UserError(f"seed={seed} must be at least 0.")
         if num_workers != "auto" and (isinstance(num_workers, str) or num_workers < 0):
             raise UserError(f"data.num_workers={num_workers} must be auto or at least 0.")
         if path not in ("auto", "array", "loader"):
@@ -94,7 +88,7 @@ class ImageDataModule(LightningDataModule):
         self.image_size, self.seed, self.cache_dir = image_size, seed, Path(cache_dir)
         self.global_batch_size, self.eval_batch_size = global_batch_size, eval_batch_size
         self.requested_path, self.num_workers, self.views = path, num_workers, views
-        self.split = Split(seed, val_fraction, num_val, fold, num_folds, stratify=stratify)
+        self.split = Split(seed, val_fraction, num_val, fold, num_folds)
         self.stated = {"mean": mean, "std": std, "crop_pct": crop_pct, "interpolation": interpolation}
         self.requested_resize, self.crop_padding, self.flip = resize, crop_padding, flip
         self.left_out: LeftOut = {}
@@ -129,15 +123,8 @@ class ImageDataModule(LightningDataModule):
         self._crop_flip = chosen if isinstance(chosen, CropFlip) and chosen.on_whole_batches else None
         self._pipeline = None if self._crop_flip else chosen.pipeline(self.framing)  # of single images
 
-    def identity(self) -> Any:
-        """Return what the images depend on, as JSON values; None: every process reads them.
-
-        With an identity the first process on a node keeps the images in `cache_dir`, and the others map them.
-        """
-        return None
-
     def read(self) -> ImageSet:
-        """Return all images."""
+        """Return all images; every process calls it."""
         raise NotImplementedError
 
     def prepare(self) -> None:
@@ -150,10 +137,16 @@ class ImageDataModule(LightningDataModule):
             return
         self._load()
         self.num_classes = len(self.class_names) or 1
-        self._set_splits(self.split.assign(self._classes(), self._given, self._groups, training=self.stage != "test"))
+        try:
+            splits = self.split.assign(self._classes(), self._given, self._groups)
+        except UserError:
+            if self.stage != "test":
+                raise
+            splits = Splits(np.full_like(self._given, TEST), drew_test=True)
+        self._set_splits(splits)
         if self.test_is_drawn:
             self.data_hash = fingerprint([self.data_hash, self.splits.test.tolist()])
-        self.notes += self.splits.notes
+        self.notes += [splits.note] if splits.note else []
         if self.stage != "test":
             self._check()
 
@@ -163,17 +156,9 @@ class ImageDataModule(LightningDataModule):
 
     def _load(self) -> None:
         """Set class_names, data_hash, _given, _pixels and the targets."""
-        if (identity := self.identity()) is None:
-            images = self.read().check(self.name)
-            self.data_hash = images.hash()
-        else:
-            code = ""  # after a change of the class it may read other images
-            with suppress(OSError, TypeError):  # typed in a notebook
-                code = inspect.getsource(type(self))
-            folder = self.cache_folder([code, self.resize, self.image_size, identity])
-            facts = cached(folder, lambda part: self.read().check(self.name).save(part))
-            images, self.data_hash = ImageSet.load(folder, facts["set"]), facts["data_hash"]
+        images = self.read()
         self.class_names, self._given, arrays = images.class_names, images.splits, images.arrays()
+        self.data_hash = hash_of(images.images, arrays, self.class_names, self._given)
         masks = [name for name, array in arrays.items() if array.dtype == np.uint8]
         self._pixels = [images.images, *(arrays.pop(name)[..., None] for name in masks)]
         self._set_targets(arrays, masks)
@@ -185,9 +170,6 @@ class ImageDataModule(LightningDataModule):
     def _classes(self) -> np.ndarray:
         """Return (n,) int64, the class of each image; zeros for other targets."""
         return self._targets[""] if self.target_kind == "class" else np.zeros(len(self._given), np.int64)
-
-    def cache_folder(self, identity: Any) -> Path:
-        return self.cache_dir / f"{self.name}-{fingerprint([CACHE_VERSION, type(self).__name__, identity])[:16]}"
 
     def match_classes(self, class_names: Sequence[str]) -> None:
         """Number the labels as a checkpoint does; call it between `prepare` and `place`.
@@ -221,6 +203,10 @@ class ImageDataModule(LightningDataModule):
         if not 1 <= self.global_batch_size <= self.num_train:
             most = f"{self.name} has {self.num_train} training images: give a size from 1 to {self.num_train}"
             raise UserError(f"data.global_batch_size={self.global_batch_size}, but {most}.")
+        for name, count in zip(self.class_names, self.class_counts) if self.target_kind == "class" else ():
+            if not count:
+                where = "all of its images are for validation or test. Add some, or remove the class"
+                raise UserError(f"{self.name}: the class {name} has no image to train on; {where}.")
 
     @property
     def left_out_per_epoch(self) -> int:
@@ -264,10 +250,14 @@ class ImageDataModule(LightningDataModule):
         """Return (width, height) of some images in pixels."""
         return [(images.shape[2], images.shape[1]) for images in self._pixels[:1]]
 
-    def identical_images(self, compare_all: bool = False) -> dict[str, list[str]]:
-        """Return sentences on images that are in two splits or under two labels, each with the pairs it counts."""
+    def identical_images(self, limit: int | None = None) -> dict[str, list[str]]:
+        """Return sentences on images that are in two splits or under two labels, each with the pairs it counts.
+
+        Args:
+            limit: the most files of equal size that are compared; None: all.
+        """
         images, index = self._pixels[0], np.flatnonzero(self.splits.of_each >= 0)
-        return identical_images(self, samples_of(images, index), index, lambda i: images[i].tobytes())
+        return identical_images(self, np.zeros(len(index)), index, lambda i: images[i].tobytes(), None)
 
     def place(
         self, *, rank: int = 0, world_size: int = 1, accumulate_grad_batches: int = 1,
@@ -379,7 +369,7 @@ class ImageDataModule(LightningDataModule):
         pixels = batch["pixels"] if "pixels" in batch else [take(each, batch["index"]) for each in self._arrays or ()]
         if "draws" in batch:
             modes = [self.framing.interpolation, *("nearest" for _ in self._mask_names)]
-            pixels = [self._transforms.views(*each, batch["draws"]) for each in zip(pixels, modes, strict=True)]
+            pixels = [self._transforms.moved(each, batch["draws"], mode) for each, mode in zip(pixels, modes)]
         images, masks = self._transforms.normalise(pixels[0]), [classes_of(each[..., 0]) for each in pixels[1:]]
         by_name = {**batch["targets"], **dict(zip(self._mask_names, masks, strict=True))}
         targets: Any = by_name[""] if list(by_name) == [""] else by_name

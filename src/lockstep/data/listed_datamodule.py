@@ -12,13 +12,14 @@ import numpy as np
 
 from lockstep.data.decoding import CorruptImage, decode_all, open_image, pixels_of
 from lockstep.data.image_datamodule import ImageDataModule
-from lockstep.data.listing import ImageList
+from lockstep.data.listing import ImageList, fingerprint
 from lockstep.data.loading import OpenSample
 from lockstep.data.node_cache import Content, cached
-from lockstep.data.report import MAX_COMPARED, identical_images
-from lockstep.data.targets import BINARY, IMAGES, VOID, as_masks, hash_of_pixels, mask_classes
+from lockstep.data.report import identical_images
+from lockstep.data.targets import BINARY, VOID, as_masks, hash_of, mask_classes
 from lockstep.runs.errors import UserError
 
+CACHE_VERSION, IMAGES = 7, "images.npy"
 SAMPLE = 64  # images whose sizes are reported
 
 
@@ -59,6 +60,10 @@ class ListedDataModule(ImageDataModule):
             UserError: there is nothing to list, or it does not fit together.
         """
         raise NotImplementedError
+
+    def cache_folder(self, identity: Any) -> Path:
+        """Return the folder on this node for what depends on `identity`, JSON values."""
+        return self.cache_dir / f"{self.name}-{fingerprint([CACHE_VERSION, type(self).__name__, identity])[:16]}"
 
     def _load(self) -> None:
         self._list = images = self.list_images()
@@ -110,22 +115,13 @@ class ListedDataModule(ImageDataModule):
             out[i] = pixels_of(self.framing.square(open_one(i)[0]))
 
         decode_all(n, decode_one)
-        return {"data_hash": hash_of_pixels(out, self._classes(), self.class_names, self._given)}
-
-    def _check(self) -> None:
-        super()._check()
-        for name, count in zip(self.class_names, self.class_counts) if self.target_kind == "class" else ():
-            if not count:
-                where = "all of its images are for validation or test. Add some, or remove the class"
-                raise UserError(f"{self.name}: the class {name} has no image to train on; {where}.")
+        return {"data_hash": hash_of(out, self._targets, self.class_names, self._given)}
 
     def image_name(self, position: int) -> str:
         return self._list.name(position)
 
-    def identical_images(self, compare_all: bool = False) -> dict[str, list[str]]:
-        if self._pixels:
-            return super().identical_images()
-        index, limit = np.flatnonzero(self.splits.of_each >= 0), None if compare_all else MAX_COMPARED
+    def identical_images(self, limit: int | None = None) -> dict[str, list[str]]:
+        index = np.flatnonzero(self.splits.of_each >= 0)
         with suppress(CorruptImage):  # which the loader names
             return identical_images(self, self._list.size[index], index, self._list.read, limit)
         return {}

@@ -32,8 +32,6 @@ SYSTEM_NAMES = {  # of macOS, Synology, Linux, Windows, Python
 }  # fmt: skip
 LeftOut = dict[str, list[str]]
 """Names of what was not taken, by reason: `{"hidden images": ["cat/._1.jpg"]}`."""
-Tree = dict[str, list[str]]
-"""The names of the folders in a folder, with those of the folders within each."""
 
 
 @dataclass(slots=True)
@@ -72,8 +70,7 @@ class ImageList:
     ) -> None:  # fmt: skip
         self.folder, self.left_out, self.notes = folder, dict(left_out or {}), list(notes)
         if not items:
-            found = ", ".join(f"{len(each)} {reason}" for reason, each in self.left_out.items())
-            raise UserError(f"{folder} has no images{f' (left out: {found})' if found else ''}.")
+            raise UserError(f"{folder} has no images (left out: {counts_of(self.left_out)}).")
         items = sorted(items, key=lambda item: item.split)
         fields = ("label", "file", "group", "name", "split", "size", "mtime", "start")
         labels, files, groups, names, *numbers = ([getattr(item, field) for item in items] for field in fields)
@@ -95,8 +92,6 @@ class ImageList:
             self.class_names = ordered_classes(tidy.values())
             number_of = {name: number for number, name in enumerate(self.class_names)}
             self.targets = np.array([number_of[tidy[label]] for label in labels], np.int64)
-            if len(number_of) == 1:
-                self.notes.append(f"all images are of one class, {self.class_names[0]}: is data.root right?")
 
     def __len__(self) -> int:
         return len(self.splits)
@@ -128,9 +123,9 @@ class ImageList:
     @property
     def identity(self) -> str:
         """A hash that changes with any name, size, time, target or split."""
-        digest = hashlib.sha256(json.dumps([str(self.folder), self.class_names]).encode())
         stats = [os.stat(self.folder / os.fsdecode(mask)) for mask in self._masks]
         masks = np.array([(each.st_size, each.st_mtime_ns) for each in stats])
+        digest = hashlib.sha256(json.dumps([str(self.folder), self.class_names]).encode())
         for array in (self._names, self.size, self._mtime, self.targets, self.splits, self._masks, masks):
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
@@ -177,13 +172,13 @@ def natural_key(name: str) -> list[str | int]:
 
 
 def files_below(
-    root: Path, left_out: LeftOut, tree: Tree | None = None, suffixes: Collection[str] = SUFFIXES
+    root: Path, left_out: LeftOut, folders: list[str] | None = None, suffixes: Collection[str] = SUFFIXES
 ) -> list[Item]:  # fmt: skip
     """Return all images (or files with other endings) at any depth below root, in natural order of their names.
 
     Args:
         left_out: gets the names of other files, and of hidden images.
-        tree: gets the folders of the first two levels.
+        folders: gets the paths of all folders.
     """
     found: list[Item] = []
 
@@ -192,12 +187,10 @@ def files_below(
         if (place := (stat.st_dev, stat.st_ino)) in above:
             left_out.setdefault("links to a folder above", []).append(folder)
             return
-        top, _, second = folder.partition("/")
-        if tree is not None and folder and "/" not in second:
-            tree.setdefault(top, []).extend([second] if second else [])
+        if folders is not None and folder:
+            folders.append(folder)
         for entry in list(os.scandir(root / folder)):
-            name, (_, dot, ending) = f"{folder}/{entry.name}".lstrip("/"), entry.name.rpartition(".")
-            suffix = f".{ending.lower()}" if dot else ""
+            name, suffix = f"{folder}/{entry.name}".lstrip("/"), os.path.splitext(entry.name.lstrip("."))[1].lower()
             if entry.name.startswith(".") or entry.name in SYSTEM_NAMES:
                 if suffix in suffixes:
                     left_out.setdefault("hidden images", []).append(name)
@@ -216,6 +209,11 @@ def files_below(
     except OSError as error:
         raise UserError(f"{error.filename or root} cannot be read ({error.strerror}): repair or remove it.") from None
     return sorted(found, key=lambda image: natural_key(image.name))
+
+
+def counts_of(left_out: LeftOut) -> str:
+    """Return "2 .txt files, 1 hidden images"."""
+    return ", ".join(f"{len(names)} {reason}" for reason, names in left_out.items()) or "nothing"
 
 
 def group_of(pattern: str, name: str) -> str:

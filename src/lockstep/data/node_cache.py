@@ -25,25 +25,24 @@ def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
     Raises:
         NoRoom: the disk is full; nothing is left behind.
     """
-    if (meta := read_meta(folder)) is not None:
-        return meta
+    meta, part = folder / META, folder.with_name(f".{folder.name}.part")
     with ExitStack() as held:
         try:
-            held.enter_context(locked_file(folder.with_name(f"{folder.name}.lock"), required=True))
+            if not meta.exists():
+                held.enter_context(locked_file(folder.with_name(f"{folder.name}.lock"), required=True))
         except OSError as error:
             reason = f"cannot be written or locked ({error.strerror}): give data.cache_dir=FOLDER on a local disk"
             raise UserError(f"{folder.parent} {reason}.") from None
-        if (meta := read_meta(folder)) is not None:  # another process built it meanwhile
-            return meta
-        part = folder.with_name(f".{folder.name}.part")
-        for old in (folder, part):
-            shutil.rmtree(old, ignore_errors=True)
+        if meta.exists():
+            content: Content = json.loads(meta.read_text())
+            return content
+        for incomplete in (folder, part):
+            shutil.rmtree(incomplete, ignore_errors=True)
         part.mkdir()
         held.callback(shutil.rmtree, part, ignore_errors=True)
         try:
             content = build(part)
-            files = {path.name: path.stat().st_size for path in part.iterdir()}
-            (part / META).write_text(json.dumps({"files": files, "content": content}))
+            (part / META).write_text(json.dumps(content))
             for path in part.iterdir():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
@@ -52,16 +51,6 @@ def cached(folder: Path, build: Callable[[Path], Content]) -> Content:
             raise no_room(error, folder.parent, "give data.cache_dir=FOLDER on a larger disk") or error from None
         sync_folder(folder.parent)
         return content
-
-
-def read_meta(folder: Path) -> Content | None:
-    """Return what `build` returned, or None where the folder is missing or a file of it has another size."""
-    try:
-        meta = json.loads((folder / META).read_text())
-        whole = all((folder / name).stat().st_size == size for name, size in meta["files"].items())
-        return meta["content"] if whole else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
 
 
 def file_identity(path: Path) -> list[Any]:

@@ -20,7 +20,7 @@ class Splits:
 
     of_each: np.ndarray  # (n,) 0 train, 1 val, 2 test, −1 none
     drew_test: bool = False  # the test images were chosen here, not by the source
-    notes: tuple[str, ...] = ()  # sentences for the log
+    note: str = ""  # a sentence for the log
 
     def __post_init__(self) -> None:
         self.train, self.val, self.test = (np.flatnonzero(self.of_each == split) for split in (TRAIN, VAL, TEST))
@@ -30,107 +30,82 @@ class Splits:
 class Split:
     """
     Raises:
-        UserError: the folds are invalid, or combined with val_fraction or num_val.
+        UserError: the folds are invalid.
     """
 
     seed: int
     val_fraction: float = VAL_FRACTION  # part of the training images that validates; 0: none
     num_val: int | None = None  # the same as a count; takes precedence over val_fraction
-    fold: int | None = None  # which of `num_folds` equal parts validates, from 0; instead of the two options above
+    fold: int | None = None  # which of `num_folds` equal parts validates, from 0; takes precedence over both
     num_folds: int | None = None
     test_fraction: float = 0.1  # part of all images that tests, where the source names no test images
-    stratify: bool = True  # draw from each class in proportion, and leave each class an image to train on
 
     def __post_init__(self) -> None:
-        if self.fold is None and self.num_folds is None:
-            return
         fold, folds = self.fold, self.num_folds
-        if type(fold) is not int or type(folds) is not int or not 0 <= fold < folds or folds < 2:
+        is_valid = type(fold) is type(folds) is int and 0 <= fold < folds and folds > 1
+        if (fold, folds) != (None, None) and not is_valid:
             hint = "give both, as data.fold=0 data.num_folds=5, the fold from 0 to num_folds - 1"
             raise UserError(f"data.fold={fold} data.num_folds={folds}: {hint}.")
-        if self.num_val is not None or self.val_fraction != VAL_FRACTION:
-            hint = f"with folds give data.num_val=null data.val_fraction={VAL_FRACTION}"
-            stated = f"data.num_val={self.num_val} data.val_fraction={self.val_fraction} and data.fold={fold}"
-            raise UserError(f"{stated} both select the validation images: {hint}.")
 
-    def assign(
-        self, labels: np.ndarray, given: np.ndarray, groups: np.ndarray | None = None, *, training: bool = True
-    ) -> Splits:
+    def assign(self, labels: np.ndarray, given: np.ndarray, groups: np.ndarray | None = None) -> Splits:
         """Return the splits of n images.
 
         Args:
             labels: (n,) int64.
             given: (n,) 0 train, 1 val, 2 test; without any 1 or 2 the test images are drawn.
             groups: (n,) int64; images of one group stay together.
-            training: False: where the images cannot be split, all are tested.
         Raises:
             UserError: a part would be empty, or one group lies in several parts.
         """
-        try:
-            return self._assign(labels, given, groups)
-        except UserError:
-            if training:
-                raise
-            return Splits(np.full_like(given, TEST), drew_test=True)
-
-    def _assign(self, labels: np.ndarray, given: np.ndarray, groups: np.ndarray | None) -> Splits:
         of_each, has_val, has_test = given.copy(), (given == VAL).any(), (given == TEST).any()
-        validates = (self.val_fraction if self.num_val is None else self.num_val) != 0
+        option = "num_folds" if self.fold is not None else "val_fraction" if self.num_val is None else "num_val"
+        validates = getattr(self, option) != 0
         if groups is not None:
-            parts_of_group = np.unique(np.unique(np.stack([groups, given]), axis=1)[0], return_counts=True)[1]
-            if several := (parts_of_group > 1).sum():
+            parts = np.unique(np.stack([groups, given]), axis=1).shape[1]
+            if parts > (count := len(np.unique(groups))):
                 raise UserError(
-                    f"data.group: {several} of {len(parts_of_group)} groups have images in several of train, val and "
-                    "test, which the source assigns: give all images of a group one split, or leave splits out."
+                    f"data.group: {parts - count} of {count} groups have images in several of train, val and test, "
+                    "which the source assigns: give all images of a group one split, or leave splits out."
                 )
         if has_val and self.fold is not None:
-            raise UserError(
-                f"data.fold={self.fold}: the data have validation images of their own, so there is nothing to fold."
-            )
+            raise UserError(f"data.fold={self.fold}: the data have validation images of their own. Leave it out.")
         if has_val and not has_test:
             of_each[given == VAL] = TEST
-            splits = Splits(of_each, notes=("no test images: the validation images are tested",))
+            splits = Splits(of_each, note="no test images: the validation images are tested")
             splits.val = splits.test if validates else splits.val
             return splits
         if not has_test:
-            train = np.flatnonzero(of_each == TRAIN)
-            of_each[self._draw("test_fraction", train, labels, groups, TEST_SEED, TEST_STREAM)] = TEST
+            of_each[self._draw("test_fraction", of_each, labels, groups, TEST_SEED, TEST_STREAM)] = TEST
         if not validates:
             of_each[of_each == VAL] = -1
-        elif not has_val and (train := np.flatnonzero(of_each == TRAIN)).size:
-            option = "num_val" if self.num_val is not None else "val_fraction" if self.fold is None else "num_folds"
-            of_each[self._draw(option, train, labels, groups, self.seed, SPLIT)] = VAL
+        elif not has_val and (of_each == TRAIN).any():
+            of_each[self._draw(option, of_each, labels, groups, self.seed, SPLIT)] = VAL
         return Splits(of_each, drew_test=not has_test)
 
     def _draw(
-        self, option: str, index: np.ndarray, labels: np.ndarray, groups: np.ndarray | None, seed: int, purpose: int
+        self, option: str, of_each: np.ndarray, labels: np.ndarray, groups: np.ndarray | None, seed: int, purpose: int
     ) -> np.ndarray:  # fmt: skip
-        """Return the images that an option selects: exactly as many where they have no groups and the classes suffice.
-
-        Args:
-            index: positions of the images to draw from.
-        """
-        n, value, stated = len(index), getattr(self, option), f"data.{option}={getattr(self, option)}"
-        order = index[random_stream(seed, purpose).permutation(n)]
-        if option == "num_folds":
-            if value > n:
-                raise UserError(f"{stated} exceeds the {n} images: give at most {n}.")
-            if groups is not None:
-                return _folds_of_groups(index, labels, groups, value, seed, stated)[self.fold or 0]
-            # Dealt out like cards, class by class: folds differ by at most one image, also in a class.
-            return order[np.argsort(labels[order], kind="stable")][self.fold :: value]
-        count = value if option == "num_val" else round(value * n)
+        """Return the training images that an option selects: exactly as many, where they have no groups."""
+        index, value = np.flatnonzero(of_each == TRAIN), getattr(self, option)
+        n, stated, is_fold = len(index), f"data.{option}={value}", option == "num_folds"
+        count = {"num_val": value, "num_folds": n // (value or 1)}.get(option, round(value * n))
         if not 1 <= count < n:
             raise UserError(
                 f"{stated} of {n} images leaves {n - count} to train on and takes {count}: both need one at least."
             )
+        order = index[random_stream(seed, purpose).permutation(n)]
+        if groups is None and is_fold:
+            # Dealt out like cards, class by class: folds differ by at most one image, also in a class.
+            return order[np.argsort(labels[order], kind="stable")][self.fold :: value]
         if groups is None:
-            choices = [_drawn_per_class(order, labels, count) if self.stratify else order[:count]]
+            choices = [_drawn_per_class(order, labels, count)]
         else:
-            num_folds = max(2, min(round(n / count), len(np.unique(groups[index]))))
+            num_folds = value if is_fold else max(2, min(round(n / count), len(np.unique(groups[index]))))
             choices = _folds_of_groups(index, labels, groups, num_folds, seed, stated)
+            if is_fold:
+                return choices[self.fold or 0]
         for drawn in choices:
-            if len(drawn) and (not self.stratify or np.isin(labels[drawn], labels[np.setdiff1d(index, drawn)]).all()):
+            if len(drawn) and np.isin(labels[drawn], labels[np.setdiff1d(index, drawn)]).all():
                 return drawn
         raise UserError(
             f"{stated} would draw {count} of {n} images, but a class has no second "
@@ -145,15 +120,13 @@ def _folds_of_groups(
     """Return folds of `index` that keep groups together and have about the same share of each class."""
     from sklearn.model_selection import StratifiedGroupKFold
 
-    if num_folds > (num_groups := len(np.unique(groups[index]))):
-        raise UserError(f"{stated} does not fit the {num_groups} groups of the images.")
     folds = StratifiedGroupKFold(num_folds, shuffle=True, random_state=seed)
     with warnings.catch_warnings():  # of classes that have fewer images than there are folds
         warnings.simplefilter("ignore", UserWarning)
         try:
             return [index[fold] for _, fold in folds.split(index, labels[index], groups[index])]
         except ValueError as error:
-            raise UserError(f"{stated} does not fit the groups: {error}.") from None
+            raise UserError(f"{stated} does not fit the {len(np.unique(groups[index]))} groups: {error}.") from None
 
 
 def _drawn_per_class(order: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:

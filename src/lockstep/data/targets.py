@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from lockstep.runs.errors import UserError
 
 VOID = 255
 BINARY = ["0", str(VOID)]  # the classes of masks that have these two values alone
-IMAGES, TARGETS = "images.npy", "targets.npz"
 Arrays = dict[str, np.ndarray]
 """Targets (n, …) by name: int64, float32, or uint8 for masks; a target that stands alone has the name ""."""
 
@@ -30,24 +28,31 @@ class ImageSet:
     """All images in one order: first those to train on, then validation, then test."""
 
     images: np.ndarray  # (n, size, size, channels) uint8
-    labels: np.ndarray | None  # (n,) integers from 0; None: `targets` are given
-    class_names: list[str]  # of each label, of each column of `targets`, or of each class in masks
+    # (n,) integers from 0 the classes, (n, C) float several labels, (n,) float a number, (n, size, size) integers the
+    # class of each pixel, −1 where it does not count, or a dict of these.
+    targets: Any
+    class_names: list[str]  # of each class, of each column of labels, or of each class in masks
     num_test: int  # how many of the last images test; 0: they are drawn
     num_val: int = 0  # how many images before those validate; 0: they are drawn from the training images
-    # In place of labels, (n, C) float several labels, (n,) float a number, (n, size, size) integers the class of each
-    # pixel, −1 where it does not count, or a dict of these and of integers (n,).
-    targets: Any = None
 
     def arrays(self) -> Arrays:
-        if self.labels is not None:
-            return {"": np.asarray(self.labels, np.int64)}
-        found = {}
+        """Return the targets by name.
+
+        Raises:
+            UserError: they do not fit the images or the class names.
+        """
+        found, n = {}, len(self.images)
         for name, values in (self.targets if isinstance(self.targets, dict) else {"": self.targets}).items():
             values = np.asarray(values)
+            if len(values) != n:
+                raise UserError(f"There are {n} images and {len(values)} labels: one of the files is not complete.")
             if values.shape == self.images.shape[:3]:
                 found[name] = np.where(values < 0, VOID, values).astype(np.uint8)
             else:
                 found[name] = values.astype(np.float32 if values.dtype.kind == "f" else np.int64)
+        if kind_of(found, []) == "class" and not set(np.unique(found[""])) <= set(range(len(self.class_names))):
+            most = len(self.class_names) - 1
+            raise UserError(f"A label is {found[''].min()} or {found[''].max()}; the classes go from 0 to {most}.")
         return found
 
     @property
@@ -56,45 +61,11 @@ class ImageSet:
         num_train = max(len(self.images) - self.num_val - self.num_test, 0)
         return np.repeat([TRAIN, VAL, TEST], [num_train, self.num_val, self.num_test]).astype(np.int8)
 
-    def check(self, name: str) -> "ImageSet":
-        """Return itself, or raise UserError if the parts do not fit together."""
-        n, last = len(self.images), len(self.class_names) - 1
-        for values in (self.splits, *self.arrays().values()):
-            if len(values) != n:
-                raise UserError(f"{name} holds {n} images and {len(values)} labels: one of its files is not complete.")
-        for label in [] if self.labels is None else self.labels[(self.labels < 0) | (self.labels > last)]:
-            raise UserError(f"{name} has a label {label}; its {last + 1} classes go from 0 to {last}.")
-        return self
 
-    def hash(self) -> str:
-        """Return a hash over names, targets and pixels."""
-        if self.labels is not None:
-            return hash_of_pixels(self.images, self.labels, self.class_names, self.splits)
-        return hash_of_pixels(self.images, self.splits, self.class_names, self.splits, *self.arrays().values())
-
-    def save(self, folder: Path) -> dict[str, Any]:
-        """Write the arrays; return the rest as JSON values."""
-        np.save(folder / IMAGES, self.images)
-        targets: dict[str, Any] = {f"target {name}": values for name, values in self.arrays().items()}
-        np.savez(folder / TARGETS, **targets)
-        rest = {"class_names": self.class_names, "num_test": self.num_test, "num_val": self.num_val}
-        return {"set": rest, "data_hash": self.hash()}
-
-    @classmethod
-    def load(cls, folder: Path, rest: dict[str, Any]) -> "ImageSet":
-        with np.load(folder / TARGETS) as arrays:
-            targets = {name.removeprefix("target "): values for name, values in arrays.items()}
-        return cls(np.load(folder / IMAGES, mmap_mode="c"), None, targets=targets, **rest)
-
-
-def hash_of_pixels(
-    images: np.ndarray, labels: np.ndarray, class_names: list[str], splits: np.ndarray, *others: np.ndarray
-) -> str:
-    """Return a hash over names, labels, pixels and other targets, independent of the files that they came in."""
-    counts = [int((splits == split).sum()) for split in (TRAIN, VAL)]
-    digest = hashlib.sha256(json.dumps([class_names, *counts]).encode())
-    digest.update(np.ascontiguousarray(labels, np.int64).data)
-    for values in (images, *others):
+def hash_of(images: np.ndarray, targets: Arrays, class_names: list[str], splits: np.ndarray) -> str:
+    """Return a hash over names, targets and pixels, independent of the files that they came in."""
+    digest = hashlib.sha256(json.dumps([class_names, *np.bincount(splits, minlength=3)[:2].tolist()]).encode())
+    for values in (*targets.values(), images):
         digest.update(np.ascontiguousarray(values).data)
     return digest.hexdigest()
 

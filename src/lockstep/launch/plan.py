@@ -21,7 +21,7 @@ from lockstep.strategies.placement import place
 
 CHECKPOINTS = "lockstep.callbacks.checkpoints.Checkpoints"
 # Modules of src/data whose root is there or is an address; a class of the user's own may make its root
-READERS = ("data.cifar10", "data.image_folder", "data.mnist", "data.table", "data.webdataset")
+READERS = ("data.image_folder", "data.table", "data.torchvision_sets", "data.webdataset")
 # An override of one of these keys makes a training on a CPU a choice
 CHOSEN = ("experiment", "debug", "data", "data._target_", "model", "trainer", "trainer.accelerator",
           "trainer.max_steps", "trainer.limit_train_batches", "resume")  # fmt: skip

@@ -22,7 +22,7 @@ RANKS = ("trainer.devices", "trainer.num_nodes")  # a launcher that starts the r
 COMPARED = ("data", "augmentation", "model", "loss", "metrics", "optimizer", "scheduler", "task", "classifier", "seed",
             "experiment_name")  # fmt: skip
 # Options that may differ: data_hash tells what the data are, and config.yaml has the scaled learning rates.
-MAY_DIFFER = {"data.root", "data.cache_dir", "data.download_dir", "data.eval_batch_size", "data.num_workers",
+MAY_DIFFER = {"data.root", "data.cache_dir", "data.eval_batch_size", "data.num_workers",
               "data.path", "optimizer.scale_lr_with_batch"}  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from lockstep.runs.errors import UserError
 GROUPS = ("model", "task", "data", "optimizer", "scheduler", "trainer", "callbacks", "logger", "paths", "s3")
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RUNS = ("*/run.json", "runs/*/run.json", "*/runs/*/run.json", "train/multiruns/*/*/run.json")  # in logs/ and logbook/
-MOVED = {  # classes that runs of 1.0 name in their config.yaml by another name
+MOVED = {  # classes that older runs name in their config.yaml by another name
     "classifier.ImageClassifier": "tasks.classifier.ImageClassifier",
     "lockstep.strategies.sharded.Sharded": "lockstep.strategies.fsdp.FSDP",
     "augmentations.auto_augment.AutoAugment": "augmentations.policies.AutoAugment",
@@ -25,7 +25,10 @@ MOVED = {  # classes that runs of 1.0 name in their config.yaml by another name
     "augmentations.resized_crop.ResizedCrop": "augmentations.policies.ResizedCrop",
     "augmentations.three_augment.ThreeAugment": "augmentations.policies.ThreeAugment",
     "augmentations.trivial_augment.TrivialAugment": "augmentations.policies.TrivialAugment",
+    "data.cifar10.CIFAR10DataModule": "data.torchvision_sets.CIFAR10DataModule",
     "data.csv.CSVDataModule": "data.table.CSVDataModule",
+    "data.mnist.FashionMNISTDataModule": "data.torchvision_sets.FashionMNISTDataModule",
+    "data.mnist.MNISTDataModule": "data.torchvision_sets.MNISTDataModule",
     "data.parquet.ParquetDataModule": "data.table.ParquetDataModule",
 }
 

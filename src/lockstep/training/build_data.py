@@ -25,9 +25,10 @@ DataFacts = dict[str, Any]  # what a checkpoint says of the data that it was tra
 
 FACTS_OF_ANY = ("num_classes", "class_names", "image_size", "channels")  # attributes of any data module
 NEW_DATA = {"data", "data.root", "data.images"}  # overrides that name other images
-OF_ALL = ("fold", "num_folds", "stratify", "views")  # in the config of any data set, which need not have them
+OF_ALL = ("fold", "num_folds", "views")  # in the config of any data set, which need not have them
 RETIRED = (  # options of older versions
-    "verify", "max_pixels", "memory_limit_gib", "device_cache_gib", "cache_gib", "skip_corrupt",
+    "verify", "max_pixels", "memory_limit_gib", "device_cache_gib", "cache_gib", "skip_corrupt", "stratify",
+    "download_dir", "train", "val", "test",
 )  # fmt: skip
 
 
@@ -57,8 +58,7 @@ def build_data(plan: RunPlan, session: RankSession, trained_on: DataFacts | None
     check_same_data(data_facts(data), data, cluster)
     if cluster.is_rank_zero:
         data.report, lists = report.report_of(data) if trained_on is None else ({}, {})
-        report.log_contents(data, data.report)
-        report.log_settings(data, plan.choices.get("augmentation") if trained_on is None else None)
+        report.log_contents(data, lists, plan.choices.get("augmentation") if trained_on is None else None)
         report.write_lists(plan.folder.path, lists)
     return data
 

@@ -57,7 +57,7 @@ def test_training_pixels_are_cropped_flipped_and_normalised_images(make):
         crop = np.pad(plain.images[selection.positions[i]], ((2, 2), (2, 2), (0, 0)))[y : y + 12, x : x + 12]
         expected = ((crop[:, ::-1] if flip else crop) / 255 - 0.5) / 0.18
         assert np.allclose(images[i].permute(1, 2, 0), expected, atol=1e-5)
-    assert np.array_equal(labels, plain.labels[selection.positions])
+    assert np.array_equal(labels, plain.targets[selection.positions])
 
 
 @pytest.mark.parametrize(

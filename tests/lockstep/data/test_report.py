@@ -3,7 +3,7 @@
 import logging
 
 from data.synthetic import SyntheticDataModule
-from lockstep.data.report import log_contents, log_settings, report_of, settings_of, write_lists
+from lockstep.data.report import log_contents, report_of, settings_of, write_lists
 
 WANTED = {"mean": [0.5] * 3, "std": [0.25] * 3, "crop_pct": 0.5, "interpolation": "bicubic"}
 
@@ -16,23 +16,16 @@ def module(tmp_path, **options):
     return dm
 
 
-def test_what_the_weights_say_is_said_and_recorded(tmp_path, caplog):
+def test_contents_and_what_the_weights_say_are_logged_and_recorded(tmp_path, caplog):
     dm = module(tmp_path, mean="auto", std=0.18, path="loader")
     with caplog.at_level(logging.INFO):
-        log_contents(dm, {})
-        log_settings(dm, "none")
-    what, line, warning = (record.message for record in caplog.records)
+        log_contents(dm, {}, "none")
     names = ", ".join(f"pattern {number}" for number in range(10))
-    assert what == f"data: 10 classes: {names} · 58 images to train, 6 to validate, 9 to test"
-    assert line == (
+    assert [record.message for record in caplog.records] == [
+        f"data: 10 classes: {names} · 58 images to train, 6 to validate, 9 to test",
         "images: loader, as data.path=loader · augmentation=none · mean 0.5, 0.5, 0.5 · std 0.18, 0.18, 0.18 · "
-        "the weights say mean, crop_pct, interpolation"
-    )
-    caplog.clear()
-    with caplog.at_level(logging.INFO):
-        log_settings(dm, None)
-    assert "augmentation" not in caplog.text
-    assert warning.startswith("data.std=[0.18, 0.18, 0.18] is not what the pretrained weights were trained with")
+        "the weights say mean, crop_pct, interpolation",
+    ]
     assert settings_of(dm, "none") == {
         "path": "loader", "why": "data.path=loader", "augmentation": "none", "mean": [0.5] * 3, "std": [0.18] * 3,
         "crop_pct": 0.5, "interpolation": "bicubic", "resize": 16, "fit": "crop",
@@ -49,7 +42,7 @@ def test_what_was_left_out_and_identical_images_are_logged_and_listed(tmp_path, 
     dm.identical_images = lambda _: {"1 test image is identical to a training image": ["test/d.jpg = train/d.jpg"]}
     fields, lists = report_of(dm)
     with caplog.at_level(logging.INFO):
-        log_contents(dm, fields)
+        log_contents(dm, lists)
     write_lists(tmp_path, lists)
     assert "left out: 1 damaged images, 2 .heic files (data_report.txt)" in caplog.text
     assert "1 test image is identical to a training image (data_report.txt)." in caplog.text

@@ -31,7 +31,7 @@ class Arrays(ImageDataModule):
 
     def read(self):
         images = (255 * BLOCKS[..., None]).repeat(3, 3)
-        return ImageSet(images, None, self._names, num_test=6, targets=self._given_targets)
+        return ImageSet(images, self._given_targets, self._names, num_test=6)
 
 
 class Items(torch.utils.data.Dataset):

@@ -143,8 +143,8 @@ def test_a_note_is_the_users_own_markdown_and_its_heading_the_title(folders, tmp
     [
         ("none", "python src/train.py", {"data.root": "data/birds"},
          ['ln -s "$(realpath data)" ../r/', "cd ../r", "python src/train.py", "Data: `data/birds` (`data.root`)."]),
-        ("none", "python src/train.py", {"data.download_dir": "/x/mnist", "model.weights": "w/a.pth"},
-         ['ln -s "$(realpath w)" ../r/', "Data: downloaded into `data/`.",
+        ("none", "python src/train.py", {"data._target_": "data.mnist.MNIST", "model.weights": "w/a.pth"},
+         ['ln -s "$(realpath w)" ../r/', "Data: of `data.mnist.MNIST`.",
           "Weights: `w/a.pth` (`model.weights`), sha256 `5e`."]),
         ("slurm", "python src/train.py a=b", {"data.root": "/data/x"},
          ["cd ../r", "# inside an allocation:",

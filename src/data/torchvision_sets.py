@@ -1,0 +1,87 @@
+"""CIFAR-10, MNIST and Fashion-MNIST, by torchvision."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.data.image_datamodule import ImageDataModule, ImageSet
+from lockstep.runs.errors import UserError
+from lockstep.runs.files import locked_file
+
+TIMEOUT_S = 20.0
+
+
+class TorchvisionDataModule(ImageDataModule):
+    """A data set of torchvision.datasets, whose test set stays whole.
+
+    Args:
+        root: folder where torchvision puts the files, also of what is missing; None: a folder of `cache_dir`.
+    """
+
+    source: str  # the class in torchvision.datasets
+
+    def __init__(self, *, root: str | Path | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._root = Path(root or self.cache_dir / self.source.lower()).expanduser()
+
+    def read(self) -> ImageSet:
+        try:
+            train, test = self._parts(download=False)
+        except (RuntimeError, ValueError, AssertionError):  # it is not there, or damaged
+            train, test = self._downloaded()
+        images, labels = (
+            np.concatenate([np.asarray(getattr(part, name)) for part in (train, test)]) for name in ("data", "targets")
+        )
+        names = [name.split(" - ")[0].split("/")[0].lower() for name in train.classes]  # as "0 - zero", "T-shirt/top"
+        return ImageSet(images.reshape(*images.shape[:3], -1), labels, names, num_test=len(test))
+
+    def _parts(self, download: bool) -> list[Any]:
+        import torchvision.datasets
+
+        source = getattr(torchvision.datasets, self.source)
+        return [source(self._root, train=is_train, download=download) for is_train in (True, False)]
+
+    def _downloaded(self) -> list[Any]:
+        """Let torchvision unpack or download what is missing, and verify it; one process at a time."""
+        before = socket.getdefaulttimeout()
+        try:
+            with locked_file(self._root / ".lock"):
+                socket.setdefaulttimeout(TIMEOUT_S)
+                return self._parts(download=True)
+        except (RuntimeError, OSError, EOFError, ValueError, AssertionError) as error:
+            raise UserError(
+                f"{self.source} in {self._root} is missing or damaged, and could not be downloaded "
+                f"({' '.join(str(error).split())}): give data.root=FOLDER with the files as torchvision stores them. "
+                "data=digits and data=synthetic need no download."
+            ) from None
+        finally:
+            socket.setdefaulttimeout(before)
+
+
+class CIFAR10DataModule(TorchvisionDataModule):
+    """50,000 + 10,000 colour images of 32×32 in ten classes. Source: https://www.cs.toronto.edu/~kriz/cifar.html"""
+
+    source = "CIFAR10"
+    own_mean, own_std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+    def __init__(self, *, image_size: int = 32, **options: Any) -> None:
+        super().__init__(image_size=image_size, **options)
+
+
+class MNISTDataModule(TorchvisionDataModule):
+    """60,000 + 10,000 grey images of 28×28 in ten classes. Source: http://yann.lecun.com/exdb/mnist/"""
+
+    source = "MNIST"
+    channels, own_mean, own_std = 1, (0.1307,), (0.3081,)
+
+    def __init__(self, *, image_size: int = 28, **options: Any) -> None:
+        super().__init__(image_size=image_size, **options)
+
+
+class FashionMNISTDataModule(MNISTDataModule):
+    """Ten kinds of clothing. Source: https://github.com/zalandoresearch/fashion-mnist"""
+
+    source = "FashionMNIST"
+    own_mean, own_std = (0.2860,), (0.3530,)
