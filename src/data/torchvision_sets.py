@@ -61,7 +61,7 @@ class TorchvisionDataModule(ImageDataModule):
 
 
 class CIFAR10DataModule(TorchvisionDataModule):
-    """50,000 + 10,000 colour images of 32×32 in ten classes. Source: https://www.cs.toronto.edu/~kriz/cifar.html"""
+    """Colour images of 32×32 in ten classes, 50,000 + 10,000. Source: https://www.cs.toronto.edu/~kriz/cifar.html"""
 
     source = "CIFAR10"
     own_mean, own_std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -71,7 +71,7 @@ class CIFAR10DataModule(TorchvisionDataModule):
 
 
 class MNISTDataModule(TorchvisionDataModule):
-    """60,000 + 10,000 grey images of 28×28 in ten classes. Source: http://yann.lecun.com/exdb/mnist/"""
+    """Grey images of 28×28 in ten classes, 60,000 + 10,000. Source: http://yann.lecun.com/exdb/mnist/"""
 
     source = "MNIST"
     channels, own_mean, own_std = 1, (0.1307,), (0.3081,)
