@@ -56,7 +56,7 @@ def test_the_page_of_options_has_each_key_once_and_at_most_250_rows():
     rows = [line for line in module.options_page(CONFIGS).splitlines() if line.startswith("| `")]
     assert len(rows) <= 250 and len(rows) == len(set(rows))
     assert sum("`optimizer.lr`" in row for row in rows) == 2  # Muon's is another
-    assert any("`data.train, data.val, data.test` | parquet, webdataset" in row for row in rows)
+    assert any("`data.val_dataset, data.test_dataset` | dataset" in row for row in rows)
 
 
 @pytest.mark.slow

@@ -181,7 +181,11 @@ class BatchTransforms:
         if self.num_starts == 1:
             return images
         border, crop = self.framing.crop_padding, self.framing.image_size
-        images = pad(images, (0, 0, border, border, border, border)).contiguous()
+        if images.device.type == "cpu":  # in one thread, as `take`
+            edges = (border, border)
+            images = torch.from_numpy(np.pad(images.numpy(), ((0, 0), edges, edges, (0, 0)))).contiguous()
+        else:
+            images = pad(images, (0, 0, border, border, border, border)).contiguous()
         n, _, width, channels = images.shape
         row = width * channels
         # Every window of every image as a view, which costs nothing; the index then copies one window per image.
