@@ -1,7 +1,7 @@
 """The generators that a checkpoint carries, of one GPU and of several; the rest is in tests/test_train.py."""
 
 import math
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -17,9 +17,7 @@ from lockstep.storage.load import read_checkpoint
 from runs import run_door
 
 
-@pytest.mark.parametrize(
-    ("saved", "here", "wanted"), [([7], 1, [7]), ([5, 6, 7], 3, [5, 6, 7]), ([5, 6, 7], 2, [5, 6])]
-)
+@pytest.mark.parametrize(("saved", "here", "wanted"), [([7], 1, [7]), ([5, 6, 7], 2, [5, 6])])
 def test_the_generators_of_all_gpus_of_a_process_come_back(monkeypatch, saved, here, wanted):
     """Through torch.cuda's own calls, for GPUs that are not here."""
     found = [None] * here
@@ -68,9 +66,8 @@ def test_a_monitor_that_nothing_logs_is_named_before_training_and_at_its_end(tmp
 
 
 def test_an_error_of_the_thread_that_writes_is_raised_in_training(tmp_path):
-    callback = Checkpoints(tmp_path, asynchronous=True)
-    with ThreadPoolExecutor(1) as thread:
-        job = thread.submit((tmp_path / "none" / "x").write_text, "")
+    callback, job = Checkpoints(tmp_path, asynchronous=True), Future()
+    job.set_exception(FileNotFoundError())
     callback._writing = job, None, {}
     with pytest.raises(FileNotFoundError):
         callback.finish_writing()
@@ -122,13 +119,12 @@ def test_the_best_can_leave_the_optimizer_out_and_a_run_goes_on_from_its_last(tm
     assert tested.code == 0 and "test/acc" in tested.output, tested.output
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-@pytest.mark.parametrize("value", [0.0, -60000.0, float("nan"), float("inf"), -float("inf")])
-def test_weights_that_are_not_finite_are_not_saved(dtype, value):
+@pytest.mark.parametrize("value", [-60000.0, float("nan"), -float("inf")])
+def test_weights_that_are_not_finite_are_not_saved(value):
     module = torch.nn.Module()
     module.weights = torch.nn.ParameterList([torch.full((3,), 60000.0), torch.tensor([1.0, value]), torch.zeros(0)])
     strategy = SimpleNamespace(reduce_boolean_decision=lambda finite, all: finite)
-    trainer = SimpleNamespace(lightning_module=module.to(dtype), strategy=strategy, global_step=7)
+    trainer = SimpleNamespace(lightning_module=module.half(), strategy=strategy, global_step=7)
     if math.isfinite(value):
         return refuse_non_finite(trainer)
     with pytest.raises(Diverged, match="nan or inf by step 7: nothing was saved"):

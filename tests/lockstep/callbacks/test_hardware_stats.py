@@ -9,7 +9,6 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from local_ranks import meet, run_ranks
 from lockstep.callbacks.hardware_stats import HardwareStats
 from lockstep.callbacks.metrics_csv import MetricsCsv
 from lockstep.callbacks.training_log import TrainingLog
@@ -86,23 +85,3 @@ def test_sampling_ends_when_the_run_fails(tmp_path):
     written = rows(tmp_path / "hardware-node0.csv")
     time.sleep(0.2)
     assert rows(tmp_path / "hardware-node0.csv") == written
-
-
-def _two_nodes(cluster, tmp_path):
-    meet(cluster)
-    rank = cluster.rank
-    callback = HardwareStats(tmp_path / str(rank), interval_s=0.05)
-    trainer = SimpleNamespace(
-        node_rank=rank, global_rank=rank, local_rank=0, num_nodes=2, num_devices=1, is_global_zero=rank == 0,
-        strategy=SingleDeviceStrategy("cpu"),
-    )  # fmt: skip
-    callback.on_fit_start(trainer, None)
-    time.sleep(0.2)
-    callback.on_fit_end(trainer, None)
-    return callback.record_fields()["hardware"]["nodes"]
-
-
-def test_statistics_of_other_nodes_come_to_rank_zero(tmp_path):
-    nodes = run_ranks(_two_nodes, 2, tmp_path)[0]
-    assert [node["node_rank"] for node in nodes] == [0, 1]
-    assert list(nodes[1]["stats"])[-1] == "rank1/memory_gib"

@@ -65,11 +65,10 @@ def vote_many(place, speeds, ask_at, change_at):
 
 def test_ranks_of_different_speed_stop_at_the_same_step():
     """Speeds in seconds per step, before and after step `change_at`."""
-    found = run_ranks(vote_many, 3, [(0.001, 0.5), (0.03, 0.03), (0.2, 0.001)], 300, 150)
+    found = run_ranks(vote_many, 3, [(0.001, 0.05), (0.01, 0.01), (0.02, 0.001)], 300, 150)
     assert len({step for step, _ in found}) == 1 and found[0][0] >= 300
     assert len({votes for _, votes in found}) == 1
-    step, votes = run_ranks(vote_many, 2, [(0.01, 0.01), (0.01, 0.01)], 1000, 0)[0]
-    assert 1000 <= step <= 1000 + module.MOST_STEPS and votes < 1000 / 50, "votes are rare where steps are quick"
+    assert found[0][1] < 30, "votes are rare where steps are quick"
 
 
 def stop_of_nodes(place, asked):
@@ -123,7 +122,7 @@ def ignored(fault):
         ("on_train_batch_end", 4, "training"),
         ("on_validation_batch_end", 1, "validation"),
         ("on_test_start", 1, "test"),
-        pytest.param("setup", 1, "start", marks=pytest.mark.slow),
+        ("setup", 1, "start"),
     ],
 )
 def test_sigterm_to_one_rank_interrupts_all_and_resume_finishes(hook, at, phase, tmp_path):

@@ -51,8 +51,7 @@ def test_an_epoch_is_validated_every_so_many_optimizer_steps_and_at_its_end(whol
 @pytest.mark.parametrize(
     ("stop", "hook", "phase"),
     [
-        (11, "on_train_batch_end", "training"),  # after the validation at step 8
-        (8, "on_train_batch_end", "validation"),  # before it
+        (8, "on_train_batch_end", "validation"),  # before the validation at step 8
         (2, "on_validation_batch_end", "validation"),  # in the one at step 16
     ],
 )
@@ -89,21 +88,16 @@ def a_second_a_step(stop_at: int | None = None):
     run_recorder.time = SimpleNamespace(monotonic=lambda: clock[0])
 
 
-@pytest.mark.parametrize("trainer", ["cpu", pytest.param("ddp_sim", marks=pytest.mark.slow)])
-def test_time_ends_a_training_which_is_validated_tested_and_finished(tmp_path, trainer):
-    words = [*WORDS, f"trainer={trainer}", "trainer.check_val_every_n_epoch=5", "trainer.max_time=13s"]
+def test_time_ends_a_training_which_is_validated_tested_and_finished(tmp_path):
+    words = [*WORDS, "trainer.check_val_every_n_epoch=5", "trainer.max_time=13s"]
     done = run_door("train", *words, logs=tmp_path, before=a_second_a_step)
     assert done.code == 0, done.output
     record, steps = done.record, done.record["steps"]
-    assert steps == 13 or trainer == "ddp_sim" and 13 <= steps < 40  # ranks agree about once a second
-    assert record["status"] == "finished" and record["ended_by"] == "max_time"
+    assert steps == 13 and record["status"] == "finished" and record["ended_by"] == "max_time"
     assert record["best_checkpoint"]["step"] == steps and record["metrics"]["test/images"] == 360
     assert [step for step, *_ in validated(done)] == [str(steps)]
     assert " · at most 13 s" in done.output.splitlines()[0]
-    assert (
-        f"trainer.max_time: the limit of 13 s is reached at step {steps}, in epoch {1 + steps // 20} of 2"
-        in done.output
-    )
+    assert "trainer.max_time: the limit of 13 s is reached at step 13, in epoch 1 of 2" in done.output
 
 
 @pytest.mark.slow

@@ -56,14 +56,3 @@ def test_a_validation_within_an_epoch_has_a_line_and_so_has_an_end_there(clock, 
         "epoch 2/3 · batch 8/20 · validated · val acc 50.00%",
         "epoch 2/3 · batch 8/20 · val acc 50.00%",
     ]
-
-
-def test_a_long_evaluation_has_lines_within_it(clock, caplog):
-    trainer, callback = trainer_at(8, 3), Progress(interval_s=30)
-    for hook in (callback.on_validation_batch_end, callback.on_test_batch_end):
-        for batch in range(7):
-            clock[0] += 10.0
-            hook(trainer, None, None, None, batch, 0)
-    assert [message.split(" · ")[1] for message in caplog.messages] == [
-        "validating 3/9", "validating 6/9", "testing 2/7", "testing 5/7"
-    ]  # fmt: skip

@@ -7,7 +7,6 @@ from lightning.pytorch.trainer.states import RunningStage
 
 from lockstep.callbacks.run_recorder import RunRecorder
 from lockstep.runs.record import RunRecord, continued, read_record, update_record, write_record
-from lockstep.storage.checkpoint_files import Sidecar
 
 
 def trainer_at(step, fn="fit"):
@@ -51,15 +50,6 @@ def test_steps_that_a_crash_undid_count_once(path):
     recorder.on_fit_end(trainer_at(1000), None)
     recorder.on_test_batch_start(trainer_at(0, fn="test"), None)
     assert read_record(path).steps == 1000
-
-
-def test_a_checkpoint_that_is_complete_late_takes_no_steps_away(tmp_path, path):
-    recorder = RunRecorder(path)
-    recorder.on_train_batch_start(trainer_at(0), None)
-    recorder.write(trainer_at(50), phase="training")
-    for step, steps in ((40, 50), (60, 60)):
-        recorder.on_checkpoint_complete(tmp_path / "checkpoints/last.ckpt", Sidecar(step), "last")
-        assert read_record(path).steps == steps
 
 
 def epoch_end(recorder, **metrics):

@@ -39,17 +39,12 @@ def logged(folder, module, *, resume_step=None, batches=40, log=None, more=(), *
         return list(csv.DictReader(file))
 
 
-def test_an_epoch_shorter_than_the_interval_has_the_row_of_its_last_step(tmp_path):
-    (row,) = logged(tmp_path, Net(), batches=3)
-    assert (row["step"], row["train/loss"], row["lr"]) == ("3", "1.0", "0.25")
-
-
-@pytest.mark.parametrize("stop_at, step", [(15, "4"), (17, "4")])
-def test_a_training_that_stops_within_an_epoch_has_a_row(tmp_path, stop_at, step):
+@pytest.mark.parametrize("batches, stop_at, accumulate, step", [(3, None, 1, "3"), (40, 15, 4, "4"), (40, 17, 4, "4")])
+def test_an_epoch_shorter_than_the_interval_or_a_stop_within_it_has_a_row(tmp_path, batches, stop_at, accumulate, step):
     """17: in the middle of an accumulation, as where other peers have filled the batch."""
-    (row,) = logged(tmp_path, Net(stop_at), accumulate_grad_batches=4)
+    (row,) = logged(tmp_path, Net(stop_at), batches=batches, accumulate_grad_batches=accumulate)
     assert (row["step"], row["lr"]) == (step, "0.25")
-    assert float(row["train/loss"]) == sum(range(stop_at + 1)) / (stop_at + 1)
+    assert float(row["train/loss"]) == (stop_at or 2) / 2
 
 
 class TwoOptimizers(Small):
@@ -79,21 +74,17 @@ def test_steps_count_batches_also_under_several_optimizers(tmp_path):
     assert [float(row["own"]) for row in found] == [1, 3, 5]
 
 
-class NoLoss(TwoOptimizers):
-    def training_step(self, batch, batch_idx):
-        super().training_step(batch, batch_idx)
+def test_a_step_that_returns_no_loss_has_none_in_the_log_and_a_loss_that_is_nan_ends_the_run(tmp_path):
+    class NoLoss(TwoOptimizers):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
 
-
-def test_a_step_that_returns_no_loss_has_none_in_the_log(tmp_path):
-    (row,) = logged(tmp_path, NoLoss(), batches=3)
-    assert row["step"] == "3" and "train/loss" not in row and row["lr"] == "0.1"
-
-
-def test_a_returned_loss_that_is_nan_ends_the_run(tmp_path):
     class Nan(Net):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * float("nan")
 
+    (row,) = logged(tmp_path, NoLoss(), batches=3)
+    assert row["step"] == "3" and "train/loss" not in row and row["lr"] == "0.1"
     with pytest.raises(Diverged, match="train/loss became nan by step 3"):
         logged(tmp_path, Nan(), batches=3)
 
