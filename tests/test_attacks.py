@@ -55,10 +55,6 @@ def good(trained):
     return read_checkpoint(path)
 
 
-def torch_zip(content, canary):
-    return {**content, "x": Payload(canary)}
-
-
 def optimizer_state(content, canary):
     return {**content, "optimizer_states": [{"state": {0: Payload(canary)}}]}
 
@@ -83,26 +79,14 @@ def target_by_alias(content, canary):
     return with_config(content, "model", _target_="models.timm.warnings.sys.modules")
 
 
-def target_of_the_loss(content, canary):
-    target = "torch.nn.modules.module.functools.partial"
-    return with_config(content, "task", _target_=target, command=f"touch '{canary}'")
-
-
-def an_interpolation(content, canary):
-    return with_config(content, "data", name="${oc.env:HOME}", resize="${oc.env:HOME}")
-
-
 def an_option_that_climbs(content, canary):
     return with_config(content, "choices", model="../../outside/evil")
 
 
 CHECKPOINTS = {
-    torch_zip: "not a checkpoint that can be loaded safely",
     optimizer_state: "not a checkpoint that can be loaded safely",
     lightning_instantiator: None,
     target_by_alias: "model._target_='models.timm.warnings.sys.modules'",
-    target_of_the_loss: "task._target_='torch.nn.modules.module.functools.partial'",
-    an_interpolation: None,
     an_option_that_climbs: "model='../../outside/evil', which is not here",
 }
 

@@ -96,9 +96,7 @@ def test_a_table_has_any_field_metric_or_option_as_a_column(logbook, tmp_path, c
     [
         (["compare", "run-ddp"], "needs at least two runs"),
         (["compare", "run", "run-ddp"], "'run' means 2 runs (run-ddp, run-fsdp): give more of the run id."),
-        (["keep", "run-dpd"], "No run 'run-dpd'"),
-        (["remove", "run-dpd"], "did you mean run-ddp?"),
-        (["keep", "/no/such/folder"], "No run '/no/such/folder'"),
+        (["remove", "run-dpd"], "No run 'run-dpd'"),
         (["compare", "run-ddp", "--html", "s3:///x"], "An S3 address is"),
         (["compare", "run-ddp", "--html", "/dev/null/x"], "cannot be written"),
     ],

@@ -85,9 +85,8 @@ def check_no_secret(folder, output: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["ddp_sim", "fsdp_sim"])
-def test_a_run_of_two_ranks_and_eval_from_the_bucket(place, tmp_path, monkeypatch, trainer):
-    done = place.train(f"trainer={trainer}", logs=tmp_path / "here")
+def test_a_run_of_two_ranks_and_eval_from_the_bucket(place, tmp_path, monkeypatch):
+    done = place.train("trainer=ddp_sim", logs=tmp_path / "here")
     assert done.code == EXIT_OK, done.output
     check_same_elsewhere(place, done.record, tmp_path / "there")
     check_no_secret(tmp_path / "here", done.output)
@@ -95,10 +94,9 @@ def test_a_run_of_two_ranks_and_eval_from_the_bucket(place, tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", [["trainer=cpu"], ["trainer=fsdp_sim"]])
-def test_an_interrupted_run_goes_on_on_a_fresh_machine_from_the_bucket_alone(place, tmp_path, trainer):
+def test_an_interrupted_run_goes_on_on_a_fresh_machine_from_the_bucket_alone(place, tmp_path):
     stop = partial(signal_at_step, 30, signal.SIGTERM)
-    first = place.train(*trainer, logs=tmp_path / "first", before=stop)
+    first = place.train("trainer=fsdp_sim", logs=tmp_path / "first", before=stop)
     assert first.code == EXIT_INTERRUPTED, first.output
     last = place.checkpoint("last")
     assert last.step == first.record["steps"] >= 30

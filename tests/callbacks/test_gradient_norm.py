@@ -53,15 +53,3 @@ def test_every_strategy_logs_the_same_also_without_the_scale_of_fp16():
     for (name, _), ranks in zip(exact, found, strict=True):
         assert all(rank["inspect"] == pytest.approx(by_hand(), rel=1e-12) for rank in ranks), name
     assert scaled[0]["inspect"] == pytest.approx(by_hand(), rel=2e-2)
-
-
-def test_no_gradient_is_looked_at_between_log_points(monkeypatch):
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, log_every_n_steps=3)
-    module, logged = Classifier(TinyNet(), sgd), []
-    monkeypatch.setattr(module, "log", lambda name, value, **_: logged.append((trainer.global_step + 1, value)))
-    module.net.head.bias.grad = torch.full((7,), 2.0)
-    for step in range(6):
-        trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
-        GradientNorm().on_before_optimizer_step(trainer, module, None)
-    assert [step for step, _ in logged] == [3, 6]
-    assert all(isinstance(value, torch.Tensor) and value.item() == pytest.approx(28**0.5) for _, value in logged)

@@ -1,14 +1,11 @@
 """The callback around the uploader, in plain Lightning scripts and at the ends that a run can have."""
 
-import inspect
 import time
 from types import SimpleNamespace
 
 import pytest
-import yaml
 
 from lockstep.callbacks.s3_upload import S3Upload
-from lockstep.config.compose import CONFIGS
 from lockstep.runs.errors import Interrupted, UserError
 from lockstep.runs.files import checksum_of
 from lockstep.storage.checkpoint_files import Sidecar, write_sidecar
@@ -89,10 +86,3 @@ def test_an_interrupted_run_sends_its_last_at_once(make):
     checkpoint(callback, 10, "last")
     callback.on_exception(trainer(world_size=2), None, Interrupted("spot notice"))
     assert step_of(callback, "last") == 10
-
-
-def test_the_config_says_what_the_signature_says():
-    group = yaml.safe_load((CONFIGS / "train.yaml").read_text())["s3"]
-    signature = inspect.signature(S3Upload).parameters
-    own = {name: signature[name].default for name in ("endpoint_url", "required", "flush_timeout_s")}
-    assert group == {"uri": None, **own}

@@ -2,11 +2,9 @@
 
 import os
 import re
-from types import SimpleNamespace
 
 import pytest
 from boto3.exceptions import S3UploadFailedError
-from botocore.awsrequest import AWSResponse
 from botocore.exceptions import ClientError
 
 from lockstep.runs.errors import UserError
@@ -48,7 +46,7 @@ def test_what_is_no_address_is_refused_and_no_secret_in_it_is_repeated(given):
     assert "5ecre7" not in str(caught.value)
 
 
-@pytest.mark.parametrize("prefix", ["", "prä fix/ö+1", "a+b=c&d (1)/100%"])
+@pytest.mark.parametrize("prefix", ["", "prä fix/ö+1=c&d (1)/100%"])
 def test_keys_survive_writing_uploading_listing_and_reading(server, name, prefix, tmp_path):
     bucket = Bucket(f"s3://{name}/{prefix}".rstrip("/"), server.endpoint_url).at("run")
     (tmp_path / "large").write_bytes(os.urandom(20 * 2**20))
@@ -96,25 +94,6 @@ def test_boto3s_own_configuration_is_obeyed(server, name, tmp_path, monkeypatch)
             bucket.write("x", b"1")
             assert bucket.client.meta.region_name == "eu-central-1"
             assert bucket.client.meta.config.s3 == {"addressing_style": "path"}
-
-
-@pytest.mark.parametrize(
-    "style, address", [("virtual", "https://bin.s3.example.com/"), ("path", "https://s3.example.com/bin/")]
-)
-def test_requests_go_to_the_address_of_boto3s_addressing_style(style, address, tmp_path, monkeypatch):
-    (tmp_path / "config").write_text(f"[default]\ns3 =\n    addressing_style = {style}\n")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "key")
-    bucket, sent = Bucket("s3://bin/a b+ü", "https://s3.example.com"), []
-
-    def answer(request, **_):
-        sent.append(request.url)
-        return AWSResponse(request.url, 200, {"ETag": "1"}, SimpleNamespace(stream=list))
-
-    bucket.client.meta.events.register("before-send.s3", answer)
-    bucket.write("x", b"1")
-    assert sent == [address + "a%20b%2B%C3%BC/x"] and bucket.web_url("x") == sent[0]
 
 
 @pytest.mark.parametrize(
