@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.runs.errors import UserError
-from losses.weighted import WeightedLoss
+from losses.cross_entropy import CrossEntropy
 
 
-class BinaryCrossEntropy(WeightedLoss):
+class BinaryCrossEntropy(CrossEntropy):
     """The mean over the classes; a class's probability is the sigmoid of its logit.
 
     Args:

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.runs.errors import UserError
-from losses.weighted import WeightedLoss
+from losses.cross_entropy import CrossEntropy
 
 
-class Focal(WeightedLoss):
+class Focal(CrossEntropy):
     """
     Args:
         gamma: exponent of the factor (1 - probability) of each class; 0 is cross-entropy.

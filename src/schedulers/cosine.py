@@ -1,6 +1,6 @@
-"""A learning rate that rises in the warm-up and then falls along half a cosine.
+"""A learning rate that rises in the warm-up and then falls along half a cosine, or along a straight line.
 
-python src/train.py scheduler=cosine scheduler.warmup_epochs=5
+python src/train.py scheduler=cosine scheduler.warmup_epochs=5          (or scheduler=linear)
 """
 
 import logging
@@ -30,14 +30,24 @@ def cosine(
     steps_per_epoch: int,
     warmup_epochs: float = 0.0,
     final_share: float = 0.0,
+    straight: bool = False,
 ) -> LambdaLR:
-    """Return a schedule, stepped per optimizer step, that rises to lr in the warm-up and falls to final_share of it."""
+    """Return a schedule, stepped per optimizer step, that rises to lr in the warm-up and falls to final_share of it.
+
+    Args:
+        straight: fall along a straight line, as `linear` does.
+    """
     warmup = warmup_steps(warmup_epochs, steps_per_epoch, total_steps)
 
     def share(step: int) -> float:
         if step < warmup:
             return (step + 1) / (warmup + 1)
         done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        return final_share + (1 - final_share) * 0.5 * (1 + math.cos(math.pi * done))
+        return final_share + (1 - final_share) * (1 - done if straight else 0.5 * (1 + math.cos(math.pi * done)))
 
     return LambdaLR(optimizer, share)
+
+
+def linear(optimizer: Optimizer, *, warmup_epochs: float = 0.0, final_share: float = 0.0, **steps: int) -> LambdaLR:
+    """Return a schedule as `cosine` does, which falls along a straight line."""
+    return cosine(optimizer, warmup_epochs=warmup_epochs, final_share=final_share, straight=True, **steps)

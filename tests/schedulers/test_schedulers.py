@@ -1,15 +1,10 @@
-from pathlib import Path
-
 import pytest
 import torch
 
 from lockstep.runs.errors import UserError
-from schedulers.cosine import cosine
-from schedulers.linear import linear
+from schedulers.cosine import cosine, linear
 from schedulers.step import step
 from schedulers.wsd import wsd
-
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def rates(scheduler, steps, *, lr=2.0, **own):
@@ -56,18 +51,3 @@ def test_a_warmup_that_never_ends_is_said(scheduler, caplog):
     assert not caplog.text
     rates(scheduler, 1, total_steps=9, steps_per_epoch=3, warmup_epochs=3.0)
     assert "takes 9 steps and training 9: the learning rate never reaches optimizer.lr" in caplog.text
-
-
-@pytest.mark.parametrize("scheduler", [cosine, linear, step, wsd])
-def test_a_restored_schedule_goes_on(scheduler):
-    optimizer, other = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0) for _ in range(2))
-    schedule, restored = (scheduler(each, total_steps=10, steps_per_epoch=2) for each in (optimizer, other))
-    for _ in range(5):
-        optimizer.step()
-        schedule.step()
-    other.load_state_dict(optimizer.state_dict())
-    restored.load_state_dict(schedule.state_dict())
-    for expected in rates(scheduler, 10, total_steps=10, steps_per_epoch=2)[5:]:
-        assert other.param_groups[0]["lr"] == pytest.approx(expected)
-        other.step()
-        restored.step()

@@ -30,6 +30,7 @@ MOVED = {  # classes that older runs name in their config.yaml by another name
     "data.mnist.FashionMNISTDataModule": "data.torchvision_sets.FashionMNISTDataModule",
     "data.mnist.MNISTDataModule": "data.torchvision_sets.MNISTDataModule",
     "data.parquet.ParquetDataModule": "data.table.ParquetDataModule",
+    "schedulers.linear.linear": "schedulers.cosine.linear",
 }
 
 
