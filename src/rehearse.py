@@ -37,8 +37,8 @@ FIXED = {
     "trainer.max_epochs": 1, "trainer.max_steps": -1, "trainer.max_time": "null", "trainer.compile": False,
     "trainer.limit_val_batches": 1, "trainer.limit_test_batches": 1, "trainer.num_sanity_val_steps": 0,
     "trainer.check_val_every_n_epoch": 1, "trainer.val_check_interval": 1.0, "trainer.log_every_n_steps": 1000,
-    "trainer.timeout_s": 60, "run_id": "rehearsal", "logbook": "null", "s3.uri": "null",
-    "+callbacks.rehearsal._target_": "lockstep.callbacks.unused_parameters.UnusedParameters",
+    "trainer.timeout_s": 60, "run_id": "dry-run", "logbook": "null", "s3.uri": "null",
+    "+callbacks.dry_run._target_": "lockstep.callbacks.unused_parameters.UnusedParameters",
 }  # fmt: skip
 Line = tuple[str, str]  # ok, FAILED or nothing, and the text
 Run = Callable[[list[str], Mapping[str, str], Path], int]  # starts train.py; returns its exit code
@@ -61,13 +61,13 @@ def lines(config: Any, words: list[str], capability: str, folder: Path, run: Run
         raise UserError("This trainer uses no GPU: pass trainer=gpu, ddp or fsdp.")
     if data.get("global_batch_size") == "max":
         raise UserError("data.global_batch_size=max: pass the number that find_batch_size.py --estimate prints.")
-    nodes = 1 if trainer["num_nodes"] == "auto" else trainer["num_nodes"]
-    devices = 2 if trainer["devices"] == "auto" else trainer["devices"]
+    nodes, devices = (
+        trainer[key] if trainer[key] != "auto" else few for key, few in (("num_nodes", 1), ("devices", 2))
+    )
     one_process, accumulate = trainer["launch"] == "one_process", trainer["accumulate_grad_batches"]
     world_size = 1 if one_process else devices * nodes
-    ranks = min(world_size, MOST_RANKS)
+    ranks, memory_gib = min(world_size, MOST_RANKS), trainer["memory_limit_gib"] or MEMORY_GIB
     per_device = max(data.get("global_batch_size", 128) // (world_size * accumulate), 1)
-    memory_gib = trainer["memory_limit_gib"] or MEMORY_GIB
     yield "", f"{per_device} images per device, {ranks} of {world_size} ranks on simulated GPUs of {memory_gib:g} GiB"
 
     def start(place: Path, images: int, compute: bool, **more: Any) -> int:
@@ -76,7 +76,7 @@ def lines(config: Any, words: list[str], capability: str, folder: Path, run: Run
             "trainer.limit_train_batches": STEPS * accumulate,
             **({} if one_process else {"trainer.devices": ranks, "trainer.num_nodes": 1}),
             **({"model.pretrained": False} if "pretrained" in config["model"] else {}),
-            "paths.log_dir": place, "+callbacks.rehearsal.path": place / "unused.json", **more,
+            "paths.log_dir": place, "+callbacks.dry_run.path": place / "unused.json", **more,
         }  # fmt: skip
         kept = [word for word in words if key_of(word) not in changes and key_of(word).split(".")[0] not in REPLACED]
         place.mkdir()
@@ -106,7 +106,7 @@ def lines(config: Any, words: list[str], capability: str, folder: Path, run: Run
     code = start(whole, per_device, False, **{"test": "false", "callbacks.checkpoints": "null"})
     if "became nan" not in (whole / "output").read_text():  # nothing is computed: losses are random memory
         yield _outcome(f"{STEPS} steps and a validation with {per_device} images per device", code, whole)
-    if peak := _json(whole / "train/runs/rehearsal/run.json").get("peak_memory_gib"):
+    if peak := _json(whole / "train/runs/dry-run/run.json").get("peak_memory_gib"):
         yield "", f"peak memory of a rank: {peak:.2f} GiB, and about 0.6 for CUDA, of {memory_gib:g} GiB"
 
 
@@ -144,19 +144,18 @@ def _json(path: Path) -> dict[str, Any]:
 def main(argv: list[str]) -> int:
     capability = next((word.partition("=")[2] for word in argv if word.startswith("--capability=")), "8.0")
 
-    def rehearse(cfg: Any) -> int:
+    def dry_run(cfg: Any) -> int:
         from lockstep.batch_size.search import run_train
 
-        found = set()
-        with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+        failed = False
+        with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
             for word, text in lines(plain(cfg), typed_overrides(cfg), capability, Path(folder), run_train):
                 log.info(f"{word:7} {text}")
-                found.add(word)
-        failed = "FAILED" in found
+                failed |= word == "FAILED"
         log.info("Something FAILED." if failed else "Nothing failed. Nothing ran on a GPU, and no speed was measured.")
         return EXIT_FAILED if failed else EXIT_OK
 
-    return run_script("train", [word for word in argv if not word.startswith("--cap")], rehearse, __doc__ or "")
+    return run_script("train", [word for word in argv if not word.startswith("--cap")], dry_run, __doc__ or "")
 
 
 if __name__ == "__main__":

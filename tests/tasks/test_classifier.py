@@ -56,18 +56,6 @@ def test_what_the_optimizer_refuses_is_one_sentence():
         module(partial(torch.optim.AdamW, lr=-1)).configure_optimizers()
 
 
-@pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, momentum=0.9, nesterov=True), torch.optim.AdamW])
-def test_it_makes_the_same_steps(optimizer):
-    weights = []
-    for kernel in ({}, {"foreach": False}):
-        classifier = module(partial(optimizer, lr=0.1, weight_decay=0.01, **kernel))
-        stepper = classifier.configure_optimizers()
-        for _ in range(5):
-            step(classifier, stepper)
-        weights.append(classifier.net[1].weight.detach())
-    torch.testing.assert_close(*weights, rtol=1e-13, atol=1e-13)
-
-
 @pytest.mark.parametrize("saved, loaded", [("16-mixed", "32-true"), ("32-true", "16-mixed")])
 def test_a_checkpoint_does_not_bring_its_kernel(saved, loaded):
     first, second = (module(partial(torch.optim.AdamW, lr=0.1), precision) for precision in (saved, loaded))

@@ -84,8 +84,8 @@ class TrainingLog(pl.Callback):
         total, number = trainer.strategy.reduce(torch.stack(sums), reduce_op="sum").tolist()  # waits for the device
         self.losses = 0.0, 0
         self.latest = {"train/loss": total / number} if number else {}
-        if epoch_ends and hasattr(module, "train_means"):
-            self.latest |= module.train_means()
+        if epoch_ends and hasattr(module, "epoch_means"):
+            self.latest |= module.epoch_means("train")
         steps, seconds = self.step - self.marked_step, time.monotonic() - self.marked_at
         self.latest["images_per_s"] = steps * (self.global_batch_size or 0) / seconds
         if self.step > self.first_step + 1:

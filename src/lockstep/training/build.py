@@ -2,7 +2,6 @@
 
 import logging
 import shutil
-import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -107,9 +106,7 @@ def prepare_net(module: Any, data: Any, plan: RunPlan, strategy: Any) -> None:
         recompute_activations(net)
     if own["compile"]:
         options = own["compile"] if isinstance(own["compile"], Mapping) else {}
-        compiler = environment().get("CXX") or (
-            "clang++" if sys.platform == "darwin" else "g++"
-        )  # as inductor finds it
+        compiler = environment().get("CXX") or "g++"  # as inductor finds it
         on_cpu = plan.accelerator == "cpu" and options.get("backend", "inductor") == "inductor"
         if on_cpu and not shutil.which(compiler):
             raise UserError(

@@ -3,7 +3,6 @@
 Without such an option, the optimizer gets all parameters as one group.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -35,17 +34,14 @@ class GroupRules:
     decay_norms: bool = True
 
     def __post_init__(self) -> None:
-        if self.layer_decay is not None and not _is_within(self.layer_decay, 1.0):
-            raise UserError(f"optimizer.layer_decay={self.layer_decay}: give a number above 0 and up to 1, or null.")
-        if not _is_within(self.head_lr_factor, math.inf):
-            raise UserError(f"optimizer.head_lr_factor={self.head_lr_factor}: give a number above 0.")
+        decay, factor = self.layer_decay, self.head_lr_factor
+        if decay is not None and not (isinstance(decay, int | float) and 0 < decay <= 1):
+            raise UserError(f"optimizer.layer_decay={decay}: give a number above 0 and up to 1, or null.")
+        if not (isinstance(factor, int | float) and factor > 0):
+            raise UserError(f"optimizer.head_lr_factor={factor}: give a number above 0.")
 
 
 RULES = tuple(GroupRules.__dataclass_fields__)
-
-
-def _is_within(value: Any, largest: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= largest
 
 
 def parameter_groups(
@@ -126,8 +122,6 @@ def freeze(net: nn.Module, stated: str | Sequence[str]) -> None:
     for name, part in net.named_modules():
         own = {f"{name}.{inner}".lstrip(".") for inner, _ in part.named_parameters()}
         for layer in part.modules() if own and own <= frozen else ():
-            if isinstance(
-                layer, BATCH_NORMS
-            ):  # also if Lightning, timm or a copy for averages sets the net to training
+            if isinstance(layer, BATCH_NORMS):  # also if Lightning, timm or an average sets the net to training
                 layer.eval()
                 layer.__dict__["train"] = lambda mode=True, layer=layer: layer

@@ -141,16 +141,14 @@ def device_of(plan: RunPlan) -> torch.device:
 def set_breakpoints(cluster: Cluster) -> None:
     """Let breakpoint() open the debugger of rank 0 on a terminal; other ranks wait for it in their next collective.
 
-    Raises:
-        UserError: by breakpoint(), on a rank 0 without a terminal.
+    Without a terminal, breakpoint() raises UserError on rank 0.
     """
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise UserError("breakpoint() of several ranks needs a terminal: debug with trainer=cpu, in one process.")
+        if cluster.is_rank_zero:
+            raise UserError("breakpoint() of several ranks needs a terminal: debug with trainer=cpu, in one process.")
 
-    if cluster.world_size > 1 and not cluster.is_rank_zero:
-        sys.breakpointhook = lambda *_, **__: None
-    elif cluster.world_size > 1 and not sys.stdin.isatty():
+    if cluster.world_size > 1 and not (cluster.is_rank_zero and sys.stdin.isatty()):
         sys.breakpointhook = refuse
 
 
@@ -172,9 +170,7 @@ def prepare_process(plan: RunPlan) -> None:
                 "a torch for its CUDA; trainer=cpu does without."
             )
         if own_cores < MIN_CORES and plan.cluster.is_rank_zero:
-            log.warning(
-                f"Each rank has {own_cores} CPU core(s), too few to feed a GPU: give it 8 (SLURM: --cpus-per-task=8)."
-            )
+            log.warning(f"Each rank has {own_cores} CPU core(s), too few for a GPU: give it 8 (--cpus-per-task=8).")
         torch.backends.cudnn.benchmark = own["deterministic"] is not True
         torch.set_float32_matmul_precision(own.get("matmul_precision", "high"))
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

@@ -80,11 +80,8 @@ class Task(pl.LightningModule):
         summed = self.trainer.strategy.reduce(torch.stack([*sums.values()]), reduce_op="sum").tolist()
         return {name: (total, number) for name, (total, number) in zip(sums, summed, strict=True)}
 
-    def train_means(self) -> dict[str, float]:
-        """Return the means of the epoch's training images as they were augmented; TrainingLog writes them."""
-        return self._means("train")
-
-    def _means(self, stage: str) -> dict[str, float]:
+    def epoch_means(self, stage: str) -> dict[str, float]:
+        """Return the exact means since the last call; of "train" of the images as they were augmented."""
         return {name: total / number for name, (total, number) in self.totals(stage).items() if number}
 
     def log_exactly(self, values: dict[str, float]) -> None:
@@ -96,10 +93,10 @@ class Task(pl.LightningModule):
         self.take_sums("val")  # of an evaluation that was cut short
 
     def on_validation_epoch_end(self) -> None:
-        self.log_exactly(self._means("val"))
+        self.log_exactly(self.epoch_means("val"))
 
     def on_test_epoch_end(self) -> None:
-        self.log_exactly(self._means("test"))
+        self.log_exactly(self.epoch_means("test"))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what all ranks have counted in this epoch; a collective."""

@@ -87,11 +87,6 @@ def test_a_wrong_option_is_told_in_the_words_of_train(tmp_path):
     assert done.code == 2 and re.search(r"^error: .*bf17", done.output, re.MULTILINE), done.output
 
 
-def test_dp_without_gpus_is_refused_at_once(tmp_path):
-    done = run_door("find_batch_size", *SMALL, "trainer=dp", logs=tmp_path)
-    assert done.code == 2 and "trainer=ddp_sim works here" in done.output
-
-
 @pytest.mark.slow
 def test_a_signal_ends_the_run_that_is_tried(tmp_path):
     started = start_door("find_batch_size", *SMALL, "trainer=cpu", logs=tmp_path)

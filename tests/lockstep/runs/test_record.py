@@ -40,9 +40,7 @@ def test_an_update_keeps_what_this_version_does_not_know_and_writes_nothing_if_i
     ("price", "restarts", "usd"),
     [
         (0.526, [JsonObject(lost_steps=60, downtime_s=1200.0), JsonObject(lost_steps=40, downtime_s=600.0)], 3.156),
-        (0.526, [JsonObject(lost_steps=0, idle_s=1800.0)], 3.156),  # the time after a finished run costs nothing
         (None, [], None),
-        (0.0, [], 0.0),
     ],
 )
 def test_the_cost_is_that_of_the_time_in_which_the_run_ran(price, restarts, usd, path):

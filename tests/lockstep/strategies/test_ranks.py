@@ -1,7 +1,6 @@
 """ddp, allreduce and fsdp train as one process does; each keeps, sends and reduces what it says."""
 
 import functools
-import importlib
 from functools import partial
 
 import lightning.pytorch as pl
@@ -13,7 +12,6 @@ import torch.distributed as dist
 import strategy_runs as tiny
 from local_ranks import run_ranks
 from lockstep.runs.errors import UserError
-from lockstep.strategies.base import capabilities
 
 WITHIN = {"own": {"shard_within_node": True}}
 BASIC = [
@@ -153,27 +151,3 @@ def test_batchnorm_of_rank_zero_is_evaluated_everywhere():
     settings = {"batch_norm": True, "steps": 2, "inspect": running_mean}
     for found in tiny.ranks_all(2, [(name, settings) for name in ("fsdp", "ddp", "allreduce")]):
         np.testing.assert_array_equal(found[0]["inspect"], found[1]["inspect"])
-
-
-def made(dotted):
-    """Return an object of a class whose constructor has not run."""
-    module, _, name = dotted.rpartition(".")
-    found = getattr(importlib.import_module(module), name)
-    return found.__new__(found)
-
-
-@pytest.mark.parametrize(
-    ("name", "ema", "compile", "scales", "bf16"),
-    [
-        ("ddp.DDP", True, True, True, "SixteenBits"),
-        ("fsdp.FSDP", False, True, True, "ShardedPrecision"),
-        ("model_parallel.ModelParallel", False, False, True, "SixteenBits"),
-        ("data_parallel.DataParallel", True, False, True, "SixteenBits"),
-        ("hivemind.Hivemind", False, True, False, "SixteenBits"),
-        ("lightning.pytorch.strategies.SingleDeviceStrategy", True, True, True, "SixteenBits"),
-    ],
-)
-def test_every_strategy_states_what_it_can(name, ema, compile, scales, bf16):
-    able = capabilities(made(name if name.startswith("lightning") else f"lockstep.strategies.{name}"))
-    assert (not able.no_ema, able.supports_compile, able.scales_losses) == (ema, compile, scales)
-    assert type(able.precision_for("bf16-mixed", "cpu")).__name__ == bf16

@@ -47,18 +47,6 @@ def test_layer_decay_is_that_of_timm(name):
     assert len({scale for scale, _ in expected.values()}) > 3
 
 
-def test_without_layer_decay_norms_are_spared_as_timm_does_it():
-    net = timm_model("vit_tiny_patch16_224")
-    own = parameter_groups(net, trained(net), GroupRules(decay_norms=False), lr=0.1)
-    theirs = timm.optim.param_groups_weight_decay(
-        net.backbone, 0.05, no_weight_decay_list=net.backbone.no_weight_decay()
-    )
-    spared = [
-        [{id(p) for p in g["params"]} for g in groups if g.get("weight_decay") == 0.0] for groups in (own, theirs)
-    ]
-    assert spared[0] == spared[1] and len(own) == 2 and id(net.backbone.pos_embed) in spared[0][0]
-
-
 def test_nets_of_our_own_are_numbered_by_their_stages_and_others_by_their_children():
     assert layer_numbers(SmallCNN(3, 8, 1)) == {
         f"{name}.{kind}": number
@@ -116,21 +104,6 @@ def frozen(net):
     return {name for name, parameter in net.named_parameters() if not parameter.requires_grad}
 
 
-@pytest.mark.parametrize(
-    ("net", "head"),
-    [
-        (lambda: timm_model("resnet10t"), {"backbone.fc.weight", "backbone.fc.bias"}),
-        (lambda: SmallCNN(3, 8, 1), {"head.3.weight", "head.3.bias"}),
-        (lambda: AlexNetBN(3, 127, 1), {"classifier.6.weight", "classifier.6.bias"}),
-        (lambda: Airbench(3, 9, 1, widths=(4, 4)), {"head.weight"}),
-    ],
-)
-def test_the_backbone_is_all_but_the_head(net, head):
-    net = net()
-    freeze(net, "backbone")
-    assert {name for name, _ in net.named_parameters()} - frozen(net) == head
-
-
 def test_patterns_name_parameters_and_modules_as_timm_or_as_the_state_dict_does_and_their_norms_keep_statistics():
     net = timm_model("resnet10t")
     freeze(net, ["conv1", "bn1", "backbone.layer1.*", "layer[23].0.bn1.weight"])
@@ -142,6 +115,13 @@ def test_patterns_name_parameters_and_modules_as_timm_or_as_the_state_dict_does_
         each.train()(torch.randn(4, 3, 32, 32))
         moved = {name for name, value in each.named_buffers() if not torch.equal(value, before[name])}
         assert moved == {name for name in before if not name.startswith(first)} != set(before)
+
+
+def test_the_backbone_is_all_but_the_head():
+    for net, head in ((timm_model("resnet10t"), "backbone.fc"), (AlexNetBN(3, 127, 1), "classifier.6")):
+        freeze(net, "backbone")
+        names = {name for name, _ in net.named_parameters()}
+        assert names - frozen(net) == {f"{head}.weight", f"{head}.bias"}
 
 
 def test_a_part_that_the_net_itself_does_not_train_stays_so_and_its_norms_train():
