@@ -1,5 +1,6 @@
 """What every test has: the lines of a run on stdout, warnings and errors on stderr, as a script shows them."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -24,6 +25,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(here) and f"{item.path.relative_to(here)}::{item.name}".startswith(CONTRACT):
             item.add_marker("contract")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # so that the tests need not look through the objects of torch, again and again
 
 
 def pytest_configure() -> None:

@@ -11,7 +11,8 @@ from unittest.mock import patch
 PRELOAD = ["torch.utils.tensorboard", "lightning.pytorch", "torchvision", "timm", "hydra", "boto3",
            "lockstep.launch.launcher", "lockstep.launch.agent", "lockstep.training.build",
            "lockstep.data.image_datamodule", "lockstep.callbacks.training_log", "lockstep.logbook.build",
-           "matplotlib.figure", "omegaconf._impl"]  # fmt: skip
+           "matplotlib.figure", "omegaconf._impl", "sklearn.datasets", "lockstep.commands.command_line",
+           "tasks.classifier", "models.small_cnn", "data.digits", "warm"]  # fmt: skip
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 SRC = Path(__file__).resolve().parents[2] / "src"
@@ -19,7 +20,8 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 
 def new_process(target: Callable, args: tuple) -> multiprocessing.Process:
     """Forked from the server, which imports this tree's code and not that of the tree that is installed."""
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, [str(SRC), os.environ.get("PYTHONPATH")]))):
+    paths = [str(SRC), str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths))):
         forkserver.ensure_running()
     return _context.Process(target=target, args=args)
 

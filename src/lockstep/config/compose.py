@@ -204,8 +204,8 @@ def plain(cfg: Any, *, resolve: bool = True) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        found: Any = OmegaConf.to_container(without_hydra(cfg), resolve=resolve)
-        return found
+        found: Any = OmegaConf.to_container(without_hydra(cfg) if resolve else cfg, resolve=resolve)  # a copy is slow
+        return {key: value for key, value in found.items() if key != "hydra"}
     except OmegaConfBaseException as error:
         raise UserError(one_sentence(error)) from None
 
