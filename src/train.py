@@ -57,7 +57,8 @@ def known_at_start(trainer: Any, module: Any, data: Any, plan: RunPlan) -> dict[
     }
     if not hasattr(data, "place"):
         return {**of_module, "global_batch_size": None, "per_device_batch_size": None}  # its loaders decide
-    counts = {name: getattr(data, name) for name in ("num_train", "num_val", "num_test", "left_out_per_epoch")}
+    counts = {name: getattr(data, name) for name in ("num_train", "num_val", "num_test")}
+    counts["left_out_per_epoch"] = data.num_train % data.global_batch_size
     images = settings_of(data, plan.choices.get("augmentation"))
     return {**of_module, **counts, "data_hash": data.data_hash, "images": images, "data_report": data.report}
 

@@ -140,7 +140,7 @@ def test_it_is_built_once(tmp_path):
 
 def order_of_copies():
     """Return what happened to three batches: copies with their stream, waits, and steps, in order."""
-    from lockstep.data.prefetch import prefetched
+    from lockstep.data.loading import prefetched
 
     device, events, copy, wait = torch.device("cuda", 0), [], torch.Tensor.to, torch.cuda.Stream.wait_stream
     main = torch.cuda.current_stream(device)

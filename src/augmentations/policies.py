@@ -6,7 +6,7 @@ from typing import Any
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
 from lockstep.data.augmentation import Augmentation, Operation, check
-from lockstep.data.framing import INTERPOLATIONS, Framing
+from lockstep.data.framing import Framing
 from lockstep.runs.errors import UserError
 
 MAGNITUDES = 31  # of RandAugment, from 0
@@ -18,27 +18,19 @@ class ResizedCrop(Augmentation):
 
     Args:
         scale: smallest and largest share of the image's area; None: the crop of data.resize and data.crop_padding.
-        ratio: smallest and largest width over height of the crop.
-        interpolation: bilinear or bicubic; None: that of evaluation.
     """
 
-    def __init__(
-        self, *, scale: Sequence[float] | None = (0.08, 1.0), ratio: Sequence[float] = (3 / 4, 4 / 3),
-        interpolation: str | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, *, scale: Sequence[float] | None = (0.08, 1.0), **options: Any) -> None:
         super().__init__(**options)
-        for key, pair, most in (("scale", scale or (1, 1), 1.0), ("ratio", ratio, 100.0)):
-            is_valid = len(pair) == 2 and 0 < pair[0] <= pair[1] <= most
-            check(key, list(pair), is_valid, f"two numbers above 0, ascending, to {most:g}")
-        is_valid = interpolation in (None, *INTERPOLATIONS)
-        check("interpolation", interpolation, is_valid, f"one of {', '.join(INTERPOLATIONS)}")
-        self.scale, self.ratio, self.interpolation = scale, ratio, interpolation
+        is_valid = scale is None or (len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1)
+        check("scale", scale, is_valid, "two numbers above 0, ascending, to 1")
+        self.scale = scale
 
     def crop(self, framing: Framing) -> list[Operation]:
         if self.scale is None:
             return super().crop(framing)
-        mode = InterpolationMode(self.interpolation or framing.interpolation)
-        return [v2.RandomResizedCrop(framing.image_size, tuple(self.scale), tuple(self.ratio), mode)]
+        mode = InterpolationMode(framing.interpolation)
+        return [v2.RandomResizedCrop(framing.image_size, tuple(self.scale), interpolation=mode)]
 
 
 class RandAugment(ResizedCrop):

@@ -8,7 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.decoding import SUFFIXES, progress
+from tqdm import tqdm
+
+from lockstep.data.decoding import SUFFIXES
 from lockstep.data.listed_datamodule import ListedDataModule
 from lockstep.data.listing import TRAIN, ImageList, Item, LeftOut, files_below, group_of, local_root, splits_in
 from lockstep.data.node_cache import Content, cached, file_identity
@@ -41,7 +43,7 @@ class ShardedDataModule(ListedDataModule):
         left_out: LeftOut = {}
         shards, items = self._find(left_out), []
         folder = self._root if self._root.is_dir() else self._root.parent
-        for name, split in progress(shards.items(), f"Reading what {len(shards)} files hold", len(shards)):
+        for name, split in tqdm(shards.items(), f"Reading what {len(shards)} files hold", disable=None):
             identity = file_identity(path := folder / name)
             kept = self.cache_folder([identity, self.shard_options])
             shard = cached(kept, partial(self.read_shard, path))

@@ -14,7 +14,6 @@ from PIL import Image
 from augmentations.policies import RandAugment
 from lockstep.config.compose import compose, plain
 from lockstep.config.instantiate import resolve_target
-from lockstep.data.decoding import open_image
 from lockstep.runs.errors import UserError
 from sources import MODULES, Encoded, write
 
@@ -108,12 +107,6 @@ def test_every_source_has_the_same_classes_in_the_same_order_and_the_same_hash_o
     expected = [str(i) for i in range(1, 13)] if numbers else sorted(f"c{i}" for i in range(1, 13))
     assert set(map(str, found.values())) == {str((expected, [expected.index(label(i)) for i in range(1, 13)]))}
     assert len(hashes) == 1 or not numbers, "a folder has the order of its classes"
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK"])
-def test_every_mode_becomes_what_a_viewer_shows(mode):
-    image = Image.fromarray(RNG.integers(0, 256, (6, 9, 3), dtype=np.uint8)).convert(mode)
-    assert np.array_equal(open_image(encoded(image, "tiff"), 3), image.convert("RGB"))
 
 
 @pytest.mark.parametrize("kind", sorted({path.stem for path in CONFIGS.glob("*.yaml")} - {"default"}))

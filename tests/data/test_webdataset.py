@@ -9,7 +9,6 @@ from PIL import Image
 
 from data.webdataset import WebDatasetDataModule
 from lockstep.runs.errors import UserError
-from runs import run_door
 from sources import add
 
 COLOURS = {"blue": (0, 0, 200), "green": (0, 200, 0), "red": (200, 0, 0)}
@@ -110,15 +109,3 @@ def test_a_shard_that_is_cut_off_before_or_while_it_is_read_is_named(tmp_path):
         list(dm.train_dataloader())
     with pytest.raises(UserError, match=f"{path} is cut off.*: repair or remove it"):
         module(path, tmp_path).prepare()
-
-
-@pytest.mark.slow
-def test_a_run_trains_on_it_and_is_tested_again(tmp_path):
-    shard(tmp_path / "a" / "train-0.tar", 16)
-    shard(tmp_path / "a" / "test-0.tar", 4)
-    words = ["data=webdataset", f"data.root={tmp_path / 'a'}", "data.image_size=12", "data.global_batch_size=6",
-             "model=small_cnn", "trainer=cpu", "trainer.max_epochs=6", "data.flip=false", "run_id=r"]  # fmt: skip
-    done = run_door("train", *words, logs=tmp_path / "logs")
-    assert done.code == 0 and done.record["metrics"]["test/acc"] == 1.0, done.output
-    again = run_door("eval", "ckpt_path=r", logs=tmp_path / "logs")
-    assert again.code == 0, again.output

@@ -33,7 +33,6 @@ class Mixing:
     mixup_alpha: float  # of Beta(alpha, alpha); 0: no mixup
     cutmix_alpha: float
     prob: float = 1.0  # that a pair is mixed
-    switch_prob: float = 0.5  # of CutMix instead of mixup if both are enabled
     epochs: int | None = None  # mix only in the first so many epochs; None: in all
 
     def draw(self, generator: np.random.Generator, num_pairs: int, image_size: int) -> np.ndarray:
@@ -49,7 +48,7 @@ class Mixing:
             for alpha in (self.mixup_alpha, self.cutmix_alpha)
         )  # fmt: skip
         centre = generator.integers(0, image_size, (2, num_pairs))
-        is_cut = cuts < self.switch_prob if self.mixup_alpha and self.cutmix_alpha else self.cutmix_alpha > 0
+        is_cut = cuts < 0.5 if self.mixup_alpha and self.cutmix_alpha else self.cutmix_alpha > 0
         half = (np.sqrt(1 - np.where(is_cut, outside, 1)) * image_size / 2).astype(np.int64)
         first, end = np.maximum(centre - half, 0), np.minimum(centre + half, image_size)
         share = np.where(is_cut, 1 - np.prod(end - first, axis=0) / image_size**2, own)
@@ -87,15 +86,14 @@ class Augmentation:
 
     def __init__(
         self, *, flip: bool | None = None, color_jitter: Sequence[float] | None = None, erasing_prob: float = 0.0,
-        mixup_alpha: float = 0.0, cutmix_alpha: float = 0.0, mix_prob: float = 1.0, switch_prob: float = 0.5,
+        mixup_alpha: float = 0.0, cutmix_alpha: float = 0.0, mix_prob: float = 1.0,
         mix_epochs: int | None = None,
     ) -> None:  # fmt: skip
         check("mix_prob", mix_prob, 0 <= mix_prob <= 1, "from 0 to 1")
-        check("switch_prob", switch_prob, 0 <= switch_prob <= 1, "from 0 to 1")
         alphas = mixup_alpha, cutmix_alpha
         check("mixup_alpha", f"{mixup_alpha} and cutmix_alpha={cutmix_alpha}", min(alphas) >= 0, "from 0")
         self.flip, self.color_jitter, self.erasing_prob = flip, list(color_jitter or ()), erasing_prob
-        self.mixing = Mixing(*alphas, mix_prob, switch_prob, mix_epochs) if max(alphas) > 0 else None
+        self.mixing = Mixing(*alphas, mix_prob, mix_epochs) if max(alphas) > 0 else None
 
     def operations(self, framing: Framing) -> list[Operation]:
         """Return operations from a Pillow image of any size, RGB or L, to one of image_size × image_size.
@@ -156,4 +154,8 @@ class CropFlip(Augmentation):
         return not self.color_jitter and not self.erasing_prob
 
     def crop(self, framing: Framing) -> list[Operation]:
-        return super().crop(framing) if self.random_crop else [v2.Lambda(framing.centre)]
+        return (
+            super().crop(framing)
+            if self.random_crop
+            else [v2.Lambda(framing.square), v2.CenterCrop(framing.image_size)]
+        )

@@ -2,28 +2,24 @@
 
 import io
 import logging
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+from tqdm import tqdm
 
 from lockstep.data.framing import Framing
 from lockstep.runs.errors import UserError
 
-log = logging.getLogger(__name__)
-Step = TypeVar("Step")
-
 # Raster formats that Pillow decodes itself: without EPS and WMF (other programs), PDF, and container formats.
 FORMATS = (
     "AVIF", "BMP", "DDS", "DIB", "GIF", "ICNS", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "PSD", "QOI",
-    "SGI", "SUN", "TIFF", "WEBP", "XBM", "XPM",
+    "SGI", "SUN", "TGA", "TIFF", "WEBP", "XBM", "XPM",
 )  # fmt: skip
-TGA = {".tga", ".icb", ".vda", ".vst"}  # has no signature, so only the ending tells
-SUFFIXES = {end for end, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO", "TGA")}
+SUFFIXES = {end for end, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO")}
 BACKGROUND = "white"  # behind transparent images, in training, evaluation, prediction and export alike
 THREADS, CHUNK = 8, 32  # Pillow decodes without Python's lock; images per task, to bound the number of tasks
 
@@ -48,9 +44,8 @@ def open_image(file: Path | bytes, channels: int, *, name: object = None) -> Ima
         CorruptImage: truncated, not an image, or larger than Pillow's limit against decompression bombs.
     """
     name = name or file
-    formats = [*FORMATS, "TGA"] if os.path.splitext(str(name))[1].lower() in TGA else FORMATS
     try:
-        with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=formats) as opened:
+        with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=FORMATS) as opened:
             image = ImageOps.exif_transpose(opened)
             if image.mode.startswith("I;16") or (image.mode == "I" and opened.format == "PPM"):
                 # 16 bits, which Pillow's own conversion clips at 255
@@ -101,18 +96,8 @@ def decode_all(count: int, decode_one: Callable[[int], Any]) -> None:
         for i in range(first, min(first + CHUNK, count)):
             decode_one(i)
 
-    parts = range(0, count, CHUNK)
+    logging.getLogger(__name__).info(f"Decoding {count} images")
     with ThreadPoolExecutor(THREADS) as pool:
-        for _ in progress(pool.map(work, parts), f"Decoding {count} images", len(parts)):  # an error cancels the others
+        every = pool.map(work, range(0, count, CHUNK))
+        for _ in tqdm(every, total=-(-count // CHUNK), disable=None):  # None: on terminals alone
             pass
-
-
-def progress(steps: Iterable[Step], what: str, total: int) -> Iterable[Step]:
-    """Yield the steps, and show a progress bar on a terminal, one line elsewhere."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        log.info(what)
-    return track(steps, what, total, console=console, disable=not console.is_terminal)

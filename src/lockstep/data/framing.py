@@ -74,13 +74,9 @@ class Framing:
         for key, allowed in (("fit", ("crop", "squash")), ("interpolation", INTERPOLATIONS)):
             if (value := getattr(self, key)) not in allowed:
                 raise UserError(f"data.{key}={value} must be one of {', '.join(allowed)}.")
-        for key, least, name in (
-            ("image_size", 1, ""),
-            ("crop_padding", 0, ""),
-            ("resize", self.image_size, "data.image_size="),
-        ):
-            if (value := getattr(self, key)) < least:
-                raise UserError(f"data.{key}={value} must be at least {name}{least}.")
+        if self.crop_padding < 0 or not 1 <= self.image_size <= self.resize:
+            sizes = f"data.image_size={self.image_size} data.resize={self.resize} data.crop_padding={self.crop_padding}"
+            raise UserError(f"{sizes}: image_size is from 1 to resize, crop_padding from 0.")
 
     @property
     def crop_pct(self) -> float:
@@ -113,10 +109,6 @@ class Framing:
         top, left = (round((side - self.image_size) / 2) - inner for side in F.get_size(image))
         return F.crop(image, top, left, self.resize, self.resize)
 
-    def centre(self, image: Any) -> Any:
-        """Return the image_size × image_size pixels that evaluation shows the model."""
-        return F.center_crop(self.resized(image), [self.image_size, self.image_size])
-
 
 def resize_of(image_size: int, resize: int | None, crop_pct: float) -> int:
     """Return the side to resize to: as stated, else image_size / crop_pct with timm's rounding.
@@ -130,10 +122,7 @@ def resize_of(image_size: int, resize: int | None, crop_pct: float) -> int:
 
 
 class BatchTransforms:
-    """Resize, pad, crop, flip and normalise a whole batch on the device where it lies.
-
-    Equal to torchvision's Compose([Resize((resize, resize)), RandomCrop(image_size, padding=crop_padding),
-    RandomHorizontalFlip(), ToTensor(), Normalize(mean, std)]); in evaluation Resize, CenterCrop(image_size), Normalize.
+    """Resize, pad, crop, flip and normalise a whole batch on the device where it lies, as torchvision does.
 
     Args:
         framing: sizes, interpolation, border and flip of a training; its `fit` is of single images.

@@ -22,11 +22,10 @@ from lockstep.data.augmentation import Augmentation, CropFlip, Operation, mix
 from lockstep.data.batches import AUGMENTATION, MIXING, EvalBatches, Selection, TrainBatches, random_stream
 from lockstep.data.framing import BatchTransforms, Framing, resize_of, settle, take
 from lockstep.data.listing import SPLITS, TEST, LeftOut, fingerprint
-from lockstep.data.loading import LoadedBatch, OpenSample, Samples, stream, workers_of
-from lockstep.data.prefetch import prefetched
+from lockstep.data.loading import LoadedBatch, OpenSample, Samples, prefetched, stream, workers_of
 from lockstep.data.report import identical_images
 from lockstep.data.split import VAL_FRACTION, Split, Splits
-from lockstep.data.targets import Arrays, ImageSet, as_masks, classes_of, hash_of, kind_of
+from lockstep.data.targets import VOID, Arrays, ImageSet, as_masks, hash_of, kind_of
 from lockstep.runs.batch import DEFAULT_EVAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, Batch
 from lockstep.runs.errors import UserError
 from lockstep.runs.provenance import REPOSITORY
@@ -209,11 +208,6 @@ class ImageDataModule(LightningDataModule):
                 raise UserError(f"{self.name}: the class {name} has no image to train on; {where}.")
 
     @property
-    def left_out_per_epoch(self) -> int:
-        """Training images that no complete global batch holds; other ones in each epoch."""
-        return self.num_train % self.global_batch_size
-
-    @property
     def counts_per_split(self) -> dict[str, list[int]]:
         """Return the number of images of each class or label in train, val and test; empty for other targets."""
         if self.target_kind not in ("class", "labels"):
@@ -370,7 +364,8 @@ class ImageDataModule(LightningDataModule):
         if "draws" in batch:
             modes = [self.framing.interpolation, *("nearest" for _ in self._mask_names)]
             pixels = [self._transforms.moved(each, batch["draws"], mode) for each, mode in zip(pixels, modes)]
-        images, masks = self._transforms.normalise(pixels[0]), [classes_of(each[..., 0]) for each in pixels[1:]]
+        images, masks = self._transforms.normalise(pixels[0]), [each[..., 0].long() for each in pixels[1:]]
+        masks = [torch.where(mask == VOID, -1, mask) for mask in masks]
         by_name = {**batch["targets"], **dict(zip(self._mask_names, masks, strict=True))}
         targets: Any = by_name[""] if list(by_name) == [""] else by_name
         if "mixing" in batch:

@@ -124,11 +124,9 @@ class ImageList:
     def identity(self) -> str:
         """A hash that changes with any name, size, time, target or split."""
         stats = [os.stat(self.folder / os.fsdecode(mask)) for mask in self._masks]
-        masks = np.array([(each.st_size, each.st_mtime_ns) for each in stats])
-        digest = hashlib.sha256(json.dumps([str(self.folder), self.class_names]).encode())
-        for array in (self._names, self.size, self._mtime, self.targets, self.splits, self._masks, masks):
-            digest.update(np.ascontiguousarray(array).data)
-        return digest.hexdigest()
+        masks = [(os.fsdecode(mask), each.st_size, each.st_mtime_ns) for mask, each in zip(self._masks, stats)]
+        arrays = [each.tolist() for each in (self._mtime, self.targets, self.splits)]
+        return fingerprint([self.content_hash(), str(self.folder), self.class_names, masks, arrays])
 
     def content_hash(self) -> str:
         """Return a hash of names and sizes, for images that nobody has opened."""

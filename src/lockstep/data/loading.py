@@ -1,4 +1,4 @@
-"""Make batches of images that lie in files, in DataLoader worker processes."""
+"""Make batches of images that lie in files, in DataLoader worker processes, and copy them to a GPU ahead of time."""
 
 import atexit
 import multiprocessing
@@ -7,11 +7,14 @@ import shutil
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data.augmentation import Operation
@@ -90,7 +93,7 @@ def stream(
         UserError: names an image that cannot be read or decoded.
     """
     loader = DataLoader(
-        samples, batch_size=None, sampler=selections, collate_fn=_unchanged, num_workers=samples.num_workers,
+        samples, batch_size=None, sampler=selections, collate_fn=lambda batch: batch, num_workers=samples.num_workers,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # the loader draws a seed: not from the global stream, which a resume restores
     )  # fmt: skip
@@ -120,5 +123,25 @@ def _kill_workers() -> None:
         worker.kill()
 
 
-def _unchanged(batch: Any) -> Any:
-    return batch
+def prefetched(batches: Iterator[dict[str, Any]], device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield each batch on a GPU; a thread makes its successor meanwhile and copies it on a stream of its own.
+
+    Args:
+        batches: dicts with tensors in CPU memory, pinned where they are large.
+    """
+    stream = torch.cuda.Stream(device)
+
+    def copy_next() -> dict[str, Any] | None:
+        with torch.cuda.stream(stream):  # and its device, which pinned memory belongs to
+            batch = next(batches, None)
+            return None if batch is None else move_data_to_device(batch, device)
+
+    with ThreadPoolExecutor(1, "next batch") as thread:
+        coming = thread.submit(copy_next)
+        while (batch := coming.result()) is not None:
+            computing = torch.cuda.current_stream(device)
+            computing.wait_stream(stream)
+            coming = thread.submit(copy_next)
+            # Its memory is not given to a later copy before the step is done with it.
+            apply_to_collection(batch, torch.Tensor, torch.Tensor.record_stream, computing)
+            yield batch

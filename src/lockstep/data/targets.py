@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lockstep.data.decoding import decode_all
 from lockstep.data.listing import TEST, TRAIN, VAL
@@ -84,11 +83,6 @@ def as_masks(arrays: Iterable[np.ndarray]) -> tuple[Any, ...]:
     from torchvision.tv_tensors import Mask
 
     return tuple(Mask(torch.from_numpy(np.array(array, np.uint8))) for array in arrays)
-
-
-def classes_of(mask: Tensor) -> Tensor:
-    """Return a mask of uint8 as int64, with −1 for 255."""
-    return torch.where(mask == VOID, -1, mask.long())
 
 
 def mask_classes(count: int, read: Callable[[int], np.ndarray]) -> list[str]:

@@ -32,6 +32,6 @@ def test_a_label_counts_as_much_as_its_pixels():
 
 
 def test_how_often_and_which():
-    rows = Mixing(0.8, 1.0, prob=0.6, switch_prob=0.25).draw(np.random.default_rng(1), 4000, 32)
+    rows = Mixing(0.8, 1.0, prob=0.6).draw(np.random.default_rng(1), 4000, 32)
     mixed, cut = (rows[1] < 1).mean(), (rows[3] > rows[2]).mean()
-    assert abs(mixed - 0.6 * 0.75) < 0.03 and abs(cut - 0.6 * 0.25) < 0.03
+    assert abs(mixed - 0.3) < 0.03 and abs(cut - 0.3) < 0.03

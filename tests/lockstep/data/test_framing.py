@@ -40,16 +40,6 @@ def test_evaluation_is_timms_to_the_last_digit(name, image_size):
         assert torch.allclose(transforms.normalise(moved)[0], theirs(image), atol=1e-5), image.size
 
 
-def test_the_centre_of_the_square_is_the_centre_of_the_image():
-    for _ in range(200):
-        size = int(RNG.integers(5, 40))
-        framing = Framing(size, size + int(RNG.integers(0, 20)))
-        image = photograph(*RNG.integers(20, 90, 2))
-        square, start = np.asarray(framing.square(image)), round((framing.resize - size) / 2)
-        assert square.shape == (framing.resize, framing.resize, 3)
-        assert np.array_equal(square[start : start + size, start : start + size], np.asarray(framing.centre(image)))
-
-
 def test_the_crop_share_that_is_exported_gives_the_resized_side_again():
     for image_size in range(1, 300, 7):
         for resize in range(image_size, image_size + 60):
@@ -60,9 +50,7 @@ def test_the_crop_share_that_is_exported_gives_the_resized_side_again():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"image_size": 0, "resize": 0}, "image_size=0 must be at least 1"),
-        ({"image_size": 12, "resize": 10}, "resize=10 must be at least data.image_size=12"),
-        ({"crop_padding": -1}, "crop_padding=-1"),
+        ({"image_size": 12, "resize": 10}, "image_size=12 data.resize=10 .*image_size is from 1 to resize"),
         ({"fit": "stretch"}, "data.fit=stretch must be one of crop, squash"),
         ({"interpolation": "lanczos"}, "data.interpolation=lanczos"),
     ],
@@ -122,15 +110,12 @@ def theirs(draws, framing):
 
 CASES = {
     "CIFAR-10's crop and flip": {"crop_padding": 4, "flip": True},
-    "crop without border": {"image_size": 24, "resize": 32, "flip": True},
     "70, crop 64": {"image_size": 64, "resize": 70},
     "224 of 32": {"image_size": 224, "flip": True},
     "shrunk, antialiased": {"image_size": 20, "flip": True},
-    "bicubic, enlarged": {"image_size": 45, "flip": True, "interpolation": "bicubic"},
     "bicubic, shrunk and cropped": {"image_size": 16, "resize": 19, "interpolation": "bicubic"},
-    "enlarged with a border": {"image_size": 48, "crop_padding": 5, "flip": True},
-    **{f"{side}, crop 28": {"image_size": 28, "resize": side, "crop_padding": 3, "flip": True} for side in (33, 69)},
-}  # fmt: skip
+    "enlarged with a border": {"image_size": 28, "resize": 69, "crop_padding": 3, "flip": True},
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -151,11 +136,3 @@ def test_draws_reach_every_start_and_both_sides():
     draws = BatchTransforms(Framing(32, 32, crop_padding=4, flip=True), STD).draw(np.random.default_rng(0), 5000)
     assert [sorted(set(row.tolist())) for row in draws] == [list(range(9)), list(range(9)), [0, 1]]
     assert (BatchTransforms(Framing(32, 32), STD).draw(np.random.default_rng(0), 5) == 0).all()
-
-
-def test_grey_images():
-    transforms = BatchTransforms(Framing(32, 32, crop_padding=2, mean=(0.5,)), [0.25])
-    draws = transforms.draw(np.random.default_rng(0), 12)
-    found = made(transforms, RAW[..., :1], draws)
-    image = np.pad(RAW[5, :, :, 0], 2)[draws[0, 5] : draws[0, 5] + 32, draws[1, 5] : draws[1, 5] + 32]
-    assert found.shape == (12, 1, 32, 32) and np.allclose(found[5, 0].numpy(), (image / 255 - 0.5) / 0.25, atol=1e-5)
